@@ -63,7 +63,7 @@ def worker(step_s: float, windows: int) -> None:
         window.begin()
         until = time.perf_counter() + starts[world.rank]
         while (left := until - time.perf_counter()) > 0:
-            coordinator.progress(100.0, 0.0)  # speed 0, not known: no rank stops because it will soon be over
+            coordinator.progress()
             time.sleep(min(left, POLL_S))
         report = window.run(step)
         mine = np.array([report.entered_at, report.left_at])

@@ -87,9 +87,5 @@ class TrainingError(TltError):
     """Training that cannot go on: its updates are not finite any more."""
 
 
-class CoordinatorError(TltError):
-    """The idle coordinator's protocol was broken."""
-
-
 class DrafterError(TltError):
     """Drafter training failed; the loop goes on without it."""

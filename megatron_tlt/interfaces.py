@@ -26,13 +26,6 @@ ProgressCallback = Callable[[int, int, int], None]
 """Called during a rollout with (running requests, waiting requests, tokens generated so far)."""
 
 
-class Clock(Protocol):
-    """Time as the decision code sees it: wall time in production, virtual time in the simulator."""
-
-    def now(self) -> float:
-        """Seconds since an arbitrary start; never goes back. Mutates nothing."""
-
-
 RankOutcome = Literal["done", "saved", "left", "failed", "timeout"]
 """How a rank ends; saved, left: before the run's end, with and without a checkpoint."""
 

@@ -299,7 +299,6 @@ class EngineStats:
     generated_tokens: int = 0
     finished_requests: int = 0
     preemptions: int = 0
-    near_ties: int = 0
     seconds: float = 0.0
     started: float = 0.0  # seconds of time.perf_counter that the curve counts from
     running_curve: list[tuple[float, int]] = field(default_factory=list)  # (seconds since start, running requests)

@@ -64,18 +64,18 @@ def run(check: Check) -> Result:
         found.summary["error_after_release"] = error
         if error > LIMITS[check.dtype]:
             found.failures.append(f"a graph replayed after the cache was released and taken again: off by {error:.1e}")
-    stats = pool.stats()
+    graphs, eager = pool.graphs, pool.graphs.stats.eager
     found.summary |= {
         f"speedup_{r['batch']}": r["eager_ms"] / r["graph_ms"] for r in found.rows if r["rows"] == 1
     }
-    found.summary |= {"captures": float(stats.graphs), "capture_s": stats.capture_seconds}
+    found.summary |= {"captures": float(len(graphs.keys)), "capture_s": graphs.stats.capture_seconds}
     found.summary |= launches(check, decoder, kv)
-    del pool
+    del pool, graphs
     memory = [graph_memory(decoder, kv, batches, name) for name in ("one strategy", "naive many", "ours")]
     found.rows += memory
     found.summary |= {f"mib_{m['pool'].replace(' ', '_')}": m["mib"] for m in memory}
-    if check.is_cuda and stats.eager:
-        found.failures.append(f"{stats.eager} steps had no graph")
+    if check.is_cuda and eager:
+        found.failures.append(f"{eager} steps had no graph")
     return found
 
 
@@ -126,12 +126,9 @@ def graph_memory(decoder: TorchDecoder, kv: KVCache, batches: list[int], name: s
         sizes = PoolSizes(max(batches), 2 * CONTEXT, BLOCK, verify_rows=max(b * k for b, k in pairs))
         pool = GraphPool(decoder, kv, sizes)
         pool.capture(0, shapes=pairs)
-        stats = pool.stats()
-        count, total, seconds = (
-            count + stats.graphs,
-            total + stats.memory_bytes,
-            seconds + stats.capture_seconds,
-        )
+        count += len(pool.graphs.keys)
+        total += pool.graphs.memory_bytes
+        seconds += pool.graphs.stats.capture_seconds
         kept.append(pool)  # all of them stay, as in an engine
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -153,5 +153,5 @@ def summarize(found: Result, sides: list[Side], check: Check) -> None:
     found.failures += [
         f"{s.name}: no step went through the graph pool"
         for s in sides
-        if not pool_of(s.backend).stats().replays
+        if not pool_of(s.backend).graphs.stats.replays
     ]

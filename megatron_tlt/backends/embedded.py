@@ -126,7 +126,7 @@ class EmbeddedBackend(BaseBackend):
             if not done:  # one refused prompt or an interrupt must not leave others in the engine
                 engine.abort_all()
             if engine.speculator is not None:
-                engine.speculator.end_generate()
+                engine.speculator.drafter.end_generate()
             if self._release_cache:
                 self.release()
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
@@ -244,10 +244,6 @@ class EmbeddedBackend(BaseBackend):
         """Counters since the last call. Resets them."""
         return self.engine.take_stats()
 
-    def take_phase_seconds(self) -> dict[str, float]:
-        """Seconds in schedule, forward, sample and commit since the last call. Resets them."""
-        return self.engine.take_phase_seconds()
-
     def close(self) -> None:
         """Drops the captured graphs, also where other references to the engine are left, and frees the engine with its
         weights and cache. A second call does nothing.
@@ -263,8 +259,9 @@ class EmbeddedBackend(BaseBackend):
     def drafts_of(self, sample: Sample) -> dict[str, Any] | None:
         """What was drafted for an answer of the last `generate`, as `observe.samples` writes it; None: not known."""
         speculator = self.engine.speculator
-        runs = [] if speculator is None else speculator.traced(sample.prompt_id, sample.sample_index)
-        if not runs:
+        if speculator is None or speculator.trace is None:
+            return None
+        if not (runs := speculator.trace.runs(sample.prompt_id, sample.sample_index)):
             return None
         size = min(len(sample.token_ids), _SHOWN_TOKENS)
         text = self.engine.text_of_tokens
@@ -283,5 +280,5 @@ class EmbeddedBackend(BaseBackend):
             text=self.engine.text_of(request),
             finish_reason=request.finish_reason,
             policy_version=self._weights.version,
-            routes=self.engine.runner.routes_of(request),
+            routes=request.routes,
         )

@@ -147,7 +147,7 @@ def answer_lines(samples: Sequence[Sample], with_logprobs: bool) -> Iterator[str
 
 
 def stats_report(stats: EngineStats, backend: EmbeddedBackend) -> str:
-    """`EngineStats` with rates, phase timings and what computed. Resets the backend's phase timings."""
+    """`EngineStats` with rates and what computed."""
     spec = stats.speculation
     report = {
         **asdict(stats),
@@ -160,7 +160,6 @@ def stats_report(stats: EngineStats, backend: EmbeddedBackend) -> str:
             },
         },
         "tokens_per_s": stats.generated_tokens / stats.seconds if stats.seconds else 0.0,
-        "phase_seconds": backend.take_phase_seconds(),
         "decoder": backend.engine.runner.decoder.kind,
         "kv_cache_blocks": backend.engine.blocks.num_blocks,
         "graphs": backend.engine.graph_report(),

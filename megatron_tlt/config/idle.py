@@ -16,7 +16,7 @@ class IdleSection(Section):
     """Requests that wait in a busy rank's engine are answered by ranks that have no request left. Needs
     rollout.tp = 1 and keyed sampling (backends embedded, vllm)."""
     min_tail_seconds: NonNegativeFloat = 0.02
-    """Shortest wait that is trained in, where the wait can be foreseen; where not, a wait that has lasted so long."""
+    """Seconds that a rank has waited before it trains: the wait is taken to last as long again."""
     min_steps_per_window: NonNegativeInt = 0
     """Training micro-steps after every rollout, whether a rank waits or not: every rank takes them, and the step lasts
     so much longer. For runs of one rollout replica, where no rank ever waits."""

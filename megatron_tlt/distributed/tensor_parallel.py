@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 
 class TensorParallel:
@@ -29,6 +31,10 @@ class TensorParallel:
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrites `tensor` with rank 0's; returns it."""
         return tensor
+
+    def broadcast_object(self, value: T) -> T:
+        """Rank 0's value, a small one, on every rank."""
+        return value
 
     def largest(self, value: int) -> int:
         """The largest of the ranks' values, on every rank."""
@@ -71,3 +77,9 @@ class GroupTensorParallel(TensorParallel):
         """The group's first rank's values, in place."""
         dist.broadcast(tensor, src=self._first, group=self._group)
         return tensor
+
+    def broadcast_object(self, value: T) -> T:
+        """The first rank's value, pickled."""
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=self._first, group=self._group)
+        return box[0]  # type: ignore[no-any-return]

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from megatron_tlt.idle.policy import BusyReplica, expected_wait
 from megatron_tlt.idle.state import RankState
 
 if TYPE_CHECKING:
     from megatron_tlt.idle.messages import Report
-    from megatron_tlt.interfaces import Clock
 
 
 def is_done(report: Report | None, epoch: int) -> bool:
@@ -23,10 +21,8 @@ def is_done(report: Report | None, epoch: int) -> bool:
 class StatusBoard:
     """Newest reports of group leaders, and which of them are not done with the present window."""
 
-    def __init__(self, ranks: Iterable[int], clock: Clock):
-        self._clock = clock
+    def __init__(self, ranks: Iterable[int]):
         self._reports: dict[int, Report | None] = dict.fromkeys(ranks)
-        self._received_at: dict[int, float] = {}
         self.epoch = 0
         self.busy = set(self._reports)
 
@@ -39,29 +35,11 @@ class StatusBoard:
         """Stores a report; one of an earlier window counts as none."""
         if report.epoch < self.epoch:
             return
-        rank = report.rank
-        self._reports[rank], self._received_at[rank] = report, self._clock.now()
+        self._reports[report.rank] = report
         if is_done(report, self.epoch):
-            self.busy.discard(rank)
+            self.busy.discard(report.rank)
         else:
-            self.busy.add(rank)
-
-    def expected_wait(self) -> float | None:
-        """Seconds until the slowest rank is expected to be done (`policy.expected_wait`)."""
-        replicas, now = [], self._clock.now()
-        for rank in self.busy:
-            r = self._reports[rank]
-            if r is None or r.epoch < self.epoch:
-                return None
-            if not r.is_requesting:
-                age = now - self._received_at[rank]
-                replicas.append(BusyReplica(r.tokens_left, r.tokens_per_second, age))
-        return expected_wait(replicas)
-
-    def idle_ranks(self) -> list[int]:
-        """Ranks that are idle or training in this window."""
-        present = [r for r in self._reports.values() if r is not None and r.epoch == self.epoch]
-        return [r.rank for r in present if r.state is not RankState.BUSY]
+            self.busy.add(report.rank)
 
     def queues(self) -> tuple[list[Report], bool]:
         """Reports of this window's ranks that have a queue; and whether the queues of all ranks are known."""
@@ -78,5 +56,5 @@ class StatusBoard:
         return self._reports[rank]
 
     def last_change(self) -> float:
-        """Wall time of the newest transition of any rank of this window."""
+        """Wall time at which the last rank of this window was done."""
         return max((r.changed_at for r in self._reports.values() if r and r.epoch == self.epoch), default=0.0)

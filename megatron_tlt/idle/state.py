@@ -6,20 +6,14 @@
 
 BUSY: the replica has live or queued requests. IDLE: it has none, and others do. TRAINING: idle, and training the
 drafter. A window ends with BUSY (the step goes on). Within a window BUSY follows IDLE where requests were stolen, and
-IDLE follows TRAINING where training stops first: enough micro-steps, no data, the wait nearly over, or a failure.
+IDLE follows TRAINING where training stops first: enough micro-steps, no data, or a failure.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
-
-from megatron_tlt.errors import CoordinatorError
-
-if TYPE_CHECKING:
-    from megatron_tlt.interfaces import Clock
 
 
 class RankState(IntEnum):
@@ -28,28 +22,6 @@ class RankState(IntEnum):
     BUSY = 0
     IDLE = 1
     TRAINING = 2
-
-
-TRANSITIONS: dict[RankState, frozenset[RankState]] = {
-    RankState.BUSY: frozenset({RankState.IDLE}),
-    RankState.IDLE: frozenset({RankState.TRAINING, RankState.BUSY}),
-    RankState.TRAINING: frozenset({RankState.IDLE, RankState.BUSY}),
-}
-
-
-def check_transition(old: RankState, new: RankState) -> None:
-    """Raises CoordinatorError, naming both states and what is allowed, unless `new` may follow `old`."""
-    if new not in TRANSITIONS[old]:
-        allowed = " or ".join(sorted(state.name for state in TRANSITIONS[old]))
-        raise CoordinatorError(f"a rank cannot go from {old.name} to {new.name}: only {allowed} may follow")
-
-
-class MonotonicClock:
-    """A `Clock` of real time."""
-
-    def now(self) -> float:
-        """Seconds since an arbitrary start."""
-        return time.perf_counter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +44,18 @@ class StateTracker:
     A span ends at the same reading of the clock at which the next one begins: no gap, no overlap.
     """
 
-    def __init__(self, clock: Clock):
+    def __init__(self, clock: Callable[[], float]):
         """The phase begins now, BUSY."""
         self._clock = clock
         self.state = RankState.BUSY
-        self._since = clock.now()
+        self._since = clock()
         self._spans: list[StateSpan] = []
 
     def to(self, state: RankState) -> None:
-        """Goes to another state now. Raises CoordinatorError for a transition that is not in the table."""
-        check_transition(self.state, state)
-        self._close()
-        self.state = state
+        """Goes to `state` now, if it is another one."""
+        if state is not self.state:
+            self._close()
+            self.state = state
 
     def finish(self) -> tuple[StateSpan, ...]:
         """Ends the phase now and returns its spans, in order. The tracker cannot be used afterwards."""
@@ -91,7 +63,7 @@ class StateTracker:
         return tuple(self._spans)
 
     def _close(self) -> None:
-        now = self._clock.now()
+        now = self._clock()
         self._spans.append(StateSpan(self.state, self._since, now))
         self._since = now
 

@@ -1,7 +1,7 @@
 """The idle window of one rank: from its own replica having no request left until all replicas are done.
 
     rank 0   rollout ===============================| out      (the slowest: waits for no rank)
-    rank 1   rollout =========|poll|step|poll|step|st| out     poll: is it over? is a micro-step worth it?
+    rank 1   rollout =========|poll|step|poll|step|st| out     poll: is it over?
     rank 2   rollout ============|poll|zz|poll|zz|poll| out    zz:   sleep `poll_ms`
                               ^ enters the done barrier
 
@@ -23,16 +23,13 @@ from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.idle.policy import Action, IdlePolicy, IdleView
-from megatron_tlt.idle.state import MonotonicClock, RankState, StateSpan, StateTracker, seconds_in
+from megatron_tlt.idle.state import RankState, StateSpan, StateTracker, seconds_in
 from megatron_tlt.observe.clock import wall_seconds
 
 if TYPE_CHECKING:
     from megatron_tlt.idle.coordinator import IdleCoordinator
-    from megatron_tlt.idle.messages import RequestRange
-    from megatron_tlt.interfaces import Clock
 
 TOKENS = "tokens"
-_EMA = 0.2  # weight of the newest micro-step in the average of their seconds
 _log = logging.getLogger(__name__)
 
 StepFn = Callable[[], Mapping[str, float] | None]
@@ -82,7 +79,7 @@ class IdleWindow:
         on_span: Callable[[str, float, float], None] | None = None,
         on_poll: Callable[[str], None] | None = None,
         poll_seconds: float = 0.002,
-        clock: Clock | None = None,
+        clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         wall: Callable[[], float] = wall_seconds,
     ):
@@ -96,14 +93,13 @@ class IdleWindow:
         self._is_group_leader, self._agree = is_group_leader, agree
         self._num_samples, self._on_span, self._on_poll = num_samples, on_span, on_poll
         self._poll_seconds = poll_seconds
-        self._clock, self._sleep, self._wall = clock or MonotonicClock(), sleep, wall
-        self._micro_step_seconds: float | None = None
+        self._clock, self._sleep, self._wall = clock, sleep, wall
         self._failure: str | None = None
         self._tracker = StateTracker(self._clock)
         self._began_at = self._wall()
 
     def begin(self) -> None:
-        """The rollout phase begins: opens the window, BUSY. Raises CoordinatorError while one is open."""
+        """The rollout phase begins: opens the window, BUSY."""
         self.coordinator.begin()
         self._tracker = StateTracker(self._clock)
         self._began_at = self._wall()
@@ -112,18 +108,19 @@ class IdleWindow:
         """Turns training off for the rest of the run. A second call does nothing."""
         self.disabled_reason = self.disabled_reason or reason
 
-    def steal_work(self) -> Sequence[RequestRange]:
+    def steal_work(self) -> Sequence[tuple[int, int]]:
         """This replica has no request left: returns requests stolen from others, this rank being BUSY again, or none
-        when no replica has a queue any more. Polls and sleeps meanwhile, for about one engine step.
+        when no replica has a queue any more. A request is (prompt id, sample index). Polls and sleeps meanwhile, for
+        about one engine step.
         """
         self.coordinator.request_work()
         self._tracker.to(RankState.IDLE)
-        while (ranges := self.coordinator.receive_work()) is None:
+        while (requests := self.coordinator.receive_work()) is None:
             self._show_state()
             self._sleep(self._poll_seconds)
-        if ranges:
+        if requests:
             self._tracker.to(RankState.BUSY)
-        return ranges
+        return requests
 
     def run(self, step_fn: StepFn) -> WindowReport:
         """Trains or sleeps until every rank is done. To be called after `begin`, without a request left.
@@ -131,18 +128,17 @@ class IdleWindow:
         A DrafterError of `step_fn` turns training off, here and on the other ranks of the group; any other error
         passes through.
         """
-        tally = _Tally(self._clock.now())
+        tally = _Tally(self._clock())
         self.coordinator.enter_done()
-        if self._tracker.state is RankState.BUSY:
-            self._tracker.to(RankState.IDLE)
+        self._tracker.to(RankState.IDLE)
         while (action := self._next_action(tally)) is not Action.STOP:
             if action is Action.TRAIN:
-                self._enter(RankState.TRAINING)
+                self._tracker.to(RankState.TRAINING)
                 self._train_one(step_fn, tally)
                 continue
             if action is Action.DISABLE:
                 self._disable_group()
-            self._enter(RankState.IDLE)
+            self._tracker.to(RankState.IDLE)
             self._sleep(self._poll_seconds)
         while not self.coordinator.test_done():  # it is over: the barrier's last rounds
             self._sleep(self._poll_seconds)
@@ -174,35 +170,26 @@ class IdleWindow:
         available = None if self._num_samples is None else self._num_samples()
         return IdleView(
             state=self._tracker.state,
-            seconds_idle=self._clock.now() - tally.idle_since,
+            seconds_idle=self._clock() - tally.idle_since,
             is_over=self.coordinator.is_over,
             is_disabled=self.disabled_reason is not None,
-            expected_wait=self.coordinator.expected_wait(),
-            micro_step_seconds=self._micro_step_seconds,
             # An idle replica gets no new samples: without any, none come before the window ends.
             samples_available=0 if tally.has_no_samples else available,
             steps=tally.steps,
         )
 
-    def _enter(self, state: RankState) -> None:
-        if self._tracker.state is not state:
-            self._tracker.to(state)
-            self.coordinator.set_state(state)
-
     def _train_one(self, step_fn: StepFn, tally: _Tally) -> None:
-        started = self._clock.now()
+        started = self._clock()
         try:
             metrics = step_fn()
         except DrafterError as error:
             self._failure = str(error)
             return
-        seconds = self._clock.now() - started
+        seconds = self._clock() - started
         if metrics is None:
             tally.has_no_samples = True
             return
         tally.add(metrics, seconds)
-        old = self._micro_step_seconds
-        self._micro_step_seconds = seconds if old is None else old + _EMA * (seconds - old)
 
     def _finish(self, tally: _Tally) -> WindowReport:
         self._tracker.to(RankState.BUSY)

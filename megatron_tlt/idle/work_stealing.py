@@ -21,11 +21,11 @@ a second time; it is then answered where it is.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megatron_tlt.idle.board import StatusBoard
-from megatron_tlt.idle.messages import MAX_RANGES, Kind, Message, RequestRange
+from megatron_tlt.idle.messages import Kind, Message
 
 
 class RequestQueue(Protocol):
@@ -34,24 +34,12 @@ class RequestQueue(Protocol):
     def num_queued(self) -> int:
         """Requests that another replica could answer; -1 while the next engine step may still change that."""
 
-    def withdraw_share(self) -> list[RequestRange]:
-        """Removes a share of the queue (`policy.share_of_queue`) and returns it. Mutates the queue."""
+    def withdraw_share(self) -> list[tuple[int, int]]:
+        """Removes a share of the queue (`policy.share_of_queue`) and returns it: (prompt id, sample index). Mutates."""
 
 
 Send = Callable[..., None]
-"""`send(to, kind, value=0.0, ranges=())`: a message of the present window to a rank, which may be this one."""
-
-
-def request_ranges(requests: Iterable[tuple[int, int]]) -> list[RequestRange]:
-    """Consecutive samples of (prompt id, sample index) pairs as ranges, in order."""
-    ranges: list[RequestRange] = []
-    for prompt_id, index in sorted(requests):
-        last = ranges[-1] if ranges else None
-        if last is not None and (last.prompt_id, last.first + last.count) == (prompt_id, index):
-            ranges[-1] = RequestRange(prompt_id, last.first, last.count + 1)
-        else:
-            ranges.append(RequestRange(prompt_id, index, 1))
-    return ranges
+"""`send(to, kind, value=0.0, requests=())`: a message of the present window to a rank, which may be this one."""
 
 
 class WorkStealing:
@@ -66,8 +54,7 @@ class WorkStealing:
         """Forgets the window before."""
         self._has_requested = self._no_work = self._no_work_sent = False
         self._seq = 0
-        self._incoming: list[RequestRange] = []
-        self._received: tuple[RequestRange, ...] = ()
+        self._received: tuple[tuple[int, int], ...] = ()
         # On rank 0. Thieves without an answer, each with the number of the report that says that it is idle.
         self._thieves: deque[tuple[int, int]] = deque()
         # Numbers of reports by rank: of a victim, when it was last assigned; of a thief, when it was assigned a victim.
@@ -97,7 +84,7 @@ class WorkStealing:
             self._has_requested = True
             self._send(0, Kind.REQUEST_WORK, seq)
 
-    def take_received(self) -> tuple[RequestRange, ...]:
+    def take_received(self) -> tuple[tuple[int, int], ...]:
         """Requests that were transferred to this rank since the last call."""
         received, self._received = self._received, ()
         return received
@@ -111,9 +98,11 @@ class WorkStealing:
             self._no_work = True
             self._has_requested &= not message.value
         elif message.kind is Kind.TRANSFER:
-            self._receive(message)
+            self._has_requested, self._received = False, message.requests
+            if not self._received:
+                self.request(self._seq)
         elif message.kind is Kind.ASSIGN:
-            self._transfer(int(message.value), self._queue.withdraw_share())
+            self._send(int(message.value), Kind.TRANSFER, requests=self._queue.withdraw_share())
             return self._queue.num_queued()
         return None
 
@@ -140,17 +129,3 @@ class WorkStealing:
             victim = free.pop()
             self._victims[victim.rank], self._assigned[thief] = victim.seq, seq
             self._send(victim.rank, Kind.ASSIGN, thief)
-
-    def _transfer(self, thief: int, ranges: Sequence[RequestRange]) -> None:
-        """Sends the ranges, MAX_RANGES in a message; an empty share as one message, too."""
-        for start in range(0, max(1, len(ranges)), MAX_RANGES):
-            some = ranges[start : start + MAX_RANGES]
-            self._send(thief, Kind.TRANSFER, float(start + MAX_RANGES >= len(ranges)), some)
-
-    def _receive(self, message: Message) -> None:
-        self._incoming += message.ranges
-        if not message.value:  # more messages of this transfer follow
-            return
-        self._has_requested, self._received, self._incoming = False, tuple(self._incoming), []
-        if not self._received:
-            self.request(self._seq)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -63,7 +62,6 @@ class Engine:
         eos_token_ids: Sequence[int] = (),
         tp: TensorParallel | None = None,
         native_sample: NativeSample | None = None,
-        count_near_ties: bool = False,
         drafting: Drafting | None = None,
         graphs: GraphBudget | None = None,
         sample_kernel: SampleKernel | None = None,
@@ -75,7 +73,7 @@ class Engine:
         self.limits = limits
         self.blocks = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(limits, self.blocks)
-        sampler = Sampler(decoder.device, native_sample, count_near_ties, sample_kernel)
+        sampler = Sampler(decoder.device, native_sample, sample_kernel)
         kv = decoder.new_kv_cache(num_blocks, block_size)
         pool: GraphPool | None = None
         if graphs is not None:
@@ -91,8 +89,6 @@ class Engine:
         self._arrivals = 0
         self._stats = EngineStats()
         self._started = time.perf_counter()
-        self._schedule_seconds = 0.0
-        self._commit_seconds = 0.0
         self._last_running = 0
         self.is_released = False  # the cache's memory, until `resume`
         self._collector: HiddenStateCollector | None = None
@@ -112,7 +108,7 @@ class Engine:
     def drop_graphs(self) -> None:
         """Drops captured graphs, before the process groups whose collectives they hold are destroyed. Mutates."""
         if self.runner.pool is not None:
-            self.runner.pool.clear()
+            self.runner.pool.graphs.clear()
 
     def collect_hidden_states(self, collector: HiddenStateCollector | None) -> None:
         """From now on passes finished answers to `collector`; with None hidden states are kept for the drafter only.
@@ -198,32 +194,28 @@ class Engine:
         self.scheduler.truncate(result)
         if self.speculator is not None:
             self.speculator.record(batch, draft, result)
-        computed = time.perf_counter()
         finished = self.scheduler.commit(batch, result)
         for request in finished:
             self._finish(request)
         if self._collector is not None:
             self._collector.emit(wait=self.is_idle)
-        self._count(batch, result, len(finished), (started, scheduled, computed, time.perf_counter()))
+        self._count(batch, result, len(finished), started, scheduled)
         return finished
 
     def _finish(self, request: Request) -> None:
         """Passes a finished request on, before its blocks are written again."""
         self.runner.read_routes(request)
         if self.speculator is not None:
-            self.speculator.finish(request)
+            self.speculator.drafter.finish(request)
         if self._collector is not None:
             assert self.runner.pages is not None
             self._collector.collect(request, self.runner.pages)
 
     def _count(
-        self, batch: Batch, result: StepResult, num_finished: int, times: tuple[float, float, float, float]
+        self, batch: Batch, result: StepResult, num_finished: int, started: float, scheduled: float
     ) -> None:
-        """Counts a step. `times`, in seconds: its start, scheduled, computed, committed."""
-        started, scheduled, computed, committed = times
-        self._schedule_seconds += scheduled - started
-        self._commit_seconds += committed - computed
-        stats = self._stats
+        """Counts a step that was begun and scheduled at these seconds."""
+        stats, committed = self._stats, time.perf_counter()
         stats.seconds += committed - started
         stats.steps += 1
         stats.generated_tokens += len(result.tokens)
@@ -242,30 +234,23 @@ class Engine:
     ) -> list[Request]:
         """Steps until idle; returns all requests that ended, in the order of their arrival.
 
-        `on_finished` is called with each of them after the step in which it ended, or a later one where its experts are
-        still on their way to the host.
+        `on_finished` is called with each of them after the step in which it ended.
         """
         finished: list[Request] = []
-        leaving: deque[Request] = deque()
         generated, first = self._stats.generated_tokens, self._stats.steps
         reported = 0.0
-        try:
-            while not self.is_idle:
-                ended = self.step()
-                finished += ended
-                if on_finished is not None:
-                    leaving += ended
-                    while leaving and leaving[0].has_left:
-                        on_finished(leaving.popleft())
-                if self.runner.tp.size > 1:
-                    due = (self._stats.steps - first) % _PROGRESS_EVERY_STEPS == 0
-                elif due := (now := time.perf_counter()) - reported >= _PROGRESS_EVERY_S:
-                    reported = now
-                if due and on_progress is not None:
-                    on_progress(self.num_running, self.num_waiting, self._stats.generated_tokens - generated)
-        finally:  # what has ended is handed out also when `on_progress` cuts the rollout short
-            while on_finished is not None and leaving:
-                on_finished(leaving.popleft())
+        while not self.is_idle:
+            ended = self.step()
+            finished += ended
+            if on_finished is not None:
+                for request in ended:
+                    on_finished(request)
+            if self.runner.tp.size > 1:
+                due = (self._stats.steps - first) % _PROGRESS_EVERY_STEPS == 0
+            elif due := (now := time.perf_counter()) - reported >= _PROGRESS_EVERY_S:
+                reported = now
+            if due and on_progress is not None:
+                on_progress(self.num_running, self.num_waiting, self._stats.generated_tokens - generated)
         return sorted(finished, key=lambda r: r.order)
 
     def text_of(self, request: Request) -> str:
@@ -320,33 +305,20 @@ class Engine:
         stats = replace(
             self._stats,
             preemptions=self.scheduler.num_preemptions,
-            near_ties=self.runner.sampler.near_ties,
             started=self._started,
         )
         if self.speculator is not None:
-            stats.speculation = self.speculator.take_stats()
-        self._stats, self.scheduler.num_preemptions, self.runner.sampler.near_ties = EngineStats(), 0, 0
+            stats.speculation = self.speculator.counters.take()
+        self._stats, self.scheduler.num_preemptions = EngineStats(), 0
         self._started = time.perf_counter()
         return stats
 
-    def take_phase_seconds(self) -> dict[str, float]:
-        """Seconds in schedule, forward, sample and commit since the last call. Resets them."""
-        runner = self.runner
-        phases = {
-            "schedule": self._schedule_seconds,
-            "forward": runner.forward_seconds,
-            "sample": runner.sample_seconds,
-            "commit": self._commit_seconds,
-        }
-        self._schedule_seconds = self._commit_seconds = runner.forward_seconds = runner.sample_seconds = 0.0
-        return phases
-
     def graph_report(self) -> dict[str, Any] | None:
         """Memory and counters of the captured graphs; None where there is no pool. Names as in `GraphStats`."""
-        pool = self.runner.pool
-        if pool is None:
+        if self.runner.pool is None:
             return None
-        return {"memory_bytes": pool.memory_bytes(), "captured": len(pool.captured), **asdict(pool.stats())}
+        graphs = self.runner.pool.graphs
+        return {"memory_bytes": graphs.memory_bytes, "captured": len(graphs.keys), **asdict(graphs.stats)}
 
     def _add_to_curve(self, running: int, now: float) -> None:
         """Records a change of the number of running requests: a point of the curve, not one a step."""

@@ -37,7 +37,6 @@ class GraphStats:
     replays: int = 0
     refused: int = 0  # keys that the budget has no room for
     eager: int = 0  # steps whose key was not captured, run without a graph
-    eager_too_large: int = 0  # steps beyond the static buffers, run without a graph
 
 
 class EagerCapturer:

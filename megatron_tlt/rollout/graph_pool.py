@@ -25,14 +25,12 @@ from torch import Tensor
 
 from megatron_tlt.config.planning.graphs import ROWS_EACH, batch_buckets, captured_shapes, round_up
 from megatron_tlt.models.base import KVCache, empty_routes
-from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
+from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.torch.decoder import TorchDecoder
-from megatron_tlt.models.torch.transfer import upload
 from megatron_tlt.rollout.graph_capture import (
     CudaCapturer,
     EagerCapturer,
     GraphCache,
-    GraphStats,
     Step,
 )
 
@@ -75,7 +73,7 @@ class GraphPool:
         budget_bytes: int | None = None,
         capturer: EagerCapturer | None = None,
     ):
-        """`kv` has a scratch block behind its last one. `budget_bytes` bounds `memory_bytes()`; None: no limit."""
+        """`kv` has a scratch block behind its last one. `budget_bytes` bounds `graphs.memory_bytes`; None: no limit."""
         self._decoder, self._kv, self._sizes = decoder, kv, sizes
         self._batch_buckets = batch_buckets(sizes.max_batch)
         decoder.reserve_positions(sizes.max_context + ROWS_EACH[-1])
@@ -89,7 +87,7 @@ class GraphPool:
             is_cuda = decoder.device.type == "cuda"
             capturer = CudaCapturer(decoder.device) if is_cuda else EagerCapturer()
         fixed = sum(t.nbytes for t in (self._staging, self._logits, self._hidden, self._routes))
-        self._cache = GraphCache(capturer, budget_bytes, fixed, decoder.tp)
+        self.graphs = GraphCache(capturer, budget_bytes, fixed, decoder.tp)
 
     def capture(
         self,
@@ -105,13 +103,13 @@ class GraphPool:
         first, *keys = [GraphKey(*shape) for shape in shapes]
         self._capture(first)
         for key, step in others:
-            self._cache.capture(key, step)
+            self.graphs.capture(key, step)
         for key in keys:
             self._capture(key)
 
     def _capture(self, key: GraphKey) -> None:
         inputs = self._staging.blank(key, self._kv.num_blocks, self._sizes.block_size)
-        self._cache.capture(key, self._step(key, inputs))
+        self.graphs.capture(key, self._step(key, inputs))
 
     def _step(self, key: GraphKey, inputs: DecoderInput) -> Step:
         return lambda: self._decoder.forward_static(inputs, self._kv, key.tokens, self._outputs(key))
@@ -121,32 +119,18 @@ class GraphPool:
         routes = self._routes[:rows] if self._routes.numel() else None  # with experts always: all steps share graphs
         return DecoderOutput(self._logits[:rows], self._hidden[:rows], routes=routes)
 
-    @property
-    def captured(self) -> list[Hashable]:
-        """Keys of the captured graphs, in the order of their capture."""
-        return self._cache.keys
-
-    def memory_bytes(self) -> int:
-        """Static buffers and graphs, in bytes."""
-        return self._cache.memory_bytes
-
-    def stats(self) -> GraphStats:
-        """Counters since the pool was made."""
-        return self._cache.stats
-
     def run(self, batch: DecoderInput) -> DecoderOutput:
         """Logits come in the compute type, and all in fresh tensors. See `Decoder.forward`.
 
-        `batch` is in CPU memory: S sequences of one or more rows each, chains or trees. The host memory that it is
-        copied to is written again by the next call: by then this call's results must have come to the host.
+        `batch` is in CPU memory: S sequences of one or more rows each, chains or trees, that have a `key`. The host
+        memory that it is copied to is written again by the next call: by then this call's results must have come to the
+        host.
         """
         counts = np.diff(batch.query_start.numpy())
         key = self.key(len(counts), int(counts.max()))
-        if key is None:
-            self._cache.stats.eager_too_large += 1
-            return self._decoder.forward(_to_device(batch, self._decoder.device), self._kv)
+        assert key is not None, "more rows than the buffers hold"
         inputs, place, wanted = self._staging.fill(batch, key, self._kv.num_blocks, self._sizes.block_size)
-        self._cache.run(key, self._step(key, inputs))
+        self.graphs.run(key, self._step(key, inputs))
         rows = key.batch_size * key.tokens
         out = DecoderOutput(self._logits[:rows].index_select(0, wanted))
         if batch.all_hidden:
@@ -155,14 +139,6 @@ class GraphPool:
             out.routes = self._routes[:rows].index_select(0, place)
         return out
 
-    def run_step(self, key: Hashable, step: Step) -> None:
-        """Another static step, a drafter's: by its graph if `capture` was given one of this key, else as it is."""
-        self._cache.run(key, step)
-
-    def clear(self) -> None:
-        """See `GraphCache.clear`."""
-        self._cache.clear()
-
     def key(self, sequences: int, tokens_per_seq: int) -> GraphKey | None:
         """The bucket of a batch of at most `tokens_per_seq` rows a sequence; None: none fits."""
         batch = round_up(self._batch_buckets, sequences)
@@ -170,17 +146,6 @@ class GraphPool:
         if batch is None or tokens is None or batch * tokens > self._sizes.max_rows:
             return None
         return GraphKey(batch, tokens)
-
-
-def _to_device(batch: DecoderInput, device: torch.device) -> DecoderInput:
-    tensors = [batch.token_ids, batch.positions, batch.slot_mapping, batch.query_start]
-    tensors += [batch.context_lens, batch.block_tables, batch.logit_rows]
-    if batch.parents is not None:
-        tensors.append(batch.parents)
-    moved = DecoderInput.of([upload(t.numpy(), device) for t in tensors])
-    moved.all_hidden, moved.all_routes = batch.all_hidden, batch.all_routes
-    moved.lengths = HostLengths(batch.query_start.diff().tolist(), int(batch.context_lens.max()))
-    return moved
 
 
 class _Staging:

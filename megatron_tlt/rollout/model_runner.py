@@ -5,7 +5,6 @@ Legend: D decoding rows, T tokens, S sequences, R rows to sample, V vocabulary, 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,17 +48,13 @@ class ModelRunner:
     ):
         self.pool = pool
         self.decoder, self.kv, self.rows, self.sampler, self.tp = decoder, kv, rows, sampler, tp
-        self.forward_seconds = 0.0
-        self.sample_seconds = 0.0
         self._block_size = block_size
         self.device = sampler.device
+        self._uploads = self.device.type != "cpu"  # whether a forward's inputs are copied
         width = len(rows.token_ids)
         self._one_each = np.arange(width + 1, dtype=np.int32)
         self._decode_inputs: dict[int, DecoderInput] = {}
         self.pages: PagedHiddenStates | None = None  # hidden states of all cached tokens, where they are kept
-        self._upload: _Upload | None = None
-        if self.device.type != "cpu":
-            self._upload = _Upload(7 * width + 1 + rows.block_tables.size, self.device)
         self._routes: PagedHiddenStates | None = None  # the experts of all cached tokens, where they are recorded
 
     def keep_pages(self) -> PagedHiddenStates:
@@ -70,7 +65,7 @@ class ModelRunner:
         return self.pages
 
     def record_routes(self) -> None:
-        """From now on the experts of every token are kept, for `routes_of`. Only while no request runs. Mutates."""
+        """From now on the experts of every token are kept, for `read_routes`. Only while no request runs. Mutates."""
         like = empty_routes(0, self.decoder.config)
         assert like.shape[1], "a dense model"
         sizes = self.kv.num_blocks, self.kv.block_size, like.shape[1]
@@ -102,32 +97,16 @@ class ModelRunner:
         return [pages for pages in (self.pages, self._routes) if pages is not None]
 
     def read_routes(self, request: Request) -> None:
-        """Begins to copy the experts of a finished request's tokens to the host, where they are recorded. Mutates."""
+        """Copies the experts of a finished request's tokens to the host, where they are recorded. Mutates."""
         if self._routes is not None:
             count = len(request.prompt) + len(request.output) - 1
-            request.routes = self._routes.start_read(request.blocks, count)
-
-    def routes_of(self, request: Request) -> np.ndarray | None:
-        """The experts of a finished request's tokens, as `types.Sample` has them; None where they are not recorded.
-
-        Once: waits for what `read_routes` began, and gives its pinned memory back. Mutates the request.
-        """
-        copy, request.routes = request.routes, None
-        if copy is None:
-            return None
-        read = copy.wait_pageable()
-        return read.unflatten(1, (-1, self.decoder.config.num_experts_per_tok)).numpy()
+            read = self._routes.start_read(request.blocks, count).wait_pageable()
+            request.routes = read.unflatten(1, (-1, self.decoder.config.num_experts_per_tok)).numpy()
 
     def forward(self, batch: Batch) -> StepResult:
         """Computes `batch` and samples its rows. Mutates the cache and the arrays past the decoding rows."""
-        started = time.perf_counter()
         inputs = self._decode_input(batch.num_decode) if batch.is_decode else self._mixed_input(batch)
-        output = self._run(inputs, self.pool if batch.is_decode else None)
-        ran = time.perf_counter()
-        self.forward_seconds += ran - started
-        result = self._sample(batch, output)
-        self.sample_seconds += time.perf_counter() - ran
-        return result
+        return self._sample(batch, self._run(inputs, self.pool if batch.is_decode else None))
 
     def _run(self, inputs: DecoderInput, pool: GraphPool | None) -> DecoderOutput:
         """The forward. Writes the rows' hidden states and experts where they are kept."""
@@ -156,19 +135,17 @@ class ModelRunner:
         The cache ends as plain decoding would have left it (slots behind the accepted tokens are
         never read). Mutates the cache.
         """
-        started = time.perf_counter()
-        fed = _FedRows.of(draft)
-        output = self._run(self._verify_input(draft, fed), self.pool)
-        ran = time.perf_counter()
-        self.forward_seconds += ran - started
+        fed, pool = _FedRows.of(draft), self.pool
+        if pool is not None and pool.key(len(draft.counts), int(draft.counts.max()) + 1) is None:
+            pool = None  # more rows than its buffers hold
+        output = self._run(self._verify_input(draft, fed, to_pool=pool is not None), pool)
         drawn, scores = self._draw(output.logits, self._running_rows(fed.request, fed.depth))
         accepted = accept_matches(drawn, draft)
         if draft.parents is not None:
             self._compact(draft, accepted)
-        self.sample_seconds += time.perf_counter() - ran
         return StepResult(drawn[accepted.index], scores[accepted.index], accepted.counts, accepted)
 
-    def _verify_input(self, draft: Draft, fed: _FedRows) -> DecoderInput:
+    def _verify_input(self, draft: Draft, fed: _FedRows, to_pool: bool) -> DecoderInput:
         """The roots and their nodes as one ragged batch."""
         rows, size, count, total = self.rows, self._block_size, len(draft.counts), len(fed.request)
         tokens, root = rows.token_ids[fed.request], rows.positions[fed.request]
@@ -183,7 +160,7 @@ class ModelRunner:
             parents = np.full(total, -1, np.int32)
             parents[fed.is_node] = draft.parents + 1 + first[fed.is_node]
             arrays.append(parents)
-        return self._to_input(arrays, self._upload if self.pool is None else None)
+        return self._to_input(arrays, to_pool)
 
     def _running_rows(self, at: slice | np.ndarray, depth: np.ndarray | int = 0) -> SamplingRows:
         """How running rows `at` sample the token `depth` positions after their next one."""
@@ -222,9 +199,9 @@ class ModelRunner:
         known = self._decode_inputs.get(count)
         if known is not None:
             return known
-        upload = self._upload if self.pool is None else None
-        made = self._pack(count, count, self._one_each[: count + 1], self._one_each[:count], upload)
-        if upload is None:
+        to_pool = self.pool is not None
+        made = self._pack(count, count, self._one_each[: count + 1], self._one_each[:count], to_pool)
+        if to_pool or not self._uploads:
             self._decode_inputs[count] = made
         return made
 
@@ -243,7 +220,7 @@ class ModelRunner:
         if not batch.num_draws:
             last_rows.append(at - 1)  # not sampled: decoders need not handle batches without logits
         logit_rows = np.concatenate((self._one_each[:decoding], np.asarray(last_rows, np.int32)))
-        return self._pack(at, seqs, query_start, logit_rows, self._upload)
+        return self._pack(at, seqs, query_start, logit_rows, to_pool=False)
 
     def _fill_chunk(self, chunk: Chunk, seq: int, at: int) -> int:
         """Writes a chunk's tokens behind the rows already there; returns where it ends."""
@@ -264,21 +241,23 @@ class ModelRunner:
         seqs: int,
         query_start: np.ndarray,
         logit_rows: np.ndarray,
-        upload: _Upload | None,
+        to_pool: bool,
     ) -> DecoderInput:
         rows = self.rows
         fed = (rows.token_ids[:tokens], rows.positions[:tokens], rows.slot_mapping[:tokens])
         seen = (rows.context_lens[:seqs], rows.block_tables[:seqs])
-        return self._to_input([*fed, query_start, *seen, logit_rows], upload)
+        return self._to_input([*fed, query_start, *seen, logit_rows], to_pool)
 
-    def _to_input(self, arrays: list[np.ndarray], upload: _Upload | None) -> DecoderInput:
-        """A `DecoderInput` of seven or eight arrays: views, or one copy to the device, valid until the next."""
-        if upload is None:
+    def _to_input(self, arrays: list[np.ndarray], to_pool: bool) -> DecoderInput:
+        """A `DecoderInput` of seven or eight int32 arrays: views (for the CPU, the pool) or one copy to the device."""
+        if to_pool or not self._uploads:
             return DecoderInput.of([torch.from_numpy(a) for a in arrays])
         starts, lens, tables = arrays[3:6]
         longest = int(lens.max())
         arrays[5] = tables[:, : -(-longest // self._block_size)]
-        made = DecoderInput.of(upload(tuple(arrays)))
+        flat = upload(np.concatenate([array.ravel() for array in arrays], dtype=np.int32), self.device)
+        parts = flat.split([array.size for array in arrays])
+        made = DecoderInput.of([part.view(a.shape) for part, a in zip(parts, arrays, strict=True)])
         made.lengths = HostLengths(np.diff(starts).tolist(), longest)
         return made
 
@@ -286,8 +265,6 @@ class ModelRunner:
         logits = output.logits
         if not batch.is_decode:
             if not batch.num_draws:
-                if self._upload is not None:
-                    self._upload.wait()
                 return _NOTHING
             logits = _fan_out(logits, batch)
         return StepResult(*self._draw(logits, self._sampling_rows(batch)))
@@ -353,28 +330,3 @@ def _fan_out(logits: Tensor, batch: Batch) -> Tensor:
         return logits
     repeats = [1] * batch.num_decode + counts
     return logits.index_select(0, upload(np.repeat(np.arange(len(repeats)), repeats), logits.device))
-
-
-class _Upload:
-    """One pinned staging buffer and one device buffer: all int32 inputs of a step cross in a single copy."""
-
-    def __init__(self, size: int, device: torch.device):
-        self._host = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._array = self._host.numpy()
-        self._device = torch.empty(size, dtype=torch.int32, device=device)
-
-    def __call__(self, arrays: tuple[np.ndarray, ...]) -> list[Tensor]:
-        """Device tensors of the arrays' shapes, valid until the next call."""
-        at, views = 0, []
-        for array in arrays:
-            self._array[at : at + array.size].reshape(array.shape)[...] = array
-            views.append(self._device[at : at + array.size].view(array.shape))
-            at += array.size
-        # The host buffer is not written before this step's tokens are read back (or `wait` returns).
-        self._device[:at].copy_(self._host[:at], non_blocking=True)
-        return views
-
-    def wait(self) -> None:
-        """Returns when the last copy is done; needed after a step that reads no result back."""
-        if self._device.is_cuda:
-            torch.cuda.current_stream(self._device.device).synchronize()

@@ -11,7 +11,6 @@ from megatron_tlt.models.keys import request_key
 from megatron_tlt.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
-    from megatron_tlt.models.torch.transfer import HostCopy
     from megatron_tlt.rollout.stops import StopStringFinder
 
 
@@ -39,12 +38,7 @@ class Request:
     blocks: list[int] = field(
         default_factory=list
     )  # KV blocks of a finished request, until the next schedule
-    routes: HostCopy | None = None  # of a finished request whose engine records them; `ModelRunner.routes_of` reads
-
-    @property
-    def has_left(self) -> bool:
-        """Whether all of a finished request is on the host."""
-        return self.routes is None or self.routes.is_done
+    routes: np.ndarray | None = None  # of a finished request whose engine records them, as in `types.Sample`
 
     @property
     def key(self) -> int:

@@ -18,7 +18,7 @@ from megatron_tlt.rollout.request import Request
 class RunningRows:
     """Structure of arrays. Everything a pure decoding step reads or writes is preallocated here."""
 
-    def __init__(self, max_rows: int, max_step_tokens: int, max_blocks: int, vocab_size: int):
+    def __init__(self, max_rows: int, max_step_tokens: int, max_blocks: int, vocab_size: int, max_output: int):
         width = max(max_rows, max_step_tokens)
         # One array, so that a step advances all four by a single addition.
         self.counters = np.zeros((4, width), np.int32)
@@ -41,14 +41,12 @@ class RunningRows:
         self.num_masked = 0
         self.num_with_stops = 0  # rows with stop strings
         self.is_stop = np.zeros(vocab_size, bool)  # tokens that end some request; the request itself decides
-        self.stop_tokens: set[int] = set()  # the same, for few tokens
         inputs = (self.token_ids, self.num_blocks, self.write_at, self.limit, self.slots, self.keys)
         params = (self.temperature, self.top_k, self.top_p, self.min_p)
         self._row_arrays: tuple[np.ndarray, ...] = (*inputs, *params)
         self._free_slots = list(range(max_rows - 1, -1, -1))
-        self._width = 64
-        self.outputs = np.zeros((max_rows, self._width), np.int32)  # [N, W]
-        self.logprobs = np.zeros((max_rows, self._width), np.float32)
+        self.outputs = np.zeros((max_rows, max_output), np.int32)  # [N, W]; memory never used is not touched
+        self.logprobs = np.zeros((max_rows, max_output), np.float32)
         self._flat_outputs, self._flat_logprobs = self.outputs.reshape(-1), self.logprobs.reshape(-1)
 
     @property
@@ -60,8 +58,6 @@ class RunningRows:
         """Gives `request` the next row; `cached` tokens are in `blocks`, its last output is fed next."""
         row, params = len(self.requests), request.params
         assert request.row < 0
-        if params.max_tokens > self._width:
-            self._resize_output(params.max_tokens)
         request.row, request.slot = row, self._free_slots.pop()
         self.requests.append(request)
         self.slots[row] = request.slot
@@ -72,7 +68,7 @@ class RunningRows:
         self.num_blocks[row] = len(blocks)
         self.outputs[request.slot, :length] = request.output
         self.logprobs[request.slot, :length] = request.logprobs
-        self.write_at[row] = request.slot * self._width + length
+        self.write_at[row] = request.slot * self.outputs.shape[1] + length
         self.limit[row] = params.max_tokens
         self.keys[row] = request.key
         self.temperature[row] = params.temperature
@@ -82,7 +78,6 @@ class RunningRows:
         for token in request.stop_token_ids:
             if 0 <= token < len(self.is_stop):
                 self.is_stop[token] = True
-                self.stop_tokens.add(token)
 
     def stop(self, request: Request) -> list[int]:
         """Takes `request` out, its output filled in; returns its blocks. The last row moves into the hole."""
@@ -162,12 +157,3 @@ class RunningRows:
             array[target] = array[source]
         self.requests[target] = moved = self.requests[source]
         moved.row = target
-
-    def _resize_output(self, width: int) -> None:
-        """Widens the output buffers; rare, since the first long request settles it."""
-        missing = ((0, 0), (0, width - self._width))
-        self.outputs, self.logprobs = np.pad(self.outputs, missing), np.pad(self.logprobs, missing)
-        self._flat_outputs, self._flat_logprobs = self.outputs.reshape(-1), self.logprobs.reshape(-1)
-        self._width = width
-        for row, request in enumerate(self.requests):
-            self.write_at[row] = request.slot * width + self.output_len[row]

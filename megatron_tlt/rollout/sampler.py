@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.models.keyed_noise import SampleKernel, gumbel_noise, key_tensor
+from megatron_tlt.models.torch.transfer import upload
 from megatron_tlt.rollout.masks import apply_masks
 
-NEAR_TIE = 1e-5
 _ELEMENTS_AT_ONCE = 1 << 23  # of [rows, V]: bounds the temporaries of the torch path
 
 
@@ -51,14 +51,8 @@ class SamplingRows:
 
     def part(self, at: slice | np.ndarray) -> SamplingRows:
         """Some of the rows."""
-        return SamplingRows(
-            self.keys[at],
-            self.temperature[at],
-            self.top_k[at],
-            self.top_p[at],
-            self.min_p[at],
-            self.is_masked,
-        )
+        keys, temperature, top_k, top_p, min_p = (column[at] for column in self._columns())
+        return SamplingRows(keys, temperature, top_k, top_p, min_p, self.is_masked)
 
     def apply_masks(self, scores: Tensor) -> Tensor:
         """`scores` [R, V] with the tokens outside each row's masks at -inf."""
@@ -75,35 +69,31 @@ class SamplingRows:
 
 
 class Sampler:
-    """Samples rows of logits on `device`. With `count_near_ties` counts draws that rounding may decide."""
+    """Samples rows of logits on `device`."""
 
     def __init__(
         self,
         device: torch.device,
         native: NativeSample | None = None,
-        count_near_ties: bool = False,
         kernel: SampleKernel | None = None,
     ):
         self.device = device
-        self.near_ties = 0
         self._native = native if device.type == "cpu" else None
-        self._count = count_near_ties
-        self._kernel = kernel  # draws on CUDA, unless near ties are counted
-        self._staging = _Staging(device)
+        self._kernel = kernel  # draws on CUDA
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
         """Tokens int32 [R] and log-probabilities float32 [R] of `logits` float32 [R, V], on its device.
 
         A row's result never depends on the other rows: each step below works row by row.
         """
-        if self._native is not None and not self._count:
+        if self._native is not None:
             temperature, keys = torch.from_numpy(rows.temperature), torch.from_numpy(rows.keys)
             token, logprob = self._native(logits, temperature, keys)
             if rows.is_masked:
                 self._resample_masked(self._native, logits, rows, token, logprob)
             return token, logprob
-        if self._kernel is not None and not self._count:
-            both = self._kernel(logits, *self._staging.upload(rows), rows.is_masked)
+        if self._kernel is not None:
+            both = self._kernel(logits, *_upload(rows, self.device), rows.is_masked)
             return both[0], both[1].view(torch.float32)
         step = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
         parts = [
@@ -136,50 +126,16 @@ class Sampler:
             index = torch.from_numpy(at).to(self.device)
             allowed = scores.index_copy(0, index, rows.part(at).apply_masks(scores[index]))
         perturbed = allowed + gumbel_noise(keys, scores.shape[1])
-        token = self._pick(torch.where(temperature > 0, perturbed, allowed))
+        token = torch.where(temperature > 0, perturbed, allowed).argmax(dim=-1)  # the lowest id of equals
         logprob = scores.log_softmax(-1).gather(1, token.unsqueeze(1)).squeeze(1)
         return token.to(torch.int32), logprob
 
-    def _pick(self, perturbed: Tensor) -> Tensor:
-        """Arg max [R] of [R, V], lowest id first."""
-        if self._count:
-            best = perturbed.topk(min(2, perturbed.shape[1]), dim=-1).values
-            self.near_ties += int((best[:, 0] - best[:, -1] <= NEAR_TIE).sum()) if best.shape[1] > 1 else 0
-        return perturbed.argmax(dim=-1)
-
-
-class _Staging:
-    """How rows are sampled, on the device: one copy of all values."""
-
-    def __init__(self, device: torch.device):
-        self._device, self._width = device, 0
-        self._resize(64)
-
-    def _resize(self, width: int) -> None:
-        self._width = width
-        self._on_device = torch.zeros(6 * width, dtype=torch.int32, device=self._device)
-
-    def upload(self, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Keys int64, temperature, top_k int32, 1 - top_p and min_p, each [R], valid until the next call."""
-        count = len(rows.keys)
-        if count > self._width:
-            self._resize(2 * count)
-        # Fresh memory a call: pinned memory is given out again only when the copies from it are done.
-        host = torch.empty(6 * count, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        for column, values in zip(_columns(host, count), _as_uploaded(rows), strict=True):
-            column.numpy()[:] = values
-        self._on_device[: 6 * count].copy_(host, non_blocking=True)
-        return _columns(self._on_device, count)
-
-
-def _as_uploaded(rows: SamplingRows) -> tuple[np.ndarray, ...]:
-    # 1 - p in double, rounded once, as in `masks.py`
-    drop = (1 - rows.top_p).astype(np.float32)
-    return rows.keys.view(np.int64), rows.temperature, rows.top_k, drop, rows.min_p
-
-
-def _columns(buffer: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Views of int32 [6 count]: the keys first, where 8 bytes are aligned."""
-    keys, heat, top_k, drop, min_p = buffer[: 6 * count].split([2 * count, count, count, count, count])
-    temperature, dropped, least = (part.view(torch.float32) for part in (heat, drop, min_p))
+def _upload(rows: SamplingRows, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Keys int64, temperature, top_k int32, 1 - top_p and min_p, each [R]: one copy to the device."""
+    drop = (1 - rows.top_p).astype(np.float32)  # in double, rounded once, as in `masks.py`
+    columns = rows.keys, rows.temperature, rows.top_k, drop, rows.min_p
+    packed = upload(np.concatenate([np.ascontiguousarray(column).view(np.int32) for column in columns]), device)
+    count = len(drop)
+    keys, heat, top_k, dropped, least = packed.split([2 * count, count, count, count, count])
+    temperature, dropped, least = (part.view(torch.float32) for part in (heat, dropped, least))
     return keys.view(torch.int64), temperature, top_k, dropped, least

@@ -42,7 +42,8 @@ class Scheduler:
         self.limits = limits
         self.blocks = blocks
         max_blocks = blocks.blocks_for(limits.max_context)
-        self.rows = RunningRows(limits.max_running, limits.max_batched_tokens, max_blocks, limits.vocab_size)
+        sizes = limits.max_running, limits.max_batched_tokens, max_blocks, limits.vocab_size
+        self.rows = RunningRows(*sizes, max_output=limits.max_context)
         self.num_preemptions = 0
         self._waiting: list[Prefill] = []  # heap by order
         self._prefilling: list[Prefill] = []  # in order, blocks allocated
@@ -287,9 +288,9 @@ class Scheduler:
         rows = self.rows
         if result.counts is None:
             return
-        if not rows.num_with_stops and rows.stop_tokens.isdisjoint(result.tokens.tolist()):
-            return
         hits = rows.is_stop[result.tokens]
+        if not rows.num_with_stops and not hits.any():
+            return
         ends = np.cumsum(result.counts)
         counts = result.counts.copy()
         affected = set(np.searchsorted(ends, np.flatnonzero(hits), side="right").tolist())

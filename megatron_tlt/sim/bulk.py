@@ -76,12 +76,10 @@ class BulkReplicas:
         context = self._config.workload.prompt_tokens + (begins + ends) / 2
         spans = tokens * table.at(running, context)
         times = self._prefill(len(groups)) + np.concatenate(([0.0], np.cumsum(spans)))
-        drawn = np.concatenate(([1.0], np.maximum(ends, 1.0)))
         made = np.concatenate(([float(count)], count + np.cumsum(tokens * running)))
         return ReplicaRollout(
             np.concatenate(([0.0], times)),
             np.concatenate(([count], running, [0])),
-            np.concatenate(([0.0], drawn)),
             np.concatenate(([0.0], made)),
             lengths,
             _accept_length(table, running, tokens * running),
@@ -92,8 +90,8 @@ class BulkReplicas:
         quantum = units_of(self._config.rollout.max_tokens)
         scheduler, prompt = new_scheduler(self._config, quantum), self._config.workload.prompt_tokens
         add_groups(scheduler, groups, prompt, quantum)
-        now, drawn, generated = 0.0, 0.0, 0.0
-        events: list[tuple[float, int, float, float]] = []
+        now, generated = 0.0, 0.0
+        events: list[tuple[float, int, float]] = []
         while not scheduler.is_idle:
             batch = scheduler.schedule()
             count, live = batch.num_decode, scheduler.num_running + scheduler.num_waiting
@@ -112,20 +110,18 @@ class BulkReplicas:
             else:
                 result = plain_result(batch.num_draws)
                 seconds += self._costs.prefill(quantum * (batch.num_tokens - count))
-            events.append((now, live, drawn, generated))
+            events.append((now, live, generated))
             now += seconds
-            drawn += quantum * advance
             generated += quantum * len(result.tokens)
             scheduler.commit(batch, result)
-        events.append((now, 0, drawn, generated))
-        times, running, drawns, made = (np.array(column) for column in zip(*events, strict=True))
+        events.append((now, 0, generated))
+        times, running, made = (np.array(column) for column in zip(*events, strict=True))
         lengths = np.sort(np.concatenate(groups))
         made = made * (float(lengths.sum()) / made[-1])  # units are rounded up
         busy = np.minimum(running[:-1], self._config.rollout.max_running_requests)
         return ReplicaRollout(
             times,
             running,
-            drawns,
             made,
             lengths,
             _accept_length(table, busy, np.diff(made)),

@@ -9,14 +9,10 @@ import numpy as np
 
 @dataclass(slots=True)
 class ReplicaRollout:
-    """Arrays by event, in order of time; the first is at 0.
-
-    Between two events every running request draws the same number of tokens.
-    """
+    """Arrays by event, in order of time; the first is at 0."""
 
     times: np.ndarray  # float64 [E], seconds since the rollout began
     running: np.ndarray  # int64 [E], requests that decode or are to, from then on; the last is 0
-    drawn: np.ndarray  # float64 [E], tokens of a request that has run from the start, up to then
     generated: np.ndarray  # float64 [E], tokens of all requests up to then
     lengths: np.ndarray  # int64 [R], ascending
     accept_length: float = 0.0
@@ -27,14 +23,8 @@ class ReplicaRollout:
         """Until the last answer's end; 0 without requests."""
         return float(self.times[-1]) if len(self.times) else 0.0
 
-    def lengths_at(self, time: float) -> np.ndarray:
-        """Tokens that each running answer has at `time`: those that a request has drawn which ran from the start."""
-        drawn = float(np.interp(time, self.times, self.drawn))
-        count = int(self.running[max(0, int(np.searchsorted(self.times, time, side="right")) - 1)])
-        return np.full(count, drawn)
-
 
 def empty() -> ReplicaRollout:
     """Of a replica that got no prompt."""
     none = np.zeros(1)
-    return ReplicaRollout(none, np.zeros(1, np.int64), none, none, np.zeros(0, np.int64))
+    return ReplicaRollout(none, np.zeros(1, np.int64), none, np.zeros(0, np.int64))

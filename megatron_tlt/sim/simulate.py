@@ -37,7 +37,6 @@ class Simulation:
         self._most = -(-prompts // replicas) * config.rollout.samples_per_prompt
         self._decider = Decider(config, self._costs, self._most)
         self._bulk = BulkReplicas(config, self._costs)
-        self._usual: np.ndarray | None = None
 
     def run(self, mode: str) -> Point:
         """All steps; `mode` is the point's name."""
@@ -59,9 +58,8 @@ class Simulation:
         cluster, training = self._cluster, self._config.training
         quality = self._drafter.quality
         rollouts = self._rollouts(step)
-        waits = self._idle.waits(rollouts, self._usual)
+        waits = self._idle.waits(rollouts)
         lengths = np.concatenate([r.lengths for r in rollouts])
-        self._usual = np.sort(lengths).astype(np.float64)[:: max(1, len(lengths) // 256)]
         tokens = int(lengths.sum())
         trained = lengths + self._config.workload.prompt_tokens
         phases = {

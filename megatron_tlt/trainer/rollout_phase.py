@@ -11,7 +11,6 @@ may cut the rollout short.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -94,9 +93,10 @@ class RolloutPhase:
         """Samples of stolen requests, until no replica has a queue or a signal cuts the rollout short."""
         by_id = {prompt.prompt_id: prompt for prompt in prompts}
         samples: list[Sample] = []
-        while not self.is_cut_short and (ranges := self._window.steal_work()):
-            keep = self._cache.writer_for([by_id[some.prompt_id] for some in ranges])
-            samples += self._run(partial(stolen.generate, by_id, ranges, keep))
+        while not self.is_cut_short and (requests := self._window.steal_work()):
+            theirs = [by_id[prompt_id] for prompt_id in {prompt_id for prompt_id, _ in requests}]
+            keep = self._cache.writer_for(theirs)
+            samples += self._run(partial(stolen.generate, by_id, requests, keep))
         return samples
 
     def _run(self, generate: Callable[[ProgressCallback], list[Sample]]) -> list[Sample]:
@@ -107,15 +107,13 @@ class RolloutPhase:
 
     def _progress_callback(self) -> ProgressCallback:
         """Reports the replica's progress to the watchdog, the idle coordinator and the display."""
-        started = time.perf_counter()
 
         def report(running: int, waiting: int, generated_tokens: int) -> None:
-            speed = generated_tokens / max(1e-6, time.perf_counter() - started)
             lengths = self._backend.running_lengths()
             left = tokens_left(lengths, waiting, self._lengths)
             longest = int(lengths.max(initial=0))
             self._world.heartbeat(state="BUSY", running=running, queued=waiting, longest=longest, left=left)
-            self._window.coordinator.progress(left, speed)
+            self._window.coordinator.progress()
             self._on_progress(running, waiting, generated_tokens)
 
         return report

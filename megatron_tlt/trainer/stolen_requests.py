@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING
 
 from megatron_tlt.distributed.exchange import redistribute
 from megatron_tlt.idle.policy import share_of_queue
-from megatron_tlt.idle.work_stealing import request_ranges
 
 if TYPE_CHECKING:
     from megatron_tlt.backends.embedded import EmbeddedBackend
     from megatron_tlt.backends.vllm.backend import VllmBackend
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.idle.messages import RequestRange
     from megatron_tlt.interfaces import ProgressCallback
     from megatron_tlt.types import Prompt, Sample, SamplingParams
 
@@ -49,22 +47,22 @@ class StolenRequests:
         is_known = self._engine.num_running > 0 if count else not self._engine.is_prefilling
         return count if is_known else -1
 
-    def withdraw_share(self) -> list[RequestRange]:
-        """Removes a share of the queue from its end and returns it."""
+    def withdraw_share(self) -> list[tuple[int, int]]:
+        """Removes a share of the queue from its end and returns it: (prompt id, sample index)."""
         count = share_of_queue(max(0, self.num_queued()), self._engine.num_running)
-        return request_ranges(self._engine.withdraw(count))
+        return self._engine.withdraw(count)
 
     def generate(
         self,
         prompts: Mapping[int, Prompt],
-        ranges: Sequence[RequestRange],
+        requests: Sequence[tuple[int, int]],
         on_answer: Callable[[Sample], None] | None,
         on_progress: ProgressCallback,
     ) -> list[Sample]:
-        """Samples of stolen requests; `prompts`, by id, are those of all replicas."""
+        """Samples of stolen `requests` (prompt id, sample index); `prompts`, by id, are those of all replicas."""
         stolen: dict[int, set[int]] = defaultdict(set)
-        for some in ranges:
-            stolen[some.prompt_id].update(range(some.first, some.first + some.count))
+        for prompt_id, index in sorted(requests):
+            stolen[prompt_id].add(index)
         num_samples = self._num_samples
         have = [(at, i) for at, samples in stolen.items() for i in range(num_samples) if i not in samples]
         theirs = [prompts[prompt_id] for prompt_id in stolen]

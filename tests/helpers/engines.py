@@ -15,9 +15,11 @@ from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
+from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.native.decoder import keyed_sample
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.request import Request
+from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.spec.build import Drafting
 from megatron_tlt.types import SamplingParams
@@ -65,6 +67,20 @@ def assert_scored(model, jobs: list[Job], answers: Answers) -> None:
             torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
 
 
+class CountingSampler(Sampler):
+    """The PyTorch sampler; counts draws that rounding may decide."""
+
+    near_ties = 0
+
+    def _sample_part(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+        heat = torch.from_numpy(rows.temperature).unsqueeze(1)
+        scores = rows.apply_masks(logits.float() / torch.where(heat > 0, heat, 1.0))
+        noise = gumbel_noise(key_tensor(rows.keys, logits.device), logits.shape[1])
+        best = (scores + noise.masked_fill(heat == 0, 0.0)).topk(2).values
+        self.near_ties += int((best[:, 0] - best[:, 1] <= 1e-5).sum())
+        return super()._sample_part(logits, rows)
+
+
 def make_engine(
     config: ModelConfig,
     weights: list[tuple[str, Tensor]],
@@ -81,7 +97,7 @@ def make_engine(
 ) -> Engine:
     decoder = build_decoder(config, "cpu", dtype, kernels, 1, tp, numerics, aux_layers)
     decoder.load_weights(weights)
-    return Engine(
+    engine = Engine(
         decoder,
         SchedulerLimits(max_running, budget, 256, config.vocab_size),
         num_blocks,
@@ -89,9 +105,11 @@ def make_engine(
         eos_token_ids=(0,),
         tp=tp,
         native_sample=partial(keyed_sample, threads=1) if kernels == "native" else None,
-        count_near_ties=count_near_ties,
         drafting=None if drafting is None else drafting(decoder),
     )
+    if count_near_ties:
+        engine.runner.sampler = CountingSampler(decoder.device)
+    return engine
 
 
 def speculating_engine(

@@ -35,42 +35,40 @@ class ExactReplica:
         scheduler, now, preempted = self._scheduler, 0.0, self._scheduler.num_preemptions
         self.speculation.tally = Tally()
         add_groups(scheduler, groups, self._config.workload.prompt_tokens)
-        events: list[tuple[float, int, float, float]] = []
-        generated, drawn, total = 0, 0.0, sum(len(g) for g in groups)
+        events: list[tuple[float, int, float]] = []
+        generated, total = 0, sum(len(g) for g in groups)
         while not scheduler.is_idle:
             batch = scheduler.schedule()
             live = scheduler.num_running + scheduler.num_waiting
-            seconds, result, emitted = self._compute(batch)
-            events.append((now, live, drawn, generated))
+            seconds, result = self._compute(batch)
+            events.append((now, live, generated))
             now += seconds
-            drawn += emitted / max(1, batch.num_decode) if batch.num_decode else 0.0
             generated += len(result.tokens)
             scheduler.commit(batch, result)
-        events.append((now, 0, drawn, generated))
-        times, running, drawns, made = (np.array(column) for column in zip(*events, strict=True))
+        events.append((now, 0, generated))
+        times, running, made = (np.array(column) for column in zip(*events, strict=True))
         tally, lengths = self.speculation.tally, np.sort(np.concatenate(groups))
         assert len(lengths) == total and generated == int(lengths.sum()), "every answer has its length"
         return ReplicaRollout(
             times,
             running,
-            drawns,
             made,
             lengths,
             tally.accept_length,
             scheduler.num_preemptions - preempted,
         )
 
-    def _compute(self, batch: Batch) -> tuple[float, StepResult, int]:
-        """Virtual seconds of a step, its result and the tokens of its decoding rows."""
+    def _compute(self, batch: Batch) -> tuple[float, StepResult]:
+        """Virtual seconds of a step and its result."""
         rows, count = self._scheduler.rows, batch.num_decode
         cached = float(rows.context_lens[:count].sum())
         if not batch.is_decode:
             result = plain_result(batch.num_draws)
             if not count:
-                return self._costs.prefill(batch.num_tokens), result, 0
-            return self._costs.step(count, batch.num_tokens, cached, False), result, count
+                return self._costs.prefill(batch.num_tokens), result
+            return self._costs.step(count, batch.num_tokens, cached, False), result
         seconds, emitted = self.speculation.step(count, cached)
         left = rows.limit[:count] - rows.output_len[:count]
         room = self._scheduler.reserve(np.minimum(emitted, left).astype(np.int32) - 1)
         emitted = room.astype(np.int64) + 1  # not beyond an answer's end, nor where its blocks end
-        return seconds, run_result(emitted), int(emitted.sum())
+        return seconds, run_result(emitted)

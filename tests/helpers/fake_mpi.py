@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_tlt.idle.messages import Message, unpack
+from megatron_tlt.idle.messages import Message
 
 
 @dataclass
@@ -21,11 +21,13 @@ class Clock:
 class Done:
     """A request, or a probed message, that completes at once."""
 
-    data: bytes = b""
+    message: Message | None = None
 
-    def Irecv(self, buffer: bytearray) -> Done:
-        buffer[: len(self.data)] = self.data
+    def irecv(self) -> Done:
         return self
+
+    def test(self) -> tuple[bool, Message | None]:
+        return True, self.message
 
     def Test(self) -> bool:
         return True
@@ -58,11 +60,11 @@ class FakeComm:
     def Free(self) -> None:
         self.sent.append("freed")
 
-    def Isend(self, data: bytearray, dest: int) -> Done:
-        self.sent.append((dest, unpack(data)))
+    def isend(self, message: Message, dest: int) -> Done:
+        self.sent.append((dest, message))
         return Done()
 
-    def Improbe(self) -> Done | None:
+    def improbe(self) -> Done | None:
         if self.misses:
             self.misses -= 1
             return None

@@ -59,10 +59,8 @@ def straight(ends: list[float], rate: float = 100.0, requests: int = 4) -> list[
     made = []
     for end in ends:
         times = np.array([0.0, end])
-        drawn = np.array([0.0, rate * end])
         running = np.array([requests, 0])
         lengths = np.full(requests, int(rate * end))
-        made.append(
-            ReplicaRollout(times, running, drawn, drawn * requests, lengths)
-        )
+        generated = np.array([0.0, rate * end * requests])
+        made.append(ReplicaRollout(times, running, generated, lengths))
     return made

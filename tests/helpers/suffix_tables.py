@@ -56,7 +56,7 @@ class Table:
     """A drafter with its rows, fed by hand; `naive` follows along."""
 
     def __init__(self, depth: int = 4, history: AnswerHistory | None = None, mib: int = 64):
-        self.rows = RunningRows(8, 64, 4, V)
+        self.rows = RunningRows(8, 64, 4, V, max_output=1 << 14)
         section = SuffixSection(depth=depth, history_mib=mib)
         self.drafter = SuffixDrafter(section, self.rows, history)
         self.naive: dict[str, NaiveCounts] = {}

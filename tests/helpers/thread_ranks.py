@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,14 +19,14 @@ T = TypeVar("T")
 class ThreadRank(TensorParallel):
     """One rank."""
 
-    def __init__(self, rank: int, shared: list[Tensor | None], barrier: threading.Barrier):
+    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier):
         self.rank, self.size, self._shared, self._barrier = rank, len(shared), shared, barrier
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[...] to [size, ...]."""
         self._shared[self.rank] = tensor.clone()
         self._barrier.wait()
-        gathered = torch.stack([t for t in self._shared if t is not None])
+        gathered = torch.stack(self._shared)
         self._barrier.wait()
         return gathered
 
@@ -37,10 +38,18 @@ class ThreadRank(TensorParallel):
         """The first rank's values, in place."""
         tensor.copy_(self.all_gather(tensor)[0])
 
+    def broadcast_object(self, value: T) -> T:
+        """The first rank's value, pickled."""
+        self._shared[self.rank] = pickle.dumps(value)
+        self._barrier.wait()
+        found = pickle.loads(self._shared[0])
+        self._barrier.wait()
+        return found
+
 
 def on_ranks(size: int, work: Callable[[ThreadRank], T]) -> list[T]:
     """`work` on every rank of a group of `size` threads; what it returned, by rank."""
-    shared: list[Tensor | None] = [None] * size
+    shared: list[Any] = [None] * size
     barrier = threading.Barrier(size, timeout=60)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, [ThreadRank(r, shared, barrier) for r in range(size)]))

@@ -12,7 +12,6 @@ from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
 from tests.helpers.engines import answer_all, make_engine, random_jobs
-from tests.helpers.late_copies import delay_reads
 from tests.helpers.tiny_models import hf_model, model_config, named_weights
 
 JOBS = random_jobs(131, 6, seed=4)
@@ -32,7 +31,7 @@ def recorded(engine: Engine) -> Recorded:
     engine.record_routes()
     for prompt_id, prompt, params, n in JOBS:
         engine.add(prompt, params, prompt_id, num_samples=n)
-    return {(r.prompt_id, r.sample_index): (r.output, engine.runner.routes_of(r)) for r in engine.run()}
+    return {(r.prompt_id, r.sample_index): (r.output, r.routes) for r in engine.run()}
 
 
 def assert_equal(got: Recorded, want: Recorded) -> None:
@@ -78,23 +77,3 @@ def test_steps_in_fixed_shapes_record_the_same() -> None:
     pooled = Engine(decoder, limits, 200, 16, eos_token_ids=(0,), graphs=graphs)
     attach(pooled, OracleDrafter(answer_all(plain, JOBS), 131, 0.3, True), RandomSelector("oracle", 6, 3))
     assert_equal(recorded(pooled), recorded(plain))
-
-
-def test_an_answers_experts_leave_beside_the_next_steps(monkeypatch) -> None:
-    """Handed out once they are on the host: no answer is waited for while others decode."""
-
-    waited: list[tuple[int, bool]] = []
-    made = engine("torch")
-    want = recorded(made)
-    delay_reads(monkeypatch, lambda polls: waited.append((polls, made.is_idle)))
-    for prompt_id, prompt, params, n in JOBS:
-        made.add(prompt, params, prompt_id, num_samples=n)
-    got: Recorded = {}
-
-    def take(request) -> None:
-        got[request.prompt_id, request.sample_index] = request.output, made.runner.routes_of(request)
-
-    made.run(on_finished=take)
-    assert_equal(got, want)
-    assert len(waited) == len(got) and all(polls < 0 or idle for polls, idle in waited)
-    assert any(polls >= 0 for polls, _ in waited), "the last ones"

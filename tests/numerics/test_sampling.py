@@ -18,6 +18,7 @@ from megatron_tlt.models.keys import request_key, row_keys
 from megatron_tlt.models.native.decoder import keyed_sample
 from megatron_tlt.rollout.masks import apply_masks
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows, gumbel_noise
+from tests.helpers.engines import CountingSampler
 from tests.helpers.keys import row_key
 
 CPU = torch.device("cpu")
@@ -136,7 +137,7 @@ def test_native_equals_torch(masks: tuple[int, float, float]):
     logits = torch.randn(3000, 500, generator=generator) * 2
     rows = rows_of(some_keys(3000, 7), 0.9, *masks)
     rows.temperature[::5] = 0.0
-    native, torch_only = Sampler(CPU, keyed_sample), Sampler(CPU, count_near_ties=True)
+    native, torch_only = Sampler(CPU, keyed_sample), CountingSampler(CPU)
     tokens, logprobs = native.sample(logits, rows)
     same, expected = torch_only.sample(logits, rows)
     assert int((tokens != same).sum()) <= torch_only.near_ties

@@ -68,7 +68,7 @@ class TorchEagle:
         self._loaded = False
 
     def use_graphs(self, run_step: RunStep) -> None:
-        """From now on steps run by `run_step(key, step)` (`GraphPool.run_step`). Mutates."""
+        """From now on steps run by `run_step(key, step)` (`GraphCache.run`). Mutates."""
         self.run_step = run_step
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:

@@ -28,11 +28,13 @@ class Drafter(Protocol):
     def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
         """Reads what the B rows have drawn since the last call, in `rows.outputs`, if `strategy` drafts from it.
 
-        Mutates the drafter.
+        Mutates the drafter; by default nothing is read.
         """
+        return
 
     def finish(self, request: Request) -> None:
-        """`request` is finished, perhaps with its first token and without a row. Mutates the drafter."""
+        """`request` is finished, perhaps with its first token and without a row. Mutates, but for the default."""
+        return
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         """Up to `lengths` int32 [B] tokens in a row for each row (0: none), with `strategy.topk` candidates."""
@@ -41,7 +43,8 @@ class Drafter(Protocol):
         """Verdict on `draft` (as verified): bool [N] node's parent was emitted; bool [N] node was emitted."""
 
     def end_generate(self) -> None:
-        """The engine is idle: per-call state may go. Mutates the drafter."""
+        """The engine is idle: per-call state may go. Mutates, but for the default."""
+        return
 
     def state_dict(self) -> dict[str, Any]:
         """Calibration, for checkpoints."""

@@ -57,7 +57,7 @@ def _eagle(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Eag
         )
     eagle = EagleDrafter(decoder, scheduler.rows, runner.keep_pages(), section.window)
     if runner.pool is not None and isinstance(decoder, TorchEagle):
-        decoder.use_graphs(runner.pool.run_step)
+        decoder.use_graphs(runner.pool.graphs.run)
     return eagle
 
 

@@ -30,13 +30,14 @@ from megatron_tlt.rollout.batch import Batch
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.match_rates import MatchRates
 from megatron_tlt.types import DraftStrategy
 
 
-class EagleDrafter:
-    """A `rollout.spec.base.Drafter` around an `EagleDecoder`."""
+class EagleDrafter(Drafter):
+    """A drafter around an `EagleDecoder`. `propose` caches the missing pairs."""
 
     kind = "eagle"
 
@@ -89,15 +90,6 @@ class EagleDrafter:
         """All pairs are cached but that of the last output token. Mutates."""
         cached = int(self._rows.positions[request.row])
         self._synced[request.slot], self._first[request.slot] = cached - 1, 1
-
-    def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
-        """Nothing: `propose` caches the missing pairs."""
-
-    def finish(self, request: Request) -> None:
-        """Nothing to free: the slot is set up afresh by its next request."""
-
-    def end_generate(self) -> None:
-        """Nothing: see `finish`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Match rates by gap."""

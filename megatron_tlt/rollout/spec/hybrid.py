@@ -53,12 +53,10 @@ class HybridDrafter:
     def finish(self, request: Request) -> None:
         """See `Drafter.finish`."""
         self.suffix.finish(request)
-        self.eagle.finish(request)
 
     def end_generate(self) -> None:
         """See `Drafter.end_generate`."""
         self.suffix.end_generate()
-        self.eagle.end_generate()
 
     def state_dict(self) -> dict[str, Any]:
         """Both parts' calibration."""

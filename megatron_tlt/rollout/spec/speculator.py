@@ -16,14 +16,12 @@ import numpy as np
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.rollout.batch import Batch, StepResult
-from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.counters import SpeculationCounters
 from megatron_tlt.rollout.spec.draft import Draft, prune
-from megatron_tlt.rollout.spec.messages import agreed_draft, agreed_strategy
 from megatron_tlt.rollout.spec.trace import DraftTrace
-from megatron_tlt.types import NO_DRAFT, DraftStrategy, SpeculationStats, StepMeasurement
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 if TYPE_CHECKING:
     from megatron_tlt.rollout.spec.eagle import EagleDrafter
@@ -50,8 +48,8 @@ class Speculator:
         `clock`: seconds that strategies are compared by.
         """
         self.drafter, self.selector, self.eagle = drafter, selector, eagle
-        self._trace: DraftTrace | None = None
-        self._counters = SpeculationCounters()
+        self.trace: DraftTrace | None = None  # keeps what is drafted for some answers
+        self.counters = SpeculationCounters()
         self._rows, self._reserve, self._tp, self._clock = rows, reserve, tp, clock
         self._max_tokens = len(rows.token_ids)
         self._strategy = NO_DRAFT  # of the present step
@@ -69,7 +67,7 @@ class Speculator:
         if not batch.is_decode:
             return None
         rows, last_kind = self._rows, self._strategy.kind
-        self._strategy = strategy = agreed_strategy(self._tp, self.selector.select(rows.num_rows))
+        self._strategy = strategy = self._tp.broadcast_object(self.selector.select(rows.num_rows))
         self._draft_seconds, draft = 0.0, None
         if strategy.kind != "none":
             started = self._clock()
@@ -90,8 +88,7 @@ class Speculator:
         share = max(0, self._max_tokens // running - 1) // strategy.topk
         nodes = np.minimum(left, min(strategy.draft_len, share)) * strategy.topk
         lengths = self._reserve(nodes) // strategy.topk
-        most = int(lengths.sum()) * strategy.topk
-        draft = agreed_draft(self._tp, self.drafter.propose(rows, lengths, strategy), most)
+        draft = self._tp.broadcast_object(self.drafter.propose(rows, lengths, strategy))
         if not draft.num_nodes:
             return draft
         return draft.select(prune(strategy, draft.cumulative_acceptance, draft.counts))
@@ -114,28 +111,16 @@ class Speculator:
             reached = np.bincount(draft.depths[verdict.reached] - 1, minlength=longest)
             accepted = np.bincount(draft.depths[verdict.accepted] - 1, minlength=longest)
             self.drafter.observe(draft, verdict.reached, verdict.accepted)
-            if self._trace is not None:
-                self._trace.add(draft, verdict, self._rows)
+            if self.trace is not None:
+                self.trace.add(draft, verdict, self._rows)
         rows, seconds = (batch.num_decode, batch.num_decode + nodes), (self._draft_seconds, step_seconds)
         measurement = StepMeasurement(self._strategy, *rows, *seconds, len(result.tokens), reached, accepted)
         self.selector.record(measurement)
-        self._counters.add(measurement, draft, None if verdict is None else verdict.accepted)
-
-    def finish(self, request: Request) -> None:
-        """`request` is finished and has left its row, its output complete. Mutates the drafter."""
-        self.drafter.finish(request)
-
-    def end_generate(self) -> None:
-        """Drops what the drafter kept for siblings; no request is left."""
-        self.drafter.end_generate()
+        self.counters.add(measurement, draft, None if verdict is None else verdict.accepted)
 
     def start_trace(self, prompt_ids: Collection[int]) -> None:
-        """From now on what is drafted for answers to these prompts is kept, in place of what was; see `traced`."""
-        self._trace = DraftTrace(prompt_ids)
-
-    def traced(self, prompt_id: int, sample_index: int) -> list[tuple[int, int, list[int]]]:
-        """See `DraftTrace.runs`; empty where nothing is traced."""
-        return [] if self._trace is None else self._trace.runs(prompt_id, sample_index)
+        """From now on `trace` keeps what is drafted for answers to these prompts, in place of what it kept."""
+        self.trace = DraftTrace(prompt_ids)
 
     def release(self) -> None:
         """Frees the drafter's cache until `resume`, after the runner's."""
@@ -160,7 +145,3 @@ class Speculator:
         if state["drafter"] == self.drafter.kind:
             self.selector.load_state_dict(state["selector"])
             self.drafter.load_state_dict(state["calibration"])
-
-    def take_stats(self) -> SpeculationStats:
-        """Counters since the last call. Resets them."""
-        return self._counters.take()

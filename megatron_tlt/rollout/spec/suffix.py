@@ -78,8 +78,7 @@ class SuffixDrafter:
         # C reads and writes these at fixed addresses: getting an array's address from numpy takes longer than a draft.
         self._counts, self._lengths = np.empty((2, len(rows.limit)), np.int32)
         self._read_at = self._num_read.ctypes.data
-        self._outputs: np.ndarray | None = None  # of the rows, which may widen it into another array
-        self._outputs_at = 0
+        self._outputs_at = rows.outputs.ctypes.data
         # tokens, depths, parents, features, cumulative acceptance (float32's bits)
         self._nodes = np.empty((5, 0), np.int32)
         self._ask = self._make_ask()
@@ -107,11 +106,8 @@ class SuffixDrafter:
         for request in self._unread.values():
             self._add(request)
         self._unread.clear()
-        outputs, ask = rows.outputs, self._ask
-        if outputs is not self._outputs:
-            assert outputs.flags.c_contiguous
-            self._outputs, self._outputs_at = outputs, outputs.ctypes.data
-        drawn = ask.slots, ask.handles, self._read_at, ask.positions, self._outputs_at, outputs.shape[1]
+        ask = self._ask
+        drawn = ask.slots, ask.handles, self._read_at, ask.positions, self._outputs_at, rows.outputs.shape[1]
         check(self._follow(self._pool, rows.num_rows, *drawn))
 
     def _add(self, request: Request) -> None:

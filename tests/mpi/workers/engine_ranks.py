@@ -62,7 +62,7 @@ def main() -> None:
         assert all(other == sharded for other in world.all_gather_object(sharded)), "ranks diverged"
         counting = make_engine(config, weights, tp=everyone, count_near_ties=True)
         assert same_tokens(answer_all(counting, jobs), sharded), "preemption shows"
-        ties = counting.take_stats().near_ties
+        ties = counting.runner.sampler.near_ties
         results[f"{family}/tp"] = {"answers": encode(sharded), "near_ties": ties}
     if world.size == 2:
         results |= {f"{kernels} {name}": drafting(world, everyone, kernels, name) for kernels, name in CASES}
@@ -95,8 +95,8 @@ def drafting(world: World, tp: GroupTensorParallel, kernels: str, name: str) -> 
         return max(float((c.hidden - want[:-1]).abs().max()) for c, want in zip(samples, passed, strict=True))
 
     if pool is not None:
-        assert pool.stats().eager > 0 < pool.stats().refused and pool.stats().replays > 0
-        assert len({str(keys) for keys in world.all_gather_object(pool.captured)}) == 1, "captures differ"
+        assert pool.graphs.stats.eager > 0 < pool.graphs.stats.refused and pool.graphs.stats.replays > 0
+        assert len({str(keys) for keys in world.all_gather_object(pool.graphs.keys)}) == 1, "captures differ"
     stats = engine.take_stats()
     return {
         "answers": encode(answers),
@@ -129,10 +129,10 @@ def use_graphs(engine: Engine, rank: int) -> GraphPool:
     runner, sizes = engine.runner, PoolSizes(16, 256, 16, 128)
     decoder = runner.decoder
     probe = GraphPool(decoder, runner.kv, sizes, capturer=UnevenCapturer(0))
-    budget = probe.memory_bytes() + 2000
+    budget = probe.graphs.memory_bytes + 2000
     pool = runner.pool = GraphPool(decoder, runner.kv, sizes, budget, UnevenCapturer(rank))
     if engine.speculator is not None and engine.speculator.eagle is not None:
-        engine.speculator.eagle.decoder.use_graphs(pool.run_step)
+        engine.speculator.eagle.decoder.use_graphs(pool.graphs.run)
     engine.capture_graphs(4)
     return pool
 

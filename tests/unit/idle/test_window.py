@@ -8,7 +8,7 @@ import pytest
 
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.idle.policy import Action, IdlePolicy
-from megatron_tlt.idle.state import RankState, check_transition
+from megatron_tlt.idle.state import RankState
 from megatron_tlt.idle.window import IdleWindow
 from tests.helpers import fake_mpi
 
@@ -31,7 +31,6 @@ class FakeCoordinator:
     clock: Clock
     over_at: float
     rounds: float = 0.0
-    knows_wait: bool = True
     is_over: bool = False
     entered_at: float = 0.0
     last_done_at: float | None = None
@@ -49,18 +48,11 @@ class FakeCoordinator:
         self.calls.append("enter_done")
         self.state, self.entered_at = IDLE, self.clock.time
 
-    def set_state(self, state: RankState) -> None:
-        check_transition(self.state, state)
-        self.state = state
-
     def test_done(self) -> bool:
         assert "enter_done" in self.calls
         if self.clock.time >= self.over_at:
             self.is_over, self.last_done_at = True, self.over_at
         return self.clock.time >= self.over_at + self.rounds
-
-    def expected_wait(self) -> float | None:
-        return self.over_at - self.clock.time if self.knows_wait else None
 
     def request_work(self) -> None:
         self.calls.append("request")
@@ -81,7 +73,7 @@ def clock():
 
 def make(coordinator, clock, policy=None, **more):
     policy = policy or IdlePolicy(min_tail_seconds=0.0)
-    options = {"clock": clock, "sleep": clock.sleep, "wall": clock.now, "poll_seconds": POLL_S}
+    options = {"clock": clock.now, "sleep": clock.sleep, "wall": clock.now, "poll_seconds": POLL_S}
     return IdleWindow(coordinator, policy, **{**options, **more})
 
 
@@ -103,7 +95,7 @@ def stepper(clock, tokens=100.0, calls=None):
 
 def test_an_idle_rank_steals_until_no_replica_has_a_queue(clock):
     """BUSY and idle in turns, all of it one window; the micro-steps begin when nothing can come any more."""
-    coordinator = FakeCoordinator(clock, over_at=11.0, knows_wait=False, transfers=["some", "more"])
+    coordinator = FakeCoordinator(clock, over_at=11.0, transfers=["some", "more"])
     states = []
     window = make(coordinator, clock, on_poll=states.append)
     window.begin()
@@ -129,7 +121,7 @@ def test_the_only_replica_takes_the_steps_that_are_due(clock):
 
 
 def test_it_trains_until_the_last_rank_is_done_and_no_step_longer(clock):
-    coordinator = FakeCoordinator(clock, over_at=13.02, knows_wait=False)
+    coordinator = FakeCoordinator(clock, over_at=13.02)
     window = make(coordinator, clock)
     window.begin()
     clock.time += 2.0  # the rollout
@@ -151,20 +143,11 @@ def test_spans_fill_the_phase_and_go_to_the_sink_in_wall_time(clock):
     window.begin()
     clock.time += 1.0
     report = window.run(stepper(clock))
-    assert [s.state for s in report.spans] == [BUSY, IDLE, TRAINING, IDLE]
+    assert [s.state for s in report.spans] == [BUSY, IDLE, TRAINING]
     assert all(a.end == b.start for a, b in itertools.pairwise(report.spans))
     assert (report.spans[0].start, report.spans[-1].end) == (10.0, clock.time)
     assert sink == [(s.state.name, s.start, s.seconds) for s in report.spans]
-    assert report.steps == 2
-
-
-def test_it_does_not_begin_a_step_that_would_delay_others(clock):
-    """With a known wait of 0.12 s: two steps of 0.05 s, then it waits, and is out at once."""
-    coordinator = FakeCoordinator(clock, over_at=10.12)
-    window = make(coordinator, clock)
-    report = run(window, stepper(clock))
-    assert report.steps == 2
-    assert report.stop_seconds <= 2 * POLL_S
+    assert report.steps == 3
 
 
 def test_a_failed_drafter_is_turned_off_with_one_warning_and_windows_go_on(clock, caplog):
@@ -175,7 +158,7 @@ def test_a_failed_drafter_is_turned_off_with_one_warning_and_windows_go_on(clock
         clock.time += STEP_S
         raise DrafterError("loss is nan in micro-step 3")
 
-    window = make(FakeCoordinator(clock, over_at=11.0, knows_wait=False), clock)
+    window = make(FakeCoordinator(clock, over_at=11.0), clock)
     with caplog.at_level(logging.WARNING):
         for over_at in (11.0, 13.0):
             window.coordinator.over_at = over_at

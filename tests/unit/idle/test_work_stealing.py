@@ -11,43 +11,31 @@ import pytest
 from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.idle.board import StatusBoard
 from megatron_tlt.idle.coordinator import IdleCoordinator
-from megatron_tlt.idle.messages import MAX_RANGES, Kind, Message, Report, RequestRange, unpack
+from megatron_tlt.idle.messages import Kind, Message, Report
 from megatron_tlt.idle.policy import share_of_queue
 from megatron_tlt.idle.state import RankState
-from megatron_tlt.idle.work_stealing import WorkStealing, request_ranges
-from tests.helpers.fake_mpi import Clock, Done
+from megatron_tlt.idle.work_stealing import WorkStealing
+from tests.helpers.fake_mpi import Done
 
 TICK_S = 0.002
-
-
-def test_ranges_are_consecutive_samples():
-    assert request_ranges([(7, 2), (3, 0), (7, 1), (3, 2), (7, 3)]) == [
-        RequestRange(3, 0, 1),
-        RequestRange(3, 2, 1),
-        RequestRange(7, 1, 3),
-    ]
-    assert request_ranges([]) == []
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------
 
 
 class Queue:
-    """A queue with one share to withdraw."""
-
-    def __init__(self, ranges=(), left=0):
-        self.ranges, self.left = list(ranges), left
+    """An empty queue."""
 
     def num_queued(self):
-        return self.left
+        return 0
 
     def withdraw_share(self):
-        return self.ranges
+        return []
 
 
 class Sent(list):
-    def __call__(self, to, kind, value=0.0, ranges=()):
-        self.append((to, kind, value, tuple(ranges)))
+    def __call__(self, to, kind, value=0.0, requests=()):
+        self.append((to, kind, value, tuple(requests)))
 
     def taken(self) -> list:
         every, self[:] = list(self), []
@@ -59,33 +47,16 @@ def sent():
     return Sent()
 
 
-def message(kind, sender=0, value=0.0, ranges=()):
-    return Message(kind, sender, 1, value, tuple(ranges))
+def message(kind, sender=0):
+    return Message(kind, sender, 1)
 
 
 def board_of(*queues: int) -> StatusBoard:
-    board = StatusBoard(range(len(queues)), Clock())
+    board = StatusBoard(range(len(queues)))
     board.begin(1)
     for rank, queued in enumerate(queues):
         board.update(Report(rank, 1, 1, RankState.BUSY, queued=queued))
     return board
-
-
-def test_a_large_transfer_comes_in_several_messages(sent):
-    ranges = [RequestRange(i, 0, 1) for i in range(2 * MAX_RANGES + 5)]
-    victim, thief = WorkStealing(range(4), sent, Queue(ranges, 9)), WorkStealing(range(4), sent, Queue())
-    assert victim.handle(message(Kind.ASSIGN, value=3.0)) == 9
-    transfers = sent.taken()
-    assert [(to, kind, value, len(some)) for to, kind, value, some in transfers] == [
-        (3, Kind.TRANSFER, 0.0, MAX_RANGES),
-        (3, Kind.TRANSFER, 0.0, MAX_RANGES),
-        (3, Kind.TRANSFER, 1.0, 5),
-    ]
-    thief.request(1)
-    for _, kind, value, some in transfers:
-        assert thief.take_received() == ()
-        thief.handle(message(kind, 2, value, some))
-    assert thief.take_received() == tuple(ranges)
 
 
 def test_rank_0_assigns_the_longest_queue_once_a_report(sent):
@@ -121,17 +92,17 @@ class Net:
     def now(self) -> float:
         return self.time
 
-    def post(self, source: int, to: int, data: bytes) -> None:
+    def post(self, source: int, to: int, message: Message) -> None:
         link = self.links.setdefault((source, to), deque())
         due = self.time + self.rng.choice((0.0, 0.0, 0.001, 0.01, 0.05))
-        link.append((max(due, link[-1][0] if link else 0.0), bytes(data)))
+        link.append((max(due, link[-1][0] if link else 0.0), message))
 
     def carries(self, kind: Kind) -> bool:
         """Whether a message of this kind, with something in it, is on its way."""
-        on_their_way = (unpack(data) for link in self.links.values() for _, data in link)
-        return any(message.kind is kind and message.ranges for message in on_their_way)
+        on_their_way = (message for link in self.links.values() for _, message in link)
+        return any(message.kind is kind and message.requests for message in on_their_way)
 
-    def fetch(self, to: int) -> bytes | None:
+    def fetch(self, to: int) -> Message | None:
         due = [link for (_, target), link in self.links.items() if target == to and link]
         due = [link for link in due if link[0][0] <= self.time]
         return self.rng.choice(due).popleft()[1] if due else None
@@ -149,14 +120,14 @@ class Comm:
     def Dup(self) -> Comm:
         return self
 
-    def Isend(self, data: bytearray, dest: int) -> Done:
+    def isend(self, message: Message, dest: int) -> Done:
         assert dest != self.rank
-        self.net.post(self.rank, dest, data)
+        self.net.post(self.rank, dest, message)
         return Done()
 
-    def Improbe(self) -> Done | None:
-        data = self.net.fetch(self.rank)
-        return None if data is None else Done(data)
+    def improbe(self) -> Done | None:
+        message = self.net.fetch(self.rank)
+        return None if message is None else Done(message)
 
     def Ibarrier(self) -> Barrier:
         self.net.entered += 1
@@ -177,7 +148,7 @@ class Replica:
 
     def __init__(self, net: Net, rank: int, capacity: int):
         section = IdleSection(poll_ms=1e3 * TICK_S)
-        self.coordinator = IdleCoordinator(Comm(net, rank), section, clock=net, wall=net.now, queue=self)
+        self.coordinator = IdleCoordinator(Comm(net, rank), section, clock=net.now, wall=net.now, queue=self)
         self.rng, self.capacity = net.rng, capacity
         self.answered: list[tuple[int, int]] = []
         self.ends_early = 0.0  # chance to drop everything, each tick, as after a signal
@@ -191,19 +162,19 @@ class Replica:
     def num_queued(self) -> int:
         return len(self.queue)
 
-    def withdraw_share(self) -> list[RequestRange]:
+    def withdraw_share(self) -> list[tuple[int, int]]:
         count = share_of_queue(len(self.queue), len(self.running))
-        return request_ranges(self.queue.pop() for _ in range(count))
+        return [self.queue.pop() for _ in range(count)]
 
     def tick(self) -> None:
         if self.has_entered:
             self.is_out = self.coordinator.test_done()
         elif self.coordinator.state is RankState.BUSY:
             self.work()
-        elif ranges := self.coordinator.receive_work():
-            self.queue.extend((p.prompt_id, p.first + i) for p in ranges for i in range(p.count))
+        elif requests := self.coordinator.receive_work():
+            self.queue.extend(requests)
             self.taken += len(self.queue)
-        elif ranges is not None:
+        elif requests is not None:
             self.enter()
 
     def enter(self) -> None:
@@ -222,7 +193,7 @@ class Replica:
         self.running = [(request, left - 1) for request, left in self.running if left > 1]
         if self.running or self.queue:
             if self.rng.random() < 0.5:
-                self.coordinator.progress(10.0, 5.0)
+                self.coordinator.progress()
         else:
             self.coordinator.request_work()
 
@@ -323,7 +294,7 @@ def test_a_queue_is_stolen_while_its_owner_works():
         for rank, replica in enumerate(replicas):
             replica.begin([(0, i) for i in range(240)] if rank == 1 else [])
             if not is_stealing:
-                replica.coordinator.progress = lambda *_: None
+                replica.coordinator.progress = lambda: None
                 replica.coordinator.poll = lambda force=False: None
                 replica.coordinator.receive_work = lambda: ()
         while not all(replica.has_entered for replica in replicas):

@@ -19,7 +19,7 @@ from megatron_tlt.models.inputs import DecoderInput, HostLengths
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.graph_capture import EagerCapturer
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
-from megatron_tlt.rollout.sampler import SamplingRows, _Staging
+from megatron_tlt.rollout.sampler import SamplingRows, _upload
 from tests.helpers.budget import Cost, cost
 
 META = torch.device("meta")
@@ -143,11 +143,9 @@ def test_drawing_tokens_is_one_kernel_and_one_copy_that_writes_nothing_of_a_logi
         np.zeros(rows, np.uint64), np.ones(rows, np.float32), np.full(rows, 5, np.int32),
         np.full(rows, 0.9), np.zeros(rows, np.float32), True,
     )  # fmt: skip
-    staging = _Staging(META)
-    staging.upload(how)
     with cost() as counted:
-        draw(torch.empty(rows, vocab, device=META), *staging.upload(how), how.is_masked)
-    assert [k.name for k in counted.kernels] == ["_draw"] and counted.operators == ["copy_"]
+        draw(torch.empty(rows, vocab, device=META), *_upload(how, META), how.is_masked)
+    assert [k.name for k in counted.kernels] == ["_draw"] and counted.operators == ["_to_copy"]
     assert counted.written - rows * vocab * 4 <= 40 * rows
 
 
@@ -168,5 +166,5 @@ def test_drafts_of_all_running_requests_are_verified_by_a_graph(running: int) ->
     pool = GraphPool(decoder, decoder.new_kv_cache(4, 16), sizes, capturer=EagerCapturer())
     for sequences, rows_each in ((running, 6), (running // 2, 12), (running // 8, 48), (1, 64)):
         assert pool.key(sequences, rows_each) is not None, (sequences, rows_each)
-    assert pool.memory_bytes() >= sizes.max_rows * (4096 + 256) * 2  # of bf16: nothing is kept in float32
-    assert pool.memory_bytes() < sizes.max_rows * (4096 + 256) * 2 + (1 << 20)
+    assert pool.graphs.memory_bytes >= sizes.max_rows * (4096 + 256) * 2  # of bf16: nothing is kept in float32
+    assert pool.graphs.memory_bytes < sizes.max_rows * (4096 + 256) * 2 + (1 << 20)

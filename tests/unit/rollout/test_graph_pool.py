@@ -92,7 +92,7 @@ def test_wider_states_and_routes_take_what_the_plan_counts() -> None:
             decoder = TorchDecoder(shape, dtype=torch.bfloat16, device="meta", aux_layers=layers)
             decoder.paged = lambda q, *_: torch.empty_like(q)
             pool = GraphPool(decoder, decoder.new_kv_cache(8, 16), sizes)
-            fixed = pool.memory_bytes() - pool._staging.nbytes
+            fixed = pool.graphs.memory_bytes - pool._staging.nbytes
             key = GraphKey(8, rows // 8)
             ledger.phase("forward")
             before = ledger.live
@@ -146,7 +146,7 @@ def test_verification_equals_the_ragged_forward(setup, shape: str) -> None:
     got = pool.run(batch)
     torch.testing.assert_close(got.logits, want.logits, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got.hidden, want.hidden, atol=1e-5, rtol=1e-5)
-    assert pool.stats().eager == 1, "nothing is captured while requests run"
+    assert pool.graphs.stats.eager == 1, "nothing is captured while requests run"
 
 
 def test_a_replay_sees_the_new_inputs_and_leaves_old_results_alone(setup) -> None:
@@ -162,7 +162,7 @@ def test_a_replay_sees_the_new_inputs_and_leaves_old_results_alone(setup) -> Non
     want = decoder.forward(second, copy_of(driver.kv))
     torch.testing.assert_close(got.logits, want.logits, atol=1e-5, rtol=1e-5)
     assert torch.equal(kept.logits, logits)
-    assert pool.stats().eager == 0 and pool.stats().replays == 2
+    assert pool.graphs.stats.eager == 0 and pool.graphs.stats.replays == 2
 
 
 class ByAddress(Fake):
@@ -195,16 +195,16 @@ def test_graphs_captured_at_the_start_give_what_ragged_forwards_do(setup) -> Non
     pool.capture(4)
     used = driver.kv.num_blocks * 16
     assert torch.equal(driver.kv.data[:, :, :used], before.data[:, :, :used]), "captures write to scratch only"
-    shapes = {(k.batch_size, k.tokens) for k in pool.captured}
+    shapes = {(k.batch_size, k.tokens) for k in pool.graphs.keys}
     assert shapes == {(b, k) for b in (1, 2, 4, 8, 12) for k in (1, 2, 3, 4)}
-    assert pool.captured[0] == GraphKey(12, 4), "the largest makes the shared memory"
+    assert pool.graphs.keys[0] == GraphKey(12, 4), "the largest makes the shared memory"
     for seed in range(3):
         batch = batch_of(
             driver, lengths, [5, 3], [random_tree(4, 101, seed), chain(tokens(2 + seed % 2, seed))]
         )
         want = decoder.forward(batch, copy_of(driver.kv))
         torch.testing.assert_close(pool.run(batch).logits, want.logits, atol=1e-5, rtol=1e-5)
-    assert pool.stats().replays == 3 and pool.stats().eager == 0
+    assert pool.graphs.stats.replays == 3 and pool.graphs.stats.eager == 0
 
 
 def test_graphs_stay_through_a_release_of_the_cache(tmp_path, monkeypatch) -> None:
@@ -228,7 +228,7 @@ def test_graphs_stay_through_a_release_of_the_cache(tmp_path, monkeypatch) -> No
             assert not runner.kv.is_released
             engine.add(tokens(20 + turn, turn), SamplingParams(max_tokens=20, seed=3), turn, num_samples=3)
             answers.append([(r.prompt_id, r.sample_index, r.output) for r in engine.run()])
-        assert capturer.captured == captured and runner.pool.stats().replays > 20
+        assert capturer.captured == captured and runner.pool.graphs.stats.replays > 20
     assert answers[:3] == answers[3:]
 
 
@@ -264,9 +264,9 @@ def test_strategies_with_equally_many_tokens_share_graphs(setup) -> None:
     pool.capture(6)
     for tree in (chain(tokens(6, 1)), random_tree(6, 101, 2), Tree(tokens(6, 3), [-1, 0, 0, 1, 1, 1])):
         pool.run(batch_of(driver, lengths, [3], [tree]))
-    assert pool.stats().replays == 3
+    assert pool.graphs.stats.replays == 3
     pool.run(batch_of(driver, lengths, [3], [chain(tokens(8, 1))]))
-    assert pool.stats().eager == 1, "longer than any draft"
+    assert pool.graphs.stats.eager == 1, "longer than any draft"
 
 
 def test_plain_decoding_has_a_graph_at_every_batch_size() -> None:
@@ -280,13 +280,10 @@ def test_plain_decoding_has_a_graph_at_every_batch_size() -> None:
     assert pool.key(300, 2) is None and pool.key(8, 8) == GraphKey(8, 8)
 
 
-def test_what_does_not_fit_the_buffers_runs_without_a_graph_and_is_counted(setup) -> None:
-    decoder, driver, lengths = setup
+def test_what_does_not_fit_the_buffers_has_no_key(setup) -> None:
+    decoder, driver, _ = setup
     pool = GraphPool(decoder, driver.kv, PoolSizes(4, 200, 16, verify_rows=8))
-    batch = batch_of(driver, lengths, [5, 3], [random_tree(6, 101, 1), chain(tokens(5, 5))])
-    want = decoder.forward(batch, copy_of(driver.kv))
-    torch.testing.assert_close(pool.run(batch).logits, want.logits, atol=1e-5, rtol=1e-5)
-    assert pool.stats().eager_too_large == 1 and not pool.captured
+    assert pool.key(2, 4) == GraphKey(2, 4) and pool.key(2, 5) is None and pool.key(5, 1) is None
 
 
 def test_an_engine_over_a_pool_gives_the_same_answers() -> None:
@@ -304,8 +301,8 @@ def test_an_engine_over_a_pool_gives_the_same_answers() -> None:
             engine.add(ids, params, prompt_id, num_samples=samples)
         answers.append([(r.prompt_id, r.sample_index, r.output) for r in engine.run()])
         if is_pooled:
-            stats = runner.pool.stats()
-            assert stats.replays > 15 and stats.eager == stats.eager_too_large == 0
+            stats = runner.pool.graphs.stats
+            assert stats.replays > 15 and stats.eager == 0
     assert answers[0] == answers[1]
 
 
@@ -314,10 +311,10 @@ def test_a_drafters_steps_share_pool_and_budget(setup) -> None:
     fake = Fake(temporary=500)
     pool, ran = GraphPool(decoder, driver.kv, SIZES, capturer=fake), []
     pool.capture(1, [(("draft", n), lambda: ran.append(1)) for n in (12, 4)])
-    assert pool.captured[1:3] == [("draft", 12), ("draft", 4)], "behind the largest forward"
+    assert pool.graphs.keys[1:3] == [("draft", 12), ("draft", 4)], "behind the largest forward"
     for n in (3, 4, 9):
-        pool.run_step(("draft", round_up([4, 12], n)), lambda: ran.append(1))
-    assert fake.pool_bytes == 500 and len(ran) == 2 + 3 and pool.stats().eager == 0
+        pool.graphs.run(("draft", round_up([4, 12], n)), lambda: ran.append(1))
+    assert fake.pool_bytes == 500 and len(ran) == 2 + 3 and pool.graphs.stats.eager == 0
 
 
 def test_shapes_are_the_largest_and_then_from_the_smallest_on() -> None:

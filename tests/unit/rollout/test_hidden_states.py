@@ -171,7 +171,7 @@ def test_graphs_write_their_states_too() -> None:
         if attached:
             attach(engine, OracleDrafter({}, 131, 0.0, True), RandomSelector("oracle", 4, 3))
         assert check(engine, jobs, collecting(engine), exact=False) > 200
-        assert engine.runner.pool.stats().eager > 0
+        assert engine.runner.pool.graphs.stats.eager > 0
 
 
 def test_states_that_arrive_late_are_emitted_in_order_and_before_the_engine_is_idle(monkeypatch) -> None:

@@ -7,9 +7,9 @@ from tests.helpers.sim import sim_config, straight
 TRAINS = "idle.train_drafter=true"
 
 
-def waits(ends, *overrides, step=0.1, usual=None, config=None):
+def waits(ends, *overrides, step=0.1, config=None):
     config = config or sim_config(TRAINS, *overrides)
-    return IdleTime(config, step).waits(straight(ends), usual)
+    return IdleTime(config, step).waits(straight(ends))
 
 
 def test_nobody_trains_without_being_asked():
@@ -19,7 +19,7 @@ def test_nobody_trains_without_being_asked():
 
 
 def test_idle_replicas_train_until_the_slowest_is_done():
-    found = waits([1.0, 3.0, 5.0], usual=np.array([500.0]))
+    found = waits([1.0, 3.0, 5.0])
     assert found.trains[2] == 0.0
     assert found.trains[0] == pytest.approx(4.0, abs=0.3)
     assert found.trains[1] == pytest.approx(2.0, abs=0.3)
@@ -27,16 +27,9 @@ def test_idle_replicas_train_until_the_slowest_is_done():
     assert found.micro_steps == pytest.approx(60, abs=5)
 
 
-def test_the_policy_stops_where_the_end_is_foreseen():
-    """Answers as long as last time: the leader knows the tail, and no micro-step is begun that outlasts it."""
-    sure = waits([1.0, 5.0], step=1.5, usual=np.array([100.0, 500.0]))
-    assert sure.late == 0.0
-    assert sure.micro_steps <= 2
-
-
 def test_windows_have_their_limits():
     assert waits([5.0, 5.0]).micro_steps == 0
-    assert waits([4.99, 5.0], "idle.min_tail_seconds=1.0", usual=np.array([500.0])).micro_steps == 0
+    assert waits([4.99, 5.0], "idle.min_tail_seconds=1.0").micro_steps == 0
 
 
 def test_training_adapts_the_drafter_and_updates_undo_it():

@@ -170,7 +170,7 @@ class Replay:
     def _captured(self, pool) -> torch.Tensor | None:
         """What captured graphs may take of their budget beside the pool's buffers."""
         budget = self.config.rollout.graph_memory_mib << 20
-        return None if pool is None else torch.empty(budget - pool.memory_bytes(), dtype=torch.uint8, device=META)
+        return None if pool is None else torch.empty(budget - pool.graphs.memory_bytes, dtype=torch.uint8, device=META)
 
     def _batch(self, tokens: int, logits: int) -> DecoderInput:
         one = torch.empty(tokens, dtype=torch.int32, device=META)

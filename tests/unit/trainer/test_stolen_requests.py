@@ -42,19 +42,19 @@ def test_two_engines_give_the_answers_of_one(alone: dict, monkeypatch: pytest.Mo
     rng = random.Random(seed)
     backend, victim = make(num_blocks=rng.choice((18, 30, 400)))
     other, thief = make(max_running=3)
-    ranges, kept = [], []
+    requests, kept = [], []
 
     def steal(running: int, waiting: int, generated: int) -> None:
         if rng.random() < 0.1:
             some = victim.withdraw_share()
-            assert victim.num_queued() <= max(0, waiting - sum(r.count for r in some))
-            ranges.extend(some)
+            assert victim.num_queued() <= max(0, waiting - len(some))
+            requests.extend(some)
 
     mine = backend.generate(PROMPTS, PARAMS, SAMPLES, steal)
     assert backend.engine.blocks.num_free == backend.engine.blocks.num_blocks
-    assert ranges
+    assert requests
     by_id = {prompt.prompt_id: prompt for prompt in PROMPTS}
-    theirs = thief.generate(by_id, ranges, kept.append, lambda *_: None)
+    theirs = thief.generate(by_id, requests, kept.append, lambda *_: None)
     assert sorted((s.prompt_id, s.sample_index) for s in kept) == [
         (s.prompt_id, s.sample_index) for s in theirs
     ]

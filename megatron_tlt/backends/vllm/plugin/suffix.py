@@ -49,8 +49,7 @@ class SuffixBridge:
     """A `SuffixDrafter` and the rows of vLLM's batch."""
 
     def __init__(self, section: SuffixSection, max_requests: int, max_len: int, vocab: int):
-        self._rows = RunningRows(max_requests, max_requests, 1, vocab)
-        self._rows.outputs = np.zeros((max_requests, max_len), np.int32)
+        self._rows = RunningRows(max_requests, max_requests, 1, vocab, max_output=max_len)
         self._drafter = SuffixDrafter(section, self._rows)
         self._live: dict[str, Request] = {}  # by vLLM's name
         self._free = list(range(max_requests - 1, -1, -1))

@@ -25,7 +25,7 @@ class World:
         self.now, self.syncs = 0.0, 0
         self.strategy = NO_DRAFT
         self.recorded: list[StepMeasurement] = []
-        self.rows = RunningRows(4, 16, 4, 50)
+        self.rows = RunningRows(4, 16, 4, 50, max_output=64)
         self.speculator = Speculator(
             self, self, self.rows, lambda nodes: nodes, TensorParallel(), clock=lambda: self.now
         )

@@ -20,7 +20,7 @@ def traced(tree: bool, spoil: float, prompt_ids=None, **options):
     everybody = {key[0] for key in expected}
     engine.speculator.start_trace(everybody if prompt_ids is None else prompt_ids)
     assert answer_all(engine, jobs) == expected
-    return engine, expected, engine.speculator.traced
+    return engine, expected, engine.speculator.trace.runs
 
 
 @pytest.mark.parametrize(
