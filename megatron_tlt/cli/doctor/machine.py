@@ -67,22 +67,18 @@ def check_shared_memory() -> Finding:
 
 
 def check_ports() -> Finding:
-    """Rank 0 listens on a port that the system chooses; the other ranks must reach it."""
+    """Rank 0 listens on a port that the system chooses; the other ranks must reach it, on other hosts by its name."""
     name = socket.gethostname()
     for host in ("127.0.0.1", name):
         try:
-            with socket.create_server((host if host != name else "", 0)) as server:
-                port = server.getsockname()[1]
-                with socket.create_connection((host, port), timeout=5):
-                    pass
+            with socket.create_server(("", 0)) as server:
+                socket.create_connection((host, server.getsockname()[1]), timeout=5).close()
         except OSError as error:
+            detail = f"{host} cannot be reached: {error}"
             if host == name:
                 hint = "ranks on this host alone do not need it; for several hosts its name must resolve (/etc/hosts)"
-                return Finding(
-                    "ports", "warning", f"this host's own name {name} is not reachable: {error}", hint
-                )
-            hint = "the loopback interface is down, or a sandbox forbids listening"
-            return Finding("ports", "failed", f"cannot listen on {host}: {error}", hint)
+                return Finding("ports", "warning", detail, hint)
+            return Finding("ports", "failed", detail, "the loopback interface is down, or a sandbox forbids listening")
     return Finding("ports", "ok", f"free ports on 127.0.0.1 and {name} can be listened on and reached")
 
 

@@ -31,17 +31,6 @@ def label(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_there_are_recipes_for_1_8_and_32_nodes():
-    names = [path.stem for path in FILES if path.parent.name == "recipes"]
-    assert {"1n1g", "1n2g"} <= {name.rsplit("-", 1)[-1] for name in names}  # and for one GPU, and for two
-    for algorithm in ("grpo", "dapo"):
-        for nodes in (1, 8, 32):
-            assert any(n.startswith(algorithm) and n.endswith(f"-{nodes}n8g") for n in names), (
-                algorithm,
-                nodes,
-            )
-
-
 @pytest.mark.parametrize("path", [p for p in FILES if is_part(p)], ids=label)
 def test_parts_load(path):
     config = build_config(deep_merge({"model": {"path": "m"}}, read_config_file(path)))
@@ -86,12 +75,6 @@ def test_recipes_draft_and_train_their_drafter_and_fit(path):
     training = sum(stages[0].parts[name] for name in names)
     eagle3 = 5 * with_trtllm  # a head of its own, three positions, four hidden states a token
     assert training <= (TRAINING_GIB.get(shape.hidden_size, 2) + eagle3) * GIB
-
-
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "models"], ids=label)
-def test_models_bring_tlt_with_them(path):
-    config = build_config(read_config_file(path))
-    assert (config.rollout.speculation.drafter, config.idle.train_drafter) == ("hybrid", True)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=label)

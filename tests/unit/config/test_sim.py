@@ -1,7 +1,6 @@
 import pytest
 
-from megatron_tlt.config.load import load_config
-from megatron_tlt.config.sim import SimConfig, check_sim
+from megatron_tlt.config.sim import check_sim
 from megatron_tlt.errors import ConfigError
 from tests.helpers.sim import sim_config
 
@@ -23,13 +22,6 @@ from tests.helpers.sim import sim_config
 )
 def test_what_does_not_go_together_is_named(overrides, path):
     assert path in [problem.path for problem in check_sim(sim_config(*overrides))]
-
-
-def test_unknown_keys_get_the_nearest_name(tmp_path):
-    path = tmp_path / "s.yaml"
-    path.write_text("workload: {prompt_per_step: 3}\n")
-    with pytest.raises(ConfigError, match=r"did you mean workload\.prompts_per_step"):
-        load_config(path, (), SimConfig)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,3 @@ def test_every_problem_of_the_bandit_is_found():
     problems = [str(problem) for problem in check_speculation(section)]
     assert [p.split(" = ")[0].rsplit(".", 1)[1] for p in problems] == ["arms", "arms", "thresholds"]
     assert not list(check_speculation(SpeculationSection(drafter="suffix", selector="beg_mab")))
-
-
-def test_the_former_name_of_the_selector_is_refused_with_the_present_one():
-    with pytest.raises(ValueError, match="cost_model"):
-        SpeculationSection(selector="cost_aware")

@@ -10,7 +10,6 @@ from megatron_tlt.algorithms.build import ALGORITHMS, build_algorithm
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.dims import Dims
-from megatron_tlt.observe.rollouts import rank_row
 from megatron_tlt.rollout.spec.history import AnswerHistory
 from megatron_tlt.trainer.batch_assembly import (
     BatchAssembler,
@@ -18,7 +17,7 @@ from megatron_tlt.trainer.batch_assembly import (
     place,
     share_answers,
 )
-from megatron_tlt.types import EngineStats, PastAnswer, Prompt, RewardResult, Sample
+from megatron_tlt.types import PastAnswer, Prompt, RewardResult, Sample
 
 POLICY = SimpleNamespace(dims=Dims(), actor=ActorSection())
 
@@ -214,17 +213,3 @@ def test_a_history_is_the_same_as_from_all_tokens(most):
         found, wanted = history.of(name), whole.of(name)
         assert [a.token_ids.tolist() for a in found] == [a.token_ids.tolist() for a in wanted]
         assert len(wanted) == min(most, 6)
-
-
-def test_the_table_and_the_figures_of_a_step_do_not_grow_with_tokens():
-    """What every rank sends to every other beside `share_answers`: rows of samples, figures of a rank."""
-    sizes = []
-    for tokens in (50, 5000):
-        world, groups = Metered(), scored(tokens)
-        algorithm = build_algorithm(AlgorithmSection(name="grpo"), max_tokens=8)
-        assembler = BatchAssembler(world, POLICY, algorithm, temperature=1.0)
-        assembler._gather_table(groups)
-        world.all_gather_object(rank_row(EngineStats(), groups, longest=8192))
-        sizes.append(world.sent)
-    assert sizes[1] <= sizes[0] + 100
-    assert sizes[0] < 24 * 100 + 1000

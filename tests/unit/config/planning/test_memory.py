@@ -165,11 +165,6 @@ def test_the_report_shows_grid_memory_and_tokens():
     assert total.split()[-1] == f"{worst / GIB:.2f}"
 
 
-def test_problems_include_memory():
-    config = load_config(CONFIGS / "recipes/grpo-llama3.3-70b-32n8g.yaml", ["cluster.memory_gib=40"])
-    assert {p.path for p in find_problems(config, None, 256)} == {"cluster.memory_gib"}
-
-
 def test_layers_with_experts_may_be_on_one_stage_only():
     shape = shape_of("qwen3-30b-a3b").model_copy(update={"dense_layers": tuple(range(24))})
     config = config_of("actor.pp=2", "rollout.backend=embedded")
