@@ -41,15 +41,6 @@ def test_export_writes_the_trained_policy_for_transformers(run):
     assert AutoTokenizer.from_pretrained(run / "exported").chat_template
 
 
-def test_export_without_a_checkpoint_is_an_error(run, tmp_path):
-    arguments = [run / "tiny.yaml", f"train.run_dir={tmp_path}", "--out", tmp_path / "out"]
-    (tmp_path / "checkpoints").mkdir()
-    done = command(1, "export", *arguments, check=False)
-    assert done.returncode == 2
-    assert f"train.run_dir = '{tmp_path}': must be a run with checkpoints" in done.stdout
-    assert not (tmp_path / "out").exists()
-
-
 def test_export_is_never_written_over_something(run):
     weights = (run / "model/model.safetensors").read_bytes()
     for out in ("model", "tiny.yaml", "absent/trained"):

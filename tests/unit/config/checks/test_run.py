@@ -69,6 +69,7 @@ def test_a_good_configuration_has_no_problems():
         (["cluster.nodes=2", "cluster.ranks_per_node=2", "actor.tp=4"], "actor.tp"),
         (["rollout.max_running_requests=4000"], "rollout.max_running_requests"),
         (["rollout.top_k=513"], "rollout.top_k"),
+        (["rollout.kernels=native", "rollout.dtype=bf16"], "rollout.kernels"),
         (
             ["rollout.kv_cache_mib=1", "data.max_prompt_tokens=260", "model.max_context=600"],
             "rollout.kv_cache_mib",
@@ -171,11 +172,6 @@ def test_checks_of_the_device(override, device):
     other = "cuda" if device == "cpu" else "cpu"
     assert path not in paths(override, device=other)
     assert path in paths(override, f"distributed.device={device}"), "the config's own word counts as well"
-
-
-def test_the_native_decoder_computes_fp32_only():
-    assert "rollout.kernels" in paths("rollout.kernels=native", "rollout.dtype=bf16")
-    assert "rollout.kernels" not in paths("rollout.kernels=native")
 
 
 def test_a_trained_drafter_needs_cache_too():
