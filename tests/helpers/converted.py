@@ -24,29 +24,20 @@ LAYOUTS = {  # (tp, pp) that each tiny model's heads, width and layers can be cu
 }
 
 
+_UNEVEN = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+
+
 def make_model(family: str, directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """Writes a tiny random model; "uneven" has 12 query heads over 4 groups, biases, no tying, vocabulary 101."""
-    if family == "uneven":
-        import transformers
-
-        torch.manual_seed(11)
-        config = transformers.Qwen2Config(
-            vocab_size=101,
-            hidden_size=48,
-            intermediate_size=112,
-            num_hidden_layers=4,
-            num_attention_heads=12,
-            num_key_value_heads=4,
-            tie_word_embeddings=False,
-            attn_implementation="eager",
-        )
-        model = transformers.Qwen2ForCausalLM(config).eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" in name or name.endswith("bias"):
-                    parameter.add_(torch.randn_like(parameter) * 0.2)
-    else:
-        model = hf_model(family)
+    model = hf_model("qwen2", **_UNEVEN) if family == "uneven" else hf_model(family)
     model.to(dtype).save_pretrained(directory, **options)
     return model
 

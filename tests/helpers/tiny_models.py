@@ -84,13 +84,15 @@ _NAMES = {
 }
 
 
-def hf_model(family: str):
-    """A random fp32 `transformers` model, eager attention: "qwen2", "qwen3", "llama" or one of `MOE_FAMILIES`."""
+def hf_model(family: str, **changes: Any):
+    """A random fp32 `transformers` model, eager attention: "qwen2", "qwen3", "llama" or one of `MOE_FAMILIES`, with
+    other fields of its configuration if they are given.
+    """
     import transformers
 
     torch.manual_seed(1 + list(_NAMES).index(family))
     name = _NAMES[family]
-    fields = deepcopy({**_FAMILIES, **MOE_FAMILIES}[family])
+    fields = deepcopy({**_FAMILIES, **MOE_FAMILIES}[family]) | changes
     config = getattr(transformers, f"{name}Config")(**{**_SHAPE, **fields})
     config._attn_implementation = config._experts_implementation = "eager"
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_tlt.config.algorithm import AlgorithmName
 from megatron_tlt.types import TrainBatch, TrainSequence
+from tests.helpers.tiny_models import hf_model
 
 KINDS = ("qwen2", "qwen3", "llama")
 MOE_KINDS = ("qwen3_moe", "qwen2_moe")  # the second with a dense layer and shared experts
@@ -31,65 +32,25 @@ HIDDEN: dict[int, list[tuple[dict[str, Any], str]]] = {
 ZERO_ADVANTAGES: dict[int, tuple[AlgorithmName, ...]] = {2: ("grpo", "gspo"), 4: ("grpo",)}
 VOCAB = 131  # prime: no TP size divides it, so every TP test also tests vocabulary padding
 
-_BASE = {
-    "vocab_size": VOCAB,
+EXPERTS, CHOSEN = 8, 2  # as `tiny_models` has them
+# Sizes that 4 ranks of any kind divide; one of four layers of qwen2_moe has no experts.
+_SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.08,
-    "attn_implementation": "eager",
 }
-_EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "experts_implementation": "eager",
+_FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 32},
+    "qwen2_moe": {"mlp_only_layers": [1], "tie_word_embeddings": False},
 }
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-
-def hf_model(kind: str) -> Any:
-    """A random tiny transformers model with non-trivial norms and biases."""
-    import transformers as hf
-
-    config: Any
-    if kind == "qwen2":
-        config = hf.Qwen2Config(**_BASE, tie_word_embeddings=True)
-    elif kind == "qwen3":
-        config = hf.Qwen3Config(**_BASE, tie_word_embeddings=True, head_dim=32)
-    elif kind == "qwen3_moe":
-        config = hf.Qwen3MoeConfig(**_BASE, **_EXPERTS, tie_word_embeddings=True, head_dim=32, norm_topk_prob=True)
-    elif kind == "qwen2_moe":
-        config = hf.Qwen2MoeConfig(**_BASE, **_EXPERTS, shared_expert_intermediate_size=48, mlp_only_layers=[1])
-    else:
-        config = hf.LlamaConfig(**_BASE, tie_word_embeddings=False, rope_parameters=_LLAMA3)
-    torch.manual_seed(7)
-    model = hf.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(0, 0.1)
-            elif "norm" in name:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-            elif "gate.weight" in name or "expert" in name:
-                parameter.normal_(0, 0.15)  # experts that differ visibly
-    return model
 
 
 def save_model(kind: str, directory: Path) -> Any:
     """Writes the tiny model of `kind` as a Hugging Face directory and returns it."""
-    model = hf_model(kind)
+    model = hf_model(kind, **_SIZES, **_FIELDS.get(kind, {}))
     model.save_pretrained(directory)
     return model
 
@@ -133,8 +94,8 @@ def with_routes(made: list[TrainSequence], layers: int) -> list[TrainSequence]:
     """The sequences with recorded experts, of which the routers would choose few; every third's first are unknown."""
     for sequence in made:
         rng = np.random.default_rng(sequence.prompt_id)
-        shape = (sequence.length - 1, layers, _EXPERTS["num_experts"])
-        sequence.routes = rng.random(shape).argsort(-1)[..., : _EXPERTS["num_experts_per_tok"]].astype(np.int16)
+        shape = (sequence.length - 1, layers, EXPERTS)
+        sequence.routes = rng.random(shape).argsort(-1)[..., :CHOSEN].astype(np.int16)
         if sequence.prompt_id % 3 == 0:
             sequence.routes[:2] = -1
     return made
