@@ -31,7 +31,6 @@ HIDDEN: dict[int, list[tuple[dict[str, Any], str]]] = {
 # Which answers an algorithm leaves out: tests/unit/algorithms and test_batch_assembly.py, for all of them.
 ZERO_ADVANTAGES: dict[int, tuple[AlgorithmName, ...]] = {2: ("grpo", "gspo"), 4: ("grpo",)}
 VOCAB = 131  # prime: no TP size divides it, so every TP test also tests vocabulary padding
-
 EXPERTS, CHOSEN = 8, 2  # as `tiny_models` has them
 # Sizes that 4 ranks of any kind divide; one of four layers of qwen2_moe has no experts.
 _SIZES = {
