@@ -11,7 +11,7 @@ The variants take turns, medians are compared:
     selective async  only what is trained, copied to memory, written by a thread (what a run does)
 
 `blocking` is the time before training may go on; `on disk` until the file is whole. Every checkpoint is finished
-before the next begins, and its memory is kept, as in a run; the first round is not counted.
+before the next begins; the first round is not counted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from lib.bench_record import ROOT, write_record
 
 sys.path.insert(0, str(ROOT))
 
-from megatron_tlt.drafter.state_file import StateSnapshot
+from megatron_tlt.drafter.state_file import state_writer
 from megatron_tlt.drafter.training_state import TrainingState
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
@@ -39,17 +40,21 @@ POLICY = ModelConfig("qwen3", 151936, 2048, 28, 16, 8, 128, 6144, qk_norm=True)
 QUICK = ModelConfig("qwen3", 16384, 512, 8, 8, 4, 64, 1536, qk_norm=True)
 
 
-def states(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(full, selective); they share the trained part."""
+def states(config: ModelConfig) -> tuple[Callable[[], dict[str, Any]], Callable[[], dict[str, Any]]]:
+    """(full, selective): functions that copy what they save; they share the trained part."""
     model = EagleModel(config)
     model.initialise(0)
-    trained = TrainingState(model).named()
-    for kind in ("exp_avg", "exp_avg_sq"):
-        for tensor in trained[kind].values():
-            tensor.normal_()
+    trained = TrainingState(model)
     shape = (config.vocab_size, config.hidden_size)
     tables = {name: torch.randn(shape, dtype=torch.bfloat16) for name in ("embed", "head")}
-    return {"drafter": trained, "tables": tables}, {"drafter": trained}
+
+    def selective() -> dict[str, Any]:
+        return {"drafter": trained.named()}
+
+    def full() -> dict[str, Any]:
+        return selective() | {"tables": {name: table.clone() for name, table in tables.items()}}
+
+    return full, selective
 
 
 def size_of(state: Any) -> int:
@@ -59,10 +64,10 @@ def size_of(state: Any) -> int:
     return state.nbytes if isinstance(state, torch.Tensor) else 0
 
 
-def save(snapshot: StateSnapshot, file: Path, state: dict[str, Any], wait: bool) -> tuple[float, float]:
+def save(file: Path, state: Callable[[], dict[str, Any]], wait: bool) -> tuple[float, float]:
     """(blocking, on disk) seconds."""
     started = time.perf_counter()
-    thread = threading.Thread(target=snapshot.take(state), args=(file,))
+    thread = threading.Thread(target=state_writer(state()), args=(file,))
     thread.start()
     if wait:
         thread.join()
@@ -82,19 +87,18 @@ def main() -> None:
     torch.set_num_threads(1)
     full, selective = states(QUICK if args.quick else POLICY)
     kinds = {"full sync": (full, True), "full async": (full, False), "selective async": (selective, False)}
-    snapshots = {kind: StateSnapshot() for kind in ("full", "selective")}
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         for round_number in range(3 if args.quick else 4):
             for kind, (state, wait) in kinds.items():
-                taken = save(snapshots[kind.split()[0]], Path(folder) / "drafter.safetensors", state, wait)
+                taken = save(Path(folder) / "drafter.safetensors", state, wait)
                 if round_number:
                     times[kind].append(taken)
     rows, blocking = [], {}
     for kind, (state, _) in kinds.items():
         waited, done = zip(*times[kind], strict=True)
         blocking[kind] = statistics.median(waited)
-        row = {"kind": kind, "bytes": size_of(state), "blocking_s": blocking[kind], "min": min(waited)}
+        row = {"kind": kind, "bytes": size_of(state()), "blocking_s": blocking[kind], "min": min(waited)}
         rows.append(row | {"max": max(waited), "on_disk_s": statistics.median(done)})
         shown = f"{kind:16s} {row['bytes'] / 1e9:5.2f} GB  blocking {1e3 * blocking[kind]:8.1f} ms"
         print(

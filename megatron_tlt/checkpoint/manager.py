@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.actor.checkpoint import SaveHandle
 from megatron_tlt.actor.checkpoint_files import read_latest, step_directory, step_of
 from megatron_tlt.checkpoint.resume import find_checkpoint
-from megatron_tlt.drafter.state_file import DRAFTER_STATE, StateSnapshot, load_state
+from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_state, state_writer
 from megatron_tlt.observe.attempt import note_checkpoint, note_start
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ class CheckpointManager:
         self._section, self._num_steps, self._policy, self._world = section, num_steps, policy, world
         self._directory = run_dir / "checkpoints"
         self._pending: SaveHandle | None = None
-        self._snapshot = StateSnapshot()
         self._resumed: Path | None = None
         self.newest: int | None = None
         """Step of the newest checkpoint on this run's path: the last one published, or loaded as `latest`."""
@@ -128,7 +127,7 @@ class CheckpointManager:
         self.wait()  # a writer slower than the interval delays the run: better than ever more saves in memory
         drafter_state, files = drafter(), {}  # collective among the ranks of an engine
         if drafter_state is not None and self._world.is_main:
-            files[DRAFTER_STATE] = self._snapshot.take(drafter_state)
+            files[DRAFTER_STATE] = state_writer(drafter_state)
         target = step_directory(self._directory, step)
         self._pending = self._policy.start_save(target, state, self._section.keep if prune else None, files)
 

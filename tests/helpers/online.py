@@ -40,6 +40,6 @@ def everything(trainer: OnlineDrafterTrainer) -> Tensor:
     parts = []
     for kind in KINDS:
         found = {name: torch.zeros(p.shape) for name, p in trainer.model.named_parameters()}
-        trainer._state._gather(kind, found)
+        trainer._state._copied(kind, found)
         parts += [tensor.flatten() for tensor in found.values()]
     return torch.cat(parts)

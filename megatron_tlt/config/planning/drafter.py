@@ -28,13 +28,12 @@ from megatron_tlt.config.planning.parameters import (
     draft_vocabulary,
     drafter_parameters,
     element_bytes,
-    pinned_bytes,
 )
 from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config
 
 HEAD_BLOCK = 1 << 25  # elements of [rows, V] that `drafter.loss` computes at a time; a test compares
-_BUCKET_BYTES = 4 << 23  # of `drafter.training_state`: fp32
+_PART_BYTES = 4 << 23  # of `drafter.training_state`: fp32
 # H of a token and drafted position that kind eagle3 keeps beyond eagle's (three norms and their inputs in fp32, what it
 # reads of the position before), and how many less of the first position.
 _EAGLE3_KEPT, _EAGLE3_FIRST = 28, 17
@@ -66,7 +65,7 @@ def drafter_step_bytes(config: Config, shape: ArchitectureConfig, device: Device
         loss = kept + tokens * hidden * (20 + element) + max(blocks + head, 2 * head)
     back = kept + element * (tokens * (3 * inter + hidden) + inter * hidden)
     count = drafter_parameters(config, shape)
-    gradients = element * count + several * 4 * count // config.rollout.tp + 2 * min(_BUCKET_BYTES, 4 * count)
+    gradients = element * count + several * 4 * count // config.rollout.tp + 2 * min(_PART_BYTES, 4 * count)
     states = config.drafter.state_parts * tokens * hidden * element_bytes(config.rollout.dtype)
     return states + max(loss, back, gradients)
 
@@ -81,15 +80,15 @@ def drafter_head_bytes(config: Config, shape: ArchitectureConfig, device: Device
 
 
 def drafter_merge_bytes(config: Config, shape: ArchitectureConfig) -> int:
-    """The bucket through which replicas' drafters are merged, and the one before it."""
+    """The part that replicas' drafters are merged by, and the one before it."""
     if not config.idle.train_drafter:
         return 0
-    return 2 * min(_BUCKET_BYTES, 4 * drafter_parameters(config, shape))
+    return 2 * min(_PART_BYTES, 4 * drafter_parameters(config, shape))
 
 
 def drafter_push_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
-    """The mean as it goes to the engine, where no rank keeps it whole."""
-    if not config.idle.train_drafter or config.rollout.tp == 1:
+    """The mean as it goes to the engine."""
+    if not config.idle.train_drafter:
         return 0
     return drafter_parameters(config, shape) * element_bytes(config.drafter.sizes(device).dtype)
 
@@ -113,14 +112,6 @@ def collected_bytes(config: Config, shape: ArchitectureConfig) -> int:
     return micro_batch_tokens(config) * actor.cp * config.drafter.state_parts * shape.hidden_size * row
 
 
-def drafter_save_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
-    """The copy that a checkpoint is written from, in the host's memory of the first rank.
-
-    With t > 1 it is put together there, in pageable memory, before it is copied; else the copy of a GPU is pinned.
-    """
-    if not config.idle.train_drafter:
-        return 0
-    copy = 16 * drafter_parameters(config, shape)
-    if config.rollout.tp > 1:
-        return 2 * copy
-    return pinned_bytes(copy) if device == "cuda" else copy
+def drafter_save_bytes(config: Config, shape: ArchitectureConfig) -> int:
+    """The copy that a checkpoint is written from, in the host's memory of the first rank."""
+    return 16 * drafter_parameters(config, shape) if config.idle.train_drafter else 0

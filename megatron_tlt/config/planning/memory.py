@@ -136,7 +136,7 @@ def _stage(
     host = {
         "hidden states": drafter.hidden_state_bytes(config, device),
         "drafter before a window": before if device == "cpu" else pinned_bytes(before),
-        _SAVED: drafter.drafter_save_bytes(config, shape, device),
+        _SAVED: drafter.drafter_save_bytes(config, shape),
         "suffix drafter": engine.suffix_bytes(config),
     }
     if device == "cpu":

@@ -49,10 +49,10 @@ def torch_adam(dtype: torch.dtype, steps: int) -> tuple[list[torch.Tensor], list
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bucket", [1 << 20, 10])
-def test_steps_are_adams_on_fp32_masters(dtype: torch.dtype, bucket: int) -> None:
+@pytest.mark.parametrize("elements", [1 << 20, 10])
+def test_steps_are_adams_on_fp32_masters(dtype: torch.dtype, elements: int) -> None:
     net = model(dtype)
-    state = TrainingState(net, bucket_elements=bucket)
+    state = TrainingState(net, part_elements=elements)
     norms = take_steps(state, net, range(5))
     wanted, wanted_norms = torch_adam(dtype, 5)
     assert norms == pytest.approx(wanted_norms, rel=1e-5)
@@ -83,11 +83,11 @@ def test_ranks_of_a_group_keep_a_share_each_and_train_one_drafter(dtype: torch.d
 
     def work(rank: ThreadRank):
         net = nets[rank.rank]
-        state = TrainingState(net, tp=rank, bucket_elements=10)
+        state = TrainingState(net, tp=rank, part_elements=10)
         take_steps(state, net, range(3), 0.5)  # the two shares add up
         state.remember()
         take_steps(state, net, range(3, 5), 0.5)
-        kept = sum(t.numel() for part in state._parts for t in part.kept.values())
+        kept = sum(t.numel() for part in state._own for t in part.kept.values())
         named, mean = state.named(), state.mean()
         weights = [p.detach().clone() for p in net.parameters()]
         state.restore()
@@ -129,10 +129,10 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_merge_is_the_weighted_mean_bucket_by_bucket(dtype: torch.dtype) -> None:
+def test_a_merge_is_the_weighted_mean_part_by_part(dtype: torch.dtype) -> None:
     def trained(rank: int) -> tuple[TrainingState, nn.Module]:
         net = model(dtype)
-        state = TrainingState(net, bucket_elements=10)
+        state = TrainingState(net, part_elements=10)
         take_steps(state, net, range(10 * rank, 10 * rank + 3))
         return state, net
 
@@ -153,7 +153,7 @@ def test_a_merge_is_the_weighted_mean_bucket_by_bucket(dtype: torch.dtype) -> No
                 torch.testing.assert_close(named[kind][name], mean, atol=1e-6, rtol=1e-5)
                 assert torch.equal(named[kind][name], merged[0][0][kind][name])
         assert all(torch.equal(w, r.to(dtype)) for w, r in zip(weights, named["raw"].values(), strict=True))
-        assert elements <= 2 * 10  # a bucket of both ranks, in the test's own all-reduce
+        assert elements <= 2 * 10  # a part of both ranks, in the test's own all-reduce
 
 
 def test_what_is_not_finite_is_found_and_undone() -> None:
