@@ -6,6 +6,7 @@ from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.errors import ConfigProblem, RewardError
 from megatron_tlt.rewards.base import NamedScorer, Scorer, labels
 from megatron_tlt.rewards.python import PythonReward, load_function
+from megatron_tlt.rewards.text import exact_reward, format_reward
 
 
 def build_scorers(section: RewardSection) -> list[NamedScorer]:
@@ -38,10 +39,4 @@ def _build(config: RewardConfig) -> Scorer:
         from megatron_tlt.rewards.math import MathReward
 
         return MathReward(config)
-    if config.name == "exact":
-        from megatron_tlt.rewards.exact import ExactReward
-
-        return ExactReward(config)
-    from megatron_tlt.rewards.format import FormatReward
-
-    return FormatReward(config)
+    return exact_reward(config) if config.name == "exact" else format_reward(config)

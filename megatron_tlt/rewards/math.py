@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +11,7 @@ from megatron_tlt.config.data import RewardConfig
 from megatron_tlt.rewards.base import compile_pattern, extract_answer, reference_of
 from megatron_tlt.types import Prompt, Sample
 
-# math-verify stops itself after so many seconds by SIGALRM, which works in a process's main thread only. An
+# math-verify stops itself after so many seconds, by SIGALRM: rewards run in a process's main thread. An
 # expression that takes longer is simply not equal, which is cheaper than the pool killing a worker over it.
 _TIMEOUT_S = 3
 _MARKS = ("$", r"\(", r"\[", r"\boxed")
@@ -41,17 +40,13 @@ class MathReward:
 # sympy takes milliseconds, and the answers to one prompt share the reference and often each other's value.
 @lru_cache(maxsize=1024)
 def _parsed(text: str) -> tuple[Any, ...]:
-    return tuple(parse(text, parsing_timeout=_timeout()))
+    return tuple(parse(text, parsing_timeout=_TIMEOUT_S))
 
 
 @lru_cache(maxsize=4096)
 def _equal(reference: str, text: str) -> bool:
-    equal: bool = verify(list(_parsed(reference)), list(_parsed(text)), timeout_seconds=_timeout())
+    equal: bool = verify(list(_parsed(reference)), list(_parsed(text)), timeout_seconds=_TIMEOUT_S)
     return equal
-
-
-def _timeout() -> int | None:
-    return _TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
 
 
 def _marked(expression: str) -> str:

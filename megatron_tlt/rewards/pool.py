@@ -1,10 +1,9 @@
 """Judging samples in worker processes, with a timeout a sample.
 
-    rank      sends a batch to each worker; waits for verdicts of all workers at once
-    worker    judges the batch in order, sends each verdict at once
-A worker that sends nothing for `timeout_s` is killed; one that dies closes its connection. In both cases the sample it
-was judging gets a recorded failure, and the rest of its batch goes to a new worker. Workers are started with the first
-samples and wait between steps.
+    rank      sends a sample to each worker; waits for verdicts of all workers at once
+    worker    judges the sample, sends the verdict
+A worker that sends nothing for `timeout_s` is killed; one that dies closes its connection. In both cases its sample gets
+a recorded failure, and a new worker takes its place. Workers are started with the first samples and wait between steps.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from multiprocessing.connection import wait
 from types import TracebackType
 
 from megatron_tlt.config.data import RewardSection
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.errors import ConfigError, RewardError
 from megatron_tlt.rewards.base import NamedScorer, failed, judge
 from megatron_tlt.rewards.build import build_scorers, function_problems
 from megatron_tlt.rewards.process import Job, WorkerProcess
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 
-_LARGEST_BATCH = 64
 _log = logging.getLogger(__name__)
 
 
@@ -91,67 +89,44 @@ class RewardPool:
         return verdict
 
     def _score_in_workers(self, jobs: list[Job]) -> dict[int, RewardResult]:
-        if not jobs:
-            return {}
-        self._start(min(self._section.workers, len(jobs)))
-        size = min(-(-len(jobs) // (2 * len(self._workers))), _LARGEST_BATCH)
-        queue = deque(jobs[i : i + size] for i in range(0, len(jobs), size))
         verdicts: dict[int, RewardResult] = {}
-        while len(verdicts) < len(jobs):
-            for worker in self._workers:
-                if not worker.jobs and queue:
-                    worker.send(queue.popleft())
-            self._wait(verdicts, queue)
-        return verdicts
-
-    def _start(self, count: int) -> None:
-        """At least `count` live workers, all with their functions loaded."""
-        self._launch(count)
+        queue = deque(jobs)
+        self._launch(min(self._section.workers, len(jobs)))
         for worker in self._workers:
             worker.wait_ready()
+        while len(verdicts) < len(jobs):
+            for worker in self._workers:
+                if worker.job is None and queue:
+                    worker.send(queue.popleft())
+            self._wait(verdicts, bool(queue))
+        return verdicts
 
     def _launch(self, count: int) -> None:
-        # After an error a worker may still have jobs: its verdicts would be taken for those of new samples.
-        dead = [worker for worker in self._workers if worker.jobs or not worker.alive]
+        """At least `count` live workers, which may still be loading their functions."""
+        # After an error a worker may still have a job: its verdict would be taken for that of a new sample.
+        dead = [worker for worker in self._workers if worker.job is not None or not worker.alive]
         for worker in dead:
             worker.kill()
         self._workers = [worker for worker in self._workers if worker not in dead]
         self._workers += [WorkerProcess(self._section) for _ in range(count - len(self._workers))]
 
-    def _wait(self, verdicts: dict[int, RewardResult], queue: deque[list[Job]]) -> None:
-        """Waits for the next verdicts, deaths or timeouts, and deals with them."""
-        busy = [worker for worker in self._workers if worker.jobs]
+    def _wait(self, verdicts: dict[int, RewardResult], has_more: bool) -> None:
+        """Waits for the next verdict, death or timeout. A worker that failed is replaced if samples are left."""
+        busy = [worker for worker in self._workers if worker.job is not None]
         patience = min(w.since for w in busy) + self._section.timeout_s - time.monotonic()
         wait([w.connection for w in busy], timeout=max(patience, 0.0))
         for worker in busy:
-            # Verdicts that have arrived count, even late ones: replacing another worker takes a while.
-            if not self._receive(worker, verdicts):
-                self._replace(worker, f"worker {worker.exit_text()}", verdicts, queue)
-            elif worker.jobs and time.monotonic() - worker.since >= self._section.timeout_s:
-                self._replace(worker, f"no verdict within {self._section.timeout_s:g} s", verdicts, queue)
-
-    def _receive(self, worker: WorkerProcess, verdicts: dict[int, RewardResult]) -> bool:
-        """Takes all verdicts that are there; False if the worker is dead."""
-        try:
-            while worker.jobs and worker.connection.poll(0):
-                verdicts[worker.jobs[0][0]] = worker.connection.recv()
-                del worker.jobs[0]
-                worker.since = time.monotonic()
+            assert worker.job is not None
+            place = worker.job[0]
+            try:
+                verdict = worker.verdict(self._section.timeout_s)
+            except RewardError as error:
+                verdict = failed(str(error), self._section.failure_value)
+                self._workers.remove(worker)
+                worker.kill()
+                if has_more:
+                    self._workers.append(WorkerProcess(self._section))
+                    self._workers[-1].wait_ready()
+            if verdict is not None:
+                verdicts[place] = verdict
                 self._on_verdict()
-        except (EOFError, ConnectionError):
-            return False
-        return True
-
-    def _replace(
-        self, worker: WorkerProcess, why: str, verdicts: dict[int, RewardResult], queue: deque[list[Job]]
-    ) -> None:
-        """Puts a fresh worker in place of one that hangs or died, and records a failure for its sample."""
-        worker.kill()
-        (place, _, _), *rest = worker.jobs
-        verdicts[place] = failed(why, self._section.failure_value)
-        if rest:
-            queue.appendleft(rest)
-        self._workers.remove(worker)
-        if queue:
-            self._workers.append(WorkerProcess(self._section))
-            self._workers[-1].wait_ready()

@@ -1,4 +1,4 @@
-"""The rank's end of one reward worker: starts and kills the process, sends batches."""
+"""The rank's end of one reward worker: starts and kills the process, sends samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from megatron_tlt.config.data import RewardSection
 from megatron_tlt.distributed.child_signals import signals_blocked
 from megatron_tlt.errors import RewardError
-from megatron_tlt.types import Prompt, Sample
+from megatron_tlt.types import Prompt, RewardResult, Sample
 
 Job = tuple[int, Prompt, Sample]  # place in the caller's list, and what to judge
 
@@ -32,7 +31,7 @@ _START_TIMEOUT_S = 120.0
 
 
 class WorkerProcess:
-    """One worker and its batch. It is idle without jobs, else it judges `jobs[0]` since `since`."""
+    """One worker. It judges `job` since `since`, or is idle (None)."""
 
     def __init__(self, section: RewardSection):
         """Starts the process; returns at once, see `wait_ready`."""
@@ -50,7 +49,7 @@ class WorkerProcess:
             )
         self.connection = Connection(ours.detach())
         self.connection.send(section)
-        self.jobs: list[Job] = []
+        self.job: Job | None = None
         self.since = 0.0
         self._ready = False
 
@@ -74,12 +73,24 @@ class WorkerProcess:
         """Whether the process runs."""
         return self._process.poll() is None
 
-    def send(self, jobs: Sequence[Job]) -> None:
-        """Sends a batch. A dead worker has a closed connection, which the pool finds when it reads."""
-        self.jobs = list(jobs)
-        self.since = time.monotonic()
+    def send(self, job: Job) -> None:
+        """Sends a sample. A dead worker has a closed connection, which `verdict` finds."""
+        self.job, self.since = job, time.monotonic()
         with suppress(ConnectionError):
-            self.connection.send([(prompt, sample) for _, prompt, sample in jobs])
+            self.connection.send(job[1:])
+
+    def verdict(self, timeout_s: float) -> RewardResult | None:
+        """The verdict on the sample sent; None: not yet. Raises RewardError if it takes longer, or will not come."""
+        try:
+            if self.connection.poll(0):
+                found: RewardResult = self.connection.recv()
+                self.job = None
+                return found
+        except (EOFError, ConnectionError) as error:
+            raise RewardError(f"worker {self.exit_text()}") from error
+        if time.monotonic() - self.since >= timeout_s:
+            raise RewardError(f"no verdict within {timeout_s:g} s")
+        return None
 
     def exit_text(self) -> str:
         """How the process ended, once it has closed its connection."""

@@ -1,11 +1,10 @@
-"""The reward worker: a process that judges samples and sends the verdicts one by one.
+"""The reward worker: a process that judges samples, one at a time.
 
 It is started as a fresh interpreter (see `process`), without MPI and torch.
 Messages:
-    in   list of (Prompt, Sample)      a batch to judge
     out  READY | ("error", text)       once, after loading the reward functions
-    out  RewardResult                  one a sample, in the batch's order
-From the number of results the parent has the sample that a hung or dead worker was judging.
+    in   (Prompt, Sample)              a sample to judge
+    out  RewardResult                  its verdict
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def main(fd: int, parent: int) -> None:
             return
         connection.send(READY)
         while True:
-            for prompt, sample in connection.recv():
-                connection.send(judge(scorers, section.failure_value, prompt, sample))
+            prompt, sample = connection.recv()
+            connection.send(judge(scorers, section.failure_value, prompt, sample))
     except (EOFError, ConnectionError):
         pass  # the rank has closed the pool, or is gone
 
