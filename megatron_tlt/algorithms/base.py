@@ -64,26 +64,9 @@ class LossInputs:
 
     def cleaned(self) -> LossInputs:
         """The same with zeros in masked rows, so that inf * 0 cannot make a NaN, forward or backward."""
-        on = self.mask > 0
-
-        def clean(values: Tensor) -> Tensor:
-            return torch.where(on, values, torch.zeros_like(values))
-
-        def optional(values: Tensor | None) -> Tensor | None:
-            return None if values is None else clean(values)
-
-        return replace(
-            self,
-            logprobs=clean(self.logprobs),
-            old_logprobs=optional(self.old_logprobs),
-            rollout_logprobs=clean(self.rollout_logprobs),
-            ref_logprobs=optional(self.ref_logprobs),
-            entropy=optional(self.entropy),
-            advantages=clean(self.advantages),
-            mask=clean(self.mask),
-            weights=clean(self.weights),
-            segments=clean(self.segments),
-        )
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        zeros = {name: torch.zeros_like(value) for name, value in tensors.items()}
+        return replace(self, **{name: torch.where(self.mask > 0, tensors[name], zeros[name]) for name in tensors})
 
 
 class Algorithm(ABC):
@@ -184,15 +167,9 @@ class Algorithm(ABC):
         """Sets `advantages`, `loss_mask` and `weight` of this rank's sequences; returns metrics of the step.
 
         `token_kl[i]`, [R], belongs to sequence i. `reduce_sum` adds a float64 array over data-parallel
-        ranks; all of them must call `assign` together. Raises ValueError for a sequence that is not in the
-        table.
+        ranks; all of them must call `assign` together.
         """
-        if self.needs_token_kl and token_kl is None:
-            raise ValueError("algorithm.kl_in = 'reward' needs token_kl")
         row_of = table.row_of()
-        missing = [s for s in sequences if (s.prompt_id, s.sample_index) not in row_of]
-        if missing:
-            raise ValueError(f"sample {missing[0].prompt_id}/{missing[0].sample_index} is not in the table")
         rows = [row_of[s.prompt_id, s.sample_index] for s in sequences]
         trained = self.trained(table)
         values = self.token_advantages(sequences, rows, table, token_kl, reduce_sum)
@@ -218,7 +195,7 @@ class Algorithm(ABC):
         return [np.full(len(s.rollout_logprobs), advantages[row]) for s, row in pairs]
 
     def table_metrics(self, table: RewardTable) -> dict[str, float]:
-        """Figures of the step that follow from the table alone."""
+        """Metrics of the step that follow from the table alone."""
         if not len(table.reward):
             return {}
         return {
@@ -234,8 +211,7 @@ class Algorithm(ABC):
 
         The clipped surrogate of PPO (1707.06347, equation 7), times the engine/actor importance weight, plus
         `kl_coef` times the KL, minus `entropy_coef` times the entropy. A metric ending in `_max` is a
-        maximum. Raises ValueError when the reference or the entropy that the configuration asks for is not
-        there.
+        maximum.
         """
         x = inputs.cleaned()
         current = x.logprobs.detach()
@@ -263,15 +239,13 @@ class Algorithm(ABC):
         """KL and entropy terms of the loss sum (0-d), and their metric sums."""
         value, metrics = x.logprobs.new_zeros(()), {}
         if self.needs_reference and self.config.kl_in == "loss":
-            if x.ref_logprobs is None:
-                raise ValueError("algorithm.kl_coef > 0 in the loss needs ref_logprobs")
+            assert x.ref_logprobs is not None
             kl = kl_estimate(x.logprobs, x.ref_logprobs, self.config.kl_estimator)
             value = value + self.config.kl_coef * (weights * kl).sum()
         if x.ref_logprobs is not None:
             metrics["kl_ref"] = (k3(x.ref_logprobs - x.logprobs.detach()) * x.mask).sum()
         if self.config.entropy_coef:
-            if x.entropy is None:
-                raise ValueError("algorithm.entropy_coef != 0 needs the entropy")
+            assert x.entropy is not None
             value = value - self.config.entropy_coef * (weights * x.entropy).sum()
         if x.entropy is not None:
             metrics["entropy"] = (x.entropy * x.mask).sum()

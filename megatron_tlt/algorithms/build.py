@@ -10,7 +10,6 @@ from megatron_tlt.algorithms.gspo import Gspo
 from megatron_tlt.algorithms.reinforce_pp import ReinforcePp
 from megatron_tlt.algorithms.rloo import Rloo
 from megatron_tlt.config.algorithm import AlgorithmName, AlgorithmSection
-from megatron_tlt.errors import ConfigError
 
 ALGORITHMS: dict[AlgorithmName, type[Algorithm]] = {
     "grpo": Grpo,
@@ -23,8 +22,5 @@ ALGORITHMS: dict[AlgorithmName, type[Algorithm]] = {
 
 
 def build_algorithm(config: AlgorithmSection, max_tokens: int) -> Algorithm:
-    """The configured algorithm. `max_tokens` is `rollout.max_tokens`. Raises ConfigError."""
-    if config.overlong_buffer > max_tokens:
-        allowed = f"must be <= rollout.max_tokens ({max_tokens})"
-        raise ConfigError.of("algorithm.overlong_buffer", config.overlong_buffer, allowed)
+    """The configured algorithm. `max_tokens` is `rollout.max_tokens`."""
     return ALGORITHMS[config.name](config, max_tokens)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.checkpoint import SavedDrafter
     from megatron_tlt.drafter.pretrain import DrafterPretraining
+    from megatron_tlt.types import Prompt
 
 Body = Callable[["Config", "World", "argparse.Namespace"], None]
 
@@ -132,12 +133,9 @@ def _load(directory: Path, config: Config, world: World, may_be_other: bool) -> 
     return drafter
 
 
-def _held_out(config: Config) -> list[Any]:
+def _held_out(config: Config) -> list[Prompt]:
     """The held-out prompts; none without `data.eval`."""
-    from megatron_tlt.data.prompts import build_prompts
+    from megatron_tlt.data.prompts import held_out_prompts
     from megatron_tlt.trainer.setup import open_tokenizer
 
-    if config.data.eval is None:
-        return []
-    stream = build_prompts(config.data, "eval", open_tokenizer(config), config.train.seed)
-    return stream.next_batch(config.drafter.eval_prompts)
+    return held_out_prompts(config.data, open_tokenizer(config), config.drafter.eval_prompts)

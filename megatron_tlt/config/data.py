@@ -51,7 +51,7 @@ class DataSection(Section):
     system_prompt: str | None = None
     """System message of the chat template."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longer prompts are dropped and counted."""
+    """Longer prompts are dropped."""
 
 
 class RewardConfig(Section):

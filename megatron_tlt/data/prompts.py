@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,19 +23,6 @@ _log = logging.getLogger(__name__)
 _MOST_DROPS_IN_A_ROW = 1000
 
 
-class PromptStream(Protocol):
-    """Prompts in an order that every rank computes alike."""
-
-    def next_batch(self, n: int) -> list[Prompt]:
-        """The next n prompts; fewer once a held-out file is used up. Moves the position. Raises DataError."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, JSON-able. Mutates nothing."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to a position. Raises DataError when it belongs to other data."""
-
-
 def build_prompts(section: DataSection, which: Which, tokenizer: HFTokenizer, seed: int) -> PromptStream:
     """The training or held-out stream of a run with this seed.
 
@@ -48,7 +35,7 @@ def build_prompts(section: DataSection, which: Which, tokenizer: HFTokenizer, se
     if source is None:
         raise ConfigError.of(f"data.{which}", None, "is required for this stream")
     own = hashed("train", source.seed, seed) if which == "train" else hashed("eval", source.seed)
-    stream = SourceStream(
+    stream = PromptStream(
         open_source(source, f"data.{which}", own),
         tokenizer,
         seed=own,
@@ -94,8 +81,11 @@ def source_problems(config: PromptSourceConfig, field: str) -> list[ConfigProble
     return []
 
 
-class SourceStream:
-    """Rows of a source, shuffled anew each epoch if finite, tokenized, without those that are too long."""
+class PromptStream:
+    """Rows of a source, shuffled anew each epoch if finite, tokenized, without those that are too long.
+
+    Every rank computes them alike.
+    """
 
     def __init__(
         self,
@@ -119,7 +109,6 @@ class SourceStream:
         self._max_prompt_tokens, self._once = max_prompt_tokens, once
         self._draws = 0  # rows taken from the source, also dropped ones
         self._next_id = 0  # prompts returned
-        self._dropped = 0  # rows that are too long, of a finite source those of the first epoch
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, permutation)
 
     @property
@@ -133,6 +122,7 @@ class SourceStream:
         return digest(self._source.fingerprint, self._shuffle, self._seed if self._shuffle else "")
 
     def next_batch(self, n: int) -> list[Prompt]:
+        """The next n prompts; fewer once a held-out file is used up. Moves the position. Raises DataError."""
         prompts: list[Prompt] = []
         while len(prompts) < n and (prompt := self._next()) is not None:
             prompts.append(prompt)
@@ -141,16 +131,16 @@ class SourceStream:
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
+        """The position, JSON-able."""
         return {
             "draws": self._draws,
             "next_id": self._next_id,
-            "epoch": self.epoch,
-            "dropped": self._dropped,
             "fingerprint": self.fingerprint,
             "source": self._source.description,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to a position. Raises DataError when it belongs to other data."""
         if state.get("fingerprint") != self.fingerprint:
             raise DataError(
                 f"the saved data position belongs to other prompts (or another seed or order): saved "
@@ -158,7 +148,7 @@ class SourceStream:
                 f"[{self.fingerprint}]. Resume with the same data, or start a new run: another train.run_dir, or "
                 "checkpoint.resume=never (`megatron-tlt export` keeps the weights of this one)"
             )
-        self._draws, self._next_id, self._dropped = state["draws"], state["next_id"], state["dropped"]
+        self._draws, self._next_id = state["draws"], state["next_id"]
 
     def _next(self) -> Prompt | None:
         """None at the end of a source that is read once."""
@@ -166,11 +156,9 @@ class SourceStream:
             if self._once and self.epoch:
                 break
             row = self._source.row(self._row_number(self._draws))
-            first_pass = self.epoch == 0
             self._draws += 1
             tokens = self._encode(row.question)
             if len(tokens) > self._max_prompt_tokens:
-                self._dropped += first_pass
                 continue
             prompt_id, self._next_id = self._next_id, self._next_id + 1
             return Prompt(

@@ -44,18 +44,11 @@ class Source(Protocol):
         """Row `index`. Mutates nothing that shows. Raises DataError."""
 
 
-class Table(Protocol):
-    """Records by number."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
-
-
 class FileSource:
     """The records of a JSONL file, a Parquet file or a `datasets` directory."""
 
-    def __init__(self, config: PromptSourceConfig, path: Path, records: Table, places: Sequence[object]):
-        """Checks every record; record i stands at `places[i]`. Raises DataError naming file and place."""
+    def __init__(self, config: PromptSourceConfig, path: Path, records: Any, places: Sequence[object]):
+        """Checks every record, a mapping; number i stands at `places[i]`. Raises DataError naming file and place."""
         self._config, self._path, self._records, self._places = config, path, records, places
         if not len(records):
             raise DataError(f"{path}: no records")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -25,7 +25,7 @@ CHUNK = 500
 # Hashed seeds are in the upper half of the 32 bits that numpy takes; the lower half is for seeds chosen by people, such
 # as that of the data the policy was fine-tuned on.
 _FIRST_SEED, _SEEDS = 2**31, 2**31 - CHUNK
-_CACHED_CHUNKS = 2  # datasets kept per task; some hold a dictionary of words
+_CACHED_CHUNKS = 2  # datasets kept per task, a chunk each; some hold a dictionary of words
 _RESERVED = ("seed", "size")
 # Errors of generators that cannot draw an item or refuse a parameter; they validate by assertions.
 _GENERATOR_ERRORS = (
@@ -53,7 +53,7 @@ class TaskSource:
             raise ConfigError(problems)
         self._tasks, self._seed = tuple(tasks), seed
         self._bounds = list(accumulate(task.weight for task in tasks))
-        self._datasets: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._dataset = lru_cache(_CACHED_CHUNKS * len(self._tasks))(self._make_dataset)
         for k, task in enumerate(self._tasks):  # some generators check parameters only now
             try:
                 self._dataset(k, 0)
@@ -90,16 +90,10 @@ class TaskSource:
         metadata = {"task_name": task.name, "task_params": task.params, "task_entry": entry}
         return Row(f"{task.name}:{self._seed:x}:{index}", entry["question"], answer, task.name, metadata)
 
-    def _dataset(self, which: int, chunk: int) -> Any:
-        key = which, chunk
-        if key not in self._datasets:
-            task = self._tasks[which]
-            seed = _FIRST_SEED + hashed(self._seed, "chunk", which, chunk) % _SEEDS
-            dataset = reasoning_gym.create_dataset(task.name, seed=seed, size=CHUNK, **task.params)
-            self._datasets[key] = dataset
-            if len(self._datasets) > _CACHED_CHUNKS * len(self._tasks):
-                self._datasets.popitem(last=False)
-        return self._datasets[key]
+    def _make_dataset(self, which: int, chunk: int) -> Any:
+        task = self._tasks[which]
+        seed = _FIRST_SEED + hashed(self._seed, "chunk", which, chunk) % _SEEDS
+        return reasoning_gym.create_dataset(task.name, seed=seed, size=CHUNK, **task.params)
 
 
 def _problems(task: TaskConfig, path: str) -> list[ConfigProblem]:

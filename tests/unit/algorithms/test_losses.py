@@ -368,17 +368,6 @@ def test_a_micro_batch_with_nothing_to_train_is_zero(name: str) -> None:
     assert algorithm.denominator(table, np.arange(len(answers))) == 0
 
 
-def test_missing_reference_or_entropy_is_refused() -> None:
-    answers = make_answers(0, "grpo")
-    sequences = make_sequences(answers)
-    inputs = pack(answers, sequences, True, False)
-    without = LossInputs(**{**inputs.__dict__, "ref_logprobs": None, "entropy": None})
-    with pytest.raises(ValueError, match="ref_logprobs"):
-        build_algorithm(AlgorithmSection(kl_coef=0.1), MAX_TOKENS).loss(without)
-    with pytest.raises(ValueError, match="entropy"):
-        build_algorithm(AlgorithmSection(entropy_coef=0.1), MAX_TOKENS).loss(without)
-
-
 def test_extreme_log_ratios_stay_finite() -> None:
     algorithm = build_algorithm(AlgorithmSection(kl_coef=0.1, mini_batches=2), MAX_TOKENS)
     answers = make_answers(0, "grpo")
