@@ -2,8 +2,9 @@
 
     rank      sends a sample to each worker; waits for verdicts of all workers at once
     worker    judges the sample, sends the verdict
-A worker that sends nothing for `timeout_s` is killed; one that dies closes its connection. In both cases its sample gets
-a recorded failure, and a new worker takes its place. Workers are started with the first samples and wait between steps.
+A worker that sends nothing for `timeout_s` is killed; one that dies closes its connection. In both cases its sample
+gets a recorded failure, and a new worker takes its place. Workers are started with the first samples and wait between
+steps.
 """
 
 from __future__ import annotations

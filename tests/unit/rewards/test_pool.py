@@ -89,15 +89,6 @@ def test_ten_gigabytes_cost_one_sample_and_no_memory() -> None:
     assert [r.value for r in found] == [1000.0, -1.0, 1000.0]
 
 
-def test_the_clock_runs_per_sample_not_per_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import time\ndef slow(p, a, r, m):\n    time.sleep(0.3)\n    return 1.0\n"
-    (tmp_path / "slow_reward_for_test.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))  # workers get this rank's import path
-    function = RewardConfig(name="python", path="slow_reward_for_test:slow")
-    with RewardPool(RewardSection(functions=(function,), timeout_s=0.8)) as pool:
-        assert [r.value for r in verdicts(pool, ["x"] * 4)] == [1.0] * 4
-
-
 def test_workers_live_on_between_calls_and_a_dead_idle_one_is_replaced_at_no_cost() -> None:
     with pool_of() as pool:
         first, again = verdicts(pool, ["pid"])[0].value, verdicts(pool, ["pid"])[0].value
