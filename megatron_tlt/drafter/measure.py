@@ -25,17 +25,16 @@ from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.keys import row_keys
 
 _MAX_ELEMENTS = 1 << 23  # of [R, V] at a time: bounds the temporaries
-_COLUMNS = ("rows", "overlap", "top1", "top4", "reached", "matched")
+_COLUMNS = ("rows", "overlap", "reached", "matched")
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Sums by drafted position over rows: rows that exist, their 1 - TV, the policy's probability of the
-    drafter's most likely token and of its four most likely ones, rows whose earlier drafts all matched, and those
-    of them that matched, too. Sums of several ranks add.
+    """Sums by drafted position over rows: rows that exist, their 1 - TV, rows whose earlier drafts all matched, and
+    those of them that matched, too. Sums of several ranks add.
     """
 
-    sums: np.ndarray  # float64 [J, 6]
+    sums: np.ndarray  # float64 [J, 4]
     bases: int = 0
 
     @classmethod
@@ -71,17 +70,14 @@ class Acceptance:
             "bases": self.bases,
             "overlap": self.overlap,
             "coupled": self.coupled,
-            "p_argmax_q": self._share("top1", "rows"),
-            "p_top4_q": self._share("top4", "rows"),
             "accepted_length": self.accepted_length,
         }
 
     def table(self) -> str:
         """The same for people."""
-        lines = ["position   1-TV   coupled   p(argmax q)   p(top-4 q)"]
-        top1, top4 = self._share("top1", "rows"), self._share("top4", "rows")
-        for i, row in enumerate(zip(self.overlap, self.coupled, top1, top4, strict=True), 1):
-            lines.append("{:8d}  {:.3f}     {:.3f}         {:.3f}        {:.3f}".format(i, *row))
+        lines = ["position   1-TV   coupled"]
+        for i, (overlap, coupled) in enumerate(zip(self.overlap, self.coupled, strict=True), 1):
+            lines.append(f"{i:8d}  {overlap:.3f}     {coupled:.3f}")
         lines.append(f"expected accepted length {self.accepted_length:.2f} of {len(self.sums)} drafted")
         return "\n".join(lines)
 
@@ -122,10 +118,10 @@ def measure(
             noise_keys = key_tensor(row_keys(keys, first + step), head.device)
             rows = Rows(output, noise_keys, layout.rows(step), layout.valid(step))
             values, matched = _compare(rows, batch, drafted, head, temperature)
-            sums[step, :4] += values
-            sums[step, 4] += float(alive.sum())
+            sums[step, :2] += values
+            sums[step, 2] += float(alive.sum())
             alive &= matched
-            sums[step, 5] += float(alive.sum())
+            sums[step, 3] += float(alive.sum())
     return Acceptance(sums, bases)
 
 
@@ -141,17 +137,14 @@ class Rows(NamedTuple):
 def _compare(
     rows: Rows, batch: PairBatch, drafted: Callable[[Tensor], Tensor], head: Tensor, temperature: float
 ) -> tuple[np.ndarray, Tensor]:
-    """Sums of `_COLUMNS[:4]` over the rows that exist; bool [R]: rows whose draft is the answer's token."""
-    sums, matches, t = np.zeros(4), [], temperature or 1.0
+    """Sums of `_COLUMNS[:2]` over the rows that exist; bool [R]: rows whose draft is the answer's token."""
+    sums, matches, t = np.zeros(2), [], temperature or 1.0
     size = max(1, _MAX_ELEMENTS // head.shape[0])
     for output, keys, places, valid in zip(*(column.split(size) for column in rows), strict=True):
         q = drafted(output.float()) / t
         p = (batch.hidden[places, -head.shape[1] :].float() @ head.float().T / t).softmax(-1)
         score = q + gumbel_noise(keys, head.shape[0]) if temperature else q
         matches.append((score.argmax(-1) == batch.tokens[places + 1]) & valid)
-        q = q.softmax(-1)
-        likely = p.gather(1, q.topk(min(4, q.shape[-1]), dim=-1).indices)
-        ones = torch.ones_like(likely[:, 0])
-        values = torch.stack([ones, torch.minimum(p, q).sum(-1), likely[:, 0], likely.sum(-1)])
-        sums += (values * valid).double().sum(1).cpu().numpy()
+        overlap = torch.minimum(p, q.softmax(-1)).sum(-1)
+        sums += (torch.stack([torch.ones_like(overlap), overlap]) * valid).double().sum(1).cpu().numpy()
     return sums, torch.cat(matches)

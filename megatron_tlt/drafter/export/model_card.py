@@ -30,35 +30,15 @@ A draft model for speculative decoding, trained by Megatron-TLT. It is no langua
 | format | {format} |
 """
 
-_EAGLE_HF = """
+_HF = """
 `drafter.safetensors` and `config.json` are a drafter directory of Megatron-TLT (`rollout.speculation.drafter_path`);
 `config.json` has the policy's shape. {tables}
-
-    x_s = fc [E(token_s) ; h_(s-1)]          fc.weight [H, 2H], no bias
-    o_s = layer(x_s)                         one decoder layer of the policy's family, `layer.*`, without the norm
-                                             before its attention; causal over s >= 1; rotary position s
-    logits of token s+1 = LM head (o_s)      no norm in between
-
-h is the policy's hidden state after its final norm. To go on, draft token s+1 and use o_s in place of h_s.
 """
 _TABLES = {
-    False: "Embedding E and LM head are the policy's and are not here.",
-    True: "Copies of the policy's E and LM head are in `policy_tables.safetensors` (`embed_tokens.weight`, "
+    False: "The tables that it shares with the policy are not here.",
+    True: "Copies of the policy's embedding and LM head are in `policy_tables.safetensors` (`embed_tokens.weight`, "
     "`lm_head.weight`).",
 }
-
-_EAGLE3_HF = """
-`drafter.safetensors` and `config.json` are a drafter directory of Megatron-TLT; `config.json` has the policy's shape.
-The policy's embedding E is not here.
-
-    g_s = fc [f_a ; f_b ; f_c]_s                   outputs of policy layers {layers} (from 0) at s, [3H]
-    x_s = [rms(E(token_s)) ; rms(g_(s-1))]         input_layernorm and hidden_norm of `midlayer`, [2H]
-    r = g_(s-1) + attention(x_s)                   causal over s >= 1; rotary position s
-    o_s = r + mlp(rms(r))
-    logits of token s+1 = lm_head rms(o_s)         `norm`; draft token i is the policy's token i + d2t[i]
-
-To go on, draft token s+1 and use o_s in place of g_s.
-"""
 
 _SGLANG = """
 For SGLang. {about}Serve with
@@ -120,9 +100,7 @@ def model_card(drafter: SavedDrafter, form: Format, dtype: torch.dtype, has_tabl
         card += f"| reads the outputs of policy layers | {layers} (from 0) |\n"
         card += f"| drafts | {config.draft_vocab_size} of the policy's {policy.vocab_size} tokens |\n"
     if form == "hf":
-        return card + (_EAGLE3_HF if is_eagle3 else _EAGLE_HF).format(
-            layers=layers, tables=_TABLES[has_tables]
-        )
+        return card + _HF.format(tables=_TABLES[has_tables])
     about = "" if is_eagle3 else _SHARED_TABLES[form]
     card += _USAGE[form].format(about=about, algorithm=kind.upper(), kind=kind, layers=layers)
     return card + (_TRIED if form == "vllm" else _UNTRIED.format(engine=ENGINES[form]))

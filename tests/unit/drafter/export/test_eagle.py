@@ -100,7 +100,7 @@ def test_hf_is_a_drafter_directory_with_a_card(tmp_path) -> None:
     given = random_drafter(config)
     assert saved.weights.keys() == given.keys()
     assert all(torch.equal(saved.weights[n], given[n]) for n in given)
-    assert "h is the policy's hidden state after its final norm" in (out / "README.md").read_text()
+    assert "a drafter directory of Megatron-TLT" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize("tied", [True, False])
