@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -64,9 +64,12 @@ class LossInputs:
 
     def cleaned(self) -> LossInputs:
         """The same with zeros in masked rows, so that inf * 0 cannot make a NaN, forward or backward."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        zeros = {name: torch.zeros_like(value) for name, value in tensors.items()}
-        return replace(self, **{name: torch.where(self.mask > 0, tensors[name], zeros[name]) for name in tensors})
+        cleaned: dict[str, Any] = {
+            name: torch.where(self.mask > 0, value, torch.zeros_like(value))
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **cleaned)
 
 
 class Algorithm(ABC):
