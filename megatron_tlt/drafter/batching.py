@@ -15,8 +15,6 @@ from torch import Tensor
 from megatron_tlt.models.eagle.pairs import PairBatch
 from megatron_tlt.types import HiddenStateSample
 
-_SORTED_TOGETHER = 512  # sequences sorted by length together: little padding, still shuffled
-
 
 @dataclass(slots=True)
 class DraftSequence:
@@ -104,23 +102,12 @@ def pack(sequences: Sequence[DraftSequence], batch_tokens: int) -> list[list[Dra
 
 
 def epoch(
-    sequences: Sequence[DraftSequence],
-    batch_tokens: int,
-    window: int,
-    seed: tuple[int, ...],
-    device: torch.device | str | None = None,
-) -> Iterator[PairBatch]:
-    """All sequences once, in an order that `seed` fixes; those without an answer token to predict are left out."""
-    rng = np.random.default_rng(seed)
-    usable = [part for s in sequences if s.num_bases for part in windows(s, window)]
-    order = rng.permutation(len(usable))
-    groups = [
-        group
-        for i in range(0, len(order), _SORTED_TOGETHER)
-        for group in pack([usable[j] for j in order[i : i + _SORTED_TOGETHER]], batch_tokens)
-    ]
-    for i in rng.permutation(len(groups)):
-        yield collate(groups[i], device)
+    sequences: Sequence[DraftSequence], batch_tokens: int, window: int, rng: np.random.Generator
+) -> list[list[DraftSequence]]:
+    """All windows of the sequences once, in packs (`pack`) in a random order. What has no base is left out."""
+    found = [part for s in sequences if s.num_bases for part in windows(s, window)]
+    groups = pack([found[i] for i in rng.permutation(len(found))], batch_tokens)
+    return [groups[i] for i in rng.permutation(len(groups))]
 
 
 def bases_by_step(sequences: Sequence[DraftSequence], steps: int) -> list[int]:

@@ -15,12 +15,12 @@ Legend: L tokens of an answer with its prompt, H hidden size.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_tlt.drafter.batching import DraftSequence, pack, windows
+from megatron_tlt.drafter.batching import DraftSequence, epoch
 from megatron_tlt.types import HiddenStateSample
 
 Key = tuple[int, int, int]  # policy version, prompt, sample
@@ -52,7 +52,7 @@ class HiddenStateBuffer:
 
     def __init__(self, budget_bytes: int, window: int, max_age: int, seed: int):
         """`window` is the most tokens in one window of an answer; `max_age` is in policy versions."""
-        self.counters: Counter[str] = Counter()  # of `COUNTERS`, since the run began
+        self.counters: Counter[str] = Counter()  # of `COUNTERS`, since this start of the run
         self._budget, self._window, self._max_age, self._seed = budget_bytes, window, max_age, seed
         self._entries: dict[Key, _Entry] = {}
         self._bytes = self._step = self._epochs = 0
@@ -158,18 +158,11 @@ class HiddenStateBuffer:
         comes once before one comes again.
         """
         if batch_tokens != self._batch_tokens or not self._epoch:
-            self._batch_tokens = batch_tokens
-            self._epoch = self._new_epoch()
+            self._batch_tokens, self._epochs = batch_tokens, self._epochs + 1
+            held = [self._entries[key].sequence for key in sorted(self._entries)]
+            rng = np.random.default_rng((self._seed, self._epochs))
+            self._epoch = epoch(held, batch_tokens, min(self._window, batch_tokens), rng)
         return self._epoch.pop() if self._epoch else None
-
-    def _new_epoch(self) -> list[list[DraftSequence]]:
-        """All windows, in the order of drawing, last first."""
-        self._epochs += 1
-        rng = np.random.default_rng((self._seed, self._epochs))
-        size = min(self._window, self._batch_tokens)
-        found = [window for key in sorted(self._entries) for window in windows(self._entries[key].sequence, size)]
-        groups = pack([found[i] for i in rng.permutation(len(found))], self._batch_tokens)
-        return [groups[i] for i in rng.permutation(len(groups))]
 
     # -- what is held ---------------------------------------------------------------------------------------
 
@@ -180,10 +173,6 @@ class HiddenStateBuffer:
         """Answers and bytes that are held, and the counters."""
         counted = {name: float(self.counters[name]) for name in COUNTERS}
         return {"answers": float(len(self)), "bytes": float(self._bytes), **counted}
-
-    def load_counters(self, metrics: Mapping[str, float]) -> None:
-        """Takes the counters out of what `metrics` returned, not what was held."""
-        self.counters = Counter({name: int(metrics.get(name, 0)) for name in COUNTERS})
 
 
 def _size(sequence: DraftSequence) -> int:

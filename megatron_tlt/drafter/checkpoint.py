@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.fingerprint import other_policy_problem
-from megatron_tlt.drafter.public import is_public, public_config, public_shapes, read_public
+from megatron_tlt.drafter.public import is_public, public_config, read_public
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
@@ -116,13 +116,13 @@ def check_drafter(
 ) -> dict[str, Any]:
     """Raises CheckpointError unless a policy of shape `policy` can draft with it, as `wanted`; returns config.json.
 
-    Reads config.json and the weights' header only.
+    Reads config.json and the header of the weights; of a public one, all of them.
     """
     root = Path(directory)
     about = read_about(root)
     config = _config_of(about, root, policy, wanted)
     if is_public(about):
-        shapes = public_shapes(root, config)
+        shapes = {name: tuple(tensor.shape) for name, tensor in read_public(root, config).items()}
     else:
         with open_tensors(root / WEIGHTS) as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

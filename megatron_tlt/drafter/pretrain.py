@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_tlt.config.dims import rollout_replica
-from megatron_tlt.drafter.batching import DraftSequence, epoch
+from megatron_tlt.drafter.batching import DraftSequence, collate, epoch
 from megatron_tlt.drafter.checkpoint import SavedDrafter, save_drafter
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.drafter.measure import Acceptance, measure
@@ -178,8 +179,9 @@ class DrafterPretraining:
             raise ConfigError.of("drafter.num_prompts", self._config.drafter.num_prompts, allowed)
         section = self._config.drafter
         for number in itertools.count():
-            seed = (section.seed, number)
-            yield from epoch(data, section.batch_tokens, section.window, seed, self._world.device)
+            rng = np.random.default_rng((section.seed, number))
+            for group in epoch(data, section.batch_tokens, section.window, rng):
+                yield collate(group, self._world.device)
 
     def _print(self, text: str) -> None:
         if self._world.is_main:

@@ -27,7 +27,6 @@ from safetensors.torch import load_file
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
-from megatron_tlt.models.loader import open_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,19 +85,6 @@ def read_public(directory: Path, config: DrafterConfig) -> dict[str, Tensor]:
         named.setdefault("t2d", known)
         named["t2d"] = named["t2d"].bool()
     return {name: t.float() if t.is_floating_point() else t for name, t in named.items()}
-
-
-def public_shapes(directory: Path, config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape as `read_public` gives them."""
-    file = _file(directory)
-    if file.suffix != ".safetensors":
-        return {name: tuple(tensor.shape) for name, tensor in read_public(directory, config).items()}
-    with open_tensors(file) as stored:
-        names = [name for name in stored.keys() if not _is_left_out(name, config)]  # noqa: SIM118
-        shapes = {_name(name): tuple(stored.get_slice(name).get_shape()) for name in names}
-    if config.reduced and "d2t" in shapes:
-        shapes.setdefault("t2d", (config.policy.vocab_size,))
-    return shapes
 
 
 def _file(directory: Path) -> Path:

@@ -66,13 +66,6 @@ class DrafterTrainer:
         With `counts` (`bases_by_step` of a larger batch that this one is a share of), gradients and metrics of all
         shares add up to those of the larger batch.
         """
-        values, names = self.gradients(batch, counts)
-        return {**dict(zip(names, values.tolist(), strict=True)), "tokens": float(len(batch.tokens))}
-
-    def gradients(
-        self, batch: PairBatch, counts: Sequence[int] | None = None
-    ) -> tuple[Tensor, list[str]]:
-        """`backward` with its metrics still on the device: [M], and their names."""
         layout, device = PairLayout(batch), batch.hidden.device.type
         dtype = DTYPES[self._section.sizes(device).dtype]
         needs_cast = next(self.model.parameters()).dtype != dtype
@@ -83,7 +76,8 @@ class DrafterTrainer:
         self.state.free_gradients()
         loss.backward()  # type: ignore[no-untyped-call]
         by_name = {f"{name}/{step}": v for name, values in parts.items() for step, v in enumerate(values, 1)}
-        return torch.stack([loss.detach(), *by_name.values()]), ["loss", *by_name]
+        numbers = torch.stack([loss.detach(), *by_name.values()]).tolist()
+        return {**dict(zip(["loss", *by_name], numbers, strict=True)), "tokens": float(len(batch.tokens))}
 
     def apply(self, lr_factor: float = 1.0) -> dict[str, float]:
         """Clips the gradient and takes an optimizer step, at `lr_factor` times the configured rate; frees the gradient.

@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from megatron_tlt.backends.vllm.launch import _ENGINE, ENVIRONMENTS, find_python
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.vllm import VllmSection
-from megatron_tlt.drafter.batching import DraftSequence, epoch
+from megatron_tlt.drafter.batching import DraftSequence, collate, epoch
 from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.drafter.export.drafter import export_drafter
 from megatron_tlt.drafter.trainer import DrafterTrainer
@@ -76,7 +77,7 @@ def trained(shape: ModelConfig, tokens: int | None) -> PairModel:
     section = DrafterSection(lr=5e-3, num_steps=60, draft_steps=2, warmup_steps=5)
     trainer = DrafterTrainer(model, embed, head, section, temperature=1.0)
     for seed in range(60):
-        trainer.step(next(epoch(data, 512, 128, (0, seed))))
+        trainer.step(collate(epoch(data, 512, 128, np.random.default_rng(seed))[0]))
     return model
 
 

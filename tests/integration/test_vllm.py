@@ -21,7 +21,7 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.batching import DraftSequence, epoch
+from megatron_tlt.drafter.batching import DraftSequence, collate, epoch
 from megatron_tlt.drafter.checkpoint import SavedDrafter, load_drafter
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import BackendError
@@ -206,7 +206,7 @@ def trained3(
     section = DrafterSection(kind="eagle3", lr=5e-3, num_steps=40, draft_steps=2, warmup_steps=4)
     trainer = DrafterTrainer(model, *tables, section, temperature=1.0)
     for seed in range(40):
-        trainer.step(next(epoch(data, 512, 256, (0, seed))))
+        trainer.step(collate(epoch(data, 512, 256, np.random.default_rng(seed))[0]))
     return model
 
 
