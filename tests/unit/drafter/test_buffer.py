@@ -70,15 +70,20 @@ def test_the_longer_half_of_a_step_outlives_it_until_it_is_too_old() -> None:
 
 
 def test_what_is_held_is_drawn_alike_and_anew_with_what_is_added() -> None:
+    def drawn(count: int) -> list[int]:
+        lengths: list[int] = []
+        while len(lengths) < count:
+            lengths += [s.length for s in b.sample(64)]
+        return sorted(lengths)
+
     b = buffer(max_age=3)
     for version in range(2):
-        fill(b, [20 + i for i in range(40)], version)
-    epoch = [s for _ in range(60) for s in b.sample(64)]  # one to a draw; the longer half of the step before
-    assert sorted(s.length for s in epoch) == sorted([*range(20, 60), *range(40, 60)])
+        fill(b, range(20, 60), version)
+    held = [*range(20, 60), *range(40, 60)]  # and the longer half of the step before
+    assert drawn(60) == sorted(held)
     b.sample(64)
     b.add(random_chunk(CONFIG, 19, 99, 1))
-    epoch = [s.length for _ in range(61) for s in b.sample(64)]
-    assert sorted(epoch) == sorted([*range(19, 60), *range(40, 60)])
+    assert drawn(61) == sorted([19, *held])
 
 
 def test_the_budget_holds_oldest_then_shortest_first() -> None:
