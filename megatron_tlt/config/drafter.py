@@ -79,8 +79,8 @@ class OnlineSection(Section):
     """Policy versions by which hidden states may be older than the policy that rolls out, whose embedding and LM head
     read them all; 0: only its own, and none of other replicas, which are sent when a step is over."""
     fp8: Literal["off", "te"] = "off"
-    """Arithmetic of the layer's linears in training. te: Transformer Engine, on a GPU of compute capability 9.0 or
-    more; an error where it is not installed."""
+    """Arithmetic of the layer's linears in training. te: Transformer Engine, on a GPU that it has FP8 for; an error
+    where it is not installed."""
 
 
 class DrafterSection(Section):

@@ -28,10 +28,10 @@ class DraftSequence:
     answer_at: int | None = None  # position of the answer's first token; None: prompt_len (not in a window)
 
     @classmethod
-    def of(cls, sample: HiddenStateSample, hidden: Tensor) -> DraftSequence:
-        """A whole answer of the rollout engine with its hidden states [L or L - 1, H]."""
+    def of(cls, sample: HiddenStateSample) -> DraftSequence:
+        """A whole answer with its hidden states."""
         ids = torch.from_numpy(np.asarray(sample.token_ids, np.int64))
-        return cls(ids, hidden, sample.prompt_len, key=sample.key)
+        return cls(ids, sample.hidden, sample.prompt_len, key=sample.key)
 
     @property
     def answer_start(self) -> int:

@@ -6,8 +6,8 @@ step begins), long answers of other replicas are added once a step is over (`add
 alike.
 
 When the budget is short: the oldest version goes first, its shortest answers first; of this step's answers a random
-choice stays, whatever the order they came in, so that it is a fair sample of the lengths. The length of an answer of
-which only the end is held is that of the whole answer.
+choice stays, whatever the order they came in, so that it is a fair sample of the lengths. The length of another
+replica's answer of which only the end is held is that of the whole answer.
 
 Legend: L tokens of an answer with its prompt, H hidden size.
 """
@@ -30,8 +30,6 @@ COUNTERS = (
     "dropped_by_age",
     "dropped_by_budget",
     "dropped_short",  # the shorter half of a step that is over
-    "dropped_empty",  # no answer token to predict
-    "cut",  # larger than the whole budget: only their ends were kept, or not even those
     "shared",  # of other replicas, and held
 )
 
@@ -81,15 +79,11 @@ class HiddenStateBuffer:
         assert tuple(sample.hidden.shape[:1]) == (length - 1,), f"{length} tokens, {sample.hidden.shape}"
         self.counters["added"] += 1
         self._lengths.append(length)
-        sequence = DraftSequence.of(sample, sample.hidden)
+        sequence = DraftSequence.of(sample)
         if not sequence.num_bases:
-            self.counters["dropped_empty"] += 1
             return
         key = (sample.policy_version, sample.prompt_id, sample.sample_index)
         self._drop([self._entries[key]] if key in self._entries else [])
-        if _size(sequence) > self._budget:
-            self.counters["cut"] += 1
-            sequence = _ending(sequence, self._window)
         if _size(sequence) > self._budget:
             self.counters["dropped_by_budget"] += 1
             return

@@ -12,7 +12,6 @@ rewards do not depend on it.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -41,16 +40,12 @@ class OnlineDrafterController:
         trainer: OnlineDrafterTrainer | None = None,
         sharing: HiddenStateSharing | None = None,
         has_eagle: bool = True,
-        from_actor: bool = False,
     ):
-        """`backend` drafts with the weights of `trainer`. `has_eagle`: its engine has a trained drafter. `from_actor`:
-        the actor hands out the hidden states, not the engine.
-        """
+        """`backend` drafts with the weights of `trainer`. `has_eagle`: its engine has a trained drafter."""
         self.trainer = trainer
         self.disabled_reason: str | None = None
         self._world, self._backend = world, backend
         self._sharing, self._has_eagle = sharing or HiddenStateSharing(), has_eagle
-        self._from_actor = from_actor
         self._checkpointed: Mapping[str, Any] | None = None  # a drafter that this run does not train
         # Version of the drafter in the engines; None: they have another one than this rank.
         self._published: int | None = 0 if trainer is None else trainer.version
@@ -73,7 +68,7 @@ class OnlineDrafterController:
     def collecting(self) -> Iterator[None]:
         """Around a `generate`: hidden states of finished answers go to the training buffer, unless the actor's do."""
         trainer = self._active_trainer
-        if trainer is None or self._from_actor:
+        if trainer is None or trainer.from_actor:
             yield
             return
         self._backend.collect_hidden_states(trainer.buffer.add)
@@ -98,7 +93,6 @@ class OnlineDrafterController:
         trainer, world = self.trainer, self._world
         if trainer is None:
             return {}
-        started = time.perf_counter()
         report = trainer.merge(_all_reduce, world.rank, world.size)
         if (report.rolled_back or report.disabled) and self.disabled_reason is None:
             self.disabled_reason = str(trainer.failure or f"training failed on ranks {report.disabled}")
@@ -108,9 +102,7 @@ class OnlineDrafterController:
             self._sharing.exchange(world, trainer.buffer, trainer.version)
         return {
             "drafter/version": float(trainer.version),
-            "drafter/trained_tokens": float(trainer.trained_tokens),
             "drafter/disabled": float(world.size if report.rolled_back else len(report.disabled)),
-            "drafter/merge_seconds": time.perf_counter() - started,
         }
 
     def unpublished(self) -> tuple[Mapping[str, Tensor], int] | None:

@@ -82,7 +82,7 @@ class OnlineDrafterTrainer:
         window = min(section.window, sizes.micro_step_tokens)
         self.buffer = HiddenStateBuffer(int(sizes.buffer_mib * _MIB), window, online.max_age, section.seed)
         self._read_tables: Tables | None = None  # None: no rollout has begun
-        self._from_actor = from_actor
+        self.from_actor = from_actor
         start = {name: p.detach() for name, p in model.named_parameters()}
         model.to(self._device, DTYPES[sizes.dtype])
         precision = nullcontext if online.fp8 == "off" else use_fp8(model, self._device)
@@ -104,7 +104,6 @@ class OnlineDrafterTrainer:
         self._before: tuple[int, int] | None = None  # steps where the window began, once the state changed
         self.version = 0  # merges that changed the drafter
         self.window_tokens = 0  # answer tokens this rank has trained on since the last merge
-        self.trained_tokens = 0  # the same of all ranks, up to the last merge
         self.failure: str | None = None  # why this rank trains no more
 
     @property
@@ -123,7 +122,7 @@ class OnlineDrafterTrainer:
         """A rollout by `policy_version` begins: drops answers that are too old. `tables` reads embedding and LM head of
         the engine that rolls out, which stay as they are until the window ends; collective in a tensor-parallel group.
         """
-        if not self._from_actor:
+        if not self.from_actor:
             self.buffer.begin_step(policy_version)
         self._read_tables = tables
 
@@ -233,7 +232,6 @@ class OnlineDrafterTrainer:
             state.merge(sum(tokens[first : first + self._tp.size]) / total, all_reduce)
             state.steps, self._trainer.trained_steps = max(steps), max(trained)
             self.version += 1
-            self.trained_tokens += total
         self._close_window()
         failed = tuple(r for r, is_disabled in enumerate(disabled) if is_disabled)
         return MergeReport(tuple(tokens), failed, rolled_back)
@@ -270,7 +268,6 @@ class OnlineDrafterTrainer:
             MEAN: kept[MEAN] | (self._vocabulary if kept[MEAN] else {}),
             "trained_steps": self.trained_steps,
             "version": self.version,
-            "trained_tokens": self.trained_tokens,
             "policy_fingerprint": self._fingerprint,
             "about": describe(self.model.config),
         }
@@ -286,7 +283,7 @@ class OnlineDrafterTrainer:
                 raise CheckpointError(f"the drafter's state is of another draft vocabulary ({name})")
         self._state.load(state)
         self._trainer.trained_steps = int(state["trained_steps"])
-        self.version, self.trained_tokens = int(state["version"]), int(state["trained_tokens"])
+        self.version = int(state["version"])
         self._close_window()
 
 

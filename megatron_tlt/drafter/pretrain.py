@@ -170,7 +170,7 @@ class DrafterPretraining:
         self._backend.generate(list(prompts)[replica :: self._world.size // tp], params, samples)
         self._backend.collect_hidden_states(None)
         collected.sort(key=lambda sample: (sample.prompt_id, sample.sample_index))
-        return [DraftSequence.of(sample, sample.hidden) for sample in collected]
+        return [DraftSequence.of(sample) for sample in collected]
 
     def _batches(self, data: Sequence[DraftSequence]) -> Iterator[PairBatch]:
         """Epoch after epoch, without end."""

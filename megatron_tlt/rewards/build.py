@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.errors import ConfigProblem, RewardError
 from megatron_tlt.rewards.base import NamedScorer, Scorer, labels
-from megatron_tlt.rewards.python import PythonReward, load_function
+from megatron_tlt.rewards.python import load_function, python_reward
 from megatron_tlt.rewards.text import exact_reward, format_reward
 
 
@@ -30,13 +30,13 @@ def function_problems(section: RewardSection, field: str = "rewards") -> list[Co
 def _build(config: RewardConfig) -> Scorer:
     """Imports only what is used: math-verify and reasoning-gym take about a second each."""
     if config.name == "python":
-        return PythonReward(config)
+        return python_reward(config)
     if config.name == "task":
-        from megatron_tlt.rewards.task import TaskReward
+        from megatron_tlt.rewards.task import task_reward
 
-        return TaskReward(config)
+        return task_reward(config)
     if config.name == "math":
-        from megatron_tlt.rewards.math import MathReward
+        from megatron_tlt.rewards.math import math_reward
 
-        return MathReward(config)
+        return math_reward(config)
     return exact_reward(config) if config.name == "exact" else format_reward(config)

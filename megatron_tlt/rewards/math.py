@@ -8,7 +8,7 @@ from typing import Any
 from math_verify import parse, verify
 
 from megatron_tlt.config.data import RewardConfig
-from megatron_tlt.rewards.base import compile_pattern, extract_answer, reference_of
+from megatron_tlt.rewards.base import Scorer, compile_pattern, extract_answer, reference_of
 from megatron_tlt.types import Prompt, Sample
 
 # math-verify stops itself after so many seconds, by SIGALRM: rewards run in a process's main thread. An
@@ -17,24 +17,26 @@ _TIMEOUT_S = 3
 _MARKS = ("$", r"\(", r"\[", r"\boxed")
 
 
-class MathReward:
-    """1 if the answer equals the reference as mathematics (1/2 = 0.5 = \\frac{1}{2}), else 0."""
+def math_reward(config: RewardConfig) -> Scorer:
+    """1 if the answer equals the reference as mathematics (1/2 = 0.5 = \\frac{1}{2}), else 0.
 
-    def __init__(self, config: RewardConfig):
-        self._pattern = compile_pattern(config.pattern)
+    Raises ValueError for a prompt whose reference is missing or cannot be parsed.
+    """
+    pattern = compile_pattern(config.pattern)
 
-    def __call__(self, prompt: Prompt, sample: Sample) -> float:
-        """Raises ValueError for a prompt whose reference is missing or cannot be parsed."""
+    def score(prompt: Prompt, sample: Sample) -> float:
         reference = _marked(reference_of(prompt))
         if not _parsed(reference):
             raise ValueError(
                 f"the reference answer {prompt.answer!r} of {prompt.dataset_id!r} cannot be parsed"
             )
-        answer = extract_answer(self._pattern, sample.text)
+        answer = extract_answer(pattern, sample.text)
         if answer is None:
             return 0.0
         # Without a pattern math-verify looks for the answer in the text itself.
-        return float(_equal(reference, answer if self._pattern is None else _marked(answer)))
+        return float(_equal(reference, answer if pattern is None else _marked(answer)))
+
+    return score
 
 
 # sympy takes milliseconds, and the answers to one prompt share the reference and often each other's value.

@@ -14,24 +14,23 @@ from types import ModuleType
 
 from megatron_tlt.config.data import RewardConfig
 from megatron_tlt.errors import RewardError
-from megatron_tlt.types import Prompt, Sample
+from megatron_tlt.rewards.base import Scorer
 
 _CALL = "f(prompt, answer, response, metadata"
 
 
-class PythonReward:
-    """Calls f(prompt text, reference answer or None, response text, metadata, **params)."""
+def python_reward(config: RewardConfig) -> Scorer:
+    """f(prompt text, reference answer or None, response text, metadata, **params): whatever it returns or raises.
 
-    def __init__(self, config: RewardConfig):
-        """Imports the function. Raises RewardError naming what is missing or does not fit."""
-        try:
-            self._function, self._params = load_function(config), config.params
-        except RewardError as error:
-            raise RewardError(f"reward {config.path!r}: {error}") from error
-
-    def __call__(self, prompt: Prompt, sample: Sample) -> object:
-        """Whatever the function returns or raises."""
-        return self._function(prompt.text, prompt.answer, sample.text, prompt.metadata, **self._params)
+    Raises RewardError naming what is missing or does not fit.
+    """
+    try:
+        function = load_function(config)
+    except RewardError as error:
+        raise RewardError(f"reward {config.path!r}: {error}") from error
+    return lambda prompt, sample: function(
+        prompt.text, prompt.answer, sample.text, prompt.metadata, **config.params
+    )
 
 
 def load_function(config: RewardConfig) -> Callable[..., object]:

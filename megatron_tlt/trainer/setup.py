@@ -90,7 +90,6 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
 
     tp = tensor_parallel(world, config.rollout.tp)
     policy, drafter_trainer, backend = build_models(config, world, algorithm, tokenizer, tp)
-    from_actor = config.hidden_states_of == "actor"
     params = sampling_params(config)
     metrics = RunMetrics(config, world, _traced_drafts(config, world, backend))
 
@@ -101,9 +100,8 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         drafter_trainer,
         _sharing(config, world),
         config.rollout.speculation.uses_eagle,
-        from_actor,
     )
-    if drafter_trainer is not None and from_actor:
+    if drafter_trainer is not None and drafter_trainer.from_actor:
         budget = int(config.drafter.sizes(world.device.type).buffer_mib * 2**20)
         dtype = DTYPES[config.rollout.dtype]
         layers, seed = drafter_trainer.model.config.aux_layers, config.drafter.seed

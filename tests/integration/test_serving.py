@@ -52,7 +52,7 @@ def collected(shape: ModelConfig, layers: tuple[int, ...]) -> list[DraftSequence
     engine, samples = make_engine(shape, random_weights(shape), aux_layers=layers), []
     engine.collect_hidden_states(HiddenStateCollector(samples.append))
     answer_all(engine, [(i, p[: 3 + i % 4], params(), 1) for i, p in enumerate(PROMPTS)] + jobs())
-    return [DraftSequence.of(sample, sample.hidden) for sample in samples]
+    return [DraftSequence.of(sample) for sample in samples]
 
 
 def params() -> SamplingParams:

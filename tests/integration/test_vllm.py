@@ -198,7 +198,7 @@ def trained3(
     config: DrafterConfig, samples: list[HiddenStateSample], tables: tuple[Tensor, Tensor]
 ) -> Eagle3Model:
     """A drafter of kind eagle3 over part of the vocabulary that drafts some tokens right and some not."""
-    model, data = Eagle3Model(config), [DraftSequence.of(s, s.hidden) for s in samples]
+    model, data = Eagle3Model(config), [DraftSequence.of(s) for s in samples]
     model.initialise(0)
     counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=SHAPE.vocab_size)
     model.set_vocabulary(choose_vocabulary(counts, config.draft_vocab_size))

@@ -122,13 +122,5 @@ def test_memory_is_bounded_and_nothing_larger_is_kept_alive() -> None:
     b.add(replace(random_chunk(CONFIG, 21), hidden=storage[100:120]))
     (entry,) = b._entries.values()
     assert entry.sequence.hidden.untyped_storage().nbytes() == 20 * 4 * CONFIG.hidden_size
-    whole = random_chunk(CONFIG, 80, 1)
-    b.add(whole)  # larger than everything: its end only
-    assert b.counters["cut"] == 1
-    cut = b._entries[0, 1, 0].sequence
-    assert cut.length == 16 and cut.offset == 64 and cut.prompt_len == 1 and cut.answer_start == 3
-    assert cut.hidden.untyped_storage().nbytes() == 15 * 4 * CONFIG.hidden_size
-    torch.testing.assert_close(cut.hidden, whole.hidden[64:])
-    small = HiddenStateBuffer(5 * BYTES, 16, 0, 0)
-    fill(small, [40], 0)
-    assert len(small) == 0 and small.counters["dropped_by_budget"] == 1
+    b.add(random_chunk(CONFIG, 80, 1))  # larger than everything
+    assert len(b) == 1 and b.counters["dropped_by_budget"] == 1

@@ -36,7 +36,7 @@ def make(backend: Backend | None = None, from_actor: bool = False) -> OnlineDraf
     model.initialise(0)
     section = DrafterSection(online={"micro_step_tokens": 64, "warmup_steps": 0})
     trainer = OnlineDrafterTrainer(model, section, from_actor=from_actor)
-    return OnlineDrafterController(WORLD, backend or Backend(), trainer, from_actor=from_actor)
+    return OnlineDrafterController(WORLD, backend or Backend(), trainer)
 
 
 def push(controller: OnlineDrafterController) -> tuple[dict, int] | None:
@@ -75,7 +75,7 @@ def test_a_step_trains_merges_and_publishes():
     assert push(controller) is None
     metrics = one_step(controller, backend)
     assert metrics["drafter/version"] == 1 and metrics["drafter/disabled"] == 0
-    assert metrics["drafter/trained_tokens"] > 0 and controller.num_samples() == 3
+    assert controller.num_samples() == 3
     assert all(name.startswith("drafter/buffer/") for name in controller.buffer_metrics())
     weights, version = push(controller)
     assert version == 1

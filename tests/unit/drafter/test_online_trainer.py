@@ -26,7 +26,7 @@ def test_micro_steps_learn_and_are_bounded(dtype: str) -> None:
     assert sum(last) > sum(first) + 0.5
     assert seen[0]["lr"] == pytest.approx(1e-3) and seen[-1]["lr"] == 3e-3
     assert t.trained_steps == 36
-    assert t.window_tokens > 0 and t.trained_tokens == 0
+    assert t.window_tokens > 0
 
 
 def test_the_rate_falls_from_start_lr_to_lr_as_drafts_get_better() -> None:
@@ -81,7 +81,7 @@ def test_a_merge_alone_keeps_every_bit_and_counts() -> None:
         plain.train_step()
     report = t.merge(alone)
     assert t.version == 1 and not report.rolled_back
-    assert report.tokens == (t.trained_tokens,) == (plain.window_tokens,)
+    assert report.tokens == (plain.window_tokens,)
     assert torch.equal(everything(t), everything(plain))
     assert t.train_step() == plain.train_step()
     for _ in range(2):
@@ -162,7 +162,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(dtype: str) -> None:
     state = one.state_dict()
     assert {name: tuple(w.shape) for name, w in state["model"].items()} == DrafterConfig.eagle(CONFIG).shapes()
     two.load_state_dict(state)
-    assert (two.version, two.trained_tokens) == (1, one.trained_tokens)
+    assert two.version == 1
     fresh = [random_chunk(CONFIG, n, 50 + n, 1) for n in (20, 31)]
     for t in (one, two):
         t.begin_step(1, lambda: lookup_tables(CONFIG, 1))

@@ -35,12 +35,12 @@ def test_a_trainers_state_is_of_the_moment_of_the_save_and_holds_only_what_is_tr
         one.train_step()
     one.merge(lambda _: None)
     write = state_writer({"drafter": one.state_dict(), "selector": {"rates": [0.5]}})
-    saved, trained = everything(one), one.trained_tokens
+    saved = everything(one)
     one.train_step()  # while the thread writes
     write(tmp_path / "d")
     two.load_state_dict(load_state(tmp_path / "d")["drafter"])
     assert torch.equal(saved, everything(two))
-    assert (two.version, two.trained_steps, two.trained_tokens) == (1, 3, trained)
+    assert (two.version, two.trained_steps) == (1, 3)
     with safe_open(str(tmp_path / "d"), "pt") as file:
         assert len(file.keys()) == 4 * len(one.weights())
 
