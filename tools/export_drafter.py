@@ -1,6 +1,6 @@
 """Writes a trained drafter in the layout of a serving engine.
 
-    python tools/export_drafter.py --drafter DIR --format hf|sglang|trtllm|vllm --out DIR [--dtype bf16] [--policy DIR]
+    python tools/export_drafter.py --drafter DIR --format hf|sglang|trtllm|vllm --out DIR [--dtype bf16]
 
 `--drafter` is a directory of `megatron-tlt drafter train`. What runs where: docs/export_drafter.md. Exit codes:
 0 written, 1 the directory cannot be written, 2 bad input: an argument, a file, a drafter that the engine cannot run.
@@ -32,7 +32,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--format", required=True, choices=FORMATS, help="engine that will serve it")
     parser.add_argument("--out", type=Path, required=True, help="directory to make; it must not exist")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the weights (default bf16)")
-    parser.add_argument("--policy", type=Path, help="hf only: also copy this policy's embedding and LM head")
     return parser.parse_args(argv)
 
 
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     status = BAD_INPUT
     try:
-        files = export_files(args.drafter, args.out, args.format, DTYPES[args.dtype], args.policy)
+        files = export_files(args.drafter, args.out, args.format, DTYPES[args.dtype])
         status = FAILED
         write_export(files, args.out)
     except TltError as e:

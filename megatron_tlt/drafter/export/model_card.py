@@ -32,13 +32,8 @@ A draft model for speculative decoding, trained by Megatron-TLT. It is no langua
 
 _HF = """
 `drafter.safetensors` and `config.json` are a drafter directory of Megatron-TLT (`rollout.speculation.drafter_path`);
-`config.json` has the policy's shape. {tables}
+`config.json` has the policy's shape. What it shares with the policy (embedding, LM head) is not here.
 """
-_TABLES = {
-    False: "The tables that it shares with the policy are not here.",
-    True: "Copies of the policy's embedding and LM head are in `policy_tables.safetensors` (`embed_tokens.weight`, "
-    "`lm_head.weight`).",
-}
 
 _SGLANG = """
 For SGLang. {about}Serve with
@@ -80,8 +75,8 @@ directory itself has not been run, and none on a GPU.
 """
 
 
-def model_card(drafter: SavedDrafter, form: Format, dtype: torch.dtype, has_tables: bool = False) -> str:
-    """The card; `has_tables`: copies of the policy's embedding and LM head are among the files."""
+def model_card(drafter: SavedDrafter, form: Format, dtype: torch.dtype) -> str:
+    """The README.md of an export."""
     config, policy, layers = drafter.config, drafter.config.policy, ""
     kind, is_eagle3 = config.kind, config.kind == "eagle3"
     card = _HEAD.format(
@@ -100,7 +95,7 @@ def model_card(drafter: SavedDrafter, form: Format, dtype: torch.dtype, has_tabl
         card += f"| reads the outputs of policy layers | {layers} (from 0) |\n"
         card += f"| drafts | {config.draft_vocab_size} of the policy's {policy.vocab_size} tokens |\n"
     if form == "hf":
-        return card + _HF.format(tables=_TABLES[has_tables])
+        return card + _HF
     about = "" if is_eagle3 else _SHARED_TABLES[form]
     card += _USAGE[form].format(about=about, algorithm=kind.upper(), kind=kind, layers=layers)
     return card + (_TRIED if form == "vllm" else _UNTRIED.format(engine=ENGINES[form]))

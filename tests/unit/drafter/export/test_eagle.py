@@ -19,10 +19,8 @@ from megatron_tlt.models.config import ModelConfig, RopeScaling
 from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
-from megatron_tlt.models.hf_writer import save_hf
 from tests.helpers import engine_drafters
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
-from tests.helpers.tiny_models import random_weights
 
 STEPS = 4
 LLAMA3 = replace(
@@ -101,26 +99,6 @@ def test_hf_is_a_drafter_directory_with_a_card(tmp_path) -> None:
     assert saved.weights.keys() == given.keys()
     assert all(torch.equal(saved.weights[n], given[n]) for n in given)
     assert "a drafter directory of Megatron-TLT" in (out / "README.md").read_text()
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_hf_takes_copies_of_the_policys_tables(tied: bool, tmp_path) -> None:
-    config = replace(FAMILIES["llama"], tie_word_embeddings=tied)
-    weights = dict(random_weights(config))
-    save_hf(tmp_path / "policy", config, weights.items())
-    save_drafter(tmp_path / "drafter", DrafterConfig.eagle(config), random_drafter(config))
-    export_drafter(tmp_path / "drafter", tmp_path / "out", "hf", torch.float32, tmp_path / "policy")
-    tables = load_file(tmp_path / "out" / "policy_tables.safetensors")
-    embed = weights["model.embed_tokens.weight"]
-    assert torch.equal(tables["embed_tokens.weight"], embed)
-    assert torch.equal(tables["lm_head.weight"], embed if tied else weights["lm_head.weight"])
-    with pytest.raises(ConfigError, match="only format hf takes copies"):
-        export_drafter(tmp_path / "drafter", tmp_path / "x", "sglang", torch.float32, tmp_path / "policy")
-    other = replace(config, vocab_size=77)
-    save_hf(tmp_path / "other", other, random_weights(other))
-    with pytest.raises(CheckpointError, match="not the drafter's policy"):
-        export_drafter(tmp_path / "drafter", tmp_path / "x", "hf", torch.float32, tmp_path / "other")
-    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(
