@@ -37,7 +37,7 @@ def use_fp8(model: PairModel, device: torch.device) -> Precision:
     """
     _check_sizes(model)
     if device.type != "cuda":
-        raise ConfigError.of(_FIELD, "te", "needs a GPU; here: off")
+        raise ConfigError.of(_FIELD, "te", "needs a GPU, and here is none; here: off")
     try:
         import transformer_engine.pytorch as te
         from transformer_engine.common.recipe import Float8CurrentScaling
