@@ -26,7 +26,6 @@ from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.hf_writer import write_tensors
-from megatron_tlt.models.loader import open_tensors
 from megatron_tlt.observe.files import replace_files
 
 WEIGHTS, CONFIG = "drafter.safetensors", "config.json"
@@ -106,31 +105,12 @@ def load_drafter(
             weights = load_file(str(root / WEIGHTS))
         except (OSError, SafetensorError) as e:
             raise CheckpointError(f"{root / WEIGHTS} cannot be read: {e}") from e
-    config.check(weights)
-    version, steps = int(about.get("policy_version", 0)), int(about.get("trained_steps", 0))
-    return SavedDrafter(config, weights, version, steps, about.get("policy_fingerprint", {}))
-
-
-def check_drafter(
-    directory: str | Path, policy: ModelConfig, wanted: DrafterSection | None = None
-) -> dict[str, Any]:
-    """Raises CheckpointError unless a policy of shape `policy` can draft with it, as `wanted`; returns config.json.
-
-    Reads config.json and the header of the weights; of a public one, all of them.
-    """
-    root = Path(directory)
-    about = read_about(root)
-    config = _config_of(about, root, policy, wanted)
-    if is_public(about):
-        shapes = {name: tuple(tensor.shape) for name, tensor in read_public(root, config).items()}
-    else:
-        with open_tensors(root / WEIGHTS) as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     try:
-        config.check_shapes(shapes)
+        config.check(weights)
     except CheckpointError as e:
         raise CheckpointError(f"{root}: {e}") from e
-    return about
+    version, steps = int(about.get("policy_version", 0)), int(about.get("trained_steps", 0))
+    return SavedDrafter(config, weights, version, steps, about.get("policy_fingerprint", {}))
 
 
 def drafter_problems(
@@ -140,7 +120,7 @@ def drafter_problems(
     tokenizer: str | Path | None = None,
     wanted: DrafterSection | None = None,
 ) -> list[ConfigProblem]:
-    """What keeps the policy in `model`, of shape `policy`, from drafting as configured. Reads no weights."""
+    """What keeps the policy in `model`, of shape `policy`, from drafting as configured. Reads the drafter."""
     at, path = "rollout.speculation.drafter_path", speculation.drafter_path
     if not speculation.uses_eagle:
         return []
@@ -151,7 +131,7 @@ def drafter_problems(
             return list(error.problems)
         return []
     try:
-        made_for = check_drafter(path, policy, wanted).get("policy_fingerprint", {})
+        made_for = load_drafter(path, policy, wanted).fingerprint
     except CheckpointError as error:
         return [ConfigProblem(at, path, str(error))]
     problem = None

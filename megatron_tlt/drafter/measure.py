@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,7 +116,7 @@ def measure(
         for step, output in enumerate(model.unroll(embed, batch, layout, steps)):
             alive &= layout.valid(step)
             noise_keys = key_tensor(row_keys(keys, first + step), head.device)
-            rows = Rows(output, noise_keys, layout.rows(step), layout.valid(step))
+            rows = output, noise_keys, layout.rows(step), layout.valid(step)
             values, matched = _compare(rows, batch, drafted, head, temperature)
             sums[step, :2] += values
             sums[step, 2] += float(alive.sum())
@@ -125,19 +125,14 @@ def measure(
     return Acceptance(sums, bases)
 
 
-class Rows(NamedTuple):
-    """One drafted position of R rows."""
-
-    output: Tensor  # [R, H], the drafter's
-    keys: Tensor  # int64 [R], of the noise
-    places: Tensor  # [R], rows of the batch that predict the drafted token
-    valid: Tensor  # bool [R], rows that have this position
-
-
 def _compare(
-    rows: Rows, batch: PairBatch, drafted: Callable[[Tensor], Tensor], head: Tensor, temperature: float
+    rows: tuple[Tensor, Tensor, Tensor, Tensor], batch: PairBatch, drafted: Callable[[Tensor], Tensor], head: Tensor, temperature: float
 ) -> tuple[np.ndarray, Tensor]:
-    """Sums of `_COLUMNS[:2]` over the rows that exist; bool [R]: rows whose draft is the answer's token."""
+    """Sums of `_COLUMNS[:2]` over the rows that exist; bool [R]: rows whose draft is the answer's token.
+
+    `rows`: the drafter's outputs [R, H] at one position, keys of their noise int64 [R], rows of the batch that predict
+    the drafted token [R], and whether they have this position, bool [R].
+    """
     sums, matches, t = np.zeros(2), [], temperature or 1.0
     size = max(1, _MAX_ELEMENTS // head.shape[0])
     for output, keys, places, valid in zip(*(column.split(size) for column in rows), strict=True):

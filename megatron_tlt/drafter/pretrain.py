@@ -199,12 +199,10 @@ def lookup_tables(path: str | Path, config: ModelConfig, device: torch.device) -
 
 
 def average_gradients(gradients: list[Tensor]) -> None:
-    """Means over all ranks, in place, in one collective."""
-    flat = torch.cat([g.flatten() for g in gradients])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
+    """Means over all ranks, in place."""
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+        gradient.div_(dist.get_world_size())
 
 
 def _since(started: float) -> str:

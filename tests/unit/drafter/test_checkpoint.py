@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.load import load_config
-from megatron_tlt.drafter.checkpoint import check_drafter, load_drafter, save_drafter
+from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
@@ -93,8 +93,8 @@ def test_eagle3_is_loaded_as_saved_and_only_where_it_is_wanted(tmp_path) -> None
         ({"kind": "eagle3", "draft_vocab_size": 30}, "of draft_vocab_size 40, but drafter.draft_vocab_size = 30"),
     ):
         with pytest.raises(CheckpointError, match=error):
-            check_drafter(tmp_path, shape.policy, DrafterSection(**wanted))
-    check_drafter(tmp_path, shape.policy, DrafterSection(kind="eagle3", draft_vocab_size=40))
+            load_drafter(tmp_path, shape.policy, DrafterSection(**wanted))
+    load_drafter(tmp_path, shape.policy, DrafterSection(kind="eagle3", draft_vocab_size=40))
 
 
 def test_the_demo_drafter_fits_its_policy_and_its_page_shows_the_measurement() -> None:
