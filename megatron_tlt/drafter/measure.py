@@ -126,7 +126,11 @@ def measure(
 
 
 def _compare(
-    rows: tuple[Tensor, Tensor, Tensor, Tensor], batch: PairBatch, drafted: Callable[[Tensor], Tensor], head: Tensor, temperature: float
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    batch: PairBatch,
+    drafted: Callable[[Tensor], Tensor],
+    head: Tensor,
+    temperature: float,
 ) -> tuple[np.ndarray, Tensor]:
     """Sums of `_COLUMNS[:2]` over the rows that exist; bool [R]: rows whose draft is the answer's token.
 

@@ -64,13 +64,11 @@ class OnlineDrafterTrainer:
         temperature: float = 1.0,
         tp: TensorParallel | None = None,
         device: torch.device | str = "cpu",
-        fingerprint: Mapping[str, str] | None = None,
         from_actor: bool = False,
     ):
         """`model` (all of it, no shard) has the starting drafter's weights in fp32; the trainer owns it, moves it to
         `device` in the type of `section` and replaces its linears for `section.online.fp8`: ConfigError where that is
-        not available. `fingerprint`, of the policy that the run starts from, is kept in checkpoints. `from_actor`:
-        hidden states come in by `take_step`.
+        not available. `from_actor`: hidden states come in by `take_step`.
         """
         online, self._device = section.online, torch.device(device)
         sizes = section.sizes(self._device.type)
@@ -78,7 +76,7 @@ class OnlineDrafterTrainer:
         self._tokens, self._draft_steps = sizes.micro_step_tokens, section.online_draft_steps
         start_lr = online.start_lr * min(1.0, _START_WIDTH / model.config.policy.hidden_size)
         self._extra_lr = max(0.0, start_lr / online.lr - 1.0)  # of a useless drafter, over lr
-        self._decay, self._fingerprint = online.mean_decay, dict(fingerprint or {})
+        self._decay = online.mean_decay
         window = min(section.window, sizes.micro_step_tokens)
         self.buffer = HiddenStateBuffer(int(sizes.buffer_mib * _MIB), window, online.max_age, section.seed)
         self._read_tables: Tables | None = None  # None: no rollout has begun
@@ -268,7 +266,6 @@ class OnlineDrafterTrainer:
             MEAN: kept[MEAN] | (self._vocabulary if kept[MEAN] else {}),
             "trained_steps": self.trained_steps,
             "version": self.version,
-            "policy_fingerprint": self._fingerprint,
             "about": describe(self.model.config),
         }
 

@@ -283,7 +283,6 @@ def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> Online
     """This rank's trainer of the drafter; None where it is not trained."""
     if not config.idle.train_drafter:
         return None
-    from megatron_tlt.drafter.fingerprint import policy_fingerprint
     from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 
     return OnlineDrafterTrainer(
@@ -292,7 +291,6 @@ def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> Online
         temperature=config.rollout.temperature,
         tp=tp,
         device=world.device,
-        fingerprint=policy_fingerprint(config.model.path, config.model.tokenizer),
         from_actor=config.hidden_states_of == "actor",
     )
 

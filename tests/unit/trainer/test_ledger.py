@@ -24,7 +24,7 @@ from megatron_tlt.config.load import load_config
 from megatron_tlt.config.planning.engine import verified_rows
 from megatron_tlt.config.planning.memory import PHASES, RESERVE, estimate_memory
 from megatron_tlt.config.planning.parameters import GIB
-from megatron_tlt.drafter import controller, fingerprint
+from megatron_tlt.drafter import controller
 from megatron_tlt.drafter.controller import OnlineDrafterController
 from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.config import ModelConfig
@@ -82,7 +82,6 @@ def on_meta(monkeypatch):
 
     monkeypatch.setattr(setup, "_starting_drafter", lambda c: eagle_on_meta(ModelConfig.from_hf(c.model.path)))
     monkeypatch.setattr(torch_drafter, "build_model", lambda c: eagle_on_meta(c.policy))
-    monkeypatch.setattr(fingerprint, "policy_fingerprint", lambda *_: {})
     monkeypatch.setattr(build, "_graphs", graphs)
     sizes = DrafterSection.sizes
     monkeypatch.setattr(DrafterSection, "sizes", lambda self, _: sizes(self, "cuda"))
