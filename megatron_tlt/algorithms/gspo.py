@@ -14,8 +14,7 @@ class Gspo(Algorithm):
     """Group sequence policy optimisation.
 
     Every token carries its answer's ratio and the weight 1/R, so the sum over an answer's tokens is the
-    answer's single term. The engine/actor correction is taken over the answer in the same way, for one
-    answer is one unit of importance here.
+    answer's single term. The engine/actor correction is taken over the answer in the same way.
     """
 
     default_clip: ClassVar[tuple[float, float]] = (3e-4, 4e-4)

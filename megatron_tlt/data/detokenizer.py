@@ -12,14 +12,14 @@ _INCOMPLETE = "\ufffd"  # what decoders write for a character whose bytes have n
 class IncrementalDecoder:
     """Decodes one answer as its tokens come.
 
-    Only a short window is decoded again: the tokens of the last piece, which decide how the next one is
-    joined (leading spaces), and those whose bytes are not yet whole characters.
+    Only the last tokens are decoded again: those of the text that came last, which decide how the next one is joined
+    (leading spaces), and those whose bytes are not yet whole characters.
     """
 
     def __init__(self, tokenizer: HFTokenizer):
         self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._done = 0  # tokens of the window whose text is out
+        self._last: list[int] = []
+        self._done = 0  # of the last tokens: those whose text is out
         self._held = ""
 
     @property
@@ -29,13 +29,13 @@ class IncrementalDecoder:
 
     def add(self, token_ids: Sequence[int]) -> str:
         """The text that became certain with these tokens; what comes with an unfinished character is held back."""
-        self._window.extend(token_ids)
-        before = self._tokenizer.decode(self._window[: self._done])
-        text = self._tokenizer.decode(self._window)
+        self._last.extend(token_ids)
+        before = self._tokenizer.decode(self._last[: self._done])
+        text = self._tokenizer.decode(self._last)
         new = text[len(before) :]
         if not new or text.endswith(_INCOMPLETE):
             self._held = new.rstrip(_INCOMPLETE)
             return ""
-        self._window, self._done = self._window[self._done :], len(self._window) - self._done
+        self._last, self._done = self._last[self._done :], len(self._last) - self._done
         self._held = ""
         return new

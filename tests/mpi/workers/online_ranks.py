@@ -100,7 +100,7 @@ def group(world: World) -> None:
     options = {"first_prompt": 100 * replica, "lr": 1e-3}
     together = online_trainer(pair, micro_step_tokens=64, **options)
     single = online_trainer(micro_step_tokens=128, **options)
-    single.buffer._window = 64  # the same pieces
+    single.buffer._window = 64  # the same windows
     for _ in range(6 + replica):
         a, b = together.train_step(), single.train_step()
         assert a is not None and b is not None and a.keys() == b.keys()
@@ -153,7 +153,7 @@ def share(world: World) -> None:
             "one sender at a time"
         )
     trainer.begin_step(1, lambda: lookup_tables(CONFIG))
-    drawn = [[piece.token_ids.tolist() for piece in trainer.buffer.sample(64) or []] for _ in range(9)]
+    drawn = [[s.token_ids.tolist() for s in trainer.buffer.sample(64) or []] for _ in range(9)]
     peers = world.all_gather_object((replica, drawn))
     assert all(theirs == drawn for peer, theirs in peers if peer == replica), "a group draws the same"
     if world.rank == world.size - 1:

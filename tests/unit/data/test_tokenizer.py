@@ -82,8 +82,8 @@ def test_unusable_directories_are_refused(tmp_path: Path) -> None:
 def test_incremental_decoding_holds_back_unfinished_characters(tmp_path: Path, step: int) -> None:
     tokenizer = HFTokenizer(save(tmp_path))
     stream, ids = IncrementalDecoder(tokenizer), tokenizer.encode(TEXT)
-    pieces = [stream.add(ids[i : i + step]) for i in range(0, len(ids), step)]
-    assert "".join(pieces) == TEXT
+    texts = [stream.add(ids[i : i + step]) for i in range(0, len(ids), step)]
+    assert "".join(texts) == TEXT
     assert stream.held == ""
-    assert not any("\ufffd" in piece for piece in pieces)
-    assert len([piece for piece in pieces if piece]) > 5
+    assert not any("\ufffd" in text for text in texts)
+    assert len([text for text in texts if text]) > 5

@@ -24,12 +24,12 @@ def numbered(length: int, prompt_len: int):
 def test_windows_hold_every_base_once_at_its_position(length: int, prompt_len: int, size: int) -> None:
     whole = numbered(length, prompt_len)
     bases = []
-    for piece in windows(whole, size):
-        assert piece.length <= size
-        assert torch.equal(piece.token_ids, torch.arange(piece.offset, piece.offset + piece.length))
-        assert piece.hidden[0, 0] == piece.offset
-        assert len(piece.hidden) >= piece.length - 1
-        bases += [piece.offset + piece.first_base + i for i in range(piece.num_bases)]
+    for window in windows(whole, size):
+        assert window.length <= size
+        assert torch.equal(window.token_ids, torch.arange(window.offset, window.offset + window.length))
+        assert window.hidden[0, 0] == window.offset
+        assert len(window.hidden) >= window.length - 1
+        bases += [window.offset + window.first_base + i for i in range(window.num_bases)]
     assert bases == list(range(whole.first_base, length - 1))
 
 
