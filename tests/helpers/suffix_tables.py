@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_tlt.config.speculation import SuffixSection
-from megatron_tlt.models.native.suffix_abi import STEPS, TRUNK, suffix_library
+from megatron_tlt.models.native.abi import library
+from megatron_tlt.models.native.suffix_abi import STEPS, TRUNK
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
@@ -25,7 +26,7 @@ class Pool:
     """The C functions, with Python's arguments."""
 
     def __init__(self, depth: int, vocab: int = V, max_bytes: int = 1 << 26):
-        self.lib = suffix_library()
+        self.lib = library()
         self.pool = self.lib.tlt_suffix_new(depth, vocab, max_bytes)
         self.trie = self.lib.tlt_suffix_trie(self.pool)
 

@@ -102,10 +102,9 @@ class EagleDraft(Structure):
     ]
 
 
-Signature = tuple[Any, list[Any]]  # result and argument types
 _FORWARD = [POINTER(Model), POINTER(Step), c_int, AllReduce]
 _SAMPLE = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4, c_int]
-_SIGNATURES: dict[str, Signature] = {
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # functions `tlt_`...: result and argument types
     "panel_width": (c_int, []),
     "forward": (c_int, _FORWARD),
     "copy_slots": (c_int, [c_void_p, POINTER(Model), c_int64, c_int64, c_void_p, c_void_p, c_int64]),
@@ -113,6 +112,19 @@ _SIGNATURES: dict[str, Signature] = {
     "eagle_feed": (c_int, [POINTER(Eagle), POINTER(EaglePairs), c_int]),
     "draft_scratch_bytes": (c_int64, [c_void_p, c_void_p]),
     "draft_rows": (c_int, [c_void_p, c_void_p, c_int]),
+    "suffix_new": (c_void_p, [c_int32, c_int32, c_int64]),
+    "suffix_free": (None, [c_void_p]),
+    "suffix_trie": (c_int32, [c_void_p]),
+    "suffix_drop": (None, [c_void_p, c_int32]),
+    "suffix_renew": (c_int32, [c_void_p, c_int32]),
+    "suffix_sequence": (c_int32, [c_void_p, c_int32, c_int32, c_int32]),
+    "suffix_append": (c_int, [c_void_p, c_int32, c_int32, c_void_p, c_int64]),
+    "suffix_follow": (c_int, [c_void_p, c_int32, *[c_void_p] * 5, c_int64]),
+    "suffix_propose": (c_int, [c_void_p, c_void_p]),
+    "suffix_length": (c_int64, [c_void_p, c_int32, c_int32]),
+    "suffix_count": (c_int64, [c_void_p, c_int32, c_void_p, c_int32]),
+    "suffix_nodes": (c_int64, [c_void_p, c_int32]),
+    "suffix_bytes": (c_int64, [c_void_p]),
 }
 
 
@@ -124,15 +136,10 @@ def library() -> ctypes.CDLL:
         lib = ctypes.CDLL(str(path))
     except OSError as e:
         raise BackendError(f"cannot load the native decoder {path}: {e}") from e
-    declare(lib, "tlt", _SIGNATURES)
-    return lib
-
-
-def declare(lib: ctypes.CDLL, prefix: str, signatures: dict[str, Signature]) -> None:
-    """Declares the functions `prefix`_name of `lib`: result and argument types by name."""
-    for name, (result, arguments) in signatures.items():
-        function = getattr(lib, f"{prefix}_{name}")
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, f"tlt_{name}")
         function.restype, function.argtypes = result, arguments
+    return lib
 
 
 _KINDS = {"keys": np.uint64, "temperature": np.float32}  # of arrays by their field's name; others are int32

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
-from functools import cache
+from ctypes import Structure, c_float, c_int32, c_void_p
 
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.native.abi import Signature, declare, fields_of, library
+from megatron_tlt.models.native.abi import fields_of
 
 MAX_DEPTH = 64
 MAX_TOPK = 8
@@ -32,32 +30,6 @@ class Ask(Structure):
         *fields_of(c_int32, "rows topk longest budget"),
         ("min_cumulative_acceptance", c_float),
     ]
-
-
-_HANDLE = c_int32
-_SIGNATURES: dict[str, Signature] = {
-    "new": (c_void_p, [c_int32, c_int32, c_int64]),
-    "free": (None, [c_void_p]),
-    "trie": (c_int32, [c_void_p]),
-    "drop": (None, [c_void_p, _HANDLE]),
-    "renew": (c_int32, [c_void_p, _HANDLE]),
-    "sequence": (c_int32, [c_void_p, _HANDLE, _HANDLE, c_int32]),
-    "append": (c_int, [c_void_p, _HANDLE, _HANDLE, c_void_p, c_int64]),
-    "follow": (c_int, [c_void_p, c_int32, *[c_void_p] * 5, c_int64]),
-    "propose": (c_int, [c_void_p, POINTER(Ask)]),
-    "length": (c_int64, [c_void_p, _HANDLE, _HANDLE]),
-    "count": (c_int64, [c_void_p, _HANDLE, c_void_p, c_int32]),
-    "nodes": (c_int64, [c_void_p, _HANDLE]),
-    "bytes": (c_int64, [c_void_p]),
-}
-
-
-@cache
-def suffix_library() -> ctypes.CDLL:
-    """The compiled library with the functions of the suffix tries declared. Raises BackendError as `library`."""
-    lib = library()
-    declare(lib, "tlt_suffix", _SIGNATURES)
-    return lib
 
 
 def check(code: int) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_tlt.config.speculation import SuffixSection
 from megatron_tlt.errors import BackendError, ConfigError
+from megatron_tlt.models.native.abi import library
 from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.models.native.suffix_abi import (
     MAX_DEPTH,
@@ -29,7 +30,6 @@ from megatron_tlt.models.native.suffix_abi import (
     STEPS,
     Ask,
     check,
-    suffix_library,
 )
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
@@ -61,7 +61,7 @@ class SuffixDrafter:
             )
             raise ConfigError.of("rollout.speculation.drafter", self.kind, allowed)
         assert section.depth <= MAX_DEPTH, "the configuration refuses it"
-        self._lib, self._rows, self._history = suffix_library(), rows, history
+        self._lib, self._rows, self._history = library(), rows, history
         self._most_bytes = section.history_mib << 20
         self._pool = self._lib.tlt_suffix_new(section.depth, len(rows.is_stop), self._most_bytes)
         if not self._pool:

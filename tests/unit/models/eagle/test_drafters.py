@@ -105,18 +105,6 @@ def test_a_draft_waits_for_the_device_once(steps: int, monkeypatch: pytest.Monke
     assert waits == ["cpu"]
 
 
-def test_the_kernel_that_finds_candidates_gives_the_same_drafts() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    from megatron_tlt.models.torch.kernels.sampling import best_candidates
-
-    plain, fused = loaded("qwen2", "torch"), loaded("qwen2", "torch")
-    fused.candidates = best_candidates
-    drafts = [rows_of(eagle, [40, 18, 9], temperature=[1.0, 0.0, 0.7]).draft(4, 3) for eagle in (plain, fused)]
-    np.testing.assert_array_equal(drafts[0].tokens, drafts[1].tokens)
-    np.testing.assert_array_equal(drafts[0].sibling_tokens, drafts[1].sibling_tokens)
-    np.testing.assert_allclose(drafts[0].sibling_gaps, drafts[1].sibling_gaps, atol=2e-6)
-
-
 @pytest.mark.parametrize("name", ["qwen2", "eagle3"])
 def test_steps_that_no_chain_can_reach_are_not_taken(name: str) -> None:
     """With rates of a half, four tokens in a row are 1/16 likely: a limit of 0.1 ends every chain at the third."""

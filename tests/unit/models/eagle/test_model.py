@@ -39,13 +39,6 @@ def draft_one_by_one(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_state_has_the_names_and_shapes_of_the_contract(family: str) -> None:
-    model = EagleModel(FAMILIES[family])
-    shapes = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    assert shapes == DrafterConfig.eagle(FAMILIES[family]).shapes()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_unrolling_equals_drafting_one_by_one(family: str) -> None:
     """Packed with others of other lengths, every base, every step; one sequence is a window that begins late."""
     config, steps = FAMILIES[family], 4

@@ -11,11 +11,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton", reason="triton is not installed")
 
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.models.torch.kernels.layers import FUSED
 from megatron_tlt.models.torch.layers import PLAIN
-from tests.helpers.tiny_models import Driver, random_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {torch.float32: {"atol": 1e-6, "rtol": 2e-6}, torch.bfloat16: {"atol": 1e-3, "rtol": 2**-6}}
@@ -65,18 +62,3 @@ def test_rotation_fills_the_cache(
 def test_gated_silu(dtype: torch.dtype) -> None:
     both = normal(3, 2 * 1100, dtype=dtype) * 4
     torch.testing.assert_close(FUSED.gated_silu(both), PLAIN.gated_silu(both), **DTYPES[dtype])
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_decoder_computes_the_same_logits(family: str) -> None:
-    """Prefill, decoding and a chunk behind a context, of a model with biases and of one with norms of heads."""
-    is_qwen3 = family == "qwen3"
-    config = ModelConfig(family, 101, 64, 2, 6, 2, 16, 96, qkv_bias=not is_qwen3, qk_norm=is_qwen3)
-    outputs = []
-    for ops in (PLAIN, FUSED):
-        decoder = TorchDecoder(config, DEVICE, ops=ops)
-        decoder.load_weights(random_weights(config))
-        driver = Driver(decoder)
-        driver.step([(0, list(range(5))), (1, [3])])
-        outputs.append(driver.step([(0, [7]), (1, list(range(6)))]).logits)
-    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=1e-5)

@@ -100,15 +100,6 @@ def test_ends_of_the_range_of_logits() -> None:
     assert bool(((token >= 0) & (token < 200)).all()) and bool(logprob.isnan().all())
 
 
-def test_a_row_depends_on_itself_only() -> None:
-    logits, rows = logits_of(4, 200), rows_of(4, 30, 0.9, 0.01)
-    sampler = Sampler(DEVICE, kernel=sampling.draw)
-    token, logprob = (t.clone() for t in sampler.sample(logits, rows))
-    for i in (0, 3):
-        alone = sampler.sample(logits[i : i + 1], rows.part(slice(i, i + 1)))
-        assert torch.equal(alone[0], token[i : i + 1]) and torch.equal(alone[1], logprob[i : i + 1])
-
-
 @pytest.mark.parametrize(("vocab", "count"), [(3, 3), (4, 1), (300, 4)])
 def test_candidates_of_a_drafter_are_the_largest_scores(vocab: int, count: int) -> None:
     rows = rows_of(8)
