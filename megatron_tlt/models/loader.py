@@ -103,19 +103,14 @@ def tensor_reader(files: Mapping[str, Path], config: ModelConfig) -> Callable[[s
 
 
 def iter_weights(directory: str | Path, config: ModelConfig | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, CPU tensor as stored), one in memory at a time, in file order.
+    """Yields (name, CPU tensor as stored), one in memory at a time, in the model's order.
 
     Everything is checked before the first tensor is yielded (see `check_weights`).
     """
     config = config or ModelConfig.from_hf(directory)
-    files = check_weights(directory, config)
-    by_file: dict[Path, list[str]] = {}
+    read = weight_reader(directory, config)
     for name in config.parameter_shapes():
-        by_file.setdefault(files[config.names_on_disk(name)[0]], []).append(name)
-    read = tensor_reader(files, config)
-    for names in by_file.values():
-        for name in names:
-            yield name, read(name)
+        yield name, read(name)
 
 
 def open_tensors(file: Path) -> Any:  # safetensors exports no type for it

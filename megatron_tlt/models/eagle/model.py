@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
+from torch.utils.checkpoint import checkpoint
 
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
@@ -69,20 +70,9 @@ class Layer(nn.Module):
         self.mlp = Mlp(config)
 
 
-class Gated(torch.autograd.Function):
-    """silu(gate) * up. Keeps the two only: the widest activation of all is computed again on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        """[T, F] each -> [T, F]."""
-        ctx.save_for_backward(gate, up)
-        return silu(gate) * up
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Gradients of gate and up."""
-        gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(upstream * up, gate), upstream * silu(gate)
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, [T, F] each."""
+    return silu(gate) * up
 
 
 class PairModel(nn.Module, ABC):
@@ -206,8 +196,9 @@ class PairModel(nn.Module, ABC):
         block, mlp = self.block, self.block.mlp
         x = self.residual(x, previous) + block.self_attn.o_proj(attended.flatten(1))
         y = rms_norm(x, block.post_attention_layernorm.weight, self._config.rms_norm_eps)
-        gated = Gated.apply(mlp.gate_proj(y), mlp.up_proj(y))  # type: ignore[no-untyped-call]
-        out: Tensor = x + mlp.down_proj(gated)
+        # computed again on the way back: its inside is the widest activation of all
+        wide = checkpoint(gated, mlp.gate_proj(y), mlp.up_proj(y), use_reentrant=False, preserve_rng_state=False)
+        out: Tensor = x + mlp.down_proj(wide)
         return out
 
     def unroll(self, embed: Tensor, batch: PairBatch, layout: PairLayout, steps: int) -> list[Tensor]:

@@ -135,7 +135,7 @@ class TorchEagle:
         kv_heads = self._layer.num_kv_heads
         group = self._layer.num_heads // kv_heads
         if self.policy.paged is None:
-            return StaticPlan(fed, block_size, 1, group, first_visible)
+            return StaticPlan(fed, block_size, 1, first_visible)
         return PagedPlan(self.policy.paged, fed, block_size, (kv_heads, group), 1, first_visible)
 
 

@@ -4,12 +4,13 @@ Keys of a row are the cached positions before its sequence's first row, by block
 before it in a chain, its ancestors in a draft tree (whose nodes share positions, so slots name them).
 
 Legend: T packed rows, S sequences, Q rows of one sequence, C longest context, K keys gathered for a sequence,
-Hq/Hkv query and kv heads, G = Hq / Hkv, D head size, M blocks of a static table.
+Hq/Hkv query and kv heads, D head size, M blocks of a static table.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -30,10 +31,9 @@ class Plan(Protocol):
 
 
 class AttentionPlan:
-    """Cuts a ragged batch into dense calls.
+    """A ragged batch as static ones.
 
-    Sequences with equally few rows (decoding, verification) share one padded call; each longer one (a prefill chunk)
-    has its own.
+    Sequences with equally few rows (decoding, verification) share one; each longer one (a prefill chunk) has its own.
     """
 
     def __init__(self, batch: DecoderInput, block_size: int):
@@ -43,34 +43,33 @@ class AttentionPlan:
         for s, n in enumerate(counts):
             groups[n if n <= _SHARED_ROWS else -s - 1].append(s)
         groups.pop(0, None)
-        self.calls: list[tuple[Tensor, int, Tensor, Tensor]] = []  # rows, S, slots [S, K], mask [S, 1, Q, K]
+        self._parts: list[tuple[Tensor, StaticPlan]] = []  # rows of the batch, how they attend
         device = batch.positions.device
         for group in groups.values():
-            rows = torch.tensor([r for s in group for r in range(starts[s], starts[s + 1])], device=device)
-            first = [starts[s] for s in group]
-            is_tree = batch.parents is not None and counts[group[0]] > 1
-            longest = max(contexts[s] - (counts[s] if is_tree else 0) for s in group)
-            tables = batch.block_tables[torch.tensor(group, device=device)]
-            positions = batch.positions[rows].view(len(group), -1)
-            slots = table_slots(tables, longest, block_size)
-            if is_tree:
-                assert batch.parents is not None
-                parents = batch.parents[rows].view(len(group), -1).long()
-                local = parents - torch.tensor(first, device=device)[:, None]
-                mask = tree_mask(positions[:, 0], torch.where(parents < 0, -1, local), longest)
-                slots = torch.cat([slots, batch.slot_mapping[rows].view(len(group), -1).long()], 1)
-            else:
-                mask = torch.arange(longest, device=device) <= positions[..., None]
-            self.calls.append((rows, len(group), slots, mask[:, None]))
+            each = counts[group[0]]
+            at, first = torch.tensor(group, device=device), torch.tensor([starts[s] for s in group], device=device)
+            rows = (first[:, None] + torch.arange(each, device=device)).flatten()
+            blocks = -(-(max(contexts[s] for s in group) - each) // block_size)
+            parents = None
+            if batch.parents is not None:
+                moved = torch.arange(0, len(rows), each, device=device) - first
+                found = batch.parents[rows].view(-1, each).long()
+                parents = torch.where(found < 0, -1, found + moved[:, None]).flatten()
+            part = replace(
+                batch,
+                positions=batch.positions[rows],
+                slot_mapping=batch.slot_mapping[rows],
+                context_lens=batch.context_lens[at],
+                block_tables=batch.block_tables[at, :blocks],
+                parents=parents,
+            )
+            self._parts.append((rows, StaticPlan(part, block_size, each)))
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See `Plan.attend`."""
         out = torch.empty_like(q)
-        for rows, sequences, slots, mask in self.calls:
-            query = q[rows].view(sequences, -1, *q.shape[1:]).transpose(1, 2)
-            k, v = gather_heads(keys, slots), gather_heads(values, slots)
-            attended = scaled_dot_product_attention(query, k, v, attn_mask=mask, enable_gqa=True)
-            out[rows] = attended.transpose(1, 2).reshape(-1, *q.shape[1:])
+        for rows, plan in self._parts:
+            out[rows] = plan.attend(q[rows], keys, values)
         return out
 
 
@@ -78,47 +77,38 @@ class StaticPlan:
     """The same for a batch of one shape: S sequences of Q rows each over tables of M blocks, M * block_size long.
 
     Everything is computed on the device from the batch's tensors, without a value coming to the host, so that a
-    CUDA graph of it can be replayed on other values. The longest context may be M * block_size + Q. The G query heads
-    of a kv head are folded into rows: no key is copied for a head.
+    CUDA graph of it can be replayed on other values. The longest context may be M * block_size + Q.
     """
 
     def __init__(
-        self,
-        batch: DecoderInput,
-        block_size: int,
-        rows_each: int,
-        group: int,
-        first_visible: Tensor | None = None,
+        self, batch: DecoderInput, block_size: int, rows_each: int, first_visible: Tensor | None = None
     ):
         """`first_visible` [S]: no row sees a cached position before it."""
         sequences = batch.context_lens.shape[0]
         assert batch.positions.shape[0] == sequences * rows_each, "a static batch is full"
-        self._shape, self._group = (sequences, rows_each), group
         first = batch.positions.view(sequences, rows_each)[:, 0]
         length = batch.block_tables.shape[1] * block_size
-        rows = torch.arange(sequences * rows_each, device=first.device).view(sequences, rows_each)
         if batch.parents is None:
-            local = torch.arange(-1, rows_each - 1, device=first.device).expand(sequences, -1)
+            among = torch.ones(rows_each, rows_each, dtype=torch.bool, device=first.device).tril()[None]
         else:
+            rows = torch.arange(sequences * rows_each, device=first.device).view(sequences, rows_each)
             parents = batch.parents.view(sequences, rows_each).long()
-            local = torch.where(parents < 0, -1, parents - rows[:, :1])
+            among = ancestors(torch.where(parents < 0, -1, parents - rows[:, :1]))
         own = batch.slot_mapping.view(sequences, rows_each).long()
         self._slots = torch.cat([table_slots(batch.block_tables, length, block_size), own], 1)
-        mask = tree_mask(first, local, length)
+        at = torch.arange(length, device=first.device)
+        before = at < first[:, None, None]
         if first_visible is not None:
-            mask[..., :length] &= torch.arange(length, device=first.device) >= first_visible[:, None, None]
-        self._mask = mask[:, None].expand(-1, group, -1, -1).reshape(sequences, 1, group * rows_each, -1)
+            before = before & (at >= first_visible[:, None, None])
+        shape = (sequences, rows_each, -1)
+        self._mask = torch.cat([before.expand(shape), among.expand(shape)], -1)[:, None]  # [S, 1, Q, keys]
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See `Plan.attend`."""
-        (sequences, rows), d = self._shape, q.shape[-1]
-        kv_heads = keys.shape[-2]
-        folded = (sequences, kv_heads, self._group * rows, d)
-        query = q.view(sequences, rows, kv_heads, self._group, d).permute(0, 2, 3, 1, 4).reshape(folded)
+        query = q.view(len(self._slots), -1, *q.shape[1:]).transpose(1, 2)
         k, v = gather_heads(keys, self._slots), gather_heads(values, self._slots)
-        attended = scaled_dot_product_attention(query, k, v, attn_mask=self._mask)
-        unfolded = attended.view(sequences, kv_heads, self._group, rows, d).permute(0, 3, 1, 2, 4)
-        return unfolded.reshape(q.shape)
+        attended = scaled_dot_product_attention(query, k, v, attn_mask=self._mask, enable_gqa=True)
+        return attended.transpose(1, 2).reshape(q.shape)
 
 
 def table_slots(tables: Tensor, length: int, block_size: int) -> Tensor:
@@ -130,15 +120,6 @@ def table_slots(tables: Tensor, length: int, block_size: int) -> Tensor:
 def gather_heads(cache: Tensor, slots: Tensor) -> Tensor:
     """Rows `slots` [S, K] of one layer's cache [slots, Hkv, D] -> [S, Hkv, K, D]."""
     return cache.index_select(0, slots.reshape(-1)).view(*slots.shape, *cache.shape[1:]).transpose(1, 2)
-
-
-def tree_mask(first: Tensor, parents: Tensor, length: int) -> Tensor:
-    """What tree rows see of [`length` cached positions ; the Q rows]: bool [S, Q, length + Q].
-
-    `first` [S] is the position of each sequence's first row, `parents` [S, Q] as for `ancestors`.
-    """
-    before = torch.arange(length, device=first.device) < first[:, None, None]
-    return torch.cat([before.expand(-1, parents.shape[1], -1), ancestors(parents)], -1)
 
 
 def ancestors(parents: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ Legend: T packed rows, R wanted rows, S sequences, H hidden size, V vocabulary, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,15 +22,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.torch.attention import AttentionPlan, Plan, StaticPlan
 from megatron_tlt.models.torch.experts import empty_experts, mix_alike
-from megatron_tlt.models.torch.invariant import (
-    CHUNK,
-    TILE,
-    TilePlan,
-    by_tiles,
-    check_rows_alike,
-    rowwise,
-    tiles,
-)
+from megatron_tlt.models.torch.invariant import TILE, TilePlan, by_tiles, check_rows_alike, rowwise, tiles
 from megatron_tlt.models.torch.layers import PLAIN, HeadNorms, LayerOps, rope_table
 from megatron_tlt.models.torch.paged import PagedPlan, PagedRun
 from megatron_tlt.models.torch.transfer import indices
@@ -185,11 +176,8 @@ class TorchDecoder:
             fed = (batch.token_ids.long(), batch.positions.long(), batch.slot_mapping.long())
             states = self._layers_forward(*fed, kv, plan, chosen)
         wanted = batch.logit_rows.long()
-        if self.invariant or batch.all_hidden:
-            states[-1] = self._norm_final(states[-1])
-            out = DecoderOutput(self.logits(states[-1][wanted]), _joined(states) if batch.all_hidden else None)
-        else:
-            out = DecoderOutput(self.logits(self._norm_final(states[-1][wanted])))
+        states[-1] = self._norm_final(states[-1])
+        out = DecoderOutput(self.logits(states[-1][wanted]), _joined(states) if batch.all_hidden else None)
         if batch.all_routes:
             routes = torch.cat(chosen, -1)
             out.routes = empty_routes(len(routes), self.config, self.device).copy_(routes)
@@ -245,7 +233,7 @@ class TorchDecoder:
             return PagedPlan(self.paged, batch, block_size, heads, rows_each)
         if rows_each is None:
             return AttentionPlan(batch, block_size)
-        return StaticPlan(batch, block_size, rows_each, heads[1])
+        return StaticPlan(batch, block_size, rows_each)
 
     def _require_weights(self) -> None:
         if not self._ledger.complete:
@@ -342,25 +330,12 @@ class TorchDecoder:
         return summed.to(part.dtype)
 
     def _check_rows_alike(self) -> None:
-        """See `invariant.check_rows_alike`: the model's products, and one tile's attention."""
-        layer, d = self._layers[0], self.config.head_dim
-        names = ("qkv", "o_proj", "gate_up", "down_proj")
-        products: dict[str, Tensor] = {name: layer[name] for name in names if name in layer}
-        products |= {"head": self._head}
-        if "gate" in layer:
-            products |= {"experts": layer["experts_gate_up"][0], "experts' down": layer["experts_down"][0]}
-        for name, weight in products.items():
-            check_rows_alike(f"matmul {name}", partial(linear, weight=weight), weight)
-        cache = torch.randn(2, 2 * CHUNK, self._shard.kv_heads, d, generator=torch.Generator().manual_seed(0))
-        keys, values = cache.to(self.device, self.dtype)
-        slots = torch.arange(2 * CHUNK, device=self.device).repeat(TILE, 1)
-        plan = TilePlan(slots, torch.full((TILE,), CHUNK + 7, device=self.device), CHUNK + 7)
-        queries = torch.zeros(1, self._shard.heads * d, dtype=self.dtype, device=self.device)
-
-        def attend(x: Tensor) -> Tensor:
-            return plan.attend(x.unflatten(-1, (-1, d)), keys, values).flatten(1)
-
-        check_rows_alike("attention", attend, queries)
+        """Sends TILE equal rows through the model. Raises BackendError if they do not come out equal."""
+        kv, slots = self.new_kv_cache(1, TILE), torch.arange(TILE, device=self.device)
+        token = torch.full_like(slots, self.config.vocab_size // 2)
+        plan = TilePlan(list(slots.split(1)))
+        states = self._layers_forward(token, torch.zeros_like(slots), slots, kv, plan, [])
+        check_rows_alike(self._local_logits(self._norm_final(states[-1])))
 
 
 def _joined(states: list[Tensor]) -> Tensor:

@@ -70,16 +70,12 @@ def cache_and_queries(rows: int, heads: int, kv_heads: int, d: int, slots: int, 
     return [t.to(DEVICE, dtype) for t in made]
 
 
-SHAPES = [
-    (4, 2, 16),
-    (7, 1, 24),
-    (6, 6, 40),
-]  # heads, kv heads, head size: G 2, 7 and 1; sizes that are no power of two
+# splits, heads, kv heads, head size: G 2, 7 and 1; sizes that are no power of two
+SHAPES = [(1, 4, 2, 16), (4, 7, 1, 24), (1, 6, 6, 40)]
 
 
 @runs()
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize(("heads", "kv_heads", "d"), SHAPES)
+@pytest.mark.parametrize(("splits", "heads", "kv_heads", "d"), SHAPES)
 def test_ragged_batches_equal_gathered_attention(run, splits, heads, kv_heads, d):
     batch = ragged([(0, 1), (130, 1), (63, 5), (0, 40), (17, 35)], 16)
     q, keys, values = cache_and_queries(82, heads, kv_heads, d, 64 * 16)
@@ -125,7 +121,7 @@ def test_static_batches_equal_gathered_attention(run, tree):
             [-1, 0, 0, 1, 1, -1, 5, 6, 7, 8, -1, -1, 10, 10, -1], dtype=torch.int32, device=DEVICE
         )
     q, keys, values = cache_and_queries(15, 6, 2, 32, 65 * 16)
-    want = StaticPlan(batch, 16, 5, 3).attend(q, keys, values)
+    want = StaticPlan(batch, 16, 5).attend(q, keys, values)
     got = PagedPlan(run_of(run), batch, 16, (2, 3), rows_each=5).attend(q, keys, values)
     torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5)
 
@@ -136,7 +132,7 @@ def test_rows_see_nothing_before_the_first_visible_position(run, splits):
     """As the drafter's window needs it; a row always sees itself."""
     batch, visible = ragged([(150, 1), (63, 1), (40, 1)], 16), torch.tensor([100, 99, 1]).to(DEVICE)
     q, keys, values = cache_and_queries(3, 4, 2, 16, 64 * 16)
-    want = StaticPlan(batch, 16, 1, 2, visible).attend(q, keys, values)
+    want = StaticPlan(batch, 16, 1, visible).attend(q, keys, values)
     plan = PagedPlan(run_of(run), batch, 16, (2, 2), 1, visible, splits)
     torch.testing.assert_close(plan.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
 
