@@ -116,7 +116,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # functions `tlt_`...: result
     "suffix_free": (None, [c_void_p]),
     "suffix_trie": (c_int32, [c_void_p]),
     "suffix_drop": (None, [c_void_p, c_int32]),
-    "suffix_renew": (c_int32, [c_void_p, c_int32]),
     "suffix_sequence": (c_int32, [c_void_p, c_int32, c_int32, c_int32]),
     "suffix_append": (c_int, [c_void_p, c_int32, c_int32, c_void_p, c_int64]),
     "suffix_follow": (c_int, [c_void_p, c_int32, *[c_void_p] * 5, c_int64]),

@@ -151,7 +151,7 @@ class SuffixDrafter:
             self._calibration.observe(draft.feature[reached], accepted[reached])
 
     def end_generate(self) -> None:
-        """See `Drafter.end_generate`. Drops the questions' tries and, if it is large, the older half of the common one.
+        """See `Drafter.end_generate`. Drops the questions' tries, and the common one if it is large: it fills again within a step.
 
         Answers that were never read, because nothing was drafted, are not in it.
         """
@@ -162,7 +162,8 @@ class SuffixDrafter:
         self._unread.clear()
         self._handles[:] = _NONE
         if _COMMON_SHARE * self.num_bytes > self._most_bytes:
-            self._handle(self._lib.tlt_suffix_renew(self._pool, self._common))
+            self._lib.tlt_suffix_drop(self._pool, self._common)
+            self._common = self._handle(self._lib.tlt_suffix_trie(self._pool))
 
     def state_dict(self) -> dict[str, Any]:
         """Match rates. The tries are not part of it: they fill again within a step."""

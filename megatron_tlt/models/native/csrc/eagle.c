@@ -23,7 +23,7 @@ typedef struct {
     const float *states;     /* [.][W] of the policy, or [.][H] outputs */
     int is_output;
     const int32_t *state_of; /* of each row of the step */
-    float *out;              /* eagle3: [.][H] outputs of the step */
+    float *out;              /* [.][H] outputs of the step */
 } EagleRun;
 
 /* Rows of `pair` have 64 elements to spare: stores may run over. */
@@ -64,15 +64,10 @@ static void norms_unit(void *arg, long row) {
     copy_row(m, m->embed + r->s->token_ids[r->first + row] * n, tmp);
     tlt_rms_norm(r, tmp, m->layer[0].input_norm, g->e->pair + at);
     tlt_rms_norm(r, resid, g->e->hidden_norm, g->e->pair + at + n);
-    if (g->e->norm_before_residual) {
-        float sum = 0;
-        for (long i = 0; i < n; i++) sum += resid[i] * resid[i];
-        const float scale = 1.0f / sqrtf(sum / (float)n + m->eps);
-        for (long i = 0; i < n; i++) resid[i] *= scale * g->e->hidden_norm[i];
-    }
+    if (g->e->norm_before_residual) copy_row(m, g->e->pair + at + n, resid);
 }
 
-/* eagle3: a row's output, before the norm of the head. */
+/* A row's output, before the norm of the head, if it has one. */
 static void output_unit(void *arg, long row) {
     EagleRun *g = arg;
     const TltModel *m = g->r.m;
@@ -312,8 +307,7 @@ static void step(EagleRun *g, const TltDraft *d, const Scratch *c) {
     const TltStep s = {.tokens = (int32_t)c->active, .logits_rows = (int32_t)c->active, .max_blocks = d->max_blocks,
                        .num_blocks = d->num_blocks, .block_size = d->block_size, .token_ids = c->next_token,
                        .positions = c->next_position, .slots = c->next_slot, .block_tables = d->block_tables,
-                       .logit_rows = c->identity, .kv = d->kv, .logits = c->own,
-                       .hidden = g->e->hidden_norm ? NULL : c->hidden};
+                       .logit_rows = c->identity, .kv = d->kv, .logits = c->own};
     r->s = &s;
     r->wanted = 0;
     g->out = c->hidden;
@@ -326,7 +320,7 @@ static void step(EagleRun *g, const TltDraft *d, const Scratch *c) {
             u[0] = (int32_t)i, u[1] = 1, u[2] = c->row[first + i], u[3] = 0;
         }
         tlt_run_layer(r, 0);
-        if (g->e->hidden_norm) tlt_parallel(r->rows, output_unit, g);
+        tlt_parallel(r->rows, output_unit, g);
         tlt_run_head(r);
     }
     Spread spread = {g->e, c};

@@ -254,7 +254,7 @@ static int32_t add_text(SuffixPool *pool, SuffixTrie *t, int32_t after, int32_t 
     }
     if (after >= 0) materialise_end(pool, t, (uint32_t)after);
     t->text[t->texts] =
-        (SuffixText){.at = after < 0 ? 0 : t->text[after].at, .weight = (uint32_t)weight, .after = after};
+        (SuffixText){.at = after < 0 ? 0 : t->text[after].at, .weight = (uint32_t)weight};
     return (int32_t)t->texts++;
 }
 
@@ -300,31 +300,6 @@ int tlt_suffix_follow(SuffixPool *pool, int32_t rows, const int32_t *slots, cons
         appended[s] = lengths[r];
     }
     return SUFFIX_OK;
-}
-
-/* Makes a trie anew from its newest sequences, about half of its tokens: older text is of an older
- * policy. Sequence numbers of the trie become invalid. Returns how many sequences were kept, or a negative error. */
-int32_t tlt_suffix_renew(SuffixPool *pool, int32_t trie) {
-    SuffixTrie *old = get(pool, trie);
-    if (!old) return SUFFIX_BAD_HANDLE;
-    int64_t total = 0, kept = 0;
-    for (uint32_t i = 0; i < old->texts; i++) total += old->text[i].length;
-    uint32_t first = old->texts;
-    while (first > 0 && 2 * (kept + old->text[first - 1].length) <= total) kept += old->text[--first].length;
-    const int64_t size = trie_bytes(old); /* given back in a moment: the new trie may have it already */
-    pool->bytes -= size;
-    SuffixTrie *t = new_trie(pool);
-    for (uint32_t i = first; t && i < old->texts; i++) {
-        const SuffixText *s = &old->text[i];
-        const int32_t after = s->after < (int32_t)first ? -1 : s->after - (int32_t)first;
-        if (add_text(pool, t, after, (int32_t)s->weight) < 0) break;
-        append(pool, t, i - first, s->text, s->length);
-    }
-    pool->bytes += size;
-    if (!t) return SUFFIX_NO_MEMORY;
-    pool->trie[trie] = t;
-    free_trie(pool, old);
-    return (int32_t)t->texts;
 }
 
 /* Tokens of a sequence; -1: no such sequence. */

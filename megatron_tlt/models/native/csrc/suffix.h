@@ -40,7 +40,6 @@ typedef struct {
     uint32_t length, capacity;
     uint32_t at;     /* longest suffix that is a node, at most `depth` long */
     uint32_t weight; /* of each occurrence */
-    int32_t after;   /* sequence whose end it went on from, or -1 */
     int has_ended;   /* memory ran out: no token is added any more */
 } SuffixText;
 

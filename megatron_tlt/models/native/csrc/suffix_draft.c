@@ -87,19 +87,11 @@ static uint32_t follow(SuffixPool *pool, SuffixTrie *t, uint32_t v, int32_t toke
     }
 }
 
-/* The policy's Gumbel noise of one token: that of noise.h but for rounding. */
-static float noise(uint64_t key, int32_t token) {
-    const uint32_t m = (uint32_t)(MIX(key + (uint64_t)(token + 1ll) * TOKEN_STEP) >> 40);
-    const float unit = 5.9604644775390625e-8f; /* 2^-24 */
-    const float log_u = m < 1u << 23 ? logf(((float)m + 0.5f) * unit) : log1pf(-((float)(16777215u - m) + 0.5f) * unit);
-    return -logf(-log_u);
-}
-
 /* Brings the `k` best candidates to the front, best first; equal scores: the smaller token. */
 static int rank(Candidates *c, int k, int is_noisy, uint64_t key) {
     for (int i = 0; i < c->size; i++) {
         Candidate *x = &c->item[i];
-        x->score = logf(x->share) + (is_noisy && c->size > 1 ? noise(key, x->token) : 0);
+        x->score = logf(x->share) + (is_noisy && c->size > 1 ? gumbel(key, x->token)[0] : 0);
     }
     if (k > c->size) k = c->size;
     for (int i = 0; i < k; i++) {

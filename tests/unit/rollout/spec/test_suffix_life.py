@@ -16,7 +16,6 @@ from megatron_tlt.models.native.suffix_abi import (
 from megatron_tlt.rollout.spec import suffix
 from megatron_tlt.rollout.spec.history import AnswerHistory
 from megatron_tlt.types import PastAnswer, SamplingParams
-from tests.helpers.naive_suffix import NaiveCounts
 from tests.helpers.suffix_tables import CHAIN, Pool, Table, V, check_against_naive, make_request, repetitive
 
 
@@ -130,26 +129,6 @@ def test_memory_is_bounded() -> None:
     assert 700_000 < peak <= 1 << 20
     assert table.drafter.num_bytes < 1 << 19
     assert drafted > 1000
-
-
-def test_a_renewed_trie_keeps_the_newest_half() -> None:
-    pool, naive = Pool(5), NaiveCounts(5)
-    rng = random.Random(0)
-    texts = [repetitive(rng, 100) for _ in range(10)]
-    for text in texts:
-        base = pool.sequence()
-        pool.append(base, text[:10])
-        pool.append(pool.sequence(base), text[10:])
-    assert pool.lib.tlt_suffix_renew(pool.pool, pool.trie) == 10
-    for text in texts[5:]:
-        naive.add([], text[:10])
-        naive.add(text[:10], text[10:])
-    for context, after in naive.follow.items():
-        for token in range(V):
-            assert pool.count([*context, token]) == after.get(token, 0)
-    before = pool.bytes
-    pool.lib.tlt_suffix_drop(pool.pool, pool.trie)
-    assert pool.bytes == 0 < before
 
 
 @pytest.mark.parametrize("name", ["same", "alternating", "period", "random"])
