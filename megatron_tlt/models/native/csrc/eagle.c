@@ -4,7 +4,7 @@
  *   eagle3   state -> fc -> residual stream; norms of embedding and of it, side by side -> layer -> output;
  *            its norm -> own LM head. A drafted token's pair has the output before in place of fc's.
  *
- * Of a pair that nothing is drafted from only key and value are computed. A draft caches the pairs that are missing, then
+ * Of a pair that nothing is drafted from only queries, keys and values are computed. A draft caches the pairs that are missing, then
  * steps from each row's last one: the best of the keyed, perturbed scores is the drafted token, and (it, the output hidden
  * state) the next pair. All rows that still draft take each step together; the stages are the policy's (decoder.h), so a
  * row's draft does not depend on the others.
@@ -173,7 +173,7 @@ static char *lay_out(const TltEagle *e, const TltDraft *d, char *base, Scratch *
     c->logits = take(&base, 4 * b * (size_t)e->vocab);
     c->own = e->ids ? take(&base, 4 * b * (size_t)m->vocab) : c->logits;
     c->hidden = take(&base, 4 * b * (size_t)m->hidden);
-    c->best = take(&base, sizeof *c->best * b * (size_t)tlt_pieces(e->vocab));
+    c->best = take(&base, sizeof *c->best * b * (size_t)tlt_segments(e->vocab));
     c->keys = take(&base, sizeof *c->keys * b);
     c->heat = take(&base, sizeof *c->heat * b);
     return base;
@@ -274,7 +274,7 @@ static void draw(const TltDraft *d, const TltEagle *e, Scratch *c, long l) {
     tlt_score(&drawn);
     c->active = 0;
     for (long i = 0; i < before; i++) {
-        const Best *best = &c->best[i * tlt_pieces(e->vocab)];
+        const Best *best = &c->best[i * tlt_segments(e->vocab)];
         const long row = c->row[i], position = c->next_position[i] + 1L;
         if (!record(d, c, row, l, best, n > 1)) continue;
         const long kept = c->active++;

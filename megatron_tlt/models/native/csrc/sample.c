@@ -1,6 +1,6 @@
 /* Keyed Gumbel sampling: token = argmax(logits / T + G), G from a counter-based hash of (row key, token id).
  *
- * The vocabulary is cut into pieces at fixed places; pieces are shared over threads and combined in order, so
+ * The vocabulary is cut into segments at fixed places; segments are shared over threads and combined in order, so
  * the result does not depend on the thread count.
  */
 #include "sample.h"
@@ -12,9 +12,9 @@
 #include "pool.h"
 #include "tlt.h"
 
-#define PIECE 4096 /* tokens per unit of work */
+#define SEGMENT 4096 /* tokens per unit of work */
 
-int64_t tlt_pieces(int64_t vocab) { return (vocab + PIECE - 1) / PIECE; }
+int64_t tlt_segments(int64_t vocab) { return (vocab + SEGMENT - 1) / SEGMENT; }
 
 INLINE int any(vi mask) {
     uint64_t words[VW / 2], all = 0;
@@ -44,15 +44,15 @@ static void measure(const float *x, int64_t count, Best *best) {
     best->sum = vsum(sum);
 }
 
-/* Unit = one piece of one row. Passes without branches keep several vectors in flight. */
+/* Unit = one segment of one row. Passes without branches keep several vectors in flight. */
 static void score_unit(void *arg, long unit) {
     const Scoring *s = arg;
-    const int64_t pieces = tlt_pieces(s->vocab), row = unit / pieces, first = unit % pieces * PIECE;
-    const int64_t count = s->vocab - first < PIECE ? s->vocab - first : PIECE, whole = count / VW * VW;
+    const int64_t segments = tlt_segments(s->vocab), row = unit / segments, first = unit % segments * SEGMENT;
+    const int64_t count = s->vocab - first < SEGMENT ? s->vocab - first : SEGMENT, whole = count / VW * VW;
     const float *logits = s->logits + row * s->stride + first, t = s->temperature[row];
     const vf divisor = vset(t > 0 ? t : 1.0f);
     Best best = {.sum = 0};
-    float x[PIECE]; /* filled up to whole vectors with what cannot win */
+    float x[SEGMENT]; /* filled up to whole vectors with what cannot win */
     for (int i = 0; i < TOPK_MOST; i++) best.score[i] = -INFINITY;
     for (int64_t v = 0; v < whole; v += VW) vstore(x + v, vload(logits + v) / divisor);
     for (int64_t v = whole; v % VW || v < count; v++) x[v] = v < count ? logits[v] / divisor[0] : -INFINITY;
@@ -66,11 +66,11 @@ static void score_unit(void *arg, long unit) {
 }
 
 void tlt_score(const Scoring *s) {
-    const int64_t pieces = tlt_pieces(s->vocab);
-    tlt_parallel(s->rows * pieces, score_unit, (void *)s);
+    const int64_t segments = tlt_segments(s->vocab);
+    tlt_parallel(s->rows * segments, score_unit, (void *)s);
     for (int64_t r = 0; r < s->rows; r++) {
-        Best *all = s->best + r * pieces;
-        for (int64_t p = 1; p < pieces; p++)
+        Best *all = s->best + r * segments;
+        for (int64_t p = 1; p < segments; p++)
             for (int i = 0; i < s->n; i++) offer(all, s->n, all[p].score[i], all[p].token[i]);
     }
 }
@@ -79,19 +79,19 @@ void tlt_score(const Scoring *s) {
  * log_softmax(logits / (T or 1))[token]. */
 int tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,
                      const uint64_t *keys, int32_t *token, float *logprob, int threads) {
-    const int64_t pieces = tlt_pieces(vocab);
-    Best *best = malloc((size_t)(rows * pieces) * sizeof *best);
+    const int64_t segments = tlt_segments(vocab);
+    Best *best = malloc((size_t)(rows * segments) * sizeof *best);
     if (rows > 0 && !best) return TLT_NO_MEMORY;
     const Scoring s = {logits, rows, vocab, stride, 1, temperature, keys, best};
-    tlt_team_open(rows * pieces < threads ? (int)(rows * pieces) : threads);
+    tlt_team_open(rows * segments < threads ? (int)(rows * segments) : threads);
     tlt_score(&s);
     tlt_team_close();
     for (int64_t r = 0; r < rows; r++) {
-        const Best *p = best + r * pieces;
+        const Best *p = best + r * segments;
         double max = -INFINITY, sum = 0;
-        for (int64_t i = 0; i < pieces; i++)
+        for (int64_t i = 0; i < segments; i++)
             if (p[i].max > max) max = p[i].max;
-        for (int64_t i = 0; i < pieces; i++)
+        for (int64_t i = 0; i < segments; i++)
             if (p[i].sum > 0) sum += (double)p[i].sum * exp((double)p[i].max - max);
         token[r] = p->token[0];
         const float x = logits[r * stride + token[r]] / (temperature[r] > 0 ? temperature[r] : 1.0f);

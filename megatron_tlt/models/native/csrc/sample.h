@@ -18,13 +18,13 @@ typedef struct {
     int n;                    /* candidates wanted, at most TOPK_MOST and the vocabulary */
     const float *temperature; /* [rows], 0: no noise */
     const uint64_t *keys;     /* [rows] row keys */
-    Best *best;               /* [rows][tlt_pieces(vocab)] */
+    Best *best;               /* [rows][tlt_segments(vocab)] */
 } Scoring;
 
-/* Pieces that a vocabulary is cut into. */
-int64_t tlt_pieces(int64_t vocab);
+/* Segments that a vocabulary is cut into. */
+int64_t tlt_segments(int64_t vocab);
 
-/* Fills `best` piece by piece, on the open team; then the first one of a row has the row's candidates. */
+/* Fills `best` segment by segment, on the open team; then the first one of a row has the row's candidates. */
 void tlt_score(const Scoring *s);
 
 #endif
