@@ -153,7 +153,8 @@ static void attend_and_mix(Run *r) {
 void tlt_run_keys(Run *r, long index) {
     const TltLayer *l = &r->m->layer[index];
     r->layer = index;
-    tlt_linear(r, r->in, r->in_stride, r->in_width, l->qkv, r->qkv_n, EPI_BIAS, l->qkv_bias, r->m->qkv_out, r->qkv_stride);
+    tlt_linear(r, r->in, r->in_stride, r->in_width, l->qkv, r->qkv_n, EPI_BIAS, l->qkv_bias, r->m->qkv_out,
+               r->qkv_stride);
     tlt_parallel(r->rows, rope_unit, r);
 }
 

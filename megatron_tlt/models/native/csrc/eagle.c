@@ -4,10 +4,10 @@
  *   eagle3   state -> fc -> residual stream; norms of embedding and of it, side by side -> layer -> output;
  *            its norm -> own LM head. A drafted token's pair has the output before in place of fc's.
  *
- * Of a pair that nothing is drafted from only queries, keys and values are computed. A draft caches the pairs that are missing, then
- * steps from each row's last one: the best of the keyed, perturbed scores is the drafted token, and (it, the output hidden
- * state) the next pair. All rows that still draft take each step together; the stages are the policy's (decoder.h), so a
- * row's draft does not depend on the others.
+ * Of a pair that nothing is drafted from only queries, keys and values are computed. A draft caches the pairs that are
+ * missing, then steps from each row's last one: the best of the keyed, perturbed scores is the drafted token, and (it,
+ * the output hidden state) the next pair. All rows that still draft take each step together; the stages are the
+ * policy's (decoder.h), so a row's draft does not depend on the others.
  */
 #include "eagle.h"
 
