@@ -151,7 +151,7 @@ class SuffixDrafter:
             self._calibration.observe(draft.feature[reached], accepted[reached])
 
     def end_generate(self) -> None:
-        """See `Drafter.end_generate`. Drops the questions' tries, and the common one if it is large: it fills again within a step.
+        """See `Drafter.end_generate`. Drops the questions' tries, and the common one if it is large.
 
         Answers that were never read, because nothing was drafted, are not in it.
         """
