@@ -120,9 +120,10 @@ def hf_report(todo: to_hf.Plan, out: Path) -> str:
     source, shapes = todo.source, todo.config.parameter_shapes()
     counts: dict[tuple[str, ...], int] = {}
     for slot in slots(todo.config, 1):
-        stored = [f"{_any_layer(s.key)} {list(source.tensors[s.key].size)}" for s in source.find(slot)]
+        stored = source.find(slot)
+        assert stored is not None, "the plan was checked"
         names = [f"    -> {_any_layer(name)} {list(shapes[name])}" for name in slot.hf_names]
-        mapping = (", ".join(stored), *names)
+        mapping = (f"{_any_layer(stored.key)} {list(source.tensors[stored.key].size)}", *names)
         counts[mapping] = counts.get(mapping, 0) + 1
     lines = [_title(source.directory, out, todo.config, todo.dtype), ""]
     for (stored_as, *names), count in counts.items():

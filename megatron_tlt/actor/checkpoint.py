@@ -40,6 +40,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 
@@ -65,12 +66,12 @@ def start_save(
         if world.is_main:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
-    strategy = ThreadSaveStrategy(groups.dp)
+    strategy = ThreadSaveStrategy()
     with cpu_as_cuda():
         request = dist_checkpointing.save(
             sharded_state(module, optimizer, groups, values_of),
             str(scratch),
-            strategy,
+            FullyParallelSaveStrategyWrapper(strategy, groups.dp),  # replicas divide what all of them hold
             async_sharded_save=True,
             content_metadata={"format": "torch_dist"},
         )
@@ -114,7 +115,7 @@ class SaveHandle:
             self._publish()
 
     def _publish(self) -> None:
-        report = self._world.all_gather_object((self._writer.failure(), self._writer.records))
+        report = self._world.all_gather_object((self._writer.failure, self._writer.records))
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(report) if failure]
         if failures:
             if self._world.is_main:  # leaves room on a full disk for the run's logs
@@ -153,7 +154,6 @@ def _metadata(groups: ActorGroups, config: Any) -> dict[str, Any]:
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
         # Layers with and without experts have no common tensor: keys then carry the layer's number.
         "non_homogeneous_layers": bool(config.num_moe_experts) and not all(config.moe_layer_freq),
         "dp_cp_group": groups.dp,
@@ -187,7 +187,8 @@ def load_model(world: World, module: Any, groups: ActorGroups, path: str, config
         if source.manifest() and (damage := files.damage_of(directory, world.rank, world.size)):
             raise CheckpointError(damage)
     with cpu_as_cuda():
-        wanted = module.sharded_state_dict(metadata={**_metadata(groups, module.config), **source.sharding()})
+        keys = {"non_homogeneous_layers": source.has_tensor_a_layer}
+        wanted = module.sharded_state_dict(metadata=_metadata(groups, module.config) | keys)
         # Layers' extra state (FP8 scales) is not used, and the checkpoint may have none.
         weights = {name: part for name, part in wanted.items() if not name.endswith("_extra_state")}
         state = dist_checkpointing.load({"model": weights}, str(directory))

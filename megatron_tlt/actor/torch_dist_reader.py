@@ -25,9 +25,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_tlt.actor.checkpoint_files import (
     LATEST,
@@ -65,18 +71,23 @@ def locate(path: str | Path) -> Path:
         raise CheckpointError(f"Megatron checkpoint {root} does not exist")
     if problem := not_megatron(root):
         raise CheckpointError(problem)
-    if (root / METADATA).is_file():
-        return root
+    directory = _pointed_at(root)
+    if (directory / METADATA).is_file():
+        return directory
+    if next(directory.glob("mp_rank_*"), None) is not None:
+        raise CheckpointError(
+            f"{directory} is in Megatron's old format (mp_rank_*): save it again with --ckpt-format torch_dist, "
+            "the only one that is read here"
+        )
+    raise CheckpointError(f"{directory / METADATA} is missing")
+
+
+def _pointed_at(root: Path) -> Path:
     for pointer in (TRACKER, LATEST):
-        if (root / pointer).is_file():
+        if (root / pointer).is_file() and not (root / METADATA).is_file():
             word = (root / pointer).read_text(encoding="utf-8").strip()
-            inner = root / (f"iter_{int(word):07d}" if word.isdigit() else word)
-            if (inner / METADATA).is_file():
-                return inner
-            if next(inner.glob("mp_rank_*"), None) is not None:
-                raise CheckpointError(_legacy(inner))
-            raise CheckpointError(f"{root / pointer} names {word}, but {inner / METADATA} is missing")
-    raise CheckpointError(_legacy(root))
+            return root / (f"iter_{int(word):07d}" if word.isdigit() else word)
+    return root
 
 
 def not_megatron(root: Path) -> str | None:
@@ -87,13 +98,6 @@ def not_megatron(root: Path) -> str | None:
     reason = f"{root} is no Megatron checkpoint: it has neither {METADATA} nor {TRACKER}"
     inner = root / "checkpoints"
     return f"{reason} (did you mean {inner}?)" if inner.is_dir() else reason
-
-
-def _legacy(directory: Path) -> str:
-    return (
-        f"{directory} is in Megatron's old format (mp_rank_*): save it again with --ckpt-format torch_dist, "
-        "the only one that is read here"
-    )
 
 
 class TorchDistReader:
@@ -137,12 +141,10 @@ class TorchDistReader:
         """Keys of tensors that are weights: no optimizer, random or extra state."""
         return [key for key in self.tensors if _NO_WEIGHT.match(key) is None]
 
-    def sharding(self) -> dict[str, bool]:
-        """The options of megatron's `sharded_state_dict(metadata=...)` that the checkpoint was written with."""
-        keys = self.weight_keys()
-        tensor_a_layer = any(_LAYER.match(key) for key in keys)
-        gate_and_up_apart = any(key.endswith("linear_fc1.weight_w") for key in keys)
-        return {"non_homogeneous_layers": tensor_a_layer, "singleton_local_shards": gate_and_up_apart}
+    @property
+    def has_tensor_a_layer(self) -> bool:
+        """Whether every layer has tensors of its own."""
+        return any(_LAYER.match(key) for key in self.weight_keys())
 
     def other_bytes(self) -> int:
         """Bytes of stored tensors that are not weights (optimizer state)."""
@@ -153,15 +155,10 @@ class TorchDistReader:
         """Types of the weights."""
         return {self.tensors[key].properties.dtype for key in self.weight_keys()}
 
-    def find(self, slot: Slot) -> list[Stored]:
-        """The tensors that hold a parameter, in order (gate and up may be apart); empty if there are none."""
-        stacked = [(key, slot.layer) for key in slot.stacked_keys]
-        for key, layer in [*((path, None) for path in slot.paths), *stacked]:
-            if key in self.tensors:
-                return [Stored(key, layer)]
-            if slot.kind == "gate_up" and f"{key}_w" in self.tensors and f"{key}_v" in self.tensors:
-                return [Stored(f"{key}_w", layer), Stored(f"{key}_v", layer)]
-        return []
+    def find(self, slot: Slot) -> Stored | None:
+        """The tensor that holds a parameter, if there is one."""
+        places = [(path, None) for path in slot.paths] + [(key, slot.layer) for key in slot.stacked_keys]
+        return next((Stored(key, layer) for key, layer in places if key in self.tensors), None)
 
     def check(self, config: ModelConfig) -> None:
         """Compares names and shapes with a model's, both ways. Reads no tensor.
@@ -176,11 +173,12 @@ class TorchDistReader:
         absent: list[str] = []
         misfits: list[str] = []
         for slot in slots(config, 1):
-            found = self.find(slot)
-            used.update(stored.key for stored in found)
-            misfits += self._misfits(config, slot, found)
-            if not found:
+            stored = self.find(slot)
+            if stored is None:
                 absent.append(slot.paths[-1])
+            else:
+                used.add(stored.key)
+                misfits += self._misfits(config, slot, stored)
         problems = [f"missing: {shortened(absent)}"] if absent else []
         if extra := [key for key in self.weight_keys() if key not in used]:
             problems.append(f"unexpected: {shortened(extra)}")
@@ -193,91 +191,63 @@ class TorchDistReader:
                 f"Megatron checkpoint {self.directory} does not fit the config.json: {listed}"
             )
 
-    def _misfits(self, config: ModelConfig, slot: Slot, found: list[Stored]) -> Iterator[str]:
-        for stored, shape in zip(found, _shapes(config, slot, len(found))):
-            size = tuple(self.tensors[stored.key].size)
-            if stored.layer is not None:
-                if size[0] != config.num_layers:
-                    yield f"{stored.key} has {size[0]} layers, the configuration says {config.num_layers}"
-                size = size[1:]
-            padded = slot.kind == "vocab" and len(size) == len(shape) and size[0] >= shape[0]
-            if size[1:] != shape[1:] or (size[0] != shape[0] and not padded):
-                yield f"{stored.key} has shape {size} a parameter, the configuration says {shape}"
+    def _misfits(self, config: ModelConfig, slot: Slot, stored: Stored) -> Iterator[str]:
+        shape, size = _shape(config, slot), tuple(self.tensors[stored.key].size)
+        if stored.layer is not None:
+            if size[0] != config.num_layers:
+                yield f"{stored.key} has {size[0]} layers, the configuration says {config.num_layers}"
+            size = size[1:]
+        padded = slot.kind == "vocab" and len(size) == len(shape) and size[0] >= shape[0]
+        if size[1:] != shape[1:] or (size[0] != shape[0] and not padded):
+            yield f"{stored.key} has shape {size} a parameter, the configuration says {shape}"
 
     def read(self, config: ModelConfig, slot: Slot) -> list[Tensor]:
         """The slot's full Hugging Face tensors, in its order (may be views of one tensor).
 
         Holds the parameter and one stored chunk in memory. Padded vocabulary rows are not read. Raises CheckpointError.
         """
-        found = self.find(slot)
-        if not found:
+        stored = self.find(slot)
+        if stored is None:
             raise CheckpointError(f"{self.directory} has no {slot.paths[-1]}")
-        parts = [
-            self._read_region(stored, shape)
-            for stored, shape in zip(found, _shapes(config, slot, len(found)))
-        ]
-        return parts if len(parts) > 1 else unshard(config, slot, parts)
+        return unshard(config, slot, [self._read_region(stored, _shape(config, slot))])
 
     def _read_region(self, stored: Stored, shape: tuple[int, ...]) -> Tensor:
         """Assembles [0:shape] of a stored tensor (of one layer of it) from the chunks that overlap it."""
         meta = self.tensors[stored.key]
-        lead: tuple[int, ...] = () if stored.layer is None else (stored.layer,)
-        low = (*lead, *(0 for _ in shape))
-        high = (*(layer + 1 for layer in lead), *shape)
-        target = torch.empty([last - first for first, last in zip(low, high)], dtype=meta.properties.dtype)
-        items, filled = [], 0
-        for chunk in meta.chunks:
-            begin = [max(a, b) for a, b in zip(low, chunk.offsets)]
-            end = [min(a, o + s) for a, o, s in zip(high, chunk.offsets, chunk.sizes)]
-            lengths = [e - b for b, e in zip(begin, end)]
-            if min(lengths) <= 0:
-                continue
-            filled += prod(lengths)
-            items.append(
-                ReadItem(
-                    type=LoadItemType.TENSOR,
-                    dest_index=MetadataIndex(stored.key),
-                    dest_offsets=torch.Size(at - first for at, first in zip(begin, low)),
-                    storage_index=MetadataIndex(stored.key, chunk.offsets),
-                    storage_offsets=torch.Size(at - first for at, first in zip(begin, chunk.offsets)),
-                    lengths=torch.Size(lengths),
-                )
-            )
-        if filled != target.numel():
+        lead = () if stored.layer is None else (stored.layer,)
+        region = ChunkStorageMetadata(
+            offsets=torch.Size((*lead, *(0 for _ in shape))), sizes=torch.Size((*(1 for _ in lead), *shape))
+        )
+        items = create_read_items_for_chunk_list(stored.key, meta, [region])
+        if (count := sum(prod(item.lengths) for item in items)) != prod(shape):
             raise CheckpointError(
-                f"{self.directory}: {stored.key} has {filled} of {target.numel()} numbers of a parameter"
+                f"{self.directory}: {stored.key} has {count} of {prod(shape)} numbers of a parameter"
             )
+        target = torch.empty(region.sizes, dtype=meta.properties.dtype)
         try:
-            self._reader.read_data(LoadPlan(items), _Into(target)).wait()  # type: ignore[arg-type]  # duck-typed
+            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
         except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.directory}: {stored.key} cannot be read: {error}") from error
         return target.reshape(shape)
 
 
-class _Into:
-    """The part of a load planner that `FileSystemReader.read_data` calls: copies chunks into one tensor."""
+class _Into(DefaultLoadPlanner):
+    """Copies chunks into one tensor."""
 
     def __init__(self, target: Tensor):
+        super().__init__()
         self._target = target
 
-    def resolve_tensor(self, item: ReadItem) -> Tensor:
-        """The view of the target that a chunk is copied to."""
-        view = self._target
-        for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths)):
-            view = view.narrow(dim, offset, length)
-        return view
-
-    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
-        """Does nothing: `resolve_tensor` returned a view."""
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The tensor."""
+        return self._target
 
 
-def _shapes(config: ModelConfig, slot: Slot, count: int) -> list[tuple[int, ...]]:
-    """Shape of the whole parameter, or of its two halves where they are stored apart."""
+def _shape(config: ModelConfig, slot: Slot) -> tuple[int, ...]:
+    """Shape of a whole parameter."""
     every = config.parameter_shapes()
-    shapes = [every[name] for name in slot.hf_names]
-    if count == len(shapes):
-        return shapes
-    return [(sum(shape[0] for shape in shapes), *shapes[0][1:])]
+    rows = sum(every[name][0] for name in slot.hf_names)
+    return (rows, *every[slot.hf_names[0]][1:])
 
 
 def _read_backend(directory: Path) -> dict[str, Any]:

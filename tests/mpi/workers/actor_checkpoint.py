@@ -240,7 +240,7 @@ def foreign(world: World, root: Path, directory: Path, layout: dict[str, Any]) -
 
     flags = layout.pop("flags")
     policy = build(world, root, layout)
-    strategy = ThreadSaveStrategy(policy.groups.dp)
+    strategy = ThreadSaveStrategy()
     metadata = {**flags, "dp_cp_group": policy.groups.dp}
     with cpu_as_cuda():
         state = {"model": policy.model.module.sharded_state_dict(metadata=metadata)}
@@ -248,7 +248,7 @@ def foreign(world: World, root: Path, directory: Path, layout: dict[str, Any]) -
         assert strategy.writer is not None and request is not None
         strategy.writer.start({})
         strategy.writer.join()
-        assert strategy.writer.failure() is None
+        assert strategy.writer.failure is None
         for finish in request.finalize_fns:
             finish()
 
