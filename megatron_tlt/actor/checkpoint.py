@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_tlt.actor import checkpoint_files as files
-from megatron_tlt.actor import distributed_optimizer, optimizer_shards
+from megatron_tlt.actor import optimizer_shards
 from megatron_tlt.actor.checkpoint_files import Manifest
 from megatron_tlt.actor.device import cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
@@ -141,7 +141,7 @@ def sharded_state(
     """
     metadata, loading = _metadata(groups, module.config), values_of is None
     read = values_of or (lambda tensor: tensor)
-    distributed_optimizer.prime(optimizer)
+    optimizer_shards.prime(optimizer)
     optimizer_shards.describe_in_place(optimizer, read)
     model = module.sharded_state_dict(metadata=metadata)
     state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
@@ -171,7 +171,7 @@ def load_state(module: Any, optimizer: Any, groups: ActorGroups, directory: Path
         )
         module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        distributed_optimizer.separate_steps(optimizer)
+        optimizer_shards.separate_steps(optimizer)
 
 
 def load_model(world: World, module: Any, groups: ActorGroups, path: str, config: ModelConfig) -> None:

@@ -22,8 +22,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 def uses_distributed_optimizer(actor: ActorSection, section: OptimizerSection) -> bool:
     """Whether optimizer state is sharded over data parallel ranks. auto: Adam with CUDA only.
 
-    On CPU the plain optimizers save, load and reshard with no workaround; the sharded one needs three (see
-    `distributed_optimizer.py`).
+    On CPU the plain optimizers save, load and reshard with no workaround; the sharded one needs some (see
+    `optimizer_shards.py`).
     """
     if actor.distributed_optimizer == "auto":
         return HAS_CUDA and section.name == "adam"

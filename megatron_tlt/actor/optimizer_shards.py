@@ -9,6 +9,10 @@ megatron-core 0.16.1 has three forms of its own: `fully_reshardable` gathers the
 over NCCL, or on the first over gloo), `dp_reshardable` can be read under the same TP x PP only, and
 `fully_sharded_model_space` can no longer be saved. Names and shapes in the file are those of `fully_reshardable`:
 megatron reads these checkpoints, and checkpoints that it wrote are read here.
+
+torch's AdamW (without Transformer Engine and apex, whose FusedAdam is underneath on GPUs) keeps a `step` tensor per
+parameter, which megatron does not expect: before the first step it asserts that a state exists (`prime`), and after
+loading all parameters share one tensor, which AdamW then increments once per parameter (`separate_steps`).
 """
 
 from __future__ import annotations
@@ -39,10 +43,37 @@ def describe_in_place(optimizer: Any, values_of: Callable[[Tensor], Tensor]) -> 
 
     `values_of`: where the values of a tensor of the state are.
     """
-    for part in optimizer.chained_optimizers:
-        if isinstance(part, DistributedOptimizer):
-            part.sharded_param_state_fully_reshardable = partial(_described, part, values_of)
-            part.load_parameter_state_from_fully_reshardable = partial(_filled, part)
+    for part in _parts(optimizer):
+        part.sharded_param_state_fully_reshardable = partial(_described, part, values_of)
+        part.load_parameter_state_from_fully_reshardable = partial(_filled, part)
+
+
+def prime(optimizer: Any) -> None:
+    """Gives parameters without a state the state that torch's AdamW starts from. Mutates the optimizer."""
+    for part in _parts(optimizer):
+        for group in part.optimizer.param_groups if _is_torchs(part) else ():
+            for parameter in group["params"]:
+                if not part.optimizer.state[parameter]:
+                    part.optimizer.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+
+
+def separate_steps(optimizer: Any) -> None:
+    """Gives every parameter of torch's AdamW a step tensor of its own. Mutates the optimizer."""
+    for part in _parts(optimizer):
+        for state in part.optimizer.state.values() if _is_torchs(part) else ():
+            state["step"] = state["step"].clone()
+
+
+def _parts(optimizer: Any) -> Iterator[Any]:
+    return (part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer))
+
+
+def _is_torchs(part: Any) -> bool:
+    return isinstance(part.optimizer, torch.optim.AdamW | torch.optim.Adam)
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

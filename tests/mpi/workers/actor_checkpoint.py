@@ -111,7 +111,7 @@ class _CpuTypes(TorchFunctionMode):
 
 def ledger(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
     """The real save and load of a policy on meta: the save's bytes go nowhere, the load reads what `save` left."""
-    from megatron_tlt.actor import device, distributed_optimizer
+    from megatron_tlt.actor import device, optimizer_shards
     from megatron_tlt.actor.shard_writer import ThreadWriter
 
     with ExitStack() as stack:
@@ -123,7 +123,7 @@ def ledger(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) 
         seen = stack.enter_context(Ledger(1 << 40))
         with torch.device("meta"):
             policy = build(world, root, dict(layout))
-        distributed_optimizer.prime(policy.optimizer)  # as after an update
+        optimizer_shards.prime(policy.optimizer)  # as after an update
         shapes = [p.shape for p in policy.model.module.parameters()]
         found: dict[str, Any] = {"all": seen.live, "largest": max(4 * shape.numel() for shape in shapes)}
         for name, act in (

@@ -43,29 +43,9 @@ def test_keep_last_k_also_removes_leftovers_and_an_abandoned_future(tmp_path: Pa
     assert not (tmp_path / "step-000008.tmp").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "word"), [(None, "missing"), (b"weights of", "torn"), (b"weights of step 6", "altered")]
-)
-def test_damage_is_named(tmp_path: Path, content: bytes | None, word: str) -> None:
-    directory = published(tmp_path, 5)
-    (directory / "shard").unlink()
-    if content is not None:
-        (directory / "shard").write_bytes(content)
-    damage = files.damage_of(directory)
-    assert damage is not None and "shard" in damage and word in damage
-
-
 def test_an_edited_manifest_shows(tmp_path: Path) -> None:
     directory = published(tmp_path, 5)
     file = directory / files.MANIFEST
     file.write_text(file.read_text().replace('"step": 5', '"step": 6'))
     with pytest.raises(CheckpointError, match=r"step-000005.*digest"):
         files.read_manifest(directory)
-
-
-def test_missing_and_unfinished_are_different_messages(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
-        files.read_manifest(tmp_path / "step-000001")
-    (tmp_path / "step-000002").mkdir()
-    with pytest.raises(CheckpointError, match="never completed"):
-        files.read_manifest(tmp_path / "step-000002")

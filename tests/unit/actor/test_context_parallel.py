@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_tlt.actor.build import PolicyModel
 from megatron_tlt.actor.context_parallel import _lower_right
-from megatron_tlt.actor.microbatch import MicroBatch, RowLayout, filler, pack
+from megatron_tlt.actor.microbatch import MicroBatch, RowLayout, pack
 from tests.mpi.workers.actor_common import sequences, shortened
 
 CPU = torch.device("cpu")
@@ -50,18 +49,6 @@ def test_a_rank_holds_a_chunk_from_the_front_and_its_mirror():
                 at += 2 * c
 
 
-def test_every_answer_is_predicted_once_by_the_rows_before_its_tokens():
-    batches = of_ranks(2, budget=1)
-    assert any(not len(batch.rows) for batch in batches[1]), "no answer lies on one rank alone"
-    for parts in zip(*batches, strict=True):
-        (sequence,) = parts[0].sequences
-        assert torch.cat([part.own for part in parts]).sort().values.tolist() == list(range(len(parts[0].labels)))
-        for part in parts:
-            wanted = sequence.prompt_len - 1 + part.own
-            assert part.positions[0][part.rows].tolist() == wanted.tolist()
-            np.testing.assert_array_equal(part.labels.numpy(), sequence.token_ids[sequence.prompt_len :])
-
-
 def test_transformer_engine_gets_whole_sequences_without_gaps():
     """The same tensor object for bounds with and without padding is what keeps flash attention eligible."""
     for batch in of_ranks(2)[1]:
@@ -71,12 +58,6 @@ def test_transformer_engine_gets_whole_sequences_without_gaps():
         assert int(bounds[-1]) == 2 * len(batch.input_ids[0]) and packing.max_seqlen_q == int(bounds.diff().max())
     plain = pack(sequences(3), 200, RowLayout(CPU, "thd"))[0]
     assert plain.packing.cu_seqlens_q_padded is None and plain.own is None
-
-
-def test_a_filler_has_rows_for_every_rank():
-    parts = [filler(RowLayout(CPU, "sbhd", 2, 2, rank)) for rank in range(2)]
-    assert [len(part.input_ids[0]) for part in parts] == [4, 4]
-    assert [len(part.rows) for part in parts] == [1, 0] and all(part.is_filler for part in parts)
 
 
 def test_masks_go_with_the_forward_that_made_them():

@@ -9,6 +9,7 @@ import pytest
 from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.checkpoint import resume
 from megatron_tlt.errors import CheckpointError
+from tests.unit.actor.test_checkpoint_files import published
 
 WORLD = SimpleNamespace(
     rank=0,
@@ -33,19 +34,10 @@ def test_a_refusal_names_the_checkpoint_before_it(monkeypatch, caplog):
     ]
 
 
-def published(checkpoints: Path, step: int) -> Path:
-    """A checkpoint of one file."""
-    directory = files.step_directory(checkpoints, step)
-    scratch = files.scratch_of(directory)
-    scratch.mkdir(parents=True)
-    (scratch / "shard").write_bytes(b"weights")
-    files.publish(directory, files.Manifest(step, 1, 1, {}, {}, {}, {}), None)
-    return directory
-
-
 DAMAGE = {
-    "is damaged: shard was altered": lambda directory: (directory / "shard").write_bytes(b"Weights"),
+    "is damaged: shard was altered": lambda directory: (directory / "shard").write_bytes(b"Weights of step 0"),
     "is damaged: shard is torn": lambda directory: (directory / "shard").write_bytes(b"weight"),
+    "is damaged: shard is missing": lambda directory: (directory / "shard").unlink(),
     "never completed": lambda directory: (directory / files.MANIFEST).unlink(),
 }
 
