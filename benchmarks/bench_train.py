@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_tlt.actor.device import HAS_CUDA
 from megatron_tlt.actor.policy import MegatronPolicy
-from megatron_tlt.actor.weights import random_weights
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.run import DistributedSection
@@ -132,6 +131,14 @@ class PlainPolicy:
         return -F.cross_entropy(logits, labels, reduction="none"), entropy, advantages
 
 
+def random_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Matrices of normal(0, 0.02), norms of ones."""
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in config.parameter_shapes().items():
+        is_norm = len(shape) == 1
+        yield name, torch.ones(shape) if is_norm else torch.randn(shape, generator=generator) * 0.02
+
+
 def measure(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Seconds per call, the sides taking turns; one warm-up each."""
     for call in sides.values():
@@ -153,8 +160,7 @@ def bench(world: World, model: str, kind: str, threads: int, count: int, repeats
     sequences = make_sequences(kind, count, config.vocab_size)
     tokens, denominator = sum(s.length for s in sequences), float(sum(len(s.advantages) for s in sequences))
     with tempfile.TemporaryDirectory() as scratch:
-        draw = random_weights(config, seed=0)
-        save_hf(scratch, config, ((name, draw(name)) for name in config.parameter_shapes()))
+        save_hf(scratch, config, random_weights(config))
         ours = MegatronPolicy(
             world,
             ModelSection(path=scratch),

@@ -57,7 +57,7 @@ from megatron_tlt.actor.optimizer import (
 )
 from megatron_tlt.actor.routing import Routing, routing_metrics
 from megatron_tlt.actor.train_step import PolicyLoss, Scored, accumulate_gradients, forward_logprobs
-from megatron_tlt.actor.weights import load_weights, named_tensors, random_weights
+from megatron_tlt.actor.weights import load_weights, named_tensors
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ModelSection
@@ -86,11 +86,8 @@ class MegatronPolicy:
         loss: PolicyLoss,
         total_optimizer_steps: int,
         keep_reference: bool = False,
-        seed: int = 0,
-        random_init: bool = False,
     ):
-        """Builds this rank's shards and loads `model.path` (`model.megatron_path` if it is set), or draws weights from
-        `seed` with `random_init`.
+        """Builds this rank's shards and loads `model.path`, or `model.megatron_path` if it is set.
 
         `total_optimizer_steps` is the length of the learning-rate schedule; `keep_reference` keeps a frozen
         copy of the starting weights for KL terms. Raises ConfigError, CheckpointError.
@@ -109,13 +106,10 @@ class MegatronPolicy:
 
         def build() -> PolicyModel:
             built = PolicyModel(self.config, actor, self.groups, model.max_context)
-            if model.megatron_path is not None and not random_init:
+            if model.megatron_path is not None:
                 load_model(world, built.module, self.groups, model.megatron_path, self.config)
-                return built
-            read = (
-                random_weights(self.config, seed) if random_init else weight_reader(model.path, self.config)
-            )
-            load_weights(built.module, self.config, self.groups, read)
+            else:
+                load_weights(built.module, self.config, self.groups, weight_reader(model.path, self.config))
             return built
 
         self.model = build()

@@ -9,7 +9,6 @@ Stacks of experts are gathered over EP.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,8 +20,6 @@ from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.hf_names import Slot, shard, slots, unshard
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
-
-_INIT_STD = 0.02
 
 
 def load_weights(
@@ -76,26 +73,6 @@ def _find(parameters: dict[str, nn.Parameter], slot: Slot) -> nn.Parameter:
         if path in parameters:
             return parameters[path]
     raise CheckpointError(f"the model has no parameter for {slot.hf_names}: looked for {slot.paths}")
-
-
-def random_weights(config: ModelConfig, seed: int) -> Callable[[str], Tensor]:
-    """Fresh full tensors by name: normal(0, 0.02), output projections scaled by 1 / sqrt(2 layers) as in GPT-2.
-
-    Norms are 1, biases 0. Each tensor is drawn from (seed, name), so every layout and every rank sees the same model.
-    """
-    shapes = config.parameter_shapes()
-
-    def draw(name: str) -> Tensor:
-        shape = shapes[name]
-        if len(shape) == 1:
-            return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
-        key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "little")
-        std = _INIT_STD
-        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
-            std /= (2 * config.num_layers) ** 0.5
-        return torch.randn(shape, generator=torch.Generator().manual_seed(key)) * std
-
-    return draw
 
 
 def named_tensors(

@@ -51,6 +51,7 @@ REMOVED_KEYS = {
     "rollout.vllm.ngram_size": "is gone: rollout.speculation.drafter chooses who drafts",
     "rollout.trtllm.drafter_path": "is gone: rollout.speculation.drafter_path, with drafter.kind: eagle3",
     "rollout.trtllm.layers_to_capture": "is gone: drafter.layers",
+    "sft.random_init": "is gone: write random weights with transformers, as tools/make_demo_policy.py does",
     "rollout.trtllm.graph_sizes": "is gone: the engine chooses, up to rollout.max_running_requests",
 }
 

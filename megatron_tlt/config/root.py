@@ -100,8 +100,6 @@ class SftSection(Section):
     """Wrap prompts in the tokenizer's chat template if it has one."""
     seed: int = Field(default=0, ge=0)
     """Seed of the data order."""
-    random_init: bool = False
-    """Start from random weights of the architecture in model.path/config.json instead of its tensors."""
 
 
 class SftConfig(Section):

@@ -153,7 +153,7 @@ def weight_problems(config: Config | SftConfig, shape: ModelConfig | None) -> li
     Without a `shape` (no model directory here) nothing is looked at; nor is what the run does not start from.
     """
     model = config.model
-    if shape is None or (isinstance(config, SftConfig) and config.sft.random_init):
+    if shape is None:
         return []
     try:
         if model.megatron_path is None:

@@ -91,8 +91,6 @@ class SftTrainer:
             config.optimizer,
             CompletionLoss(),
             total_optimizer_steps=sft.num_steps,
-            seed=sft.seed,
-            random_init=sft.random_init,
         )
 
     def run(self) -> None:

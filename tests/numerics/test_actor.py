@@ -106,12 +106,6 @@ def test_weight_decay_skips_norms_and_biases(optimizer: str) -> None:
     assert found["matrices_decayed"]
 
 
-def test_random_init_depends_on_the_seed_only() -> None:
-    found = case("guards")
-    assert found["random_same"]
-    assert found["random_other"]
-
-
 def test_bf16_stays_close_and_learns() -> None:
     found = case("bf16")
     assert found["dtypes"] == ["torch.bfloat16"]

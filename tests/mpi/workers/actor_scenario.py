@@ -34,8 +34,6 @@ def make_policy(
     optimizer: OptimizerSection = SGD,
     loss: Any = None,
     keep_reference: bool = True,
-    seed: int = 0,
-    random_init: bool = False,
     megatron_path: str | None = None,
     **actor: Any,
 ) -> MegatronPolicy:
@@ -48,8 +46,6 @@ def make_policy(
         loss or ClippedRatio(),
         total_optimizer_steps=10,
         keep_reference=keep_reference,
-        seed=seed,
-        random_init=random_init,
     )
 
 

@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_tlt.actor import attention, build
 from megatron_tlt.distributed.world import World
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf_writer import save_hf
+from tests.helpers.tiny_models import random_weights
 from tests.mpi.workers.actor_common import WeightedNll, say, sequences, train_batch
 from tests.mpi.workers.actor_scenario import make_policy
 
@@ -81,7 +84,7 @@ def engine_layers(fused: bool) -> Any:
 
 def count(world: World, folder: Path, **actor: Any) -> tuple[int, float]:
     """Syncs of one update of a random model, and the norm of its gradient."""
-    policy = make_policy(world, folder, loss=WeightedNll(), keep_reference=False, random_init=True, **actor)
+    policy = make_policy(world, folder, loss=WeightedNll(), keep_reference=False, **actor)
     batch = train_batch([sequences(6)], [100.0])
     with Syncs() as found, found.operators:
         metrics = policy.train_step(batch).metrics
@@ -96,6 +99,8 @@ def syncs(world: World, root: Path, scratch: Path) -> None:
         folder.mkdir(parents=True)
         config = json.loads((root / "qwen3" / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+        shape = ModelConfig.from_hf(folder)
+        save_hf(folder, shape, random_weights(shape))
         folders.append(folder)
 
     def of_both(**actor: Any) -> list[tuple[int, float]]:

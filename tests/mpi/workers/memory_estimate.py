@@ -44,9 +44,10 @@ def update(world: World, folder: Path, config: ModelConfig, overrides: list[str]
         SftConfig,
     )
     actor = section.actor
-    policy = MegatronPolicy(
-        world, section.model, actor, section.optimizer, WeightedNll(), 10, random_init=True
-    )
+    if world.is_main:
+        save_hf(folder, config, random_weights(config))
+    world.barrier()
+    policy = MegatronPolicy(world, section.model, actor, section.optimizer, WeightedNll(), 10)
     rng, per_batch = np.random.default_rng(0), actor.micro_batch_tokens // LENGTH
 
     def step(micro_batches: int) -> None:

@@ -153,8 +153,6 @@ def test_missing_and_truncated_shards_are_found_before_a_run(tmp_path):
     tree = {"model": config.model.model_dump(exclude_none=True), "sft": sft}
     with pytest.raises(ConfigError, match=r"model\.path"):
         check_report(SftConfig.model_validate(tree), 1)
-    tree["sft"] = {**sft, "random_init": True}
-    assert "Ranks: 1" in check_report(SftConfig.model_validate(tree), 1)
 
 
 def test_a_megatron_checkpoint_is_looked_at_before_a_run(tmp_path):
@@ -181,7 +179,7 @@ def test_a_megatron_checkpoint_is_looked_at_before_a_run(tmp_path):
 def fine_tuning(folder, **sft) -> SftConfig:
     sft = {"train_path": "no.jsonl", "out": str(folder / "out"), "tokens_per_step": 4096, **sft}
     model = {"path": "not/here", "architecture": ARCHITECTURE}
-    return SftConfig.model_validate({"model": model, "sft": {"random_init": True, **sft}})
+    return SftConfig.model_validate({"model": model, "sft": sft})
 
 
 @pytest.mark.parametrize(
