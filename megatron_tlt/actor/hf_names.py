@@ -179,7 +179,7 @@ def unshard(config: ModelConfig, slot: Slot, parts: list[Tensor]) -> list[Tensor
     d, groups = config.head_dim, config.num_kv_heads // len(parts)
     sizes = [config.num_heads // config.num_kv_heads * d, d, d]
     split = [part.reshape(groups, -1, *part.shape[1:]).split(sizes, 1) for part in parts]
-    return [_join([piece[i] for piece in split], 0).flatten(0, 1) for i in range(3)]
+    return [_join([heads[i] for heads in split], 0).flatten(0, 1) for i in range(3)]
 
 
 def _join(parts: list[Tensor], dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Metric sums of micro-batches to figures that every rank has."""
+"""Metric sums of micro-batches to metrics that every rank has."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reduce_over_world(parts: Iterable[Mapping[str, Tensor]], dims: Dims, world: 
 
 
 def _on_host(part: Mapping[str, Tensor]) -> dict[str, float]:
-    """The figures of a micro-batch; the host waits for the device once."""
+    """The sums of a micro-batch; the host waits for the device once."""
     if not part:
         return {}
     device = next(iter(part.values())).device

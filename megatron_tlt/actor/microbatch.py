@@ -38,13 +38,13 @@ class RowLayout(NamedTuple):
     cp_rank: int = 0
 
     @property
-    def unit(self) -> int:
+    def multiple(self) -> int:
         """Rows of a sequence are a multiple of this."""
         return 1 if self.cp == 1 else 2 * self.cp
 
     def padded(self, rows: int) -> int:
         """`rows` of a sequence with its padding."""
-        return -(-rows // self.unit) * self.unit
+        return -(-rows // self.multiple) * self.multiple
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def filler(layout: RowLayout) -> MicroBatch:
 def _assemble(members: tuple[int, ...], sequences: Sequence[TrainSequence], layout: RowLayout) -> MicroBatch:
     chosen = tuple(sequences[i] for i in members)
     sizes = [layout.padded(s.length - 1) for s in chosen]
-    if padding := -sum(sizes) % (layout.unit * layout.tp):  # sequence parallelism divides the rows of a rank
+    if padding := -sum(sizes) % (layout.multiple * layout.tp):  # sequence parallelism divides the rows of a rank
         sizes = [*sizes, padding]
     starts = np.concatenate([[0], np.cumsum(sizes)])
     tokens = np.zeros(starts[-1], np.int64)

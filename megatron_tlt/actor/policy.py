@@ -229,8 +229,8 @@ class MegatronPolicy:
         flat = torch.cat(found) if found else torch.empty(sum(sizes), device=current_device())
         if self.dims.pp > 1 and batches:
             dist.broadcast(flat, src=self.groups.pipeline[-1], group=self.groups.pp)
-        pieces = [piece.cpu().numpy() for piece in flat.split(sizes)] if batches else []
-        return scatter(pieces, batches, len(sequences))
+        by_batch = [part.cpu().numpy() for part in flat.split(sizes)] if batches else []
+        return scatter(by_batch, batches, len(sequences))
 
     def _for_update(self, sequences: list[TrainSequence]) -> list[MicroBatch]:
         """At least one micro-batch; with experts as many as every other rank has. Collective with experts."""
@@ -260,7 +260,7 @@ class MegatronPolicy:
         return self.actor.router_replay == "rollout"
 
     def _routing_metrics(self, packed: list[list[MicroBatch]]) -> dict[str, float]:
-        """Figures of the routers over the whole update; none of a dense model. Collective with experts."""
+        """Metrics of the routers over the whole update; none of a dense model. Collective with experts."""
         if not self.config.num_experts:
             return {}
         found = [batch.routing for batches in packed for batch in batches if isinstance(batch.routing, Routing)]

@@ -117,7 +117,7 @@ class _AddLoss(torch.autograd.Function):
 def routing_metrics(
     found: Sequence[Routing], layers: int, experts: int, chosen: int, replays: bool
 ) -> dict[str, float]:
-    """Figures of one update over all its tokens, layers and ranks. Collective over the world.
+    """Metrics of one update over all its tokens, layers and ranks. Collective over the world.
 
     `expert_load`: tokens of a layer's fullest expert over the mean, averaged over the layers. `router_entropy`:
     nats. With replay `replayed_share`: choices that were replayed of all, and `replay_flips`: those of them that the
@@ -132,7 +132,7 @@ def routing_metrics(
     mean = counts.mean(1)
     load = (counts.amax(1) / mean).mean()
     entropy, replayed, flips = (totals / (mean.sum() * experts / chosen)).tolist()
-    figures = {"expert_load": float(load), "router_entropy": entropy}
+    metrics = {"expert_load": float(load), "router_entropy": entropy}
     if replays:
-        figures |= {"replayed_share": replayed, "replay_flips": flips / replayed if replayed else math.nan}
-    return figures
+        metrics |= {"replayed_share": replayed, "replay_flips": flips / replayed if replayed else math.nan}
+    return metrics

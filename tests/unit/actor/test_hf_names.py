@@ -1,5 +1,6 @@
-"""Cutting Hugging Face tensors over tensor-parallel ranks and joining them again. How they are cut is in the converter's
-tests, against tensors made loop by loop.
+"""Cutting Hugging Face tensors over tensor-parallel ranks and joining them again.
+
+How they are cut is in the converter's tests, against tensors made loop by loop.
 """
 
 from __future__ import annotations
