@@ -19,11 +19,11 @@ from megatron_tlt.actor.attention import SDPACoreAttention, rotation
 from megatron_tlt.actor.context_parallel import GatheredKeysAttention, HeadExchangeAttention
 from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda, current_device
 from megatron_tlt.actor.elementwise import RMSNorm, swiglu
-from megatron_tlt.actor.experts import expert_config, use_experts
+from megatron_tlt.actor.experts import ExpertLayer, GroupedExperts, RoutedLayer, expert_config
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.microbatch import MicroBatch, recorded_routes
 from megatron_tlt.actor.recompute import RecomputedActivationMLP
-from megatron_tlt.actor.routing import Routing
+from megatron_tlt.actor.routing import Router, Routing
 from megatron_tlt.actor.weights import mark_shards
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.planning.policy import rotation_rows
@@ -49,6 +49,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -218,6 +219,7 @@ def _decoder_spec(config: ModelConfig, actor: ActorSection, stage: int) -> Any:
 
 
 def _layer(config: ModelConfig, actor: ActorSection, number: int) -> ModuleSpec:
+    """One layer, which has its norm before experts as a module, and there too under its own name in checkpoints."""
     layer = _dense_layer(config, actor)
     if number not in config.moe_layers:
         return layer
@@ -228,9 +230,18 @@ def _layer(config: ModelConfig, actor: ActorSection, number: int) -> ModuleSpec:
         layer.submodules.pre_mlp_layernorm = _engine_norm()
         submodules.linear_fc1 = TESpecProvider().column_parallel_linear()
     shared = ModuleSpec(module=SharedExpertMLP, submodules=submodules)
-    modules = actor.recompute_modules if actor.recompute == "selective" else ()
-    place = config.moe_layers.index(number)
-    use_experts(layer, place, shared if config.shared_expert_intermediate_size else None, modules)
+    redone = actor.recompute_modules if actor.recompute == "selective" else ()
+    layer.module = RoutedLayer
+    layer.submodules.mlp = ModuleSpec(
+        module=ExpertLayer,
+        params={"place": config.moe_layers.index(number), "recompute": "mlp" in redone},
+        submodules=MoESubmodules(
+            experts=ModuleSpec(module=GroupedExperts, params={"recompute_activation": "mlp_act" in redone}),
+            shared_experts=shared if config.shared_expert_intermediate_size else None,
+            router=Router,
+        ),
+    )
+    layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": _NAMES_IN_CHECKPOINTS["input_layernorm."]}
     return layer
 
 

@@ -12,8 +12,11 @@ Reading goes through megatron's `load`, so another TP x PP x DP can read what th
 
 from __future__ import annotations
 
+import io
+import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +24,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.actor import optimizer_shards
 from megatron_tlt.actor.checkpoint_files import Manifest
 from megatron_tlt.actor.device import cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
-from megatron_tlt.actor.safe_load import no_pickles
 from megatron_tlt.actor.shard_writer import ThreadSaveStrategy, ThreadWriter
-from megatron_tlt.actor.torch_dist_reader import TorchDistReader
+from megatron_tlt.actor.torch_dist_reader import METADATA, TorchDistReader, read_metadata
 from megatron_tlt.distributed.together import together
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
@@ -42,6 +45,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+# Without torch's own text, which recommends to try again without the protection.
+_REFUSED = "checkpoint {} holds more than numbers (weights_only would not open it): nothing of it was run"
 
 
 def start_save(
@@ -165,13 +171,41 @@ def load_state(module: Any, optimizer: Any, groups: ActorGroups, directory: Path
 
     Nothing in it is unpickled. Raises CheckpointError.
     """
-    with cpu_as_cuda(), no_pickles(directory):
+    with cpu_as_cuda(), _no_pickles(directory):
         state = dist_checkpointing.load(
             sharded_state(module, optimizer, groups, None), str(directory)
         )
         module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         optimizer_shards.separate_steps(optimizer)
+
+
+@contextmanager
+def _no_pickles(directory: Path) -> Iterator[None]:
+    """While megatron loads `directory`: CheckpointError for anything that is not numbers, or cannot be read.
+
+    torch unpickles .metadata without a check, so it is read here first, by an unpickler that builds torch's records
+    only; common.pt and layers' extra state get weights_only whatever the caller passes. Use from one thread.
+    """
+    read_metadata(directory / METADATA)
+    load = torch.load
+
+    def numbers_only(*arguments: Any, **options: Any) -> Any:
+        return load(*arguments, **{**options, "weights_only": True})
+
+    torch.load = numbers_only
+    try:
+        with torch.serialization.safe_globals([io.BytesIO]):
+            yield
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(_REFUSED.format(directory)) from error
+    except CheckpointException as error:  # an error on any rank; torch derives it from BaseException
+        failures = [failure for failure, _ in error.failures.values()]
+        if any(isinstance(failure, pickle.UnpicklingError) for failure in failures):
+            raise CheckpointError(_REFUSED.format(directory)) from error
+        raise CheckpointError(f"checkpoint {directory} cannot be read: {failures[0]}") from error
+    finally:
+        torch.load = load
 
 
 def load_model(world: World, module: Any, groups: ActorGroups, path: str, config: ModelConfig) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 from megatron_tlt.actor.device import current_device
 from megatron_tlt.actor.elementwise import swiglu
 from megatron_tlt.actor.hf_names import expert_fields
-from megatron_tlt.actor.routing import Router
 from megatron_tlt.models.config import ModelConfig
 
 # isort: split
@@ -160,21 +159,3 @@ class RoutedLayer(TransformerLayer):
         """As megatron's."""
         self.mlp.router.routing_now = packed_seq_params.routing
         return super().forward(*args, packed_seq_params=packed_seq_params, **kw)
-
-
-def use_experts(layer: Any, place: int, shared: Any, modules: tuple[str, ...]) -> None:
-    """Makes a layer's spec one with experts. `shared`: the spec of the shared expert's MLP, None: it has none.
-
-    `modules`: what selective recompute redoes. Mutates `layer`; its norm before the MLP must be a module.
-    """
-    from megatron.core.transformer import ModuleSpec
-
-    experts = ModuleSpec(module=GroupedExperts, params={"recompute_activation": "mlp_act" in modules})
-    layer.module = RoutedLayer
-    layer.submodules.mlp = ModuleSpec(
-        module=ExpertLayer,
-        params={"place": place, "recompute": "mlp" in modules},
-        submodules=MoESubmodules(experts=experts, shared_experts=shared, router=Router),
-    )
-    # With Transformer Engine, too, the norm is a module of its own here, and keeps its name in checkpoints.
-    layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
