@@ -20,15 +20,17 @@ from megatron_tlt.config.root import SftConfig
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.types import TrainSequence
 from tests.helpers.live_bytes import live_bytes
+from tests.helpers.tiny_models import random_weights
 from tests.mpi.workers.actor_common import WeightedNll, say, train_batch
 
 LENGTH = 256  # of a sequence
 
 
 def model_of(folder: Path, fields: dict[str, Any]) -> tuple[Path, ModelConfig]:
-    """A directory with config.json and random weights."""
+    """A directory for a model, and its configuration."""
     sizes = {"vocab_size": 8192, "hidden_size": 256, "num_layers": 4, "num_heads": 8, "num_kv_heads": 2}
     sizes |= {"head_dim": 32, "intermediate_size": 512, "max_position_embeddings": 1024} | fields
     family = sizes.pop("family", "qwen3")
@@ -44,9 +46,6 @@ def update(world: World, folder: Path, config: ModelConfig, overrides: list[str]
         SftConfig,
     )
     actor = section.actor
-    if world.is_main:
-        save_hf(folder, config, random_weights(config))
-    world.barrier()
     policy = MegatronPolicy(world, section.model, actor, section.optimizer, WeightedNll(), 10)
     rng, per_batch = np.random.default_rng(0), actor.micro_batch_tokens // LENGTH
 
@@ -88,8 +87,8 @@ def main() -> None:
     world = World.start(DistributedSection(device="cpu"), threads=1)
     for number, (fields, overrides) in enumerate(json.loads(sys.argv[2])):
         folder, config = model_of(Path(sys.argv[1]) / str(number), fields)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config.to_hf()))
+        if world.is_main:
+            save_hf(folder, config, random_weights(config))
         world.barrier()
         say(world, ranks=world.all_gather_object(update(world, folder, config, overrides)))
     world.close()
