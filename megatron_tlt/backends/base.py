@@ -6,9 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.rollout.spec.history import AnswerHistory
     from megatron_tlt.sync.served_weights import ServedWeights
     from megatron_tlt.types import PastAnswer, Prompt
+
+
+def end_tokens(policy: ModelConfig, tokenizer: HFTokenizer | None) -> list[int]:
+    """The tokens that end an answer, of the model and of the tokenizer."""
+    return sorted({*policy.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())})
 
 
 class BaseBackend:

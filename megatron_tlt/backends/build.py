@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.drafter.checkpoint import load_drafter
@@ -15,7 +16,6 @@ from megatron_tlt.models.base import DTYPES, empty_routes
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle, sample_kernel
 from megatron_tlt.models.loader import iter_weights
-from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
@@ -23,6 +23,7 @@ from megatron_tlt.rollout.paged_hidden_states import page_bytes
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.spec.build import Drafting
 from megatron_tlt.rollout.spec.history import AnswerHistory
+from megatron_tlt.sync.served_weights import NO_WEIGHTS, ServedWeights
 
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection
@@ -102,7 +103,7 @@ def build_backend(
         num_blocks,
         rollout.block_size,
         tokenizer=tokenizer,
-        eos_token_ids=sorted({*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}),
+        eos_token_ids=end_tokens(config, tokenizer),
         tp=tp,
         native_sample=_native_sample(decoder, rollout.threads),
         drafting=Drafting(rollout.speculation, eagle, history),
@@ -113,10 +114,7 @@ def build_backend(
         engine.capture_graphs(graphs.rows_each, rollout.release_cache and device.type == "cuda")
     return EmbeddedBackend(
         engine,
-        config.parameter_shapes(),
-        ignorable=("lm_head.weight",) if config.tie_word_embeddings else (),
-        keep_checksums=sync is not None and sync.verify,
-        has_weights=load_weights,
+        ServedWeights.of_policy(config, sync is not None and sync.verify, 0 if load_weights else NO_WEIGHTS),
         history=history,
         longest_first=rollout.order == "longest_first",
         release_cache=rollout.release_cache,
@@ -172,9 +170,6 @@ def _check(
     """Raises ConfigError with every setting that no engine can be built with."""
     section = rollout.speculation
     problems = list(check_speculation(section, has_drafter))
-    if section.uses_suffix and find_compiler() is None:
-        allowed = "needs a C compiler: no cc, gcc or clang on PATH (install gcc, or choose none or eagle)"
-        problems.append(ConfigProblem("rollout.speculation.drafter", section.drafter, allowed))
     if model.max_context > config.max_position_embeddings:
         allowed = f"at most {config.max_position_embeddings}, the positions of the model in {model.path}"
         problems.append(ConfigProblem("model.max_context", model.max_context, allowed))

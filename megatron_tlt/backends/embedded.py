@@ -11,10 +11,8 @@ from megatron_tlt.backends.base import BaseBackend
 from megatron_tlt.errors import BackendError, CheckpointError, SyncError
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.sync.buckets import checksum
-from megatron_tlt.sync.served_weights import NO_WEIGHTS, ServedWeights
 from megatron_tlt.types import (
     CAPABILITIES,
-    BackendCapabilities,
     EngineStats,
     HiddenStateSample,
     Prompt,
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.engine import Engine
     from megatron_tlt.rollout.request import Request
     from megatron_tlt.rollout.spec.history import AnswerHistory
+    from megatron_tlt.sync.served_weights import ServedWeights
 
 _SHOWN_TOKENS = 1000  # of an answer, in `drafts_of`
 
@@ -38,37 +37,27 @@ _SHOWN_TOKENS = 1000  # of an answer, in `drafts_of`
 class EmbeddedBackend(BaseBackend):
     """A `RolloutBackend` around one `Engine`. A push of weights is all or nothing (`sync.served_weights`)."""
 
+    capabilities = CAPABILITIES["embedded"]
+
     def __init__(
         self,
         engine: Engine,
-        parameter_shapes: Mapping[str, tuple[int, ...]],
-        ignorable: Sequence[str] = (),
-        keep_checksums: bool = False,
-        has_weights: bool = True,
+        weights: ServedWeights,
         history: AnswerHistory | None = None,
         longest_first: bool = False,
         release_cache: bool = False,
     ):
-        """`parameter_shapes` names every tensor a push must bring; `ignorable` ones may come and are dropped.
+        """Without a version of `weights` the engine refuses to answer until a push has arrived.
 
-        Without weights the engine refuses to answer until a push has arrived. `history` keeps earlier answers;
-        `longest_first` starts prompts whose earlier answers were long before the others. `release_cache` gives the
-        cache's memory back whenever no rollout runs.
+        `history` keeps earlier answers; `longest_first` starts prompts whose earlier answers were long before the
+        others. `release_cache` gives the cache's memory back whenever no rollout runs.
         """
-        version = 0 if has_weights else NO_WEIGHTS
-        weights = ServedWeights(parameter_shapes, ignorable, keep_checksums, version)
         super().__init__(weights, history, longest_first)
         self._release_cache = release_cache
         if release_cache:
             engine.release()
         self._traced_prompts = 0
         self._engine: Engine | None = engine
-        self._checksums: dict[str, int] = {}  # of the open push
-
-    @property
-    def capabilities(self) -> BackendCapabilities:
-        """What this engine supports: everything."""
-        return CAPABILITIES["embedded"]
 
     @property
     def engine(self) -> Engine:
@@ -212,15 +201,13 @@ class EmbeddedBackend(BaseBackend):
         """Opens a push of `version`; one that was open and never finished is given up."""
         assert self.engine.is_idle, "weights change only between rollouts"
         self._weights.begin(version)
-        self._checksums = {}
 
     def update_weights(self, bucket: WeightBucket) -> None:
         """Loads some tensors of the open push. Raises SyncError on a wrong version, name or shape."""
         tensors = self._weights.accept(bucket)
         self.engine.runner.decoder.load_weights(tensors, partial=True)
-        self._weights.mark_loaded(tensors)
         if self._weights.keep_checksums:
-            self._checksums |= {name: checksum(tensor) for name, tensor in tensors}
+            self._weights.open_checksums |= {name: checksum(tensor) for name, tensor in tensors}
 
     def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Loads the drafter's tensors into the open push. Raises SyncError if none is open, there is no trained drafter
@@ -238,7 +225,7 @@ class EmbeddedBackend(BaseBackend):
 
     def finish_update(self) -> None:
         """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
-        self._weights.commit(self._checksums)
+        self._weights.commit()
 
     def take_stats(self) -> EngineStats:
         """Counters since the last call. Resets them."""

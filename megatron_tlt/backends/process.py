@@ -1,14 +1,13 @@
 """The engine's child process on the rank's side: start, messages, liveness, end.
 
-The rank listens on a Unix socket in a directory that only this user may enter; the child connects, sends its protocol
-and engine version, and then a heartbeat every few seconds. A dead or silent child, or one that sends anything but
-whole messages, is killed with its process group and reported with the end of its log.
+The rank listens on a Unix socket in a directory that only this user may enter; the child connects, sends its engine's
+version, and then a heartbeat every few seconds. A dead or silent child, or one that sends anything but whole messages,
+is killed with its process group and reported with the end of its log.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,20 +15,24 @@ import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.backends.wire import PROTOCOL, FrameReader, WireError, frame
+from megatron_tlt.backends.serving import WireError, line_of, message_of
+from megatron_tlt.backends.transport import SharedDirectory
 from megatron_tlt.distributed.child_signals import signals_blocked
-from megatron_tlt.errors import BackendError
+from megatron_tlt.errors import BackendError, ConfigError
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.trtllm import TrtllmSection
+    from megatron_tlt.config.vllm import VllmSection
 
 Message = dict[str, Any]
 # Variables of a launcher for its ranks: the engine starts MPI or Ray of its own and must not join the ranks' job.
 _LAUNCHER = ("PMI_", "PMI2_", "PMIX_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
 _PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of our environment, not of the engine's
-_LONGEST_PATH = 107  # of a Unix socket on Linux
 _TAIL_BYTES = 4000
 _TICK_S = 0.25
 _END_S = 30.0
@@ -37,18 +40,15 @@ _END_S = 30.0
 
 @dataclass(frozen=True)
 class EngineLaunch:
-    """What is started, in which environment, and how long it may take."""
+    """What is started, in which environment."""
 
     name: str  # the engine's, as in messages
     section: str  # path of its configuration
+    settings: TrtllmSection | VllmSection  # that configuration
     package: tuple[str, Path]  # the directory of Python files that it runs, and the name that it has there
     module: str
     python: str
-    version: str  # of the engine; another one is refused
-    heartbeat_s: float
-    silence_s: float
-    start_s: float
-    environment: Mapping[str, str] = field(default_factory=dict)  # more variables
+    environment: Mapping[str, str]  # more variables
 
 
 def child_environment(ours: Mapping[str, str], package: str, more: Mapping[str, str]) -> dict[str, str]:
@@ -59,86 +59,94 @@ def child_environment(ours: Mapping[str, str], package: str, more: Mapping[str, 
     return {**kept, "PYTHONPATH": package, **more}
 
 
+def with_more(arguments: Mapping[str, Any], more: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Arguments of an engine, and those that its section adds at `path`. Raises ConfigError where they replace one."""
+    both = arguments.keys() & more.keys()
+    if both:
+        allowed = f"set by other settings already: {', '.join(sorted(both))}"
+        raise ConfigError.of(path, dict(more), allowed)
+    return {**arguments, **more}
+
+
 class EngineProcess:
     """The child process and the socket to it. Used by one thread of the rank."""
 
     def __init__(self, launch: EngineLaunch, variables: Mapping[str, str] = MappingProxyType({})):
-        """Starts the child and shakes hands. `variables`: of its environment, over all others. Raises BackendError."""
-        self.launch = launch
-        self._directory = Path(tempfile.mkdtemp(prefix="tlt-"))  # 0700
-        self.log = self._directory / "engine.log"
-        self._reader = FrameReader()
-        self._socket: socket.socket | None = None
-        self._calls = 0
-        self._seen = time.monotonic()
-        self.answers: list[Message] = []  # came while a reply was waited for
-        self._child: subprocess.Popen[bytes] | None = None
-        listener = self._listen()
-        try:
-            self._child = self._spawn(variables)
-            self._socket = self._accept(listener)
-            self.engine_version = self._handshake()
-        finally:
-            listener.close()
+        """Starts the child and waits for its hello. `variables`: of its environment, over all others.
 
-    def _listen(self) -> socket.socket:
-        path = str(self._directory / "socket")
-        if len(os.fsencode(path)) > _LONGEST_PATH:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            raise BackendError(f"{path} is too long for a Unix socket: set TMPDIR to a shorter directory")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(path)
-        listener.listen(1)
-        return listener
+        Raises BackendError; then neither process nor files are left.
+        """
+        self.launch = launch
+        self.shared = SharedDirectory()
+        """For the socket, the log, and tensors on their way; both processes may write there."""
+        self._log = self.shared.path / "engine.log"
+        self.answers: list[Message] = []  # came while a reply was waited for
+        self._received = bytearray()
+        self._calls = 0
+        self._has_engine = False
+        self._socket: socket.socket | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        try:
+            self._socket = self._connect(variables)
+            self._check_version(self._next(launch.settings.start_s))
+        except BaseException:
+            self._kill()
+            self.shared.close()
+            raise
+
+    def _connect(self, variables: Mapping[str, str]) -> socket.socket:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(self.shared.path / "socket"))
+            listener.listen(1)
+            listener.settimeout(_TICK_S)
+            self._child = self._spawn(variables)
+            deadline = time.monotonic() + self.launch.settings.start_s
+            while time.monotonic() < deadline:
+                with suppress(TimeoutError):
+                    connection, _ = listener.accept()
+                    connection.settimeout(_TICK_S)
+                    return connection
+                self._check_alive("before its hello")
+        raise self.failure(f"sent no hello within {self.launch.settings.start_s:g} s")
 
     def _spawn(self, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        launch = self.launch
+        launch, directory = self.launch, self.shared.path
         name, place = launch.package
-        (self._directory / name).symlink_to(place)
-        environment = child_environment(os.environ, str(self._directory), launch.environment) | dict(variables)
+        (directory / name).symlink_to(place)
+        environment = child_environment(os.environ, str(directory), launch.environment) | dict(variables)
+        # Not `resolve`: an environment's python is a link, and is known by the link's place.
+        command = [os.path.abspath(launch.python), "-m", launch.module, str(directory / "socket")]
         try:
             # Signals to end are for the rank; Slurm sends them to every process, and the engine would be gone at once.
-            with self.log.open("wb") as log, signals_blocked():
-                # Not `resolve`: an environment's python is a link, and is known by the link's place.
+            with self._log.open("wb") as log, signals_blocked():
                 return subprocess.Popen(
-                    [os.path.abspath(launch.python), "-m", launch.module, str(self._directory / "socket")],
+                    [*command, str(launch.settings.heartbeat_s)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=environment,
-                    cwd=self._directory,
+                    cwd=directory,
                     start_new_session=True,  # so that killing it also kills what it started
                 )
         except OSError as error:
-            shutil.rmtree(self._directory, ignore_errors=True)
             raise BackendError(
                 f"{launch.section}.python = {launch.python!r} cannot be started: {error}"
             ) from error
 
-    def _accept(self, listener: socket.socket) -> socket.socket:
-        deadline = time.monotonic() + self.launch.start_s
-        listener.settimeout(_TICK_S)
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                self._check_alive("before its hello")
-                if time.monotonic() > deadline:
-                    raise self.failure(f"sent no hello within {self.launch.start_s:g} s") from None
-                continue
-            connection.settimeout(_TICK_S)
-            return connection
+    def _check_version(self, hello: Message) -> None:
+        launch, engine = self.launch, hello.get("engine")
+        if hello["type"] != "hello" or engine != launch.settings.version:
+            wanted = f"{launch.section}.version is {launch.settings.version}"
+            raise self.failure(f"is {launch.name} {engine}, {wanted}")
 
-    def _handshake(self) -> str:
-        hello = self._next(self.launch.start_s)
-        if hello["type"] != "hello" or hello.get("protocol") != PROTOCOL:
-            raise self.failure(f"has protocol {hello.get('protocol')!r}, this side has {PROTOCOL}")
-        engine = str(hello.get("engine"))
-        launch = self.launch
-        if engine != launch.version:
-            raise self.failure(f"is {launch.name} {engine}, {launch.section}.version is {launch.version}")
-        self.send({"type": "hello", "protocol": PROTOCOL, "heartbeat_s": self.launch.heartbeat_s})
-        return engine
+    def start(self, **arguments: Any) -> None:
+        """Has the child start its engine. Raises BackendError; then neither process nor files are left."""
+        try:
+            self.call("start", patience=self.launch.settings.start_s, **arguments)
+        except BaseException:
+            self.close()
+            raise
+        self._has_engine = True
 
     @property
     def pid(self) -> int:
@@ -153,14 +161,14 @@ class EngineProcess:
         return self._child is not None
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message. Raises BackendError if the child is gone or does not read, WireError if it is too long."""
-        data = frame(message)
+        """Sends a message. Raises BackendError if the child is gone or does not read."""
         assert self.pid and self._socket is not None
-        self._socket.settimeout(self.launch.silence_s)
+        silence_s = self.launch.settings.silence_s
+        self._socket.settimeout(silence_s)
         try:
-            self._socket.sendall(data)
+            self._socket.sendall(line_of(message))
         except TimeoutError as error:
-            raise self.failure(f"took no message for {self.launch.silence_s:g} s") from error
+            raise self.failure(f"took no message for {silence_s:g} s") from error
         except OSError as error:
             raise self.failure(self._exit_text("hung up")) from error
         finally:
@@ -170,7 +178,7 @@ class EngineProcess:
     def call(self, kind: str, *, patience: float | None = None, **fields: Any) -> Message:
         """Sends a request and waits for its reply; answers that come meanwhile are kept in `answers`.
 
-        `patience`: seconds without a heartbeat in place of the launch's `silence_s`. Raises BackendError.
+        `patience`: seconds without a heartbeat in place of the section's `silence_s`. Raises BackendError.
         """
         self._calls += 1
         number = self._calls
@@ -199,35 +207,42 @@ class EngineProcess:
 
     def _next(self, patience: float | None, beats: bool = False) -> Message:
         """The next message; heartbeats are skipped without `beats`. Silence counts from now at the earliest."""
-        assert self.pid and self._socket is not None
-        limit = patience or self.launch.silence_s
-        self._seen = time.monotonic()
+        assert self.pid
+        limit = patience or self.launch.settings.silence_s
+        deadline = time.monotonic() + limit
         while True:
-            try:
-                message = self._reader.next()
-            except WireError as error:
-                raise self.failure(f"sent no valid message: {error}") from error
-            if message is not None:
+            end = self._received.find(b"\n")
+            if end >= 0:
+                line = bytes(self._received[:end])
+                del self._received[: end + 1]
+                message = self._message(line)
                 if beats or message["type"] != "beat":
                     return message
-                continue
-            self._read_more(limit)
+            elif self._read_more():
+                deadline = time.monotonic() + limit
+            elif time.monotonic() > deadline:
+                raise self.failure(f"sent no heartbeat for {limit:g} s")
 
-    def _read_more(self, limit: float) -> None:
+    def _message(self, line: bytes) -> Message:
+        try:
+            return message_of(line)
+        except WireError as error:
+            raise self.failure(f"sent no valid message: {error}") from error
+
+    def _read_more(self) -> bool:
+        """Whether bytes came within a tick."""
         assert self._socket is not None
         try:
             data = self._socket.recv(1 << 20)
         except TimeoutError:
             self._check_alive("without a message")
-            if time.monotonic() - self._seen > limit:
-                raise self.failure(f"sent no heartbeat for {limit:g} s") from None
-            return
+            return False
         except OSError as error:
             raise self.failure(self._exit_text("hung up")) from error
         if not data:
             raise self.failure(self._exit_text("hung up"))
-        self._seen = time.monotonic()
-        self._reader.feed(data)
+        self._received += data
+        return True
 
     def _check_alive(self, when: str) -> None:
         assert self._child is not None
@@ -243,19 +258,22 @@ class EngineProcess:
         return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def failure(self, what: str) -> BackendError:
-        """Kills the child; returns the error with what it did and the end of its log. The log stays on disk."""
+        """Kills the child; returns the error with what it did and the end of its log.
+
+        The log of an engine that had been started stays, in a file of the temporary directory.
+        """
         pid = self._child.pid if self._child is not None else None
         self._kill()
-        tail = self._tail()
-        shown = f"the end of its log ({self.log}):\n{tail}" if tail else f"its log ({self.log}) is empty"
+        log, name = self._log.read_bytes() if self._log.exists() else b"", "its log"
+        self.shared.close()
+        if self._has_engine and log:
+            file, path = tempfile.mkstemp(prefix="tlt-", suffix=".log")
+            with os.fdopen(file, "wb") as kept:
+                kept.write(log)
+            name = f"its log ({path})"
+        tail = log[-_TAIL_BYTES:].decode("utf-8", "replace").strip()
+        shown = f"the end of {name}:\n{tail}" if tail else f"{name} is empty"
         return BackendError(f"the {self.launch.name} engine (process {pid}) {what}; {shown}")
-
-    def _tail(self) -> str:
-        with suppress(OSError), self.log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            return file.read().decode("utf-8", "replace").strip()
-        return ""
 
     def _kill(self) -> None:
         if self._child is not None:
@@ -268,13 +286,10 @@ class EngineProcess:
             self._socket = None
 
     def close(self) -> None:
-        """Shuts the child down, by force if that takes too long; removes its directory. A second call does nothing."""
-        if self._child is None:
-            return
-        try:
-            self.call("shutdown", patience=_END_S)
-            self._child.wait(timeout=_END_S)
-        except (BackendError, subprocess.TimeoutExpired):
-            pass  # it is killed below
+        """Shuts the child down, by force if that takes too long; removes its files. A second call does nothing."""
+        if self._child is not None:
+            with suppress(BackendError, subprocess.TimeoutExpired):  # it is killed below
+                self.call("shutdown", patience=_END_S)
+                self._child.wait(timeout=_END_S)
         self._kill()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self.shared.close()

@@ -1,8 +1,8 @@
 """The rank's side of an engine in another process: what every such backend does alike.
 
 rank                                             the engine's process
-RemoteBackend --- EngineProcess: messages ------ serving.Connection --- a Host around the engine
-              --- Transport: tensors, by shared memory or GPU handles
+RemoteBackend --- EngineProcess: messages ------ serving: loop  --- an EngineHost
+              --- transport: tensors, by shared memory or GPU handles
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from megatron_tlt.backends.base import BaseBackend
-from megatron_tlt.backends.wire import WireError
+from megatron_tlt.backends.transport import by_cuda_ipc, in_shared_memory
+from megatron_tlt.drafter.export.engines import layer_names
 from megatron_tlt.errors import BackendError, SyncError, shortened
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD
+from megatron_tlt.models.keys import request_key
 from megatron_tlt.rollout.spec.history import AnswerHistory
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import (
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tlt.backends.process import EngineProcess
-    from megatron_tlt.backends.transport import Transport
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.interfaces import ProgressCallback
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort"}
 _HISTORY_MIB = 64  # lengths only
-Pending = dict[int, tuple[int, int]]  # a request's number -> (prompt id, sample index)
 
 
 class RemoteBackend(BaseBackend):
@@ -56,7 +56,6 @@ class RemoteBackend(BaseBackend):
     def __init__(
         self,
         process: EngineProcess,
-        transport: Transport,
         weights: ServedWeights,
         rollout: RolloutSection,
         *,
@@ -74,17 +73,19 @@ class RemoteBackend(BaseBackend):
         longest_first = rollout.order == "longest_first"
         super().__init__(weights, AnswerHistory(1, 0, _HISTORY_MIB) if longest_first else None, longest_first)
         self._process: EngineProcess | None = process
-        self._transport, self._tokenizer, self._rollout = transport, tokenizer, rollout
+        self._tokenizer, self._rollout = tokenizer, rollout
         self._max_context, self._eos_token_ids = max_context, tuple(eos_token_ids)
         self._drafter_names, self._keeps_tables = drafter_names, keeps_tables
         self._tables: dict[str, Tensor] = {}
         self._name = process.launch.name
-        self._drafter_sums: dict[str, int] = {}  # of the open push
+        self._next_drafter: tuple[Mapping[str, Tensor], int] | None = None  # of the open push
         self._requests = 0
-        self._most_in_flight: int | None = None  # requests that the engine has at a time; None: all
-        # Of the generate under way, in the order in which they start.
+        # Of the generate under way: what waits, in the order in which it starts, and what the engine has.
         self._queue: deque[tuple[Prompt, int]] = deque()
-        self._num_running = 0
+        self._pending: dict[int, tuple[int, int]] = {}  # a request's number -> (prompt id, sample index)
+        self._prompts: dict[int, Prompt] = {}
+        self._arguments: dict[str, Any] = {}
+        self._seed, self._lengths = 0, np.zeros(0, np.int32)
         self._stats = EngineStats()
 
     @property
@@ -96,25 +97,12 @@ class RemoteBackend(BaseBackend):
 
     # -- what engines do differently ------------------------------------------------------------------------
 
-    @property
-    @abstractmethod
-    def capabilities(self) -> BackendCapabilities:
-        """What this engine supports."""
+    capabilities: BackendCapabilities
+    """What this engine supports."""
 
     @abstractmethod
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
         """Sampling arguments of a request, as plain data. Raises BackendError."""
-
-    @abstractmethod
-    def _request(self, seed: int, prompt_id: int, sample_index: int) -> dict[str, Any]:
-        """What distinguishes one request of a prompt from its siblings, as plain data."""
-
-    def _for_engine(self, weights: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-        """The drafter's tensors under the engine's names."""
-        return list(weights.items())
-
-    def _note_beat(self, message: Mapping[str, Any]) -> None:
-        """Reads a heartbeat that came between answers."""
 
     def _drop_answer(self, message: Mapping[str, Any]) -> None:
         """Removes what lies beside an answer that will not be read."""
@@ -136,21 +124,19 @@ class RemoteBackend(BaseBackend):
         Those in `have` are neither made nor returned. `on_answer` gets each answer as soon as it is finished.
         `Sample.logprobs` is empty: see `BackendCapabilities.logprobs`.
         """
-        self._before_generate(prompts, params)
         self._must_serve(prompts, params)
         self.resume()
         started = time.perf_counter()
-        pending: Pending = {}
-        arguments, without = self._sampling(params), frozenset(have)
+        self._prompts, self._seed = {p.prompt_id: p for p in prompts}, params.seed
+        self._lengths = np.zeros(0, np.int32)
+        self._arguments, without = self._sampling(params), frozenset(have)
         wanted = ((prompt, i) for prompt in self._ordered(prompts) for i in range(num_samples))
         self._queue.extend((prompt, i) for prompt, i in wanted if (prompt.prompt_id, i) not in without)
-        fill = partial(self._fill, params.seed, arguments, pending)
         try:
-            fill()
-            stops = frozenset(arguments["stop_token_ids"] or ())
-            samples = self._collect(pending, fill, started, stops, on_progress, on_answer)
+            self._fill()
+            samples = self._collect(started, on_progress, on_answer)
         except BaseException:  # also an interrupt: what runs must not run on, or answer the next call
-            self._abandon(pending)
+            self._abandon()
             raise
         self._stats.seconds += time.perf_counter() - started
         self._stats.finished_requests += len(samples)
@@ -158,9 +144,6 @@ class RemoteBackend(BaseBackend):
         self._after_generate()
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
         return samples
-
-    def _before_generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        """Called before the requests of these prompts are submitted."""
 
     def _after_generate(self) -> None:
         """Called after the last answer."""
@@ -179,77 +162,52 @@ class RemoteBackend(BaseBackend):
                     f"prompt {prompt.prompt_id}: prompt and answer of {total} tokens exceed the context of {most}"
                 )
 
-    def _fill(self, seed: int, arguments: Mapping[str, Any], pending: Pending) -> None:
-        """Submits queued requests while the engine may have more. Adds to `pending`."""
-        most = self._most_in_flight or len(self._queue) + len(pending)
-        while self._queue and len(pending) < most:
-            prompt, first = self._queue.popleft()
-            samples = [first]
-            while self._queue and self._queue[0][0] is prompt and len(pending) + len(samples) < most:
-                samples.append(self._queue.popleft()[1])
-            self._submit(prompt, seed, samples, arguments, pending)
-        self._num_running = len(pending)
-
-    def _submit(
-        self,
-        prompt: Prompt,
-        seed: int,
-        samples: Sequence[int],
-        arguments: Mapping[str, Any],
-        pending: Pending,
-    ) -> None:
-        """One request a sample: engines differ in what they make of several samples in one. Adds to `pending`."""
-        first = self._requests + 1
-        self._requests += len(samples)
-        numbered = dict(zip(range(first, first + len(samples)), samples, strict=True))
-        requests = [{"id": n, **self._request(seed, prompt.prompt_id, i)} for n, i in numbered.items()]
-        ids = [int(i) for i in prompt.token_ids]
-        try:
-            self.process.send({"type": "submit", "requests": requests, "token_ids": ids, "params": arguments})
-        except WireError as error:
-            raise BackendError(f"prompt {prompt.prompt_id}: {error}") from error
-        pending.update({n: (prompt.prompt_id, i) for n, i in numbered.items()})
+    def _fill(self) -> None:
+        """Submits queued requests while the engine may have more; the rest can be withdrawn."""
+        while self._queue and len(self._pending) < self._rollout.max_running_requests:
+            prompt, index = self._queue.popleft()
+            self._requests += 1
+            self._pending[self._requests] = prompt.prompt_id, index
+            request = {
+                "id": self._requests,
+                "key": request_key(self._seed, prompt.prompt_id, index),
+                "prompt_id": prompt.prompt_id,
+                "token_ids": [int(i) for i in prompt.token_ids],
+                "params": self._arguments,
+            }
+            self.process.send({"type": "submit", **request})
 
     def _collect(
-        self,
-        pending: Pending,
-        fill: Callable[[], None],
-        started: float,
-        stops: frozenset[int],
-        on_progress: ProgressCallback | None,
-        on_answer: Callable[[Sample], None] | None,
+        self, started: float, on_progress: ProgressCallback | None, on_answer: Callable[[Sample], None] | None
     ) -> list[Sample]:
-        """Waits until nothing is queued or in flight by our own count. Empties `pending`."""
+        """Waits until nothing is queued or in flight by our own count."""
         samples: list[Sample] = []
         tokens = idle_beats = 0
         self._stats.started = self._stats.started or started
-        while pending:
+        while self._pending:
             message = self.process.next_answer()
             if message["type"] == "answer":
                 idle_beats = 0
-                samples.append(self._take_answer(message, stops, pending))
+                samples.append(self._take_answer(message))
                 tokens += len(samples[-1].token_ids)
                 self._stats.generated_tokens += len(samples[-1].token_ids)
-                fill()
+                self._fill()
                 if on_answer is not None:
                     on_answer(samples[-1])
             else:
-                idle_beats = idle_beats + 1 if self._has_none(message) else 0
+                has_none = message.get("in_flight") == 0 and message.get("last_request") == self._requests
+                idle_beats = idle_beats + 1 if has_none else 0
                 if idle_beats > 1:  # an answer may be on its way during one
-                    raise self.process.failure(f"has no requests, but {len(pending)} wait for answers")
-                self._note_beat(message)
-            running = min(len(pending), self._rollout.max_running_requests)
+                    raise self.process.failure(f"has no requests, but {len(self._pending)} wait for answers")
+                self._lengths = np.array(message.get("lengths", ()), np.int32)
+            running = len(self._pending)
             self._stats.running_curve.append((time.perf_counter() - started, running))
             if on_progress is not None:
-                on_progress(running, len(self._queue) + len(pending) - running, tokens)
+                on_progress(running, len(self._queue), tokens)
         return samples
 
-    def _has_none(self, beat: Mapping[str, Any]) -> bool:
-        """Whether the engine had read the last request when it sent this heartbeat, and none was in flight."""
-        return beat.get("in_flight") == 0 and beat.get("last_request") == self._requests
-
-    def _take_answer(self, message: Mapping[str, Any], stops: frozenset[int], pending: Pending) -> Sample:
-        key = pending.pop(message["id"], None)
+    def _take_answer(self, message: Mapping[str, Any]) -> Sample:
+        key = self._pending.pop(message["id"], None)
         if key is None:
             raise self.process.failure(f"answered request {message['id']}, which was not submitted")
         if "error" in message:
@@ -258,6 +216,7 @@ class RemoteBackend(BaseBackend):
         if reason is None:
             raise BackendError(f"prompt {key[0]}: unknown finish reason {message['finish_reason']!r}")
         text: str | None = message.get("text")  # cut behind the stop string that ended it
+        stops = self._arguments["stop_token_ids"] or ()
         if reason == "stop" and text is None and (not token_ids or token_ids[-1] not in stops):
             raise BackendError(
                 f"prompt {key[0]}: the engine stopped at a token that it left out, or at none of ours"
@@ -266,21 +225,22 @@ class RemoteBackend(BaseBackend):
             text = self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
         return Sample(key[0], key[1], token_ids, [], text, reason, self._weights.version)
 
-    def _abandon(self, pending: Pending) -> None:
+    def _abandon(self) -> None:
         """Drops the queue and what is in flight: the engine answers all of it before its reply to `abort`."""
         self._queue.clear()
         try:
-            if pending and self.process.is_alive:
+            if self._pending and self.process.is_alive:
                 self.process.call("abort")
         except BackendError as error:
             logger.warning("after an interrupted rollout: %s", error)
+        self._pending.clear()
         for message in self.process.answers:
             self._drop_answer(message)
         self.process.answers.clear()
 
     def running_lengths(self) -> np.ndarray:
-        """Empty: the engine does not report answers under way."""
-        return np.zeros(0, np.int32)
+        """Tokens that each running answer had at the last heartbeat, int32 [B]; none where the engine reports none."""
+        return self._lengths
 
     def release(self) -> None:
         """Gives the KV cache's memory back until `resume`, where the engine can."""
@@ -293,28 +253,20 @@ class RemoteBackend(BaseBackend):
     def begin_update(self, version: int) -> None:
         """Opens a push of `version`; one that was open and never finished is given up."""
         self._weights.begin(version)
-        self._drafter_sums = {}
-        self._transport.finish()  # of a push that was given up
-        self.process.call("begin_update", version=version, verify=self._weights.keep_checksums)
+        self._next_drafter = None
+        self.process.call("begin_update")
 
     def update_weights(self, bucket: WeightBucket) -> None:
         """Sends some tensors of the open push. Raises SyncError on a wrong version, name or shape, BackendError."""
         tensors = self._weights.accept(bucket)
         if tensors:
-            self._transport.send(bucket.version, tensors)
-            self._weights.mark_loaded(tensors)
+            self._weights.open_checksums |= self._send("weights", tensors)
         if self._keeps_tables:
             for name, tensor in bucket.tensors:
                 if name in (EMBED, HEAD):
-                    self._keep_table(name, tensor.detach())
-
-    def _keep_table(self, name: str, tensor: Tensor) -> None:
-        """Copies a table, in place from the second push on: two versions at once would be of the tables' size."""
-        kept = self._tables.get(name)
-        if kept is None:
-            self._tables[name] = tensor.to(DTYPES[self._rollout.dtype], copy=True)
-        else:
-            kept.copy_(tensor)
+                    if name not in self._tables:  # the copy stays: two at once would be of the tables' size
+                        self._tables[name] = torch.empty_like(tensor, dtype=DTYPES[self._rollout.dtype])
+                    self._tables[name].copy_(tensor.detach())
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
         """Copies of embedding and LM head [V, H], made at the push. Raises BackendError where none were to be kept."""
@@ -323,14 +275,14 @@ class RemoteBackend(BaseBackend):
         return self._tables[EMBED], self._tables.get(HEAD, self._tables[EMBED])
 
     def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Sends the drafter's tensors into the open push. Raises SyncError.
+        """Takes the drafter's tensors into the open push; `finish_update` sends them, behind the policy whose embedding
+        the drafter shares. Raises SyncError.
 
         They are exactly those it was started with: a head or embedding beside them would overwrite the policy's.
         """
-        policy_version = self._weights.require_open(f"a drafter of version {version}")
+        self._weights.require_open(f"a drafter of version {version}")
         self._check_drafter(weights, version)
-        self._send_drafter(policy_version, weights)
-        self._weights.accept_drafter(version)
+        self._next_drafter = weights, version
 
     def _check_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
         names = self._drafter_names
@@ -342,22 +294,29 @@ class RemoteBackend(BaseBackend):
                 f"the drafter of version {version} has not the tensors it was started with: {wrong}"
             )
 
-    def _send_drafter(self, policy_version: int, weights: Mapping[str, Tensor]) -> None:
-        tensors = self._for_engine(weights)
-        self._transport.send(policy_version, tensors, drafter=True)
-        if self._weights.keep_checksums:
-            self._drafter_sums = {name: checksum(tensor) for name, tensor in tensors}
-
     def finish_update(self) -> None:
         """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
-        self._weights.commit(self._finish_sending(self._weights.require_complete()))
+        self._weights.require_complete()
+        self.process.call("finish_update")
+        if self._next_drafter is not None:
+            self._send_drafter(*self._next_drafter)
+            self._weights.accept_drafter(self._next_drafter[1])
+        self._weights.commit()
 
-    def _finish_sending(self, version: int) -> dict[str, int]:
-        """Everything has been sent; returns the checksums of the policy's tensors. Raises SyncError."""
-        reply = self.process.call("finish_update", version=version)
-        self._transport.finish()
-        if reply["drafter_checksums"] != self._drafter_sums:
+    def _send_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
+        tensors = list(layer_names(weights).items())
+        sums = self._send("drafter", tensors)
+        if self._weights.keep_checksums and sums != {name: checksum(tensor) for name, tensor in tensors}:
             raise SyncError(f"the engine holds other bytes of the drafter than version {version} has")
+
+    def _send(self, kind: str, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, int]:
+        """Returns when the engine has loaded them: the checksums of what arrived, with `sync.verify`."""
+        if self.process.launch.settings.transport == "shared_memory":
+            sending = in_shared_memory(tensors, self.process.shared.path)
+        else:
+            sending = by_cuda_ipc(tensors, self.process.launch.section)
+        with sending as location:
+            reply = self.process.call(kind, tensors=location, verify=self._weights.keep_checksums)
         sums: dict[str, int] = reply["checksums"]
         return sums
 
@@ -365,5 +324,4 @@ class RemoteBackend(BaseBackend):
         """Ends the engine's process. A second call does nothing."""
         if self._process is not None:
             self._process.close()
-            self._transport.close()
         self._process = None

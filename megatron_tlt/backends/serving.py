@@ -1,134 +1,109 @@
 """The engine's process behind its socket: what every engine's server does alike.
 
-Runs in the engine's environment, possibly under another package name, so only the standard library and `wire` are
-imported.
+Runs in the engine's environment, possibly under another package name, so only the standard library is imported. One
+client: when it disconnects, this process ends. A message is a line of JSON, a map with a text under "type" (a bytes
+value is `{"$bytes": its hexadecimal digits}`); nothing that arrives is ever executed, which is why it is not pickle.
+`tensors`: see `entries.py`.
+
+| from the client | answer |
+|---|---|
+| start(llm, ...), after this side's hello(engine, pid) | reply, once the engine stands; this may take minutes |
+| submit(id, key, prompt_id, token_ids, params) | one answer(id, token_ids, finish_reason or error), in any order |
+| abort() | reply, behind the answers of what ran, with finish_reason "cancelled" |
+| begin_update(), finish_update() | reply each, around a push of the policy |
+| weights(tensors, verify), drafter(tensors, verify) | reply(checksums); drafter brings all of its tensors at once |
+| stats() and what else the engine's `EngineHost` does | reply |
+| shutdown() | reply, and the end |
+
+Every request but submit has a `call`, repeated in its reply or in error(call, message). Versions of pushes, and whether
+all tensors have come, are the client's business, which submits nothing in between (`sync/served_weights.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
-
-from .wire import PROTOCOL, WireError, frame, frame_length, message_of
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
 
 Message = dict[str, Any]
 END_S = 20.0  # for the engine's shutdown after the client has gone
-_UPKEEP_S = 2.0
+_LONGEST = 1 << 30  # bytes of a message
+_BYTES = "$bytes"
 
 
-class EngineHost(Protocol):
-    """One engine and the requests in it."""
+class WireError(ValueError):
+    """Bytes that are not a message."""
 
-    @property
-    def in_flight(self) -> int:
-        """Requests without an answer."""
+
+def line_of(message: Mapping[str, Any]) -> bytes:
+    """A message as it goes over the socket. Raises TypeError or AttributeError for a value that cannot be sent."""
+    return json.dumps(message, default=lambda data: {_BYTES: data.hex()}).encode() + b"\n"
+
+
+def message_of(line: bytes) -> dict[str, Any]:
+    """The message in a line. Raises WireError."""
+    try:
+        message = json.loads(line, object_hook=_resolve)
+    except (ValueError, TypeError) as error:
+        raise WireError(f"a line that is no message: {error}") from error
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise WireError("a line that is no map with a type")
+    return message
+
+
+def _resolve(value: dict[str, Any]) -> Any:
+    return bytes.fromhex(value[_BYTES]) if value.keys() == {_BYTES} else value
+
+
+class EngineHost(ABC):
+    """One engine and the requests in it. A message of type X is executed by `do_X`, which returns the reply's fields
+    and raises whatever the engine raises.
+    """
+
+    def __init__(self, send: Callable[[Message], None]):
+        """`send` queues messages for the client."""
+        self._send = send
+        self._engine: Any = None
+        self.last_request = 0  # that was submitted
 
     @staticmethod
+    @abstractmethod
     def engine_version() -> str:
         """Version of the engine in this environment."""
 
-    async def handle(self, message: Message) -> Message:
-        """Executes one message and returns the reply's fields. Raises whatever the engine raises."""
+    @property
+    @abstractmethod
+    def in_flight(self) -> int:
+        """Requests without an answer."""
 
+    @abstractmethod
     def submit(self, message: Message) -> None:
-        """Starts the requests of one prompt; the answers are sent as they come."""
+        """Starts a request; its answer is sent when it comes."""
 
     def progress(self) -> Message:
         """What a heartbeat carries beside `in_flight`."""
+        return {}
 
-    async def upkeep(self) -> None:
-        """Called every other second while requests run."""
+    @staticmethod
+    @abstractmethod
+    def _end_of(engine: Any) -> Callable[[], Any]:
+        """The function that ends the engine, or hangs."""
 
     def shutdown(self, limit_s: float | None = None) -> None:
         """Ends the engine; gives up after `limit_s` seconds."""
-
-
-Operation = Callable[[Message], Awaitable[Message]]
-HostClass = Callable[[Callable[[Message], None]], EngineHost]
-
-
-async def dispatch(operations: Mapping[str, Operation], message: Message) -> Message:
-    """Executes a message by its type. Raises ValueError for a type without an operation, and what operations raise."""
-    operation = operations.get(message["type"])
-    if operation is None:
-        raise ValueError(f"unknown message {message['type']!r}")
-    return await operation(message)
-
-
-class Connection:
-    """The socket's end in this process."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: HostClass):
-        self._reader, self._writer = reader, writer
-        self._host = host(self.send)
-        self._last_request = 0  # that was submitted
-
-    def send(self, message: Message) -> None:
-        """Queues a message on the socket; never waits."""
-        self._writer.write(frame(message))
-
-    async def receive(self) -> Message:
-        """The next message. Raises EOFError when the client has gone, WireError for anything else."""
-        try:
-            header = await self._reader.readexactly(4)
-            return message_of(await self._reader.readexactly(frame_length(header)))
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise EOFError("the client has gone") from error
-
-    async def serve(self) -> None:
-        """Serves messages until the client sends shutdown or disconnects. Raises WireError."""
-        engine = self._host.engine_version()
-        self.send({"type": "hello", "protocol": PROTOCOL, "engine": engine, "pid": os.getpid()})
-        hello = await self.receive()
-        if hello["type"] != "hello" or hello.get("protocol") != PROTOCOL:
-            raise WireError(f"the client has protocol {hello.get('protocol')!r}, this side has {PROTOCOL}")
-        background = [
-            asyncio.ensure_future(self._beat(float(hello["heartbeat_s"]))),
-            asyncio.ensure_future(self._upkeep()),
-        ]
-        try:
-            while (message := await self.receive())["type"] != "shutdown":
-                if message["type"] == "submit":
-                    self._last_request = message["requests"][-1]["id"]
-                    self._host.submit(message)
-                else:
-                    self.send(await self._reply(message))
-            self._host.shutdown()
-            self.send({"type": "reply", "call": message["call"]})
-            await self._writer.drain()
-        finally:
-            self._host.shutdown(END_S)
-            for task in background:
-                task.cancel()
-
-    async def _reply(self, message: Message) -> Message:
-        try:
-            return {"type": "reply", "call": message["call"], **await self._host.handle(message)}
-        except Exception as error:  # noqa: BLE001 - the client raises it as its own error
-            traceback.print_exc()
-            return {"type": "error", "call": message["call"], "message": f"{type(error).__name__}: {error}"}
-
-    async def _beat(self, every: float) -> None:
-        """Sends heartbeats from the event loop itself, so that they stop when it hangs."""
-        while True:
-            await asyncio.sleep(every)
-            if (
-                self._writer.transport.get_write_buffer_size() == 0
-            ):  # the client does not read while it trains
-                seen = {"in_flight": self._host.in_flight, "last_request": self._last_request}
-                self.send({"type": "beat", **seen, **self._host.progress()})
-
-    async def _upkeep(self) -> None:
-        while True:
-            await asyncio.sleep(_UPKEEP_S)
-            if self._host.in_flight:
-                await self._host.upkeep()
+        if self._engine is None:
+            return
+        engine, self._engine = self._engine, None
+        ending = threading.Thread(target=self._end_of(engine), daemon=True)
+        ending.start()
+        ending.join(limit_s)
 
 
 def end_with_parent(grace_s: float) -> None:
@@ -144,18 +119,67 @@ def end_with_parent(grace_s: float) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-async def _serve(host: HostClass, path: str) -> None:
-    connection = Connection(*await asyncio.open_unix_connection(path), host)
-    await connection.serve()
+async def _serve(host_class: type[EngineHost], path: str, heartbeat_s: float) -> None:
+    """Serves messages until the client sends shutdown or disconnects. Raises EOFError, WireError."""
+    reader, writer = await asyncio.open_unix_connection(path, limit=_LONGEST)
+
+    def send(message: Message) -> None:
+        writer.write(line_of(message))  # never waits
+
+    host = host_class(send)
+    send({"type": "hello", "engine": host.engine_version(), "pid": os.getpid()})
+    beat = asyncio.ensure_future(_beat(host, writer, heartbeat_s))
+    try:
+        while (message := await _receive(reader))["type"] != "shutdown":
+            if message["type"] == "submit":
+                host.last_request = message["id"]
+                host.submit(message)
+            else:
+                send(await _reply(host, message))
+        host.shutdown()
+        send({"type": "reply", "call": message["call"]})
+        await writer.drain()
+    finally:
+        host.shutdown(END_S)
+        beat.cancel()
 
 
-def main(host: type[EngineHost], path: str) -> int:
-    """Serves the client that listens at `path` with an engine of that class; returns the exit code."""
+async def _receive(reader: asyncio.StreamReader) -> Message:
+    """The next message. Raises EOFError when the client has gone, WireError for anything else."""
+    try:
+        line = await reader.readline()
+    except ConnectionError as error:
+        raise EOFError("the client has gone") from error
+    if not line.endswith(b"\n"):
+        raise EOFError("the client has gone")
+    return message_of(line)
+
+
+async def _reply(host: EngineHost, message: Message) -> Message:
+    try:
+        fields = await getattr(host, f"do_{message['type']}")(message)
+        return {"type": "reply", "call": message["call"], **fields}
+    except Exception as error:  # noqa: BLE001 - the client raises it as its own error
+        traceback.print_exc()
+        return {"type": "error", "call": message["call"], "message": f"{type(error).__name__}: {error}"}
+
+
+async def _beat(host: EngineHost, writer: asyncio.StreamWriter, every: float) -> None:
+    """Sends heartbeats from the event loop itself, so that they stop when it hangs."""
+    while True:
+        await asyncio.sleep(every)
+        if writer.transport.get_write_buffer_size() == 0:  # the client does not read while it trains
+            seen = {"in_flight": host.in_flight, "last_request": host.last_request}
+            writer.write(line_of({"type": "beat", **seen, **host.progress()}))
+
+
+def main(host: type[EngineHost], path: str, heartbeat_s: str) -> None:
+    """Serves the client that listens at `path` with an engine of that class; ends the process."""
     end_with_parent(END_S + 5.0)
     host.engine_version()  # imports the engine, which takes long, before the client waits at the socket
     code = 0
     try:
-        asyncio.run(_serve(host, path))
+        asyncio.run(_serve(host, path, float(heartbeat_s)))
     except EOFError:
         code = 2
     except WireError as error:

@@ -36,5 +36,5 @@ def fill_buckets(
 
 def checksum(tensor: Tensor) -> int:
     """CRC-32 of a tensor's bytes (row-major), the same on every device."""
-    flat = tensor.detach().to("cpu").contiguous().view(torch.uint8)
-    return zlib.crc32(flat.numpy().tobytes())
+    flat = tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8)
+    return zlib.crc32(flat.numpy().data)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
+
+from megatron_tlt.sync.buckets import checksum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,8 +41,9 @@ class WeightFingerprint:
 
 def tensor_sum(tensor: Tensor) -> int:
     """A checksum of a tensor's bytes: CRC-32 on the CPU; on a device, where copying would take longer, `device_sum`."""
-    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-    return device_sum(flat) if flat.is_cuda else zlib.crc32(flat.numpy().data)
+    if not tensor.is_cuda:
+        return checksum(tensor)
+    return device_sum(tensor.detach().contiguous().flatten().view(torch.uint8))
 
 
 def device_sum(flat: Tensor) -> int:

@@ -1,6 +1,6 @@
 """The receiving end of a weight push: which weights an engine serves, and how far the push under way is.
 
-    begin(version) -> accept(bucket), mark_loaded(tensors) ... -> accept_drafter(version) -> commit()
+    begin(version) -> accept(bucket) ... -> accept_drafter(version) -> commit()
 
 All or nothing: between `begin` and `commit` the weights are torn and the engine must not generate, also after a push
 that failed, until a later one is complete.
@@ -8,7 +8,7 @@ that failed, until a later one is complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import BackendError, SyncError, shortened
@@ -17,6 +17,7 @@ from megatron_tlt.sync.buckets import checksum
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.types import WeightBucket
 
 NO_WEIGHTS = -1  # policy version of an engine that no push has reached
@@ -37,10 +38,17 @@ class ServedWeights:
         self.keep_checksums = keep_checksums
         self.version, self.drafter_version = version, 0
         self.checksums: dict[str, int] = {}
+        self.open_checksums: dict[str, int] = {}
+        """Of the open push: the engine's owner adds those of what was loaded, if they are kept."""
         self._open: int | None = None
         self._missing: set[str] = set()
         self._next_drafter = 0
-        self._sums: dict[str, int] = {}
+
+    @classmethod
+    def of_policy(cls, policy: ModelConfig, keep_checksums: bool, version: int = NO_WEIGHTS) -> ServedWeights:
+        """A push brings all of the policy's parameters; a tied head may come beside them."""
+        ignorable = ("lm_head.weight",) if policy.tie_word_embeddings else ()
+        return cls(policy.parameter_shapes(), ignorable, keep_checksums, version)
 
     def check_ready(self) -> None:
         """Raises BackendError unless the engine has a complete set of weights."""
@@ -55,7 +63,7 @@ class ServedWeights:
     def begin(self, version: int) -> None:
         """Opens a push of `version`; an open one is given up."""
         self._open, self._next_drafter = version, self.drafter_version
-        self._missing, self._sums, self.checksums = set(self._shapes), {}, {}
+        self._missing, self.open_checksums, self.checksums = set(self._shapes), {}, {}
 
     def require_open(self, what: str) -> int:
         """The version of the open push. Raises SyncError, naming `what` came, if none is open."""
@@ -64,7 +72,7 @@ class ServedWeights:
         return self._open
 
     def accept(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-        """The tensors of a bucket that the engine must load. Raises SyncError on a wrong version, name or shape."""
+        """The tensors of a bucket, for the engine to load now. Raises SyncError on a wrong version, name or shape."""
         version = self.require_open(f"tensors of version {bucket.version}")
         if bucket.version != version:
             raise SyncError(f"a bucket of version {bucket.version} came into the push of {version}")
@@ -72,17 +80,14 @@ class ServedWeights:
         for name, tensor in bucket.tensors:
             if name in self._ignorable:
                 if self.keep_checksums:
-                    self._sums[name] = checksum(tensor)
+                    self.open_checksums[name] = checksum(tensor)
                 continue
             wanted = self._shapes.get(name)
             if wanted is None or tuple(tensor.shape) != tuple(wanted):
                 raise SyncError(f"{name} of shape {tuple(tensor.shape)} came, the engine expects {wanted}")
             tensors.append((name, tensor))
-        return tensors
-
-    def mark_loaded(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """The engine has loaded `tensors`."""
         self._missing.difference_update(name for name, _ in tensors)
+        return tensors
 
     def accept_drafter(self, version: int) -> None:
         """The engine has loaded the drafter of `version` into the open push."""
@@ -95,8 +100,7 @@ class ServedWeights:
             raise SyncError(f"the push of version {version} lacks {shortened(sorted(self._missing))}")
         return version
 
-    def commit(self, checksums: Mapping[str, int]) -> None:
-        """Closes the push: its versions are served. `checksums` are those of the loaded tensors, if they are kept."""
+    def commit(self) -> None:
+        """Closes the push: its versions are served. Raises SyncError as `require_complete`."""
         self.version, self._open = self.require_complete(), None
-        self.drafter_version = self._next_drafter
-        self.checksums = self._sums | dict(checksums)
+        self.drafter_version, self.checksums = self._next_drafter, self.open_checksums

@@ -189,3 +189,8 @@ class Driver:
         batch = DecoderInput(*(torch.tensor(x, dtype=torch.int32, device=self.decoder.device) for x in data))
         batch.all_hidden = True
         return self.decoder.forward(batch, self.kv)
+
+
+TINY = ModelConfig(
+    "qwen3", 51, 32, 2, 2, 1, 16, 48, qk_norm=True, tie_word_embeddings=True, max_position_embeddings=256
+)

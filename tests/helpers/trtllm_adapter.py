@@ -6,20 +6,20 @@ import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from megatron_tlt.backends.entries import describe, tensor_bytes
 from megatron_tlt.backends.process import child_environment
+from megatron_tlt.backends.transport import in_shared_memory
 from megatron_tlt.backends.trtllm.args import (
     SLEEP_TAGS,
     Eagle3Files,
     build_llm_kwargs,
     build_sampling_params,
 )
-from megatron_tlt.backends.trtllm.launch import launch_of
+from megatron_tlt.backends.trtllm.build import launch_of
 from megatron_tlt.backends.trtllm.server import Host
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
@@ -60,29 +60,28 @@ async def _talk(contract: Contract, spec: dict[str, Any]) -> None:
     section = TrtllmSection(version=version, **spec)
     rollout = RolloutSection(dtype="bf16", max_running_requests=8, max_batched_tokens=32, trtllm=section)
     kwargs = build_llm_kwargs(rollout, ModelSection(path="/model", max_context=64), drafter)
-    await host.handle({"type": "start", "llm": kwargs})
+    await host.do_start({"llm": kwargs})
     await _push(host, with_drafter=kind == "eagle3")
     for top_k, min_p in ((0, 0.0), (5, 0.1 if kind == "none" else 0.0)):
         sampling = SamplingParams(top_k=top_k, top_p=0.9, min_p=min_p, max_tokens=8)
-        params = build_sampling_params(sampling, (0,), speculative=kind != "none")
-        requests = [{"id": top_k * 10 + i, "seed": i} for i in range(4)]
-        host.submit({"requests": requests, "token_ids": [5, 6, 7], "params": params})
+        params = build_sampling_params(sampling, (0,))
+        for i in range(4):
+            host.submit({"id": top_k * 10 + i, "key": 2 * i, "token_ids": [5, 6, 7], "params": params})
     await _until(lambda: not host.in_flight)
-    host.submit({"requests": [{"id": 99, "seed": 0}], "token_ids": [ENDLESS], "params": params})
-    await host.handle({"type": "abort"})  # at once: also a request that has not begun is aborted
+    host.submit({"id": 99, "key": 0, "token_ids": [ENDLESS], "params": params})
+    await host.do_abort({})  # at once: also a request that has not begun is aborted
     assert answers[-1]["id"] == 99, "answered before the reply"
     await _until(lambda: not host.in_flight)
     _check_answers(answers)
-    totals = (await host.handle({"type": "stats"}))["totals"]
+    totals = (await host.do_stats({}))["totals"]
     assert totals["iterations"] > 0
-    assert totals["missed"] == 0
     per_step = 0 if kind == "none" else 1
     assert (
         totals["numAcceptedTokens"] == totals["numRequestsWithDraftTokens"] == per_step * totals["iterations"]
     )
     assert totals["numDraftTokens"] == 3 * per_step * totals["iterations"]
-    for operation in ("release", "resume"):
-        await host.handle({"type": operation, "tags": list(SLEEP_TAGS)})
+    for operation in (host.do_release, host.do_resume):
+        await operation({"tags": list(SLEEP_TAGS)})
     host.shutdown()
 
 
@@ -96,18 +95,13 @@ async def _until(happens: Callable[[], bool]) -> None:
 
 
 async def _push(host: Host, with_drafter: bool) -> None:
-    await host.handle({"type": "begin_update", "version": 1, "verify": True})
-    with NamedTemporaryFile() as file:
-        file.write(tensor_bytes(torch.ones(2)))
-        file.flush()
-        entry = {**describe("a.weight", torch.ones(2)), "file": file.name, "offset": 0}
-        weights = {"type": "weights", "version": 1, "entries": [entry]}
-        await host.handle({**weights, "drafter": False})
-        if with_drafter:
-            await host.handle({**weights, "drafter": True})
-        reply = await host.handle({"type": "finish_update", "version": 1})
-    assert set(reply["checksums"]) == {"a.weight"}
-    assert bool(reply["drafter_checksums"]) == with_drafter
+    await host.do_begin_update({})
+    with TemporaryDirectory() as folder, in_shared_memory([("a.weight", torch.ones(2))], Path(folder)) as location:
+        message = {"tensors": location, "verify": True}
+        replies = [await host.do_weights(message)]
+        await host.do_finish_update({})
+        replies += [await host.do_drafter(message)] if with_drafter else []
+    assert all(set(reply["checksums"]) == {"a.weight"} for reply in replies)
 
 
 def _check_answers(answers: list[dict[str, Any]]) -> None:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_tlt.backends.process import EngineProcess
-from megatron_tlt.backends.transport import open_transport
 from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
-from megatron_tlt.backends.trtllm.launch import launch_of
+from megatron_tlt.backends.trtllm.build import launch_of
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
@@ -31,17 +27,6 @@ CONTRACTS = ROOT / "tests" / "contracts" / "trtllm"
 SHAPES = {"a.weight": (3,), "b.weight": (2, 2), "norm.weight": (4,)}
 DRAFTER = {"fc.weight": (2, 3), "norm.weight": (2,), "d2t": (5,)}
 PROMPTS = [Prompt(3, "q3", (4, 5, 6), "def"), Prompt(1, "q1", (7, 8), "gh")]
-
-
-@contextmanager
-def scratch_directory() -> Iterator[None]:
-    """Temporary directories lie in one with a short name, for pytest's are too long for sockets."""
-    with tempfile.TemporaryDirectory(prefix="t") as short:
-        before, tempfile.tempdir = tempfile.tempdir, short
-        try:
-            yield
-        finally:
-            tempfile.tempdir = before
 
 
 def python_with(folder: Path, script: str) -> str:
@@ -65,20 +50,6 @@ def section(python: str, **fields: Any) -> TrtllmSection:
     return TrtllmSection(python=python, **{**defaults, **fields})
 
 
-def backend_around(process: Any, transport: Any, rollout: RolloutSection) -> TrtllmBackend:
-    """The rank's side around a process."""
-    return TrtllmBackend(
-        process,
-        transport,
-        ServedWeights(SHAPES, ["lm_head.weight"], keep_checksums=True),
-        rollout,
-        max_context=64,
-        eos_token_ids=(0,),
-        drafter_names=frozenset(DRAFTER if rollout.speculation.uses_eagle else ()),
-        tokenizer=CharTokenizer(),
-    )
-
-
 def start_backend(
     folder: Path, *, version: str = "1.2.1", eagle: bool = False, **fields: Any
 ) -> TrtllmBackend:
@@ -88,11 +59,17 @@ def start_backend(
     sizes = {"max_running_requests": 8, "max_batched_tokens": 64, "order": "arrival"}
     rollout = RolloutSection(**sizes, speculation=drafting, trtllm=settings)
     process = EngineProcess(launch_of(settings))
-    transport = open_transport(settings.transport, process)
     drafter = Eagle3Files(Path("/drafter"), (0, 1, 2)) if eagle else None
-    arguments = build_llm_kwargs(rollout, ModelSection(path="/model", max_context=64), drafter)
-    process.call("start", llm=arguments, patience=settings.start_s)
-    return backend_around(process, transport, rollout)
+    process.start(llm=build_llm_kwargs(rollout, ModelSection(path="/model", max_context=64), drafter))
+    return TrtllmBackend(
+        process,
+        ServedWeights(SHAPES, ["lm_head.weight"], keep_checksums=True),
+        rollout,
+        max_context=64,
+        eos_token_ids=(0,),
+        drafter_names=frozenset(DRAFTER if eagle else ()),
+        tokenizer=CharTokenizer(),
+    )
 
 
 def tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import Prompt, Sample, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.trtllm_engines import DRAFTER as TOY_DRAFTER
-from tests.helpers.trtllm_engines import PROMPTS, SHAPES, scratch_directory, start_backend, tensors
+from tests.helpers.trtllm_engines import PROMPTS, SHAPES, start_backend, tensors
 from tests.helpers.vllm_engines import (
     DRAFTER,
     MODEL,
@@ -101,10 +101,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield _demo(kind)
         return
     folder = tmp_path_factory.mktemp("engine")
-    with scratch_directory():
-        found = _toy(folder, version)
-        yield found
-        found.backend.close()
+    found = _toy(folder, version)
+    yield found
+    found.backend.close()
 
 
 def test_without_weights_it_does_not_answer(served: Served) -> None:

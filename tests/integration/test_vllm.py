@@ -292,7 +292,10 @@ def test_answers_do_not_depend_on_preemption_or_on_which_drafter_drafts(
 
 def test_a_killed_engine_is_named(vllm: VllmBackend, prompts: list[Prompt]) -> None:
     push(vllm, 4, None)
+    directory = vllm.process.shared.path
+    left = {path.name for path in directory.iterdir()}
+    assert left == {"socket", "megatron_tlt", "engine.log"}, "files of hidden states are read once and removed"
     os.kill(vllm.process.pid, signal.SIGKILL)
     with pytest.raises(BackendError, match=r"the vLLM engine .* was ended by signal 9; the end of its log"):
         vllm.generate(prompts, SAMPLING[0], 4)
-    assert list(vllm._directory.path.iterdir()) == [], "files of hidden states are read once and removed"
+    assert not directory.exists()

@@ -1,18 +1,18 @@
 """Arguments for TensorRT-LLM by version: of the engine, of speculation, of one request. Pure functions.
 
-Everything is plain data that crosses the socket (see `instances.py`). Names and defaults are held to the recorded
+Everything is plain data that crosses the socket (see `server.instantiate`). Names and defaults are held to the recorded
 contracts in tests/contracts/trtllm.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.backends.trtllm.instances import CLASS
+from megatron_tlt.backends.process import with_more
+from megatron_tlt.backends.trtllm.server import CLASS
 from megatron_tlt.models.base import ENGINE_DTYPES
 
 if TYPE_CHECKING:
@@ -22,16 +22,7 @@ if TYPE_CHECKING:
     from megatron_tlt.types import SamplingParams
 
 SLEEP_TAGS = ("kv_cache",)  # memory that is given back between rollouts; its contents are worth nothing then
-_SERIES = re.compile(r"1\.([23])\.\d+(rc\d+)?(\.post\d+)?")
 _GRAPHS = {CLASS: "CudaGraphConfig", "enable_padding": True}
-
-
-def series(version: str) -> str:
-    """The series, "1.2" or "1.3". Raises ValueError for a version whose names are not recorded."""
-    match = _SERIES.fullmatch(version)
-    if match is None:
-        raise ValueError(f"TensorRT-LLM {version!r}: 1.2.x and 1.3.x are known")
-    return f"1.{match[1]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +50,7 @@ def build_spec_config(section: TrtllmSection, drafter: Eagle3Files | None) -> di
         "allow_advanced_sampling": True,
         "eagle3_layers_to_capture": sorted(drafter.layers),
     }
-    if series(section.version) == "1.2":
+    if section.version.startswith("1.2."):
         return {CLASS: "EagleDecodingConfig", "eagle3_one_model": True, **fields}
     return {CLASS: "Eagle3DecodingConfig", **fields}  # one model is all there is
 
@@ -67,7 +58,7 @@ def build_spec_config(section: TrtllmSection, drafter: Eagle3Files | None) -> di
 def build_llm_kwargs(
     rollout: RolloutSection, model: ModelSection, drafter: Eagle3Files | None = None
 ) -> dict[str, Any]:
-    """Arguments of `AsyncLLM`, without the worker extension. Raises ValueError.
+    """Arguments of `AsyncLLM`, without the worker extension. Raises ConfigError.
 
     `max_input_len` is always set: later versions refuse prompts above a default of 1024 otherwise. The tokenizer
     stays out: prompts and answers are tokens, and stops are token ids. `rollout.trtllm.engine` adds fields, it
@@ -98,26 +89,21 @@ def build_llm_kwargs(
     if (config := build_spec_config(section, drafter)) is not None:
         kwargs["speculative_config"] = config
     if section.sleep != "none":
-        is_old = series(section.version) == "1.2"
+        is_old = section.version.startswith("1.2.")
         kwargs |= {"enable_sleep": True} if is_old else {"sleep_config": {CLASS: "SleepConfig"}}
-    both = kwargs.keys() & section.engine.keys()
-    if both:
-        raise ValueError(f"set by other settings already: {', '.join(sorted(both))}")
-    return kwargs | section.engine
+    return with_more(kwargs, section.engine, "rollout.trtllm.engine")
 
 
 def build_sampling_params(
-    params: SamplingParams, eos_token_ids: Iterable[int], *, speculative: bool
+    params: SamplingParams, eos_token_ids: Iterable[int]
 ) -> dict[str, Any]:
-    """Arguments of `SamplingParams` beside the seed. Raises ValueError.
+    """Arguments of `SamplingParams` beside the seed. With speculation, whose sampler has none, `check` refuses min_p.
 
     top-k and top-p are always passed (0 and 1: off), for without them the engine decodes greedily. Log-probs are
     never requested: with speculation there are none, and without it the engine's are not of the scaled logits that we
     mean; the actor computes them. `end_id` -1 with stop ids that stay in the output keeps the end token.
     """
     min_p = float(params.min_p)
-    if speculative and min_p > 0:
-        raise ValueError(f"min_p = {min_p}: not with speculation, whose sampler has no min_p")
     is_greedy = params.temperature == 0
     ends = () if params.ignore_eos else eos_token_ids
     given: dict[str, Any] = {

@@ -6,7 +6,6 @@ in its own way: they depend on timing, so runs agree in distribution and not tok
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,6 @@ from megatron_tlt.backends.trtllm.args import SLEEP_TAGS, build_sampling_params
 from megatron_tlt.errors import BackendError
 from megatron_tlt.types import (
     CAPABILITIES,
-    BackendCapabilities,
     EngineStats,
     HiddenStateSample,
     SamplingParams,
@@ -29,6 +27,8 @@ logger = logging.getLogger(__name__)
 class TrtllmBackend(RemoteBackend):
     """A `RolloutBackend` around a TensorRT-LLM engine."""
 
+    capabilities = CAPABILITIES["trtllm"]
+
     def __init__(self, *args: Any, **kwargs: Any):
         """As `RemoteBackend`."""
         super().__init__(*args, **kwargs)
@@ -36,21 +36,8 @@ class TrtllmBackend(RemoteBackend):
         self._asleep = False
         self._warned = False
 
-    @property
-    def capabilities(self) -> BackendCapabilities:
-        """What this engine supports."""
-        return CAPABILITIES["trtllm"]
-
-    def _request(self, seed: int, prompt_id: int, sample_index: int) -> dict[str, Any]:
-        return {"seed": request_seed(seed, prompt_id, sample_index)}
-
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
-        rollout = self._rollout
-        speculative = rollout.speculation.uses_eagle or rollout.trtllm.speculation != "none"
-        try:
-            return build_sampling_params(params, self._eos_token_ids, speculative=speculative)
-        except ValueError as error:
-            raise BackendError(f"TensorRT-LLM cannot sample so: {error}") from error
+        return build_sampling_params(params, self._eos_token_ids)
 
     def _after_generate(self) -> None:
         if self._sleeps:
@@ -88,9 +75,8 @@ class TrtllmBackend(RemoteBackend):
         reply = self.process.call("stats")
         totals, stats = reply["totals"], self._stats
         self._stats = EngineStats()
-        if (reply["error"] is not None or totals["missed"]) and not self._warned:
-            why = reply["error"] or f"{totals['missed']} iterations were not reported"
-            logger.warning("figures of steps and drafts are incomplete: %s", why)
+        if reply["error"] is not None and not self._warned:
+            logger.warning("counts of steps and drafts are incomplete: %s", reply["error"])
             self._warned = True
         rows, accepted = totals["numRequestsWithDraftTokens"], totals["numAcceptedTokens"]
         stats.steps = totals["iterations"]
@@ -98,9 +84,3 @@ class TrtllmBackend(RemoteBackend):
             row_steps=rows, drafted_tokens=totals["numDraftTokens"], emitted_tokens=rows + accepted
         )
         return stats
-
-
-def request_seed(seed: int, prompt_id: int, sample_index: int) -> int:
-    """A seed of 63 bits for one request. Samples of a prompt differ in it, but it is no promise of equal answers."""
-    text = f"{seed}/{prompt_id}/{sample_index}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.devices import visible_device
-from megatron_tlt.backends.process import EngineProcess
-from megatron_tlt.backends.transport import open_transport
+from megatron_tlt.backends.process import EngineLaunch, EngineProcess
 from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
-from megatron_tlt.backends.trtllm.launch import launch_of
 from megatron_tlt.drafter.checkpoint import write_directory
 from megatron_tlt.drafter.export.engines import engine_files
-from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.sync.served_weights import ServedWeights
@@ -25,8 +22,18 @@ from megatron_tlt.sync.served_weights import ServedWeights
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection, SyncSection
+    from megatron_tlt.config.trtllm import TrtllmSection
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.drafter.checkpoint import SavedDrafter
+
+_PACKAGE = "tlt_backends"  # what backends/ is called in the other environment
+# From TensorRT-LLM's Ray executor, and from verl and NeMo-RL, which all set them.
+_ENGINE = {
+    "TLLM_DISABLE_MPI": "1",
+    "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",  # not another Ray cluster on this machine
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",
+}
 
 
 def build_trtllm(
@@ -44,30 +51,18 @@ def build_trtllm(
     With `rollout.trtllm.sleep` it has given its KV cache's memory back. `keeps_tables`: see `RemoteBackend`. The
     settings have passed `config.checks.backend`. Raises ConfigError, CheckpointError or BackendError.
     """
-    section, config = rollout.trtllm, ModelConfig.from_hf(model.path)
-    with ExitStack() as undo:
-        folder = Path(undo.enter_context(tempfile.TemporaryDirectory()))
-        files = None if drafter is None else _write(drafter, folder / "drafter", DTYPES[rollout.dtype])
-        try:
-            kwargs = build_llm_kwargs(rollout, model, files)
-        except ValueError as error:
-            raise ConfigError.of("rollout.trtllm", section.engine, str(error)) from error
+    section, policy = rollout.trtllm, ModelConfig.from_hf(model.path)
+    with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
+        files = None if drafter is None else _write(drafter, Path(folder) / "drafter", DTYPES[rollout.dtype])
+        arguments = build_llm_kwargs(rollout, model, files)
         process = EngineProcess(launch_of(section), visible_device(torch.device(device), "trtllm"))
-        with ExitStack() as on_error:
-            on_error.callback(process.close)
-            transport = open_transport(section.transport, process)
-            process.call("start", llm=kwargs, patience=section.start_s)  # it has read the drafter when it stands
-            on_error.pop_all()
-    weights = ServedWeights(
-        config.parameter_shapes(), ("lm_head.weight",) if config.tie_word_embeddings else (), sync.verify
-    )
+        process.start(llm=arguments)
     backend = TrtllmBackend(
         process,
-        transport,
-        weights,
+        ServedWeights.of_policy(policy, sync.verify),
         rollout,
         max_context=model.max_context,
-        eos_token_ids=sorted({*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}),
+        eos_token_ids=end_tokens(policy, tokenizer),
         drafter_names=frozenset(() if drafter is None else drafter.weights),
         tokenizer=tokenizer,
         keeps_tables=keeps_tables,
@@ -75,6 +70,20 @@ def build_trtllm(
     if section.sleep != "none":
         backend.release()  # the engine took its KV cache at the start; the policy, built next, needs that memory
     return backend
+
+
+def launch_of(section: TrtllmSection) -> EngineLaunch:
+    """The process of a configuration that has passed `config.checks.backend`."""
+    assert section.python is not None
+    return EngineLaunch(
+        name="TensorRT-LLM",
+        section="rollout.trtllm",
+        settings=section,
+        package=(_PACKAGE, Path(__file__).resolve().parents[1]),
+        module=f"{_PACKAGE}.trtllm.server",
+        python=section.python,
+        environment={**_ENGINE, **section.environment},
+    )
 
 
 def _write(drafter: SavedDrafter, folder: Path, dtype: torch.dtype) -> Eagle3Files:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.backends.process import with_more
 from megatron_tlt.drafter.checkpoint import SavedDrafter, cast_tensors
 from megatron_tlt.drafter.export.engines import ExportFiles, engine_files, layer_names
-from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES, ENGINE_DTYPES
 
 if TYPE_CHECKING:
@@ -70,11 +70,7 @@ def engine_args(
         "compilation_config": {} if is_eager else {"cudagraph_mode": "PIECEWISE"},
         "speculative_config": None if speculation is None else dict(speculation),
     }
-    both = arguments.keys() & rollout.vllm.engine.keys()
-    if both:
-        allowed = f"set by other settings already: {', '.join(sorted(both))}"
-        raise ConfigError.of("rollout.vllm.engine", rollout.vllm.engine, allowed)
-    return arguments | rollout.vllm.engine
+    return with_more(arguments, rollout.vllm.engine, "rollout.vllm.engine")
 
 
 def request_args(params: SamplingParams, eos_token_ids: Iterable[int]) -> dict[str, Any]:

@@ -6,24 +6,21 @@ vLLM's matrix products differ in the last bits between batch shapes (docs/engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from safetensors.torch import load
 
-from megatron_tlt.backends.entries import load_entry
-from megatron_tlt.backends.remote import Pending, RemoteBackend
+from megatron_tlt.backends.remote import RemoteBackend
 from megatron_tlt.backends.vllm.args import request_args
-from megatron_tlt.drafter.export.engines import layer_names
 from megatron_tlt.models.keys import request_key
 from megatron_tlt.types import (
     CAPABILITIES,
-    BackendCapabilities,
     EngineStats,
     HiddenStateSample,
-    Prompt,
     Sample,
     SamplingParams,
     SpeculationStats,
@@ -32,49 +29,23 @@ from megatron_tlt.types import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_tlt.backends.transport import SharedDirectory
 
-_KEPT = ("hidden", "routes")  # entries of an answer, each in a file of its own
 _MIN_TOKENS = 2  # of an answer whose hidden states are kept, as in the embedded engine
 
 
 class VllmBackend(RemoteBackend):
     """A `RolloutBackend` around a vLLM engine."""
 
-    def __init__(
-        self, *args: Any, directory: SharedDirectory, experts_per_token: int = 0, **kwargs: Any
-    ):
-        """As `RemoteBackend`. Hidden states and experts come through `directory`."""
+    capabilities = CAPABILITIES["vllm"]
+
+    def __init__(self, *args: Any, experts_per_token: int = 0, **kwargs: Any):
+        """As `RemoteBackend`."""
         super().__init__(*args, **kwargs)
         self._experts_per_token = experts_per_token
-        self._directory = directory
-        self._most_in_flight = self._rollout.max_running_requests  # the rest can be withdrawn
         self._sink: Callable[[HiddenStateSample], None] | None = None
-        self._prompts: dict[int, Prompt] = {}  # of the generate under way
-        self._seed = 0
-        self._lengths = np.zeros(0, np.int32)
-
-    @property
-    def capabilities(self) -> BackendCapabilities:
-        """What this engine supports."""
-        return CAPABILITIES["vllm"]
-
-    def _request(self, seed: int, prompt_id: int, sample_index: int) -> dict[str, Any]:
-        return {"key": request_key(seed, prompt_id, sample_index), "prompt_id": prompt_id}
 
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
         return request_args(params, self._eos_token_ids)
-
-    def _before_generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        self._prompts, self._seed = {p.prompt_id: p for p in prompts}, params.seed
-        self._lengths = np.zeros(0, np.int32)
-
-    def _note_beat(self, message: Mapping[str, Any]) -> None:
-        self._lengths = np.array(message["lengths"], np.int32)
-
-    def running_lengths(self) -> np.ndarray:
-        """Tokens that each running answer had at the last heartbeat, int32 [B]."""
-        return self._lengths
 
     # -- requests that another replica may answer -------------------------------------------------------------
 
@@ -83,7 +54,7 @@ class VllmBackend(RemoteBackend):
     @property
     def num_running(self) -> int:
         """Requests that the engine has."""
-        return self._num_running
+        return len(self._pending)
 
     @property
     def num_unstarted(self) -> int:
@@ -106,14 +77,12 @@ class VllmBackend(RemoteBackend):
 
     def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
         """From now on calls `sink` with the hidden states of finished answers, as many as the engine has room for."""
-        if (sink is None) != (self._sink is None):
-            self.process.call("collect", on=sink is not None)
         self._sink = sink
 
-    def _take_answer(self, message: Mapping[str, Any], stops: frozenset[int], pending: Pending) -> Sample:
+    def _take_answer(self, message: Mapping[str, Any]) -> Sample:
         try:
-            sample = super()._take_answer(message, stops, pending)
-            kept = {name: load_entry(message[name], "cpu", None) for name in _KEPT if name in message}
+            sample = super()._take_answer(message)
+            kept = load(Path(message["kept"]).read_bytes()) if "kept" in message else {}
         finally:
             self._drop_answer(message)
         if "routes" in kept:
@@ -123,9 +92,8 @@ class VllmBackend(RemoteBackend):
         return sample
 
     def _drop_answer(self, message: Mapping[str, Any]) -> None:
-        for name in _KEPT:
-            if name in message:
-                Path(message[name]["file"]).unlink(missing_ok=True)
+        if "kept" in message:
+            Path(message["kept"]).unlink(missing_ok=True)
 
     def _with_hidden(self, sample: Sample, hidden: Tensor) -> HiddenStateSample:
         prompt = self._prompts[sample.prompt_id]
@@ -139,10 +107,7 @@ class VllmBackend(RemoteBackend):
             key=request_key(self._seed, sample.prompt_id, sample.sample_index),
         )
 
-    # -- pushes and figures -----------------------------------------------------------------------------------
-
-    def _for_engine(self, weights: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-        return list(layer_names(weights).items())
+    # -- pushes and statistics --------------------------------------------------------------------------------
 
     def swap_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Replaces the drafter alone, between two steps: also by a callback of `generate`. No answer changes.
@@ -151,13 +116,7 @@ class VllmBackend(RemoteBackend):
         BackendError.
         """
         self._check_drafter(weights, version)
-        serving, sums = self.policy_version, self._weights.keep_checksums
-        self.process.call("begin_update", version=serving, verify=sums, only_drafter=True)
-        try:
-            self._send_drafter(serving, weights)
-            self._finish_sending(serving)
-        finally:
-            self._transport.finish()
+        self._send_drafter(weights, version)
         self._weights.drafter_version = version
 
     def take_stats(self) -> EngineStats:
@@ -166,7 +125,7 @@ class VllmBackend(RemoteBackend):
         stats, self._stats = self._stats, EngineStats()
         stats.steps = counts["steps"]
         stats.speculation = speculation = SpeculationStats(**counts["speculation"])
-        speculation.by_batch = {int(size): figures for size, figures in speculation.by_batch.items()}
+        speculation.by_batch = {int(size): counted for size, counted in speculation.by_batch.items()}
         speculation.switches = [(seconds, bool(drafts)) for seconds, drafts in speculation.switches]
         return stats
 
@@ -178,8 +137,3 @@ class VllmBackend(RemoteBackend):
         """Loads what `state_dict` returned; nothing of another engine, drafter or selector."""
         super().load_state_dict(state)
         self.process.call("load_speculation", state=state.get("vllm", {}))
-
-    def close(self) -> None:
-        """Ends the engine's process. A second call does nothing."""
-        super().close()
-        self._directory.close()

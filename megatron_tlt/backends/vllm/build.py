@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.devices import visible_device
 from megatron_tlt.backends.process import EngineProcess
-from megatron_tlt.backends.transport import SharedDirectory, open_transport
 from megatron_tlt.backends.vllm.args import drafter_files, engine_args, speculative_config
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.launch import launch_of
@@ -54,41 +53,27 @@ def build_vllm(
     device = torch.device(device)
     policy = ModelConfig.from_hf(model.path)
     assert (drafter is not None) == rollout.speculation.uses_eagle
-    weights = ServedWeights(
-        policy.parameter_shapes(), ("lm_head.weight",) if policy.tie_word_embeddings else (), sync.verify
-    )
-    launch = launch_of(rollout)
-    with ExitStack() as undo:
-        directory = SharedDirectory()
-        undo.callback(directory.close)
-        process = EngineProcess(launch, visible_device(device, "vllm"))
-        undo.callback(process.close)
-        transport = open_transport(rollout.vllm.transport, process)
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = _arguments(rollout, model, drafter, device, local_ranks, kv_cache_bytes, Path(folder))
-            process.call(
-                "start",
-                patience=launch.start_s,
-                llm=arguments,
-                hidden_bytes=rollout.vllm.hidden_mib << 20 if keep_hidden_states else 0,
-                max_len=arguments["max_model_len"],
-                max_requests=rollout.max_running_requests,
-                speculation=rollout.speculation.model_dump(),
-                routes=route_type(policy.num_experts) if keep_routes else None,
-                directory=str(directory.path),
-                tokenizer=str(Path(model.tokenizer or model.path).resolve()),
-                stop=list(rollout.stop),
-            )
-        undo.pop_all()
+    with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
+        arguments = _arguments(rollout, model, drafter, device, local_ranks, kv_cache_bytes, Path(folder))
+        process = EngineProcess(launch_of(rollout), visible_device(device, "vllm"))
+        process.start(
+            llm=arguments,
+            hidden_bytes=rollout.vllm.hidden_mib << 20 if keep_hidden_states else 0,
+            max_len=arguments["max_model_len"],
+            max_requests=rollout.max_running_requests,
+            speculation=rollout.speculation.model_dump(),
+            routes=route_type(policy.num_experts) if keep_routes else None,
+            directory=str(process.shared.path),
+            tokenizer=str(Path(model.tokenizer or model.path).resolve()),
+            stop=list(rollout.stop),
+        )
     return VllmBackend(
         process,
-        transport,
-        weights,
+        ServedWeights.of_policy(policy, sync.verify),
         rollout,
         max_context=model.max_context,
-        eos_token_ids=sorted({*policy.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}),
+        eos_token_ids=end_tokens(policy, tokenizer),
         tokenizer=tokenizer,
-        directory=directory,
         experts_per_token=policy.num_experts_per_tok,
         drafter_names=frozenset(() if drafter is None else drafter.weights),
         keeps_tables=keeps_tables,

@@ -35,13 +35,10 @@ def launch_of(rollout: RolloutSection) -> EngineLaunch:
     return EngineLaunch(
         name="vLLM",
         section="rollout.vllm",
+        settings=section,
         package=("megatron_tlt", _PACKAGE),
         module="megatron_tlt.backends.vllm.server",
         python=python,
-        version=section.version,
-        heartbeat_s=section.heartbeat_s,
-        silence_s=section.silence_s,
-        start_s=section.start_s,
         environment={**_ENGINE, **threads, **section.environment},
     )
 

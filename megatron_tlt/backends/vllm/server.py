@@ -5,15 +5,13 @@
                     shared memory: weights ->, hidden states of answers <-
 
 The engine is used by its thread only, which steps until an operation waits for it, so that requests are batched in the
-order in which they came, and weights change between two steps. Messages are those of `trtllm/server.py`; here submit's
-requests carry `key`, an answer may carry `hidden` and `routes` (entries of `entries.py` whose files the client removes)
-and `text` (up to the stop string that ended it), and
+order in which they came, and weights change between two steps. Messages are those of `serving.py`; here an answer may
+carry `kept` (a safetensors file, which the client removes, of `hidden` states and `routes`) and `text` (up to the stop
+string that ended it), drafter(..) may come while requests run, and
 
 | from the client | answer |
 |---|---|
 | start(llm, hidden_bytes, max_requests, max_len, speculation, routes, directory, tokenizer, stop) | reply |
-| collect(on) | reply; whether answers carry hidden states from now on |
-| begin_update(.., only_drafter) | as in `trtllm/server.py`; only_drafter: also while requests run |
 | speculation() | reply: state, what selector and calibration have learned |
 | load_speculation(state) | reply |
 """
@@ -21,8 +19,8 @@ and `text` (up to the stop string that ended it), and
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.backends.entries import describe, tensor_bytes
-from megatron_tlt.backends.receiving import PushReceiver
-from megatron_tlt.backends.serving import dispatch, main
+from safetensors.torch import save_file
+
+from megatron_tlt.backends.serving import EngineHost, main
 from megatron_tlt.backends.vllm.plugin import door
 from megatron_tlt.backends.vllm.plugin.keyed import ARGUMENT
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -61,23 +59,18 @@ class _Live:
         return False
 
 
-class Host:
-    """One engine and the requests in it. `send` queues messages for the client; called in the event loop only."""
+class Host(EngineHost):
+    """One engine and the requests in it; called in the event loop only."""
 
     def __init__(self, send: Callable[[Message], None]):
-        self._send = send
-        self._engine: Any = None
+        super().__init__(send)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._push = PushReceiver(self._load)
-        self._only_drafter = False  # the push under way replaces the drafter between two steps
         self._submitted: deque[Message] = deque()  # not in the engine yet
         self._waiting = 0  # operations that wait for the engine's thread
         self._live: dict[str, _Live] = {}  # by external id
         self._stepping: asyncio.Task[None] | None = None
-        self._collects = False
         self._directory = self._tokenizer_at = Path()
         self._tokenizer: HFTokenizer | None = None  # read for the first stop string
-        self._files = 0
 
     @property
     def in_flight(self) -> int:
@@ -93,24 +86,6 @@ class Host:
         """Output tokens of the running requests so far."""
         return {"lengths": [live.length for live in list(self._live.values()) if live.length]}
 
-    async def upkeep(self) -> None:
-        """Nothing."""
-
-    async def handle(self, message: Message) -> Message:
-        """Executes one message and returns the reply's fields. Raises whatever the engine raises."""
-        operations = {
-            "start": self._start,
-            "collect": self._collect,
-            "abort": self._abort,
-            "begin_update": self._begin_update,
-            "weights": self._push.take_weights,
-            "finish_update": self._finish_update,
-            "stats": self._stats,
-            "speculation": self._speculation,
-            "load_speculation": self._load_speculation,
-        }
-        return await dispatch(operations, message)
-
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         """The result of an operation between two steps."""
         self._waiting += 1
@@ -123,7 +98,8 @@ class Host:
         """The worker's result; there is one worker."""
         return (await self._in_thread(lambda: self._engine.collective_rpc(method, args=args)))[0]
 
-    async def _start(self, message: Message) -> Message:
+    async def do_start(self, message: Message) -> Message:
+        """Starts the engine with our extension."""
         self._directory, self._tokenizer_at = Path(message["directory"]), Path(message["tokenizer"])
         self._stop_finder(message["stop"])  # a tokenizer that cannot be read ends the start, not an answer
         self._engine = await self._in_thread(door.start_engine, message["llm"])
@@ -134,29 +110,21 @@ class Host:
     # -- requests ---------------------------------------------------------------------------------------------
 
     def submit(self, message: Message) -> None:
-        """Queues the requests of one prompt; the answers are sent as they come."""
-        for request in message["requests"]:
-            self._submitted.append({**message, "request": request})
+        """Queues a request; its answer is sent when it comes."""
+        self._submitted.append(message)
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
-        """Steps until nothing is in flight. A failure is the answer of every request."""
+        """Steps until nothing is in flight. A failure ends this process, and the client shows the end of its log."""
         loop = asyncio.get_running_loop()
-        while self.in_flight:  # also those that came while a failure was answered
-            try:
-                if not self._only_drafter:
-                    self._push.check_closed()
-                await loop.run_in_executor(self._thread, self._step, loop)
-            except Exception as error:  # noqa: BLE001 - every failure is sent to the client under its requests
-                traceback.print_exc()
-                await self._fail(f"{type(error).__name__}: {error}")
-
-    async def _fail(self, why: str) -> None:
         try:
-            await self._drop(error=why)
-        except Exception:  # noqa: BLE001 - the answers have been sent, with what failed first
+            while self.in_flight:
+                await loop.run_in_executor(self._thread, self._step, loop)
+        except Exception:  # noqa: BLE001 - no later request could be answered either
             traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
 
     def _step(self, loop: asyncio.AbstractEventLoop) -> None:
         """Steps of the engine, in its thread; sends answers as they end.
@@ -171,14 +139,11 @@ class Host:
                     loop.call_soon_threadsafe(self._send, self._answer(output))
 
     def _add(self, message: Message) -> None:
-        request, params = message["request"], message["params"]
-        number, prompt = request["id"], message["token_ids"]
-        extra = {ARGUMENT: [request["key"], *params["sampling"], request["prompt_id"]]}
-        live = self._live[str(number)] = _Live(number, "", len(prompt), None)  # before anything can raise
-        live.stops = self._stop_finder(params["stop"])
-        live.internal = self._engine.add_request(
-            str(number), {"prompt_token_ids": prompt}, door.sampling_params(params, extra)
-        )
+        number, prompt, params = message["id"], message["token_ids"], message["params"]
+        extra = {ARGUMENT: [message["key"], *params["sampling"], message["prompt_id"]]}
+        sampling = door.sampling_params(params, extra)
+        internal = self._engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+        self._live[str(number)] = _Live(number, internal, len(prompt), self._stop_finder(params["stop"]))
 
     def _stop_finder(self, stop: list[str]) -> StopStringFinder | None:
         if not stop:
@@ -206,105 +171,76 @@ class Host:
             "token_ids": list(first.token_ids[: live.length]),
             "finish_reason": first.finish_reason if text is None else "stop",
             **({} if text is None else {"text": text}),
-            **self._kept(live.internal, live.prompt_len + live.length - 1),
+            **self._kept(live),
         }
-        del self._live[output.request_id]  # last: what fails before is answered with the error
+        del self._live[output.request_id]  # last: heartbeats count it until it can be sent
         return answer
 
-    def _kept(self, internal: str, count: int) -> dict[str, Message]:
-        """Writes what was kept of an answer's positions, hidden states and experts, into files for the client.
+    def _kept(self, live: _Live) -> Message:
+        """Writes what was kept of an answer's positions, hidden states and experts, into a file for the client."""
+        count = live.prompt_len + live.length - 1
+        (kept,) = self._engine.collective_rpc("tlt_end", args=(live.internal, count))
+        if not kept:
+            return {}
+        path = self._directory / f"kept-{live.number}"
+        save_file({name: tensor.to("cpu").contiguous() for name, tensor in kept.items()}, path)
+        return {"kept": str(path)}
 
-        Leaves none of them where it raises.
-        """
-        (kept,) = self._engine.collective_rpc("tlt_end", args=(internal, count))
-        if not self._collects:
-            kept.pop("hidden", None)
-        self._files += 1
-        entries = {}
-        paths = {name: self._directory / f"{name}-{self._files}" for name in kept}
-        try:
-            for name, tensor in kept.items():
-                paths[name].write_bytes(tensor_bytes(tensor))
-                entries[name] = {**describe(name, tensor), "file": str(paths[name]), "offset": 0}
-        except BaseException:
-            for path in paths.values():
-                path.unlink(missing_ok=True)
-            raise
-        return entries
-
-    async def _collect(self, message: Message) -> Message:
-        self._collects = bool(message["on"])
-        await self._rpc("tlt_collect", self._collects)
+    async def do_abort(self, _: Message) -> Message:
+        """Drops everything in flight behind the step under way; it is answered with finish_reason "cancelled"."""
+        for number in await self._in_thread(self._drop_all):
+            self._send({"type": "answer", "id": number, "token_ids": [], "finish_reason": "cancelled"})
         return {}
 
-    async def _abort(self, _: Message) -> Message:
-        """What runs is answered with finish_reason "cancelled"."""
-        await self._drop(token_ids=[], finish_reason="cancelled")
-        return {}
-
-    async def _drop(self, **answer: Any) -> None:
-        """Drops everything in flight behind the step under way and answers it so, also where the engine raises."""
-        numbers: list[int] = []
-        try:
-            await self._in_thread(self._drop_all, numbers)
-        finally:
-            for number in numbers:
-                self._send({"type": "answer", "id": number, **answer})
-
-    def _drop_all(self, numbers: list[int]) -> None:
-        """Adds the dropped requests to `numbers`. The event loop may submit others meanwhile."""
-        live, self._live = self._live, {}
-        while self._submitted:
-            numbers.append(self._submitted.popleft()["request"]["id"])
-        numbers += [request.number for request in live.values()]
-        internal = [request.internal for request in live.values() if request.internal]
-        if internal:
-            self._engine.abort_request(internal, internal=True)
+    def _drop_all(self) -> list[int]:
+        """Returns the numbers of the dropped requests."""
+        numbers = [message["id"] for message in self._submitted] + [live.number for live in self._live.values()]
+        internal = [live.internal for live in self._live.values()]
+        self._submitted.clear()
+        self._live.clear()
+        self._engine.abort_request(internal, internal=True)
         for name in internal:
             self._engine.collective_rpc("tlt_end", args=(name, 0))
+        return numbers
 
-    # -- pushes and figures -----------------------------------------------------------------------------------
+    # -- pushes and statistics --------------------------------------------------------------------------------
 
-    async def _begin_update(self, message: Message) -> Message:
-        self._only_drafter = message.get("only_drafter", False)
-        self._push.begin(message, 0 if self._only_drafter else self.in_flight)
-        if not self._only_drafter:
-            await self._rpc("tlt_begin_update")
+    async def do_begin_update(self, _: Message) -> Message:
+        """Every layer waits for its weights."""
+        await self._rpc("tlt_begin_update")
         return {}
 
-    async def _load(self, entries: list[Message], verify: bool) -> dict[str, int]:
-        sums: dict[str, int] = await self._rpc("tlt_update", entries, verify)
-        return sums
+    async def do_weights(self, message: Message) -> Message:
+        """Loads some tensors of the policy."""
+        return {"checksums": await self._rpc("tlt_update", message["tensors"], message["verify"])}
 
-    async def _finish_update(self, message: Message) -> Message:
-        entries = self._push.drafter_of(message["version"])
-        if not self._only_drafter:
-            await self._rpc("tlt_finish_update")
-            await self._in_thread(self._engine.reset_prefix_cache)
-        sums: dict[str, int] = {}
-        if entries:
-            sums = await self._rpc("tlt_update_drafter", entries, self._push.verify)
-        return self._push.close(sums)
+    async def do_finish_update(self, _: Message) -> Message:
+        """All tensors of the policy have come."""
+        await self._rpc("tlt_finish_update")
+        await self._in_thread(self._engine.reset_prefix_cache)
+        return {}
 
-    async def _stats(self, _: Message) -> Message:
+    async def do_drafter(self, message: Message) -> Message:
+        """Loads the drafter, between two steps."""
+        return {"checksums": await self._rpc("tlt_update_drafter", message["tensors"], message["verify"])}
+
+    async def do_stats(self, _: Message) -> Message:
+        """Steps and drafts since the last call."""
         return dict(await self._rpc("tlt_stats"))
 
-    async def _speculation(self, _: Message) -> Message:
+    async def do_speculation(self, _: Message) -> Message:
+        """What selector and calibration have learned."""
         return {"state": await self._rpc("tlt_speculation")}
 
-    async def _load_speculation(self, message: Message) -> Message:
+    async def do_load_speculation(self, message: Message) -> Message:
+        """Takes what they had learned in an earlier run."""
         await self._rpc("tlt_load_speculation", message["state"])
         return {}
 
-    def shutdown(self, limit_s: float | None = None) -> None:
-        """Ends the engine; gives up after `limit_s` seconds."""
-        if self._engine is None:
-            return
-        engine, self._engine = self._engine, None
-        ending = threading.Thread(target=engine.engine_core.shutdown, daemon=True)
-        ending.start()
-        ending.join(limit_s)
+    @staticmethod
+    def _end_of(engine: Any) -> Any:
+        return engine.engine_core.shutdown
 
 
 if __name__ == "__main__":
-    main(Host, sys.argv[1])
+    main(Host, *sys.argv[1:])

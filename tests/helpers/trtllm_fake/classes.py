@@ -16,7 +16,7 @@ class Fake:
         self.contract, self.environ = contract, environ
         self.classes: dict[str, type] = {}
 
-    # -- classes that are only told things ---------------------------------------------------------------------
+    # -- classes that only hold arguments ----------------------------------------------------------------------
 
     def record(self, cls: str) -> type:
         """A class whose constructor takes exactly the contract's fields."""

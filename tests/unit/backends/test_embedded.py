@@ -17,25 +17,15 @@ from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection, SuffixSection
 from megatron_tlt.drafter.checkpoint import SavedDrafter
 from megatron_tlt.errors import ConfigError, SyncError
-from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.types import HiddenStateSample, PastAnswer, Prompt, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer
-from tests.helpers.tiny_models import random_weights
+from tests.helpers.tiny_models import TINY, random_weights
 
 PROMPTS = [Prompt(3, "q3", (4, 5, 6), "def"), Prompt(1, "q1", (7, 8), "gh")]
 PARAMS = SamplingParams(max_tokens=12)
-CONFIG = ModelConfig(
-    "qwen3", 51, 32, 2, 2, 1, 16, 48, qk_norm=True, tie_word_embeddings=True, max_position_embeddings=256
-)
 
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_hf(folder, CONFIG, random_weights(CONFIG))
-    return folder
 
 
 def test_built_from_a_directory_and_pushed_to(model_dir: Path):
@@ -44,11 +34,11 @@ def test_built_from_a_directory_and_pushed_to(model_dir: Path):
     expected = loaded.generate(PROMPTS, PARAMS, 2)
     pushed = build_backend(rollout, model, SyncSection(verify=True), tokenizer=CharTokenizer())
     pushed.begin_update(0)
-    for name, tensor in random_weights(CONFIG):
+    for name, tensor in random_weights(TINY):
         pushed.update_weights(WeightBucket(0, [(name, tensor)]))
     pushed.finish_update()
     assert pushed.generate(PROMPTS, PARAMS, 2) == expected
-    assert pushed.weight_checksums().keys() == CONFIG.parameter_shapes().keys()
+    assert pushed.weight_checksums().keys() == TINY.parameter_shapes().keys()
     assert loaded.engine.blocks.num_blocks == 4 * 2**20 // (2 * 2 * 16 * 16 * 4)
 
 
@@ -60,7 +50,7 @@ def test_hidden_states_are_stamped_with_the_version_that_answered(model_dir: Pat
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     for version in (3, 4):
         backend.begin_update(version)
-        for name, tensor in random_weights(CONFIG):
+        for name, tensor in random_weights(TINY):
             backend.update_weights(WeightBucket(version, [(name, tensor)]))
         backend.finish_update()
         backend.generate(PROMPTS, params, 1)
@@ -76,14 +66,6 @@ def test_wrong_sizes_are_found_together(model_dir: Path):
     assert [p.path for p in caught.value.problems] == ["model.max_context", "rollout.tp"]
 
 
-def test_a_drafter_in_c_needs_a_compiler(model_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("megatron_tlt.backends.build.find_compiler", lambda: None)
-    speculation = SpeculationSection(drafter="hybrid", drafter_path="d")
-    rollout = RolloutSection(kernels="torch", speculation=speculation)
-    with pytest.raises(ConfigError, match=r"speculation\.drafter = 'hybrid': needs a C compiler"):
-        build_backend(rollout, ModelSection(path=str(model_dir), max_context=64))
-
-
 def drafting_backend(model_dir: Path, drafter: EagleModel) -> EmbeddedBackend:
     speculation = SpeculationSection(drafter="eagle", selector="fixed", draft_len=3)
     rollout = RolloutSection(kv_cache_mib=4, speculation=speculation)
@@ -93,7 +75,7 @@ def drafting_backend(model_dir: Path, drafter: EagleModel) -> EmbeddedBackend:
 
 def push(backend: EmbeddedBackend, version: int, drafter: EagleModel | None = None) -> None:
     backend.begin_update(version)
-    backend.update_weights(WeightBucket(version, list(random_weights(CONFIG))))
+    backend.update_weights(WeightBucket(version, list(random_weights(TINY))))
     if drafter is not None:
         backend.update_drafter(drafter.state_dict(), version)
     backend.finish_update()
@@ -101,7 +83,7 @@ def push(backend: EmbeddedBackend, version: int, drafter: EagleModel | None = No
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30, None])
 def test_a_published_drafter_drafts_and_garbage_changes_nothing(model_dir: Path, garbage: float | None):
-    drafter = EagleModel(CONFIG)
+    drafter = EagleModel(TINY)
     backend = drafting_backend(model_dir, drafter)
     expected = backend.generate(PROMPTS, PARAMS, 4)
     with torch.no_grad():
@@ -118,7 +100,7 @@ def test_a_published_drafter_drafts_and_garbage_changes_nothing(model_dir: Path,
 
 
 def test_a_drafter_of_other_shapes_is_refused(model_dir: Path):
-    drafter = EagleModel(CONFIG)
+    drafter = EagleModel(TINY)
     backend = drafting_backend(model_dir, drafter)
     backend.begin_update(7)
     with pytest.raises(SyncError, match="the drafter of version 7 does not fit"):
@@ -183,7 +165,7 @@ def test_ranks_of_one_engine_agree_on_its_size(model_dir: Path, tmp_path: Path):
         def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
             return torch.stack([tensor, tensor - 3])
 
-    two_heads = replace(CONFIG, num_kv_heads=2)  # one on each of two ranks, as in the other model on one
+    two_heads = replace(TINY, num_kv_heads=2)  # one on each of two ranks, as in the other model on one
     save_hf(tmp_path, two_heads, random_weights(two_heads))
     model, split = (ModelSection(path=str(path), max_context=64) for path in (model_dir, tmp_path))
     alone = build_backend(RolloutSection(kv_cache_mib=4), model)

@@ -10,22 +10,8 @@ import pytest
 from megatron_tlt.backends.generate import generate_file, read_prompts
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.errors import DataError
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.types import SamplingParams
 from tests.helpers.fake_decoder import CharTokenizer
-from tests.helpers.tiny_models import random_weights
-
-CONFIG = ModelConfig(
-    "qwen3", 51, 32, 2, 2, 1, 16, 48, qk_norm=True, tie_word_embeddings=True, max_position_embeddings=256
-)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_hf(folder, CONFIG, random_weights(CONFIG))
-    return folder
 
 
 def test_generate_file(model_dir: Path, tmp_path: Path):

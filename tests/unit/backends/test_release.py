@@ -13,25 +13,13 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.checkpoint import SavedDrafter
-from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
-from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.types import HiddenStateSample, Prompt, SamplingParams
 from tests.helpers.mpi import run_one
-from tests.helpers.tiny_models import random_weights
+from tests.helpers.tiny_models import TINY
 
-CONFIG = ModelConfig(
-    "qwen3", 51, 32, 2, 2, 1, 16, 48, qk_norm=True, tie_word_embeddings=True, max_position_embeddings=256
-)
 PROMPTS = [Prompt(i, f"q{i}", tuple(range(4 + i)), "d") for i in range(4)]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_hf(folder, CONFIG, random_weights(CONFIG))
-    return folder
 
 
 def backend_of(
@@ -45,7 +33,7 @@ def backend_of(
     trained = None
     if speculation.uses_eagle:
         torch.manual_seed(0)
-        made = EagleModel(CONFIG)
+        made = EagleModel(TINY)
         trained = SavedDrafter(made.config, made.state_dict())
     return build_backend(rollout, model, load_weights=True, drafter=trained, keep_layers=())
 

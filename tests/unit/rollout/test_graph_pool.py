@@ -28,6 +28,7 @@ from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.graph_capture import Captured
 from megatron_tlt.rollout.graph_pool import GraphKey, GraphPool, PoolSizes
+from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import SamplingParams
 from tests.helpers.driver_memory import HostMemory, build_driver
 from tests.helpers.engines import make_engine, small_config
@@ -250,7 +251,7 @@ def test_graphs_are_gone_before_the_groups_whose_collectives_they_hold(monkeypat
         runner.pool = GraphPool(runner.decoder, runner.kv, PoolSizes(16, 256, 16, 64), capturer=Graphs())
         engine.capture_graphs(1)
         assert len(graphs) >= 5
-        rank.at_close(EmbeddedBackend(engine, {}).close)
+        rank.at_close(EmbeddedBackend(engine, ServedWeights({}, version=0)).close)
         destroy = lambda: ends.append(len(graphs))  # noqa: B023, E731
         monkeypatch.setattr(world.dist, "destroy_process_group", destroy)
         getattr(rank, end)()

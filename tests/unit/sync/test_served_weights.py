@@ -19,15 +19,15 @@ def test_a_push_is_served_when_it_is_complete():
     weights.begin(4)
     tensors = weights.accept(WeightBucket(4, [("a", torch.ones(2)), ("head", torch.ones(9))]))
     assert [name for name, _ in tensors] == ["a"]
-    weights.mark_loaded(tensors)
     weights.accept_drafter(7)
     with pytest.raises(BackendError, match=r"push of version 4 has not finished \(1 tensors missing\)"):
         weights.check_ready()
     with pytest.raises(SyncError, match="version 4 lacks b"):
-        weights.commit({})
-    weights.mark_loaded(weights.accept(WeightBucket(4, [("b", torch.ones(3))])))
+        weights.commit()
+    weights.accept(WeightBucket(4, [("b", torch.ones(3))]))
     assert (weights.version, weights.drafter_version) == (NO_WEIGHTS, 0)
-    weights.commit({"a": 1, "b": 2})
+    weights.open_checksums |= {"a": 1, "b": 2}
+    weights.commit()
     weights.check_ready()
     assert (weights.version, weights.drafter_version) == (4, 7)
     assert weights.checksums == {"a": 1, "b": 2, "head": checksum(torch.ones(9))}
@@ -38,7 +38,7 @@ def test_a_push_that_was_given_up_leaves_no_version():
     weights.begin(1)
     weights.accept_drafter(5)
     weights.begin(2)
-    weights.commit({})
+    weights.commit()
     assert (weights.version, weights.drafter_version) == (2, 0)
 
 

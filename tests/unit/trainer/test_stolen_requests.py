@@ -9,6 +9,7 @@ import pytest
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits
+from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.trainer.stolen_requests import StolenRequests
 from megatron_tlt.types import Prompt, Sample, SamplingParams
 from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
@@ -25,7 +26,7 @@ class OneRank:
 def make(max_running: int = 4, num_blocks: int = 400) -> tuple[EmbeddedBackend, StolenRequests]:
     limits = SchedulerLimits(max_running, 64, 128, V)
     engine = Engine(FakeDecoder(V), limits, num_blocks, 4, tokenizer=CharTokenizer(), eos_token_ids=(0,))
-    backend = EmbeddedBackend(engine, {})
+    backend = EmbeddedBackend(engine, ServedWeights({}, version=0))
     return backend, StolenRequests(backend, PARAMS, SAMPLES, OneRank())  # type: ignore[arg-type]
 
 
@@ -69,7 +70,7 @@ def test_a_queue_that_the_next_step_may_change_is_not_known_yet(monkeypatch: pyt
     monkeypatch.setattr("megatron_tlt.rollout.engine._PROGRESS_EVERY_S", 0.0)
     limits = SchedulerLimits(8, 16, 128, V)
     engine = Engine(FakeDecoder(V), limits, 400, 4, tokenizer=CharTokenizer(), eos_token_ids=(0,))
-    backend = EmbeddedBackend(engine, {})
+    backend = EmbeddedBackend(engine, ServedWeights({}, version=0))
     stolen = StolenRequests(backend, PARAMS, 12, OneRank())  # type: ignore[arg-type]
     seen: list[tuple[int, int, int]] = []
 
@@ -91,7 +92,7 @@ def test_a_cache_that_is_released_between_rollouts_stays_for_a_whole_step(monkey
     engine = Engine(FakeDecoder(V), limits, 400, 4, tokenizer=CharTokenizer(), eos_token_ids=(0,))
     monkeypatch.setattr(engine.runner, "release", lambda: None)  # the fake decoder's cache is an array
     monkeypatch.setattr(engine.runner, "resume", lambda: None)
-    backend = EmbeddedBackend(engine, {}, release_cache=True)
+    backend = EmbeddedBackend(engine, ServedWeights({}, version=0), release_cache=True)
     stolen = StolenRequests(backend, PARAMS, SAMPLES, OneRank())  # type: ignore[arg-type]
     with stolen.holding():
         for _ in range(2):

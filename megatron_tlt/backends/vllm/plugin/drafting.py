@@ -67,7 +67,7 @@ class StepDrafting:
         step = StepMeasurement(strategy, rows, fed, *seconds, emitted, reached.sum(0), hits)
         if is_decode and self._is_measured:
             self._selector.record(step)
-        draft = _chains(drafted) if fed > rows else None
+        draft = chains(drafted) if fed > rows else None
         if is_decode or draft is not None:
             self._counters.add(step, draft)
         self._is_decode, self._is_measured = is_decode, False
@@ -132,8 +132,9 @@ def _clock_of(device: torch.device) -> Callable[[], float]:
     return read
 
 
-def _chains(drafted: np.ndarray) -> Draft:
-    """Chains of `drafted` int [B] tokens, for counting."""
+def chains(drafted: np.ndarray, tokens: np.ndarray | None = None) -> Draft:
+    """Chains of `drafted` int [B] tokens, for verifying; without `tokens` int [N], for counting."""
     total = int(drafted.sum())
     depths = np.arange(total) - np.repeat(np.cumsum(drafted) - drafted, drafted) + 1
-    return Draft(drafted, np.zeros(total, np.int32), np.zeros(total, np.float32), depths)
+    tokens = np.zeros(total, np.int32) if tokens is None else tokens
+    return Draft(drafted, tokens, np.zeros(total, np.float32), depths)

@@ -5,13 +5,12 @@ vLLM mixes the class into its worker: no `__init__`, names of our own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_tlt.backends.entries import Entry, Sums, load_entry
+from megatron_tlt.backends.entries import Location, Sums, checksums, load_tensors
 from megatron_tlt.backends.vllm.plugin import internals
 from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
 from megatron_tlt.backends.vllm.plugin.hidden import PositionTap
@@ -57,16 +56,7 @@ class TltWorkerExtension:
         if routes is not None:
             chosen = internals.watch_routers(runner, getattr(torch, routes))
             self.tlt_routes = PositionTap(runner, max_len, max_requests, states=chosen)
-            self.tlt_routes.is_on = True
         self._tlt_is_loading = False
-
-    def tlt_collect(self, is_on: bool) -> None:
-        """From now on keeps hidden states, or does not. Raises RuntimeError without a budget for them."""
-        if self.tlt_tap is None:
-            if is_on:
-                raise RuntimeError("this engine was started without room for hidden states")
-            return
-        self.tlt_tap.is_on = is_on
 
     def tlt_end(self, request: str, count: int) -> dict[str, Tensor]:
         """The request has ended: its "hidden" states and "routes" [count, W], those that were kept."""
@@ -96,33 +86,31 @@ class TltWorkerExtension:
         internals.begin_reload(self, model)
         self._tlt_is_loading = True
 
-    def tlt_update(self, entries: Sequence[Entry], verify: bool) -> Sums:
+    def tlt_update(self, location: Location, verify: bool) -> Sums:
         """Loads some of the policy's tensors; returns the CRC-32 of each as it arrived, if `verify`."""
-        sums: Sums = {}
-        internals.load(
-            self, self.model_runner.get_model(), self._tlt_tensors(entries, sums if verify else None)
-        )
-        return sums
+        return self._tlt_load(self.model_runner.get_model(), location, verify)
 
     def tlt_finish_update(self) -> None:
         """All tensors of the policy have come: it serves them."""
         internals.end_reload(self, self.model_runner.get_model(), is_draft=False)
         self._tlt_is_loading = False
 
-    def tlt_update_drafter(self, entries: Sequence[Entry], verify: bool) -> Sums:
+    def tlt_update_drafter(self, location: Location, verify: bool) -> Sums:
         """Loads all tensors of the drafter, in place; its tables are the policy's. Raises ValueError without one."""
         model = internals.draft_model(self)
         if model is None:
             raise ValueError("this engine has no trained drafter")
-        sums: Sums = {}
         internals.begin_reload(self, model)
-        internals.load(self, model, self._tlt_tensors(entries, sums if verify else None))
+        sums = self._tlt_load(model, location, verify)
         internals.end_reload(self, model, is_draft=True)
         return sums
 
-    def _tlt_tensors(self, entries: Sequence[Entry], sums: Sums | None) -> list[tuple[str, Tensor]]:
+    def _tlt_load(self, model: Any, location: Location, verify: bool) -> Sums:
         # Copies: a layer's parts wait for the last one, perhaps for buckets, while the sender uses its memory again.
-        device = self.model_runner.device
-        tensors = [(entry["name"], load_entry(entry, device, sums).clone()) for entry in entries]
-        internals.synchronize()
-        return tensors
+        tensors = load_tensors(location, self.model_runner.device)
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        sums = checksums(tensors) if verify else {}
+        internals.load(self, model, list(tensors.items()))
+        return sums

@@ -2,7 +2,7 @@
 
 Each new request takes a slot of `max_len` positions while there is one; a slot is read and freed when its request has
 ended. A rejected draft's position is written again by the next step, so the last value of a position is the answer's.
-Every position passes here: there is no prefix cache, and collecting begins and ends between rollouts.
+Every position passes here: there is no prefix cache.
 
 Legend: S slots, L positions of the longest request, W width of a state or of a token's experts, T tokens of a forward.
 """
@@ -37,12 +37,9 @@ class PositionTap:
         self._free: list[int] = []
         self._slots: dict[str, int] = {}
         self._refused: set[str] = set()
-        self.is_on = False
         internals.hook_forward(runner, self._seen)
 
     def _seen(self, output: Any, positions: Tensor) -> None:
-        if not self.is_on:
-            return
         states = self._states(output)
         if self._pool is None:
             self._make_pool(states)

@@ -310,9 +310,3 @@ def _make_kernels_anew(model: nn.Module) -> None:
     for layer in model.modules():
         if hasattr(layer, "w13_weight") and layer.w13_weight.device.type == "cpu":
             layer.quant_method.moe_kernel = None
-
-
-def synchronize() -> None:
-    """Waits for the device, so that memory of another process may be used again."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

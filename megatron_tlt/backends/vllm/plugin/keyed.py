@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.backends.vllm.plugin import internals
-from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
+from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting, chains
 from megatron_tlt.models.factory import sample_kernel
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.models.native.decoder import keyed_sample
 from megatron_tlt.rollout.sampler import NativeSample, Sampler, SamplingRows
+from megatron_tlt.rollout.spec.verify import accept_matches
 
 ARGUMENT = "tlt"  # in `SamplingParams.extra_args`: [key, temperature, top_k, top_p, min_p, prompt id]
 Arguments = tuple[int, float, int, float, float, int]
@@ -87,9 +88,11 @@ class KeyedSampling:
             rows = drafted + 1
             owner, starts = np.repeat(np.arange(count), rows), np.cumsum(rows) - rows
             within = np.arange(len(owner)) - starts[owner]
-            tokens = self._draw(logits, self._batch.part(owner), done[owner] + within)
-            chosen, accepted = follow(tokens.cpu().numpy(), starts, drafted, draft_tokens)
-            out = torch.from_numpy(chosen).to(self._device)
+            drawn = self._draw(logits, self._batch.part(owner), done[owner] + within).cpu().numpy()
+            verdict = accept_matches(drawn, chains(drafted, draft_tokens))
+            chosen = np.full((count, rows.max()), -1, np.int32)
+            chosen[np.arange(rows.max()) < verdict.counts[:, None]] = drawn[verdict.index]
+            accepted, out = verdict.counts - 1, torch.from_numpy(chosen).to(self._device)
         self._next = done + accepted + 1
         if self._drafting is not None:
             self._record(self._drafting, out, drafted, accepted, done)
@@ -127,28 +130,6 @@ class KeyedSampling:
         """Tokens int32 [R] of logits [R, V] with the noise of these output positions. Mutates `rows`."""
         rows.keys = row_keys(rows.keys, positions)
         return self._sampler.sample(logits.float().contiguous(), rows)[0]
-
-
-def follow(
-    tokens: np.ndarray, starts: np.ndarray, drafted: np.ndarray, draft_tokens: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Coupled verification of chains.
-
-    tokens int [T]: the policy's keyed token behind each fed token; `starts` [B]: each request's first row;
-    `drafted` [B] and `draft_tokens` [sum]: its draft. Returns tokens int32 [B, K + 1], -1 behind the last, and
-    accepted drafts int [B].
-    """
-    width = int(drafted.max(initial=0)) + 1
-    at = np.arange(width)
-    exists = at <= drafted[:, None]
-    drawn = tokens[np.where(exists, starts[:, None] + at, 0)]
-    firsts = np.cumsum(drafted) - drafted
-    is_draft = at[:-1] < drafted[:, None]
-    padded = np.append(draft_tokens, -1)
-    proposed = padded[np.where(is_draft, firsts[:, None] + at[:-1], len(draft_tokens))]
-    accepted = (is_draft & (drawn[:, :-1] == proposed)).cumprod(axis=1).sum(axis=1)
-    out = np.where(at <= accepted[:, None], drawn, -1).astype(np.int32)
-    return out, accepted
 
 
 def _native_sample(device: torch.device) -> NativeSample | None:

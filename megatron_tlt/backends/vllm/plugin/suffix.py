@@ -134,21 +134,15 @@ class SuffixBridge:
 
     def propose_lists(self, sampled: Lists, strategy: DraftStrategy) -> Lists:
         """Drafts of vLLM's rows, where `sampled` has tokens."""
-        draft = self._propose(np.ones(len(self._names), bool), strategy)
-        parts = iter(np.split(draft.tokens, np.cumsum(draft.counts)[:-1]) if len(draft.counts) else [])
-        return [next(parts).tolist() if tokens else [] for tokens in sampled]
+        drafts = iter(self._propose(np.ones(len(self._names), bool), strategy))
+        return [next(drafts) if tokens else [] for tokens in sampled]
 
     def improve(self, names: list[str], proposed: Tensor, strategy: DraftStrategy) -> Tensor:
         """EAGLE's drafts [B, K] with the suffix drafts in place of those that are worth less."""
-        draft = self._propose(None, strategy)
-        taken = self._last[2] if self._last is not None else np.zeros(0, bool)
-        tokens = proposed.clone()
-        row_of = {name: i for i, name in enumerate(names)}
-        parts = np.split(draft.tokens, np.cumsum(draft.counts)[:-1]) if len(draft.counts) else []
-        for name, is_suffix, part in zip(self._names, taken, parts, strict=True):
-            if is_suffix:
-                row = row_of[name]
-                tokens[row, : len(part)] = torch.from_numpy(part).to(tokens)
+        drafts, tokens = dict(zip(self._names, self._propose(None, strategy), strict=True)), proposed.clone()
+        for row, name in enumerate(names):
+            if draft := drafts.get(name):
+                tokens[row, : len(draft)] = torch.tensor(draft).to(tokens)
         return tokens
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,8 +153,8 @@ class SuffixBridge:
         """Takes `state_dict`'s."""
         self._drafter.load_state_dict(state)
 
-    def _propose(self, taken: np.ndarray | None, strategy: DraftStrategy) -> Draft:
-        """The suffix drafts; `taken`: rows that use it, None: where it is worth more than EAGLE's."""
+    def _propose(self, taken: np.ndarray | None, strategy: DraftStrategy) -> Lists:
+        """The suffix draft of each row that uses it; `taken`: these rows, None: where it is worth more than EAGLE's."""
         rows = self._rows
         lengths = np.full(rows.num_rows, strategy.draft_len, np.int32)
         draft = self._drafter.propose(rows, lengths, strategy)
@@ -170,4 +164,5 @@ class SuffixBridge:
             taken = worth > self._eagle[rows.slots[: rows.num_rows]]
             taken &= self._proposals % _EXPLORE > 0
         self._last = (list(self._names), draft, taken)
-        return draft
+        parts = np.split(draft.tokens, np.cumsum(draft.counts)[:-1]) if len(draft.counts) else []
+        return [part.tolist() if is_used else [] for part, is_used in zip(parts, taken, strict=True)]

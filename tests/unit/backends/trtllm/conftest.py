@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.helpers.trtllm_engines import scratch_directory
-
 
 @pytest.fixture(scope="module", autouse=True)
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A short place for sockets and logs: the log of an engine that failed stays."""
-    tmp_path_factory.getbasetemp()  # pytest's own directories lie elsewhere
-    with scratch_directory():
-        yield
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where logs lie: that of an engine that failed stays."""
+    folder, before = tmp_path_factory.mktemp("logs"), tempfile.tempdir
+    tempfile.tempdir = str(folder)
+    yield folder
+    tempfile.tempdir = before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,22 +11,17 @@ import torch
 from torch.multiprocessing import reductions
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from megatron_tlt.backends.entries import DEVICE, handle_of
-from megatron_tlt.backends.process import child_environment
-from megatron_tlt.backends.transport import ipc_entry, older_handle, pack_tensors
-from megatron_tlt.backends.trtllm.launch import launch_of
-from megatron_tlt.backends.wire import frame, message_of
-from megatron_tlt.config.trtllm import TrtllmSection
+from megatron_tlt.backends.entries import DEVICE, load_tensors
+from megatron_tlt.backends.serving import line_of, message_of
+from megatron_tlt.backends.transport import by_cuda_ipc, older_handle
 from megatron_tlt.errors import SyncError
-from tests.helpers.trtllm_adapter import EXTENSION, run_adapter
+from tests.helpers.trtllm_adapter import run_adapter
 from tests.helpers.trtllm_fake.contract import Contract
-from tests.helpers.trtllm_fake.package import install, uninstall
 
 ROOT = Path(__file__).parents[4]
 FILES = sorted((ROOT / "tests" / "contracts" / "trtllm").glob("*.json"))
 THERE = (  # modules of the engine's environment
-    *("wire", "serving", "receiving", "entries"),
-    *("trtllm/instances", "trtllm/server", "trtllm/extension"),
+    *("serving", "entries", "trtllm/server", "trtllm/extension"),
 )
 
 
@@ -95,15 +89,9 @@ def test_what_runs_there_imports_nothing_of_ours_and_is_python_3_10(name: str) -
     assert siblings <= {name.split("/")[-1] for name in THERE}
 
 
-class OnGpu(torch.Tensor):
-    """A tensor that says so."""
-
-    is_cuda = True
-
-
 def test_gpu_handles_are_put_together_again_in_torchs_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is needed: the plain data crosses the wire and becomes the arguments of torch's own function, with
-    the handle in the engine's form.
+    """No GPU is needed: the plain data of a copy crosses the wire and becomes the arguments of torch's own function,
+    with the handle in the engine's form.
     """
     names = list(inspect.signature(rebuild_cuda_tensor).parameters)
     given = {
@@ -124,22 +112,21 @@ def test_gpu_handles_are_put_together_again_in_torchs_order(monkeypatch: pytest.
         "event_sync_required": True,
     }
     assert names == list(given), "of the torch that trains"
-    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (rebuild_cuda_tensor, tuple(given.values())))
-    entry = ipc_entry(
-        "a.weight", torch.zeros(2, 3, dtype=torch.bfloat16).as_subclass(OnGpu), "rollout.trtllm"
-    )
-    try:
-        launch = launch_of(TrtllmSection(python="python"))
-        install(Contract.load(FILES[0]), child_environment({}, "", launch.environment))
-        function, args = handle_of(message_of(frame({"type": "weights", **entry})[4:]), None)
-    finally:
-        uninstall()
-        sys.modules.pop(EXTENSION, None)
-    assert callable(function)
+    copies: list[torch.Tensor] = []
+    reduced = rebuild_cuda_tensor, tuple(given.values())
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: copies.append(tensor) or reduced)
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *args: dict(zip(names, args, strict=True)))
+    for name in ("synchronize", "ipc_collect"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    pushed = torch.ones(3, 2, dtype=torch.bfloat16).t()
+    with by_cuda_ipc([("a.weight", pushed)], "rollout.trtllm") as location:
+        message = message_of(line_of({"type": "weights", "tensors": location}))
+    assert torch.equal(copies[0], pushed) and copies[0].is_contiguous()
+    assert copies[0].data_ptr() != pushed.data_ptr(), "the stream's memory may be used again"
+    there = load_tensors(message["tensors"], 1)["a.weight"]
     assert names[DEVICE] == "storage_device"
-    there = dict(zip(names, args, strict=True))
     older = b"\x02c" + bytes(range(64))
-    assert there == {**given, "storage_device": None, "storage_handle": older}, "the engine puts its own device there"
+    assert there == {**given, "storage_device": 1, "storage_handle": older}, "the engine's own device"
 
 
 def test_a_handle_of_a_newer_torch_becomes_one_that_the_engines_torch_reads() -> None:
@@ -153,24 +140,3 @@ def test_a_handle_of_a_newer_torch_becomes_one_that_the_engines_torch_reads() ->
         older_handle(b"\x03e" + driver, "rollout.vllm")
     with pytest.raises(SyncError, match="memory of kind 120"):
         older_handle(b"\x03x" + driver, "rollout.vllm")
-
-
-def test_packed_tensors_are_copies_side_by_side() -> None:
-    tensors = [
-        ("a", torch.arange(3)),
-        ("b", torch.ones(2, 2, dtype=torch.bfloat16).t()),
-        ("c", torch.tensor(1.5)),
-        ("d", torch.empty(0)),
-    ]
-    packed = list(pack_tensors(tensors))
-    for (name, tensor), (other, copy) in zip(tensors, packed, strict=True):
-        assert name == other
-        assert torch.equal(tensor, copy)
-        assert (tensor.dtype, tensor.shape) == (copy.dtype, copy.shape)
-        assert copy.is_contiguous()
-    base = packed[0][1].untyped_storage().data_ptr()
-    assert all(copy.untyped_storage().data_ptr() == base for _, copy in packed), "one handle a call"
-    tensors[0][1].zero_()
-    assert packed[0][1].tolist() == [0, 1, 2], "the stream's memory may be used again"
-    with pytest.raises(SyncError, match="cuda_ipc needs CUDA tensors"):
-        ipc_entry(*packed[0], "rollout.vllm")

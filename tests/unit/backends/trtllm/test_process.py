@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import struct
 import subprocess
 import sys
 import time
@@ -13,22 +12,22 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.backends.process import EngineProcess, child_environment
-from megatron_tlt.backends.trtllm.launch import launch_of
-from megatron_tlt.backends.wire import MAX_MESSAGE, PROTOCOL, frame
+from megatron_tlt.backends.serving import line_of
+from megatron_tlt.backends.trtllm.build import launch_of
 from megatron_tlt.errors import BackendError
 from tests.helpers.mpi import ROOT
 from tests.helpers.trtllm_engines import python_with, section
 
-# A child that connects, says what it is told to, and waits. Its last argument is the socket.
+# A child that connects, sends the given bytes, and waits. Its last arguments are the socket and a number.
 CHILD = """
 import socket, sys, time
 print("the child was here", flush=True)
 connection = socket.socket(socket.AF_UNIX)
-connection.connect(sys.argv[-1])
+connection.connect(sys.argv[-2])
 connection.sendall(bytes.fromhex({data!r}))
 time.sleep({seconds})
 """
-HELLO = {"type": "hello", "protocol": PROTOCOL, "engine": "1.2.1", "pid": 1}
+HELLO = {"type": "hello", "engine": "1.2.1", "pid": 1}
 
 
 def child(folder: Path, data: bytes, seconds: float = 300) -> str:
@@ -40,22 +39,18 @@ def child(folder: Path, data: bytes, seconds: float = 300) -> str:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"\x00\x00\x00\x05hello", "sent no valid message"),
-        (b"GET / HTTP/1.1\r\n\r\n", "sent no valid message: a message of 1195725856 bytes was announced"),
-        (struct.pack(">I", MAX_MESSAGE + 1), f"a message of {MAX_MESSAGE + 1} bytes was announced"),
+        (b"\x00\x00\x00\x05hello\n", "sent no valid message"),
+        (b"GET / HTTP/1.1\r\n\r\n", "sent no valid message"),
+        (line_of({"type": "hello"}), "is TensorRT-LLM None"),
         (
-            frame({**HELLO, "protocol": PROTOCOL + 1}),
-            f"has protocol {PROTOCOL + 1}, this side has {PROTOCOL}",
-        ),
-        (frame({"type": "hello"}), "has protocol None"),
-        (
-            frame({**HELLO, "engine": "1.3.0rc27"}),
+            line_of({**HELLO, "engine": "1.3.0rc27"}),
             "is TensorRT-LLM 1.3.0rc27, rollout.trtllm.version is 1.2.1",
         ),
-        (frame({**HELLO, "type": "answer"}), "has protocol"),
     ],
 )
-def test_a_child_with_a_wrong_hello_is_killed(tmp_path: Path, data: bytes, message: str) -> None:
+def test_a_child_with_a_wrong_hello_is_killed_and_leaves_nothing(
+    tmp_path: Path, logs: Path, data: bytes, message: str
+) -> None:
     started = time.monotonic()
     with pytest.raises(BackendError) as caught:
         EngineProcess(launch_of(section(child(tmp_path, data))))
@@ -65,23 +60,25 @@ def test_a_child_with_a_wrong_hello_is_killed(tmp_path: Path, data: bytes, messa
     pid = int(str(caught.value).split("(process ")[1].split(")")[0])
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+    assert list(logs.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("after", "message"),
     [
-        (b"\xff\xff\xff\xff", "announced"),
-        (frame({"type": "reply", "call": 7}), "sent 'reply' while stats 1 was waited for"),
-        (frame({"type": "reply", "call": 0}), "sent 'reply' while stats 1 was waited for"),
-        (frame({"type": "surprise"}), "sent 'surprise'"),
+        (b"\xff\xff\xff\xff\n", "sent no valid message"),
+        (line_of({"type": "reply", "call": 7}), "sent 'reply' while stats 1 was waited for"),
+        (line_of({"type": "reply", "call": 0}), "sent 'reply' while stats 1 was waited for"),
+        (line_of({"type": "surprise"}), "sent 'surprise'"),
         (b"", "sent no heartbeat for 1 s"),
     ],
 )
 def test_a_child_that_goes_wrong_later_is_killed(tmp_path: Path, after: bytes, message: str) -> None:
-    process = EngineProcess(launch_of(section(child(tmp_path, frame(HELLO) + after), silence_s=1.0)))
+    process = EngineProcess(launch_of(section(child(tmp_path, line_of(HELLO) + after), silence_s=1.0)))
     with pytest.raises(BackendError, match=message):
         process.call("stats")
-    assert not process.is_alive
+    assert not process.is_alive and not process.shared.path.exists()
+    process.close()
     with pytest.raises(BackendError, match="killed or closed"):
         process.call("stats")
 
@@ -89,13 +86,6 @@ def test_a_child_that_goes_wrong_later_is_killed(tmp_path: Path, after: bytes, m
 def test_a_child_that_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"(?s)ended with exit code 7 before its hello.*no engine here"):
         EngineProcess(launch_of(section(python_with(tmp_path, "echo no engine here; exit 7"))))
-
-
-def test_an_environment_without_tensorrt_llm_is_an_error() -> None:
-    with pytest.raises(
-        BackendError, match=r"(?s)exit code 1 before its hello.*No module named 'tensorrt_llm'"
-    ):
-        EngineProcess(launch_of(section(sys.executable)))
 
 
 def test_the_child_inherits_nothing_of_the_launcher_or_of_our_python() -> None:
@@ -126,15 +116,6 @@ def test_the_child_inherits_nothing_of_the_launcher_or_of_our_python() -> None:
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",
     }
-
-
-def test_a_long_temporary_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = tmp_path / ("x" * 90)
-    long.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(long))
-    with pytest.raises(BackendError, match="set TMPDIR"):
-        EngineProcess(launch_of(section(sys.executable)))
-    assert list(long.iterdir()) == []
 
 
 def test_the_server_ends_with_its_parent_also_while_it_is_busy(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from trtllm_signatures import names_of, read_module
 
 from megatron_tlt.backends.entries import DEVICE
 from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs, build_sampling_params
-from megatron_tlt.backends.trtllm.instances import CLASS
+from megatron_tlt.backends.trtllm.server import CLASS
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.trtllm import TrtllmSection
@@ -105,7 +105,7 @@ def test_every_argument_is_a_field_in_the_sources(record: str, version: str) -> 
 def test_every_sampling_parameter_is_a_field_in_the_sources() -> None:
     fields = recorded(next(p for p in RECORDS if p.stem.startswith("sampling_params")))["classes"]
     known = set(fields["SamplingParams"]["fields"])
-    given = build_sampling_params(SamplingParams(max_tokens=8, min_p=0.1), (2,), speculative=False)
+    given = build_sampling_params(SamplingParams(max_tokens=8, min_p=0.1), (2,))
     assert {*given, "seed"} <= known
     for contract in CONTRACTS.glob("*.json"):
         said = json.loads(contract.read_text())["classes"]["SamplingParams"]["fields"]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from megatron_tlt.backends.transport import SharedMemoryTransport
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.errors import BackendError
@@ -17,20 +17,18 @@ from megatron_tlt.trainer.stolen_requests import StolenRequests
 from megatron_tlt.types import Prompt, SamplingParams, WeightBucket
 
 
-def test_kept_tables_are_copied_in_place_from_the_second_push_on() -> None:
+def test_kept_tables_are_copied_in_place_from_the_second_push_on(monkeypatch: pytest.MonkeyPatch) -> None:
     process = SimpleNamespace(launch=SimpleNamespace(name="vLLM"))
-    transport = SimpleNamespace(send=lambda version, tensors: None)
     weights = ServedWeights({EMBED: (5, 2), HEAD: (5, 2)}, (), False)
     rollout = RolloutSection(order="arrival", dtype="bf16")
-    backend = VllmBackend(
-        process, transport, weights, rollout, max_context=8, directory=None, keeps_tables=True
-    )
+    backend = VllmBackend(process, weights, rollout, max_context=8, keeps_tables=True)
+    monkeypatch.setattr(backend, "_send", lambda kind, tensors: {})
     addresses = set()
     for version in (0, 1):
         pushed = {name: torch.full((5, 2), version + i / 2) for i, name in enumerate((EMBED, HEAD))}
         weights.begin(version)
         backend.update_weights(WeightBucket(version, list(pushed.items())))
-        weights.commit({})
+        weights.commit()
         tables = backend.lookup_tables()
         for table, tensor in zip(tables, pushed.values(), strict=True):
             assert table.dtype == torch.bfloat16 and torch.equal(table.float(), tensor)
@@ -51,7 +49,7 @@ class ToyProcess:
         self.most = 0
 
     def send(self, message: dict[str, Any]) -> None:
-        self.requests += message["requests"]
+        self.requests.append(message)
         self.most = max(self.most, len(self.requests))
 
     def next_answer(self) -> dict[str, Any]:
@@ -64,10 +62,10 @@ def toy_backend(process: ToyProcess, most: int) -> tuple[VllmBackend, ToyProcess
     """A backend with weights, whose engine holds so many requests at a time."""
     weights = ServedWeights({EMBED: (5, 2)}, (), False)
     weights.begin(0)
-    weights.mark_loaded([(EMBED, torch.zeros(5, 2))])
-    weights.commit({})
+    weights.accept(WeightBucket(0, [(EMBED, torch.zeros(5, 2))]))
+    weights.commit()
     rollout = RolloutSection(order="arrival", max_running_requests=most)
-    return VllmBackend(process, None, weights, rollout, max_context=8, directory=None), process
+    return VllmBackend(process, weights, rollout, max_context=8), process
 
 
 def test_requests_that_have_not_begun_are_answered_by_another_engine() -> None:
@@ -103,8 +101,8 @@ class KeepingProcess(ToyProcess):
     def next_answer(self) -> dict[str, Any]:
         answer = super().next_answer()
         path = self.folder / str(answer["id"])
-        path.write_bytes(bytes(8))
-        return {**answer, "hidden": {"dtype": "float32", "shape": [2, 1], "file": str(path), "offset": 0}}
+        save_file({"hidden": torch.zeros(2, 1)}, path)
+        return {**answer, "kept": str(path)}
 
     def call(self, kind: str) -> None:
         assert kind == "abort"
@@ -149,24 +147,17 @@ def test_an_engine_without_the_requests_that_wait_ends_the_rollout() -> None:
         play(last, 2)
 
 
-def test_a_swap_that_fails_leaves_no_file() -> None:
+def test_a_swap_that_fails_leaves_no_file(tmp_path: Path) -> None:
     backend, process = toy_backend(ToyProcess(), 2)
     backend._drafter_names = frozenset({"fc.weight"})
-    process.launch = SimpleNamespace(section="rollout.vllm", name="vLLM")
+    settings = SimpleNamespace(transport="shared_memory")
+    process.launch, process.shared = SimpleNamespace(settings=settings), SimpleNamespace(path=tmp_path)  # type: ignore[attr-defined,assignment]
 
-    def call(kind: str, **_: Any) -> None:
-        if kind == "weights":
-            raise BackendError("vLLM could not weights")
+    def call(kind: str, tensors: dict[str, str], verify: bool) -> None:
+        assert load_file(tensors["file"])["fc.weight"].eq(1).all()
+        raise BackendError(f"vLLM could not {kind}")
 
     process.call = call  # type: ignore[attr-defined]
-    backend._transport = transport = SharedMemoryTransport(process)  # type: ignore[arg-type]
-    try:
-        with pytest.raises(BackendError, match="could not weights"):
-            backend.swap_drafter({"fc.weight": torch.ones(2)}, 1)
-        assert list(transport._directory.path.iterdir()) == []
-        with pytest.raises(AttributeError):
-            transport.send(1, [("a", torch.ones(2)), ("b", None)])  # type: ignore[list-item]
-        transport.finish()
-        assert list(transport._directory.path.iterdir()) == [], "nor one that was written in part"
-    finally:
-        transport.close()
+    with pytest.raises(BackendError, match="could not drafter"):
+        backend.swap_drafter({"fc.weight": torch.ones(2)}, 1)
+    assert list(tmp_path.iterdir()) == []

@@ -1,15 +1,16 @@
-"""Every request that was submitted is answered, whatever fails in the engine: the server's Host around a toy engine."""
+"""vLLM's server around a toy engine: what fails in the engine ends the process, and an abort answers everything."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_tlt.backends.vllm import server
 from megatron_tlt.errors import CheckpointError
@@ -19,16 +20,15 @@ Message = dict[str, Any]
 
 
 class ToyEngine:
-    """Two steps a request; calls named in `failing` raise, each so often."""
+    """Two steps a request; the call named `failing` raises."""
 
     def __init__(self) -> None:
-        self.failing: dict[str, int] = {}
+        self.failing = ""
         self.lengths: dict[str, int] = {}
         self.engine_core = SimpleNamespace(shutdown=lambda: None)
 
     def _call(self, name: str) -> None:
-        if self.failing.get(name):
-            self.failing[name] -= 1
+        if self.failing == name:
             raise OSError(f"{name} failed")
 
     def add_request(self, name: str, prompt: Any, params: Any) -> str:
@@ -70,24 +70,11 @@ class Talk:
     async def start(self, stop: tuple[str, ...] = ()) -> None:
         names = ("llm", "hidden_bytes", "max_len", "max_requests", "speculation", "routes")
         about = {"directory": str(self.folder), "tokenizer": str(self.folder / "none"), "stop": list(stop)}
-        await self.host.handle({"type": "start", **dict.fromkeys(names), **about})
-        await self.host.handle({"type": "collect", "on": True})
+        await self.host.do_start({**dict.fromkeys(names), **about})
 
-    def submit(self, *numbers: int, stop: tuple[str, ...] = ()) -> None:
-        requests = [{"id": n, "key": n, "prompt_id": 0} for n in numbers]
-        params = {**PARAMS, "stop": list(stop)}
-        self.host.submit({"requests": requests, "token_ids": [1, 2], "params": params})
-
-    async def ids(self) -> dict[int, str]:
-        """The answers since the last call, once nothing is in flight: what each says."""
-        async with asyncio.timeout(5):
-            while self.host._stepping is not None and not self.host._stepping.done():
-                await asyncio.sleep(0.001)
-        assert self.host.in_flight == 0
-        said = {a["id"]: a.get("error") or a["finish_reason"] for a in self.answers}
-        assert len(said) == len(self.answers), "one answer each"
-        self.answers.clear()
-        return said
+    def submit(self, *numbers: int) -> None:
+        for n in numbers:
+            self.host.submit({"id": n, "key": n, "prompt_id": 0, "token_ids": [1, 2], "params": PARAMS})
 
 
 @pytest.fixture
@@ -95,79 +82,43 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
     return Talk(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("what", ["add_request", "step", "tlt_end"])
-@pytest.mark.parametrize("then", [None, "abort_request", "tlt_end"])
-def test_a_failure_of_the_engine_is_the_answer_of_every_request(talk: Talk, what: str, then: str | None) -> None:
+@pytest.mark.parametrize("what", ["add_request", "step", "tlt_end", "save_file"])
+def test_a_failure_of_the_engine_ends_the_process(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], what: str
+) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr(server, "save_file", lambda kept, path: talk.engine._call("save_file"))
+
     async def go() -> None:
         await talk.start()
-        talk.engine.failing = {then: 9} if then else {}
-        talk.engine.failing[what] = 9
+        talk.engine.failing = what
         talk.submit(1, 2)
-        talk.submit(3)
-        said = await talk.ids()
-        assert set(said) == {1, 2, 3} and set(said.values()) == {f"OSError: {what} failed"}
-        talk.engine.failing = {}
-        talk.engine.lengths.clear()
-        talk.submit(4)
-        assert await talk.ids() == {4: "length"}, "and the engine goes on"
+        await talk.host._stepping
 
     asyncio.run(go())
+    assert ends == [1] and f"OSError: {what} failed" in capfd.readouterr().err
 
 
-def test_a_request_that_comes_while_a_failure_is_answered_is_answered(talk: Talk) -> None:
+def test_answers_bring_what_was_kept(talk: Talk) -> None:
     async def go() -> None:
         await talk.start()
-        talk.engine.failing = {"step": 1}
-        drop = talk.host._drop
-
-        async def drop_and_submit(**answer: Any) -> None:
-            await drop(**answer)
-            talk.submit(2)
-
-        talk.host._drop = drop_and_submit  # type: ignore[method-assign]
-        talk.submit(1)
-        assert await talk.ids() == {1: "OSError: step failed", 2: "length"}
-
-    asyncio.run(go())
-
-
-def test_a_tokenizer_that_cannot_be_read_ends_the_start_or_the_request(talk: Talk) -> None:
-    async def go() -> None:
-        with pytest.raises(CheckpointError, match="no such directory"):
-            await talk.start(stop=("x",))
-        await talk.start()
-        talk.submit(1, stop=("x",))
-        (why,) = (await talk.ids()).values()
-        assert "no such directory" in why
-
-    asyncio.run(go())
-
-
-def test_a_full_disk_is_an_answer_and_leaves_no_file(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Path.write_bytes
-
-    def fill(path: Path, data: Any) -> int:
-        write(path, bytes(data)[:4])
-        if path.name.startswith("routes"):
-            raise OSError("no space left")
-        return 4
-
-    async def go() -> None:
-        await talk.start()
-        monkeypatch.setattr(Path, "write_bytes", fill)
         talk.submit(1, 2)
-        assert set((await talk.ids()).items()) == {(n, "OSError: no space left") for n in (1, 2)}
-        assert list(talk.folder.iterdir()) == []
-        monkeypatch.undo()
+        await talk.host._stepping
 
     asyncio.run(go())
+    assert {a["id"]: a["token_ids"] for a in talk.answers} == {1: [5, 5], 2: [5, 5]}
+    assert load_file(talk.answers[0]["kept"]).keys() == {"hidden", "routes"}
 
 
-@pytest.mark.parametrize("failing", [None, "abort_request", "tlt_end"])
-def test_what_is_aborted_is_answered_before_the_reply(talk: Talk, failing: str | None) -> None:
+def test_a_tokenizer_that_cannot_be_read_ends_the_start(talk: Talk) -> None:
+    with pytest.raises(CheckpointError, match="no such directory"):
+        asyncio.run(talk.start(stop=("x",)))
+
+
+def test_what_is_aborted_is_answered_before_the_reply(talk: Talk) -> None:
     async def go() -> None:
         await talk.start()
-        talk.engine.failing = {failing: 9} if failing else {}
         step = talk.engine.step
 
         def endless() -> list[Any]:
@@ -178,25 +129,9 @@ def test_what_is_aborted_is_answered_before_the_reply(talk: Talk, failing: str |
         talk.submit(1, 2)
         await asyncio.sleep(0.01)
         talk.submit(3)
-        with pytest.raises(OSError, match=f"{failing} failed") if failing else nullcontext():
-            await talk.host.handle({"type": "abort"})
+        await talk.host.do_abort({})
         assert {a["id"]: a["finish_reason"] for a in talk.answers} == dict.fromkeys((1, 2, 3), "cancelled")
-        assert await talk.ids()
-
-    asyncio.run(go())
-
-
-def test_a_swap_of_the_drafter_disturbs_no_request(talk: Talk) -> None:
-    async def go() -> None:
-        await talk.start()
-        begin = {"type": "begin_update", "version": 1, "verify": False}
-        talk.submit(1)
-        await talk.host.handle({**begin, "only_drafter": True})  # both were in the reader's buffer
-        assert await talk.ids() == {1: "length"}
-        talk.submit(2)  # the swap has failed: nothing closes its push
-        assert await talk.ids() == {2: "length"}
-        await talk.host.handle(begin)
-        talk.submit(3)
-        assert await talk.ids() == {3: "RuntimeError: the push of version 1 has not finished"}
+        await talk.host._stepping
+        assert talk.host.in_flight == 0 and talk.engine.lengths == {}
 
     asyncio.run(go())

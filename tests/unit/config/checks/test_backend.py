@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megatron_tlt.backends.trtllm.args import series
 from megatron_tlt.config.checks.backend import check_backend
 from megatron_tlt.config.checks.run import check_config
 from megatron_tlt.config.load import build_config
@@ -73,14 +72,15 @@ def test_gpu_handles_are_refused_on_cpu() -> None:
     assert problems(device="cuda") == {}
 
 
-@pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc27", "1.2.1.post1", "1.4.0", "1.2", "x1.2.1", "1.20.0"])
-def test_check_and_adapter_know_the_same_versions(version: str) -> None:
-    try:
-        series(version)
-    except ValueError:
-        assert set(problems(f"rollout.trtllm.version='{version}'")) == {"rollout.trtllm.version"}
-    else:
-        assert problems(f"rollout.trtllm.version='{version}'") == {}
+@pytest.mark.parametrize(
+    ("version", "is_known"),
+    [
+        *((version, True) for version in ("1.2.1", "1.3.0rc27", "1.2.1.post1")),
+        *((version, False) for version in ("1.4.0", "1.2", "x1.2.1", "1.20.0")),
+    ],
+)
+def test_versions_whose_names_are_recorded(version: str, is_known: bool) -> None:
+    assert ("rollout.trtllm.version" in problems(f"rollout.trtllm.version='{version}'")) != is_known
 
 
 VLLM = ("rollout.backend=vllm",)
