@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,21 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from lib.bench_record import ROOT, commit, machine
+from lib.training_runs import QUIET, launch
 
 sys.path.insert(0, str(ROOT))
 
 MEASURED = ROOT / "benchmarks/results/quickstart-measured.json"
 MODES = {"off": "none", "suffix": "suffix", "frozen": "hybrid"}
 CONFIG = "configs/quickstart.yaml"
-COMMON = (
-    "idle.train_drafter=false",
-    "eval.every=0",
-    "checkpoint.every=0",
-    "checkpoint.resume=never",
-    "observe.progress=none",
-    "observe.tensorboard=false",
-    "distributed.timeout_s=3000",
-)
+COMMON = [*QUIET, "idle.train_drafter=false", "checkpoint.every=0", "distributed.timeout_s=3000"]
 
 
 def measure(steps: int) -> dict[str, Any]:
@@ -51,23 +42,8 @@ def measure(steps: int) -> dict[str, Any]:
             f"train.num_steps={steps}",
             f"train.run_dir={folder}",
         ]
-        launcher = Path(sys.executable).with_name("mpiexec")
-        worker = str(ROOT / "benchmarks/lib/sim_worker.py")
-        command = [
-            launcher,
-            "-n",
-            "2",
-            sys.executable,
-            "-m",
-            "mpi4py",
-            worker,
-            "train",
-            CONFIG,
-            *COMMON,
-            *settings,
-        ]
         started = time.time()
-        subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        launch(2, ["benchmarks/lib/sim_worker.py", "train", CONFIG, *COMMON, *settings])
         modes[mode] = {"steps": read_steps(folder), "settings": settings[:2]}
         print(f"{mode}: {time.time() - started:.0f} s of wall time", flush=True)
         shutil.rmtree(folder)

@@ -244,7 +244,7 @@ class EmbeddedBackend(BaseBackend):
         self._traced_prompts = num_prompts
 
     def drafts_of(self, sample: Sample) -> dict[str, Any] | None:
-        """What was drafted for an answer of the last `generate`, as `observe.samples` writes it; None: not known."""
+        """What was drafted for an answer of the last `generate`, as `observe.rollouts` writes it; None: not known."""
         speculator = self.engine.speculator
         if speculator is None or speculator.trace is None:
             return None

@@ -101,7 +101,7 @@ class ObserveSection(Section):
     samples_per_step: NonNegativeInt = 2
     """Sample rollouts written to run_dir/samples.jsonl each step, with what was drafted for them; 0: none."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
-    """auto: a live table on a terminal, plain lines elsewhere."""
+    """A line a step (none: nothing). rich: and a live line of the rollout under them; auto: that, on a terminal."""
 
 
 class WatchdogSection(Section):

@@ -195,7 +195,8 @@ def _column_kind(cells: Sequence[Cell], is_first: bool) -> str:
     return "name" if longest <= (_SENTENCE if is_first else _NAME) else ""
 
 
-def _cell(value: Cell) -> str:
+def cell_text(value: Cell) -> str:
+    """A cell as it is shown; numbers with three digits or so."""
     if isinstance(value, float):
         digits = next((n for limit, n in ((1000, 0), (100, 1), (1, 2)) if abs(value) >= limit), 3)
         return f"{value:,.{digits}f}"
@@ -203,4 +204,4 @@ def _cell(value: Cell) -> str:
 
 
 _TEMPLATES = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True)
-_TEMPLATES.filters["cell"] = _cell
+_TEMPLATES.filters["cell"] = cell_text

@@ -1,7 +1,7 @@
-"""What rank 0 shows of a run in progress: a live table on a terminal, plain lines elsewhere, or nothing.
+"""What rank 0 shows of a run in progress: lines, under them a live one on a terminal; or nothing.
 
-No thread draws: the table is redrawn, at most four times a second, when the loop or the engine reports, so that drawing
-never competes with a kernel.
+No thread draws: the live line is redrawn, at most four times a second, when the loop or the engine reports, so that
+drawing never competes with a kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, TextIO
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -23,8 +23,7 @@ Mode = Literal["auto", "rich", "plain", "none"]
 TERMINAL_VARIABLE = "MEGATRON_TLT_TERMINAL_COLUMNS"
 
 _REDRAW_S = 0.25
-_PLAIN_LINE_S = 30.0  # least time between two lines of a rollout
-_ROWS = 12
+_LINE_S = 30.0  # least time between two lines of a rollout, where there is no live one
 
 # (heading, metric, format) of the columns, where the metric is there
 _COLUMNS = (
@@ -52,103 +51,65 @@ def steps_table(rows: Mapping[int, Mapping[str, float | None]], **style: Any) ->
 
 
 class Progress:
-    """Shows nothing; the interface of the others."""
+    """A line a step, others by `note`; under them on a terminal a live line, elsewhere one every half minute."""
+
+    def __init__(self, num_steps: int, console: Console | None):
+        """`console` None: shows nothing."""
+        self._num_steps, self._console = num_steps, console
+        self._step, self._phase = 0, "start"
+        self._phase_start = self._last_line = time.monotonic()
+        self._drawn = 0.0
+        self._live: Live | None = None
+        if console is not None and console.is_terminal:
+            self._live = Live(console=console, auto_refresh=False, transient=True)
+            self._live.start()
 
     def phase(self, name: str, step: int) -> None:
         """The run enters phase `name`, with `step` steps done."""
+        self._phase, self._step, self._phase_start = name, step, time.monotonic()
+        self._draw()
 
     def rollout(self, running: int, waiting: int, generated_tokens: int) -> None:
         """Counts of this rank's engine: requests, and tokens since the rollout began."""
+        now = time.monotonic()
+        counts = f"{running} running, {waiting} waiting, {generated_tokens} tokens"
+        self._draw(f"{counts}, {generated_tokens / max(now - self._phase_start, 1e-9):.0f} a second on this rank")
+        if self._live is None and now - self._last_line >= _LINE_S:
+            self.note(f"step {self._step + 1}/{self._num_steps} rollout: {counts}")
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step number `step` (from 1) is done; its metrics over all ranks."""
-
-    def note(self, text: str) -> None:
-        """A line of its own: an evaluation, a checkpoint."""
-
-    def close(self) -> None:
-        """Leaves the terminal as it was."""
-
-
-class PlainProgress(Progress):
-    """One line a step; during a long rollout one every half minute."""
-
-    def __init__(self, num_steps: int, stream: TextIO):
-        self.num_steps, self.stream = num_steps, stream
-        self._step = 0
-        self._last_line = time.monotonic()
-
-    def phase(self, name: str, step: int) -> None:
-        self._step = step
-
-    def rollout(self, running: int, waiting: int, generated_tokens: int) -> None:
-        if time.monotonic() - self._last_line >= _PLAIN_LINE_S:
-            counts = f"{running} running, {waiting} waiting, {generated_tokens} tokens"
-            self.note(f"step {self._step + 1}/{self.num_steps} rollout: {counts}")
-
-    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [f"{head} {form.format(metrics[name])}" for head, name, form in _COLUMNS if name in metrics]
-        self.note("  ".join([f"step {step}/{self.num_steps}", *values]))
+        self.note("  ".join([f"step {step}/{self._num_steps}", *values]))
 
     def note(self, text: str) -> None:
+        """A line of its own: a step, an evaluation, a checkpoint."""
         self._last_line = time.monotonic()
-        print(text.rstrip(), file=self.stream, flush=True)
-
-
-class RichProgress(Progress):
-    """A table of the last steps with a live line under it."""
-
-    def __init__(self, num_steps: int, console: Console):
-        self.num_steps = num_steps
-        self._console = console
-        self._rows: dict[int, Mapping[str, float]] = {}
-        self._step, self._phase, self._counts = 0, "start", ""
-        self._phase_start = time.monotonic()
-        self._drawn = 0.0
-        self._live = Live(console=console, auto_refresh=False, transient=False)
-        self._live.start()
-
-    def phase(self, name: str, step: int) -> None:
-        self._step, self._phase, self._counts = step, name, ""
-        self._phase_start = time.monotonic()
-        self._draw()
-
-    def rollout(self, running: int, waiting: int, generated_tokens: int) -> None:
-        seconds = max(time.monotonic() - self._phase_start, 1e-9)
-        queue = f" + {waiting} waiting" if waiting else ""
-        self._counts = f"{running} requests{queue}, {generated_tokens / seconds:.0f} tokens/s on this rank"
-        self._draw()
-
-    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._rows = dict([*self._rows.items(), (step, metrics)][-_ROWS:])
-        self._draw(force=True)
-
-    def note(self, text: str) -> None:
-        self._console.print(text, highlight=False)
+        if self._console is not None:
+            self._console.print(text.rstrip(), soft_wrap=True)
 
     def close(self) -> None:
-        self._phase, self._counts = "done", ""
-        self._draw(force=True)
-        self._live.stop()
+        """Removes the live line."""
+        if self._live is not None:
+            self._live.stop()
 
-    def _draw(self, force: bool = False) -> None:
+    def _draw(self, counts: str = "") -> None:
         now = time.monotonic()
-        if force or now - self._drawn >= _REDRAW_S:
+        if self._live is not None and now - self._drawn >= _REDRAW_S:
             self._drawn = now
-            step = min(self._step + 1, self.num_steps)
-            text = Text(f"step {step}/{self.num_steps}  {self._phase}  {self._counts}")
-            table = [steps_table(self._rows)] if self._rows else []
-            self._live.update(Group(*table, text), refresh=True)
+            step = min(self._step + 1, self._num_steps)
+            self._live.update(Text(f"step {step}/{self._num_steps}  {self._phase}  {counts}"), refresh=True)
 
 
 def build_progress(mode: Mode, num_steps: int, rank: int, stream: TextIO | None = None) -> Progress:
     """The display for `observe.progress`; silent on ranks other than 0. `stream` defaults to stdout."""
+    if rank != 0 or mode == "none":
+        return Progress(num_steps, None)
     stream = stream if stream is not None else sys.stdout
     columns = os.environ.get(TERMINAL_VARIABLE, "")
-    is_terminal = columns.isdigit() or stream.isatty()
-    if rank != 0 or mode == "none":
-        return Progress()
-    if mode == "plain" or (mode == "auto" and not is_terminal):
-        return PlainProgress(num_steps, stream)
     width = int(columns) or None if columns.isdigit() else None  # None: as wide as the terminal
-    return RichProgress(num_steps, Console(file=stream, force_terminal=True, width=width))
+    is_live = mode == "rich" or (mode == "auto" and (columns.isdigit() or stream.isatty()))
+    console = Console(
+        file=stream, force_terminal=is_live, width=width, highlight=False, markup=False, emoji=False
+    )
+    return Progress(num_steps, console)

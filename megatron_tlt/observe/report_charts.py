@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_tlt.observe.page import Chart, Part, Section, Table, bar, line
+from megatron_tlt.observe.page import Chart, Part, Section, bar, line
 from megatron_tlt.observe.runfiles import Row, RunData
 
 # Phases in the order of a step, each with its colour; others share the last one.
@@ -24,8 +24,6 @@ PHASES = {
     "log": "@6",
     "checkpoint": "@6",
 }
-_SHOWN_RANKS = 32  # ranks above which a table names the slowest ones
-_NAMED_RANKS = 8  # ranks in that table
 _STRAGGLERS = (
     "The rank that waits least holds the others up: it had the longest answers or did work of others, or its machine "
     "is slow."
@@ -167,12 +165,7 @@ def _idle_by_rank(run: RunData) -> list[Part]:
     if len(waited) < 2:
         return []
     bars = bar("idle seconds", [f"rank {r}" for r in waited], list(waited.values()), "@3")
-    parts: list[Part] = [Chart("Idle seconds by rank", [bars], "", "seconds, all steps", _STRAGGLERS)]
-    if len(waited) > _SHOWN_RANKS:
-        ranks = sorted(waited, key=lambda rank: waited[rank])[:_NAMED_RANKS]
-        rows = [(f"rank {r}", waited[r], waited[r] / len(run.steps)) for r in ranks]
-        parts.append(Table(["rank", "idle seconds", "a step"], rows, "The slowest ranks"))
-    return parts
+    return [Chart("Idle seconds by rank", [bars], "", "seconds, all steps", _STRAGGLERS)]
 
 
 def drafter(runs: Sequence[RunData]) -> Section:

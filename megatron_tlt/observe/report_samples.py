@@ -44,7 +44,7 @@ def _shown(row: Row) -> Row:
 
 
 def stretches(pieces: Sequence[str], runs: Iterable[tuple[int, int, str]]) -> Iterator[tuple[str, str]]:
-    """(CSS class, text) of an answer; `pieces` and `runs` as in samples.jsonl (see `observe.samples`)."""
+    """(CSS class, text) of an answer; `pieces` and `runs` as in samples.jsonl (see `observe.rollouts`)."""
     at = 0
     for start, accepted, refused in runs:
         yield "", "".join(pieces[at:start])

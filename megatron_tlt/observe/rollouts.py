@@ -1,6 +1,6 @@
-"""Statistics of a step's rollouts over all ranks: one row a step in run_dir/rollouts.jsonl. Torch-free.
+"""What a step's rollouts leave: a row of statistics in run_dir/rollouts.jsonl, answers in samples.jsonl. Torch-free.
 
-A row has a few kilobytes, whatever the number of ranks:
+A row of rollouts.jsonl has a few kilobytes, whatever the number of ranks:
 
     step, samples       answers of the step
     lengths, longest    answers by length: 32 equal bins of 0 to `longest` tokens
@@ -8,24 +8,32 @@ A row has a few kilobytes, whatever the number of ranks:
     strategies          decoding steps by strategy, "none" included; where the engine speculates
     drafted_at, accepted_at    rows whose draft reached the position, and that accepted it (first: position 1)
     by_batch            running requests (up to this power of two): [row steps, emitted tokens] of speculative steps
+
+samples.jsonl has a few answers of every step for people to read. Where speculation is on, an answer has its drafts:
+`"drafts": {"pieces": the text of each token (of the first ones), "runs": [[position of the first drafted token, how
+many were accepted, text of those refused], ...]}`.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Sequence
+from itertools import islice, zip_longest
+from typing import Any
 
 import numpy as np
 
 from megatron_tlt.observe.jsonl import Row
-from megatron_tlt.types import EngineStats, SampleGroup, SpeculationStats
+from megatron_tlt.types import EngineStats, RewardResult, Sample, SampleGroup, SpeculationStats
 
 ROLLOUTS_FILE = "rollouts.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 BINS = 32
 _POSITIONS = 32
 _MASK = (1 << 64) - 1
+
+DraftsOf = Callable[[Sample], dict[str, Any] | None]
 
 def rank_row(stats: EngineStats, groups: Sequence[SampleGroup], longest: int) -> Row:
     """One rank's part of a row, to be gathered; digests are still numbers. `longest`: most tokens of an answer."""
@@ -94,3 +102,43 @@ def step_row(ranks: Sequence[Row]) -> Row:
 def column_sums(lists: Sequence[Sequence[int]]) -> list[int]:
     """Sums element by element; shorter lists count as if zeros followed."""
     return [sum(values) for values in zip_longest(*lists, fillvalue=0)]
+
+
+def sample_rows(groups: Sequence[SampleGroup], most: int, drafts_of: DraftsOf | None = None) -> list[Row]:
+    """The best and the worst answer of the first prompts, `most` in all: the update learns from their contrast.
+
+    `drafts_of` returns the drafts of a sample, None where they are not known.
+    """
+    rows = []
+    pairs = ((group, pair) for group in groups for pair in _best_and_worst(group))
+    for group, (sample, reward) in islice(pairs, most):
+        drafts = drafts_of(sample) if drafts_of is not None else None
+        rows.append(_row(group, sample, reward) | ({} if drafts is None else {"drafts": drafts}))
+    return rows
+
+
+def _best_and_worst(group: SampleGroup) -> list[tuple[Sample, RewardResult]]:
+    scored = sorted(zip(group.samples, group.rewards, strict=True), key=lambda pair: -pair[1].value)
+    return scored[:1] + scored[1:][-1:]
+
+
+def _row(group: SampleGroup, sample: Sample, reward: RewardResult) -> Row:
+    row: Row = {
+        "prompt_id": sample.prompt_id,
+        "sample_index": sample.sample_index,
+        "task": group.prompt.task,
+        "dataset_id": group.prompt.dataset_id,
+        "prompt": group.prompt.text,
+        "answer": group.prompt.answer,
+        "response": sample.text,
+        "tokens": len(sample.token_ids),
+        "finish_reason": sample.finish_reason,
+        "policy_version": sample.policy_version,
+        "reward": reward.value,
+        "correct": reward.correct,
+    }
+    if reward.parts:
+        row["parts"] = reward.parts
+    if reward.failure is not None:
+        row["failure"] = reward.failure
+    return row

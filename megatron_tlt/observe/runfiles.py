@@ -17,8 +17,7 @@ from megatron_tlt.errors import ConfigError, shortened
 from megatron_tlt.observe.events import events_path
 from megatron_tlt.observe.jsonl import Row, SkippedLines, read_rows
 from megatron_tlt.observe.metrics import METRICS_FILE
-from megatron_tlt.observe.rollouts import ROLLOUTS_FILE
-from megatron_tlt.observe.samples import SAMPLES_FILE
+from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, SAMPLES_FILE
 from megatron_tlt.observe.summary import SUMMARY_FILE
 
 CONFIG_FILE = "config.json"

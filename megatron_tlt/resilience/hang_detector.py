@@ -10,9 +10,7 @@ from megatron_tlt.errors import shortened
 from megatron_tlt.resilience.heartbeat import Heartbeat
 
 _MIN_DURATIONS = 3  # of a phase, without which nothing is expected of it
-_DEVIATIONS = 6.0  # above the median
-_MAD_TO_SIGMA = 1.4826  # from a median absolute deviation to a standard one, for normal durations
-_PROCESS_STATES = {"T": "stopped", "t": "stopped", "D": "waiting in the kernel", "R": "computing"}
+_PROCESS_STATES = {"T": " [stopped]", "t": " [stopped]", "D": " [waiting in the kernel]", "R": " [computing]"}
 _SEVERITY = (
     "killed", "hung", "failed", "lost", "stopped", "silent", "slow", "running", "ended", "saved", "done"
 )  # fmt: skip
@@ -21,14 +19,9 @@ _SEVERITY = (
 def phase_limit(durations: Sequence[float], factor: float, least: float) -> float:
     """Seconds that a phase should not exceed, from earlier ones' seconds; 0 while there are too few.
 
-    Medians, because one hour-long evaluation or one hang must not hide the next: at least `factor` medians, six
-    deviations above the median, and `least`.
+    At least `factor` medians, because one hour-long evaluation or one hang must not hide the next, and `least`.
     """
-    if len(durations) < _MIN_DURATIONS:
-        return 0.0
-    median = statistics.median(durations)
-    deviation = _MAD_TO_SIGMA * statistics.median(abs(d - median) for d in durations)
-    return max(factor * median, median + _DEVIATIONS * deviation, least)
+    return max(factor * statistics.median(durations), least) if len(durations) >= _MIN_DURATIONS else 0.0
 
 
 def aged(beat: Heartbeat, seconds: float) -> Heartbeat:
@@ -81,13 +74,9 @@ def condition(beat: Heartbeat, age: float) -> str:
     return "slow" if _is_slow(beat) else "running"
 
 
-def worst_first(rows: Iterable[tuple[Heartbeat, str]]) -> list[tuple[Heartbeat, str]]:
-    """Heartbeats with their conditions: the gravest, then those furthest behind, then the longest silent."""
-
-    def key(row: tuple[Heartbeat, str]) -> tuple[int, int, float, int]:
-        return _SEVERITY.index(row[1]), row[0].order, -row[0].silent_seconds, row[0].rank
-
-    return sorted(rows, key=key)
+def severity(row: tuple[Heartbeat, str]) -> tuple[int, int, float, int]:
+    """Sorts heartbeats with their conditions: the gravest, then those furthest behind, then the longest silent."""
+    return _SEVERITY.index(row[1]), row[0].order, -row[0].silent_seconds, row[0].rank
 
 
 def name_of(beat: Heartbeat) -> str:
@@ -102,11 +91,10 @@ def phase_of(beat: Heartbeat) -> str:
 
 def describe(beats: Sequence[Heartbeat]) -> str:
     """Ranks with what they do, for messages; at most 16."""
-    parts = []
-    for beat in beats:
-        state = _PROCESS_STATES.get(beat.process)
-        suffix = f" [{state}]" if state else ""
-        parts.append(f"{name_of(beat)} in {phase_of(beat)}, silent for {beat.silent_seconds:.0f} s{suffix}")
+    parts = [
+        f"{name_of(b)} in {phase_of(b)}, silent for {b.silent_seconds:.0f} s{_PROCESS_STATES.get(b.process, '')}"
+        for b in beats
+    ]
     return shortened(parts, 16, "; ")
 
 

@@ -127,11 +127,11 @@ class StatusFiles:
 
     def read_end(self, start_id: str) -> JobEnd | None:
         """Why this start of the job ends; None while it runs."""
-        try:
+        with suppress(ValueError, TypeError):  # damaged
             end = _read(self.end, JobEnd)
-        except (ValueError, TypeError):  # damaged
-            return None
-        return end if end is not None and end.start_id == start_id else None
+            if end is not None and end.start_id == start_id:
+                return end
+        return None
 
 
 def write_status(path: Path, value: Heartbeat | JobEnd, *, only_first: bool = False) -> bool:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 STACK_SIGNAL = signal.SIGQUIT  # writes the main thread's stack; sent by people
 ALL_STACKS_SIGNAL = signal.SIGRTMIN  # every thread's: it reads frames that change meanwhile, and may crash the process
-_WAIT_S = 5.0  # for the stacks of a process that is to write them
 _QUIET_S = 0.2  # without another byte: the stacks are whole
+_LOOKS = 25  # at most, so far apart, at the stacks of a process that is to write them
 
 
 def process_state(pid: int) -> str:
@@ -65,17 +65,12 @@ def write_stacks(files: Mapping[int, Path], headings: Mapping[int, str]) -> set[
             os.kill(pid, ALL_STACKS_SIGNAL)
             if pid in stopped:
                 os.kill(pid, signal.SIGCONT)
-    now = time.monotonic()
-    seen, end, changed_at = dict(sizes), now + _WAIT_S, now
-    while (now := time.monotonic()) < end:
-        lengths = {pid: path.stat().st_size for pid, path in files.items()}
-        if lengths != seen:
-            seen, changed_at = lengths, now
-        elif now - changed_at > _QUIET_S and all(
-            seen[pid] > sizes[pid] or not is_alive(pid) for pid in files
-        ):
+    seen = sizes
+    for _ in range(_LOOKS):
+        time.sleep(_QUIET_S)
+        before, seen = seen, {pid: path.stat().st_size for pid, path in files.items()}
+        if seen == before and all(seen[pid] > sizes[pid] or not is_alive(pid) for pid in files):
             break
-        time.sleep(0.01)
     for pid in stopped:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)

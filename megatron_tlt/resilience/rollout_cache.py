@@ -20,7 +20,6 @@ import base64
 import json
 import logging
 import os
-import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from megatron_tlt.types import SamplingParams
 
 _log = logging.getLogger(__name__)
-_STEP = re.compile(r"step-\d{6,}")
 _MIB = 1 << 20
 Weights = Iterable[tuple[str, "Tensor"]]
 Answers = dict[tuple[int, int], Sample]  # by (prompt id, sample index)
@@ -200,10 +198,9 @@ class RolloutCache:
         """Removes what a checkpoint of `steps_done` steps covers, or all for a fresh run. Collective."""
         if self._keyed is None:
             return
-        if self._world.is_main:
-            for step, directory in self._steps().items():
-                if self._fresh or step <= steps_done:
-                    shutil.rmtree(directory, ignore_errors=True)
+        if self._world.is_main and self._fresh:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self.remove_until(steps_done)
         self._world.barrier()
         self._old_steps = set().union(*self._world.all_gather_object(set(self._steps())))
 
@@ -258,7 +255,7 @@ class RolloutCache:
 
     def remove_until(self, step: int | None) -> None:
         """Removes the steps up to `step`, that of this run's newest complete checkpoint."""
-        if self._world.is_main and self._writer is not None and step is not None:
+        if self._world.is_main and self._keyed is not None and step is not None:
             for number, directory in self._steps().items():
                 if number <= step:
                     shutil.rmtree(directory, ignore_errors=True)
@@ -278,8 +275,8 @@ class RolloutCache:
             self._writer.end()
 
     def _steps(self) -> dict[int, Path]:
-        found = [path for path in self._directory.glob("step-*") if _STEP.fullmatch(path.name)]
-        return {int(path.name.removeprefix("step-")): path for path in sorted(found)}
+        found = sorted(self._directory.glob("step-[0-9]*"))
+        return {int(path.name.removeprefix("step-")): path for path in found}
 
     def _read(self, files: Sequence[Path], prompts: Sequence[Prompt]) -> Answers:
         """Answers to these prompts in files with the present key."""

@@ -10,7 +10,6 @@ by a job that ended orderly, costs nothing. Clocks of different machines are nev
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
@@ -31,7 +30,6 @@ _log = logging.getLogger(__name__)
 LOCK = "lock"
 _MISSED = 4  # heartbeats without which a job is taken for dead
 _SETTLE_S = 2.0  # for another job's write into the lock file to be visible here
-_NO_FLOCK = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 
 class RunLock:
@@ -87,10 +85,8 @@ class RunLock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise self._refusal(self._read().get("name")) from error
-        except OSError as error:
-            if error.errno in _NO_FLOCK:
-                return False
-            raise
+        except OSError:
+            return False
         return True
 
     def _refuse_if_alive(self, owner: dict[str, str]) -> None:

@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from signal import Signals
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,9 +76,8 @@ class GracefulShutdown:
 
     def reason(self) -> str:
         """Which signals came, for people."""
-        signals = (("SIGUSR1", self._signals.warned_at), ("SIGTERM", self._signals.term_at))
-        names = [name for name, at in signals if at is not None]
-        return " and ".join(names) if names else "a signal on another rank"
+        names = [Signals(number).name for number in sorted(self._signals.first_at)]
+        return " and ".join(names) or "a signal on another rank"
 
     def interruptible(
         self,

@@ -20,15 +20,14 @@ ECHO_S = 5.0  # closer signals count once: on preemption Slurm sends SIGTERM twi
 class StopSignals:
     """Notes SIGUSR1 and SIGTERM in a thread of its own, so also while the main thread is inside a collective.
 
-    `count` is how many came (echoes left out); `warned_at`, `term_at` are the seconds of the first of each kind.
+    `count` is how many came (echoes left out); `first_at` has the seconds of the first of each kind, by number.
     """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, exit_now: Callable[[int], None] = os._exit
     ):
         self.count = 0
-        self.term_at: float | None = None
-        self.warned_at: float | None = None
+        self.first_at: dict[int, float] = {}
         self._on_signal: Callable[[], None] | None = None
         self._clock, self._exit_now = clock, exit_now
         self._last = 0.0
@@ -66,10 +65,7 @@ class StopSignals:
         if number not in (WARNING, TERM):
             return  # another handler's
         now = self._clock()
-        if number == TERM:
-            self.term_at = now if self.term_at is None else self.term_at
-        else:
-            self.warned_at = now if self.warned_at is None else self.warned_at
+        self.first_at = {number: now} | self.first_at  # a new one: another thread may be reading it
         if not self.count or now - self._last >= ECHO_S:
             self.count += 1
         self._last = now
@@ -80,12 +76,8 @@ class StopSignals:
 
     def deadline(self, section: ShutdownSection) -> float | None:
         """When every rank must have exited, by this rank's clock; None before any signal."""
-        times = []
-        if self.warned_at is not None:
-            times.append(self.warned_at + section.warning_s)
-        if self.term_at is not None:
-            times.append(self.term_at + section.term_s)
-        return min(times, default=None)
+        seconds = {WARNING: section.warning_s, TERM: section.term_s}
+        return min((at + seconds[number] for number, at in self.first_at.items()), default=None)
 
     def _note_all(self, read: int) -> None:
         while data := os.read(read, 64):

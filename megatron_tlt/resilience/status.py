@@ -16,8 +16,8 @@ _HEADINGS = (
     "left",
 )  # fmt: skip
 _LEFT_ALIGNED = (1, 3, 4)
-# Of a run without end.json: the first of these that a rank has decides.
-_BY_RANK = (("hung", "hung"), ("killed", "crashed"), ("failed", "crashed"), ("lost", "lost"))
+# The first of these that a rank has, or why the job ended, decides.
+_OF_RUN = {"hung": "hung", "killed": "crashed", "failed": "crashed", "lost": "lost"}
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,12 @@ class RunStatus:
     def condition(self) -> str:
         """The run in a word: running, finished, crashed, hung, lost, unknown; saved, ended: orderly, before its end."""
         found = {condition for _, condition in self.rows}
-        if self.end is not None and found:
-            return "hung" if self.end.outcome == "hung" else "crashed"
-        for of_rank, of_run in _BY_RANK:
-            if of_rank in found:
-                return of_run
         if not found:
             return "unknown"
+        reasons = found if self.end is None else {self.end.outcome}
+        for reason, condition in _OF_RUN.items():
+            if reason in reasons:
+                return condition
         if found <= {"done", "saved", "ended"}:
             return "finished" if found == {"done"} else "saved" if "saved" in found else "ended"
         return "running"
@@ -77,7 +76,7 @@ def read_status(run_dir: str | Path, now: float | None = None) -> RunStatus:
         aged = detector.aged(beat, age)
         rows.append((aged, detector.condition(aged, age)))
     missing = [rank for rank in range(newest.size) if rank not in mine]
-    return RunStatus(detector.worst_first(rows), files.read_end(newest.start_id), missing, problems)
+    return RunStatus(sorted(rows, key=detector.severity), files.read_end(newest.start_id), missing, problems)
 
 
 def render(

@@ -29,12 +29,7 @@ from typing import Any
 from megatron_tlt.errors import shortened
 from megatron_tlt.resilience import hang_detector as detector
 from megatron_tlt.resilience.heartbeat import Heartbeat, JobEnd, StatusFiles, write_status
-from megatron_tlt.resilience.processes import (
-    exit_status,
-    is_alive,
-    process_state,
-    write_stacks,
-)
+from megatron_tlt.resilience.processes import exit_status, is_alive, process_state, write_stacks
 
 # Schedulers and terminals send these to every process; what they mean is up to the ranks.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
@@ -78,11 +73,10 @@ class Watchdog:
         self._ranks: dict[int, Rank] = {}
         self._end: JobEnd | None = None
         self._kill_at = float("inf")
-        self._looked_at = self._awake_since = self._detected_at = time.monotonic()
-        self._remote: dict[
-            int, tuple[int, float]
-        ] = {}  # of other hosts: last heartbeat's number, and when it came
-        self._warned_at: dict[int, float] = {}  # order of a slow phase: seconds at which to warn again
+        self._looked_at = self._awake_since = time.monotonic()
+        # Of other hosts' ranks: the last heartbeat's number, and when it came.
+        self._remote: dict[int, tuple[int, float]] = {}
+        self._warned_of = -1  # order of the newest slow phase
         self._has_disk = True
 
     def run(self) -> None:
@@ -91,9 +85,6 @@ class Watchdog:
         while self._running() or (not self._ranks and os.getppid() == parent):
             for fd, _ in self._poll.poll(min(self._o.heartbeat_s, 1.0)):
                 self._handle(fd)
-            for rank in self._running():
-                if rank.pidfd < 0 and not is_alive(rank.beat.pid):  # an old kernel
-                    self._died(rank)
             self._look()
 
     def _running(self) -> list[Rank]:
@@ -116,19 +107,12 @@ class Watchdog:
             connection.close()
             return
         report = json.loads(connection.recv(_MAX_MESSAGE))
-        o = self._o
-        beat = Heartbeat(
-            o.start_id,
-            report.pop("rank"),
-            o.size,
-            socket.gethostname(),
-            report.pop("pid"),
-            heartbeat_s=o.heartbeat_s,
-            hang_s=o.hang_s,
-        )
+        o, number, pid = self._o, report.pop("rank"), report.pop("pid")
+        times: dict[str, Any] = {"heartbeat_s": o.heartbeat_s, "hang_s": o.hang_s}
+        beat = Heartbeat(o.start_id, number, o.size, socket.gethostname(), pid, **times)
         rank = self._ranks[beat.rank] = Rank(connection, beat, report=report)
         self._poll.register(connection.fileno(), select.EPOLLIN)
-        with suppress(OSError, AttributeError):
+        with suppress(OSError):  # an old kernel: the connection ends with the process
             rank.pidfd = os.pidfd_open(beat.pid)
             self._poll.register(rank.pidfd, select.EPOLLIN)
         self._write(rank, self._now(rank))
@@ -212,7 +196,8 @@ class Watchdog:
                 self._write(rank, self._now(rank))
             if (end := self._files.read_end(self._o.start_id)) is not None:
                 self._end_job(end)
-            self._detect(now)
+            else:
+                self._detect(now)
 
     # -- detection ----------------------------------------------------------------------------------------------
 
@@ -232,9 +217,8 @@ class Watchdog:
         """Looks for hanging and slow ranks where there is reason to: reading all files takes time in a large job."""
         o = self._o
         is_silent = any(2 * rank.beat.silent_seconds > o.hang_s > 0 for rank in self._running())
-        if self._end or not (0 in self._ranks or is_silent) or now - self._detected_at < 0.02 * o.size:
+        if not (0 in self._ranks or is_silent):
             return
-        self._detected_at = now
         beats = self._all(now)
         if 0 in self._ranks:
             self._warn_of_slow(detector.find_slow(beats))
@@ -244,11 +228,10 @@ class Watchdog:
             )
 
     def _warn_of_slow(self, slow: list[Heartbeat]) -> None:
-        """Once a phase, and again each time it has become twice as long."""
-        worst = max((beat.phase_seconds for beat in slow), default=0.0)
-        if not slow or worst < self._warned_at.get(slow[0].order, 0.0):
+        """Once a phase."""
+        if not slow or slow[0].order == self._warned_of:
             return
-        self._warned_at = {slow[0].order: 2 * worst}
+        self._warned_of = slow[0].order
         names = shortened([f"{detector.name_of(b)} for {b.phase_seconds:.0f} s" for b in slow], 16)
         expected = f"from earlier ones at most {slow[0].limit_seconds:.0f} s were expected"
         _warn(self._ranks[0].beat, f"slow: {detector.phase_of(slow[0])}: {names}; {expected}")
@@ -329,10 +312,9 @@ class Watchdog:
         ranks = {r.beat.pid: r for r in self._running()}
         clock = time.strftime("%Y-%m-%d %H:%M:%S")
         headings = {pid: f"{clock} {detector.describe([r.beat])}; {reason}" for pid, r in ranks.items()}
+        files = {pid: self._files.stacks_of(r.beat.rank) for pid, r in ranks.items()}
         try:
-            done = write_stacks(
-                {pid: self._files.stacks_of(r.beat.rank) for pid, r in ranks.items()}, headings
-            )
+            done = write_stacks(files, headings)
         except OSError as error:
             _print(f"megatron-tlt: stacks cannot be written: {error}")
             return

@@ -80,8 +80,8 @@ class WatchdogClient:
     ) -> None:
         """A sign of life within a phase, with fields of `Heartbeat`. Only a few each heartbeat interval are sent."""
         now, is_news = self._clock(), state != self._state.get("state", "")
-        figures = {"state": state, "running": running, "queued": queued, "longest": longest, "left": left}
-        self._state |= figures
+        fields = {"state": state, "running": running, "queued": queued, "longest": longest, "left": left}
+        self._state |= fields
         if is_news or now - self._sent_at >= min(1.0, self._section.heartbeat_s / 4):
             self._send(now)
 

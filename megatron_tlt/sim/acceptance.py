@@ -79,10 +79,6 @@ class Acceptance:
         stale = _extended(self._section.stale_rates or self._section.rates, depth)
         return self.quality * fresh + (1 - self.quality) * stale
 
-    def accept_length(self, depth: int) -> float:
-        """Mean tokens that a row emits with a chain of `depth`, where it drafts."""
-        return 1.0 + float(np.cumprod(self.rates(depth)).sum())
-
     def draft(self, strategy: DraftStrategy, lengths: np.ndarray, rng: np.random.Generator) -> SimDraft:
         """What is proposed for rows that may draft up to `lengths` int [B] tokens in a row."""
         section = self._section

@@ -4,7 +4,7 @@ While the same requests run, a step costs the same but for growing contexts. So 
 requests all tokens are drawn at once, at the rate that the production selector reached (`decisions`). Where every
 request has a place from the start the production scheduler has nothing to decide, and the changes are the answers'
 ends: the time is a sum over sorted lengths. Where requests wait for a place or memory runs short, the production
-scheduler decides at each change, in units of some tokens.
+scheduler decides at each change, in quanta of some tokens.
 
     answer 1  =========|                        B = 3, then 2, then 1:
     answer 2  =================|                seconds = sum of (tokens until the next end) * rate(B, context)
@@ -18,16 +18,39 @@ against a replica that is simulated token by token. Legend: R requests of a repl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.cost_model import CostModel, cache_tokens
 from megatron_tlt.sim.decisions import RateTable
-from megatron_tlt.sim.rollout import ReplicaRollout, empty
 from megatron_tlt.sim.scheduling import add_groups, new_scheduler, plain_result, run_result
 
-_UNITS = 512  # of tokens that the longest answer is divided into between the scheduler's decisions
+_QUANTA = 512  # of tokens that the longest answer is divided into between the scheduler's decisions
+
+
+@dataclass(slots=True)
+class ReplicaRollout:
+    """Arrays by event, in order of time; the first is at 0."""
+
+    times: np.ndarray  # float64 [E], seconds since the rollout began
+    running: np.ndarray  # int64 [E], requests that decode or are to, from then on; the last is 0
+    generated: np.ndarray  # float64 [E], tokens of all requests up to then
+    lengths: np.ndarray  # int64 [R], ascending
+    accept_length: float = 0.0
+    preemptions: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Until the last answer's end; 0 without requests."""
+        return float(self.times[-1]) if len(self.times) else 0.0
+
+
+def empty() -> ReplicaRollout:
+    """Of a replica that got no prompt."""
+    none = np.zeros(1)
+    return ReplicaRollout(none, np.zeros(1, np.int64), none, np.zeros(0, np.int64))
 
 
 class BulkReplicas:
@@ -86,8 +109,8 @@ class BulkReplicas:
         )
 
     def _scheduled(self, groups: Sequence[np.ndarray], table: RateTable) -> ReplicaRollout:
-        """The production scheduler in units of tokens, a step from one change to the next."""
-        quantum = units_of(self._config.rollout.max_tokens)
+        """The production scheduler in quanta of tokens, a step from one change to the next."""
+        quantum = quantum_of(self._config.rollout.max_tokens)
         scheduler, prompt = new_scheduler(self._config, quantum), self._config.workload.prompt_tokens
         add_groups(scheduler, groups, prompt, quantum)
         now, generated = 0.0, 0.0
@@ -117,7 +140,7 @@ class BulkReplicas:
         events.append((now, 0, generated))
         times, running, made = (np.array(column) for column in zip(*events, strict=True))
         lengths = np.sort(np.concatenate(groups))
-        made = made * (float(lengths.sum()) / made[-1])  # units are rounded up
+        made = made * (float(lengths.sum()) / made[-1])  # quanta are rounded up
         busy = np.minimum(running[:-1], self._config.rollout.max_running_requests)
         return ReplicaRollout(
             times,
@@ -129,9 +152,9 @@ class BulkReplicas:
         )
 
 
-def units_of(max_tokens: int) -> int:
-    """Tokens of a unit in which the scheduler counts."""
-    return max(1, max_tokens // _UNITS)
+def quantum_of(max_tokens: int) -> int:
+    """Tokens of a quantum in which the scheduler counts."""
+    return max(1, max_tokens // _QUANTA)
 
 
 def _accept_length(table: RateTable, running: np.ndarray, tokens: np.ndarray) -> float:

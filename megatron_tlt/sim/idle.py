@@ -21,7 +21,7 @@ import numpy as np
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.idle.policy import Action, IdlePolicy, IdleView
 from megatron_tlt.idle.state import RankState
-from megatron_tlt.sim.rollout import ReplicaRollout
+from megatron_tlt.sim.bulk import ReplicaRollout
 
 
 @dataclass(frozen=True, slots=True)

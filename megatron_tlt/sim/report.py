@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_tlt.observe.page import Chart, Page, Part, Section, Table, Tile, Trace, line
+from megatron_tlt.observe.page import Chart, Page, Part, Section, Table, Tile, Trace, bar, line
 from megatron_tlt.sim.result import PHASES, Point, SimResult
 from megatron_tlt.sim.tables import decision_tables, largest, nodes_text, point_table, verdict
 
@@ -88,10 +88,7 @@ def _stacked(
 ) -> Chart:
     """A bar a point, stacked from `bars`: (name, a value for each point, colour)."""
     names = [f"{nodes_text(p.nodes)}, {p.mode}" for p in points]
-    traces: list[Trace] = [
-        {"type": "bar", "orientation": "h", "name": name, "y": names, "x": x, "marker": {"color": colour}}
-        for name, x, colour in bars
-    ]
+    traces = [bar(name, x, names, colour, orientation="h") for name, x, colour in bars]
     layout = {"barmode": "stack", "yaxis": {"autorange": "reversed", "automargin": True}}
     return Chart(title, traces, unit, layout=layout, height=140 + 26 * len(names), wide=True)
 

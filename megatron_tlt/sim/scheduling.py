@@ -1,4 +1,4 @@
-"""The production scheduler for simulated requests, in units of some tokens. Torch-free."""
+"""The production scheduler for simulated requests, in quanta of some tokens. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from megatron_tlt.types import SamplingParams
 
 
 def new_scheduler(config: SimConfig, quantum: int) -> Scheduler:
-    """The production scheduler of one replica, in units of `quantum` tokens."""
+    """The production scheduler of one replica, in quanta of `quantum` tokens."""
     rollout, prompt = config.rollout, config.workload.prompt_tokens
-    context = units(prompt, quantum) + units(rollout.max_tokens, quantum)
-    # Where a unit is more than a block, four of them are handed out at a time: it saves most of the work.
+    context = quanta(prompt, quantum) + quanta(rollout.max_tokens, quantum)
+    # Where a quantum is more than a block, four of them are handed out at a time: it saves most of the work.
     block = 4 if quantum > rollout.block_size else max(1, rollout.block_size // quantum)
     room = cache_tokens(config)
     rows = rollout.max_running_requests
     enough = rows * (-(-context // block) + 1)
     blocks = enough if room is None else min(enough, max(room // (block * quantum), -(-context // block) + 1))
-    # In units a decoding row would take a whole one of the budget of prompt tokens: it gets that back.
-    budget = units(rollout.max_batched_tokens, quantum) + (rows if quantum > 1 else 0)
+    # In quanta a decoding row would take a whole one of the budget of prompt tokens: it gets that back.
+    budget = quanta(rollout.max_batched_tokens, quantum) + (rows if quantum > 1 else 0)
     return Scheduler(SchedulerLimits(rows, budget, context, 1), BlockManager(blocks, block))
 
 
-def units(tokens: int, quantum: int) -> int:
-    """`tokens` in units of `quantum`, at least one."""
+def quanta(tokens: int, quantum: int) -> int:
+    """`tokens` in quanta of `quantum`, at least one."""
     return max(1, -(-tokens // quantum))
 
 
@@ -39,13 +39,13 @@ def add_groups(
     scheduler: Scheduler, groups: Sequence[np.ndarray], prompt_tokens: int, quantum: int = 1
 ) -> None:
     """Queues the samples of each prompt; an answer's length is its `max_tokens`."""
-    prompt = np.zeros(units(prompt_tokens, quantum), np.int32)
+    prompt = np.zeros(quanta(prompt_tokens, quantum), np.int32)
     order = 0
     for at, lengths in enumerate(groups):
         requests = [
             Request(
                 prompt,
-                SamplingParams(max_tokens=units(int(n), quantum)),
+                SamplingParams(max_tokens=quanta(int(n), quantum)),
                 at,
                 i,
                 order + i,

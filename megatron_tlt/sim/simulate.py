@@ -10,13 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.sim.bulk import BulkReplicas
+from megatron_tlt.sim.bulk import BulkReplicas, ReplicaRollout
 from megatron_tlt.sim.cluster import Cluster
 from megatron_tlt.sim.cost_model import CostModel, build_costs
 from megatron_tlt.sim.decisions import Decider, shares
 from megatron_tlt.sim.idle import DrafterModel, IdleTime
 from megatron_tlt.sim.result import PHASES, Point, StepRecord, Strategy
-from megatron_tlt.sim.rollout import ReplicaRollout
 from megatron_tlt.sim.trace import Lengths
 
 _CURVE = 512  # points of the running-requests curve

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_tlt.errors import aligned
-from megatron_tlt.observe.page import Cell, Table
+from megatron_tlt.observe.page import Cell, Table, cell_text
 from megatron_tlt.sim.result import PHASES, Point, SimResult
 
 _SHOWN = 0.005  # share of a step from which on a phase has a column
@@ -58,16 +58,8 @@ def decision_tables(result: SimResult) -> list[Table]:
 
 
 def _text(table: Table) -> str:
-    rows = [table.head, *([_cell(cell) for cell in row] for row in table.rows)]
+    rows = [table.head, *([cell_text(cell) for cell in row] for row in table.rows)]
     return f"{table.title}:\n{columns(rows)}"
-
-
-def _cell(value: Cell) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return str(value)
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:

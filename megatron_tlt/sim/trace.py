@@ -112,7 +112,7 @@ def _of_line(value: Any) -> float:
 
 
 def _of_run(run_dir: Path) -> np.ndarray:
-    """Lengths of a run from the figures of each step (`length/median`, `p95`, `max`): 200 quantiles a step.
+    """Lengths of a run from the metrics of each step (`length/median`, `p95`, `max`): 200 quantiles a step.
 
     Between them the logarithm is taken to be linear in the normal score; below the median it is mirrored.
     """

@@ -16,8 +16,14 @@ from megatron_tlt.observe.log import enter_phase
 from megatron_tlt.observe.memory import PhasePeaks
 from megatron_tlt.observe.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsLogger
 from megatron_tlt.observe.progress import build_progress
-from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, rank_row, step_row
-from megatron_tlt.observe.samples import SAMPLES_FILE, DraftsOf, sample_rows
+from megatron_tlt.observe.rollouts import (
+    ROLLOUTS_FILE,
+    SAMPLES_FILE,
+    DraftsOf,
+    rank_row,
+    sample_rows,
+    step_row,
+)
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary, write_summary
 
 if TYPE_CHECKING:

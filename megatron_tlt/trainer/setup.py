@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.models.eagle.model import PairModel
-    from megatron_tlt.observe.samples import DraftsOf
+    from megatron_tlt.observe.rollouts import DraftsOf
     from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.trainer.loop import RLTrainer
     from megatron_tlt.trainer.metrics import RunMetrics

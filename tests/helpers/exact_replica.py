@@ -14,8 +14,8 @@ import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.rollout.batch import Batch, StepResult
+from megatron_tlt.sim.bulk import ReplicaRollout, empty
 from megatron_tlt.sim.cost_model import CostModel
-from megatron_tlt.sim.rollout import ReplicaRollout, empty
 from megatron_tlt.sim.scheduling import add_groups, new_scheduler, plain_result, run_result
 from megatron_tlt.sim.speculation import Speculation, Tally
 

@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +96,13 @@ def forking_python(folder: Path) -> Path:
     return path
 
 
-def launcher(ranks: int, *options: str) -> list[str]:
-    """A command line that takes the place of `mpiexec OPTIONS -n RANKS python -m mpi4py`.
+def launcher(ranks: int) -> list[str]:
+    """A command line that takes the place of `mpiexec -n RANKS python -m mpi4py`.
 
     Where ranks end with an error at once, mpiexec may kill a fork's stub before it can pass the exit code on, and
     reports 9; not with 75, with which all ranks end.
     """
-    return [str(MPIEXEC), *options, "-n", str(ranks), *fork_command()]
+    return [str(MPIEXEC), "-n", str(ranks), *fork_command()]
 
 
 def run_ranks(
@@ -113,16 +112,15 @@ def run_ranks(
     timeout: float = 300,
     check: bool = True,
     env: dict[str, str] | None = None,
-    options: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python -m mpi4py SCRIPT args` on `ranks` ranks; returns its output, stdout and stderr together.
 
-    `script` is a path relative to the repository, or a list such as ["-m", "megatron_tlt"]; `options` are mpiexec's.
+    `script` is a path relative to the repository, or a list such as ["-m", "megatron_tlt"].
     With `check`, a non-zero exit fails the test and shows the output.
     """
     target = [str(ROOT / script)] if isinstance(script, str) else script
     done = subprocess.run(
-        [*launcher(ranks, *options), *target, *args],
+        [*launcher(ranks), *target, *args],
         env={**rank_environment(), **(env or {})},
         cwd=ROOT,
         stdout=subprocess.PIPE,

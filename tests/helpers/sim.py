@@ -11,7 +11,7 @@ import pytest
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim import decisions
-from megatron_tlt.sim.rollout import ReplicaRollout
+from megatron_tlt.sim.bulk import ReplicaRollout
 
 MODEL = {
     "family": "qwen2",

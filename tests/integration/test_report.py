@@ -112,14 +112,6 @@ def test_controls_work(browser, tmp_path):
     assert browser.problems == []
 
 
-def test_hundreds_of_ranks(browser, tmp_path):
-    page = made(tmp_path, write_run(tmp_path / "run", ranks=300, steps=3))
-    assert page.stat().st_size < 7e6
-    browser.open(page, 1280)
-    check(browser, page, 17)
-    assert "rank 7" in browser.evaluate("document.getElementById('rollout').textContent")
-
-
 def test_a_run_in_progress_with_nothing_extra(browser, tmp_path):
     run = write_run(
         tmp_path / "run",

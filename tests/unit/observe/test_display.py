@@ -5,19 +5,9 @@ import pytest
 from rich.console import Console
 
 from megatron_tlt.observe import log
-from megatron_tlt.observe.progress import (
-    TERMINAL_VARIABLE,
-    PlainProgress,
-    Progress,
-    RichProgress,
-    build_progress,
-)
-from megatron_tlt.observe.samples import sample_rows
-from megatron_tlt.observe.summary import (
-    Accuracy,
-    RunSummary,
-    render_summary,
-)
+from megatron_tlt.observe.progress import TERMINAL_VARIABLE, build_progress
+from megatron_tlt.observe.rollouts import sample_rows
+from megatron_tlt.observe.summary import Accuracy, RunSummary, render_summary
 from megatron_tlt.trainer.metrics import acceptance_warning, combined
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 
@@ -48,42 +38,28 @@ def test_a_log_line_has_rank_step_and_phase(logger):
     assert stream.getvalue()[9:] == "rank 1/4 step 7 rollout | WARNING two / lines\n"
 
 
-def test_plain_progress_writes_a_line_a_step():
+STEP_3 = "step 3/20  seconds 2.0  tokens/s 200  reward 0.500  accuracy 0.250  length 123\n"
+
+
+def shown(mode, rank=0):
+    """What a display of a mode writes into something that is no terminal."""
     stream = io.StringIO()
-    progress = build_progress("auto", 20, 0, stream)
-    assert isinstance(progress, PlainProgress)
-    progress.phase("rollout", 2)
-    progress.rollout(3, 1, 100)
-    progress.step_done(3, METRICS)
-    assert (
-        stream.getvalue()
-        == "step 3/20  seconds 2.0  tokens/s 200  reward 0.500  accuracy 0.250  length 123\n"
-    )
+    display = build_progress(mode, 20, rank, stream)
+    display.phase("rollout", 2)
+    display._drawn = 0.0
+    display.rollout(5, 1, 1000)
+    display.step_done(3, METRICS)
+    display.close()
+    return stream.getvalue()
 
 
-def test_rich_progress_shows_table_phase_and_speed():
-    stream = io.StringIO()
-    progress = RichProgress(20, Console(file=stream, force_terminal=True, width=100))
-    progress.step_done(1, METRICS)
-    progress.phase("rollout", 1)
-    progress._drawn = 0.0
-    progress.rollout(5, 2, 1000)
-    progress.note("evaluation")
-    progress.close()
-    text = stream.getvalue()
-    for part in ("accuracy", "0.250", "step 2/20", "rollout", "5 requests + 2 waiting", "evaluation", "done"):
-        assert part in text
-
-
-def test_the_display_is_chosen_by_mode_rank_and_terminal(monkeypatch):
-    stream = io.StringIO()
-    assert type(build_progress("auto", 1, 1, stream)) is Progress
-    assert type(build_progress("none", 1, 0, stream)) is Progress
+def test_a_step_is_a_line_and_a_terminal_has_a_live_one_under_it(monkeypatch):
+    assert shown("auto") == shown("plain") == STEP_3
+    assert shown("auto", rank=1) == shown("none") == ""
+    live = shown("rich")
+    assert STEP_3 in live and "step 3/20  rollout  5 running, 1 waiting, 1000 tokens" in live
     monkeypatch.setenv(TERMINAL_VARIABLE, "90")
-    chosen = build_progress("auto", 1, 0, stream)
-    assert isinstance(chosen, RichProgress)
-    chosen.close()
-    assert isinstance(build_progress("plain", 1, 0, stream), PlainProgress)
+    assert "5 running" in shown("auto") and shown("plain") == STEP_3
 
 
 def group(index: int, *values: float) -> SampleGroup:

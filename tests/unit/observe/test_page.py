@@ -41,14 +41,6 @@ def test_nothing_is_fetched():
     assert "@import" not in body_of(html) and "url(" not in body_of(html)
 
 
-def test_numbers_that_json_lacks_become_null():
-    chart = Chart("c", [{"x": [1.0, float("nan"), float("inf")], "y": (2, None, True)}])
-    assert data_of(Page("t", sections=[Section("s", [chart])]).html())[0]["traces"][0] == {
-        "x": [1.0, None, None],
-        "y": [2, None, True],
-    }
-
-
 def test_cells_show_numbers_to_the_right():
     rows = [["a", 12345, "12.5%"], ["7", 0.123456, "1.20×"], ["c", 98765.4, None], ["d", 7e-06, "-3 s"]]
     table = Table(["name", "n", "share"], rows)

