@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 
 from megatron_tlt.observe.jsonl import to_json
@@ -66,8 +66,8 @@ class RunSummary:
         return self.generated_tokens / self.rollout_seconds if self.rollout_seconds > 0 else 0.0
 
 
-def render_summary(summary: RunSummary) -> RenderableType:
-    """Two tables, for `rich.console.Console.print`: seconds by phase, and the other numbers with the paths."""
+def print_summary(summary: RunSummary, console: Console) -> None:
+    """Prints two tables: seconds by phase, and the other numbers with the paths."""
     phases = Table("phase", "seconds", "share", title=f"{summary.num_steps} steps in {summary.seconds:.1f} s")
     seconds = dict(sorted(summary.phases.items(), key=lambda item: -item[1]))
     seconds["other"] = max(0.0, summary.seconds - sum(seconds.values()))
@@ -79,7 +79,7 @@ def render_summary(summary: RunSummary) -> RenderableType:
     others.columns[1].overflow = "fold"
     for row in (*_other_rows(summary), *summary.paths.items()):
         others.add_row(*row)
-    return Group(phases, others)
+    console.print(phases, others)
 
 
 def _other_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
@@ -101,11 +101,6 @@ def _other_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
         yield "drafter training in idle time", f"{text}, {summary.drafter_steps} steps"
     if summary.stolen_requests:
         yield "requests stolen", f"{summary.stolen_requests} from the queues of other ranks"
-
-
-def print_summary(summary: RunSummary) -> None:
-    """Prints the tables on stdout."""
-    Console(highlight=False).print(render_summary(summary))
 
 
 def write_summary(summary: RunSummary, run_dir: str | Path) -> Path:

@@ -47,8 +47,7 @@ def write_timeline(run: RunData, out: Path, steps: Collection[int] | None = None
             file.write(",\n" if count else "\n")
             file.write(json.dumps(event, separators=(",", ":"), allow_nan=False))
             count += 1
-        about = {"run": run.name, "origin_s": min(starts)}
-        file.write(f'\n],"otherData":{json.dumps(about)}}}\n')
+        file.write("\n]}\n")
     return count
 
 

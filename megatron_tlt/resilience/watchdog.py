@@ -112,7 +112,7 @@ class Watchdog:
         beat = Heartbeat(o.start_id, number, o.size, socket.gethostname(), pid, **times)
         rank = self._ranks[beat.rank] = Rank(connection, beat, report=report)
         self._poll.register(connection.fileno(), select.EPOLLIN)
-        with suppress(OSError):  # an old kernel: the connection ends with the process
+        with suppress(OSError, AttributeError):  # an old kernel: the connection ends with the process
             rank.pidfd = os.pidfd_open(beat.pid)
             self._poll.register(rank.pidfd, select.EPOLLIN)
         self._write(rank, self._now(rank))

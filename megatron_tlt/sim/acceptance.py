@@ -25,7 +25,6 @@ class SimDraft:
     cumulative_acceptance: np.ndarray  # float32 [N]
     depths: np.ndarray  # int32 [N], from 1
     counts: np.ndarray  # int32 [B]
-    parents: np.ndarray | None  # int32 [N] within the row, -1: the root; None: chains
     matches: np.ndarray  # bool [N], given that its parent was emitted
     passes: int  # of the trained drafter
 
@@ -38,17 +37,15 @@ class SimDraft:
         """Tokens int64 [B] that each row emits if the nodes of mask `keep` [N] are verified: at least 1."""
         rows = np.repeat(np.arange(len(self.counts)), self.counts)
         right = keep & self.matches
-        trunk = np.ones(self.num_nodes, bool) if self.parents is None else self._is_trunk()
-        depth = int(self.depths.max(initial=0))
-        grid = np.zeros((len(self.counts), depth + 1), bool)
-        grid[rows[trunk], self.depths[trunk] - 1] = right[trunk]
-        run = (~grid).argmax(axis=1)  # trunk tokens emitted
-        if self.parents is not None:
-            side = np.zeros_like(grid)
-            found = right & ~trunk
-            side[rows[found], self.depths[found] - 1] = True
-            run = run + side[np.arange(len(run)), run]
-        return run + 1
+        within = np.arange(self.num_nodes) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
+        is_trunk = within == self.depths - 1
+        shape = len(self.counts), int(self.depths.max(initial=0)) + 1
+        trunk, side = np.zeros(shape, bool), np.zeros(shape, bool)  # right nodes [B, D + 1]
+        for grid, found in ((trunk, right & is_trunk), (side, right & ~is_trunk)):
+            grid[rows[found], self.depths[found] - 1] = True
+        run = (~trunk).argmax(axis=1)  # trunk tokens emitted
+        emitted: np.ndarray = run + side[np.arange(len(run)), run] + 1
+        return emitted
 
     def by_position(
         self, keep: np.ndarray, emitted: np.ndarray, draft_len: int
@@ -58,12 +55,6 @@ class SimDraft:
         reached = keep & (position < emitted[rows])
         accepted = (emitted[:, None] - 1 > np.arange(draft_len)).sum(0)
         return np.bincount(position[reached], minlength=draft_len), accepted
-
-    def _is_trunk(self) -> np.ndarray:
-        starts = np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
-        within = np.arange(self.num_nodes) - starts
-        trunk: np.ndarray = within == self.depths - 1
-        return trunk
 
 
 class Acceptance:
@@ -107,7 +98,6 @@ class Acceptance:
                 cumulative_acceptance[keep].astype(np.float32),
                 depths,
                 counts.astype(np.int32),
-                None,
                 matches[keep],
                 passes,
             )
@@ -143,7 +133,6 @@ class Acceptance:
             order(values)[mask].astype(np.float32),
             depths,
             mask.sum(axis=1).astype(np.int32),
-            depths - 2,  # the trunk's node one level up, or the root
             order(right)[mask],
             passes,
         )

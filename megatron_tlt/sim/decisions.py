@@ -93,7 +93,7 @@ class Decider:
         for x, k in product(range(shape[1]), range(shape[0])[::-1]):
             running = int(self._requests[k])
             tally = self._measure(speculation, running, running * float(self._contexts[x]))
-            seconds[k, x] = tally.seconds * tally.row_steps / max(1, tally.tokens) / _steps(tally)
+            seconds[k, x] = tally.seconds * tally.row_steps / max(1, tally.tokens) / tally.steps.total()
             if x == shape[1] // 2:
                 tallies[running] = tally
                 speculating[k], accepted[k] = tally.speculating, tally.accept_length
@@ -120,11 +120,6 @@ class Decider:
         return tally
 
 
-def _steps(tally: Tally) -> int:
-    return sum(tally.steps.values())
-
-
 def shares(steps: Counter[str]) -> dict[str, float]:
     """Counts as shares, the largest first."""
-    total = sum(steps.values())
-    return {name: count / total for name, count in steps.most_common()}
+    return {name: count / steps.total() for name, count in steps.most_common()}

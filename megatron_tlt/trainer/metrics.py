@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from megatron_tlt.observe.curves import curve_attrs
 from megatron_tlt.observe.events import EventLog
 from megatron_tlt.observe.jsonl import StepFile
@@ -177,7 +179,7 @@ class RunMetrics:
             paths={name: str(path) for name, path in paths.items()},
         )
         write_summary(summary, self._run_dir)
-        print_summary(summary)
+        print_summary(summary, Console(highlight=False))
 
     def close(self) -> None:
         """Closes all files."""

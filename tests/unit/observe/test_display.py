@@ -7,7 +7,7 @@ from rich.console import Console
 from megatron_tlt.observe import log
 from megatron_tlt.observe.progress import TERMINAL_VARIABLE, build_progress
 from megatron_tlt.observe.rollouts import sample_rows
-from megatron_tlt.observe.summary import Accuracy, RunSummary, render_summary
+from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary
 from megatron_tlt.trainer.metrics import acceptance_warning, combined
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 
@@ -93,7 +93,7 @@ def summary(**changes) -> RunSummary:
 
 def test_the_summary_shows_what_was_learned_and_where_the_time_went():
     stream = io.StringIO()
-    Console(file=stream, width=100).print(render_summary(summary()))
+    print_summary(summary(), Console(file=stream, width=100))
     text = stream.getvalue()
     for part in (
         "0.400 ± 0.030",

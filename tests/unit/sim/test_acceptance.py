@@ -18,8 +18,7 @@ def naive_emitted(draft, keep):
     emitted, start = [], 0
     for count in draft.counts:
         nodes = range(start, start + count)
-        parents = draft.parents
-        parent = [int(draft.depths[n]) - 2 if parents is None else int(parents[n]) for n in nodes]
+        parent = [int(draft.depths[n]) - 2 for n in nodes]  # the trunk's node one level up, -1: the root
         at, tokens = -1, 1
         while True:
             children = [i for i, n in enumerate(nodes) if parent[i] == at and keep[n] and draft.matches[n]]
