@@ -78,8 +78,10 @@ class EngineProcess:
         """
         self.launch = launch
         self.shared = SharedDirectory()
-        """For the socket, the log, and tensors on their way; both processes may write there."""
-        self._log = self.shared.path / "engine.log"
+        """For the socket and tensors on their way; both processes may write there."""
+        file, name = tempfile.mkstemp(prefix="tlt-", suffix=".log")  # not in shared memory: a log grows
+        os.close(file)
+        self._log = Path(name)
         self.answers: list[Message] = []  # came while a reply was waited for
         self._received = bytearray()
         self._calls = 0
@@ -90,8 +92,7 @@ class EngineProcess:
             self._socket = self._connect(variables)
             self._check_version(self._next(launch.settings.start_s))
         except BaseException:
-            self._kill()
-            self.shared.close()
+            self._end()
             raise
 
     def _connect(self, variables: Mapping[str, str]) -> socket.socket:
@@ -264,14 +265,13 @@ class EngineProcess:
         """
         pid = self._child.pid if self._child is not None else None
         self._kill()
-        log, name = self._log.read_bytes() if self._log.exists() else b"", "its log"
-        self.shared.close()
-        if self._has_engine and log:
-            file, path = tempfile.mkstemp(prefix="tlt-", suffix=".log")
-            with os.fdopen(file, "wb") as kept:
-                kept.write(log)
-            name = f"its log ({path})"
-        tail = log[-_TAIL_BYTES:].decode("utf-8", "replace").strip()
+        tail = ""
+        with suppress(FileNotFoundError), self._log.open("rb") as log:
+            log.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
+            tail = log.read().decode("utf-8", "replace").strip()
+        keep = self._has_engine and bool(tail)
+        name = f"its log ({self._log})" if keep else "its log"
+        self._end(keep_log=keep)
         shown = f"the end of {name}:\n{tail}" if tail else f"{name} is empty"
         return BackendError(f"the {self.launch.name} engine (process {pid}) {what}; {shown}")
 
@@ -291,5 +291,10 @@ class EngineProcess:
             with suppress(BackendError, subprocess.TimeoutExpired):  # it is killed below
                 self.call("shutdown", patience=_END_S)
                 self._child.wait(timeout=_END_S)
+            self._end()
+
+    def _end(self, keep_log: bool = False) -> None:
         self._kill()
         self.shared.close()
+        if not keep_log:
+            self._log.unlink(missing_ok=True)
