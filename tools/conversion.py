@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
 from types import FrameType
@@ -80,9 +80,9 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_output(args: argparse.Namespace, source: Path, ranks: Ranks) -> None:
-    """Raises ConfigError if `--out` cannot be made from `source`. Rank 0 looks: others may not see its files."""
-    if ranks.is_main and (problem := problem_of(args.out, args.overwrite, [source])):
+def check_output(args: argparse.Namespace, sources: Iterable[Path], ranks: Ranks) -> None:
+    """Raises ConfigError if `--out` cannot be made from `sources`. Rank 0 looks: others may not see its files."""
+    if ranks.is_main and (problem := problem_of(args.out, args.overwrite, sources)):
         raise ConfigError.of("--out", str(args.out), problem)
 
 

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def plan(ranks: Ranks) -> to_megatron.Plan:
-        command.check_output(args, args.hf, ranks)
+        command.check_output(args, [args.hf], ranks)
         return to_megatron.plan(args.hf, args.tp, args.pp, args.dtype)
 
     def convert(todo: to_megatron.Plan, ranks: Ranks) -> int:

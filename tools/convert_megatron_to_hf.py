@@ -40,9 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--max-file-gib must be above 0")
 
     def plan(ranks: Ranks) -> to_hf.Plan:
-        command.check_output(args, args.megatron, ranks)
+        command.check_output(args, [args.megatron], ranks)  # before the checksums
         limit = int(args.max_file_gib * 2**30)
-        return to_hf.plan(args.megatron, args.dtype, args.config, limit, verify=ranks.is_main)
+        todo = to_hf.plan(args.megatron, args.dtype, args.config, limit, verify=ranks.is_main)
+        command.check_output(args, todo.sources, ranks)
+        return todo
 
     def convert(todo: to_hf.Plan, ranks: Ranks) -> int:
         if args.dry_run:

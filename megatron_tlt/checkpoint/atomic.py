@@ -27,6 +27,8 @@ def problem_of(out: Path, overwrite: bool = False, sources: Iterable[Path] = ())
             return None if out.parent.is_dir() else f"{out.parent} does not exist: make it first"
         if not overwrite:
             return f"{out} exists: --overwrite replaces it"
+        if out.absolute().name in ("", ".."):
+            return f"{out} is not replaced: name the directory itself"
         if out.is_symlink() or not _holds_model(out):
             return f"{out} is not replaced: it is no directory with the config.json of a model"
         if any(out.resolve() in (source.resolve(), *source.resolve().parents) for source in sources):
@@ -38,18 +40,20 @@ def problem_of(out: Path, overwrite: bool = False, sources: Iterable[Path] = ())
 
 def _holds_model(directory: Path) -> bool:
     try:
-        return "architectures" in json.loads((directory / "config.json").read_text("utf-8"))
+        config = json.loads((directory / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
         return False
+    return isinstance(config, dict) and "architectures" in config
 
 
 @contextmanager
-def atomic_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
+def atomic_directory(out: Path, overwrite: bool = False, sources: Iterable[Path] = ()) -> Iterator[Path]:
     """A scratch directory beside `out`, renamed to `out` when the block ends; removed if it raises.
 
-    A killed process leaves it, `.NAME.unfinished-*`, behind. Raises CheckpointError if `out` exists by then and is not
-    to be replaced.
+    A killed process leaves it, `.NAME.unfinished-*`, behind, and the model that it was replacing as
+    `.NAME.replaced-*`. Raises CheckpointError if by then `out` cannot be made any more (`problem_of`).
     """
+    out = out.absolute()  # `.` has no name, and its parent is not the directory that holds it
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.unfinished-", dir=out.parent))
     try:
         umask = os.umask(0)
@@ -59,23 +63,33 @@ def atomic_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
         for path in scratch.rglob("*"):
             sync(path)
         sync(scratch)
-        if not out.exists():
-            os.rename(scratch, out)
-        elif overwrite:
-            old = tempfile.mkdtemp(prefix=f".{out.name}.replaced-", dir=out.parent)
-            os.rename(out, old)
-            os.rename(scratch, out)
-            shutil.rmtree(old)
-        else:
-            raise CheckpointError(f"{out} has appeared in the meantime: it is left as it is")
-        sync(out.parent)
+        if problem := problem_of(out, overwrite, sources):  # others may have written meanwhile
+            raise CheckpointError(problem)
+        _move(scratch, out)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
 
 
+def _move(scratch: Path, out: Path) -> None:
+    """Renames `scratch` to `out`. A model there is removed once the new one is on the disk, and put back on failure."""
+    old = out.with_name(f".{out.name}.replaced-{scratch.name.rpartition('-')[2]}")
+    try:
+        if out.exists():
+            os.rename(out, old)
+        os.rename(scratch, out)
+    except BaseException:  # a signal between the two renames, too
+        if old.exists() and not out.exists():
+            os.rename(old, out)
+        raise
+    sync(out.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 @contextmanager
-def new_directory(out: Path, num_bytes: int, ranks: Ranks, overwrite: bool = False) -> Iterator[Path]:
+def new_directory(
+    out: Path, num_bytes: int, ranks: Ranks, overwrite: bool = False, sources: Iterable[Path] = ()
+) -> Iterator[Path]:
     """`atomic_directory` that rank 0 makes, and renames when the block has ended well on every rank. Collective.
 
     Raises CheckpointError if `out` cannot be made (`problem_of`) or `num_bytes` do not fit on its disk.
@@ -84,10 +98,10 @@ def new_directory(out: Path, num_bytes: int, ranks: Ranks, overwrite: bool = Fal
         scratch = out
         with together(ranks):
             if ranks.is_main:
-                if problem := problem_of(out, overwrite):
+                if problem := problem_of(out, overwrite, sources):
                     raise CheckpointError(problem)
                 check_room(out, num_bytes)
-                scratch = stack.enter_context(atomic_directory(out, overwrite))
+                scratch = stack.enter_context(atomic_directory(out, overwrite, sources))
         with together(ranks):
             yield Path(ranks.broadcast_object(str(scratch)))
         with together(ranks):

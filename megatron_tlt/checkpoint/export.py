@@ -47,7 +47,8 @@ def export_problems(out: Path, config: Config, overwrite: bool) -> list[ConfigPr
     """What keeps the configuration's run from being written as `out`, found without loading it."""
     run_dir, resume = Path(config.train.run_dir), config.checkpoint.resume
     problems = checkpoint_problems(resume)
-    sources = config.model.path, config.model.tokenizer, run_dir, *({resume} - {"auto", "never"})
+    model = config.model
+    sources = model.path, model.megatron_path, model.tokenizer, run_dir, *({resume} - {"auto", "never"})
     if problem := problem_of(out, overwrite, [Path(source) for source in sources if source]):
         problems.append(ConfigProblem("--out", str(out), problem))
     if resume == "never":
@@ -69,7 +70,7 @@ def write_run(
         manifest = read_manifest(checkpoint)
         todo = to_hf.plan(checkpoint, dtype, model.path, verify=False)
     said, drafter = f"policy version {manifest.policy_version}", checkpoint / DRAFTER_STATE
-    with new_directory(out, todo.num_bytes, ranks, overwrite) as scratch:
+    with new_directory(out, todo.num_bytes, ranks, overwrite, todo.sources) as scratch:
         to_hf.write_into(todo, scratch, ranks)
         if ranks.is_main:
             _copy_all_companions(model, scratch)

@@ -11,6 +11,7 @@ from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.checks.files import output_file_problems
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.observe.files import write_atomically
 
 if TYPE_CHECKING:
     import argparse
@@ -70,5 +71,4 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
         text = json.dumps(asdict(result), indent=2)
         print(text, flush=True)
         if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(text + "\n", encoding="utf-8")
+            write_atomically(out, [text])

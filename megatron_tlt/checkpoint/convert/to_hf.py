@@ -35,6 +35,11 @@ class Plan:
     files: list[list[Slot]]
 
     @property
+    def sources(self) -> list[Path]:
+        """The directories that are read."""
+        return [self.source.directory, self.config_file.parent]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return self.config.num_parameters * self.dtype.itemsize
@@ -89,7 +94,7 @@ def config_beside(given: Path, source: TorchDistReader) -> Path:
 
 def write(todo: Plan, out: Path, ranks: Ranks, overwrite: bool = False) -> None:
     """Writes `out`; with `overwrite` it replaces a model there. Collective: files are shared out over `ranks`."""
-    with new_directory(out, todo.num_bytes, ranks, overwrite) as scratch:
+    with new_directory(out, todo.num_bytes, ranks, overwrite, todo.sources) as scratch:
         write_into(todo, scratch, ranks)
 
 

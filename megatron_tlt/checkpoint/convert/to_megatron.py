@@ -137,7 +137,7 @@ def plan(hf: str | Path, tp: int, pp: int, dtype: str | None) -> Plan:
 
 def write(todo: Plan, out: Path, ranks: Ranks, overwrite: bool = False) -> None:
     """Writes `out`; with `overwrite` it replaces a model there. Collective: files are shared out over `ranks`."""
-    with new_directory(out, todo.num_bytes, ranks, overwrite) as scratch:
+    with new_directory(out, todo.num_bytes, ranks, overwrite, [todo.source.directory]) as scratch:
         inner = scratch / RELEASE
         results: list[WriteResult] = []
         records: dict[str, FileRecord] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from megatron_tlt.cli.export import problems_of
@@ -24,3 +26,11 @@ def test_only_the_model_and_a_checkpoint_are_needed(recipe, overrides, tmp_path)
 def test_a_run_that_begins_anew_names_no_checkpoint(tmp_path):
     config = load_config(ROOT / "configs/quickstart.yaml", ["checkpoint.resume=never"])
     assert [p.path for p in problems_of(config, tmp_path / "out")] == ["checkpoint.resume"]
+
+
+def test_no_model_that_a_run_begins_from_is_replaced(tmp_path):
+    shutil.copy(ROOT / "assets/demo-policy/config.json", tmp_path)
+    for key in ("model.path", "model.megatron_path", "model.tokenizer"):
+        config = load_config(ROOT / "configs/quickstart.yaml", [f"{key}={tmp_path}"])
+        problems = {p.path: p.allowed for p in problems_of(config, tmp_path, overwrite=True)}
+        assert "it holds what is read" in problems["--out"]

@@ -191,6 +191,11 @@ def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypa
     assert convert_megatron_to_hf.main(["--megatron", out, "--out", back, "--dry-run"]) == 0
     assert "-> model.layers.*.self_attn.k_proj.weight [160, 64] x 3" in capsys.readouterr().out
     assert convert_megatron_to_hf.main(["--megatron", out, "--out", back]) == 0
+    shutil.copy(f"{out}/config.json", f"{out}/release")  # beside the shards it looks like a model
+    for base, target in ((out, f"{out}/release"), (back, back)):
+        wrong = ["--megatron", out, "--config", base, "--out", target, "--overwrite"]
+        assert convert_megatron_to_hf.main(wrong) == 2
+        assert "it holds what is read" in capsys.readouterr().err
     assert convert_megatron_to_hf.main(["--megatron", hf, "--out", back + "2"]) == 2
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     assert convert_megatron_to_hf.main(["--megatron", out, "--out", back + "2"]) == 1  # failed: no bad input
