@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -125,20 +125,43 @@ def place(
     return mini_batch, dp_rank
 
 
-def training_sequence(prompt: Prompt, sample: Sample) -> TrainSequence:
-    """An answer as training data; advantages and masks come from the algorithm."""
-    response = len(sample.token_ids)
-    return TrainSequence(
-        prompt_id=sample.prompt_id,
-        sample_index=sample.sample_index,
-        token_ids=np.array([*prompt.token_ids, *sample.token_ids], np.int64),
-        prompt_len=len(prompt.token_ids),
-        advantages=np.zeros(response, np.float32),
-        loss_mask=np.ones(response, np.float32),
-        # NaN where the engine gives none: the policy computes them, and a loss that met one would be NaN.
-        rollout_logprobs=np.array(sample.logprobs or np.full(response, np.nan), np.float32),
-        routes=sample.routes,
-    )
+class SentAnswer(NamedTuple):
+    """What of an answer goes to the ranks that train on it: 8 bytes a token, and its experts where replayed."""
+
+    mini_batch: int
+    prompt_id: int
+    sample_index: int
+    prompt_len: int
+    token_ids: np.ndarray  # int32 [P + R], prompt and response
+    logprobs: np.ndarray  # float32 [R]
+    routes: np.ndarray | None  # as in `Sample`
+
+    @classmethod
+    def of(cls, mini_batch: int, prompt: Prompt, sample: Sample) -> SentAnswer:
+        """An answer to `prompt`."""
+        return cls(
+            mini_batch,
+            sample.prompt_id,
+            sample.sample_index,
+            prompt_len=len(prompt.token_ids),
+            token_ids=np.array([*prompt.token_ids, *sample.token_ids], np.int32),
+            # NaN where the engine gives none: the policy computes them, and a loss that met one would be NaN.
+            logprobs=np.array(sample.logprobs or np.full(len(sample.token_ids), np.nan), np.float32),
+            routes=sample.routes,
+        )
+
+    def sequence(self) -> TrainSequence:
+        """The answer as training data; advantages and masks come from the algorithm."""
+        return TrainSequence(
+            prompt_id=self.prompt_id,
+            sample_index=self.sample_index,
+            token_ids=self.token_ids.astype(np.int64),
+            prompt_len=self.prompt_len,
+            advantages=np.zeros(len(self.logprobs), np.float32),
+            loss_mask=np.ones(len(self.logprobs), np.float32),
+            rollout_logprobs=self.logprobs,
+            routes=self.routes,
+        )
 
 
 class BatchAssembler:
@@ -167,10 +190,10 @@ class BatchAssembler:
         for group, sample in [(g, sample) for g in groups for sample in g.samples]:
             row = row_of[(sample.prompt_id, sample.sample_index)]
             if (dp := int(table.dp_rank[row])) >= 0:
-                outgoing.append(((int(table.mini_batch[row]), training_sequence(group.prompt, sample)), ranks[dp]))
+                outgoing.append((SentAnswer.of(int(table.mini_batch[row]), group.prompt, sample), ranks[dp]))
         mine = redistribute(self._world, outgoing)
-        mine.sort(key=lambda item: (item[1].prompt_id, item[1].sample_index))
-        return table, [[sequence for index, sequence in mine if index == i] for i in range(self._mini_batches)]
+        mine.sort(key=lambda answer: (answer.prompt_id, answer.sample_index))
+        return table, [[a.sequence() for a in mine if a.mini_batch == i] for i in range(self._mini_batches)]
 
     def build_batch(self, parts: list[list[TrainSequence]], table: StepTable) -> TrainBatch:
         """Log-probs where the engine gave none, advantages, masks and divisors. Collective. Mutates the sequences.

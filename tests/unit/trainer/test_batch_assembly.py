@@ -1,6 +1,7 @@
 """The assembler on one rank, and the placement rule for many."""
 
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,14 +11,16 @@ from megatron_tlt.algorithms.build import ALGORITHMS, build_algorithm
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.dims import Dims
+from megatron_tlt.observe.rollouts import rank_row
 from megatron_tlt.rollout.spec.history import AnswerHistory
+from megatron_tlt.trainer import batch_assembly
 from megatron_tlt.trainer.batch_assembly import (
     BatchAssembler,
     group_samples,
     place,
     share_answers,
 )
-from megatron_tlt.types import PastAnswer, Prompt, RewardResult, Sample
+from megatron_tlt.types import EngineStats, PastAnswer, Prompt, RewardResult, Sample, SampleGroup
 
 POLICY = SimpleNamespace(dims=Dims(), actor=ActorSection())
 
@@ -213,3 +216,39 @@ def test_a_history_is_the_same_as_from_all_tokens(most):
         found, wanted = history.of(name), whole.of(name)
         assert [a.token_ids.tolist() for a in found] == [a.token_ids.tolist() for a in wanted]
         assert len(wanted) == min(most, 6)
+
+
+def test_the_table_and_the_row_of_a_step_do_not_grow_with_tokens():
+    """What every rank sends to every other beside `share_answers`: rows of samples, statistics of a rank."""
+    sizes = []
+    for tokens in (50, 5000):
+        world, groups = Metered(), scored(tokens)
+        algorithm = build_algorithm(AlgorithmSection(name="grpo"), max_tokens=8)
+        BatchAssembler(world, POLICY, algorithm, temperature=1.0)._gather_table(groups)
+        world.all_gather_object(rank_row(EngineStats(), groups, longest=8192))
+        sizes.append(world.sent)
+    assert sizes[1] <= sizes[0] + 100
+    assert sizes[0] < 24 * 100 + 1000
+
+
+def test_an_answer_crosses_in_eight_bytes_a_token_and_its_experts_in_one_each(monkeypatch):
+    routes = np.zeros((1039, 48, 8), np.uint8)
+    plain = Sample(1, 0, list(range(1000)), [-0.5] * 1000, "", "stop", 0)
+    samples = [plain, replace(plain, sample_index=1, routes=routes)]
+    rewards = [RewardResult(1.0, True), RewardResult(0.0, False)]
+    group = SampleGroup(Prompt(1, "q", tuple(range(40)), "?"), samples, rewards)
+    crossed = []
+
+    def redistribute(world, items):
+        crossed.extend(pickle.dumps(item, protocol=5) for item, _ in items)
+        return [pickle.loads(pickled) for pickled in crossed]
+
+    monkeypatch.setattr(batch_assembly, "redistribute", redistribute)
+    algorithm = build_algorithm(AlgorithmSection(), max_tokens=1000)
+    _, (sequences,) = BatchAssembler(OneRank(), POLICY, algorithm, 1.0).exchange([group])
+    assert len(crossed[0]) <= 1040 * 8 + 800 and len(crossed[1]) <= 1040 * (8 + 48 * 8) + 800
+    for sequence in sequences:
+        assert sequence.token_ids.tolist() == [*range(40), *range(1000)] and sequence.prompt_len == 40
+        assert sequence.token_ids.dtype == np.int64 and len(sequence.loss_mask) == 1000
+        assert sequence.rollout_logprobs.tolist() == plain.logprobs
+    assert sequences[0].routes is None and np.array_equal(sequences[1].routes, routes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,14 +21,15 @@ Message = dict[str, Any]
 
 
 class ToyEngine:
-    """Two steps a request; the call named `failing` raises."""
+    """Two steps a request, or more while `endless`; the call named `failing` raises."""
 
     def __init__(self) -> None:
-        self.failing = ""
+        self.failing, self.endless = "", False
         self.lengths: dict[str, int] = {}
         self.engine_core = SimpleNamespace(shutdown=lambda: None)
 
     def _call(self, name: str) -> None:
+        assert threading.current_thread().name.startswith("engine")
         if self.failing == name:
             raise OSError(f"{name} failed")
 
@@ -40,7 +42,7 @@ class ToyEngine:
         self._call("step")
         outputs = []
         for name in list(self.lengths):
-            self.lengths[name] += 1
+            self.lengths[name] += not self.endless
             finished = self.lengths[name] == 2
             answer = SimpleNamespace(token_ids=[5] * self.lengths[name], finish_reason="length")
             outputs.append(SimpleNamespace(request_id=name, outputs=[answer], finished=finished))
@@ -119,13 +121,7 @@ def test_a_tokenizer_that_cannot_be_read_ends_the_start(talk: Talk) -> None:
 def test_what_is_aborted_is_answered_before_the_reply(talk: Talk) -> None:
     async def go() -> None:
         await talk.start()
-        step = talk.engine.step
-
-        def endless() -> list[Any]:
-            talk.engine.lengths = dict.fromkeys(talk.engine.lengths, 0)
-            return step()
-
-        talk.engine.step = endless  # type: ignore[method-assign]
+        talk.engine.endless = True
         talk.submit(1, 2)
         await asyncio.sleep(0.01)
         talk.submit(3)
@@ -133,5 +129,23 @@ def test_what_is_aborted_is_answered_before_the_reply(talk: Talk) -> None:
         assert {a["id"]: a["finish_reason"] for a in talk.answers} == dict.fromkeys((1, 2, 3), "cancelled")
         await talk.host._stepping
         assert talk.host.in_flight == 0 and talk.engine.lengths == {}
+
+    asyncio.run(go())
+
+
+def test_a_drafter_is_replaced_while_a_request_runs(talk: Talk) -> None:
+    async def go() -> None:
+        await talk.start()
+        talk.engine.endless = True
+        talk.submit(1)
+        await asyncio.sleep(0.01)
+        try:
+            async with asyncio.timeout(5):
+                assert "checksums" in await talk.host.do_drafter({"tensors": [], "verify": False})
+        finally:
+            talk.engine.endless = False
+        assert talk.answers == [] and talk.host.in_flight == 1
+        await talk.host._stepping
+        assert [(a["id"], a["token_ids"], a["finish_reason"]) for a in talk.answers] == [(1, [5, 5], "length")]
 
     asyncio.run(go())
