@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-_MAX_SCORES = 1 << 24  # attention scores (float32) that are there at a time, of a block of queries
+_MAX_SCORES = 1 << 25  # attention scores (float32) that are there at a time, of a block of queries
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ def attend(
     b, kv, group, wide = *keys.shape[:2], heads // keys.shape[1], layout.padded.shape[1]
     q = q * d**-0.5
     query = take(q, layout.padded).view(b, wide, kv, group, d).permute(0, 2, 3, 1, 4)
-    out, norm = prefix_attention(query, keys, values, layout.first, layout.latest)
+    out, norm = PrefixAttention.apply(query, keys, values, layout.first, layout.latest)  # type: ignore[no-untyped-call]
     flat = out.permute(0, 3, 1, 2, 4).reshape(b * wide, kv, group, d)
     far = flat.index_select(0, layout.packed)  # [N, kv, G, D]
     if not chain:
@@ -104,29 +104,53 @@ def attend(
     return (shares[..., :1] * far + shares[..., 1:] @ own_values).view(n, heads, d)
 
 
-def prefix_attention(
-    q: Tensor, keys: Tensor, values: Tensor, first: Tensor, latest: int
-) -> tuple[Tensor, Tensor]:
-    """Attention to a sequence's beginning that also gives its log normaliser, so that it can be merged with attention
+class PrefixAttention(torch.autograd.Function):
+    """Attention to a sequence's beginning that also gives its log normaliser n, so that it can be merged with attention
     to other keys.
 
-    q [B, kv, G, Q, D] scaled, keys and values [B, kv, K, D]; query i of sequence b attends to places 1 .. first[b] + i,
-    where first [B] <= `latest` -> out like q, normaliser float32 [B, kv, G, Q]. Scores live for a block of queries at a
-    time and are computed again on the way back, as in FlashAttention (2205.14135, section 3): what is saved grows with
-    T, not with T^2.
+    Scores S live for a block of queries at a time and are computed again on the way back, as in FlashAttention
+    (2205.14135, section 3): what is saved grows with T, not with T^2. With P = exp(S - n) and upstream gradients dO and
+    dn: dS = P (dO V^T - rowsum(dO O) + dn).
     """
-    keys, values, parts = keys.float(), values.float(), []  # so are their gradients, which are summed over blocks
-    for block, seen in _blocks(q, keys, latest):
-        given = (q[..., block, :], keys[:, :, seen], values[:, :, seen], first, block.start)
-        parts.append(checkpoint(_attend_block, *given, use_reentrant=False, preserve_rng_state=False))
-    out, norm = zip(*parts, strict=True)
-    return torch.cat(out, -2), torch.cat(norm, -1)
 
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, keys: Tensor, values: Tensor, first: Tensor, latest: int
+    ) -> tuple[Tensor, Tensor]:
+        """q [B, kv, G, Q, D] scaled, keys and values [B, kv, K, D]; query i of sequence b attends to places 1 ..
+        first[b] + i, where first [B] <= `latest` -> out like q, n float32 [B, kv, G, Q].
+        """
+        out, norm = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+        for block, seen in _blocks(q, keys, latest):
+            scores = _scores(q[..., block, :], keys[:, :, seen], first, block.start)
+            top = scores.amax(-1, keepdim=True)
+            total = scores.sub_(top).exp_().sum(-1, keepdim=True)
+            attended = _by_head(scores.to(values.dtype), values[:, :, seen])
+            out[..., block, :] = attended / total.to(values.dtype)
+            norm[..., block] = (top + total.log()).squeeze(-1)
+        ctx.save_for_backward(q, keys, values, first, out, norm)
+        ctx.latest = latest
+        return out, norm
 
-def _attend_block(q: Tensor, keys: Tensor, values: Tensor, first: Tensor, begin: int) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, keys.to(q.dtype), first, begin)
-    norm = scores.logsumexp(-1)
-    return _by_head((scores - norm.unsqueeze(-1)).exp().to(q.dtype), values.to(q.dtype)), norm
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, d_out: Tensor, d_norm: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """Gradients of q, keys and values."""
+        q, keys, values, first, out, norm = ctx.saved_tensors
+        shift = (d_out * out).sum(-1).float() - d_norm
+        d_q = torch.empty_like(q)
+        d_keys, d_values = (torch.zeros_like(t, dtype=torch.float32) for t in (keys, values))
+        for block, seen in _blocks(q, keys, ctx.latest):
+            query, upstream = q[..., block, :], d_out[..., block, :]
+            p = _scores(query, keys[:, :, seen], first, block.start)
+            p.sub_(norm[..., block].unsqueeze(-1)).exp_()
+            d_values[:, :, seen] += _by_key(p.to(values.dtype), upstream)
+            d_scores = _by_head(upstream, values[:, :, seen].transpose(2, 3)).float()
+            d_scores = d_scores.sub_(shift[..., block].unsqueeze(-1)).mul_(p).to(q.dtype)
+            d_q[..., block, :] = _by_head(d_scores, keys[:, :, seen])
+            d_keys[:, :, seen] += _by_key(d_scores, query)
+        return d_q, d_keys.to(keys.dtype), d_values.to(values.dtype), None, None
 
 
 def _blocks(q: Tensor, keys: Tensor, latest: int) -> Iterator[tuple[slice, slice]]:
@@ -151,3 +175,8 @@ def _scores(q: Tensor, keys: Tensor, first: Tensor, begin: int) -> Tensor:
 def _by_head(rows: Tensor, matrix: Tensor) -> Tensor:
     """rows [B, kv, G, q, X] times matrix [B, kv, X, Y], one product a kv head: [B, kv, G, q, Y]."""
     return (rows.flatten(2, 3) @ matrix).unflatten(2, rows.shape[2:4])
+
+
+def _by_key(left: Tensor, right: Tensor) -> Tensor:
+    """Sum over queries of left [B, kv, G, q, K] by right [B, kv, G, q, D]: [B, kv, K, D]."""
+    return left.flatten(2, 3).transpose(2, 3) @ right.flatten(2, 3)
