@@ -56,7 +56,7 @@ def run_on_every_rank(
         if world.store.add("config_error", 1) == 1:
             print_problems(error)
             note_exit(BAD_INPUT)
-        world.leave_if_all_refuse(BAD_INPUT)
+        world.release()
         return BAD_INPUT
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         text = failure_text(world, error)

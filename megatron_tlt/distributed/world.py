@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import RankMonitor, RankOutcome
 
 _LEAVE_S = 0.3  # mpiexec takes a rank that exits right after MPI_Finalize for crashed: its last message is on the way
-_REFUSAL_S = 2.0  # for all ranks to find the same problem
 _ABORT_S = 20.0  # for the launcher to end a rank after another one's MPI_Abort
 
 
@@ -167,24 +166,9 @@ class World:
         When one rank exits with an error, launchers kill the others and report that. So they exit together, when
         MPI is closed, without the seconds of tearing an interpreter down.
         """
-        self.close()
-        self._exit(code)
-
-    def leave_if_all_refuse(self, code: int) -> None:
-        """As `leave`, where all ranks call this within `_REFUSAL_S`. Else it returns: this rank must abort the job."""
-        self.release()
-        deadline = time.monotonic() + _REFUSAL_S
-        with suppress(RuntimeError):  # rank 0 is gone, and its store
-            refusing = self.store.add("refusing", 1)
-            while refusing < self.size and time.monotonic() < deadline:
-                time.sleep(0.01)
-                refusing = self.store.add("refusing", 0)
-            if refusing == self.size:
-                self._exit(code)
-
-    def _exit(self, code: int) -> NoReturn:
         from mpi4py import MPI
 
+        self.close()
         MPI.Finalize()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -51,7 +51,7 @@ class IdlePolicy:
 
     train_drafter: bool = True
     """Train at all."""
-    min_tail_seconds: float = 0.05
+    min_tail_seconds: float = 0.02
     """Seconds that a wait must have lasted, to be trained in: it is taken to last as long again."""
     min_steps_per_window: int = 0
     """Micro-steps of one window even where no rank is waited for."""

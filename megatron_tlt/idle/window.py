@@ -66,7 +66,7 @@ class WindowReport:
 
 
 class IdleWindow:
-    """Runs the idle windows of one rank, one a rollout. Mutates its own averages and the coordinator."""
+    """Runs the idle windows of one rank, one a rollout. Mutates the coordinator."""
 
     def __init__(
         self,

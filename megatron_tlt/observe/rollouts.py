@@ -35,6 +35,7 @@ _MASK = (1 << 64) - 1
 
 DraftsOf = Callable[[Sample], dict[str, Any] | None]
 
+
 def rank_row(stats: EngineStats, groups: Sequence[SampleGroup], longest: int) -> Row:
     """One rank's part of a row, to be gathered; digests are still numbers. `longest`: most tokens of an answer."""
     lengths = [len(sample.token_ids) for group in groups for sample in group.samples]

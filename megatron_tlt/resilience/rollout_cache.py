@@ -275,8 +275,8 @@ class RolloutCache:
             self._writer.end()
 
     def _steps(self) -> dict[int, Path]:
-        found = sorted(self._directory.glob("step-[0-9]*"))
-        return {int(path.name.removeprefix("step-")): path for path in found}
+        found = {path.name.removeprefix("step-"): path for path in sorted(self._directory.glob("step-*"))}
+        return {int(name): path for name, path in found.items() if name.isdigit()}
 
     def _read(self, files: Sequence[Path], prompts: Sequence[Prompt]) -> Answers:
         """Answers to these prompts in files with the present key."""

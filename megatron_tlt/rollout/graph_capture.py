@@ -36,7 +36,7 @@ class GraphStats:
     capture_seconds: float = 0.0
     replays: int = 0
     refused: int = 0  # keys that the budget has no room for
-    eager: int = 0  # steps whose key was not captured, run without a graph
+    eager: int = 0  # steps whose key was not captured, or larger than the buffers: without a graph
 
 
 class EagerCapturer:

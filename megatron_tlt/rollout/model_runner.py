@@ -137,6 +137,7 @@ class ModelRunner:
         """
         fed, pool = _FedRows.of(draft), self.pool
         if pool is not None and pool.key(len(draft.counts), int(draft.counts.max()) + 1) is None:
+            pool.graphs.stats.eager += 1
             pool = None  # more rows than its buffers hold
         output = self._run(self._verify_input(draft, fed, to_pool=pool is not None), pool)
         drawn, scores = self._draw(output.logits, self._running_rows(fed.request, fed.depth))

@@ -130,11 +130,14 @@ class Sampler:
         logprob = scores.log_softmax(-1).gather(1, token.unsqueeze(1)).squeeze(1)
         return token.to(torch.int32), logprob
 
+
 def _upload(rows: SamplingRows, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Keys int64, temperature, top_k int32, 1 - top_p and min_p, each [R]: one copy to the device."""
     drop = (1 - rows.top_p).astype(np.float32)  # in double, rounded once, as in `masks.py`
     columns = rows.keys, rows.temperature, rows.top_k, drop, rows.min_p
-    packed = upload(np.concatenate([np.ascontiguousarray(column).view(np.int32) for column in columns]), device)
+    packed = upload(
+        np.concatenate([np.ascontiguousarray(column).view(np.int32) for column in columns]), device
+    )
     count = len(drop)
     keys, heat, top_k, dropped, least = packed.split([2 * count, count, count, count, count])
     temperature, dropped, least = (part.view(torch.float32) for part in (heat, dropped, least))

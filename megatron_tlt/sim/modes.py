@@ -44,7 +44,7 @@ def simulate(config: SimConfig, modes: Sequence[str], nodes: Sequence[int] = ())
         assumptions(config),
         ordered,
         comparisons,
-        recommend(config, ordered),
+        recommend(ordered),
     )
 
 

@@ -5,25 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise, takewhile
 
-from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.sim.cluster import Cluster
 from megatron_tlt.sim.result import Point, Threshold
 
 _PAYS = 1.03  # times as fast as plain decoding, to be worth a mention
 
 
-def recommend(config: SimConfig, points: Sequence[Point]) -> list[Threshold]:
+def recommend(points: Sequence[Point]) -> list[Threshold]:
     """From the last point that speculates (the largest number of nodes); none if no point does."""
     speculating = [p for p in points if p.mode != "off"]
     if not speculating:
         return []
     point = speculating[-1]
-    found = [_largest(point)]
-    trained = [p for p in points if p.recovered_gpu_hours > 0]
-    if trained:
-        found.append(_tail(config, trained[-1]))
-    found += _nodes(points)
-    return found
+    return [_largest(point), *_nodes(points)]
 
 
 def _largest(point: Point) -> Threshold:
@@ -39,18 +32,6 @@ def _largest(point: Point) -> Threshold:
     last, most = pays[-1].running, point.strategies[-1].running
     more = " or more" if last == most else ""
     return Threshold(name, f"{last}{more}", f"{gain:.2f} times as fast at {best.running}")
-
-
-def _tail(config: SimConfig, point: Point) -> Threshold:
-    """The shortest wait worth training in."""
-    step = Cluster(config).micro_step()
-    idle = point.idle_gpu_hours * 3600 / len(point.steps) / point.gpus
-    value = max(2 * step, 0.02)
-    return Threshold(
-        "idle.min_tail_seconds",
-        f"{value:.2g}",
-        f"two micro-steps of {step:.2g} s; the mean wait of a GPU in a step is {idle:.3g} s",
-    )
 
 
 def _nodes(points: Sequence[Point]) -> list[Threshold]:

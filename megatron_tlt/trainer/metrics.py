@@ -27,6 +27,7 @@ from megatron_tlt.observe.rollouts import (
     step_row,
 )
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary, write_summary
+from megatron_tlt.trainer.acceptance import AcceptanceMonitor
 
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
@@ -40,7 +41,6 @@ _COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", 
 _SPEC_COUNTERS = ("row_steps", "drafted_tokens", "emitted_tokens", "passed_over_tokens", "instead_tokens")
 _DRAFTER = ("loss", "accept/1")  # of the micro-steps' metrics
 _IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps", "idle/stolen_requests")
-_LEAST_DRAFTED = 1000  # tokens: fewer are too few to judge acceptance by
 _SUMMED = ("engine/generated_tokens", *_IDLE_TOTALS)
 
 
@@ -60,7 +60,7 @@ class RunMetrics:
         self._first_step = 0
         self._started = time.perf_counter()
         self._totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)  # over the steps since the start
-        self._has_warned = False
+        self._acceptance = AcceptanceMonitor()
 
     def start(self, steps_done: int) -> None:
         """Opens the files that a resumed run continues; rows after `steps_done` are dropped."""
@@ -123,8 +123,7 @@ class RunMetrics:
         wall = max(of_rank.get("rollout", 0.0) for of_rank in all_phases)
         row |= {"time/step": seconds, "engine/tokens_per_s": tokens / wall if wall > 0 else 0.0}
         row |= _acceptance(row)
-        if not self._has_warned and (warning := acceptance_warning(row)):
-            self._has_warned = True
+        for warning in self._acceptance.check(row):
             if self._world.is_main:
                 _log.warning(warning)
             self._progress.note(f"warning: {warning}")
@@ -236,12 +235,3 @@ def _acceptance(row: Mapping[str, float]) -> dict[str, float]:
         "spec/accept_rate": (emitted - rows) / drafted if drafted else 0.0,
         "spec/share": emitted / max(1.0, row["engine/generated_tokens"]),
     }
-
-
-def acceptance_warning(row: Mapping[str, float]) -> str | None:
-    """Of a step whose drafter was always or never right. No answer shows such a bug: it is only slow."""
-    drafted, rate = row["engine/spec_drafted_tokens"], row.get("spec/accept_rate")
-    if rate not in (0.0, 1.0) or drafted < _LEAST_DRAFTED:
-        return None
-    why = "are drafts verified at all?" if rate else "was the drafter trained on this policy's hidden states?"
-    return f"of {drafted:.0f} tokens drafted in a step {'all' if rate else 'none'} were accepted: {why}"

@@ -35,7 +35,7 @@ _FIRST_LENGTH = 256.0  # tokens that an answer is expected to have before any ha
 
 
 class RolloutPhase:
-    """Generates this rank's samples, and estimates for other ranks how long that takes."""
+    """Generates this rank's samples; the heartbeat gets an estimate of how long that takes."""
 
     def __init__(
         self,

@@ -69,7 +69,6 @@ def test_wrong_configurations_end_with_2_and_every_problem(tmp_path):
     assert done.stdout.count("optimizer.lr") == 1  # one copy, not one a rank
     done = run_ranks(2, ["-m", "megatron_tlt"], "train", str(config), "actor.tp=3", "actor.pp=2", check=False)
     assert done.returncode == 2 and "number of ranks" in done.stdout
-    assert "Abort(" not in done.stdout, "all ranks end by themselves"
     short = [f"train.run_dir={tmp_path}/none", "data.max_prompt_tokens=1"]
     done = run_ranks(1, ["-m", "megatron_tlt"], "train", str(config), *short, check=False)
     assert done.returncode == 2 and "no prompt fits into data.max_prompt_tokens = 1" in done.stdout

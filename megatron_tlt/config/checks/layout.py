@@ -144,7 +144,9 @@ def check_architecture(config: Config | SftConfig, shape: ArchitectureConfig | N
     if promised is None or shape is None:
         return
     for name, value in promised:
-        if (there := getattr(shape, name)) != value:
+        there = getattr(shape, name)
+        is_same = promised.moe_layers == shape.moe_layers if name == "dense_layers" else there == value
+        if not is_same:
             allowed = f"contradicts {config.model.path}, which has {there!r}"
             yield ConfigProblem(f"model.architecture.{name}", value, allowed)
 

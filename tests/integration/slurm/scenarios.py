@@ -137,7 +137,7 @@ def cancelled(scene: Scene) -> Scene:
 def killed(scene: Scene) -> Scene:
     """One rank dies of SIGKILL."""
     scene.train(slow=0.3, PYTHON=scene.forking)
-    scene.after_steps(2)
+    scene.after_steps(3)  # the first checkpoint is published at the end of the second step
     os.kill(scene.ranks()[-1].pid, signal.SIGKILL)
     return scene.finish()
 

@@ -8,7 +8,7 @@ from megatron_tlt.observe import log
 from megatron_tlt.observe.progress import TERMINAL_VARIABLE, build_progress
 from megatron_tlt.observe.rollouts import sample_rows
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary
-from megatron_tlt.trainer.metrics import acceptance_warning, combined
+from megatron_tlt.trainer.metrics import combined
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 
 METRICS = {
@@ -125,12 +125,3 @@ def test_figures_of_ranks_are_added_but_maxima_stay_maxima():
         "drafter/loss_mean": 1.5,
     }
     assert combined(ranks) == added
-
-
-@pytest.mark.parametrize(
-    ("drafted", "rate", "warning"),
-    [(2000, 0.0, "none were accepted"), (2000, 1.0, "all were accepted"), (2000, 0.5, ""), (900, 0.0, "")],
-)
-def test_a_drafter_that_is_never_or_always_right_is_warned_of(drafted, rate, warning):
-    row = {"engine/spec_drafted_tokens": float(drafted), "spec/accept_rate": rate}
-    assert warning in (acceptance_warning(row) or "") and bool(acceptance_warning(row)) == bool(warning)

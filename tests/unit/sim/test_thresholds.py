@@ -23,8 +23,8 @@ def point():
     return simulate(config_of(*small), ["tlt"]).points[0]
 
 
-def advice(config, *points):
-    return {t.setting: t for t in recommend(config, points)}
+def advice(*points):
+    return {t.setting: t for t in recommend(points)}
 
 
 def with_gains(point, gains):
@@ -34,16 +34,16 @@ def with_gains(point, gains):
 
 def test_drafts_pay_up_to_the_end_of_the_first_run_of_gains(point):
     mixed = with_gains(point, {1: 2.0, 2: 1.5, 4: 1.0, 8: 1.4})
-    assert advice(config_of(), mixed)[NAME].value == "2"
-    assert advice(config_of(), with_gains(point, {1: 2.0, 2: 1.5}))[NAME].value == "2 or more"
-    assert advice(config_of(), with_gains(point, {1: 1.0, 2: 1.5}))[NAME].value == "none"
+    assert advice(mixed)[NAME].value == "2"
+    assert advice(with_gains(point, {1: 2.0, 2: 1.5}))[NAME].value == "2 or more"
+    assert advice(with_gains(point, {1: 1.0, 2: 1.5}))[NAME].value == "none"
 
 
 def test_nodes_end_where_they_pay_no_more(point):
     def of(*seconds):
         return [replace(point, nodes=2**i, seconds=s) for i, s in enumerate(seconds)]
 
-    paying = advice(config_of(), *of(100, 55, 30))[NODES]
+    paying = advice(*of(100, 55, 30))[NODES]
     assert (paying.value, paying.reason[:21]) == ("4", "the largest simulated")
-    ended = advice(config_of(), *of(100, 55, 50))[NODES]
+    ended = advice(*of(100, 55, 50))[NODES]
     assert ended.value == "2" and "less than half" in ended.reason

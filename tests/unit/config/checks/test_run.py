@@ -1,6 +1,8 @@
+from types import SimpleNamespace
+
 import pytest
 
-from megatron_tlt.config.checks.layout import cp_problems
+from megatron_tlt.config.checks.layout import check_architecture, cp_problems
 from megatron_tlt.config.checks.run import check_config
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.model import ArchitectureConfig
@@ -148,6 +150,16 @@ def test_vllm_hands_out_layers_of_one_family_with_experts(family: str, wrong: bo
     for name in ("eagle", "eagle3"):
         found = check_config(build_config(BASE, [*kind, f"drafter.kind={name}"]), SHAPE.model_copy(update=more), 4)
         assert {p.path for p in found} == ({"drafter.kind"} if wrong and name == "eagle3" else set())
+
+
+def test_dense_layers_are_compared_as_a_set() -> None:
+    more = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    there = SHAPE.model_copy(update={**more, "dense_layers": (0, 3)})
+    for dense, is_wrong in (((3, 0), False), ((0,), True)):
+        promised = there.model_copy(update={"dense_layers": dense})
+        config = SimpleNamespace(model=SimpleNamespace(architecture=promised, path="m"))
+        found = [problem.path for problem in check_architecture(config, there)]  # type: ignore[arg-type]
+        assert found == (["model.architecture.dense_layers"] if is_wrong else [])
 
 
 def test_the_width_of_dense_layers_is_divided_where_there_are_some() -> None:

@@ -1,0 +1,53 @@
+"""Warnings about acceptance that no working drafter has: the commonest bugs of speculation, which no answer shows.
+
+Drafts never change an answer, so a drafter that is broken only makes rollouts slower, silently.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+_WINDOW = 5  # RL steps that are judged together
+_LEAST_TOKENS = 1000  # drafted in them: fewer are too few to judge
+
+_NOTHING = (
+    "no drafted token of the last {steps} steps was accepted: the drafter is one of another policy, or reads other "
+    "hidden states than it was trained on"
+)
+_EVERYTHING = (
+    "every drafted token of the last {steps} steps was accepted: no drafter is always right; "
+    "are drafts verified at all?"
+)
+_WORSE = (
+    "the trained drafter is worse than suffix drafts: in the last {steps} steps {instead:.0f} of its tokens were "
+    "accepted where suffix drafts promised {passed_over:.0f}; is it trained (drafter/tokens), and on this policy?"
+)
+
+
+class AcceptanceMonitor:
+    """Checks the counters of each step, all ranks' sums. A warning is returned again only after its cause was gone."""
+
+    def __init__(self) -> None:
+        self._steps: deque[dict[str, float]] = deque(maxlen=_WINDOW)
+        self._active: set[str] = set()
+
+    def check(self, row: Mapping[str, float]) -> list[str]:
+        """New warnings after a step with `engine/spec_*` counters in `row`. Mutates the window of steps."""
+        names = ("row_steps", "drafted_tokens", "emitted_tokens", "passed_over_tokens", "instead_tokens")
+        if not row["engine/spec_drafted_tokens"]:
+            return []
+        self._steps.append({name: row[f"engine/spec_{name}"] for name in names})
+        total = {name: sum(step[name] for step in self._steps) for name in names}
+        if len(self._steps) < _WINDOW or total["drafted_tokens"] < _LEAST_TOKENS:
+            return []
+        accepted, instead = total["emitted_tokens"] - total["row_steps"], total["instead_tokens"]
+        passed_over = total["passed_over_tokens"]
+        found = {
+            _NOTHING: accepted == 0,
+            _EVERYTHING: accepted == total["drafted_tokens"],
+            _WORSE: passed_over >= _LEAST_TOKENS and instead < passed_over,
+        }
+        now = {text for text, holds in found.items() if holds}
+        new, self._active = now - self._active, now
+        return [text.format(steps=_WINDOW, instead=instead, passed_over=passed_over) for text in sorted(new)]

@@ -1,0 +1,41 @@
+import pytest
+
+from megatron_tlt.trainer.acceptance import AcceptanceMonitor
+
+
+def row(drafted=400, accepted=200, passed_over=0.0, instead=0.0, rows=100):
+    names = {
+        "row_steps": rows,
+        "drafted_tokens": drafted,
+        "emitted_tokens": rows + accepted,
+        "passed_over_tokens": passed_over,
+        "instead_tokens": instead,
+    }
+    return {f"engine/spec_{name}": float(value) for name, value in names.items()}
+
+
+BAD = {
+    "no drafted token": row(accepted=0),
+    "every drafted token": row(accepted=400),
+    "worse than suffix": row(passed_over=300, instead=299),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_it_warns_once_after_a_window_and_again_when_it_comes_back(what):
+    monitor, bad, good = AcceptanceMonitor(), BAD[what], row(passed_over=300, instead=301)
+    for _ in range(4):
+        assert monitor.check(bad) == []
+    (warning,) = monitor.check(bad)
+    assert what in warning
+    assert [monitor.check(bad), monitor.check(good)][0] == []
+    for _ in range(5):
+        assert monitor.check(good) == []
+    assert [len(monitor.check(bad)) for _ in range(6)].count(1) == 1
+
+
+def test_few_drafts_and_steps_without_drafts_give_no_warning():
+    monitor = AcceptanceMonitor()
+    assert [monitor.check(row(drafted=100, accepted=0)) for _ in range(9)] == [[]] * 9
+    monitor = AcceptanceMonitor()
+    assert [monitor.check(row(drafted=0, accepted=0)) for _ in range(9)] == [[]] * 9
