@@ -74,10 +74,10 @@ class EngineProcess:
     def __init__(self, launch: EngineLaunch, variables: Mapping[str, str] = MappingProxyType({})):
         """Starts the child and waits for its hello. `variables`: of its environment, over all others.
 
-        Raises BackendError; then neither process nor files are left.
+        Raises BackendError, and ConfigError without /dev/shm; then neither process nor files are left.
         """
         self.launch = launch
-        self.shared = SharedDirectory()
+        self.shared = SharedDirectory(launch.section)
         """For the socket and tensors on their way; both processes may write there."""
         file, name = tempfile.mkstemp(prefix="tlt-", suffix=".log")  # not in shared memory: a log grows
         os.close(file)

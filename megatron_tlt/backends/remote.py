@@ -8,6 +8,7 @@ RemoteBackend --- EngineProcess: messages ------ serving: loop  --- an EngineHos
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import abstractmethod
 from collections import deque
@@ -163,8 +164,9 @@ class RemoteBackend(BaseBackend):
                 )
 
     def _fill(self) -> None:
-        """Submits queued requests while the engine may have more; the rest can be withdrawn."""
-        while self._queue and len(self._pending) < self._rollout.max_running_requests:
+        """Submits queued requests: all, or where the rest can be withdrawn, as many as the engine runs at once."""
+        most = self._rollout.max_running_requests if self.capabilities.withdraw else math.inf
+        while self._queue and len(self._pending) < most:
             prompt, index = self._queue.popleft()
             self._requests += 1
             self._pending[self._requests] = prompt.prompt_id, index
@@ -200,10 +202,10 @@ class RemoteBackend(BaseBackend):
                 if idle_beats > 1:  # an answer may be on its way during one
                     raise self.process.failure(f"has no requests, but {len(self._pending)} wait for answers")
                 self._lengths = np.array(message.get("lengths", ()), np.int32)
-            running = len(self._pending)
+            running = min(len(self._pending), self._rollout.max_running_requests)
             self._stats.running_curve.append((time.perf_counter() - started, running))
             if on_progress is not None:
-                on_progress(running, len(self._queue), tokens)
+                on_progress(running, len(self._queue) + len(self._pending) - running, tokens)
         return samples
 
     def _take_answer(self, message: Mapping[str, Any]) -> Sample:
@@ -296,11 +298,12 @@ class RemoteBackend(BaseBackend):
 
     def finish_update(self) -> None:
         """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
+        drafter, self._next_drafter = self._next_drafter, None  # a copy that must not outlive the push
         self._weights.require_complete()
         self.process.call("finish_update")
-        if self._next_drafter is not None:
-            self._send_drafter(*self._next_drafter)
-            self._weights.accept_drafter(self._next_drafter[1])
+        if drafter is not None:
+            self._send_drafter(*drafter)
+            self._weights.accept_drafter(drafter[1])
         self._weights.commit()
 
     def _send_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:

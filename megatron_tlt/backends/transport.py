@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from megatron_tlt.errors import SyncError
+from megatron_tlt.errors import ConfigError, SyncError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Named = tuple[str, "Tensor"]
+_SHARED = Path("/dev/shm")
+_GPU = "cuda"
 # A CUDA memory handle as torch's allocator writes it: a byte with the format's version, a byte with the kind of memory,
 # and the driver's own bytes. Handles without the two are older than both.
 _DRIVER_BYTES = 64
@@ -32,8 +34,11 @@ _VERSION = 2  # the newest that torch <= 2.12 reads; 2.13 writes 3, with the sam
 class SharedDirectory:
     """A directory in shared memory, private to this user, that a later job removes if this process could not."""
 
-    def __init__(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="tlt-", dir="/dev/shm")
+    def __init__(self, section: str) -> None:
+        """Raises ConfigError, which names the engine's `section`, where the machine has no shared memory."""
+        if not _SHARED.is_dir():
+            raise ConfigError.of(section, "an engine in another process", f"needs {_SHARED}")
+        self._directory = tempfile.TemporaryDirectory(prefix="tlt-", dir=_SHARED)
         self.path = Path(self._directory.name)
         self._lock = os.open(self.path, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_SH)  # shows a later job that this process lives
@@ -63,7 +68,8 @@ def by_cuda_ipc(tensors: Sequence[Named], section: str) -> Iterator[dict[str, An
 
     Raises SyncError, which may name a setting of the engine's `section`.
     """
-    copies = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
+    form = torch.contiguous_format
+    copies = {name: t.detach().to(_GPU, copy=True, memory_format=form) for name, t in tensors}
     torch.cuda.synchronize()  # the copies must be there before another process reads them
     yield {"ipc": {name: ipc_arguments(copy, section) for name, copy in copies.items()}}
     copies.clear()

@@ -73,7 +73,7 @@ class Watchdog:
         self._ranks: dict[int, Rank] = {}
         self._end: JobEnd | None = None
         self._kill_at = float("inf")
-        self._looked_at = self._awake_since = time.monotonic()
+        self._looked_at = self._awake_since = self._detected_at = time.monotonic()
         # Of other hosts' ranks: the last heartbeat's number, and when it came.
         self._remote: dict[int, tuple[int, float]] = {}
         self._warned_of = -1  # order of the newest slow phase
@@ -85,6 +85,9 @@ class Watchdog:
         while self._running() or (not self._ranks and os.getppid() == parent):
             for fd, _ in self._poll.poll(min(self._o.heartbeat_s, 1.0)):
                 self._handle(fd)
+            for rank in self._running():
+                if rank.pidfd < 0 and not is_alive(rank.beat.pid):  # an old kernel
+                    self._died(rank)
             self._look()
 
     def _running(self) -> list[Rank]:
@@ -112,7 +115,7 @@ class Watchdog:
         beat = Heartbeat(o.start_id, number, o.size, socket.gethostname(), pid, **times)
         rank = self._ranks[beat.rank] = Rank(connection, beat, report=report)
         self._poll.register(connection.fileno(), select.EPOLLIN)
-        with suppress(OSError, AttributeError):  # an old kernel: the connection ends with the process
+        with suppress(OSError, AttributeError):
             rank.pidfd = os.pidfd_open(beat.pid)
             self._poll.register(rank.pidfd, select.EPOLLIN)
         self._write(rank, self._now(rank))
@@ -217,8 +220,9 @@ class Watchdog:
         """Looks for hanging and slow ranks where there is reason to: reading all files takes time in a large job."""
         o = self._o
         is_silent = any(2 * rank.beat.silent_seconds > o.hang_s > 0 for rank in self._running())
-        if not (0 in self._ranks or is_silent):
+        if not (0 in self._ranks or is_silent) or now - self._detected_at < 0.02 * o.size:
             return
+        self._detected_at = now
         beats = self._all(now)
         if 0 in self._ranks:
             self._warn_of_slow(detector.find_slow(beats))

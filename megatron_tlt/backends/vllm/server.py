@@ -133,7 +133,8 @@ class Host(EngineHost):
         """
         while self.in_flight and not self._waiting:
             while self._submitted:
-                self._add(self._submitted.popleft())
+                self._add(self._submitted[0])
+                self._submitted.popleft()  # last: until then a heartbeat counts it here
             for output in self._engine.step():
                 if self._note(output):
                     loop.call_soon_threadsafe(self._send, self._answer(output))

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing import reductions
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from megatron_tlt.backends import transport
 from megatron_tlt.backends.entries import DEVICE, load_tensors
 from megatron_tlt.backends.serving import line_of, message_of
 from megatron_tlt.backends.transport import by_cuda_ipc, older_handle
@@ -116,6 +117,7 @@ def test_gpu_handles_are_put_together_again_in_torchs_order(monkeypatch: pytest.
     reduced = rebuild_cuda_tensor, tuple(given.values())
     monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: copies.append(tensor) or reduced)
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *args: dict(zip(names, args, strict=True)))
+    monkeypatch.setattr(transport, "_GPU", "cpu")
     for name in ("synchronize", "ipc_collect"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     pushed = torch.ones(3, 2, dtype=torch.bfloat16).t()

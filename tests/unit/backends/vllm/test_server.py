@@ -105,8 +105,11 @@ def test_a_failure_of_the_engine_ends_the_process(
 def test_answers_bring_what_was_kept(talk: Talk) -> None:
     async def go() -> None:
         await talk.start()
+        add, seen = talk.engine.add_request, []
+        talk.engine.add_request = lambda *of: seen.append(talk.host.in_flight) or add(*of)  # type: ignore[method-assign,func-returns-value]
         talk.submit(1, 2)
         await talk.host._stepping
+        assert seen == [2, 2], "a request that is being added is counted"
 
     asyncio.run(go())
     assert {a["id"]: a["token_ids"] for a in talk.answers} == {1: [5, 5], 2: [5, 5]}
