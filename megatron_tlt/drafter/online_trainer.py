@@ -137,8 +137,9 @@ class OnlineDrafterTrainer:
     def train_step(self) -> dict[str, float] | None:
         """One micro-step; None if there is nothing to train on. All ranks of a tensor-parallel group call it together.
 
-        Raises DrafterError if the gradient is not finite, or memory ran out for it, on any rank of the group: the
-        drafter is then what it was when the window began, and `train_step` returns None from then on.
+        Raises DrafterError if the gradient is not finite, or memory ran out, on any rank of the group: the
+        drafter is then what it was when the window began, and `train_step` returns None from then on. Memory that runs
+        out in the optimizer step of several ranks, whose collectives the others wait in, is raised as it is.
         """
         if not self.enabled or self._read_tables is None:
             return None
@@ -164,8 +165,10 @@ class OnlineDrafterTrainer:
 
     def _learn(self, sample: list[DraftSequence]) -> dict[str, float]:
         metrics = self._gradient(sample)
-        metrics |= self._trainer.apply(1.0 + self._extra_lr * (1.0 - metrics["accept/1"]))
-        self._state.update_mean(min(self._decay, self.trained_steps / (self.trained_steps + _MEAN_START)))
+        alone = self._tp.size == 1  # else the others are in the step's collectives, and no roll-back ends their wait
+        with _memory_errors("the drafter's optimizer step") if alone else nullcontext():
+            metrics |= self._trainer.apply(1.0 + self._extra_lr * (1.0 - metrics["accept/1"]))
+            self._state.update_mean(min(self._decay, self.trained_steps / (self.trained_steps + _MEAN_START)))
         return metrics
 
     def _gradient(self, sample: list[DraftSequence]) -> dict[str, float]:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_tlt.drafter.trainer import DrafterTrainer
+from megatron_tlt.drafter.training_state import TrainingState
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.eagle.config import DrafterConfig
@@ -134,6 +137,21 @@ def test_out_of_memory_is_a_drafter_error_and_a_bug_is_not(monkeypatch, kind: st
         t.train_step()
     assert t.window_tokens == 0 and not t.enabled
     assert torch.equal(everything(t), everything(online_trainer(lengths=())))
+
+
+@pytest.mark.parametrize("method", ["step", "update_mean"])
+@pytest.mark.parametrize(("ranks", "error"), [(1, DrafterError), (2, torch.OutOfMemoryError)])
+def test_out_of_memory_in_a_step_with_collectives_is_not_rolled_back(monkeypatch, ranks, error, method) -> None:
+    t = online_trainer()
+    t._tp = SimpleNamespace(rank=0, size=ranks, all_reduce=lambda values: None)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(TrainingState, method, fail)
+    with pytest.raises(error):
+        t.train_step()
+    assert t.enabled == (ranks == 2)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
