@@ -5,7 +5,7 @@ are drawn to, and their mean is nearer to it (Polyak and Juditsky, 1992).
 
     parameters  =========|======|==|=====    in the model's type, whole on every rank; forward and backward use them
     parts       [ 0 ][ 1 |  2 ] |3 |  4      of one parameter each, with a bounded number of elements
-    kept on       r0   r1   r0   r1  r0      fp32 state, divided among the ranks of a tensor-parallel group
+    kept on       r0   r1   r0   r1  r1      fp32 state, divided among the ranks of a tensor-parallel group
 
 The ranks of a group train one drafter, so each keeps the state of its own parts only (ZeRO, 1910.02054, section 5).
 Whatever crosses ranks or types does so part by part: nothing of the drafter's size is ever allocated for it. Where
@@ -68,7 +68,8 @@ class TrainingState:
             for name, parameter in self._parameters.items()
             for i, weight in enumerate(parameter.detach().view(-1).split(part_elements))
         ]
-        self._own = self._parts[self._tp.rank :: self._tp.size]
+        keepers = _dealt([len(part.weight) for part in self._parts], self._tp.size)
+        self._own = [part for part, keeper in zip(self._parts, keepers, strict=True) if keeper == self._tp.rank]
         for part in self._own:
             source = part.of(sources[part.name].detach())
             part.kept = {kind: _fresh(kind, part.weight, source) for kind in KINDS}
@@ -220,6 +221,15 @@ class TrainingState:
                 kept.copy_(part.of(named[kind][part.name]))
             part.weight.copy_(part.of(named[RAW][part.name]))
         self.steps = int(named["steps"])
+
+
+def _dealt(sizes: list[int], ranks: int) -> list[int]:
+    """The rank that keeps each part: the largest first, each by the rank that has least so far."""
+    keepers, loads = [0] * len(sizes), [0] * ranks
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        keepers[i] = loads.index(min(loads))
+        loads[keepers[i]] += sizes[i]
+    return keepers
 
 
 def _fresh(kind: str, weight: Tensor, source: Tensor) -> Tensor:

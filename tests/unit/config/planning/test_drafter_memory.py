@@ -27,13 +27,11 @@ MODELS = {
 }
 
 
-class FirstRank:
-    """The first of `size` ranks, as memory sees it: what the others send does not matter."""
+class OneRank:
+    """One of `size` ranks, as memory sees it: what the others send does not matter."""
 
-    rank = 0
-
-    def __init__(self, size: int):
-        self.size = size
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Leaves `tensor` as it is."""
@@ -43,8 +41,13 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+@pytest.fixture(autouse=True)
+def rope_on_meta(monkeypatch) -> None:
+    monkeypatch.setattr(eagle, "rope_table", lambda c, count, device=None: meta(count, c.head_dim))
+
+
 @pytest.mark.parametrize(("name", "kind"), [*((name, "eagle") for name in MODELS), ("7b", "eagle3"), ("32b", "eagle3")])
-def test_the_plan_is_what_a_trainer_allocates(monkeypatch, name: str, kind: str) -> None:
+def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str) -> None:
     shape, tp, limit = MODELS[name]
     sections = {"rollout": {"tp": tp, "dtype": "bf16"}, "drafter": {"kind": kind}}
     if kind == "eagle3":
@@ -53,12 +56,11 @@ def test_the_plan_is_what_a_trainer_allocates(monkeypatch, name: str, kind: str)
     sizes = config.drafter.sizes("cuda")
     tokens = sizes.micro_step_tokens
     assert (sizes.dtype, tokens) == ("bf16", 4096)
-    monkeypatch.setattr(eagle, "rope_table", lambda c, count, device=None: meta(count, c.head_dim))
     section = config.drafter.model_copy(update={"dtype": "bf16"})  # meta is no device that "auto" knows
     with Ledger(1 << 50) as live:
         with torch.device("meta"):
             model = build_model(drafter_shape(config.drafter, shape))
-        trainer = OnlineDrafterTrainer(model, section, tp=FirstRank(tp), device="meta")
+        trainer = OnlineDrafterTrainer(model, section, tp=OneRank(0, tp), device="meta")
         state, training = trainer._state, trainer._trainer
         held = live.live
         assert held == pytest.approx(plan.drafter_state_bytes(config, shape, "cuda"), rel=0.05)
@@ -88,6 +90,19 @@ def test_the_plan_is_what_a_trainer_allocates(monkeypatch, name: str, kind: str)
         mean = state.mean()
         assert len(mean) == len(list(model.parameters()))
         assert live.live - left == pytest.approx(plan.drafter_push_bytes(config, shape, "cuda"), rel=0.05)
+
+
+@pytest.mark.parametrize(("name", "tp"), [("7b", 2), ("7b", 4), ("32b", 4), ("70b", 8)])
+def test_every_rank_keeps_as_much_as_is_planned(name: str, tp: int) -> None:
+    shape = MODELS[name][0]
+    config = build_config({"model": {"path": "m"}, "rollout": {"tp": tp}, "idle": {"train_drafter": True}})
+    with torch.device("meta"):
+        model = build_model(drafter_shape(config.drafter, shape)).bfloat16()
+    weights = sum(2 * p.numel() for p in model.parameters())
+    for rank in range(tp):
+        parts = training_state.TrainingState(model, tp=OneRank(rank, tp))._own
+        held = weights + sum(4 * kept.numel() for part in parts for kept in part.kept.values())
+        assert held == pytest.approx(plan.drafter_state_bytes(config, shape, "cuda"), rel=0.05), rank
 
 
 def test_the_plans_figures_are_the_trainers() -> None:
