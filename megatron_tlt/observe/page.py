@@ -198,6 +198,8 @@ def _column_kind(cells: Sequence[Cell], is_first: bool) -> str:
 def cell_text(value: Cell) -> str:
     """A cell as it is shown; numbers with three digits or so."""
     if isinstance(value, float):
+        if 0 < abs(value) < 0.0005:
+            return f"{value:.3g}"
         digits = next((n for limit, n in ((1000, 0), (100, 1), (1, 2)) if abs(value) >= limit), 3)
         return f"{value:,.{digits}f}"
     return f"{value:,}" if isinstance(value, int) else value or ""

@@ -45,7 +45,7 @@ class VllmBackend(RemoteBackend):
         self._sink: Callable[[HiddenStateSample], None] | None = None
 
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
-        return request_args(params, self._eos_token_ids)
+        return request_args(params, self._eos_token_ids) | {"hidden": self._sink is not None}
 
     # -- requests that another replica may answer -------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class VllmBackend(RemoteBackend):
     # -- hidden states ----------------------------------------------------------------------------------------
 
     def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
-        """From now on calls `sink` with the hidden states of finished answers, as many as the engine has room for."""
+        """From the next `generate` on calls `sink` with the hidden states of finished answers, of as many as fit."""
         self._sink = sink
 
     def _take_answer(self, message: Mapping[str, Any]) -> Sample:

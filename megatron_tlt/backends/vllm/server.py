@@ -33,6 +33,7 @@ from safetensors.torch import save_file
 
 from megatron_tlt.backends.serving import EngineHost, main
 from megatron_tlt.backends.vllm.plugin import door
+from megatron_tlt.backends.vllm.plugin.hidden import HIDDEN
 from megatron_tlt.backends.vllm.plugin.keyed import ARGUMENT
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.rollout.stops import StopStringFinder
@@ -141,7 +142,8 @@ class Host(EngineHost):
 
     def _add(self, message: Message) -> None:
         number, prompt, params = message["id"], message["token_ids"], message["params"]
-        extra = {ARGUMENT: [message["key"], *params["sampling"], message["prompt_id"]]}
+        sampled = [message["key"], *params["sampling"], message["prompt_id"]]
+        extra = {ARGUMENT: sampled, HIDDEN: params["hidden"]}
         sampling = door.sampling_params(params, extra)
         internal = self._engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
         self._live[str(number)] = _Live(number, internal, len(prompt), self._stop_finder(params["stop"]))

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_tlt.backends.entries import Location, Sums, checksums, load_tensors
 from megatron_tlt.backends.vllm.plugin import internals
 from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
-from megatron_tlt.backends.vllm.plugin.hidden import PositionTap
+from megatron_tlt.backends.vllm.plugin.hidden import HIDDEN, PositionTap
 from megatron_tlt.backends.vllm.plugin.keyed import KeyedSampling
 from megatron_tlt.backends.vllm.plugin.suffix import SuffixBridge
 from megatron_tlt.config.speculation import SpeculationSection
@@ -52,7 +52,13 @@ class TltWorkerExtension:
         self.tlt_sampling = KeyedSampling(runner, self.tlt_drafting)
         self.tlt_tap = self.tlt_routes = None
         if hidden_bytes:
-            self.tlt_tap = PositionTap(runner, max_len, max_requests, hidden_bytes)
+            self.tlt_tap = PositionTap(
+                runner,
+                max_len,
+                max_requests,
+                hidden_bytes,
+                is_taken=lambda request: bool(internals.extra_args(runner, request)[HIDDEN]),
+            )
         if routes is not None:
             chosen = internals.watch_routers(runner, getattr(torch, routes))
             self.tlt_routes = PositionTap(runner, max_len, max_requests, states=chosen)

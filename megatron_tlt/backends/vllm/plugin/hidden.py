@@ -18,6 +18,8 @@ from torch import Tensor
 
 from megatron_tlt.backends.vllm.plugin import internals
 
+HIDDEN = "tlt_hidden"  # in `SamplingParams.extra_args`: whether somebody takes the request's hidden states
+
 
 class PositionTap:
     """States of some running requests, as many as fit a budget of bytes."""
@@ -29,10 +31,14 @@ class PositionTap:
         max_requests: int,
         budget_bytes: int | None = None,
         states: Callable[[Any], Tensor] = internals.states,
+        is_taken: Callable[[str], bool] = lambda request: True,
     ):
-        """`states` reads those of a forward's tokens [T, W] from its output. Without a budget there is room for all."""
+        """`states` reads those of a forward's tokens [T, W] from its output. Without a budget there is room for all.
+
+        `is_taken`: whether a request's states will be taken; others get no slot.
+        """
         self._runner, self._budget, self._max_len = runner, budget_bytes, max_len
-        self._max_requests, self._states = max_requests, states
+        self._max_requests, self._states, self._is_taken = max_requests, states, is_taken
         self._pool: Tensor | None = None  # [S * L + 1, W]; the last row takes what is not kept
         self._free: list[int] = []
         self._slots: dict[str, int] = {}
@@ -49,6 +55,8 @@ class PositionTap:
         requests = internals.request_ids(self._runner)
         trash = len(self._pool) - 1
         bases = np.array([self._base(request) for request in requests])
+        if (bases < 0).all():
+            return
         counts = np.diff(starts)
         base = torch.from_numpy(np.repeat(bases, counts)).to(states.device)
         where = torch.where(base >= 0, base + positions[:total].to(base), trash)
@@ -67,7 +75,7 @@ class PositionTap:
         """First row of the request's slot; -1: it has none."""
         slot = self._slots.get(request)
         if slot is None:
-            if not self._free or request in self._refused:
+            if not self._free or request in self._refused or not self._is_taken(request):
                 self._refused.add(request)
                 return -1
             slot = self._slots[request] = self._free.pop()

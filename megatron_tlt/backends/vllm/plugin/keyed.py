@@ -89,10 +89,8 @@ class KeyedSampling:
             owner, starts = np.repeat(np.arange(count), rows), np.cumsum(rows) - rows
             within = np.arange(len(owner)) - starts[owner]
             drawn = self._draw(logits, self._batch.part(owner), done[owner] + within).cpu().numpy()
-            verdict = accept_matches(drawn, chains(drafted, draft_tokens))
-            chosen = np.full((count, rows.max()), -1, np.int32)
-            chosen[np.arange(rows.max()) < verdict.counts[:, None]] = drawn[verdict.index]
-            accepted, out = verdict.counts - 1, torch.from_numpy(chosen).to(self._device)
+            chosen, accepted = follow(drawn, drafted, draft_tokens)
+            out = torch.from_numpy(chosen).to(self._device)
         self._next = done + accepted + 1
         if self._drafting is not None:
             self._record(self._drafting, out, drafted, accepted, done)
@@ -130,6 +128,18 @@ class KeyedSampling:
         """Tokens int32 [R] of logits [R, V] with the noise of these output positions. Mutates `rows`."""
         rows.keys = row_keys(rows.keys, positions)
         return self._sampler.sample(logits.float().contiguous(), rows)[0]
+
+
+def follow(drawn: np.ndarray, drafted: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Coupled verification of chains: the tokens emitted, int32 [B, K + 1] with -1 behind the last, and how many
+    drafted ones were accepted, int [B].
+
+    `drawn` int [T]: the policy's keyed token behind each fed token; `drafted` int [B], `tokens` int [sum]: the drafts.
+    """
+    verdict, width = accept_matches(drawn, chains(drafted, tokens)), drafted.max() + 1
+    chosen = np.full((len(drafted), width), -1, np.int32)
+    chosen[np.arange(width) < verdict.counts[:, None]] = drawn[verdict.index]
+    return chosen, verdict.counts - 1
 
 
 def _native_sample(device: torch.device) -> NativeSample | None:

@@ -47,6 +47,7 @@ class ToyProcess:
         self.requests: list[dict[str, Any]] = []
         self.answers: list[dict[str, Any]] = []
         self.most = 0
+        self.hidden: bool | None = None
 
     def send(self, message: dict[str, Any]) -> None:
         self.requests.append(message)
@@ -55,6 +56,7 @@ class ToyProcess:
     def next_answer(self) -> dict[str, Any]:
         request = self.requests.pop(0)
         tokens = [request["key"] % 1000]
+        self.hidden = request["params"]["hidden"]
         return {"type": "answer", "id": request["id"], "token_ids": tokens, "finish_reason": "length"}
 
 
@@ -134,7 +136,7 @@ def test_an_engine_without_the_requests_that_wait_ends_the_rollout() -> None:
     process.failure = BackendError  # type: ignore[attr-defined]
     old = [{**beat, "last_request": 1}] * 3
     seen: list[Any] = [*old, {**beat, "last_request": 2}, answer, {**beat, "last_request": 3}, answer, answer]
-    last: list[Any] = [*old, *[{**beat, "last_request": 5}] * 2]
+    last: list[Any] = [*old, *[{**beat, "last_request": 6}] * 2]
 
     def play(messages: list[Any], num_samples: int) -> None:
         left = iter(messages)
@@ -142,6 +144,10 @@ def test_an_engine_without_the_requests_that_wait_ends_the_rollout() -> None:
         backend.generate([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), num_samples)
 
     play(seen, 3)
+    assert process.hidden is False, "nobody takes hidden states"
+    backend.collect_hidden_states(lambda sample: None)
+    play([answer], 1)
+    assert process.hidden is True
     process.call = lambda kind: None  # type: ignore[attr-defined]
     with pytest.raises(BackendError, match="has no requests, but 2 wait"):
         play(last, 2)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from megatron_tlt.backends.vllm import server
 from megatron_tlt.errors import CheckpointError
 
-PARAMS = {"sampling": [1.0, 0, 1.0, 0.0], "stop": [], "max_tokens": 2}
+PARAMS = {"sampling": [1.0, 0, 1.0, 0.0], "stop": [], "hidden": True, "max_tokens": 2}
 Message = dict[str, Any]
 
 
