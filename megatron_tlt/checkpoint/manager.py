@@ -5,7 +5,7 @@
                                                       (`actor/checkpoint.py`)
       manifest.json                                   model, versions, checksums of all files; under `extra` the loop's
                                                       state (`RLTrainer._state`): step, position in the prompts,
-                                                      evaluations, selector statistics, lengths of the last answers
+                                                      evaluations, selector statistics, mean lengths by prompt
       drafter.safetensors                             drafter, its mean and moments (`drafter/state_file.py`)
     RUN_DIR/checkpoints/latest                        name of the newest complete one
 """
