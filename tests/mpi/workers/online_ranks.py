@@ -106,7 +106,7 @@ def group(world: World) -> None:
         assert a is not None and b is not None and a.keys() == b.keys()
         for name, value in a.items():
             assert abs(value - b[name]) <= 1e-5 * max(1.0, abs(b[name])), (name, value, b[name])
-    torch.testing.assert_close(everything(together), everything(single), atol=1e-6, rtol=0)
+    torch.testing.assert_close(everything(together), everything(single), atol=2e-6, rtol=0)  # lr is 1e-3
     report = together.merge(dist.all_reduce, world.rank, world.size)
     tokens = world.all_gather_object(single.window_tokens)
     assert sum(report.tokens) == sum(tokens[::2]), "shares of a group add up to its sample"
