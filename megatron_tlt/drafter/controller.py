@@ -131,7 +131,7 @@ class OnlineDrafterController:
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """Weights, moments and counters of the drafter in training; without one, what the run was resumed with.
+        """Weights, moments and versions of the drafter in training; without one, what the run was resumed with.
 
         Collective among the ranks of the first replica, whose first rank gets the tensors; None on the other replicas.
         """

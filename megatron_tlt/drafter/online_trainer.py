@@ -254,7 +254,7 @@ class OnlineDrafterTrainer:
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Drafter, moments, versions and counters: copies of tensors in the host's memory, and JSON-able values.
+        """Drafter, moments and versions: copies of tensors in the host's memory, and JSON-able values.
 
         Not the buffer's data, and not a failure: a resumed run tries again. Collective in a tensor-parallel group,
         of which only the first rank gets the tensors.

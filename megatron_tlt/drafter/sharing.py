@@ -48,4 +48,3 @@ class HiddenStateSharing:
             if sender != self.replica:
                 for key, answer in answers:
                     buffer.add_shared(key, answer)
-

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.loss import draft_loss
-from megatron_tlt.drafter.training_state import TrainingState
+from megatron_tlt.drafter.training_state import WITHOUT_MEAN, TrainingState
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.eagle.model import PairModel
@@ -37,13 +37,13 @@ class DrafterTrainer:
         """embed and head [V, H]: the policy's, on the model's device; see `set_policy`.
 
         `average` averages gradients over ranks, in place, before `step` applies them. The model's forward passes run
-        inside `precision()`. `state` is that of the model's parameters, by default one of its own.
+        inside `precision()`. `state` is that of the model's parameters, by default one without a running mean.
         """
         self._precision = precision
         self.model, self._section, self._average = model, section, average
         self._temperature = temperature or 1.0
         self.set_policy(embed, head)
-        self.state = TrainingState(model) if state is None else state
+        self.state = TrainingState(model, kinds=WITHOUT_MEAN) if state is None else state
         self.trained_steps = 0
 
     def set_policy(self, embed: Tensor, head: Tensor) -> None:

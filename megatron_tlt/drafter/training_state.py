@@ -28,6 +28,7 @@ from megatron_tlt.distributed.tensor_parallel import TensorParallel
 
 RAW, MEAN = "raw", "model"  # a checkpoint's "model" drafts
 KINDS = (RAW, MEAN, "exp_avg", "exp_avg_sq")
+WITHOUT_MEAN = (RAW, "exp_avg", "exp_avg_sq")
 _PART_ELEMENTS = 1 << 23
 _BETAS, _EPS = (0.9, 0.95), 1e-8  # of Adam
 
@@ -57,8 +58,11 @@ class TrainingState:
         start: Mapping[str, Tensor] | None = None,
         tp: TensorParallel | None = None,
         part_elements: int = _PART_ELEMENTS,
+        kinds: tuple[str, ...] = KINDS,
     ):
-        """`start`: the parameters by name as they were before the model was cast; without it its present ones."""
+        """`start`: the parameters by name as they were before the model was cast; without it its present ones. Only
+        `kinds` are kept: `WITHOUT_MEAN` can step, and no more.
+        """
         self.steps = 0  # that Adam corrects its moments for
         self._tp = tp or TensorParallel()
         self._parameters = dict(model.named_parameters())
@@ -72,7 +76,7 @@ class TrainingState:
         self._own = [part for part, keeper in zip(self._parts, keepers, strict=True) if keeper == self._tp.rank]
         for part in self._own:
             source = part.of(sources[part.name].detach())
-            part.kept = {kind: _fresh(kind, part.weight, source) for kind in KINDS}
+            part.kept = {kind: _fresh(kind, part.weight, source) for kind in kinds}
         self._host: list[tuple[Tensor, Tensor]] = []  # what `restore` overwrites, and its copies
 
     # -- a step ---------------------------------------------------------------------------------------------

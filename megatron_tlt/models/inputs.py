@@ -36,7 +36,7 @@ class DecoderInput:
     query_start: Tensor  # [S + 1] int32
     context_lens: Tensor  # [S] int32, cached tokens of the sequence after this forward
     block_tables: Tensor  # [S, max_blocks] int32
-    logit_rows: Tensor  # [R] int32, rows of the T hidden states that go through the LM head
+    logit_rows: Tensor  # [R] int32 ascending, each once: rows of the T hidden states that go through the LM head
     # Draft trees. [T] int32: the row (of this batch) whose token precedes this row's token, or -1 where that token is
     # cached already (a sequence's first row). A row then attends to the positions before its sequence's first row
     # and to its ancestors among the rows, itself included; `positions` are root position + depth, while

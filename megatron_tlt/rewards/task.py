@@ -30,7 +30,7 @@ def task_reward(config: RewardConfig) -> Scorer:
         answer = extract_answer(pattern, sample.text)
         if not answer:
             return 0.0
-        params = json.dumps(prompt.metadata.get("task_params") or {}, sort_keys=True)
+        params = json.dumps(prompt.metadata.get("task_params") or {}, sort_keys=True, default=str)
         return float(_verifier(prompt.metadata["task_name"], params).score_answer(answer, entry))
 
     return score
