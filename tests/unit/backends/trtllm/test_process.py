@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tlt.backends import transport
 from megatron_tlt.backends.process import EngineProcess, child_environment
 from megatron_tlt.backends.serving import line_of
 from megatron_tlt.backends.trtllm.build import launch_of
-from megatron_tlt.errors import BackendError
+from megatron_tlt.errors import BackendError, ConfigError
 from tests.helpers.mpi import ROOT
 from tests.helpers.trtllm_engines import python_with, section
 
@@ -86,6 +87,12 @@ def test_a_child_that_goes_wrong_later_is_killed(tmp_path: Path, after: bytes, m
 def test_a_child_that_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"(?s)ended with exit code 7 before its hello.*no engine here"):
         EngineProcess(launch_of(section(python_with(tmp_path, "echo no engine here; exit 7"))))
+
+
+def test_without_shared_memory_no_child_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_SHARED", tmp_path / "shm")
+    with pytest.raises(ConfigError, match=r"rollout\.trtllm = .*needs .*shm"):
+        EngineProcess(launch_of(section(python_with(tmp_path, "exit 7"))))
 
 
 def test_the_child_inherits_nothing_of_the_launcher_or_of_our_python() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.config.rollout import RolloutSection
-from megatron_tlt.errors import BackendError
+from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.models.config import EMBED, HEAD
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.trainer.stolen_requests import StolenRequests
@@ -151,6 +152,20 @@ def test_an_engine_without_the_requests_that_wait_ends_the_rollout() -> None:
     process.call = lambda kind: None  # type: ignore[attr-defined]
     with pytest.raises(BackendError, match="has no requests, but 2 wait"):
         play(last, 2)
+
+
+def test_a_push_that_fails_at_its_end_keeps_no_copy_of_the_drafter() -> None:
+    backend, process = toy_backend(ToyProcess(), 2)
+    backend._drafter_names = frozenset({"fc.weight"})
+    process.call = lambda kind: None  # type: ignore[attr-defined]
+    backend.begin_update(1)
+    copy = torch.ones(2)
+    gone = weakref.ref(copy)
+    backend.update_drafter({"fc.weight": copy}, 1)
+    del copy
+    with pytest.raises(SyncError):
+        backend.finish_update()
+    assert gone() is None
 
 
 def test_a_swap_that_fails_leaves_no_file(tmp_path: Path) -> None:
