@@ -182,21 +182,23 @@ static void block(const Gemm *g, long row, long m, long panel, long np) {
 
 typedef struct {
     const Gemm *g;
-    long couple, panels, row_blocks, parts; /* panels counts couples */
+    long couple, panels, row_blocks, parts, row_parts; /* panels counts couples */
 } Cut;
 
-/* Unit = one part of the panels. */
+/* Unit = one part of the panels x one part of the row blocks. */
 static void gemm_unit(void *arg, long unit) {
     const Cut *c = arg;
     const Gemm *g = c->g;
-    const long first = unit * c->panels / c->parts, last = (unit + 1) * c->panels / c->parts;
+    const long part = unit / c->row_parts, row_part = unit % c->row_parts;
+    const long first = part * c->panels / c->parts, last = (part + 1) * c->panels / c->parts;
+    const long b0 = row_part * c->row_blocks / c->row_parts, b1 = (row_part + 1) * c->row_blocks / c->row_parts;
     const long least = (panels_per_call(g->rows / c->row_blocks) + c->couple - 1) / c->couple;
     long group = CHUNK_BYTES / (g->k * NR * 4 * c->couple);
     if (group < least) group = least;
-    if (c->row_blocks == 1) group = last - first; /* nothing is read twice */
+    if (b1 - b0 == 1) group = last - first; /* nothing is read twice */
     for (long p = first; p < last; p += group) {
         long np = last - p < group ? last - p : group;
-        for (long b = 0; b < c->row_blocks; b++) {
+        for (long b = b0; b < b1; b++) {
             long r0 = b * g->rows / c->row_blocks, r1 = (b + 1) * g->rows / c->row_blocks;
             block(g, r0, r1 - r0, p * c->couple, np * c->couple);
         }
@@ -205,15 +207,18 @@ static void gemm_unit(void *arg, long unit) {
 
 static Cut uncut(const Gemm *g) {
     const long couple = g->epilogue == EPI_SILU ? 2 : 1;
-    return (Cut){g, couple, ((g->n + NR - 1) / NR) / couple, (g->rows + MR - 1) / MR, 1};
+    return (Cut){g, couple, ((g->n + NR - 1) / NR) / couple, (g->rows + MR - 1) / MR, 1, 1};
 }
 
-/* Several parts a thread even out disturbed cores. */
+/* Panels are split first; rows only when there are too few panels for the team. Several parts a thread even out
+ * disturbed cores. */
 void tlt_gemm(const Gemm *g, int threads) {
     Cut c = uncut(g);
     if (threads > 1) c.parts = c.panels >= 16L * threads ? 4L * threads : threads;
     if (c.parts > c.panels) c.parts = c.panels;
-    tlt_parallel(c.parts, gemm_unit, &c);
+    if (c.parts < threads) c.row_parts = (threads + c.parts - 1) / c.parts;
+    if (c.row_parts > c.row_blocks) c.row_parts = c.row_blocks;
+    tlt_parallel(c.parts * c.row_parts, gemm_unit, &c);
 }
 
 typedef struct {
