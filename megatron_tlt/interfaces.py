@@ -83,7 +83,7 @@ class RolloutBackend(Protocol):
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
         """Embedding and LM head [V, H] of the policy that answers, in the engine's type: its own memory where it keeps
-        them in one piece, else put together. Good until the next push. Collective among the ranks of one engine.
+        them contiguous, else put together. Good until the next push. Collective among the ranks of one engine.
 
         Raises BackendError where the engine was started without.
         """

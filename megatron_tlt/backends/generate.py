@@ -64,7 +64,7 @@ def generate_file(
     device: torch.device | str = "cpu",
     tp: TensorParallel | None = None,
 ) -> EngineStats:
-    """Answers every line of `in_jsonl`, `n` times each, and writes `out_jsonl` in one piece at the end.
+    """Answers every line of `in_jsonl`, `n` times each, and writes `out_jsonl` at the end, whole.
 
     Input lines: {"prompt": text} or {"token_ids": [ids]}. Output lines, by prompt and sample: prompt_index,
     sample_index, text, token_ids, finish_reason and, with `logprobs`, logprobs. The prompt's index is its id in the

@@ -32,7 +32,7 @@ class TrtllmSection(Section):
     heartbeat_s: PositiveFloat = 2.0
     """The engine's process gives a sign of life so often."""
     silence_s: PositiveFloat = 60.0
-    """A process without a sign of life for so long is given up."""
+    """A process without a sign of life for so long is killed."""
     start_s: PositiveFloat = 1800.0
     """Longest start of the engine, in which it gives no sign."""
     engine: dict[str, bool | int | float | str | None] = Field(default_factory=dict)

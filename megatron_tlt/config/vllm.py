@@ -26,7 +26,7 @@ class VllmSection(Section):
     heartbeat_s: PositiveFloat = 0.5
     """The engine's process gives a sign of life, with the lengths of running answers, so often."""
     silence_s: PositiveFloat = 120.0
-    """A process without a sign of life for so long is given up."""
+    """A process without a sign of life for so long is killed."""
     start_s: PositiveFloat = 900.0
     """Longest start of the engine, in which it gives no sign."""
     engine: dict[str, bool | int | float | str | None] = Field(default_factory=dict)

@@ -103,7 +103,7 @@ class Decoder(Protocol):
         """
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
-        """Embedding and LM head [V, H], to read: the decoder's own memory where it has them in one piece, else put
+        """Embedding and LM head [V, H], to read: the decoder's own memory where it has them contiguous, else put
         together. Collective with tensor parallelism.
         """
 

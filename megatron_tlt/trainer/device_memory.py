@@ -31,7 +31,7 @@ _LATER = GIB // 2
 
 
 def let_segments_grow(device: torch.device, transport: str | None = None) -> None:
-    """Lets PyTorch's segments of a GPU grow, so that less lies in pieces that no tensor fits; before its first tensor.
+    """Lets PyTorch's segments of a GPU grow, so that less is lost to fragmentation; before its first tensor.
 
     Not where the environment configures its allocator, and not with the transport cuda_ipc: handles of such segments
     differ by PyTorch's version (`backends/transport.py`). By a call, for engines in processes of their own would

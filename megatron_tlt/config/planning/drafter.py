@@ -71,10 +71,10 @@ def drafter_step_bytes(config: Config, shape: ArchitectureConfig, device: Device
 
 
 def drafter_head_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
-    """The LM head from a window's first micro-step to its merge, where the engine does not keep it in one piece."""
+    """The LM head from a window's first micro-step to its merge, where the engine's is not contiguous."""
     packed = has_packed_head(config, device)
-    in_one_piece = shape.tie_word_embeddings or not (packed or config.rollout.tp > 1)
-    if not config.idle.train_drafter or in_one_piece:
+    is_contiguous = shape.tie_word_embeddings or not (packed or config.rollout.tp > 1)
+    if not config.idle.train_drafter or is_contiguous:
         return 0
     return shape.vocab_size * shape.hidden_size * element_bytes(config.rollout.dtype)
 

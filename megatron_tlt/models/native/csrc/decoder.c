@@ -49,17 +49,20 @@ static void embed_unit(void *arg, long row) {
 /* One head: optional norm, rotation of the two halves; `out` is zero-padded to Dp. */
 static void rotate(const Run *r, const float *in, const float *weight, const float *rope, float *out) {
     const long d = r->m->head_dim, half = d / 2;
-    float x[TLT_MAX_HEAD_DIM] = {0}, w[TLT_MAX_HEAD_DIM] = {0};
-    memcpy(x, in, (size_t)d * sizeof(float));
+    const size_t used = (size_t)d * sizeof(float), padding = (size_t)(r->dp - d) * sizeof(float);
+    float x[TLT_MAX_HEAD_DIM], w[TLT_MAX_HEAD_DIM];
+    memcpy(x, in, used);
+    memset(x + d, 0, padding);
     if (weight) {
-        memcpy(w, weight, (size_t)d * sizeof(float));
+        memcpy(w, weight, used);
+        memset(w + d, 0, padding);
         rms_norm(x, w, d, r->dp, r->m->eps, x);
     }
     for (long i = 0; i < half; i++) {
         out[i] = x[i] * rope[i] - x[half + i] * rope[half + i];
         out[half + i] = x[half + i] * rope[i] + x[i] * rope[half + i];
     }
-    memset(out + d, 0, (size_t)(r->dp - d) * sizeof(float));
+    memset(out + d, 0, padding);
 }
 
 static float *kv_plane(const Run *r, long layer, long which) {

@@ -30,7 +30,7 @@ jit: Any = triton.jit
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan) -> Tensor:
     """q [T, Hq, D], keys and values [slots, Hkv, D] (contiguous) -> [T, Hq, D] of q's type."""
-    assert keys.is_contiguous() and values.is_contiguous(), "one layer's cache is one piece"
+    assert keys.is_contiguous() and values.is_contiguous(), "one layer's cache is contiguous"
     q, (rows, heads, d), kv_heads = q.contiguous(), q.shape, keys.shape[1]
     out, splits = torch.empty_like(q), plan.splits
     part = tops = totals = out  # not written where the context is not split
