@@ -38,7 +38,7 @@ class TensorParallel:
 
     def largest(self, value: int) -> int:
         """The largest of the ranks' values, on every rank."""
-        return int(self.all_gather(torch.tensor(value)).max())
+        return value if self.size == 1 else int(self.all_gather(torch.tensor(value)).max())
 
 
 class GroupTensorParallel(TensorParallel):

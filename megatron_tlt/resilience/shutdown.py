@@ -54,7 +54,7 @@ class GracefulShutdown:
         world: World,
         section: ShutdownSection,
         signals: StopSignals | None = None,
-        max_over_engine: Callable[[int], int] | None = None,
+        max_over_engine: Callable[[int], int] = int,
         clock: Callable[[], float] = time.monotonic,
     ):
         """`max_over_engine`: maximum of a number over the ranks of one engine; collective among them."""
@@ -109,10 +109,7 @@ class GracefulShutdown:
         Raises RolloutInterrupted when the step cannot be finished in time any more.
         """
         self._receive()
-        drop = self._is_too_late("rollout")
-        if self._max_over_engine is not None:
-            drop = bool(self._max_over_engine(int(drop)))
-        if drop:
+        if self._max_over_engine(int(self._is_too_late("rollout"))):
             raise RolloutInterrupted("a signal to end came, and the step cannot be finished in time")
 
     def sync(self, place: str, interrupted: bool = False) -> None:

@@ -110,8 +110,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     stolen = _stolen_requests(config, world, backend, params)
     idle_window = _idle_window(config, world, tp, drafter, metrics, stolen)
     rollout_cache = _rollout_cache(config, world, tokenizer, backend, params)
-    agree_in_engine = tp.largest if tp.size > 1 else None
-    shutdown = GracefulShutdown(world, config.stop, signals, agree_in_engine)
+    shutdown = GracefulShutdown(world, config.stop, signals, tp.largest)
     rollout = RolloutPhase(
         world,
         backend,
@@ -351,7 +350,7 @@ def _idle_window(
         IdleCoordinator(world.comm, config.idle, group_size=tp.size, queue=stolen),
         IdlePolicy.of(config.idle),
         is_group_leader=tp.rank == 0,
-        agree=tp.largest if tp.size > 1 else int,
+        agree=tp.largest,
         num_samples=drafter.num_samples,
         on_span=metrics.state,
         on_poll=lambda state: world.heartbeat(state=state),

@@ -145,7 +145,7 @@ def test_an_engine_without_the_requests_that_wait_ends_the_rollout() -> None:
         backend.generate([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), num_samples)
 
     play(seen, 3)
-    assert process.hidden is False, "nobody takes hidden states"
+    assert process.hidden is False, "without a sink no hidden states are kept"
     backend.collect_hidden_states(lambda sample: None)
     play([answer], 1)
     assert process.hidden is True
