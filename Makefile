@@ -25,7 +25,7 @@ setup-dev:  ## Make .venv with the requirements of the tests as well
 quickstart: setup  ## Train the demo policy on 2 ranks (3 to 5 minutes on 2 cores)
 	launch/local.sh -n $(RANKS) configs/quickstart.yaml checkpoint.resume=never $(ARGS)
 
-proof: setup-dev  ## TLT on against off: the same answers and weights, how much faster, and a picture (16 minutes on 2 cores)
+proof: setup-dev  ## TLT on against off: the same responses and weights, how much faster, and a picture (16 minutes on 2 cores)
 	$(BIN)/python benchmarks/proof.py --picture docs/proof.svg --out benchmarks/results/proof.json $(ARGS)
 
 test: setup-dev lint types imports unit  ## Run ruff, mypy, import-linter and pytest

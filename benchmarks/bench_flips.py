@@ -1,8 +1,8 @@
 """How often rounding decides a token: speculative against plain decoding, beside plain against plain in other batches.
 
-A pair of runs answers the same requests with the same noise; where two answers part for the first time, one token was
-decided by rounding. The rate is parted answers per token up to there. In `invariant` numerics, and with the native
-decoder always, it must be 0 (docs/numerics.md).
+A pair of runs responses the same requests with the same noise; where two responses part for the first time, one token
+was decided by rounding. The rate is parted responses per token up to there. In `invariant` numerics, and with the
+native decoder always, it must be 0 (docs/numerics.md).
 
     python benchmarks/bench_flips.py [--quick] --out r.json
 """
@@ -32,8 +32,8 @@ OTHERS: dict[str, list[str]] = {
 KINDS = [("native", "default"), ("torch", "default"), ("torch", "invariant")]
 
 
-def answers(settings: list[str], args: argparse.Namespace) -> list[list[int]]:
-    """Token ids of every answer of one run."""
+def responses(settings: list[str], args: argparse.Namespace) -> list[list[int]]:
+    """Token ids of every response of one run."""
     from megatron_tlt.backends.build import build_backend
     from megatron_tlt.config.load import load_config
     from megatron_tlt.data.prompts import build_prompts
@@ -49,13 +49,13 @@ def answers(settings: list[str], args: argparse.Namespace) -> list[list[int]]:
 
 
 def compare(first: list[list[int]], second: list[list[int]]) -> dict[str, float]:
-    """Parted answers, and the rate per token that both runs drew with the same prefix."""
+    """Parted responses, and the rate per token that both runs drew with the same prefix."""
     parted, common = 0, 0
     for a, b in zip(first, second, strict=True):
         same = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
         parted += same is not None
         common += len(a) if same is None else same + 1
-    return {"answers": len(first), "parted": parted, "tokens": common, "flip_rate": parted / common}
+    return {"responses": len(first), "parted": parted, "tokens": common, "flip_rate": parted / common}
 
 
 def main() -> None:
@@ -79,12 +79,12 @@ def main() -> None:
         for dtype in ("fp32",) if kernels == "native" else ("fp32", "bf16"):
             base = [f"rollout.kernels={kernels}", f"rollout.numerics={numerics}", f"rollout.dtype={dtype}"]
             base.append("rollout.speculation.drafter=none")  # the quickstart's is another
-            plain = answers([*base, "rollout.max_running_requests=64"], args)
+            plain = responses([*base, "rollout.max_running_requests=64"], args)
             for name, settings in OTHERS.items():
                 row = {"kernels": kernels, "numerics": numerics, "dtype": dtype, "other": name}
-                row |= compare(plain, answers([*base, *settings], args))
+                row |= compare(plain, responses([*base, *settings], args))
                 rows.append(row)
-                counts = f"{row['parted']:4d}/{row['answers']:<4d}{row['flip_rate']:15.1e}"
+                counts = f"{row['parted']:4d}/{row['responses']:<4d}{row['flip_rate']:15.1e}"
                 print(f"{kernels:8s}{numerics:11s}{dtype:6s}{name:22s}{counts}", flush=True)
     exact = [r for r in rows if r["kernels"] == "native" or r["numerics"] == "invariant"]
     summary = {

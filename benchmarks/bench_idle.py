@@ -4,11 +4,11 @@
 
 - windows: one run. Seconds trained over seconds idle, milliseconds from the last rank's end to all stopped, the share
   of a step that merging the replicas and publishing the drafter take.
-- interference: rank 0 answers the same prompts again and again, while rank 1 waits, or trains (A B A B).
+- interference: rank 0 responses the same prompts again and again, while rank 1 waits, or trains (A B A B).
 - keepup: accepted length by step, always drafting 5 tokens, of drafters frozen and trained (`idle_keepup.py`), on a
   workload of its own (`keepup.yaml`). Writes a picture beside the JSON.
 - e2e: everything on against no drafter at all, same seeds (A B A B): seconds per step, and the same final weights.
-- tail: the same for a policy that does not fit the cache, with few and uneven answers (`tail.yaml`).
+- tail: the same for a policy that does not fit the cache, with few and uneven responses (`tail.yaml`).
 - work_stealing: `idle.work_stealing` on and off, no drafter, engines with room for a few of their requests (A B A B).
 
 Ranks are bound to cores where there are enough. Every run is a process of its own; `--work` keeps them.
@@ -94,7 +94,7 @@ def e2e(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
 
 
 def tail(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
-    """As e2e, with a policy that does not fit the cache and few, uneven answers: decoding is bound by memory."""
+    """As e2e, with a policy that does not fit the cache and few, uneven responses: decoding is bound by memory."""
     from lib.larger_policy import widen, widen_drafter
 
     from megatron_tlt.models.config import ModelConfig

@@ -1,17 +1,17 @@
 """Drafter training on packed sequences against batches padded to their longest sequence.
 
-    python benchmarks/bench_packing.py [--quick] [--out r.json] [--answers N] [--rounds N]
+    python benchmarks/bench_packing.py [--quick] [--out r.json] [--responses N] [--rounds N]
 
-The model is the demo policy's drafter; an optimizer step of each kind has about as many answers. All three train on
-the same answers, in turns (A B A B), and medians of processor time are compared (one thread: on a machine that
+The model is the demo policy's drafter; an optimizer step of each kind has about as many responses. All three train on
+the same responses, in turns (A B A B), and medians of processor time are compared (one thread: on a machine that
 others use, too, it is the steadier clock):
 
-    padded   answers in random order, so many a batch; every row of the rectangle is computed, padding included,
+    padded   responses in random order, so many a batch; every row of the rectangle is computed, padding included,
              and would be masked in the loss
     packed   the same batches, packed: rows are those of real tokens; attention alone is padded
-    trained  as the trainer batches: packed, and answers of about one length share a batch
+    trained  as the trainer batches: packed, and responses of about one length share a batch
 
-Lengths: `traces`, those of the demo policy's traces (its own answers look like them); `long-tailed`, lognormal with
+Lengths: `traces`, those of the demo policy's traces (its own responses look like them); `long-tailed`, lognormal with
 sigma 1, median 120, at most 1024 tokens.
 """
 
@@ -78,7 +78,7 @@ def make_sequences(shapes: list[tuple[int, int]], config: ModelConfig) -> list[D
 
 
 def padded(sequences: list[DraftSequence]) -> PairBatch:
-    """All as long as the longest; padding counts as answer, so that its rows are computed."""
+    """All as long as the longest; padding counts as response, so that its rows are computed."""
     longest = max(s.length for s in sequences)
     wide = []
     for s in sequences:
@@ -90,7 +90,7 @@ def padded(sequences: list[DraftSequence]) -> PairBatch:
 
 
 def batches(sequences: list[DraftSequence]) -> dict[str, list[PairBatch]]:
-    """The three kinds, over the same answers."""
+    """The three kinds, over the same responses."""
     mean = sum(s.length for s in sequences) / len(sequences)
     each = max(1, round(TOKENS / mean))
     groups = [sequences[i : i + each] for i in range(0, len(sequences), each)]
@@ -129,15 +129,15 @@ def measure(name: str, shapes: list[tuple[int, int]], rounds: int) -> list[dict[
     rows = []
     for kind, data in kinds.items():
         median = statistics.median(seconds[kind])
-        row = {"lengths": name, "kind": kind, "answers": len(sequences), "batches": len(data)}
+        row = {"lengths": name, "kind": kind, "responses": len(sequences), "batches": len(data)}
         row |= {"rows": sum(len(b.tokens) for b in data), "tokens": sum(lengths)}
         row |= {"mean_length": statistics.mean(lengths), "max_length": max(lengths)}
         row |= {"seconds": median, "min": min(seconds[kind]), "max": max(seconds[kind])}
-        row |= {"answer_tokens_per_s": taught / median}
+        row |= {"response_tokens_per_s": taught / median}
         rows.append(row)
         shown = f"{name:12s} {kind:8s} {row['rows']:7d} rows  {median:6.2f} s"
         print(
-            f"{shown} ({row['min']:.2f} - {row['max']:.2f})  {taught / median:8.0f} answer tokens/s",
+            f"{shown} ({row['min']:.2f} - {row['max']:.2f})  {taught / median:8.0f} response tokens/s",
             flush=True,
         )
     return rows
@@ -145,19 +145,19 @@ def measure(name: str, shapes: list[tuple[int, int]], rounds: int) -> list[dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer answers, one round")
+    parser.add_argument("--quick", action="store_true", help="fewer responses, one round")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--answers", type=int)
+    parser.add_argument("--responses", type=int)
     parser.add_argument("--rounds", type=int)
     args = parser.parse_args()
     torch.set_num_threads(1)
     count, rounds = (48, 1) if args.quick else (192, 3)
-    count, rounds = args.answers or count, args.rounds or rounds
+    count, rounds = args.responses or count, args.rounds or rounds
     rows, summary = [], {}
     for name, shapes in (("traces", trace_lengths(count)), ("long-tailed", long_tailed_lengths(count))):
         mine = measure(name, shapes, rounds)
         rows += mine
-        speed = {row["kind"]: row["answer_tokens_per_s"] for row in mine}
+        speed = {row["kind"]: row["response_tokens_per_s"] for row in mine}
         suffix = "" if name == "traces" else "_long_tailed"
         summary[f"packed_vs_padded{suffix}"] = speed["trained"] / speed["padded"]
         summary[f"same_batches{suffix}"] = speed["packed"] / speed["padded"]

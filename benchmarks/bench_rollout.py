@@ -36,7 +36,7 @@ MEDIAN_TOKENS, SPREAD = 128, 0.9  # log-normal: the longest 5 % are 4.4 times th
 
 
 def make_work(requests: int, vocab: int, longest: int = LONGEST, equal: bool = False) -> Work:
-    """`requests` prompts of 16 to 64 tokens and each answer's length: evenly spaced quantiles, shuffled."""
+    """`requests` prompts of 16 to 64 tokens and each response's length: evenly spaced quantiles, shuffled."""
     rng = random.Random(requests)
     normal = statistics.NormalDist()
     quantiles = [0.0 if equal else normal.inv_cdf((i + 0.5) / requests) for i in range(requests)]
@@ -163,7 +163,7 @@ def parse_arguments() -> argparse.Namespace:
         "--transformers-compile", action="store_true", help="also static cache + torch.compile"
     )
     parser.add_argument(
-        "--equal", action="store_true", help="all answers equally long: no waste in static batches"
+        "--equal", action="store_true", help="all responses equally long: no waste in static batches"
     )
     parser.add_argument("--dtypes", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])

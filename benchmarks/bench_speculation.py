@@ -1,16 +1,16 @@
-"""Speculative against plain decoding: the same engine, prompts and noise, so the same answers, token for token.
+"""Speculative against plain decoding: the same engine, prompts and noise, so the same responses, token for token.
 
 Strategies take turns within a round (A B C ... C B A ...); every figure is the median over rounds of the ratio to plain
 decoding in the same round. Ratios are of CPU time of this process, which runs one thread: on a machine that others
 share, preemption alone moves wall time by a fifth. Wall time is in the rows, too (`speedup_wall`). A side's turn lasts
 `--seconds` of plain decoding at least. A batch size b means: at most b requests run, and enough wait to keep it so. The
 long-tailed rollout starts 64 requests together and runs until the last has ended. Prompts, sampling and lengths are
-the quickstart's. Answers of all strategies are compared; a difference ends the benchmark with an error.
+the quickstart's. Responses of all strategies are compared; a difference ends the benchmark with an error.
 
     python benchmarks/bench_speculation.py [--quick] [--layers 48] [--model DIR] [--drafter DIR] --out r.json
 
 `--layers N` makes the policy deeper by layers that change nothing (their output projections are zero): the same
-answers and acceptance at the cost of a larger model, whose weights do not fit the processor's cache. That is the
+responses and acceptance at the cost of a larger model, whose weights do not fit the processor's cache. That is the
 regime of real policies, where a forward is bound by reading weights and further rows are nearly free.
 """
 
@@ -59,12 +59,12 @@ FIXED = tuple(name for name, s in STRATEGIES.items() if s.get("selector") == "fi
 
 @dataclass
 class Turn:
-    """What a side did with a round's work: seconds of CPU and wall time, tokens and answers."""
+    """What a side did with a round's work: seconds of CPU and wall time, tokens and responses."""
 
     cpu: float
     wall: float
     tokens: int
-    answers: list[Any]
+    responses: list[Any]
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Side:
     accept_length: float = 0.0
 
     def run(self, prompts: list[Prompt], params: SamplingParams, running: int) -> Turn:
-        """Answers with at most `running` requests at a time, and what they took."""
+        """Responses with at most `running` requests at a time, and what they took."""
         scheduler = self.backend.engine.scheduler
         scheduler.limits = replace(scheduler.limits, max_running=running)
         wall, cpu = time.perf_counter(), time.process_time()
@@ -105,7 +105,7 @@ def open_side(name: str, args: argparse.Namespace) -> Side:
 def open_prompts(args: argparse.Namespace) -> tuple[PromptStream, SamplingParams]:
     """The quickstart's prompts and sampling.
 
-    Every measurement takes its own prompts from the stream: the same prompt again has the same answer, by keyed
+    Every measurement takes its own prompts from the stream: the same prompt again has the same response, by keyed
     sampling, and a suffix drafter that remembers it drafts all of it.
     """
     from megatron_tlt.config.load import load_config
@@ -133,10 +133,10 @@ def measure(
         for side in sides if round_ % 2 == 0 else sides[::-1]:
             turn = side.run(work[1 + round_ % (len(work) - 1)], params, running)
             if expected is None:
-                expected = turn.answers
-            elif turn.answers != expected:
-                raise SystemExit(f"{side.name} gave other answers than the others at batch {running}")
-            turn.answers = []
+                expected = turn.responses
+            elif turn.responses != expected:
+                raise SystemExit(f"{side.name} gave other responses than the others at batch {running}")
+            turn.responses = []
             turns[side.name].append(turn)
             lengths[side.name].append(side.accept_length)
     rows = []
@@ -209,7 +209,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--drafter", type=Path, default=ROOT / "assets/demo-drafter")
     parser.add_argument("--config", type=Path, default=ROOT / "configs/quickstart.yaml")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--layers", type=int, help="deepen the policy to so many layers, same answers")
+    parser.add_argument("--layers", type=int, help="deepen the policy to so many layers, same responses")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--strategies", nargs="+", choices=[*STRATEGIES], default=[*STRATEGIES])
     parser.add_argument("--repeats", type=int, default=7, help="rounds")

@@ -60,21 +60,21 @@ BUDGET = 2048
 
 
 def make_sequences(kind: str, count: int, vocab: int) -> list[TrainSequence]:
-    """`equal`: 32 + 224 tokens each. `uneven`: log-normal answers, the longest several times the median."""
+    """`equal`: 32 + 224 tokens each. `uneven`: log-normal responses, the longest several times the median."""
     rng = np.random.default_rng(0)
     made = []
     for i in range(count):
         prompt = 32 if kind == "equal" else int(rng.integers(16, 48))
-        answer = 224 if kind == "equal" else int(np.clip(rng.lognormal(4.6, 0.8), 8, 1000))
+        response = 224 if kind == "equal" else int(np.clip(rng.lognormal(4.6, 0.8), 8, 1000))
         made.append(
             TrainSequence(
                 prompt_id=i,
                 sample_index=0,
-                token_ids=rng.integers(0, vocab, prompt + answer),
+                token_ids=rng.integers(0, vocab, prompt + response),
                 prompt_len=prompt,
-                advantages=np.full(answer, rng.normal(), np.float32),
-                loss_mask=np.ones(answer, np.float32),
-                rollout_logprobs=np.zeros(answer, np.float32),
+                advantages=np.full(response, rng.normal(), np.float32),
+                loss_mask=np.ones(response, np.float32),
+                rollout_logprobs=np.zeros(response, np.float32),
             )
         )
     return made

@@ -1,24 +1,24 @@
-"""TLT on against off on real ranks: the same answers, rewards and weights, and how much sooner.
+"""TLT on against off on real ranks: the same responses, rewards and weights, and how much sooner.
 
     make proof                          # main and curves: some 16 minutes on 2 cores
     make proof ARGS="--parts drafter peers --out r.json"
     python benchmarks/proof.py [--quick] [--parts main curves drafter peers] --out r.json
 
-- main: the demo policy widened to `--sizes` (hidden sizes; the same answers, weights beyond a cache), few answers a
+- main: the demo policy widened to `--sizes` (hidden sizes; the same responses, weights beyond a cache), few responses a
   replica with a long tail (`lib/proof.yaml` says why). Jobs with TLT on (hybrid drafter, trained in idle time) and off
   (plain decoding of the same engine) take turns, A B A B (further sizes once), and `suffix` (no drafter to train) runs
   once. The first step of each job (cold caches, and a selector that has measured nothing) is not timed.
-- curves: seconds of a step by answers, answer length, policy and ranks, TLT on (`lib/proof_curves.py`).
+- curves: seconds of a step by responses, response length, policy and ranks, TLT on (`lib/proof_curves.py`).
 - drafter: accepted length by step of a drafter that starts from nothing (`lib/proof_drafter.py`), with a picture.
 - peers: TRL and vLLM, where `make bench-trl` and `make bench-vllm` installed them.
 
 Summary, of the size with the best `e2e`; with `_H` after the name, of hidden size H:
-identical     1.0 if answers, rewards and final weights with optimizer are the same in all jobs of a size
+identical     1.0 if responses, rewards and final weights with optimizer are the same in all jobs of a size
 rollout       seconds of rollouts with the wait for the slowest rank, off / on
 e2e           seconds of steps, off / on; `e2e_limit`: if rollouts with TLT took no time
 recovered     share of idle seconds in which the drafter was trained
 accept_length tokens that a request gets in a speculative step
-update_saved  share of the answer tokens that need no update, their advantage being zero
+update_saved  share of the response tokens that need no update, their advantage being zero
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MLP = {128: 384, 256: 768, 512: 1536, 768: 2048}  # units by hidden size
 PARAMETERS = {128: "2.4M", 256: "9.5M", 512: "38M", 768: "78M"}
 GOALS = {"identical": 1.0, "rollout": 2.0, "e2e": 1.5}
 LEGEND = {
-    "identical": "same answers, rewards, weights in all jobs (1: yes)",
+    "identical": "same responses, rewards, weights in all jobs (1: yes)",
     "rollout": "rollout and waiting, seconds off / on",
     "e2e": "whole step, seconds off / on",
     "e2e_limit": "whole step if rollouts with TLT took no time",
@@ -60,7 +60,7 @@ LEGEND = {
     "suffix_e2e": "whole step without a trained drafter",
     "recovered": "share of idle seconds that trained the drafter",
     "accept_length": "tokens of a request in a speculative step",
-    "update_saved": "share of answer tokens without a gradient",
+    "update_saved": "share of response tokens without a gradient",
 }
 WAIT = ("rollout", "idle")  # their sum is the slowest rank's rollout, on every rank
 PEERS = {"trl": "proof_trl.py", "vllm": "proof_vllm.py"}
@@ -167,7 +167,7 @@ def mean_phases(rows: Rows) -> dict[str, float]:
 def summarize(rows: Rows) -> dict[str, float]:
     """The summary of one size."""
     of = {mode: [row for row in rows if row["mode"] == mode] for mode in MODES}
-    kinds = [len({row[key] for row in rows}) for key in ("answers", "rewards", "weights")]
+    kinds = [len({row[key] for row in rows}) for key in ("responses", "rewards", "weights")]
     figures = {"identical": float(max(kinds) == 1)}
     for name, mode in (("", "on"), ("suffix_", "suffix")):
         pairs = list(zip(of["off"], of[mode], strict=False))
@@ -188,7 +188,7 @@ def summarize(rows: Rows) -> dict[str, float]:
 
 
 def waited(row: dict[str, Any]) -> float:
-    """Seconds of a step until the slowest rank's last answer."""
+    """Seconds of a step until the slowest rank's last response."""
     return sum(row["phases"][name] for name in WAIT)
 
 

@@ -67,8 +67,8 @@ class BackendError(TltError):
 
 
 class RewardError(TltError):
-    """A reward function that cannot be loaded, or a rollout in which every one failed on every answer (a failure on
-    some answers is recorded, not raised)."""
+    """A reward function that cannot be loaded, or a rollout in which every one failed on every response (a failure on
+    some responses is recorded, not raised)."""
 
 
 class DataError(TltError):

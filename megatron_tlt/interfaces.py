@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         BackendCapabilities,
         EngineStats,
         HiddenStateSample,
-        PastAnswer,
+        PastResponse,
         Prompt,
         Sample,
         SamplingParams,
@@ -40,7 +40,7 @@ class RankMonitor(Protocol):
         self, *, state: str = "", running: int = 0, queued: int = 0, longest: int = 0, left: float = 0.0
     ) -> None:
         """A sign of life within a phase: state in an idle window; requests that decode and that wait; tokens of the
-        longest running answer; tokens still expected.
+        longest running response; tokens still expected.
         """
 
     def close(self, outcome: RankOutcome, detail: str = "") -> None:
@@ -49,7 +49,7 @@ class RankMonitor(Protocol):
 
 @runtime_checkable
 class RolloutBackend(Protocol):
-    """An engine that answers prompts with one version of the policy."""
+    """An engine that generates responses to prompts with one version of the policy."""
 
     @property
     def capabilities(self) -> BackendCapabilities:
@@ -73,27 +73,28 @@ class RolloutBackend(Protocol):
         """
 
     def running_lengths(self) -> np.ndarray:
-        """Tokens that each running answer has so far, int [B]. Mutates nothing."""
+        """Tokens that each running response has so far, int [B]. Mutates nothing."""
 
     def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
-        """From now on calls `sink` with the hidden states of every finished answer; None: collects none.
+        """From now on calls `sink` with the hidden states of every finished response; None: collects none.
 
         Only without live requests. Mutates the engine.
         """
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
-        """Embedding and LM head [V, H] of the policy that answers, in the engine's type: its own memory where it keeps
-        them contiguous, else put together. Good until the next push. Collective among the ranks of one engine.
+        """Embedding and LM head [V, H] of the policy that generates, in the engine's type: its own memory where it
+        keeps them contiguous, else put together. Good until the next weight sync. Collective among the ranks of one
+        engine.
 
         Raises BackendError where the engine was started without.
         """
 
     @property
-    def history_answers(self) -> int | None:
-        """Answers of a question whose tokens `remember` keeps; 0: lengths only; None: the engine keeps no history."""
+    def history_responses(self) -> int | None:
+        """Responses of a prompt whose tokens `remember` keeps; 0: lengths only; None: the engine keeps no history."""
 
-    def remember(self, answers: Sequence[PastAnswer]) -> None:
-        """Keeps scored answers for later visits of their questions; never changes an answer.
+    def remember(self, responses: Sequence[PastResponse]) -> None:
+        """Keeps scored responses for later epochs of their prompts; never changes a response.
 
         Ranks of one engine must pass the same. Mutates the history.
         """
@@ -105,19 +106,19 @@ class RolloutBackend(Protocol):
         """Loads what `state_dict` returned. Mutates selector and calibration."""
 
     def begin_update(self, version: int) -> None:
-        """Opens a push; until `finish_update` the engine refuses to generate. Mutates the version state."""
+        """Opens a weight sync; until `finish_update` the engine refuses to generate. Mutates the version state."""
 
     def update_weights(self, bucket: WeightBucket) -> None:
-        """Loads some full tensors of the open push. Mutates the weights."""
+        """Loads some full tensors of the open weight sync. Mutates the weights."""
 
     def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Loads all tensors of the drafter in the open push: it is served with the new policy or not at all.
+        """Loads all tensors of the drafter in the open weight sync: it is served with the new policy or not at all.
 
         `version` counts the drafter's own publications. Mutates the drafter. Raises SyncError.
         """
 
     def finish_update(self) -> None:
-        """Closes the push: every tensor must have come. Mutates the versions. Raises SyncError."""
+        """Closes the weight sync: every tensor must have come. Mutates the versions. Raises SyncError."""
 
     def weight_checksums(self) -> dict[str, int]:
         """Checksum of every tensor as it was received in the last push (`sync.verify`). Mutates nothing."""
@@ -130,7 +131,7 @@ class RolloutBackend(Protocol):
 
 
 class KeyedEngine(Protocol):
-    """A backend with keyed sampling: its answers do not depend on the engine, so some may come from elsewhere."""
+    """A backend with keyed sampling: its responses do not depend on the engine, so some may come from elsewhere."""
 
     def generate(
         self,
@@ -139,10 +140,10 @@ class KeyedEngine(Protocol):
         num_samples: int,
         on_progress: ProgressCallback | None = None,
         have: Iterable[tuple[int, int]] = (),
-        on_answer: Callable[[Sample], None] | None = None,
+        on_response: Callable[[Sample], None] | None = None,
         goes_on: bool = False,
     ) -> list[Sample]:
-        """As `RolloutBackend.generate`, without the answers (prompt id, sample index) in `have` and those withdrawn.
+        """As `RolloutBackend.generate`, without the responses (prompt id, sample index) in `have` and those withdrawn.
 
-        `on_answer` gets each finished answer; `goes_on`: this call continues the `generate` before it.
+        `on_response` gets each finished response; `goes_on`: this call continues the `generate` before it.
         """

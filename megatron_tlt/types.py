@@ -49,11 +49,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A question, tokenized.
+    """A prompt, tokenized.
 
     `prompt_id` is the ordinal in the prompt stream: unique for every draw, part of the sampling key, so the
-    second visit to the same question gets fresh noise. `dataset_id` names the question itself and is
-    the same on every visit.
+    second epoch to the same prompt gets fresh noise. `dataset_id` names the prompt itself and is
+    the same on every epoch.
     """
 
     prompt_id: int
@@ -67,7 +67,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Sample:
-    """One answer. `logprobs[t]` is log softmax(logits / temperature) at the sampled token, before top-k/p masks."""
+    """One response. `logprobs[t]` is log softmax(logits / temperature) at the sampled token, before top-k/p masks."""
 
     prompt_id: int
     sample_index: int
@@ -78,17 +78,17 @@ class Sample:
     policy_version: int
     # [P + R - 1, layers with experts, k] uint8, or int16 with more than 256 experts: those that the engine chose for
     # each token that it fed (all but the last one), in any order. None: not recorded.
-    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
+    routed_experts: np.ndarray | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(slots=True)
-class PastAnswer:
-    """A scored answer as the next visit of its question may use it: for drafts, and to expect a length."""
+class PastResponse:
+    """A scored response as the next epoch of its prompt may use it: for drafts, and to expect a length."""
 
     dataset_id: str
     token_ids: np.ndarray  # int32 [R]; empty where only the length is read
     score: float
-    visit: int  # prompt id of the visit: later visits have greater ones
+    prompt_id: int  # prompt id of the epoch: later epochs have greater ones
     length: int = -1  # R; by default as many as are given
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class TrainSequence:
     """One prompt + response with what the loss needs, response-aligned.
 
     Arrays are numpy: `token_ids` int64 [L]; `advantages`, `loss_mask`, `rollout_logprobs` float32 [R].
-    `weight` multiplies every token's loss (an algorithm's own normalisation, for example 1/R). `routes`,
+    `weight` multiplies every token's loss (an algorithm's own normalisation, for example 1/R). `routed_experts`,
     uint8 or int16 [L - 1, layers with experts, k]: the experts that the engine chose for each token that it fed, -1
     where unknown.
     """
@@ -133,7 +133,7 @@ class TrainSequence:
     loss_mask: np.ndarray
     rollout_logprobs: np.ndarray
     weight: float = 1.0
-    routes: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
 
     @property
     def length(self) -> int:
@@ -147,7 +147,7 @@ class TrainBatch:
 
     `mini_batches` are optimizer steps in order (the same count on every data-parallel rank; a list may be
     empty). `denominators[i]` is the world-wide divisor of mini-batch i's loss sum: computed once by the
-    algorithm from the whole batch, so the gradient does not depend on how sequences are split over ranks. Answers
+    algorithm from the whole batch, so the gradient does not depend on how sequences are split over ranks. Responses
     that have no gradient are counted there and are in no list.
     """
 
@@ -176,17 +176,17 @@ class WeightBucket:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStateSample:
-    """One finished answer with the policy's hidden states, as the engine computed them (`rollout.hidden_states`).
+    """One finished response with the policy's hidden states, as the engine computed them (`rollout.hidden_states`).
 
-    L tokens of prompt and answer; W the width of a state: H, the policy's hidden size, or for a drafter of kind eagle3
-    4 H, the outputs (residual stream) of its three layers, ascending, before the state after the final norm. The last
-    token was drawn and never fed: it has no state.
+    L tokens of prompt and response; W the width of a state: H, the policy's hidden size, or for a drafter of kind
+    eagle3 4 H, the outputs (residual stream) of its three layers, ascending, before the state after the final norm. The
+    last token was drawn and never fed: it has no state.
     """
 
     prompt_id: int
     sample_index: int
     policy_version: int
-    token_ids: np.ndarray  # int32 [L], prompt and answer
+    token_ids: np.ndarray  # int32 [L], prompt and response
     hidden: Any  # Tensor [L - 1, W] of positions 0 .. L - 2; on the CPU, in the engine's type
     prompt_len: int  # P
     key: int = 0  # the request's sampling key
@@ -196,14 +196,14 @@ class HiddenStateSample:
 class BackendCapabilities:
     """What a kind of rollout engine supports; `check` refuses a configuration that needs more."""
 
-    keyed_sampling: bool  # an answer is a function of seed, prompt and policy, the same bits with any drafter
+    keyed_sampling: bool  # a response is a function of seed, prompt and policy, the same bits with any drafter
     selectors: bool  # our selectors decide how much each step drafts
-    hidden_states: bool  # the policy's hidden states of answers can be had, to train a drafter
+    hidden_states: bool  # the policy's hidden states of responses can be had, to train a drafter
     logprobs: bool  # samples carry log-probs; if not, the actor scores them before the update
-    stop_strings: bool  # answers can end at a string, whatever its tokens
+    stop_strings: bool  # responses can end at a string, whatever its tokens
     tensor_parallel: bool  # one engine on several ranks
-    withdraw: bool  # requests that have not begun can be taken out again, to be answered elsewhere
-    routes: bool  # answers can name the experts that their tokens chose
+    withdraw: bool  # requests that have not begun can be taken out again, to be served elsewhere
+    routed_experts: bool  # responses can name the experts that their tokens chose
     drafters: tuple[str, ...]  # kinds of `rollout.speculation.drafter` that draft in it
 
 
@@ -219,7 +219,7 @@ CAPABILITIES: dict[BackendName, BackendCapabilities] = {
         stop_strings=True,
         tensor_parallel=False,
         withdraw=True,
-        routes=True,
+        routed_experts=True,
         drafters=_DRAFTERS,
     ),
 }

@@ -24,7 +24,7 @@ _COLUMNS = {
     "rollout step": ("rollout step",),
     "KV cache": (KV,),
     "drafter training": ("drafter training", "drafter step", "drafter's LM head"),
-    "push": ("push bucket",),
+    "weight_sync": ("weight sync bucket",),
 }
 
 HEADER = """\
@@ -85,7 +85,7 @@ which `actor.offload_optimizer` leaves weights and reference outside the update;
 rollouts only (`rollout.release_cache`) and takes what remains. `drafter training` is its state and a
 micro-step.
 
-Assumed in seconds: answers with a median of an eighth of `rollout.max_tokens` and a log-normal tail cut there;
+Assumed in seconds: responses with a median of an eighth of `rollout.max_tokens` and a log-normal tail cut there;
 a drafter that is right with {STALE_RATE:g} at each position at first and with 0.82 once adapted; H100 (H200 beyond
 80 GiB) at 35 % MFU in updates, attention's operations included, for the two small recipes RTX 4090. Two steps, the
 drafter learning in them. Other lengths, drafters and machines: `megatron-tlt simulate`.

@@ -2,15 +2,15 @@
 
     python tools/fit_cost_model.py configs/quickstart.yaml --out benchmarks/results/step-costs-quickstart-cpu.json
 
-The engine answers the config's training prompts. A recorder in the selector's place uses plain decoding and drafts of
-several lengths in turn, and records of every step the running requests B, the rows T fed to the policy, the cached
-tokens C and the seconds (on CPU this thread's own time, without other processes' load). Fitted to these:
+The engine generates responses to the config's training prompts. A recorder in the selector's place uses plain decoding
+and drafts of several lengths in turn, and records of every step the running requests B, the rows T fed to the policy,
+the cached tokens C and the seconds (on CPU this thread's own time, without other processes' load). Fitted to these:
 
     plain    c0 + cB B + cC C                        drafts, by kind    a + b B + c nodes
     verify   c0 + cB B + cT T + cC C + cA C T / B    prefill            a + b tokens
 
 and for each drafter the acceptance rate of each position (`rates`), `coverage`, `reach` and `spread`, the fields of
-`drafters` in a simulation's config. `lengths` are 64 quantiles of the answers' tokens.
+`drafters` in a simulation's config. `lengths` are 64 quantiles of the responses' tokens.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ def open_engine(config: Config, kind: str) -> tuple[EmbeddedBackend, Recorder | 
 def measure(
     config: Config, kind: str, stream: PromptStream, most: int, seconds: float
 ) -> tuple[Recorder, list[int]]:
-    """Answers prompts for `seconds`, up to `most` at a time; returns what was recorded and the answers' lengths.
+    """Responses prompts for `seconds`, up to `most` at a time; returns what was recorded and the responses' lengths.
 
-    Every batch takes new prompts: a repeated one has the same answer, which a suffix drafter would draft in full.
+    Every batch takes new prompts: a repeated one has the same response, which a suffix drafter would draft in full.
     """
     from megatron_tlt.trainer.setup import sampling_params
 
@@ -152,8 +152,8 @@ def measure(
     while time.process_time() - started < seconds or turn < len(sizes):
         size = sizes[turn % len(sizes)]
         samples = 8 if turn % 3 else 1
-        answers = backend.generate(stream.next_batch(size), params, samples)
-        lengths += [len(sample.token_ids) for sample in answers] if size == most else []
+        responses = backend.generate(stream.next_batch(size), params, samples)
+        lengths += [len(sample.token_ids) for sample in responses] if size == most else []
         turn += 1
     backend.close()
     return recorder, lengths

@@ -115,7 +115,7 @@ class Check:
 
 
 def copy_tokenizer(folder: Path, vocab_size: int) -> None:
-    """The demo policy's tokenizer with a word for every further token id, so that any answer has a text."""
+    """The demo policy's tokenizer with a word for every further token id, so that any response has a text."""
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         if (TOKENIZER / name).is_file():
             shutil.copy(TOKENIZER / name, folder)

@@ -1,7 +1,7 @@
 """Plain decoding of the recipe's policy with random weights: tokens a second of the engine against the device's bounds,
 and where the rest of a step goes.
 
-engine   `Engine.step` until all answers are done, one token an answer and step
+engine   `Engine.step` until all responses are done, one token a response and step
 forward  one captured decoding forward of that batch at the mean context, alone
 sampler  drawing one row of logits a sequence, alone
 host     the engine's step without the two: scheduling, staging, what Python costs
@@ -104,7 +104,7 @@ def measure(
         started = time.perf_counter()
         finished = engine.run()
         seconds.append(time.perf_counter() - started)
-        assert {len(r.output) for r in finished} == {tokens}, "an answer of another length"
+        assert {len(r.output) for r in finished} == {tokens}, "a response of another length"
     step = statistics.median(seconds[1:]) / (tokens - 1)
     forward = forward_seconds(check, backend, batch, prompt + tokens // 2)
     sampler = sampler_seconds(check, batch, vocab)

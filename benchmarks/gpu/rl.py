@@ -1,9 +1,9 @@
-"""Steps of the one-GPU recipe on random weights, with TLT on and off: the same answers, and the cost of a step.
+"""Steps of the one-GPU recipe on random weights, with TLT on and off: the same responses, and the cost of a step.
 
 Each run is a job of its own, `megatron_tlt train` on one rank. Random weights accept few drafts, so the ratio of
 steps says what TLT costs where it cannot help; part `speculation` says what it gives. In the recipe's bf16 the shape
-of a forward rounds, and answers part now and then; on a GPU a second pair of runs with float32, invariant numerics
-and `train.deterministic` must have the same answers in every step, as every run on a CPU must.
+of a forward rounds, and responses part now and then; on a GPU a second pair of runs with float32, invariant numerics
+and `train.deterministic` must have the same responses in every step, as every run on a CPU must.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXACT = {
 PROMPTS, SAMPLES = 8, 8
 WORDS = ("sort", "add", "reverse", "count")
 LAST_LINES = 4  # of a job that failed, in the table
-PHASES = ("rollout", "idle", "update", "merge", "push")
+PHASES = ("rollout", "idle", "update", "merge", "weight_sync")
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ def judge(check: Check, pair: Pair, found: Result) -> None:
         launch(check, folder, pair.steps, merged(pair.changes, changes))
         rows[mode] = read(folder)
         found.rows.append({"pair": pair.name, "mode": mode, **phases(rows[mode])})
-    same = [a["answers"] == b["answers"] for a, b in zip(rows["off"], rows["on"], strict=True)]
+    same = [a["responses"] == b["responses"] for a, b in zip(rows["off"], rows["on"], strict=True)]
     on, off = (found.rows[-1]["step_s"], found.rows[-2]["step_s"])
     prefix = "" if pair.name == "recipe" else f"{pair.name}_"
-    found.summary |= {f"{prefix}same_answers": same_share(rows), f"{prefix}off_over_on": off / on}
+    found.summary |= {f"{prefix}same_responses": same_share(rows), f"{prefix}off_over_on": off / on}
     found.summary |= {f"{prefix}step_s_on": on, f"{prefix}step_s_off": off}
     trained = sum(row.get("drafter/steps", 0.0) for row in rows["on"])
     found.summary[f"{prefix}accept_length"] = rows["on"][-1].get("spec/accept_length", 0.0)
@@ -76,7 +76,7 @@ def judge(check: Check, pair: Pair, found: Result) -> None:
     if len(same) != pair.steps:
         found.failures.append(f"{pair.name}: {len(same)} of {pair.steps} steps are in the metrics")
     if pair.must_agree and not all(same):
-        found.failures.append(f"{pair.name}: answers differ with TLT in step {same.index(False) + 1}")
+        found.failures.append(f"{pair.name}: responses differ with TLT in step {same.index(False) + 1}")
     if not trained:
         found.failures.append(f"{pair.name}: the drafter was not trained")
     if not any(row.get("policy/grad_norm", 0.0) > 0 for row in rows["on"]):
@@ -84,7 +84,7 @@ def judge(check: Check, pair: Pair, found: Result) -> None:
 
 
 def same_share(rows: dict[str, list[Row]]) -> float:
-    """Share of the answers that both runs gave word for word."""
+    """Share of the responses that both runs gave word for word."""
     off, on = ([text for row in rows[mode] for text in row["texts"]] for mode in ("off", "on"))
     return sum(a == b for a, b in zip(off, on, strict=True)) / len(off)
 
@@ -123,7 +123,7 @@ def launch(check: Check, folder: Path, steps: int, changes: dict[str, Any]) -> N
 
 
 def settings(check: Check, folder: Path, steps: int) -> dict[str, Any]:
-    """The recipe, shortened: few answers, prompts and a reward that need nothing, no checkpoints."""
+    """The recipe, shortened: few responses, prompts and a reward that need nothing, no checkpoints."""
     tree: dict[str, Any] = {
         "defaults": [str(check.recipe.resolve())],
         "model": {"path": str(check.random_policy().resolve()), "architecture": None},
@@ -178,7 +178,7 @@ def read(folder: Path) -> list[Row]:
     return [
         {
             **step,
-            "answers": digest["answers"],
+            "responses": digest["responses"],
             "texts": [text for _, text in sorted(texts[step["step"]].items())],
         }
         for step, digest in zip(steps, digests, strict=True)

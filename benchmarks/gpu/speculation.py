@@ -2,8 +2,8 @@
 
 `lib/larger_policy.py` widens them without changing an output, so acceptance is the demo policy's, and nothing needs
 training or downloading. Engines of all strategies take turns on the same prompts; ratios are over plain decoding of
-the same engine in the same round. In bf16 the shape of a forward rounds, so a few answers differ from plain decoding's:
-their share stands beside that of plain decoding at another batch size.
+the same engine in the same round. In bf16 the shape of a forward rounds, so a few responses differ from plain
+decoding's: their share stands beside that of plain decoding at another batch size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 WORST = 0.9  # of plain decoding: the selector falls back to it, so less means that it mismeasures
 
-Answers = list[list[int]]
+Responses = list[list[int]]
 
 
 class Side:
@@ -50,8 +50,8 @@ class Side:
 
     def run(
         self, prompts: list[Prompt], params: SamplingParams, running: int
-    ) -> tuple[float, Answers, float]:
-        """Tokens a second, answers and accept length with at most `running` requests at a time."""
+    ) -> tuple[float, Responses, float]:
+        """Tokens a second, responses and accept length with at most `running` requests at a time."""
         scheduler = self.backend.engine.scheduler
         scheduler.limits = replace(scheduler.limits, max_running=running)
         started = time.perf_counter()
@@ -70,7 +70,7 @@ def run(check: Check) -> Result:
     sides = [Side(check, name, folders, batches) for name in names]
     found = Result()
     for batch in batches:
-        each = max(2, batch // SAMPLES * 2)  # prompts of a round: 16 answers or twice the batch
+        each = max(2, batch // SAMPLES * 2)  # prompts of a round: 16 responses or twice the batch
         prompts, params = open_prompts(folders[0], each * (rounds + 1), tokens)
         chunks = [prompts[i * each : (i + 1) * each] for i in range(rounds + 1)]
         found.rows += compare(sides, chunks, params, batch)
@@ -91,7 +91,7 @@ def policy_and_drafter(check: Check) -> tuple[Path, Path]:
 
 
 def open_prompts(policy: Path, count: int, tokens: int) -> tuple[list[Prompt], SamplingParams]:
-    """Sums as the demo policy knows them: most of 2 to 4 terms, one in eight of 7 to 10 with an answer much longer."""
+    """Sums as the demo policy knows them: most of 2 to 4 terms, one in eight of 7 to 10 with a response much longer."""
     tokenizer, rng, prompts = HFTokenizer(policy), random.Random(0), []
     for at in range(count):
         terms = rng.randint(7, 10) if at % 8 == 7 else rng.randint(2, 4)
@@ -109,17 +109,17 @@ def compare(sides: list[Side], chunks: list[list[Prompt]], params: SamplingParam
     differing: dict[str, list[float]] = {side.name: [] for side in sides}
     lengths: dict[str, list[float]] = {side.name: [] for side in sides}
     for turn, prompts in enumerate(chunks[1:]):
-        answers = {}
+        responses = {}
         for side in sides if turn % 2 == 0 else sides[::-1]:
-            rate, answers[side.name], length = side.run(prompts, params, batch)
+            rate, responses[side.name], length = side.run(prompts, params, batch)
             rates[side.name].append(rate)
             lengths[side.name].append(length)
         for name, own in rates.items():
             ratios[name].append(own[-1] / rates["plain"][-1])
-            differing[name].append(share_of_different(answers[name], answers["plain"]))
+            differing[name].append(share_of_different(responses[name], responses["plain"]))
         if turn == 0:  # how much plain decoding differs from itself at another shape
             _, other, _ = sides[0].run(prompts, params, batch + 1 if batch == 1 else batch // 2)
-            differing["plain"] = [share_of_different(other, answers["plain"])]
+            differing["plain"] = [share_of_different(other, responses["plain"])]
     return [
         {"batch": batch, "strategy": name, "tokens_per_s": statistics.median(rates[name])}
         | {"speedup": statistics.median(found), "min": min(found), "max": max(found)}
@@ -128,13 +128,13 @@ def compare(sides: list[Side], chunks: list[list[Prompt]], params: SamplingParam
     ]
 
 
-def share_of_different(a: Answers, b: Answers) -> float:
-    """Share of answers that are not the same token for token."""
+def share_of_different(a: Responses, b: Responses) -> float:
+    """Share of responses that are not the same token for token."""
     return sum(x != y for x, y in zip(a, b, strict=True)) / len(a)
 
 
 def summarize(found: Result, sides: list[Side], check: Check) -> None:
-    """The hybrid's figures; answers that must not differ. Mutates `found`."""
+    """The hybrid's figures; responses that must not differ. Mutates `found`."""
     ours = [row for row in found.rows if row["strategy"] == "hybrid"]
     found.summary |= {f"speedup_b{row['batch']}": row["speedup"] for row in ours}
     found.summary |= {
@@ -143,9 +143,9 @@ def summarize(found: Result, sides: list[Side], check: Check) -> None:
     }
     drafted = [row["differing"] for row in found.rows if row["strategy"] != "plain"]
     plain = max(row["differing"] for row in found.rows if row["strategy"] == "plain")
-    found.summary |= {"differing_answers": max(drafted), "differing_plain": plain}
+    found.summary |= {"differing_responses": max(drafted), "differing_plain": plain}
     if not check.is_cuda and max(drafted) > 0:
-        found.failures.append(f"in float32 {max(drafted):.0%} of the answers changed with speculation")
+        found.failures.append(f"in float32 {max(drafted):.0%} of the responses changed with speculation")
     if ours[0]["accept_length"] <= 1.0:
         found.failures.append("the hybrid drafter's drafts are never accepted")
     if not check.smoke and min(r["speedup"] for r in ours) < WORST:

@@ -29,7 +29,7 @@ class Surrogate:
     needs_reference = False
 
     def loss(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum over the answer tokens of one micro-batch."""
+        """Sum over the response tokens of one micro-batch."""
         return -((x.logprobs - x.logprobs.detach()).exp() * x.advantages * x.mask).sum(), {}
 
 
@@ -67,16 +67,16 @@ def run(check: Check) -> Result:
 
 def sequences(count: int, length: int, vocab: int) -> list[TrainSequence]:
     """Random tokens of one length, a random advantage each."""
-    rng, answer = np.random.default_rng(0), length - PROMPT
+    rng, response = np.random.default_rng(0), length - PROMPT
     return [
         TrainSequence(
             prompt_id=i,
             sample_index=0,
             token_ids=rng.integers(0, vocab, length),
             prompt_len=PROMPT,
-            advantages=np.full(answer, rng.normal(), np.float32),
-            loss_mask=np.ones(answer, np.float32),
-            rollout_logprobs=np.zeros(answer, np.float32),
+            advantages=np.full(response, rng.normal(), np.float32),
+            loss_mask=np.ones(response, np.float32),
+            rollout_logprobs=np.zeros(response, np.float32),
         )
         for i in range(count)
     ]

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def serve(load: Callable[[], Callable[[Any], Any]]) -> None:
-    """The child's main loop: loads a side, then answers a JSON line of work with a JSON line until stdin ends."""
+    """The child's main loop: loads a side, then responses a JSON line of work with a JSON line until stdin ends."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # engines print to stdout; only results go to the parent
     run = load()
@@ -40,7 +40,7 @@ class Child:
         self._read()
 
     def run(self, work: Any) -> Any:
-        """The side's answer to `work`, both JSON. Raises SystemExit as above."""
+        """The side's response to `work`, both JSON. Raises SystemExit as above."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(work) + "\n")
         self._process.stdin.flush()

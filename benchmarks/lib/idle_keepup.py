@@ -1,6 +1,7 @@
 """`bench_idle.py`'s part keepup: accepted length by RL step of four drafters, on the workload of `keepup.yaml`.
 
-Answers never depend on the drafter, so that in one step the first two draft the same answers, and so do the last two:
+Responses never depend on the drafter, so that in one step the first two draft the same responses, and so do the last
+two:
 
     frozen        warmed up on short sums only (`keepup-drafter.yaml`), and left so
     trained       the same file, trained in idle time
@@ -8,7 +9,7 @@ Answers never depend on the drafter, so that in one step the first two draft the
     warmed up     `assets/demo-drafter`, left so: what the one from random weights is measured against
 
 The last two run for as many steps as are needed to see whether 10 are enough, of 64 questions: a drafter that has
-only the answers to 8 overfits to them (docs/log.md).
+only the responses to 8 overfits to them (docs/log.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two ranks of `bench_idle.py`'s interference part: rank 0 answers, rank 1 waits or trains. argv: CONFIG REPEATS."""
+"""Two ranks of `bench_idle.py`'s interference part: rank 0 responses, rank 1 waits or trains. argv: CONFIG REPEATS."""
 
 from __future__ import annotations
 

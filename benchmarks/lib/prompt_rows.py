@@ -1,4 +1,4 @@
-"""A run's prompts as JSON rows, and its reward of a text: what a peer needs to train or answer on the same questions.
+"""A run's prompts as JSON rows, and its reward of a text: what a peer needs to train or answer on the same prompts.
 
 The parent writes the rows with this project's prompt stream; a peer's process, in an environment of its own, reads them
 and scores texts by the project's reward functions. Imports no torch.
@@ -44,7 +44,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 class RowReward:
-    """The value that a run with these reward functions gives a text as the answer to a row's question."""
+    """The value that a run with these reward functions gives a text as the answer to a row's prompt."""
 
     def __init__(self, section: RewardSection):
         self._scorers, self._failure_value = build_scorers(section), section.failure_value

@@ -1,4 +1,4 @@
-"""Cost curves of `proof.py`: seconds of a step by answers a step, answer length, policy and ranks, with TLT on.
+"""Cost curves of `proof.py`: seconds of a step by responses a step, response length, policy and ranks, with TLT on.
 
 Each axis varies one value around `BASE`; a slope is the exponent b of seconds ~ x^b, fitted to logarithms by least
 squares, for the rollout (with the wait for the slowest rank), the update and the whole step. More ranks than cores
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from proof import Bench
 
-BASE: dict[str, int] = {"answers": 16, "length": 900, "hidden": 256, "ranks": 2}
+BASE: dict[str, int] = {"responses": 16, "length": 900, "hidden": 256, "ranks": 2}
 AXES: dict[str, tuple[int, ...]] = {
-    "answers": (8, 16, 32),
+    "responses": (8, 16, 32),
     "length": (225, 450, 900),
     "hidden": (128, 256, 512),
     "ranks": (1, 2, 4),
@@ -51,7 +51,7 @@ def curves(bench: Bench) -> tuple[Rows, dict[str, float]]:
 def measure(bench: Bench, point: dict[str, int]) -> dict[str, Any]:
     """Median seconds of the timed steps at one point."""
     options = [
-        f"train.prompts_per_step={point['answers'] // SAMPLES}",
+        f"train.prompts_per_step={point['responses'] // SAMPLES}",
         f"rollout.max_tokens={point['length']}",
     ]
     timed = bench.job("curves", point["hidden"], "on", options, steps=STEPS, ranks=point["ranks"])

@@ -1,8 +1,8 @@
 """`proof.py`'s part drafter: accepted length by RL step of a drafter that starts from nothing, on the proof's workload.
 
 It is made from a layer of the policy and trained in idle time, with default settings; what it should reach is the demo
-drafter, which knows these tasks and is left as it is. Both always draft the same number of tokens, and answers never
-depend on the drafter, so in one step both draft the same answers.
+drafter, which knows these tasks and is left as it is. Both always draft the same number of tokens, and responses never
+depend on the drafter, so in one step both draft the same responses.
 """
 
 from __future__ import annotations

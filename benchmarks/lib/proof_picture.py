@@ -60,7 +60,7 @@ def draw(
 
 
 def _headline(figures: Mapping[str, float]) -> str:
-    same = "same answers, rewards and weights" if figures["identical"] else "ANSWERS DIFFER"
+    same = "same responses, rewards and weights" if figures["identical"] else "RESPONSES DIFFER"
     return f"Rollout {figures['rollout']:.2f}x, step {figures['e2e']:.2f}x; {same}"
 
 

@@ -4,7 +4,7 @@
 
 TRL's GRPOTrainer runs in an environment of its own (`make bench-trl`), on as many processes of one thread as this
 project has ranks, over gloo. Both start from the same policy and get the same prompts in the same order, this project's
-reward functions, group size, temperature, answer length, loss (GRPO: mean over tokens, then over answers; no KL),
+reward functions, group size, temperature, response length, loss (GRPO: mean over tokens, then over responses; no KL),
 AdamW, warm-up and gradient clipping, in fp32. TRL generates with `transformers`; it has no drafter. The sides take
 turns (A B A B), each turn a job of its own from the starting policy; `vs_trl` is the median over turns and steps of
 TRL's seconds over ours for the same step. Start-up, evaluation and checkpoints are not in a step's seconds, on either
@@ -54,7 +54,7 @@ class Work:
     folder: Path  # scratch
     ranks: int
     trl_python: Path
-    micro_batch: int  # answers of one process in one forward and backward of TRL
+    micro_batch: int  # responses of one process in one forward and backward of TRL
     continuous_batching: bool
 
     def open_folder(self, name: str) -> Path:
@@ -96,7 +96,7 @@ def write_job(work: Work, folder: Path, steps: int, limit_s: float, save: Path |
     stream = build_prompts(config.data, "train", tokenizer, config.train.seed)
     write_rows(stream.next_batch(steps * config.train.prompts_per_step), config.data, folder / "rows.jsonl")
     algorithm, optimizer = config.algorithm, config.optimizer
-    answers = config.train.prompts_per_step * config.rollout.samples_per_prompt
+    responses = config.train.prompts_per_step * config.rollout.samples_per_prompt
     job = {
         "rows": str(folder / "rows.jsonl"),
         "out": str(folder / "result.json"),
@@ -107,7 +107,7 @@ def write_job(work: Work, folder: Path, steps: int, limit_s: float, save: Path |
         "limit_s": limit_s,
         "prompts_per_step": config.train.prompts_per_step,
         "samples_per_prompt": config.rollout.samples_per_prompt,
-        "micro_batch": min(work.micro_batch, answers // work.ranks),
+        "micro_batch": min(work.micro_batch, responses // work.ranks),
         "continuous_batching": work.continuous_batching,
         "max_tokens": config.rollout.max_tokens,
         "temperature": config.rollout.temperature,

@@ -9,13 +9,13 @@ and torch.compile, inside vLLM (`rollout.backend: vllm`); vLLM plain, with ngram
 logits of drafted positions by uninitialised memory at any temperature above 0 on CPUs (vllm#55005): its speculating
 sides run with that kernel replaced, and one more side, "vllm ngram as-shipped", without. Every side is a process of one
 thread; they take turns (A B .. A B ..). A turn is `--batches` rollouts of n requests, n / 4 new prompts times 4
-answers, each until all of its answers have ended. Answers differ between the engines, so a rate is tokens over
-seconds, and each row has the mean reward and length of the side's answers: a side that samples wrongly shows there.
+responses, each until all of its responses have ended. Responses differ between the engines, so a rate is tokens over
+seconds, and each row has the mean reward and length of the side's responses: a side that samples wrongly shows there.
 Ours agree up to near-ties in whatever engine and with whatever drafter: "parted" counts those that differ. With
-`--equal` no answer ends before its longest length: every step has n requests, for the cost of keyed sampling.
+`--equal` no response ends before its longest length: every step has n requests, for the cost of keyed sampling.
 
 Rows: {"requests", "side", "tokens_per_s" (median of turns), "min", "max", "accept_length" (tokens a step of a request,
-0 without drafts), "reward", "mean_length", "turns", "parted" (of ours: answers unlike those of our first side)}.
+0 without drafts), "reward", "mean_length", "turns", "parted" (of ours: responses unlike those of our first side)}.
 Summary, for n requests: `tokens_per_s_n`, ours with TLT; `vs_vllm_n`, that over vLLM's fastest speculating side, and
 `vs_vllm_plain_n` over its plain one; `tlt_gain_n`, `tlt_in_vllm_gain_n` and `vllm_gain_n`, speculation over plain
 decoding in the same engine (`vllm_gain_n`: of the fastest side); `in_vllm_vs_vllm_n`, ours inside vLLM with TLT over
@@ -37,14 +37,14 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.lib.bench_record import ROOT, write_record
 from benchmarks.lib.child import Child, serve
-from benchmarks.lib.rollout_peers import AS_SHIPPED, OURS, SIDES, Answer, Work, load, write_vllm_drafter
+from benchmarks.lib.rollout_peers import AS_SHIPPED, OURS, SIDES, Response, Work, load, write_vllm_drafter
 
 if TYPE_CHECKING:
     from megatron_tlt.types import Prompt
 
 SAMPLES = 4
 Rows = list[dict[str, Any]]
-Score = Callable[[int, list[int]], float]  # reward of an answer's tokens by prompt id
+Score = Callable[[int, list[int]], float]  # reward of a response's tokens by prompt id
 
 
 @dataclass
@@ -53,23 +53,23 @@ class Turns:
 
     rates: list[float] = field(default_factory=list)  # tokens per second, of each turn
     accept_lengths: list[float] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)  # of each answer
+    rewards: list[float] = field(default_factory=list)  # of each response
     lengths: list[int] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
 
-    def add(self, answers: list[Answer], works: list[Work], score: Score) -> None:
+    def add(self, responses: list[Response], works: list[Work], score: Score) -> None:
         """Adds a turn."""
-        tokens = sum(len(out) for a in answers for out in a["outputs"])
-        self.rates.append(tokens / sum(a["seconds"] for a in answers))
-        self.accept_lengths += [a["accept_length"] for a in answers]
-        for work, answer in zip(works, answers, strict=True):
-            for i, out in enumerate(answer["outputs"]):
+        tokens = sum(len(out) for a in responses for out in a["outputs"])
+        self.rates.append(tokens / sum(a["seconds"] for a in responses))
+        self.accept_lengths += [a["accept_length"] for a in responses]
+        for work, response in zip(works, responses, strict=True):
+            for i, out in enumerate(response["outputs"]):
                 self.rewards.append(score(work["first_id"] + i // work["samples"], out))
                 self.lengths.append(len(out))
                 self.outputs.append(out)
 
     def row(self, requests: int, side: str, ours: list[list[int]] | None) -> dict[str, Any]:
-        """The row of the record; `ours`: answers of our first side."""
+        """The row of the record; `ours`: responses of our first side."""
         is_ours = side in OURS and ours is not None
         parted = {"parted": sum(a != b for a, b in zip(self.outputs, ours, strict=True))} if is_ours else {}
         return {
@@ -83,12 +83,12 @@ class Turns:
             "reward": statistics.mean(self.rewards),
             "mean_length": statistics.mean(self.lengths),
             "turns": len(self.rates),
-            "answers": len(self.outputs),
+            "responses": len(self.outputs),
         }
 
 
 class Questions:
-    """The configuration's training prompts, each given out once, and the reward of answers to them."""
+    """The configuration's training prompts, each given out once, and the reward of responses to them."""
 
     def __init__(self, config: Path, model: Path, are_equal: bool):
         from megatron_tlt.config.load import load_config
@@ -152,7 +152,7 @@ def measure(children: list[Child], questions: Questions, requests: int, turns: i
         print(
             f"{requests:3d} requests  {r['side']:22s} {r['tokens_per_s']:9.1f} tokens/s ({r['min']:.1f} - "
             f"{r['max']:.1f})  accepts {r['accept_length']:5.2f}  reward {r['reward']:.3f}  "
-            f"length {r['mean_length']:.1f}  parted {r.get('parted', '-')} of {r['answers']}",
+            f"length {r['mean_length']:.1f}  parted {r.get('parted', '-')} of {r['responses']}",
             flush=True,
         )
     return rows
@@ -195,7 +195,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--eager", action="store_true", help="vLLM without torch.compile: starts sooner, is slower"
     )
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
-    parser.add_argument("--equal", action="store_true", help="all answers as long as the longest")
+    parser.add_argument("--equal", action="store_true", help="all responses as long as the longest")
     parser.add_argument("--requests", nargs="+", type=int, default=[4, 16], help=f"multiples of {SAMPLES}")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--batches", type=int, default=4, help="rollouts of a turn")

@@ -1,8 +1,8 @@
 """The engines of proof_vllm.py, this project's and vLLM's CPU build, each speculating in its own ways.
 
 A side runs in a process of its own, vLLM's in vLLM's environment, so vendors are imported inside. Each function loads a
-policy and returns a function that answers `Work`. All sample at temperature 1: this project's with keyed noise, vLLM's
-with random numbers of their own.
+policy and returns a function that responses `Work`. All sample at temperature 1: this project's with keyed noise,
+vLLM's with random numbers of their own.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 Work = dict[
     str, Any
-]  # {"first_id": int, "prompts": [[ids]], "samples": answers to each, "max_tokens", "eos": [ids]}
-Answer = dict[
+]  # {"first_id": int, "prompts": [[ids]], "samples": responses to each, "max_tokens", "eos": [ids]}
+Response = dict[
     str, Any
 ]  # {"seconds", "outputs": [[ids]], prompts' samples side by side, "drafts", "accepted"}
-Run = Callable[[Work], Answer]
+Run = Callable[[Work], Response]
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SUFFIX = {"method": "suffix"}  # as many tokens as it likes
@@ -53,7 +53,7 @@ def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: 
         backend.update_weights(WeightBucket(0, list(iter_weights(model))))
         backend.finish_update()
 
-    def run(work: Work) -> Answer:
+    def run(work: Work) -> Response:
         ends = {"stop_token_ids": tuple(work["eos"]), "ignore_eos": not work["eos"]}
         params = SamplingParams(max_tokens=work["max_tokens"], **ends)
         ids = range(work["first_id"], work["first_id"] + len(work["prompts"]))
@@ -110,7 +110,7 @@ def vllm(
         values = {m.name.removeprefix("vllm:spec_decode_"): getattr(m, "value", 0) for m in llm.get_metrics()}
         return values.get("num_drafts", 0), values.get("num_accepted_tokens", 0)
 
-    def run(work: Work) -> Answer:
+    def run(work: Work) -> Response:
         params = SamplingParams(
             temperature=1.0,
             max_tokens=work["max_tokens"],

@@ -3,7 +3,7 @@
 One set of assumptions for all points: `config.sim`'s defaults and configs/sim/*.yaml. Three constants were set by
 published figures, and the points they come from are marked "input": `bandwidth_efficiency` and `step_ms` by TLT's table
 2 without drafts, `speculation_ms` and `pass_ms` by how its figure 13 grows with depth at 16 tokens to verify. So was
-one of the workload: the median answer, by the published share of rollout in a step (85 %; it is 80 % since updates
+one of the workload: the median response, by the published share of rollout in a step (85 %; it is 80 % since updates
 count attention). All others are predictions. Sources: arXiv 2511.16665 (TLT), by its tables' and figures' numbers.
 """
 
@@ -168,8 +168,8 @@ def figure14() -> Iterator[Check]:
 def quickstart() -> list[Check]:
     """The CPU quickstart: mean seconds of a step and of its rollout, by mode.
 
-    What follows the rollout does the same work in every mode (the answers are the same), so of its seconds each step's
-    median over the modes is taken: the machine was not quiet.
+    What follows the rollout does the same work in every mode (the responses are the same), so of its seconds each
+    step's median over the modes is taken: the machine was not quiet.
     """
     modes = json.loads(MEASURED.read_text(encoding="utf-8"))["modes"]
     config = paper("quickstart")

@@ -46,7 +46,7 @@ def train(folder: Path, config: Path, steps: int, ranks: int, options: list[str]
 
 
 def digests(folder: Path, steps: int) -> dict[str, str]:
-    """What a run computed: digests of all answers (tokens), all rewards, and every tensor of its last checkpoint."""
+    """What a run computed: digests of all responses (tokens), all rewards, and every tensor of its last checkpoint."""
     sys.path.insert(0, str(ROOT))
     from tests.helpers.runs import checkpoint_tensors
 
@@ -54,5 +54,5 @@ def digests(folder: Path, steps: int) -> dict[str, str]:
     weights = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(checkpoint_tensors(folder / f"checkpoints/step-{steps:06d}").items()):
         weights.update(name.encode() + tensor.contiguous().view(-1).numpy().tobytes())
-    found = {name: "-".join(str(row[name]) for row in rows) for name in ("answers", "rewards")}
+    found = {name: "-".join(str(row[name]) for row in rows) for name in ("responses", "rewards")}
     return {**found, "weights": weights.hexdigest()}

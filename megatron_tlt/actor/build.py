@@ -21,7 +21,7 @@ from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda, current_device
 from megatron_tlt.actor.elementwise import RMSNorm, swiglu
 from megatron_tlt.actor.experts import ExpertLayer, GroupedExperts, RoutedLayer, expert_config
 from megatron_tlt.actor.groups import ActorGroups
-from megatron_tlt.actor.microbatch import MicroBatch, recorded_routes
+from megatron_tlt.actor.microbatch import MicroBatch, recorded_routed_experts
 from megatron_tlt.actor.recompute import RecomputedActivationMLP
 from megatron_tlt.actor.routing import Router, Routing
 from megatron_tlt.actor.weights import mark_shards
@@ -339,9 +339,9 @@ class PolicyModel:
 
     def _routing(self, batch: MicroBatch, routing: Routing) -> Routing:
         """What this rank's routers read in this forward; they leave their statistics in `routing`, too."""
-        routes, is_token = recorded_routes(batch) if routing.replays else None, routing.is_token
+        routed_experts, is_token = recorded_routed_experts(batch) if routing.replays else None, routing.is_token
         if self.megatron_config.sequence_parallel:
             at, tp = self.groups.at.tp, self.groups.dims.tp
             is_token = is_token.chunk(tp)[at]
-            routes = None if routes is None else routes.chunk(tp)[at]
-        return replace(routing, is_token=is_token, routes=routes)
+            routed_experts = None if routed_experts is None else routed_experts.chunk(tp)[at]
+        return replace(routing, is_token=is_token, routed_experts=routed_experts)

@@ -1,4 +1,4 @@
-"""Context parallelism of the local layers: which rows a rank holds, attention over all of them, whole answers.
+"""Context parallelism of the local layers: which rows a rank holds, attention over all of them, whole responses.
 
 Legend: T rows of a micro-batch over all cp ranks, cp context parallel size, r this rank in its group, n query heads,
 g key/value heads (of this TP rank), d width of a head, c rows of one chunk, N response rows of the micro-batch.
@@ -106,17 +106,17 @@ def _lower_right(packing: PackedRows, like: Tensor, rows: int, end: int) -> Any:
     return packing.masks[rows, end]
 
 
-def whole_answers(local: Tensor, own: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+def whole_responses(local: Tensor, own: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
     """Values [K, N of this rank] of the response rows `own` as [K, N = total] of all, equal on every rank. Collective.
 
-    Differentiable: every rank computes the same loss of whole answers, so the gradient of a rank's own rows is complete
-    on that rank, and is taken as it is. Each row's gradient then exists once in the group, and the sum of gradients
-    over data and context parallel ranks is the loss's.
+    Differentiable: every rank computes the same loss of whole responses, so the gradient of a rank's own rows is
+    complete on that rank, and is taken as it is. Each row's gradient then exists once in the group, and the sum of
+    gradients over data and context parallel ranks is the loss's.
     """
-    return _WholeAnswers.apply(local, own, total, group)  # type: ignore[no-any-return]
+    return _WholeResponses.apply(local, own, total, group)  # type: ignore[no-any-return]
 
 
-class _WholeAnswers(torch.autograd.Function):
+class _WholeResponses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, own: Tensor, total: int, group: Any) -> Tensor:
         ctx.save_for_backward(own)

@@ -45,7 +45,7 @@ def _names_cuda(device: object) -> bool:
 
 
 class _CpuAsCuda(TorchFunctionMode):
-    """Rewrites explicit CUDA devices, and answers `tensor.type()` as megatron's optimizers compare it."""
+    """Rewrites explicit CUDA devices, and returns `tensor.type()` as megatron's optimizers compare it."""
 
     def __torch_function__(
         self,

@@ -70,7 +70,7 @@ class ActorGroups:
         )
 
     def communicating(self, has_experts: bool, shards_optimizer: bool) -> list[dist.ProcessGroup]:
-        """Groups of several ranks in which updates and pushes send, kind by kind in one order on all ranks.
+        """Groups of several ranks in which updates and weight syncs send, kind by kind in one order on all ranks.
 
         Beside them Transformer Engine passes keys and values between pairs of ranks, with `cp` above 2.
         """

@@ -1,16 +1,16 @@
-"""`HiddenStateCollector`: hidden states of a step's answers from the policy's own forward, for engines without them.
+"""`HiddenStateCollector`: hidden states of a step's responses from the policy's own forward, for engines without them.
 
-Every answer that is trained on passes the policy with the weights that rolled it out: in the forward that scores it,
+Every response that is trained on passes the policy with the weights that rolled it out: in the forward that scores it,
 where log-probs are needed before the update (engines without them, several mini-batches), else in the update's. The
-first of these passes is read; none is made for it. Answers without a gradient pass neither, and are not collected.
+first of these passes is read; none is made for it. Responses without a gradient pass neither, and are not collected.
 
-    rows of chosen answers, by hooks -> host -> along the pipeline to the answer's owner -> its drafter's buffer
+    rows of chosen responses, by hooks -> host -> along the pipeline to the response's owner -> its drafter's buffer
       last stage: state behind the final norm
       every stage: outputs of its auxiliary layers
 
-All ranks of a replica know its answers, so they choose and share them out alike, without a message.
+All ranks of a replica know its responses, so they choose and share them out alike, without a message.
 
-Legend: L tokens of an answer with its prompt, T rows of a micro-batch, H hidden size, C columns: H of each auxiliary
+Legend: L tokens of a response with its prompt, T rows of a micro-batch, H hidden size, C columns: H of each auxiliary
 layer, ascending, and H of the final state.
 """
 
@@ -38,10 +38,10 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-_MIN_TOKENS = 2  # of an answer that is collected, as in the rollout engine
+_MIN_TOKENS = 2  # of a response that is collected, as in the rollout engine
 Key = tuple[int, int]  # prompt, sample
 Sink = Callable[[Sequence[HiddenStateSample], int], None]
-"""Gets this rank's answers of a step, and how many of its replica's exceeded the budget."""
+"""Gets this rank's responses of a step, and how many of its replica's exceeded the budget."""
 
 
 class HiddenStateCollector:
@@ -57,7 +57,7 @@ class HiddenStateCollector:
         layers: Sequence[int] = (),
         seed: int = 0,
     ):
-        """Hooks `module`. `sink` is called once a step. A step's answers of one rank take at most `budget_bytes` of
+        """Hooks `module`. `sink` is called once a step. A step's responses of one rank take at most `budget_bytes` of
         its host's memory on their way, in `dtype`; `layers`: auxiliary ones, from 0; `seed` chooses what stays.
         """
         config = module.config
@@ -65,7 +65,7 @@ class HiddenStateCollector:
         self._gathers = bool(config.sequence_parallel)
         self._copies = HostCopies(current_device())
         stages, hidden = groups.dims.pp, config.hidden_size
-        # A rank of the last stage holds the answers of its whole pipeline until they are sent.
+        # A rank of the last stage holds the responses of its whole pipeline until they are sent.
         self._budget = budget_bytes // stages
         self._row = hidden * (len(layers) + 1) * dtype.itemsize
         # The stage that computes each column's state.
@@ -77,7 +77,7 @@ class HiddenStateCollector:
         self._parts: dict[tuple[Key, int], HostCopy] = {}  # by column: what this rank has read
         self._places: list[tuple[Key, int, int]] = []  # rows of the forward under way that this rank reads
         self._whole: MicroBatch | None = None  # that micro-batch, if any rank of its stage reads some
-        # Ranks of one stage share its answers out; their places among the owners of a stage.
+        # Ranks of one stage share its responses out; their places among the owners of a stage.
         self._width = groups.dims.tp * groups.dims.cp
         self._place = groups.at.cp * groups.dims.tp + groups.at.tp
         self._version = self._left_out = 0
@@ -99,8 +99,8 @@ class HiddenStateCollector:
 
     @contextmanager
     def collecting(self, sequences: Sequence[TrainSequence], version: int) -> Iterator[None]:
-        """Around forwards of the weights of `version` over `sequences`, the replica's answers of a step: collects those
-        that no forward has passed yet, and emits them at the end. Collective over the replica.
+        """Around forwards of the weights of `version` over `sequences`, the replica's responses of a step: collects
+        those that no forward has passed yet, and emits them at the end. Collective over the replica.
         """
         new = [s for s in sequences if _key(s) not in self._seen and response_len(s) >= _MIN_TOKENS]
         self._seen, self._version = {_key(s) for s in sequences}, version
@@ -147,7 +147,7 @@ class HiddenStateCollector:
     # -- from the stages to the owners ------------------------------------------------------------------------
 
     def _exchanged(self) -> list[HiddenStateSample]:
-        """This rank's answers, their columns from all stages. Ranks of a pipeline send in one order, so none waits
+        """This rank's responses, their columns from all stages. Ranks of a pipeline send in one order, so none waits
         for ever.
         """
         samples = []
@@ -190,9 +190,10 @@ class HiddenStateCollector:
 def choose(
     sequences: Sequence[TrainSequence], num_owners: int, budget_bytes: int, row_bytes: int, seed: int
 ) -> list[tuple[TrainSequence, int]]:
-    """Answers that are collected, with their owners, who get about as many bytes each and at most `budget_bytes`.
+    """Responses that are collected, with their owners, who get about as many bytes each and at most `budget_bytes`.
 
-    Where that is short a random choice stays, a function of the seed and the answers' names: a fair sample of lengths.
+    Where that is short a random choice stays, a function of the seed and the responses' names: a fair sample of
+    lengths.
     """
 
     def place(sequence: TrainSequence) -> Any:

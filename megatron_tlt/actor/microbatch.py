@@ -7,7 +7,7 @@ A sequence feeds its first L - 1 tokens: the last one predicts nothing. Response
 row of token prompt_len - 1 + i. Only those N rows go through the LM head.
 
 Under context parallelism every sequence is padded to a multiple of 2 cp rows, and a rank has T / cp of the rows
-(`context_parallel.py`). Sequences, labels and segments stay whole, for the loss reads whole answers.
+(`context_parallel.py`). Sequences, labels and segments stay whole, for the loss reads whole responses.
 """
 
 from __future__ import annotations
@@ -190,19 +190,19 @@ def with_routing(batch: MicroBatch, replays: bool = False, loss_weight: float = 
     return replace(batch, routing=Routing(batch.rows_here(is_token), replays, loss_weight))
 
 
-def recorded_routes(batch: MicroBatch) -> Tensor | None:
+def recorded_routed_experts(batch: MicroBatch) -> Tensor | None:
     """The experts that were recorded for this rank's rows, [T / cp, L, k] int16, -1: unknown; None: for no row.
 
     L layers with experts, k chosen: hundreds of bytes a token, so they come to the device with their forward.
     """
-    recorded = [s.routes for s in batch.sequences if s.routes is not None]
+    recorded = [s.routed_experts for s in batch.sequences if s.routed_experts is not None]
     if not recorded:
         return None
     *starts, rows = batch.packing.starts
     ids = np.full((rows, *recorded[0].shape[1:]), -1, np.int16)
     for start, sequence in zip(starts, batch.sequences, strict=False):
-        if sequence.routes is not None:
-            ids[start : start + sequence.length - 1] = sequence.routes
+        if sequence.routed_experts is not None:
+            ids[start : start + sequence.length - 1] = sequence.routed_experts
     return batch.rows_here(ids)
 
 

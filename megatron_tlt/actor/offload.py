@@ -3,7 +3,7 @@
 Moments and fp32 master weights are copied to the host and their memory on the device is freed; gradient buffers are
 freed without a copy, for every update starts from zero. What is freed is the storage: tensors, and the views that
 megatron's distributed optimizer keeps of them, stay the same objects, and come back with the same bits. Weights stay
-on the device: scoring and pushes read them.
+on the device: scoring and weight syncs read them.
 
 On CPU the host is where the state lies anyway: gradient buffers are freed all the same, the rest moves elsewhere.
 """

@@ -54,7 +54,7 @@ def wrap_data_parallel(module: Any, config: DistributedDataParallelConfig) -> Di
 def gather_parameters(ddp: DistributedDataParallel) -> None:
     """Gathers weights of which the optimizer left the gathering to the next forward. Collective.
 
-    They are read next by a push, an export or a save, or by a forward that not every replica takes part in.
+    They are read next by a weight sync, an export or a save, or by a forward that not every replica takes part in.
     """
     if ddp.ddp_config.overlap_param_gather:
         with cpu_as_cuda():

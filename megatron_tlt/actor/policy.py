@@ -294,7 +294,7 @@ class MegatronPolicy:
     def collect_hidden_states(
         self, sink: Sink, budget_bytes: int, dtype: torch.dtype, layers: Sequence[int] = (), seed: int = 0
     ) -> None:
-        """From now on gives `sink` the hidden states of each step's answers that it passes; see
+        """From now on gives `sink` the hidden states of each step's responses that it passes; see
         `HiddenStateCollector`. Once.
         """
         assert self.model.collector is None

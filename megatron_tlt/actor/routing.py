@@ -41,7 +41,7 @@ class Routing:
     replays: bool = False  # whether a forward takes the experts that the sequences have recorded
     loss_weight: float = 0.0  # of a row in the auxiliary losses: 1 / rows of the whole update, 0: none
     found: dict[int, Tensor] = field(default_factory=dict)  # layer -> `Router` statistics [E + 3]
-    routes: Tensor | None = None  # of the forward under way: [R, L, k] integer, experts to take, -1: unknown
+    routed_experts: Tensor | None = None  # of the forward under way: [R, L, k] integer, experts to take, -1: unknown
 
 
 class Router(TopKRouter):
@@ -61,8 +61,8 @@ class Router(TopKRouter):
         logits = logits.view(-1, self.config.num_moe_experts)
         own = logits.detach().topk(self.topk, dim=-1).indices
         ids = own
-        if now.routes is not None:
-            forced = now.routes[:, self.place].long()
+        if now.routed_experts is not None:
+            forced = now.routed_experts[:, self.place].long()
             ids = torch.where(forced >= 0, forced, own)
         full = logits.softmax(-1)
         gates = full.gather(1, ids) if self.config.moe_router_pre_softmax else logits.gather(1, ids).softmax(-1)
@@ -79,8 +79,8 @@ class Router(TopKRouter):
         entropy = -torch.where(token, torch.special.xlogy(full, full).sum(-1), 0).sum()  # an index would wait for CUDA
         counts = (chosen & token[:, None]).sum(0)
         replayed = torch.zeros_like(token)
-        if now.routes is not None:
-            replayed = token & (now.routes[:, self.place] >= 0).all(-1)
+        if now.routed_experts is not None:
+            replayed = token & (now.routed_experts[:, self.place] >= 0).all(-1)
         other = (own.sort(-1).values != ids.sort(-1).values).any(-1) & replayed
         return torch.cat([counts.float(), torch.stack([entropy, replayed.sum().float(), other.sum().float()])])
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.actor.build import PolicyModel
-from megatron_tlt.actor.context_parallel import whole_answers
+from megatron_tlt.actor.context_parallel import whole_responses
 from megatron_tlt.actor.device import cpu_as_cuda
 from megatron_tlt.actor.logprob import VocabShard, token_statistics
 from megatron_tlt.actor.microbatch import MicroBatch
@@ -91,7 +91,7 @@ def _statistics(
     if batch.own is None:
         return found
     local = torch.stack([values for values in found if values is not None])
-    whole = whole_answers(local, batch.own, len(batch.labels), model.groups.cp)
+    whole = whole_responses(local, batch.own, len(batch.labels), model.groups.cp)
     return whole[0], whole[1] if with_entropy else None
 
 

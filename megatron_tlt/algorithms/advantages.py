@@ -42,9 +42,9 @@ def standardised(prompt_id: Ints, rewards: Floats, eps: float) -> Floats:
 
 
 def leave_one_out(prompt_id: Ints, rewards: Floats) -> Floats:
-    """Reward minus the mean of the *other* answers to the prompt, [N] (RLOO, 2402.14740, equation 7).
+    """Reward minus the mean of the *other* responses to the prompt, [N] (RLOO, 2402.14740, equation 7).
 
-    An answer alone in its group has no baseline and gets 0.
+    A response alone in its group has no baseline and gets 0.
     """
     mean, _, size = group_statistics(prompt_id, rewards)
     # r - (n * mean - r) / (n - 1) = (r - mean) * n / (n - 1)
@@ -72,7 +72,7 @@ def _group_range(group: Ints, rewards: Floats) -> tuple[Floats, Floats]:
 def whitened_rows(rewards: Floats, tokens: Ints, eps: float) -> Floats:
     """Rewards whitened over all tokens of the batch, [N]; row i counts `tokens[i]` times.
 
-    For REINFORCE++ (2501.03262, section 3) where every token of an answer has the answer's reward. Where all that
+    For REINFORCE++ (2501.03262, section 3) where every token of a response has the response's reward. Where all that
     count are equal their values are 0, to the bit.
     """
     total = tokens.sum()

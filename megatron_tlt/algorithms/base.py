@@ -1,7 +1,7 @@
 """What every algorithm shares: the step's table, the loss's inputs, clipping, KL, corrections, metrics.
 
 An algorithm's own file defines three things: how a reward becomes an advantage, how tokens are weighed within
-their answer, and what the sum is divided by. Legend: N samples of the step over all ranks, R response
+their response, and what the sum is divided by. Legend: N samples of the step over all ranks, R response
 tokens of one sample, T response tokens of one packed micro-batch.
 """
 
@@ -46,7 +46,7 @@ class RewardTable:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The response tokens of one packed micro-batch, flat; answers are whole, never split over micro-batches.
+    """The response tokens of one packed micro-batch, flat; responses are whole, never split over micro-batches.
 
     Rows with mask 0 may hold anything (also inf and NaN) and count for nothing.
     """
@@ -58,8 +58,8 @@ class LossInputs:
     entropy: Tensor | None  # [T]
     advantages: Tensor  # [T]
     mask: Tensor  # [T], 1 or 0
-    weights: Tensor  # [T], `TrainSequence.weight` of the token's answer
-    segments: Tensor  # int64 [T], which answer a token belongs to
+    weights: Tensor  # [T], `TrainSequence.weight` of the token's response
+    segments: Tensor  # int64 [T], which response a token belongs to
     num_segments: int
 
     def cleaned(self) -> LossInputs:
@@ -91,11 +91,11 @@ class Algorithm(ABC):
 
     @abstractmethod
     def token_weight(self, length: int) -> float:
-        """Factor of every token's loss in an answer of `length` > 0 tokens."""
+        """Factor of every token's loss in a response of `length` > 0 tokens."""
 
     @abstractmethod
     def divisor(self, lengths: Ints) -> float:
-        """What the loss sum over answers of these lengths is divided by."""
+        """What the loss sum over responses of these lengths is divided by."""
 
     def pooled(self, values: Tensor, inputs: LossInputs) -> Tensor:
         """[T] log-ratios as the importance ratio sees them: by token, unless overridden. Differentiable."""
@@ -115,16 +115,16 @@ class Algorithm(ABC):
 
     @property
     def zero_advantage_has_no_gradient(self) -> bool:
-        """Whether an answer's loss is made of its advantages only: no KL in the loss, no entropy bonus."""
+        """Whether a response's loss is made of its advantages only: no KL in the loss, no entropy bonus."""
         return not self.config.entropy_coef and (not self.needs_reference or self.needs_token_kl)
 
     def shaped(self, group: SampleGroup) -> list[float]:
-        """Rewards of a group, minus the penalty on overlong answers (DAPO, 2503.14476, equation 13). Pure."""
+        """Rewards of a group, minus the penalty on overlong responses (DAPO, 2503.14476, equation 13). Pure."""
         pairs = zip(group.rewards, group.samples, strict=True)
         return [reward.value - self.overlong(len(sample.token_ids)) for reward, sample in pairs]
 
     def overlong(self, length: int) -> float:
-        """Penalty >= 0 on an answer of `length` tokens: 0 up to max_tokens - buffer, then growing."""
+        """Penalty >= 0 on a response of `length` tokens: 0 up to max_tokens - buffer, then growing."""
         buffer = self.config.overlong_buffer
         if not buffer:
             return 0.0

@@ -22,7 +22,7 @@ class Dapo(Algorithm):
         return standardised(table.prompt_id, rewards, self.config.advantage_eps)
 
     def token_weight(self, length: int) -> float:
-        """Every token weighs the same, so a long answer weighs more than a short one."""
+        """Every token weighs the same, so a long response weighs more than a short one."""
         return 1.0
 
     def divisor(self, lengths: Ints) -> float:

@@ -7,7 +7,7 @@ from megatron_tlt.algorithms.base import Algorithm, RewardTable
 
 
 class DrGrpo(Algorithm):
-    """GRPO done right: no division by the group's deviation, none by the answer's own length."""
+    """GRPO done right: no division by the group's deviation, none by the response's own length."""
 
     def row_advantages(self, table: RewardTable, rewards: Floats) -> Floats:
         """r - mean of the group."""
@@ -18,5 +18,5 @@ class DrGrpo(Algorithm):
         return 1.0
 
     def divisor(self, lengths: Ints) -> float:
-        """Answers times the generation budget: a constant, so no answer gains by being long or short."""
+        """Responses times the generation budget: a constant, so no response gains by being long or short."""
         return float(len(lengths) * self.max_tokens)

@@ -1,4 +1,4 @@
-"""GRPO: group-standardised rewards, mean over an answer's tokens, then over answers (2402.03300, eq. 3)."""
+"""GRPO: group-standardised rewards, mean over a response's tokens, then over responses (2402.03300, eq. 3)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Grpo(Algorithm):
         return standardised(table.prompt_id, rewards, self.config.advantage_eps)
 
     def token_weight(self, length: int) -> float:
-        """Every answer weighs the same, however long."""
+        """Every response weighs the same, however long."""
         return 1.0 / length
 
     def divisor(self, lengths: Ints) -> float:
-        """Answers."""
+        """Responses."""
         return float(len(lengths))

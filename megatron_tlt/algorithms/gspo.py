@@ -1,4 +1,4 @@
-"""GSPO: importance ratio and clipping of whole answers (2507.18071, equations 5 to 7). Legend: T tokens."""
+"""GSPO: importance ratio and clipping of whole responses (2507.18071, equations 5 to 7). Legend: T tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_tlt.algorithms.base import Algorithm, LossInputs, RewardTable
 class Gspo(Algorithm):
     """Group sequence policy optimisation.
 
-    Every token carries its answer's ratio and the weight 1/R, so the sum over an answer's tokens is the
-    answer's single term. The engine/actor correction is taken over the answer in the same way.
+    Every token carries its response's ratio and the weight 1/R, so the sum over a response's tokens is the
+    response's single term. The engine/actor correction is taken over the response in the same way.
     """
 
     default_clip: ClassVar[tuple[float, float]] = (3e-4, 4e-4)
@@ -24,15 +24,15 @@ class Gspo(Algorithm):
         return standardised(table.prompt_id, rewards, self.config.advantage_eps)
 
     def token_weight(self, length: int) -> float:
-        """An answer's tokens share one term."""
+        """A response's tokens share one term."""
         return 1.0 / length
 
     def divisor(self, lengths: Ints) -> float:
-        """Answers."""
+        """Responses."""
         return float(len(lengths))
 
     def pooled(self, values: Tensor, inputs: LossInputs) -> Tensor:
-        """[T] mean over the unmasked tokens of the same answer: log of equation 7. Differentiable."""
+        """[T] mean over the unmasked tokens of the same response: log of equation 7. Differentiable."""
         empty = values.new_zeros(inputs.num_segments)
         mask = inputs.mask.to(values.dtype)
         sums = empty.index_add(0, inputs.segments, values * mask)

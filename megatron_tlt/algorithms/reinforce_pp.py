@@ -1,7 +1,7 @@
 """REINFORCE++: no groups; advantages are whitened over all tokens of the batch (2501.03262, section 3).
 
-With `kl_in: reward` the return of token t is the answer's reward minus `kl_coef` times the KL (k1) of
-tokens t and later, so advantages differ within an answer. Legend: R response tokens.
+With `kl_in: reward` the return of token t is the response's reward minus `kl_coef` times the KL (k1) of
+tokens t and later, so advantages differ within a response. Legend: R response tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What both backends do alike: versions of the served weights, and the history of earlier answers."""
+"""What both backends do alike: versions of the served weights, and the history of earlier responses."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.models.config import ModelConfig
-    from megatron_tlt.rollout.spec.history import AnswerHistory
+    from megatron_tlt.rollout.spec.history import ResponseHistory
     from megatron_tlt.sync.served_weights import ServedWeights
-    from megatron_tlt.types import PastAnswer, Prompt
+    from megatron_tlt.types import PastResponse, Prompt
 
 
 def end_tokens(policy: ModelConfig, tokenizer: HFTokenizer | None) -> list[int]:
-    """The tokens that end an answer, of the model and of the tokenizer."""
+    """The tokens that end a response, of the model and of the tokenizer."""
     return sorted({*policy.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())})
 
 
 class BaseBackend:
     """Versions, checksums and history of a `RolloutBackend`."""
 
-    def __init__(self, weights: ServedWeights, history: AnswerHistory | None, longest_first: bool):
-        """`history` keeps earlier answers; `longest_first` starts prompts whose earlier answers were long first."""
+    def __init__(self, weights: ServedWeights, history: ResponseHistory | None, longest_first: bool):
+        """`history` keeps earlier responses; `longest_first` starts prompts whose earlier responses were long first."""
         self._weights, self._history, self._longest_first = weights, history, longest_first
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights that answer now; -1 before there are any."""
+        """The version of the weights that generate now; -1 before there are any."""
         return self._weights.version
 
     @property
@@ -36,18 +36,18 @@ class BaseBackend:
         return self._weights.drafter_version
 
     def weight_checksums(self) -> dict[str, int]:
-        """CRC-32 of every tensor as received in the last push; empty unless the backend keeps them."""
+        """CRC-32 of every tensor as received in the last weight sync; empty unless the backend keeps them."""
         return dict(self._weights.checksums)
 
     @property
-    def history_answers(self) -> int | None:
-        """Answers of a question whose tokens `remember` keeps; 0: lengths only; None: it has no use."""
-        return None if self._history is None else self._history.most_answers
+    def history_responses(self) -> int | None:
+        """Responses of a prompt whose tokens `remember` keeps; 0: lengths only; None: it has no use."""
+        return None if self._history is None else self._history.most_responses
 
-    def remember(self, answers: Sequence[PastAnswer]) -> None:
-        """Keeps scored answers for later visits of their questions. Ranks of one engine must pass the same."""
+    def remember(self, responses: Sequence[PastResponse]) -> None:
+        """Keeps scored responses for later epochs of their prompts. Ranks of one engine must pass the same."""
         if self._history is not None:
-            self._history.remember(answers)
+            self._history.remember(responses)
 
     def state_dict(self) -> dict[str, Any]:
         """The history, JSON-able: lengths decide the order of prompts, which a resumed run must repeat."""
@@ -59,7 +59,7 @@ class BaseBackend:
             self._history.load_state_dict(state["history"])
 
     def _ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """`prompts` in the order in which they start; it cannot change a keyed answer (docs/numerics.md)."""
+        """`prompts` in the order in which they start; it cannot change a keyed response (docs/numerics.md)."""
         if self._history is None or not self._longest_first:
             return list(prompts)
         return self._history.longest_first(prompts)

@@ -12,7 +12,7 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.errors import ConfigError, ConfigProblem
-from megatron_tlt.models.base import DTYPES, empty_routes
+from megatron_tlt.models.base import DTYPES, empty_routed_experts
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle, sample_kernel
 from megatron_tlt.models.loader import iter_weights
@@ -22,7 +22,7 @@ from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.rollout.paged_hidden_states import page_bytes
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.spec.build import Drafting
-from megatron_tlt.rollout.spec.history import AnswerHistory
+from megatron_tlt.rollout.spec.history import ResponseHistory
 from megatron_tlt.sync.served_weights import NO_WEIGHTS, ServedWeights
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def build_backend(
 
     `drafter`: a trained drafter, instead of that in `rollout.speculation.drafter_path`.
     All ranks of the tensor-parallel group `tp` (of `rollout.tp` ranks) call this together; `local_ranks` ranks
-    share this machine's memory. With `sync.verify` it keeps checksums. `keep_layers`: states of answers will
+    share this machine's memory. With `sync.verify` it keeps checksums. `keep_layers`: states of responses will
     be collected, of these layers (a drafter's own) and the final one, so the cache leaves room for them.
     `kv_cache_bytes`: the cache of the memory plan, by default `rollout.kv_cache_mib`. Raises ConfigError,
     CheckpointError or BackendError.
@@ -129,21 +129,21 @@ def _graphs(rollout: RolloutSection, decoder: Decoder) -> GraphBudget | None:
     return GraphBudget(decoder, rollout.graph_memory_mib << 20, rollout.verify_rows, section.rows_each)
 
 
-def _history(rollout: RolloutSection) -> AnswerHistory | None:
-    """Earlier answers, for the suffix drafter and the order of prompts; None where neither is configured."""
+def _history(rollout: RolloutSection) -> ResponseHistory | None:
+    """Earlier responses, for the suffix drafter and the order of prompts; None where neither is configured."""
     section = rollout.speculation.suffix
     is_read = rollout.speculation.uses_suffix and section.history_epochs > 0
     if not is_read and rollout.order == "arrival":
         return None
-    answers = section.history_answers if is_read else 0  # the order of prompts needs lengths only
-    return AnswerHistory(max(1, section.history_epochs), answers, section.history_mib)
+    responses = section.history_responses if is_read else 0  # the order of prompts needs lengths only
+    return ResponseHistory(max(1, section.history_epochs), responses, section.history_mib)
 
 
 def _block_bytes(size: int, decoder: Decoder, eagle: EagleDecoder | None, keep_hidden_states: bool) -> int:
     """Memory of one block: the policy's cache, the drafter's, the hidden states that it reads or that are kept, and the
     tokens' experts (well under 1 %, whether or not they are recorded).
     """
-    total = decoder.kv_bytes_per_block(size) + empty_routes(size, decoder.config).nbytes
+    total = decoder.kv_bytes_per_block(size) + empty_routed_experts(size, decoder.config).nbytes
     if eagle is not None:
         total += eagle.kv_bytes_per_block(size)
     if eagle is not None or keep_hidden_states:

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import ProgressCallback
     from megatron_tlt.rollout.engine import Engine
     from megatron_tlt.rollout.request import Request
-    from megatron_tlt.rollout.spec.history import AnswerHistory
+    from megatron_tlt.rollout.spec.history import ResponseHistory
     from megatron_tlt.sync.served_weights import ServedWeights
 
-_SHOWN_TOKENS = 1000  # of an answer, in `drafts_of`
+_SHOWN_TOKENS = 1000  # of a response, in `drafts_of`
 
 
 class EmbeddedBackend(BaseBackend):
-    """A `RolloutBackend` around one `Engine`. A push of weights is all or nothing (`sync.served_weights`)."""
+    """A `RolloutBackend` around one `Engine`. A weight sync of weights is all or nothing (`sync.served_weights`)."""
 
     capabilities = CAPABILITIES["embedded"]
 
@@ -43,13 +43,13 @@ class EmbeddedBackend(BaseBackend):
         self,
         engine: Engine,
         weights: ServedWeights,
-        history: AnswerHistory | None = None,
+        history: ResponseHistory | None = None,
         longest_first: bool = False,
         release_cache: bool = False,
     ):
-        """Without a version of `weights` the engine refuses to answer until a push has arrived.
+        """Without a version of `weights` the engine refuses to generate until a weight sync has arrived.
 
-        `history` keeps earlier answers; `longest_first` starts prompts whose earlier answers were long before the
+        `history` keeps earlier responses; `longest_first` starts prompts whose earlier responses were long before the
         others. `release_cache` gives the cache's memory back whenever no rollout runs.
         """
         super().__init__(weights, history, longest_first)
@@ -73,13 +73,13 @@ class EmbeddedBackend(BaseBackend):
         num_samples: int,
         on_progress: ProgressCallback | None = None,
         have: Iterable[tuple[int, int]] = (),
-        on_answer: Callable[[Sample], None] | None = None,
+        on_response: Callable[[Sample], None] | None = None,
         goes_on: bool = False,
     ) -> list[Sample]:
         """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`.
 
-        Those in `have` are neither made nor returned; ranks of one engine must pass the same. `on_answer` gets each
-        answer as soon as it is finished. What `withdraw` takes meanwhile is not returned. `goes_on`: this
+        Those in `have` are neither made nor returned; ranks of one engine must pass the same. `on_response` gets each
+        response as soon as it is finished. What `withdraw` takes meanwhile is not returned. `goes_on`: this
         call continues the `generate` before it, whose drafts `drafts_of` still returns.
         """
         engine = self.engine
@@ -92,8 +92,8 @@ class EmbeddedBackend(BaseBackend):
 
         def take(request: Request) -> None:
             samples.append(self._sample(request))
-            if on_answer is not None:
-                on_answer(samples[-1])
+            if on_response is not None:
+                on_response(samples[-1])
 
         self.resume()
         if self._traced_prompts and engine.speculator is not None and not goes_on:
@@ -130,7 +130,7 @@ class EmbeddedBackend(BaseBackend):
         self.engine.resume()
 
     def running_lengths(self) -> np.ndarray:
-        """Tokens that each running answer has so far, int32 [B]."""
+        """Tokens that each running response has so far, int32 [B]."""
         rows = self.engine.scheduler.rows
         return rows.output_len[: rows.num_rows].copy()
 
@@ -163,28 +163,28 @@ class EmbeddedBackend(BaseBackend):
     def withdraw(self, count: int) -> list[tuple[int, int]]:
         """Takes up to `count` requests that have not begun out of a `generate` under way: (prompt_id, sample_index).
 
-        To be called by its `on_progress`, with one rank an engine. Any engine gives them the same answers.
+        To be called by its `on_progress`, with one rank an engine. Any engine gives them the same responses.
         """
         return [(r.prompt_id, r.sample_index) for r in self.engine.withdraw(count)]
 
     def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
-        """From now on calls `sink` with the hidden states of every finished answer; None: collects none.
+        """From now on calls `sink` with the hidden states of every finished response; None: collects none.
 
         Only without live requests.
         """
         collector = None if sink is None else HiddenStateCollector(sink, lambda: self._weights.version)
         self.engine.collect_hidden_states(collector)
 
-    def record_routes(self) -> None:
-        """From now on samples have `routes`. Only without live requests, with a model that has experts."""
-        self.engine.record_routes()
+    def record_routed_experts(self) -> None:
+        """From now on samples have `routed_experts`. Only without live requests, with a model that has experts."""
+        self.engine.record_routed_experts()
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
         """See `RolloutBackend.lookup_tables`."""
         return self.engine.runner.decoder.lookup_tables()
 
     def state_dict(self) -> dict[str, Any]:
-        """What speculation has learned and how long answers were, JSON-able. It changes the engine's speed only, and
+        """What speculation has learned and how long responses were, JSON-able. It changes the engine's speed only, and
         the order of prompts, which a resumed run must repeat (docs/numerics.md says what depends on it).
         """
         speculator = self.engine.speculator
@@ -198,20 +198,20 @@ class EmbeddedBackend(BaseBackend):
             speculator.load_state_dict(state)
 
     def begin_update(self, version: int) -> None:
-        """Opens a push of `version`; one that was open and never finished is given up."""
+        """Opens a weight sync of `version`; one that was open and never finished is given up."""
         assert self.engine.is_idle, "weights change only between rollouts"
         self._weights.begin(version)
 
     def update_weights(self, bucket: WeightBucket) -> None:
-        """Loads some tensors of the open push. Raises SyncError on a wrong version, name or shape."""
+        """Loads some tensors of the open weight sync. Raises SyncError on a wrong version, name or shape."""
         tensors = self._weights.accept(bucket)
         self.engine.runner.decoder.load_weights(tensors, partial=True)
         if self._weights.keep_checksums:
             self._weights.open_checksums |= {name: checksum(tensor) for name, tensor in tensors}
 
     def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Loads the drafter's tensors into the open push. Raises SyncError if none is open, there is no trained drafter
-        in this engine, or tensors are not its own.
+        """Loads the drafter's tensors into the open weight sync. Raises SyncError if none is open, there is no trained
+        drafter in this engine, or tensors are not its own.
         """
         self._weights.require_open(f"a drafter of version {version}")
         speculator = self.engine.speculator
@@ -224,7 +224,7 @@ class EmbeddedBackend(BaseBackend):
         self._weights.accept_drafter(version)
 
     def finish_update(self) -> None:
-        """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
+        """Closes the weight sync; the engine serves the new version. Raises SyncError if a tensor has not come."""
         self._weights.commit()
 
     def take_stats(self) -> EngineStats:
@@ -244,7 +244,7 @@ class EmbeddedBackend(BaseBackend):
         self._traced_prompts = num_prompts
 
     def drafts_of(self, sample: Sample) -> dict[str, Any] | None:
-        """What was drafted for an answer of the last `generate`, as `observe.rollouts` writes it; None: not known."""
+        """What was drafted for a response of the last `generate`, as `observe.rollouts` writes it; None: not known."""
         speculator = self.engine.speculator
         if speculator is None or speculator.trace is None:
             return None
@@ -267,5 +267,5 @@ class EmbeddedBackend(BaseBackend):
             text=self.engine.text_of(request),
             finish_reason=request.finish_reason,
             policy_version=self._weights.version,
-            routes=request.routes,
+            routed_experts=request.routed_experts,
         )

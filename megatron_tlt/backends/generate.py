@@ -1,4 +1,4 @@
-"""`megatron-tlt generate`: JSONL prompts in, JSONL answers and a JSON report out."""
+"""`megatron-tlt generate`: JSONL prompts in, JSONL responses and a JSON report out."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def generate_file(
     device: torch.device | str = "cpu",
     tp: TensorParallel | None = None,
 ) -> EngineStats:
-    """Answers every line of `in_jsonl`, `n` times each, and writes `out_jsonl` at the end, whole.
+    """Responses every line of `in_jsonl`, `n` times each, and writes `out_jsonl` at the end, whole.
 
     Input lines: {"prompt": text} or {"token_ids": [ids]}. Output lines, by prompt and sample: prompt_index,
     sample_index, text, token_ids, finish_reason and, with `logprobs`, logprobs. The prompt's index is its id in the
@@ -84,7 +84,7 @@ def generate_file(
         samples = backend.generate(prompts, params, n)
         stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
         if tp is None or tp.rank == 0:
-            write_atomically(out_jsonl, answer_lines(samples, logprobs))
+            write_atomically(out_jsonl, response_lines(samples, logprobs))
             if stats_path is not None:
                 write_atomically(stats_path, [stats_report(stats, backend)])
     finally:
@@ -93,7 +93,7 @@ def generate_file(
 
 
 def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: Path) -> int:
-    """Tokens of the longest prompt and its answer. Raises DataError, ConfigError if the model has fewer positions."""
+    """Tokens of the longest prompt and its response. Raises DataError, ConfigError if the model has fewer positions."""
     limit = ModelConfig.from_hf(model_dir).max_position_embeddings
     longest = max(prompts, key=lambda p: len(p.token_ids))
     count = len(longest.token_ids)
@@ -102,7 +102,7 @@ def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: Path)
         raise DataError(f"{longest.dataset_id}: {count} tokens, but the model has {limit} positions")
     if params.max_tokens > room:
         allowed = (
-            f"at most {room}: the longest prompt and its answer must fit in the model's {limit} positions"
+            f"at most {room}: the longest prompt and its response must fit in the model's {limit} positions"
         )
         raise ConfigError.of("max_tokens", params.max_tokens, allowed)
     return count + params.max_tokens
@@ -131,7 +131,7 @@ def read_prompts(path: Path, tokenizer: HFTokenizer | None, chat: bool) -> list[
     return prompts
 
 
-def answer_lines(samples: Sequence[Sample], with_logprobs: bool) -> Iterator[str]:
+def response_lines(samples: Sequence[Sample], with_logprobs: bool) -> Iterator[str]:
     """One JSON object a sample."""
     for sample in samples:
         record: dict[str, Any] = {

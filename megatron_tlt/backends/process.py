@@ -82,7 +82,7 @@ class EngineProcess:
         file, name = tempfile.mkstemp(prefix="tlt-", suffix=".log")  # not in shared memory: a log grows
         os.close(file)
         self._log = Path(name)
-        self.answers: list[Message] = []  # came while a reply was waited for
+        self.responses: list[Message] = []  # came while a reply was waited for
         self._received = bytearray()
         self._calls = 0
         self._has_engine = False
@@ -177,7 +177,7 @@ class EngineProcess:
                 self._socket.settimeout(_TICK_S)
 
     def call(self, kind: str, *, patience: float | None = None, **fields: Any) -> Message:
-        """Sends a request and waits for its reply; answers that come meanwhile are kept in `answers`.
+        """Sends a request and waits for its reply; responses that come meanwhile are kept in `responses`.
 
         `patience`: seconds without a heartbeat in place of the section's `silence_s`. Raises BackendError.
         """
@@ -186,8 +186,8 @@ class EngineProcess:
         self.send({"type": kind, "call": number, **fields})
         while True:
             message = self._next(patience)
-            if message["type"] == "answer":
-                self.answers.append(message)
+            if message["type"] == "response":
+                self.responses.append(message)
             elif message["type"] == "reply" and message.get("call") == number:
                 return message
             elif message["type"] in ("reply", "error") and 0 < int(message.get("call") or 0) < number:
@@ -197,13 +197,13 @@ class EngineProcess:
             else:
                 raise self.failure(f"sent {message['type']!r} while {kind} {number} was waited for")
 
-    def next_answer(self) -> Message:
-        """The next answer, or a heartbeat between answers. Raises BackendError."""
-        if self.answers:
-            return self.answers.pop(0)
+    def next_response(self) -> Message:
+        """The next response, or a heartbeat between responses. Raises BackendError."""
+        if self.responses:
+            return self.responses.pop(0)
         message = self._next(None, beats=True)
-        if message["type"] not in ("answer", "beat"):
-            raise self.failure(f"sent {message['type']!r} while answers were waited for")
+        if message["type"] not in ("response", "beat"):
+            raise self.failure(f"sent {message['type']!r} while responses were waited for")
         return message
 
     def _next(self, patience: float | None, beats: bool = False) -> Message:

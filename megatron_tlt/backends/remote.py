@@ -25,7 +25,7 @@ from megatron_tlt.errors import BackendError, SyncError, shortened
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD
 from megatron_tlt.models.keys import request_key
-from megatron_tlt.rollout.spec.history import AnswerHistory
+from megatron_tlt.rollout.spec.history import ResponseHistory
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import (
     BackendCapabilities,
@@ -66,20 +66,20 @@ class RemoteBackend(BaseBackend):
         tokenizer: HFTokenizer | None = None,
         keeps_tables: bool = False,
     ):
-        """`process` has a started engine. Without weights it refuses to answer until a push has arrived.
+        """`process` has a started engine. Without weights it refuses to generate until a weight sync has arrived.
 
-        `max_context`: tokens of the longest prompt and answer. `drafter_names`: the tensors that the drafter was
+        `max_context`: tokens of the longest prompt and response. `drafter_names`: the tensors that the drafter was
         started with. `keeps_tables`: `lookup_tables` will be read.
         """
         longest_first = rollout.order == "longest_first"
-        super().__init__(weights, AnswerHistory(1, 0, _HISTORY_MIB) if longest_first else None, longest_first)
+        super().__init__(weights, ResponseHistory(1, 0, _HISTORY_MIB) if longest_first else None, longest_first)
         self._process: EngineProcess | None = process
         self._tokenizer, self._rollout = tokenizer, rollout
         self._max_context, self._eos_token_ids = max_context, tuple(eos_token_ids)
         self._drafter_names, self._keeps_tables = drafter_names, keeps_tables
         self._tables: dict[str, Tensor] = {}
         self._name = process.launch.name
-        self._next_drafter: tuple[Mapping[str, Tensor], int] | None = None  # of the open push
+        self._next_drafter: tuple[Mapping[str, Tensor], int] | None = None  # of the open weight sync
         self._requests = 0
         # Of the generate under way: what waits, in the order in which it starts, and what the engine has.
         self._queue: deque[tuple[Prompt, int]] = deque()
@@ -105,10 +105,10 @@ class RemoteBackend(BaseBackend):
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
         """Sampling arguments of a request, as plain data. Raises BackendError."""
 
-    def _drop_answer(self, message: Mapping[str, Any]) -> None:
-        """Removes what lies beside an answer that will not be read."""
+    def _drop_response(self, message: Mapping[str, Any]) -> None:
+        """Removes what lies beside a response that will not be read."""
 
-    # -- answers ----------------------------------------------------------------------------------------------
+    # -- responses ----------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -117,12 +117,12 @@ class RemoteBackend(BaseBackend):
         num_samples: int,
         on_progress: ProgressCallback | None = None,
         have: Iterable[tuple[int, int]] = (),
-        on_answer: Callable[[Sample], None] | None = None,
+        on_response: Callable[[Sample], None] | None = None,
         goes_on: bool = False,
     ) -> list[Sample]:
         """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`.
 
-        Those in `have` are neither made nor returned. `on_answer` gets each answer as soon as it is finished.
+        Those in `have` are neither made nor returned. `on_response` gets each response as soon as it is finished.
         `Sample.logprobs` is empty: see `BackendCapabilities.logprobs`.
         """
         self._must_serve(prompts, params)
@@ -135,8 +135,8 @@ class RemoteBackend(BaseBackend):
         self._queue.extend((prompt, i) for prompt, i in wanted if (prompt.prompt_id, i) not in without)
         try:
             self._fill()
-            samples = self._collect(started, on_progress, on_answer)
-        except BaseException:  # also an interrupt: what runs must not run on, or answer the next call
+            samples = self._collect(started, on_progress, on_response)
+        except BaseException:  # also an interrupt: what runs must not run on, or response the next call
             self._abandon()
             raise
         self._stats.seconds += time.perf_counter() - started
@@ -147,10 +147,10 @@ class RemoteBackend(BaseBackend):
         return samples
 
     def _after_generate(self) -> None:
-        """Called after the last answer."""
+        """Called after the last response."""
 
     def _must_serve(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        """Raises BackendError for a request that cannot be answered now, or not with these parameters."""
+        """Raises BackendError for a request that cannot be served now, or not with these parameters."""
         assert self.process
         self._weights.check_ready()
         if params.stop and not self.capabilities.stop_strings:
@@ -160,7 +160,7 @@ class RemoteBackend(BaseBackend):
             total = len(prompt.token_ids) + params.max_tokens
             if total > most:
                 raise BackendError(
-                    f"prompt {prompt.prompt_id}: prompt and answer of {total} tokens exceed the context of {most}"
+                    f"prompt {prompt.prompt_id}: prompt and response of {total} tokens exceed the context of {most}"
                 )
 
     def _fill(self) -> None:
@@ -180,27 +180,27 @@ class RemoteBackend(BaseBackend):
             self.process.send({"type": "submit", **request})
 
     def _collect(
-        self, started: float, on_progress: ProgressCallback | None, on_answer: Callable[[Sample], None] | None
+        self, started: float, on_progress: ProgressCallback | None, on_response: Callable[[Sample], None] | None
     ) -> list[Sample]:
         """Waits until nothing is queued or in flight by our own count."""
         samples: list[Sample] = []
         tokens = idle_beats = 0
         self._stats.started = self._stats.started or started
         while self._pending:
-            message = self.process.next_answer()
-            if message["type"] == "answer":
+            message = self.process.next_response()
+            if message["type"] == "response":
                 idle_beats = 0
-                samples.append(self._take_answer(message))
+                samples.append(self._take_response(message))
                 tokens += len(samples[-1].token_ids)
                 self._stats.generated_tokens += len(samples[-1].token_ids)
                 self._fill()
-                if on_answer is not None:
-                    on_answer(samples[-1])
+                if on_response is not None:
+                    on_response(samples[-1])
             else:
                 has_none = message.get("in_flight") == 0 and message.get("last_request") == self._requests
                 idle_beats = idle_beats + 1 if has_none else 0
-                if idle_beats > 1:  # an answer may be on its way during one
-                    raise self.process.failure(f"has no requests, but {len(self._pending)} wait for answers")
+                if idle_beats > 1:  # a response may be on its way during one
+                    raise self.process.failure(f"has no requests, but {len(self._pending)} wait for responses")
                 self._lengths = np.array(message.get("lengths", ()), np.int32)
             running = min(len(self._pending), self._rollout.max_running_requests)
             self._stats.running_curve.append((time.perf_counter() - started, running))
@@ -208,12 +208,12 @@ class RemoteBackend(BaseBackend):
                 on_progress(running, len(self._queue) + len(self._pending) - running, tokens)
         return samples
 
-    def _take_answer(self, message: Mapping[str, Any]) -> Sample:
+    def _take_response(self, message: Mapping[str, Any]) -> Sample:
         key = self._pending.pop(message["id"], None)
         if key is None:
-            raise self.process.failure(f"answered request {message['id']}, which was not submitted")
+            raise self.process.failure(f"sent a response to request {message['id']}, which was not submitted")
         if "error" in message:
-            raise BackendError(f"{self._name} could not answer prompt {key[0]}: {message['error']}")
+            raise BackendError(f"{self._name} could not generate a response to prompt {key[0]}: {message['error']}")
         token_ids, reason = list(message["token_ids"]), _REASONS.get(str(message["finish_reason"]))
         if reason is None:
             raise BackendError(f"prompt {key[0]}: unknown finish reason {message['finish_reason']!r}")
@@ -228,7 +228,7 @@ class RemoteBackend(BaseBackend):
         return Sample(key[0], key[1], token_ids, [], text, reason, self._weights.version)
 
     def _abandon(self) -> None:
-        """Drops the queue and what is in flight: the engine answers all of it before its reply to `abort`."""
+        """Drops the queue and what is in flight: the engine responses all of it before its reply to `abort`."""
         self._queue.clear()
         try:
             if self._pending and self.process.is_alive:
@@ -236,12 +236,13 @@ class RemoteBackend(BaseBackend):
         except BackendError as error:
             logger.warning("after an interrupted rollout: %s", error)
         self._pending.clear()
-        for message in self.process.answers:
-            self._drop_answer(message)
-        self.process.answers.clear()
+        for message in self.process.responses:
+            self._drop_response(message)
+        self.process.responses.clear()
 
     def running_lengths(self) -> np.ndarray:
-        """Tokens that each running answer had at the last heartbeat, int32 [B]; none where the engine reports none."""
+        """Tokens that each running response had at the last heartbeat, int32 [B]; none where the engine reports
+        none."""
         return self._lengths
 
     def release(self) -> None:
@@ -250,16 +251,17 @@ class RemoteBackend(BaseBackend):
     def resume(self) -> None:
         """Allocates the KV cache's memory again, after a `release`."""
 
-    # -- pushes -----------------------------------------------------------------------------------------------
+    # -- weight syncs -----------------------------------------------------------------------------------------------
 
     def begin_update(self, version: int) -> None:
-        """Opens a push of `version`; one that was open and never finished is given up."""
+        """Opens a weight sync of `version`; one that was open and never finished is given up."""
         self._weights.begin(version)
         self._next_drafter = None
         self.process.call("begin_update")
 
     def update_weights(self, bucket: WeightBucket) -> None:
-        """Sends some tensors of the open push. Raises SyncError on a wrong version, name or shape, BackendError."""
+        """Sends some tensors of the open weight sync. Raises SyncError on a wrong version, name or shape,
+        BackendError."""
         tensors = self._weights.accept(bucket)
         if tensors:
             self._weights.open_checksums |= self._send("weights", tensors)
@@ -271,14 +273,15 @@ class RemoteBackend(BaseBackend):
                     self._tables[name].copy_(tensor.detach())
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
-        """Copies of embedding and LM head [V, H], made at the push. Raises BackendError where none were to be kept."""
+        """Copies of embedding and LM head [V, H], made at the weight sync. Raises BackendError where none were to be
+        kept."""
         if EMBED not in self._tables:
             raise BackendError("this engine was started for a run without drafter training: no tables were kept")
         return self._tables[EMBED], self._tables.get(HEAD, self._tables[EMBED])
 
     def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Takes the drafter's tensors into the open push; `finish_update` sends them, behind the policy whose embedding
-        the drafter shares. Raises SyncError.
+        """Takes the drafter's tensors into the open weight sync; `finish_update` sends them, behind the policy whose
+        embedding the drafter shares. Raises SyncError.
 
         They are exactly those it was started with: a head or embedding beside them would overwrite the policy's.
         """
@@ -297,8 +300,8 @@ class RemoteBackend(BaseBackend):
             )
 
     def finish_update(self) -> None:
-        """Closes the push; the engine serves the new version. Raises SyncError if a tensor has not come."""
-        drafter, self._next_drafter = self._next_drafter, None  # a copy that must not outlive the push
+        """Closes the weight sync; the engine serves the new version. Raises SyncError if a tensor has not come."""
+        drafter, self._next_drafter = self._next_drafter, None  # a copy that must not outlive the weight sync
         self._weights.require_complete()
         self.process.call("finish_update")
         if drafter is not None:

@@ -5,18 +5,18 @@ client: when it disconnects, this process ends. A message is a line of JSON, a m
 value is `{"$bytes": its hexadecimal digits}`); nothing that arrives is ever executed, which is why it is not pickle.
 `tensors`: see `entries.py`.
 
-| from the client | answer |
+| from the client | response |
 |---|---|
 | start(llm, ...), after this side's hello(engine, pid) | reply, once the engine stands; this may take minutes |
-| submit(id, key, prompt_id, token_ids, params) | one answer(id, token_ids, finish_reason or error), in any order |
-| abort() | reply, behind the answers of what ran, with finish_reason "cancelled" |
-| begin_update(), finish_update() | reply each, around a push of the policy |
+| submit(id, key, prompt_id, token_ids, params) | one response(id, token_ids, finish_reason or error), in any order |
+| abort() | reply, behind the responses of what ran, with finish_reason "cancelled" |
+| begin_update(), finish_update() | reply each, around a weight sync of the policy |
 | weights(tensors, verify), drafter(tensors, verify) | reply(checksums); drafter brings all of its tensors at once |
 | stats() and what else the engine's `EngineHost` does | reply |
 | shutdown() | reply, and the end |
 
-Every request but submit has a `call`, repeated in its reply or in error(call, message). Versions of pushes, and whether
-all tensors have come, are the client's business, which submits nothing in between (`sync/served_weights.py`).
+Every request but submit has a `call`, repeated in its reply or in error(call, message). Versions of weight syncs, and
+whether all tensors have come, are the client's business, which submits nothing in between (`sync/served_weights.py`).
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class EngineHost(ABC):
     @property
     @abstractmethod
     def in_flight(self) -> int:
-        """Requests without an answer."""
+        """Requests without a response."""
 
     @abstractmethod
     def submit(self, message: Message) -> None:
-        """Starts a request; its answer is sent when it comes."""
+        """Starts a request; its response is sent when it comes."""
 
     def progress(self) -> Message:
         """What a heartbeat carries beside `in_flight`."""

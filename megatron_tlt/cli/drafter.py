@@ -36,7 +36,7 @@ def add_drafter(commands: Any) -> None:
         action.set_defaults(run=lambda args: _run(body, args))
         return action
 
-    train = add("train", _train, "train it on answers of the model to the config's training prompts")
+    train = add("train", _train, "train it on responses of the model to the config's training prompts")
     measured = add("eval", _eval, "measure its acceptance on the config's held-out prompts")
     train.add_argument("--out", type=Path, required=True, help="directory to write")
     train.add_argument("--drafter", type=Path, help="start from this drafter, not from fresh weights")

@@ -1,4 +1,4 @@
-"""`megatron-tlt generate`: answers to the prompts of a JSONL file."""
+"""`megatron-tlt generate`: responses to the prompts of a JSONL file."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 def add_generate(commands: Any) -> None:
     """Adds the command to the parser."""
-    text = "answer the prompts of a JSONL file"
+    text = "generate responses to the prompts of a JSONL file"
     command = commands.add_parser("generate", help=text, description=text)
     add = command.add_argument
     add("--model", type=Path, required=True, help="Hugging Face directory")
     add("--prompts", type=Path, required=True, help='JSONL of {"prompt"} or {"token_ids"}')
     add("--out", type=Path, required=True, help="JSONL to write")
-    add("--n", type=int, default=1, help="answers to each prompt (default: %(default)s)")
+    add("--n", type=int, default=1, help="responses to each prompt (default: %(default)s)")
     add("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
     add("--top-k", type=int, default=0)
     add("--top-p", type=float, default=1.0)
     add("--min-p", type=float, default=0.0)
-    add("--max-tokens", type=int, default=512, help="longest answer (default: %(default)s)")
-    add("--stop", action="append", default=[], help="string that ends an answer (repeatable)")
+    add("--max-tokens", type=int, default=512, help="longest response (default: %(default)s)")
+    add("--stop", action="append", default=[], help="string that ends a response (repeatable)")
     add("--ignore-eos", action="store_true")
     add("--seed", type=int, default=0)
     add("--dtype", choices=("fp32", "bf16"), default="fp32")
@@ -75,7 +75,7 @@ def _argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
         for name, value, allowed in (*wrong, *sampling.out_of_range())
     ]
     if "" in args.stop:
-        problems.append(ConfigProblem("--stop", "", "must not be empty: it would end every answer at once"))
+        problems.append(ConfigProblem("--stop", "", "must not be empty: it would end every response at once"))
     return [
         *problems,
         *output_file_problems("--out", args.out, args.overwrite),
@@ -119,6 +119,6 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, world: World)
     )
     if world.is_main:
         written = (
-            f"{stats.finished_requests} answers, {stats.generated_tokens} tokens in {stats.seconds:.1f} s"
+            f"{stats.finished_requests} responses, {stats.generated_tokens} tokens in {stats.seconds:.1f} s"
         )
         print(f"wrote {args.out}: {written}", flush=True)

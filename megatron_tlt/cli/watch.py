@@ -56,7 +56,7 @@ def view(run_dir: Path) -> tuple[RenderableType, bool]:
     from megatron_tlt.observe.progress import steps_table
     from megatron_tlt.observe.runfiles import read_run
 
-    run = read_run(run_dir, with_answers=False)
+    run = read_run(run_dir, with_responses=False)
     status = read_status(run_dir)
     parts: list[RenderableType] = []
     if run.evals:

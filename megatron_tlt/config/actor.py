@@ -35,7 +35,7 @@ class ActorSection(Section):
     """rollout: the update takes the experts that the rollout engine chose for each token (R3), where it recorded them
     (embedded, vllm); off: its own router chooses."""
     measure_replay: bool = False
-    """One more forward of the update's answers, without replay, to measure what replay is worth:
+    """One more forward of the update's responses, without replay, to measure what replay is worth:
     `policy/unreplayed_mismatch_abs` beside `policy/mismatch_abs`. Changes no weight."""
     sequence_parallel: bool = False
     """Shard activations of norms and residuals along the sequence over the TP ranks (needs tp > 1)."""

@@ -42,6 +42,6 @@ class AlgorithmSection(Section):
     overlong_penalty: NonNegativeFloat = 1.0
     """Largest overlong penalty."""
     mask_truncated: bool = False
-    """Leave answers cut off at max_tokens out of the loss (DAPO's overlong filtering)."""
+    """Leave responses cut off at max_tokens out of the loss (DAPO's overlong filtering)."""
     advantage_eps: PositiveFloat = Field(default=1e-6)
     """Added to standard deviations."""

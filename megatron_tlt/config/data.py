@@ -28,7 +28,7 @@ class PromptSourceConfig(Section):
     path: str | None = None
     """File or directory (all kinds but tasks)."""
     prompt_field: str = "prompt"
-    """Column of the question."""
+    """Column of the prompt."""
     answer_field: str = "answer"
     """Column of the reference answer."""
     tasks: tuple[TaskConfig, ...] = ()

@@ -1,4 +1,4 @@
-"""Training of the drafter: before RL on answers of the starting policy, and online during RL."""
+"""Training of the drafter: before RL on responses of the starting policy, and online during RL."""
 
 from __future__ import annotations
 
@@ -63,17 +63,18 @@ class OnlineSection(Section):
     kind eagle3 drafts further positions right only if they are trained. auto: 1 for eagle, 3 for eagle3."""
     micro_step_tokens: Literal["auto"] | Annotated[int, Field(ge=16)] = "auto"
     """Token budget of one micro-step of one rank, padding included; a rank can stop training between two micro-steps.
-    Longer answers are cut into windows of so many tokens. auto: 192 on CPU, 4096 on CUDA."""
+    Longer responses are cut into windows of so many tokens. auto: 192 on CPU, 4096 on CUDA."""
     buffer_mib: Literal["auto"] | PositiveFloat = "auto"
     """Host memory of one rank for hidden states and tokens to train on, in MiB. auto: 64 on CPU, 4096 on CUDA."""
     hidden_states: Literal["auto", "engine", "actor"] = "auto"
-    """Who hands out the hidden states to train on. engine: the rollout engine, of every answer, in the step itself.
-    actor: the update's own forward (or the one that scores answers), of answers that have a gradient; windows train on
-    those of the step before, none in the first step and in the first after a resume. auto: the engine where it can."""
+    """Who hands out the hidden states to train on. engine: the rollout engine, of every response, in the step itself.
+    actor: the update's own forward (or the one that scores responses), of responses that have a gradient; windows train
+    on those of the step before, none in the first step and in the first after a resume. auto: the engine where it
+    can."""
     share_mib: NonNegativeFloat = 16.0
-    """MiB of their longest answers that replicas send each other after a step, in all, never more than buffer_mib: a
-    replica that waits had short answers, and drafts matter most for long ones. Up to four replicas send at a
-    time, in turns; of an answer that does not fit, the end is sent. 0: each replica trains on its own answers only,
+    """MiB of their longest responses that replicas send each other after a step, in all, never more than buffer_mib: a
+    replica that waits had short responses, and drafts matter most for long ones. Up to four replicas send at a
+    time, in turns; of a response that does not fit, the end is sent. 0: each replica trains on its own responses only,
     as with max_age 0. Not with the actor's hidden states, which all ranks of a replica share out."""
     max_age: NonNegativeInt = 2
     """Policy versions by which hidden states may be older than the policy that rolls out, whose embedding and LM head
@@ -94,12 +95,12 @@ class DrafterSection(Section):
     """eagle3: the three policy layers, from 0, whose outputs it reads; null: those of drafter_path, or 1, L/2 - 1,
     L - 4 of L layers."""
     draft_vocab_size: PositiveInt | None = None
-    """eagle3: draft only so many of the policy's tokens, those most frequent in the answers of `megatron-tlt drafter
+    """eagle3: draft only so many of the policy's tokens, those most frequent in the responses of `megatron-tlt drafter
     train`; null: as in drafter_path, or all."""
     num_prompts: PositiveInt = 512
-    """Training prompts that are answered before training."""
+    """Training prompts of which responses are generated before training."""
     samples_per_prompt: PositiveInt = 4
-    """Answers to each of them."""
+    """Responses to each of them."""
     eval_prompts: PositiveInt = 128
     """Held-out prompts that acceptance is measured on."""
     num_steps: PositiveInt = 1000
@@ -111,7 +112,7 @@ class DrafterSection(Section):
     batch_tokens: PositiveInt = 4096
     """Token budget of one optimizer step of one rank, padding included."""
     window: int = Field(default=2048, ge=16)
-    """Longer answers are cut into windows of so many tokens."""
+    """Longer responses are cut into windows of so many tokens."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     schedule: Literal["constant", "cosine"] = "cosine"

@@ -8,12 +8,12 @@ from megatron_tlt.config.base import Section
 
 
 class IdleSection(Section):
-    """Idle ranks: when they train the drafter, and how ranks report their state. Answers never depend on it."""
+    """Idle ranks: when they train the drafter, and how ranks report their state. Responses never depend on it."""
 
     train_drafter: bool = False
     """Train the drafter while waiting for other ranks."""
     work_stealing: bool = False
-    """Requests that wait in a busy rank's engine are answered by ranks that have no request left. Needs
+    """Requests that wait in a busy rank's engine are served by ranks that have no request left. Needs
     rollout.tp = 1 and keyed sampling (backends embedded, vllm)."""
     min_tail_seconds: NonNegativeFloat = 0.02
     """Seconds that a rank has waited before it trains: the wait is taken to last as long again."""

@@ -29,13 +29,13 @@ RENAMED_KEYS = {
 }
 # Keys that are gone, and what holds instead.
 REMOVED_KEYS = {
-    "rollout.speculation.verify": "is gone: verification is always coupled, answers are those of plain decoding",
+    "rollout.speculation.verify": "is gone: verification is always coupled, responses are those of plain decoding",
     "idle.sub_leaders_above": "is gone: the leaders of all replicas report to rank 0",
     "engine": "is gone: the simulator has one engine",
-    "workload.lengths.kind": "is gone: answers are drawn from workload.lengths.path or values where one is set",
-    "rollout_cache.sync_seconds": "is gone: finished answers are written at once",
+    "workload.lengths.kind": "is gone: responses are drawn from workload.lengths.path or values where one is set",
+    "rollout_cache.sync_seconds": "is gone: finished responses are written at once",
     "idle.max_steps_per_window": "is gone: a wait is trained in until its end",
-    "idle.min_samples": "is gone: a rank trains on any answer that it has kept",
+    "idle.min_samples": "is gone: a rank trains on any response that it has kept",
     "idle.report_change": "is gone: ranks report changes of a fifth",
     "idle.heartbeat_seconds": "is gone: the watchdog watches over ranks (section watchdog)",
     "workload.lengths.growth": "is gone: lengths of all steps have one distribution",

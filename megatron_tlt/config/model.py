@@ -63,4 +63,4 @@ class ModelSection(Section):
     architecture: ArchitectureConfig | None = None
     """Expected shape. Used by `check` when `path` is not on this machine; where it is, both must agree."""
     max_context: PositiveInt = Field(default=4096)
-    """Longest prompt + answer in tokens."""
+    """Longest prompt + response in tokens."""

@@ -17,7 +17,7 @@ _LEAST_VERIFY_ROWS = 512  # few requests with the longest drafts, too
 
 
 class RolloutSection(Section):
-    """Sampling of answers and the engine that does it."""
+    """Sampling of responses and the engine that does it."""
 
     backend: BackendName = "embedded"
     """Rollout engine. embedded: ours, in the training process. trtllm, vllm: TensorRT-LLM and
@@ -32,7 +32,7 @@ class RolloutSection(Section):
     threads: PositiveInt = 1
     """CPU threads of one rank."""
     samples_per_prompt: PositiveInt = 8
-    """Answers to each prompt (the group size n)."""
+    """Responses to each prompt (the group size n)."""
     temperature: NonNegativeFloat = 1.0
     """Softmax temperature; the update scores at the same temperature."""
     top_k: NonNegativeInt = 0
@@ -42,17 +42,17 @@ class RolloutSection(Section):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Drop tokens below min_p times the most likely one's probability; 0: off."""
     max_tokens: PositiveInt = 1024
-    """Longest answer in tokens."""
+    """Longest response in tokens."""
     stop: tuple[Annotated[str, MinLen(1)], ...] = ()
-    """Strings that end an answer (kept in it)."""
+    """Strings that end a response (kept in it)."""
     block_size: PositiveInt = 16
     """Tokens in one KV-cache block."""
     kv_cache_mib: PositiveInt | None = None
     """KV-cache memory of one rank; default: what max_running_requests need, on CUDA at most what the memory plan leaves
     of cluster.memory_gib (`check` prints it)."""
     release_cache: bool = False
-    """Give the memory of the KV cache back whenever no rollout runs (embedded engine; answers stay the same). Captured
-    graphs stay: on CUDA the cache comes back at its address. For TensorRT-LLM: rollout.trtllm.sleep."""
+    """Give the memory of the KV cache back whenever no rollout runs (embedded engine; responses stay the same).
+    Captured graphs stay: on CUDA the cache comes back at its address. For TensorRT-LLM: rollout.trtllm.sleep."""
     max_running_requests: PositiveInt = 256
     """Most requests decoded in one forward."""
     max_batched_tokens: PositiveInt = 2048
@@ -69,7 +69,7 @@ class RolloutSection(Section):
     """Assumed for an engine in a process of its own (trtllm, vllm) beside weights and cache: its CUDA context and
     graphs. On CPU a quarter of it."""
     order: Literal["arrival", "longest_first"] = "longest_first"
-    """Order in which prompts start: as they come, or longest earlier answers first (where there are any)."""
+    """Order in which prompts start: as they come, or longest earlier responses first (where there are any)."""
     speculation: SpeculationSection = SpeculationSection()
     """Speculative decoding in the embedded engine."""
     trtllm: TrtllmSection = TrtllmSection()
@@ -98,9 +98,9 @@ class RolloutSection(Section):
 
 
 class SyncSection(Section):
-    """The push of new weights into the rollout engines."""
+    """The weight sync of new weights into the rollout engines."""
 
     bucket_mib: PositiveInt = 256
-    """Size of one bucket: the peak extra memory of a push."""
+    """Size of one bucket: the peak extra memory of a weight sync."""
     verify: bool = False
     """Compare checksums of every tensor on both sides and fail loudly."""

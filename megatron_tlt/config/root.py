@@ -40,7 +40,7 @@ class Config(Section):
     rollout: RolloutSection = RolloutSection()
     """The rollout engine."""
     sync: SyncSection = SyncSection()
-    """Weight pushes."""
+    """Weight weight syncs."""
     algorithm: AlgorithmSection = AlgorithmSection()
     """The RL algorithm."""
     data: DataSection = DataSection()
@@ -58,7 +58,7 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     """Checkpoints."""
     rollout_cache: RolloutCacheSection = RolloutCacheSection()
-    """Finished answers of steps that no checkpoint covers yet."""
+    """Finished responses of steps that no checkpoint covers yet."""
     stop: ShutdownSection = ShutdownSection()
     """Signals."""
     distributed: DistributedSection = DistributedSection()

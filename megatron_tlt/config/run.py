@@ -40,11 +40,11 @@ class EvalSection(Section):
     num_prompts: PositiveInt = 64
     """Held-out prompts, always the same ones; of a file with fewer, all."""
     samples_per_prompt: PositiveInt = 1
-    """Answers to each; pass@k is estimated for every power of two up to this."""
+    """Responses to each; pass@k is estimated for every power of two up to this."""
     temperature: NonNegativeFloat = 1.0
     """Temperature of evaluation."""
     max_tokens: PositiveInt | None = None
-    """Longest answer; default: rollout.max_tokens."""
+    """Longest response; default: rollout.max_tokens."""
 
 
 class CheckpointSection(Section):
@@ -72,14 +72,14 @@ class ShutdownSection(Section):
 
 
 class RolloutCacheSection(Section):
-    """Finished answers in run_dir/rollout_cache, until a checkpoint covers their step. With keyed sampling a resumed
-    run would generate the same answers again, so it reads them instead."""
+    """Finished responses in run_dir/rollout_cache, until a checkpoint covers their step. With keyed sampling a resumed
+    run would generate the same responses again, so it reads them instead."""
 
     enabled: bool = True
-    """Keep finished answers and reuse them after a restart. Rollouts without keyed sampling (backend:
+    """Keep finished responses and reuse them after a restart. Rollouts without keyed sampling (backend:
     trtllm) do not, with one warning."""
     max_mib: PositiveInt = 4096
-    """Disk space of one rollout replica; answers beyond it are not kept."""
+    """Disk space of one rollout replica; responses beyond it are not kept."""
 
 
 class DistributedSection(Section):

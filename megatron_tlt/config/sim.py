@@ -32,14 +32,14 @@ class SimClusterSection(Section):
 
 
 class LengthSection(Section):
-    """How long answers are. The generator of a step is seeded: every mode and node count gets the same answers."""
+    """How long responses are. The generator of a step is seeded: every mode and node count gets the same responses."""
 
     median: PositiveFloat = 3500.0
     """Median tokens of a lognormal distribution; not read with `values` or `path`."""
     sigma: NonNegativeFloat = 1.0
     """Standard deviation of its logarithm."""
     prompt_share: float = Field(default=0.5, ge=0, le=1)
-    """Share of the logarithm's variance that is the prompt's: answers to one prompt are alike."""
+    """Share of the logarithm's variance that is the prompt's: responses to one prompt are alike."""
     values: tuple[PositiveInt, ...] = ()
     """Lengths to draw from, instead of the lognormal distribution."""
     path: str | None = None
@@ -58,7 +58,7 @@ class WorkloadSection(Section):
     prompt_tokens: PositiveInt = 256
     """Tokens of a prompt."""
     lengths: LengthSection = LengthSection()
-    """Answers."""
+    """Responses."""
     seed: NonNegativeInt = 0
     """Seed of lengths and of acceptance."""
 
@@ -86,7 +86,7 @@ class SimDraftersSection(Section):
     """The drafters."""
 
     suffix: AcceptanceSection = AcceptanceSection(rates=(0.75, 0.8, 0.85), coverage=0.4)
-    """Sibling and earlier answers."""
+    """Sibling and earlier responses."""
     eagle: AcceptanceSection = AcceptanceSection(rates=(0.8,))
     """The trained one-layer drafter."""
     hybrid: AcceptanceSection = AcceptanceSection(rates=(0.82,))
@@ -129,7 +129,7 @@ class SimTrainingSection(Section):
     recompute: bool = True
     """Activations are computed again in the backward pass: a third more operations, 8 a parameter and token."""
     logprob_passes: NonNegativeInt = 2
-    """Forward passes over all answers before the update (old and reference policy)."""
+    """Forward passes over all responses before the update (old and reference policy)."""
     update_us_per_token: NonNegativeFloat | None = None
     """Measured update seconds, in microseconds for each token of a rank; default: by `mfu`."""
     update_ms: NonNegativeFloat = 0.0
@@ -158,11 +158,11 @@ class SimConfig(Section):
     name: str = "simulation"
     """Title of tables and report, which add the model's size and the GPU."""
     model: ArchitectureConfig | None = None
-    """The policy's shape. Needed unless costs, updates and pushes are measured."""
+    """The policy's shape. Needed unless costs, updates and weight syncs are measured."""
     cluster: SimClusterSection = SimClusterSection()
     """The machines."""
     workload: WorkloadSection = WorkloadSection()
-    """Prompts and answers."""
+    """Prompts and responses."""
     rollout: RolloutSection = RolloutSection()
     """The engine, as in a run: tp, samples_per_prompt, max_tokens, max_running_requests, max_batched_tokens, block_size
     and speculation are read."""

@@ -14,16 +14,16 @@ from megatron_tlt.errors import ConfigError, ConfigProblem
 
 
 class SuffixSection(Section):
-    """The suffix drafter: proposes what followed the same context in other and in earlier answers to the prompt."""
+    """The suffix drafter: proposes what followed the same context in other and in earlier responses to the prompt."""
 
     depth: PositiveInt = Field(default=16, le=64)
     """Longest context, in tokens, that is matched."""
     history_epochs: int = Field(default=2, ge=0, le=8)
-    """Earlier visits of a prompt whose answers are kept; 0: siblings in flight only."""
-    history_answers: PositiveInt = 8
-    """Most answers kept of one prompt, best scores first."""
+    """Earlier epochs of a prompt whose responses are kept; 0: siblings in flight only."""
+    history_responses: PositiveInt = 8
+    """Most responses kept of one prompt, best scores first."""
     history_mib: PositiveInt = 256
-    """Memory of one rank for kept answers (the questions seen longest ago go first), and as much again for tries."""
+    """Memory of one rank for kept responses (the prompts seen longest ago go first), and as much again for tries."""
 
 
 class BanditSection(Section):
@@ -42,16 +42,16 @@ class BanditSection(Section):
 
 
 class SpeculationSection(Section):
-    """Speculative decoding: which drafter, and when it pays. Answers never depend on it."""
+    """Speculative decoding: which drafter, and when it pays. Responses never depend on it."""
 
     drafter: Literal["none", "suffix", "eagle", "hybrid"] = "none"
-    """none: plain decoding. suffix: sibling and earlier answers, nothing to train. eagle: a trained one-layer drafter.
-    hybrid: the better of the two for each request."""
+    """none: plain decoding. suffix: sibling and earlier responses, nothing to train. eagle: a trained one-layer
+    drafter. hybrid: the better of the two for each request."""
     drafter_path: str | None = None
     """Directory of the eagle drafter's weights (`megatron-tlt drafter train` makes one)."""
     allow_other_policy: bool = False
     """Accept a drafter that was made for another policy than model.path, as its fingerprint of embedding and tokenizer
-    says. Answers stay the same; drafts are accepted less."""
+    says. Responses stay the same; drafts are accepted less."""
     selector: Literal["fixed", "beg_mab", "cost_model"] = "cost_model"
     """fixed: always draft_len and topk. beg_mab: a bandit picks among strategies by running requests. cost_model: the
     draft length with the most expected tokens per second, by measured step costs and acceptance rates; 0 where plain

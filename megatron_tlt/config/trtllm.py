@@ -10,7 +10,7 @@ from megatron_tlt.config.base import Section
 
 
 class TrtllmSection(Section):
-    """The TensorRT-LLM engine (`rollout.backend: trtllm`); set up as in docs/operations.md. Its answers depend
+    """The TensorRT-LLM engine (`rollout.backend: trtllm`); set up as in docs/operations.md. Its responses depend
     on the machine's timing, with speculation and without, and have the same distribution."""
 
     python: str | None = None

@@ -11,7 +11,7 @@ from megatron_tlt.config.base import Section
 
 class VllmSection(Section):
     """The vLLM engine (`rollout.backend: vllm`); `make setup-vllm` makes its environment. It samples with this
-    project's noise, so an answer depends on seed and policy only, with any drafter and with none (docs/engines.md)."""
+    project's noise, so a response depends on seed and policy only, with any drafter and with none (docs/engines.md)."""
 
     python: str | None = None
     """Python executable of the environment with vLLM. Default: that of .venv/vllm (`make setup-vllm`), or else of
@@ -21,10 +21,10 @@ class VllmSection(Section):
     transport: Literal["shared_memory", "cuda_ipc"] = "shared_memory"
     """How weights get there: files in /dev/shm or handles of GPU memory."""
     hidden_mib: NonNegativeInt = 1024
-    """Memory for hidden states of running answers, in the engine's process: requests that find none left are not
+    """Memory for hidden states of running responses, in the engine's process: requests that find none left are not
     trained on. A drafter of kind eagle3 needs four times the bytes of one of kind eagle."""
     heartbeat_s: PositiveFloat = 0.5
-    """The engine's process gives a sign of life, with the lengths of running answers, so often."""
+    """The engine's process gives a sign of life, with the lengths of running responses, so often."""
     silence_s: PositiveFloat = 120.0
     """A process without a sign of life for so long is killed."""
     start_s: PositiveFloat = 900.0

@@ -1,4 +1,4 @@
-"""Text of an answer token by token, at a cost that does not grow with the answer. Torch-free."""
+"""Text of a response token by token, at a cost that does not grow with the response. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _INCOMPLETE = "\ufffd"  # what decoders write for a character whose bytes have n
 
 
 class IncrementalDecoder:
-    """Decodes one answer as its tokens come.
+    """Decodes one response as its tokens come.
 
     Only the last tokens are decoded again: those of the text that came last, which decide how the next one is joined
     (leading spaces), and those whose bytes are not yet whole characters.

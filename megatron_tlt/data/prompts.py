@@ -1,4 +1,4 @@
-"""Prompt streams: tokenized questions in an order fixed by the seed, with a position to resume from."""
+"""Prompt streams: tokenized prompts in an order fixed by the seed, with a position to resume from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build_prompts(section: DataSection, which: Which, tokenizer: HFTokenizer, se
     """The training or held-out stream of a run with this seed.
 
     The held-out stream depends on its source's own seed only, so that runs of different seeds are measured on the same
-    questions; it never shares the training stream's seed; and it ends with its file, since a repeated question would
+    prompts; it never shares the training stream's seed; and it ends with its file, since a repeated prompt would
     count twice and make the standard error too small. Raises ConfigError and DataError (also where every prompt is too
     long).
     """

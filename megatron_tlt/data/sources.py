@@ -18,7 +18,7 @@ _DEFAULT_ANSWER_FIELD = "answer"
 
 @dataclass(frozen=True)
 class Row:
-    """One question before tokenization. `metadata` has the source's other columns."""
+    """One prompt before tokenization. `metadata` has the source's other columns."""
 
     dataset_id: str
     question: str
@@ -60,7 +60,7 @@ class FileSource:
 
     @property
     def fingerprint(self) -> str:
-        """Of all questions and answers in order; the file may move."""
+        """Of all prompts and answers in order; the file may move."""
         return self._fingerprint
 
     @property

@@ -32,7 +32,7 @@ class HFTokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: of generation_config.json (else config.json), then the tokenizer's own."""
+        """Ids that end a response: of generation_config.json (else config.json), then the tokenizer's own."""
         return self._eos
 
     @property
@@ -51,7 +51,7 @@ class HFTokenizer:
         return ids
 
     def encode_chat(self, text: str, system: str | None = None) -> list[int]:
-        """Token ids of the chat template around a user message, open for the answer."""
+        """Token ids of the chat template around a user message, open for the response."""
         if not self.has_chat_template:
             raise CheckpointError(f"{self._tokenizer.name_or_path}: the tokenizer has no chat template")
         messages = [{"role": "system", "content": system}] if system is not None else []

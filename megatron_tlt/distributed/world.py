@@ -204,7 +204,7 @@ def _start_mpi() -> MPI.Comm:
     import mpi4py  # here, because it initialises MPI at import: only a World may cause that
 
     mpi4py.rc.thread_level = "multiple"
-    if "SLURM_STEP_ID" in os.environ and "PMI_FD" in os.environ:  # srun's pmi2 plugin answers
+    if "SLURM_STEP_ID" in os.environ and "PMI_FD" in os.environ:  # srun's pmi2 plugin responses
         on_clean_heap(lambda: importlib.import_module("mpi4py.MPI"))
     from mpi4py import MPI
 

@@ -1,4 +1,4 @@
-"""From answers with hidden states to packed batches that the drafter trains on.
+"""From responses with hidden states to packed batches that the drafter trains on.
 
 Legend: L tokens of a sequence, H hidden size, T packed tokens.
 """
@@ -18,25 +18,26 @@ from megatron_tlt.types import HiddenStateSample
 
 @dataclass(slots=True)
 class DraftSequence:
-    """A prompt and its answer with the policy's hidden states; nothing follows the last position, so it needs none."""
+    """A prompt and its response with the policy's hidden states; nothing follows the last position, so it needs
+    none."""
 
     token_ids: Tensor  # [L] int64
     hidden: Tensor  # [L or L - 1, H], after the policy's final norm
     prompt_len: int
     offset: int = 0  # position of the first token, in a window of a longer sequence
     key: int = 0  # the request's sampling key, to measure how often coupled drafts match
-    answer_at: int | None = None  # position of the answer's first token; None: prompt_len (not in a window)
+    response_at: int | None = None  # position of the response's first token; None: prompt_len (not in a window)
 
     @classmethod
     def of(cls, sample: HiddenStateSample) -> DraftSequence:
-        """A whole answer with its hidden states."""
+        """A whole response with its hidden states."""
         ids = torch.from_numpy(np.asarray(sample.token_ids, np.int64))
         return cls(ids, sample.hidden, sample.prompt_len, key=sample.key)
 
     @property
-    def answer_start(self) -> int:
-        """Position of the answer's first token."""
-        return self.prompt_len if self.answer_at is None else self.answer_at
+    def response_start(self) -> int:
+        """Position of the response's first token."""
+        return self.prompt_len if self.response_at is None else self.response_at
 
     @property
     def length(self) -> int:
@@ -45,12 +46,12 @@ class DraftSequence:
 
     @property
     def reach(self) -> int:
-        """Tokens from the whole answer's first one to the last one here, also where only its end is held."""
+        """Tokens from the whole response's first one to the last one here, also where only its end is held."""
         return self.offset + self.length
 
     @property
     def first_base(self) -> int:
-        """The first place at which a draft may begin: the next token is the answer's, and the pair exists."""
+        """The first place at which a draft may begin: the next token is the response's, and the pair exists."""
         return max(1, self.prompt_len - 1)
 
     @property
@@ -66,7 +67,7 @@ class DraftSequence:
             hidden=self.hidden[begin:end],
             prompt_len=prompt_len,
             offset=self.offset + begin,
-            answer_at=self.answer_start,
+            response_at=self.response_start,
         )
 
 

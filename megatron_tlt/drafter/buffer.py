@@ -1,15 +1,15 @@
-"""`HiddenStateBuffer`: a bounded buffer of answers with the policy's hidden states, which the drafter trains on.
+"""`HiddenStateBuffer`: a bounded buffer of responses with the policy's hidden states, which the drafter trains on.
 
-A rank that becomes idle early has had short answers, and training on those alone would teach the drafter the beginnings
-of answers only. So the longer half of the previous steps' answers is kept (their shorter half is dropped as soon as a
-step begins), long answers of other replicas are added once a step is over (`add_shared`), and all that is held is drawn
-alike.
+A rank that becomes idle early has had short responses, and training on those alone would teach the drafter the
+beginnings of responses only. So the longer half of the previous steps' responses is kept (their shorter half is dropped
+as soon as a step begins), long responses of other replicas are added once a step is over (`add_shared`), and all that
+is held is drawn alike.
 
-When the budget is short: the oldest version goes first, its shortest answers first; of this step's answers a random
+When the budget is short: the oldest version goes first, its shortest responses first; of this step's responses a random
 choice stays, whatever the order they came in, so that it is a fair sample of the lengths. The length of another
-replica's answer of which only the end is held is that of the whole answer.
+replica's response of which only the end is held is that of the whole response.
 
-Legend: L tokens of an answer with its prompt, H hidden size.
+Legend: L tokens of a response with its prompt, H hidden size.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class HiddenStateBuffer:
     """
 
     def __init__(self, budget_bytes: int, window: int, max_age: int, seed: int):
-        """`window` is the most tokens in one window of an answer; `max_age` is in policy versions."""
+        """`window` is the most tokens in one window of a response; `max_age` is in policy versions."""
         self.counters: Counter[str] = Counter()  # of `COUNTERS`, since this start of the run
         self._budget, self._window, self._max_age, self._seed = budget_bytes, window, max_age, seed
         self._entries: dict[Key, _Entry] = {}
         self._bytes = self._step = self._epochs = 0
-        self._lengths: list[int] = []  # of this step's answers, kept or not
+        self._lengths: list[int] = []  # of this step's responses, kept or not
         self._epoch: list[list[DraftSequence]] = []  # batches that are not yet drawn; empty: what is held has changed
         self._batch_tokens = 0  # that those were made for
 
@@ -71,7 +71,7 @@ class HiddenStateBuffer:
         self._drop(old, "dropped_by_age")
 
     def add(self, sample: HiddenStateSample) -> None:
-        """Adds an answer; it replaces one of the same version, prompt and sample.
+        """Adds a response; it replaces one of the same version, prompt and sample.
 
         Hidden states are kept as they are, and copied only where they are a part of larger storage.
         """
@@ -92,7 +92,7 @@ class HiddenStateBuffer:
         self._keep(key, sequence)
 
     def add_shared(self, key: Key, sequence: DraftSequence) -> None:
-        """Adds an answer of another replica, if it is new and fits.
+        """Adds a response of another replica, if it is new and fits.
 
         Only between the end of a step and `begin_step`, which drops it if it is shorter than this step's median.
         """
@@ -102,7 +102,7 @@ class HiddenStateBuffer:
         self._keep(key, sequence)
 
     def longest(self, budget_bytes: int) -> list[tuple[Key, DraftSequence]]:
-        """This step's answers that are held, longest first, as many as fit; of the first that does not, the end."""
+        """This step's responses that are held, longest first, as many as fit; of the first that does not, the end."""
         found: list[tuple[Key, DraftSequence]] = []
         ours = [e for e in self._entries.values() if e.step == self._step]
         for entry in sorted(ours, key=lambda e: (-e.sequence.reach, e.key)):
@@ -164,9 +164,9 @@ class HiddenStateBuffer:
         return len(self._entries)
 
     def metrics(self) -> dict[str, float]:
-        """Answers and bytes that are held, and the counters."""
+        """Responses and bytes that are held, and the counters."""
         counted = {name: float(self.counters[name]) for name in COUNTERS}
-        return {"answers": float(len(self)), "bytes": float(self._bytes), **counted}
+        return {"responses": float(len(self)), "bytes": float(self._bytes), **counted}
 
 
 def _size(sequence: DraftSequence) -> int:

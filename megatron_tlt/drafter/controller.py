@@ -2,11 +2,11 @@
 
     rank 0   rollout ================================== | score .. update | merge | push policy and drafter
     rank 1   rollout ============ | train train train . | score .. update | merge | push policy and drafter
-                     hidden states of finished answers --^     |
-                          or, to the next step's windows, <----- of the answers that it passes (actor.hidden_states)
+                     hidden states of finished responses --^     |
+                          or, to the next step's windows, <----- of the responses that it passes (actor.hidden_states)
 
-No call here can change an answer (docs/numerics.md): the drafter only proposes, and the policy's gradients, weights and
-rewards do not depend on it.
+No call here can change a response (docs/numerics.md): the drafter only proposes, and the policy's gradients, weights
+and rewards do not depend on it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class OnlineDrafterController:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Around a `generate`: hidden states of finished answers go to the training buffer, unless the actor's do."""
+        """Around a `generate`: hidden states of finished responses go to the training buffer, unless the actor's do."""
         trainer = self._active_trainer
         if trainer is None or trainer.from_actor:
             yield

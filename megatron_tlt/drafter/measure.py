@@ -1,8 +1,8 @@
-"""How well a drafter drafts, from finished answers alone: no engine runs.
+"""How well a drafter drafts, from finished responses alone: no engine runs.
 
-A coupled draft from a base matches the policy exactly while the drafter's perturbed arg max is the answer's own
-token; up to there the draft has read the answer's tokens. So one unrolled pass over the answers gives, for every base,
-what a draft there would have been worth.
+A coupled draft from a base matches the policy exactly while the drafter's perturbed arg max is the response's own
+token; up to there the draft has read the response's tokens. So one unrolled pass over the responses gives, for every
+base, what a draft there would have been worth.
 
 Legend: J drafted positions, R rows, V vocabulary.
 """
@@ -61,7 +61,7 @@ class Acceptance:
 
     @property
     def accepted_length(self) -> float:
-        """Drafted tokens that are accepted in a row, mean over bases; an answer's end cuts drafts short."""
+        """Drafted tokens that are accepted in a row, mean over bases; a response's end cuts drafts short."""
         return float(self.sums[:, _COLUMNS.index("matched")].sum() / self.bases) if self.bases else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def measure(
     batch_tokens: int,
     window: int,
 ) -> Acceptance:
-    """What drafts of `steps` tokens would be worth on these answers, sampled with their `key`s at `temperature`.
+    """What drafts of `steps` tokens would be worth on these responses, sampled with their `key`s at `temperature`.
 
     Distributions are compared at `temperature` (1 if that is 0). embed and head [V, H] on the model's device. The last
     H columns of the sequences' hidden states are the policy's final ones.
@@ -107,9 +107,9 @@ def measure(
         layout = PairLayout(batch)
         owner = np.repeat(np.arange(len(group)), [s.num_bases for s in group])
         keys = np.array([s.key for s in group], np.uint64)[owner]
-        answer = np.array([s.answer_start for s in group], np.int64)[owner]
+        response = np.array([s.response_start for s in group], np.int64)[owner]
         first = (
-            layout.positions[layout.bases].cpu().numpy() - answer + 1
+            layout.positions[layout.bases].cpu().numpy() - response + 1
         )  # output position of the first draft
         alive = torch.ones(len(layout.bases), dtype=torch.bool, device=head.device)
         bases += len(alive)
@@ -132,7 +132,7 @@ def _compare(
     head: Tensor,
     temperature: float,
 ) -> tuple[np.ndarray, Tensor]:
-    """Sums of `_COLUMNS[:2]` over the rows that exist; bool [R]: rows whose draft is the answer's token.
+    """Sums of `_COLUMNS[:2]` over the rows that exist; bool [R]: rows whose draft is the response's token.
 
     `rows`: the drafter's outputs [R, H] at one position, keys of their noise int64 [R], rows of the batch that predict
     the drafted token [R], and whether they have this position, bool [R].

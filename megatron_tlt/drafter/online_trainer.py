@@ -6,8 +6,8 @@
     weights()                              to the engines, behind the policy's own
 
 A *window* is the time from one merge to the next. Gradients are there within it only. Embedding and LM head are those
-of the policy that rolls out, where its engine keeps them: answers of the versions before it are read through them, too.
-Legend: R ranks, H hidden size, V vocabulary.
+of the policy that rolls out, where its engine keeps them: responses of the versions before it are read through them,
+too. Legend: R ranks, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class OnlineDrafterTrainer:
         )
         self._before: tuple[int, int] | None = None  # steps where the window began, once the state changed
         self.version = 0  # merges that changed the drafter
-        self.window_tokens = 0  # answer tokens this rank has trained on since the last merge
+        self.window_tokens = 0  # response tokens this rank has trained on since the last merge
         self.failure: str | None = None  # why this rank trains no more
 
     @property
@@ -117,16 +117,17 @@ class OnlineDrafterTrainer:
     # -- a window -------------------------------------------------------------------------------------------
 
     def begin_step(self, policy_version: int, tables: Tables) -> None:
-        """A rollout by `policy_version` begins: drops answers that are too old. `tables` reads embedding and LM head of
-        the engine that rolls out, which stay as they are until the window ends; collective in a tensor-parallel group.
+        """A rollout by `policy_version` begins: drops responses that are too old. `tables` reads embedding and LM head
+        of the engine that rolls out, which stay as they are until the window ends; collective in a tensor-parallel
+        group.
         """
         if not self.from_actor:
             self.buffer.begin_step(policy_version)
         self._read_tables = tables
 
     def take_step(self, samples: Sequence[HiddenStateSample], left_out: int) -> None:
-        """Adds answers with hidden states that the actor handed out, on which the next step's windows train; `left_out`
-        did not fit. A step begins in the buffer, with the policy that rolls out next.
+        """Adds responses with hidden states that the actor handed out, on which the next step's windows train;
+        `left_out` did not fit. A step begins in the buffer, with the policy that rolls out next.
         """
         if samples:
             self.buffer.begin_step(samples[0].policy_version + 1)

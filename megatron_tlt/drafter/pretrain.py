@@ -1,6 +1,6 @@
-"""Training of a drafter before RL: roll out answers of the policy with their hidden states, train on them, measure.
+"""Training of a drafter before RL: roll out responses of the policy with their hidden states, train on them, measure.
 
-Every replica answers its own share of the prompts and trains on it; gradients are averaged, so all ranks hold the
+Every replica generates for its own share of the prompts and trains on it; gradients are averaged, so all ranks hold the
 same drafter. Legend: H hidden size, V vocabulary.
 """
 
@@ -74,9 +74,9 @@ class DrafterPretraining:
         section = self._config.drafter
         started = time.perf_counter()
         self._world.enter("drafter rollout")
-        data = self._answers(train, section.samples_per_prompt, self._params)
+        data = self._responses(train, section.samples_per_prompt, self._params)
         tests = self.held_out(held_out)
-        self._print(f"{sum(s.num_bases for s in data)} answer tokens of this rank in {_since(started)}")
+        self._print(f"{sum(s.num_bases for s in data)} response tokens of this rank in {_since(started)}")
         if self._is_fresh:
             self._initialise(data)
         average = average_gradients if self._world.size > 1 else None
@@ -99,7 +99,7 @@ class DrafterPretraining:
         return result
 
     def _initialise(self, data: Sequence[DraftSequence]) -> None:
-        """Fresh weights; a reduced vocabulary is that of the answers of all ranks. Collective."""
+        """Fresh weights; a reduced vocabulary is that of the responses of all ranks. Collective."""
         self.model.initialise(self._config.drafter.seed)
         if isinstance(self.model, Eagle3Model):
             if self.model.config.reduced:
@@ -107,19 +107,19 @@ class DrafterPretraining:
             self.model.take_head(self._head)
 
     def _vocabulary(self, shape: DrafterConfig, data: Sequence[DraftSequence]) -> Tensor:
-        """The most frequent answer tokens of all ranks."""
+        """The most frequent response tokens of all ranks."""
         counts = torch.zeros(shape.policy.vocab_size, dtype=torch.int64)
         for s in data:
-            counts += torch.bincount(s.token_ids[s.answer_start :], minlength=len(counts))
+            counts += torch.bincount(s.token_ids[s.response_start :], minlength=len(counts))
         total = torch.stack(self._world.all_gather_object(counts)).sum(0)
         chosen = choose_vocabulary(total, shape.draft_vocab_size)
         share = float(total[chosen].sum() / total.sum())
-        self._print(f"drafts {len(chosen)} of {len(total)} tokens: {share:.2%} of the answers' tokens")
+        self._print(f"drafts {len(chosen)} of {len(total)} tokens: {share:.2%} of the responses' tokens")
         return chosen
 
     def held_out(self, prompts: Sequence[Prompt]) -> list[DraftSequence]:
-        """One answer to each of this replica's held-out prompts, with noise that training does not see."""
-        return self._answers(prompts, 1, replace(self._params, seed=self._params.seed + _EVAL_SEED_OFFSET))
+        """One response to each of this replica's held-out prompts, with noise that training does not see."""
+        return self._responses(prompts, 1, replace(self._params, seed=self._params.seed + _EVAL_SEED_OFFSET))
 
     def measure(self, tests: Sequence[DraftSequence]) -> Acceptance:
         """Acceptance on `tests`, summed over the replicas. Collective."""
@@ -156,7 +156,7 @@ class DrafterPretraining:
             text = json.dumps(result.to_json(), indent=2)
             (out / "eval.json").write_text(text + "\n", encoding="utf-8")
 
-    def _answers(
+    def _responses(
         self, prompts: Sequence[Prompt], samples: int, params: SamplingParams
     ) -> list[DraftSequence]:
         """This replica's share of the prompts, answered, with the policy's hidden states. On the CPU.
@@ -175,7 +175,7 @@ class DrafterPretraining:
     def _batches(self, data: Sequence[DraftSequence]) -> Iterator[PairBatch]:
         """Epoch after epoch, without end."""
         if not any(s.num_bases for s in data):
-            allowed = "must give every engine replica answers of two tokens or more"
+            allowed = "must give every engine replica responses of two tokens or more"
             raise ConfigError.of("drafter.num_prompts", self._config.drafter.num_prompts, allowed)
         section = self._config.drafter
         for number in itertools.count():

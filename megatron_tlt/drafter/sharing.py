@@ -1,7 +1,7 @@
-"""Exchange of answers with hidden states between engine replicas, once a step.
+"""Exchange of responses with hidden states between engine replicas, once a step.
 
-A replica trains while it waits because its own answers were short, and drafts are needed most for the long ones. So
-after each step a few replicas, in turns, broadcast the longest answers in their buffers, and all others add them to
+A replica trains while it waits because its own responses were short, and drafts are needed most for the long ones. So
+after each step a few replicas, in turns, broadcast the longest responses in their buffers, and all others add them to
 theirs. The bytes sent in a step are bounded, whatever the number of replicas.
 """
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_tlt.drafter.buffer import HiddenStateBuffer
 
 _MIN_SENDER_BYTES = 4 << 20  # of one sender; with less in all, fewer send at a time
-_MAX_SENDERS = 4  # more bytes in all make for longer answers, not for more senders
+_MAX_SENDERS = 4  # more bytes in all make for longer responses, not for more senders
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class HiddenStateSharing:
         return sorted((turn * count + i) % self.num_replicas for i in range(count))
 
     def exchange(self, world: World, buffer: HiddenStateBuffer, turn: int) -> None:
-        """Adds the longest answers of this turn's senders to the buffers of all other replicas.
+        """Adds the longest responses of this turn's senders to the buffers of all other replicas.
 
         Collective; `turn` is the same on all ranks. Mutates `buffer`.
         """
@@ -44,7 +44,7 @@ class HiddenStateSharing:
         if self.replica in senders and self.is_leader:
             mine = buffer.longest(self.bytes // len(senders))
         for sender in senders:
-            answers = world.broadcast_object(mine, sender * self.ranks_per_replica)
+            responses = world.broadcast_object(mine, sender * self.ranks_per_replica)
             if sender != self.replica:
-                for key, answer in answers:
-                    buffer.add_shared(key, answer)
+                for key, response in responses:
+                    buffer.add_shared(key, response)

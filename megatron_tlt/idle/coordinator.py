@@ -9,7 +9,7 @@
 
 Who waits for whom: no call waits for another rank but the constructor and `close`. A rank leaves the window when its
 barrier tests complete, which needs no leader: every rank waits for the slowest, polling. All messages are advice: late
-or lost they cost time, and no rank can hang for want of them (with work stealing, a thief polls for its answer).
+or lost they cost time, and no rank can hang for want of them (with work stealing, a thief polls for its response).
 
 Why ALL_DONE beside the barrier: a non-blocking barrier goes through log2(ranks) rounds, and a rank that trains takes
 part in one round a micro-step (measured with 8 ranks: up to three micro-steps after the last one has entered). With
@@ -134,7 +134,7 @@ class IdleCoordinator:
             self._announce(self.entered_at)
 
     def request_work(self) -> None:
-        """This replica has no request left, IDLE, and could answer those of others. Returns at once."""
+        """This replica has no request left, IDLE, and could response those of others. Returns at once."""
         assert self._stealing is not None, "work stealing is off"
         self._report(state=RankState.IDLE, queued=0, is_requesting=True)
         self.poll(force=True)  # NO_WORK may be there already
@@ -143,7 +143,7 @@ class IdleCoordinator:
 
     def receive_work(self) -> Sequence[tuple[int, int]] | None:
         """Polls; returns transferred requests, this rank being BUSY again, an empty sequence when no replica has a
-        queue any more, or None: no answer yet.
+        queue any more, or None: no response yet.
         """
         assert self._stealing is not None, "work stealing is off"
         self.poll()

@@ -3,10 +3,10 @@
     REPORT         to rank 0         a replica's state
     LAST_BUSY      to one rank       all other ranks are done: this one announces the end of the window
     ALL_DONE       to all ranks      every rank is done; carries the wall time at which the last one was
-    REQUEST_WORK   to rank 0         this replica has no request left and can answer others'   (`idle.work_stealing`,
+    REQUEST_WORK   to rank 0         this replica has no request left and can response others'   (`idle.work_stealing`,
     ASSIGN         to a busy rank    move some of its queue to this rank                        as the next three)
     TRANSFER       busy to idle      queued requests
-    NO_WORK        to all ranks      no replica has a queue any more; value 1: this answers the rank's REQUEST_WORK
+    NO_WORK        to all ranks      no replica has a queue any more; value 1: this responses the rank's REQUEST_WORK
 
 Each carries the window's number (`epoch`); messages of earlier windows are dropped.
 """
@@ -44,7 +44,7 @@ class Report:
     is_requesting: bool = False
     """It has no request left, and may still be assigned others'."""
     queued: int = 0
-    """Requests that another replica could answer; -1: not known yet."""
+    """Requests that another replica could response; -1: not known yet."""
     changed_at: float = 0.0
     """Wall time at which it was done, seconds since 1970."""
 
@@ -53,7 +53,7 @@ class Report:
 class Message:
     """One message.
 
-    `value` is a wall time (ALL_DONE), the number of a report (REQUEST_WORK), a rank (ASSIGN), 1 for an answer
+    `value` is a wall time (ALL_DONE), the number of a report (REQUEST_WORK), a rank (ASSIGN), 1 for a response
     (NO_WORK). `requests` (TRANSFER) are (prompt id, sample index).
     """
 

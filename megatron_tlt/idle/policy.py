@@ -80,16 +80,16 @@ class IdlePolicy:
 def share_of_queue(queued: int, running: int) -> int:
     """Number of queued requests that an idle replica steals from a busy one.
 
-    As many as let both end about together, with running answers half done on average: (queued + running / 2) / 2.
+    As many as let both end about together, with running responses half done on average: (queued + running / 2) / 2.
     """
     return min(queued, -(-(2 * queued + running) // 4))
 
 
 def tokens_left(running: np.ndarray, waiting: int, lengths: np.ndarray) -> float:
-    """Tokens until a replica's last answer ends, if answers are as long as `lengths` (float64, ascending) were.
+    """Tokens until a replica's last response ends, if responses are as long as `lengths` (float64, ascending) were.
 
-    running int [B]: tokens of each running answer so far. Where the longest of the running answers delays the replica
-    more than the sum of all does, the result is as if all of them were that long.
+    running int [B]: tokens of each running response so far. Where the longest of the running responses delays the
+    replica more than the sum of all does, the result is as if all of them were that long.
     """
     mean = float(lengths.mean())
     if not len(running):

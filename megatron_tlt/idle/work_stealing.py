@@ -1,4 +1,4 @@
-"""Work stealing: a replica without requests answers queued ones of a busy replica (`idle.work_stealing`). Torch-free,
+"""Work stealing: a replica without requests responses queued ones of a busy replica (`idle.work_stealing`). Torch-free,
 MPI-free.
 
     thief (no request left)        rank 0: the status board         victim (has a queue)
@@ -8,11 +8,11 @@ MPI-free.
       | BUSY with the transferred requests, then requests work again
       | <--- NO_WORK ------------------ |   no replica has a queue any more: into the done barrier
 
-Who waits for whom: the thief for an answer to its REQUEST_WORK, polling and sleeping; rank 0 and the victim do not.
-Every REQUEST_WORK is answered once, by the TRANSFER of the victim that rank 0 chose or by NO_WORK, and a replica enters
+Who waits for whom: the thief for a response to its REQUEST_WORK, polling and sleeping; rank 0 and the victim do not.
+Every REQUEST_WORK is served once, by the TRANSFER of the victim that rank 0 chose or by NO_WORK, and a replica enters
 the done barrier only after that: so none of these messages outlives its window. An empty TRANSFER (the queue ran out
 on the way) is followed by the next REQUEST_WORK. Rank 0 sends NO_WORK once, also to replicas that have not requested
-any, so that the last one to finish does not wait for an answer.
+any, so that the last one to finish does not wait for a response.
 
 A transferred request may be stolen again while it waits. A preempted request that has not decoded yet may be in a queue
 a second time; it is then answered where it is.
@@ -32,7 +32,7 @@ class RequestQueue(Protocol):
     """The queue of this replica's engine."""
 
     def num_queued(self) -> int:
-        """Requests that another replica could answer; -1 while the next engine step may still change that."""
+        """Requests that another replica could response; -1 while the next engine step may still change that."""
 
     def withdraw_share(self) -> list[tuple[int, int]]:
         """Removes a share of the queue (`policy.share_of_queue`) and returns it: (prompt id, sample index). Mutates."""
@@ -55,7 +55,7 @@ class WorkStealing:
         self._has_requested = self._no_work = self._no_work_sent = False
         self._seq = 0
         self._received: tuple[tuple[int, int], ...] = ()
-        # On rank 0. Thieves without an answer, each with the number of the report that says that it is idle.
+        # On rank 0. Thieves without a response, each with the number of the report that says that it is idle.
         self._thieves: deque[tuple[int, int]] = deque()
         # Numbers of reports by rank: of a victim, when it was last assigned; of a thief, when it was assigned a victim.
         self._victims: dict[int, int] = {}

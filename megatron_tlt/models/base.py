@@ -207,7 +207,7 @@ class Shard:
         return parts.permute(1, 0, 2).reshape(local.shape[0], self.size * self.vocab)[:, :vocab].contiguous()
 
 
-def empty_routes(rows: int, config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
+def empty_routed_experts(rows: int, config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
     """Uninitialised [rows, layers with experts * k], where a decoder writes the experts of each row."""
     dtype = getattr(torch, route_type(config.num_experts))
     return torch.empty(rows, route_width(config), dtype=dtype, device=device)

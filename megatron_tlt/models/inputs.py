@@ -45,7 +45,7 @@ class DecoderInput:
     parents: Tensor | None = None
     all_hidden: bool = False  # also return the rows' states
     lengths: HostLengths | None = None  # where the batch is not in the host's memory
-    all_routes: bool = False  # also return the experts of all T rows, of a model that has some
+    all_routed_experts: bool = False  # also return the experts of all T rows, of a model that has some
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> DecoderInput:
@@ -60,4 +60,4 @@ class DecoderOutput:
     logits: Tensor  # [R, V] float32 (of graphs: compute type), full vocabulary on every tensor-parallel rank
     hidden: Tensor | None = None  # [T, W] in the compute type, if `all_hidden`
     # [T, layers with experts * k] of the type `experts.route_type`, if `all_routes`: each row's experts, best first
-    routes: Tensor | None = None
+    routed_experts: Tensor | None = None

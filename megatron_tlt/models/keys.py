@@ -29,7 +29,7 @@ def mix(z: np.ndarray) -> np.ndarray:
 
 
 def request_key(seed: int, prompt_id: int, sample_index: int) -> int:
-    """The part of a row key that all positions of one answer share. Negative numbers wrap."""
+    """The part of a row key that all positions of one response share. Negative numbers wrap."""
     offset, prompt, sample = (
         np.array([value & _MASK], np.uint64) for value in (seed + _SEED_OFFSET, prompt_id, sample_index)
     )

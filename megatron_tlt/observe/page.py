@@ -112,7 +112,7 @@ class Table:
 
 @dataclass
 class Samples:
-    """Answers as text, each with its `facts` and its `stretches`: (CSS class, text)."""
+    """Responses as text, each with its `facts` and its `stretches`: (CSS class, text)."""
 
     rows: Sequence[Mapping[str, Any]]
     longest: int
@@ -144,7 +144,7 @@ class Page:
     title: str
     subtitle: str = ""
     verdict: str = ""
-    """One sentence that answers the question the page was made for."""
+    """One sentence that responses the prompt the page was made for."""
     tone: str = ""
     """Of the verdict: "good", "bad" or neither."""
     warnings: Sequence[str] = ()

@@ -20,12 +20,12 @@ PHASES = {
     "logprobs": "@4",
     "update": "@1",
     "merge": "@training",
-    "push": "@8",
+    "weight_sync": "@8",
     "log": "@6",
     "checkpoint": "@6",
 }
 _STRAGGLERS = (
-    "The rank that waits least holds the others up: it had the longest answers or did work of others, or its machine "
+    "The rank that waits least holds the others up: it had the longest responses or did work of others, or its machine "
     "is slow."
 )
 
@@ -67,7 +67,7 @@ def stacked_chart(
 def learning(runs: Sequence[RunData]) -> Section:
     """Reward and accuracy, by step and held out."""
     metrics = (("reward/mean", "reward", "@1"), ("reward/accuracy", "accuracy", "@3"))
-    parts = metric_chart(runs, "Reward and accuracy of the rollouts", "mean over answers", metrics)
+    parts = metric_chart(runs, "Reward and accuracy of the rollouts", "mean over responses", metrics)
     names = {name for run in runs for row in run.evals for name in row if name.startswith("eval/pass@")}
     traces = []
     for at, name in enumerate(sorted(names, key=lambda name: (len(name), name))):
@@ -81,7 +81,7 @@ def learning(runs: Sequence[RunData]) -> Section:
         note = "Bars: one standard error. The same held-out prompts every time."
         parts.append(Chart("Held-out accuracy", traces, "steps done", "share of prompts", note))
     text = (
-        "Equal answers give equal curves: the dotted line of B covers the line of A." if len(runs) > 1 else ""
+        "Equal responses give equal curves: the dotted line of B covers the line of A." if len(runs) > 1 else ""
     )
     return Section("Learning", parts, text)
 
@@ -113,7 +113,7 @@ def time(run: RunData) -> Section:
 
 
 def lengths(runs: Sequence[RunData]) -> Section:
-    """How long answers are, by step; the distribution of a single run."""
+    """How long responses are, by step; the distribution of a single run."""
     metrics = (
         ("length/median", "median", "@3"),
         ("length/mean", "mean", "@1"),
@@ -124,7 +124,7 @@ def lengths(runs: Sequence[RunData]) -> Section:
     rows = [row for row in runs[0].rollouts if row["lengths"] and row["samples"]]
     if rows and len(runs) == 1:
         parts.insert(0, _length_heatmap(rows))
-    return Section("Response lengths", parts, "The longest answers decide how long a rollout takes.")
+    return Section("Response lengths", parts, "The longest responses decide how long a rollout takes.")
 
 
 def _length_heatmap(rows: Sequence[Row]) -> Chart:
@@ -134,14 +134,14 @@ def _length_heatmap(rows: Sequence[Row]) -> Chart:
         "type": "heatmap",
         "x": [row["step"] for row in rows],
         "y": [round(longest * (b + 0.5) / bins, 1) for b in range(bins)],
-        # No colour where there was no answer: the few longest ones must stay visible.
+        # No colour where there was no response: the few longest ones must stay visible.
         "z": [[share**0.5 if share > 0 else None for share in of_bin] for of_bin in shares],
         "customdata": shares,
-        "hovertemplate": "step %{x}<br>about %{y} tokens: %{customdata:.2f} % of the answers<extra></extra>",
+        "hovertemplate": "step %{x}<br>about %{y} tokens: %{customdata:.2f} % of the responses<extra></extra>",
         "colorscale": [[0, "@1/0.12"], [0.5, "@1/0.65"], [1, "@ink"]],
         "showscale": False,
     }
-    note = "Darker: a larger share of the step's answers (square root); empty: none."
+    note = "Darker: a larger share of the step's responses (square root); empty: none."
     return Chart("Distribution by step", [trace], "step", "tokens", note, layout={"hovermode": "closest"})
 
 
@@ -172,7 +172,7 @@ def drafter(runs: Sequence[RunData]) -> Section:
     """How training the drafter goes."""
     overlap = (
         "1 − total variation distance between drafter and policy, at the first drafted token: how often it would be "
-        "accepted by rejection sampling. On the answers that it trains on."
+        "accepted by rejection sampling. On the responses that it trains on."
     )
     loss = [("drafter/loss_mean", "loss", "@2")]
     parts = metric_chart(runs, "Drafter loss", "loss, mean of the ranks", loss, log_switch=True)

@@ -1,4 +1,4 @@
-"""`megatron-tlt report A B`: two runs side by side. Same answers? How much faster, and where? Torch-free."""
+"""`megatron-tlt report A B`: two runs side by side. Same responses? How much faster, and where? Torch-free."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def equality(a: Sequence[Row], b: Sequence[Row]) -> tuple[str, str]:
     first = {row["step"]: row for row in a}
     pairs = [(first[row["step"]], row) for row in b if row["step"] in first]
     if not pairs:
-        return "", "The runs share no step with a digest, so it is not known whether their answers are the same."
+        return "", "The runs share no step with a digest, so it is not known whether their responses are the same."
     steps = f"all {len(pairs)} common steps" if len(pairs) > 1 else "the common step"
     differ = {
         name: [one["step"] for one, two in pairs if one.get(name) != two.get(name)]
-        for name in ("answers", "rewards")
+        for name in ("responses", "rewards")
     }
-    if at := differ["answers"]:
-        return "bad", f"Not the same answers: they differ from step {min(at)} on (of {steps})."
+    if at := differ["responses"]:
+        return "bad", f"Not the same responses: they differ from step {min(at)} on (of {steps})."
     if at := differ["rewards"]:
-        return "bad", f"Same answers in {steps}, but other rewards from step {min(at)} on."
-    return "good", f"Same answers and rewards in {steps}."
+        return "bad", f"Same responses in {steps}, but other rewards from step {min(at)} on."
+    return "good", f"Same responses and rewards in {steps}."
 
 
 def common(a: RunData, b: RunData) -> Pair:
@@ -98,7 +98,7 @@ def _speed(runs: Pair, names: Names) -> str:
 
 
 def _caution(runs: Pair) -> str:
-    """A sentence where times do not compare: the update of the same answers on as many ranks took longer."""
+    """A sentence where times do not compare: the update of the same responses on as many ranks took longer."""
     a, b = runs
     low, high = sorted(run.mean("time/update") for run in runs)
     is_same_work = len(a.ranks) == len(b.ranks) and a.config.get("actor") == b.config.get("actor")

@@ -31,7 +31,7 @@ class StepView:
     """By rank: start, end, and for each of equal parts between them the share of its time in which steps drafted."""
 
     def busy_until(self, rank: int) -> float:
-        """The end of a rank's last answer."""
+        """The end of a rank's last response."""
         ends = (start + seconds for name, start, seconds in self.states[rank] if name == "BUSY")
         return max(ends, default=0.0)
 

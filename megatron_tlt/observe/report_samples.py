@@ -9,15 +9,15 @@ from megatron_tlt.observe.page import Samples, Section
 from megatron_tlt.observe.runfiles import Row, RunData
 
 _MOST = 60  # samples in a report
-_LONGEST = 6000  # characters of a prompt or of an answer without marks
+_LONGEST = 6000  # characters of a prompt or of a response without marks
 _REFUSED = 200  # characters of one refused draft
 
 
 def samples(run: RunData) -> Section:
-    """Answers of the first and the last steps, and of some between."""
+    """Responses of the first and the last steps, and of some between."""
     rows = [row | _shown(row) for row in reversed(_chosen(run.samples))]
     text = (
-        "The best and the worst answer of the first prompts of a step: the update learns from their contrast."
+        "The best and the worst response of the first prompts of a step: the update learns from their contrast."
     )
     return Section("Samples", [Samples(rows, _LONGEST)] if rows else [], text)
 
@@ -32,7 +32,7 @@ def _chosen(rows: Sequence[Row]) -> list[Row]:
 
 
 def _shown(row: Row) -> Row:
-    """Facts in a line, and the answer in stretches."""
+    """Facts in a line, and the response in stretches."""
     facts = [f"step {row['step']}", f"reward {row.get('reward') or 0:g}", f"{row.get('tokens', 0)} tokens"]
     facts += [str(row[name]) for name in ("task", "finish_reason") if row.get(name)]
     shown = [("", row.get("response") or "")]
@@ -44,7 +44,7 @@ def _shown(row: Row) -> Row:
 
 
 def stretches(pieces: Sequence[str], runs: Iterable[tuple[int, int, str]]) -> Iterator[tuple[str, str]]:
-    """(CSS class, text) of an answer; `pieces` and `runs` as in samples.jsonl (see `observe.rollouts`)."""
+    """(CSS class, text) of a response; `pieces` and `runs` as in samples.jsonl (see `observe.rollouts`)."""
     at = 0
     for start, accepted, refused in runs:
         yield "", "".join(pieces[at:start])

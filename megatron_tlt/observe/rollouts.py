@@ -1,15 +1,15 @@
-"""What a step's rollouts leave: a row of statistics in run_dir/rollouts.jsonl, answers in samples.jsonl. Torch-free.
+"""What a step's rollouts leave: a row of statistics in run_dir/rollouts.jsonl, responses in samples.jsonl. Torch-free.
 
 A row of rollouts.jsonl has a few kilobytes, whatever the number of ranks:
 
-    step, samples       answers of the step
-    lengths, longest    answers by length: 32 equal bins of 0 to `longest` tokens
-    answers, rewards    digests, which depend neither on the order of samples nor on the rank that generated them
+    step, samples       responses of the step
+    lengths, longest    responses by length: 32 equal bins of 0 to `longest` tokens
+    responses, rewards    digests, which depend neither on the order of samples nor on the rank that generated them
     strategies          decoding steps by strategy, "none" included; where the engine speculates
     drafted_at, accepted_at    rows whose draft reached the position, and that accepted it (first: position 1)
     by_batch            running requests (up to this power of two): [row steps, emitted tokens] of speculative steps
 
-samples.jsonl has a few answers of every step for people to read. Where speculation is on, an answer has its drafts:
+samples.jsonl has a few responses of every step for people to read. Where speculation is on, a response has its drafts:
 `"drafts": {"pieces": the text of each token (of the first ones), "runs": [[position of the first drafted token, how
 many were accepted, text of those refused], ...]}`.
 """
@@ -37,26 +37,26 @@ DraftsOf = Callable[[Sample], dict[str, Any] | None]
 
 
 def rank_row(stats: EngineStats, groups: Sequence[SampleGroup], longest: int) -> Row:
-    """One rank's part of a row, to be gathered; digests are still numbers. `longest`: most tokens of an answer."""
+    """One rank's part of a row, to be gathered; digests are still numbers. `longest`: most tokens of a response."""
     lengths = [len(sample.token_ids) for group in groups for sample in group.samples]
     counts, _ = np.histogram(lengths, bins=BINS, range=(0, max(1, longest)))
     row: Row = {"samples": len(lengths), "longest": longest, "lengths": counts.tolist()}
-    row["answers"], row["rewards"] = digests(groups)
+    row["responses"], row["rewards"] = digests(groups)
     if stats.speculation.steps_by_strategy:
         row |= _speculation(stats.speculation)
     return row
 
 
 def digests(groups: Sequence[SampleGroup]) -> tuple[int, int]:
-    """Digests of answers and of rewards, 64 bits each: sums, so that ranks' digests add up to the step's."""
-    answers = rewards = 0
+    """Digests of responses and of rewards, 64 bits each: sums, so that ranks' digests add up to the step's."""
+    responses = rewards = 0
     for group in groups:
         for sample in group.samples:
             key = f"{sample.prompt_id}/{sample.sample_index}/".encode()
-            answers += _hash(key + np.asarray(sample.token_ids, np.int32).tobytes())
+            responses += _hash(key + np.asarray(sample.token_ids, np.int32).tobytes())
         for sample, reward in zip(group.samples, group.rewards, strict=False):
             rewards += _hash(f"{sample.prompt_id}/{sample.sample_index}/{reward.value!r}".encode())
-    return answers & _MASK, rewards & _MASK
+    return responses & _MASK, rewards & _MASK
 
 
 def _hash(data: bytes) -> int:
@@ -86,7 +86,7 @@ def step_row(ranks: Sequence[Row]) -> Row:
     """The row of a step, from all ranks' `rank_row`."""
     row: Row = {"samples": sum(r["samples"] for r in ranks), "longest": max(r["longest"] for r in ranks)}
     row["lengths"] = column_sums([r["lengths"] for r in ranks])
-    for name in ("answers", "rewards"):
+    for name in ("responses", "rewards"):
         row[name] = f"{sum(r[name] for r in ranks) & _MASK:016x}"
     spec = [r for r in ranks if "strategies" in r]
     if not spec:
@@ -106,7 +106,7 @@ def column_sums(lists: Sequence[Sequence[int]]) -> list[int]:
 
 
 def sample_rows(groups: Sequence[SampleGroup], most: int, drafts_of: DraftsOf | None = None) -> list[Row]:
-    """The best and the worst answer of the first prompts, `most` in all: the update learns from their contrast.
+    """The best and the worst response of the first prompts, `most` in all: the update learns from their contrast.
 
     `drafts_of` returns the drafts of a sample, None where they are not known.
     """

@@ -127,8 +127,8 @@ def is_event(row: Row) -> bool:
     return has_fields(row, fields) and isinstance(attrs, dict) and needed <= attrs.keys()
 
 
-def read_run(run_dir: str | Path, with_answers: bool = True) -> RunData:
-    """All but the events; `with_answers`: rollouts and samples, too. Raises ConfigError where there is no run."""
+def read_run(run_dir: str | Path, with_responses: bool = True) -> RunData:
+    """All but the events; `with_responses`: rollouts and samples, too. Raises ConfigError where there is no run."""
     folder = Path(run_dir)
     if not folder.is_dir():
         allowed = "must be a directory that `megatron-tlt train` has written"
@@ -150,8 +150,8 @@ def read_run(run_dir: str | Path, with_answers: bool = True) -> RunData:
         _object(folder / CONFIG_FILE, skipped) or {},
         [steps[s] for s in sorted(steps)],
         [evals[s] for s in sorted(evals)],
-        rows(ROLLOUTS_FILE) if with_answers else [],
-        rows(SAMPLES_FILE) if with_answers else [],
+        rows(ROLLOUTS_FILE) if with_responses else [],
+        rows(SAMPLES_FILE) if with_responses else [],
         _object(folder / SUMMARY_FILE, skipped),
         ranks_of(folder),
         skipped,

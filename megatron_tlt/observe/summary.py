@@ -46,7 +46,7 @@ class RunSummary:
     idle_fractions: Sequence[float]
     """By rank: the share of the wall time that it waited for others."""
     idle_seconds: float = 0.0
-    """Rank seconds between a rank's last answer and the last one of all, over all steps."""
+    """Rank seconds between a rank's last response and the last one of all, over all steps."""
     recovered_seconds: float = 0.0
     """Of these, spent training the drafter."""
     drafter_steps: int = 0

@@ -51,7 +51,7 @@ class Heartbeat:
     queued: int = 0
     """Requests that wait in the engine."""
     longest: int = 0
-    """Tokens of the longest running answer."""
+    """Tokens of the longest running response."""
     left: float = 0.0
     """Tokens still expected of this replica."""
     stacks: bool = False

@@ -3,7 +3,7 @@
     run_dir/nonfinite/step-000012/rank-00000.npz     the sequences of one data parallel replica, as arrays
 
 `numpy.load` reads the arrays without unpickling: sequence i of mini-batch `mini_batch[i]` has `lengths[i]` tokens, of
-which `prompt_lens[i]` are its prompt's; `tokens` holds all of them in a row, the other arrays those of the answers;
+which `prompt_lens[i]` are its prompt's; `tokens` holds all of them in a row, the other arrays those of the responses;
 `denominators` divide the mini-batches' losses. The step's metrics are in metrics.jsonl.
 """
 

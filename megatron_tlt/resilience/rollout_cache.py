@@ -1,17 +1,17 @@
-"""Finished answers of the steps since the last checkpoint, kept on disk and reused after a restart.
+"""Finished responses of the steps since the last checkpoint, kept on disk and reused after a restart.
 
     rank 0   rollout =====x=====x==x====X  killed            rollout (only what is missing) ==== | score ...
     cache              add   add add      --- restart --->   read
 
-A cached answer is what the engine would generate again: tokens and log-probs are a function of seed, prompt and weights
-(docs/numerics.md), and the key in each file names all three. Hidden states are not kept, so the drafter trains on fewer
-answers of a resumed step; the policy is not affected.
+A cached response is what the engine would generate again: tokens and log-probs are a function of seed, prompt and
+weights (docs/numerics.md), and the key in each file names all three. Hidden states are not kept, so the drafter trains
+on fewer responses of a resumed step; the policy is not affected.
 
-    run_dir/rollout_cache/step-000013/replica-00001-5f0c2a.jsonl    answers of step 13 by replica 1 of one start
+    run_dir/rollout_cache/step-000013/replica-00001-5f0c2a.jsonl    responses of step 13 by replica 1 of one start
 
-Every replica writes its own answers and reads those of all, so the number of ranks may change. Rank 0 removes a step's
-directory when a checkpoint covers it. Each line of a file is the CRC-32 of its JSON and the JSON: first the key, then
-one answer a line. A crash tears at most the last line; reading stops at the first line whose checksum is wrong.
+Every replica writes its own responses and reads those of all, so the number of ranks may change. Rank 0 removes a
+step's directory when a checkpoint covers it. Each line of a file is the CRC-32 of its JSON and the JSON: first the key,
+then one response a line. A crash tears at most the last line; reading stops at the first line whose checksum is wrong.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _MIB = 1 << 20
 Weights = Iterable[tuple[str, "Tensor"]]
-Answers = dict[tuple[int, int], Sample]  # by (prompt id, sample index)
+Responses = dict[tuple[int, int], Sample]  # by (prompt id, sample index)
 
 
 def encode_line(value: Mapping[str, Any]) -> bytes:
@@ -52,24 +52,24 @@ def encode_line(value: Mapping[str, Any]) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
-def encode_answer(sample: Sample, prompt_crc: int) -> bytes:
-    """A finished answer as a line."""
+def encode_response(sample: Sample, prompt_crc: int) -> bytes:
+    """A finished response as a line."""
     fields = asdict(sample)
-    if (routes := fields.pop("routes")) is not None:
-        fields["routes"] = [routes.dtype.name, routes.shape, base64.b64encode(routes.tobytes()).decode()]
+    if (routed_experts := fields.pop("routed_experts")) is not None:
+        fields["routed_experts"] = [routed_experts.dtype.name, routed_experts.shape, base64.b64encode(routed_experts.tobytes()).decode()]
     return encode_line({"prompt_crc": prompt_crc, "sample": fields})
 
 
 def _sample(fields: dict[str, Any]) -> Sample:
-    """The sample of a line that `encode_answer` wrote."""
-    if (stored := fields.pop("routes", None)) is not None:
+    """The sample of a line that `encode_response` wrote."""
+    if (stored := fields.pop("routed_experts", None)) is not None:
         kind, shape, data = stored
-        fields["routes"] = np.frombuffer(base64.b64decode(data), kind).reshape(shape)
+        fields["routed_experts"] = np.frombuffer(base64.b64decode(data), kind).reshape(shape)
     return Sample(**fields)
 
 
-def read_answers(path: Path, key: Mapping[str, Any], prompt_crcs: Mapping[int, int]) -> Answers | None:
-    """Answers to the prompts in `prompt_crcs` (by id); None for a file of another key. Raises OSError."""
+def read_responses(path: Path, key: Mapping[str, Any], prompt_crcs: Mapping[int, int]) -> Responses | None:
+    """Responses to the prompts in `prompt_crcs` (by id); None for a file of another key. Raises OSError."""
     with path.open("rb") as file:
         lines = _whole_lines(file)
         if next(lines, None) != json.loads(json.dumps(key)):
@@ -87,18 +87,18 @@ def _whole_lines(file: BinaryIO) -> Iterator[dict[str, Any]]:
 
 
 def prompt_crc(prompt: Prompt) -> int:
-    """CRC-32 of a prompt's tokens: the same id may be another question in other data."""
+    """CRC-32 of a prompt's tokens: the same id may be another prompt in other data."""
     return zlib.crc32(np.asarray(prompt.token_ids, "<i4").tobytes())
 
 
-class AnswerWriter:
-    """Appends finished answers to one file a step. A written line survives the process.
+class ResponseWriter:
+    """Appends finished responses to one file a step. A written line survives the process.
 
     A disk error ends the writing, not the run.
     """
 
     def __init__(self, max_bytes: int):
-        """At most `max_bytes` are written into steps that were not removed; answers beyond are not kept."""
+        """At most `max_bytes` are written into steps that were not removed; responses beyond are not kept."""
         self._max_bytes = max_bytes
         self._path: Path | None = None
         self._key: Mapping[str, Any] = {}
@@ -107,19 +107,19 @@ class AnswerWriter:
         self.has_failed = False
 
     def begin(self, path: Path, key: Mapping[str, Any]) -> None:
-        """From now on answers go to `path`, which is created with the first of them."""
+        """From now on responses go to `path`, which is created with the first of them."""
         self.end()
         self._path, self._key = path, key
 
     def add(self, sample: Sample, prompt_crc: int) -> None:
-        """Appends a finished answer."""
+        """Appends a finished response."""
         if self._path is None or self.has_failed:
             return
         try:
-            self._append(self._path, encode_answer(sample, prompt_crc))
+            self._append(self._path, encode_response(sample, prompt_crc))
         except OSError as error:
             self.has_failed = True
-            _log.warning("the rollout cache is off, a restart generates these answers again: %s", error)
+            _log.warning("the rollout cache is off, a restart generates these responses again: %s", error)
 
     def _append(self, path: Path, data: bytes) -> None:
         if self._file is None:
@@ -151,7 +151,7 @@ def _create_private(path: Path) -> BinaryIO:
 
 
 class Fingerprint(Protocol):
-    """A checksum of all weights of a push: `sync.fingerprint.WeightFingerprint`."""
+    """A checksum of all weights of a weight sync: `sync.fingerprint.WeightFingerprint`."""
 
     def watch(self, weights: Weights) -> Weights: ...
     def take(self) -> str: ...
@@ -175,21 +175,21 @@ class RolloutCache:
         tp: int,
         fresh: bool,
     ):
-        """`keyed`: `backend`, if its answers can be kept; None: nothing is kept or reused.
+        """`keyed`: `backend`, if its responses can be kept; None: nothing is kept or reused.
 
-        `identity`: what an answer depends on besides prompt and weights, JSON-able. `fresh`: ignore old answers.
+        `identity`: what a response depends on besides prompt and weights, JSON-able. `fresh`: ignore old responses.
         """
         self._directory, self._world = run_dir / "rollout_cache", world
         self._backend, self._keyed, self._params, self._num_samples = backend, keyed, params, num_samples
         self._weights, self._identity, self._fresh = weights, dict(identity), fresh
         self._replica, self._is_first = world.rank // tp, world.rank % tp == 0
         self._start_id = os.urandom(4).hex()
-        self._writer: AnswerWriter | None = None
+        self._writer: ResponseWriter | None = None
         if self._is_first and keyed is not None:
-            self._writer = AnswerWriter(section.max_mib * _MIB)
+            self._writer = ResponseWriter(section.max_mib * _MIB)
         if section.enabled and keyed is None and world.is_main:
             _log.info("no rollout cache without keyed sampling: a restart generates an unfinished step again")
-        self._old_steps: set[int] = set()  # steps with answers of earlier starts, seen by any rank
+        self._old_steps: set[int] = set()  # steps with responses of earlier starts, seen by any rank
         self._old_files: list[Path] | None = None  # those of the present step; None: no rank has any
         self._key: dict[str, Any] = {}
         self._reused = 0
@@ -205,7 +205,7 @@ class RolloutCache:
         self._old_steps = set().union(*self._world.all_gather_object(set(self._steps())))
 
     def fingerprint(self, weights: Weights) -> Weights:
-        """Yields a push's weights unchanged; their checksum becomes part of the key."""
+        """Yields a weight sync's weights unchanged; their checksum becomes part of the key."""
         return weights if self._keyed is None else self._weights.watch(weights)
 
     def begin_step(self, step: int, policy_version: int) -> None:
@@ -223,7 +223,7 @@ class RolloutCache:
     def generate(self, prompts: Sequence[Prompt], on_progress: ProgressCallback) -> list[Sample]:
         """All samples of all prompts, sorted by (prompt id, sample index): cached ones, and the engine's for the rest.
 
-        Collective while there may be answers of an earlier start.
+        Collective while there may be responses of an earlier start.
         """
         if self._keyed is None:
             return self._backend.generate(prompts, self._params, self._num_samples, on_progress)
@@ -237,14 +237,14 @@ class RolloutCache:
         return sorted([*cached.values(), *made], key=lambda s: (s.prompt_id, s.sample_index))
 
     def writer_for(self, prompts: Sequence[Prompt]) -> Callable[[Sample], None] | None:
-        """A callback that stores each finished answer to `prompts`; None on ranks that do not write."""
+        """A callback that stores each finished response to `prompts`; None on ranks that do not write."""
         if (writer := self._writer) is None:
             return None
         crcs = _crcs(prompts)
         return lambda sample: writer.add(sample, crcs[sample.prompt_id])
 
     def end_step(self) -> dict[str, float]:
-        """After the step's last answer; returns metrics of this rank, to be summed over ranks."""
+        """After the step's last response; returns metrics of this rank, to be summed over ranks."""
         if self._writer is None:
             return {}
         self._writer.end()
@@ -261,7 +261,7 @@ class RolloutCache:
                     shutil.rmtree(directory, ignore_errors=True)
 
     def clear(self) -> None:
-        """Removes everything, where answers are kept: the run has done its last step. Collective."""
+        """Removes everything, where responses are kept: the run has done its last step. Collective."""
         if self._keyed is None:
             return
         self.close()
@@ -278,22 +278,22 @@ class RolloutCache:
         found = {path.name.removeprefix("step-"): path for path in sorted(self._directory.glob("step-*"))}
         return {int(name): path for name, path in found.items() if name.isdigit()}
 
-    def _read(self, files: Sequence[Path], prompts: Sequence[Prompt]) -> Answers:
-        """Answers to these prompts in files with the present key."""
-        found: Answers = {}
+    def _read(self, files: Sequence[Path], prompts: Sequence[Prompt]) -> Responses:
+        """Responses to these prompts in files with the present key."""
+        found: Responses = {}
         for path in files:
             try:
-                answers = read_answers(path, self._key, _crcs(prompts))
+                responses = read_responses(path, self._key, _crcs(prompts))
             except OSError as error:
-                _log.warning("%s cannot be read, its answers are generated again: %s", path, error)
+                _log.warning("%s cannot be read, its responses are generated again: %s", path, error)
                 continue
-            if answers is None:
-                _log.info("%s has answers of other weights or settings: not used", path)
+            if responses is None:
+                _log.info("%s has responses of other weights or settings: not used", path)
                 continue
-            found |= {at: sample for at, sample in answers.items() if at[1] < self._num_samples}
+            found |= {at: sample for at, sample in responses.items() if at[1] < self._num_samples}
         return found
 
-    def _same_in_replica(self, mine: Answers) -> Answers:
+    def _same_in_replica(self, mine: Responses) -> Responses:
         """`mine` if all ranks of this replica read the same, else nothing: they must pass their engine the same.
 
         Collective.
@@ -302,10 +302,10 @@ class RolloutCache:
         ranks = self._world.all_gather_object((self._replica, digest, len(mine) * self._is_first))
         total = sum(count for _, _, count in ranks)
         if self._world.is_main and total:
-            _log.info("%d answers of this step were in the rollout cache", total)
+            _log.info("%d responses of this step were in the rollout cache", total)
         if len({other for replica, other, _ in ranks if replica == self._replica}) == 1:
             return mine
-        _log.warning("ranks of replica %d read different cached answers: none is used", self._replica)
+        _log.warning("ranks of replica %d read different cached responses: none is used", self._replica)
         return {}
 
 

@@ -84,7 +84,7 @@ class GracefulShutdown:
         generate: Callable[[ProgressCallback], list[Sample]],
         on_progress: ProgressCallback | None = None,
     ) -> tuple[list[Sample], bool]:
-        """(answers, False), or ([], True) if a signal interrupted the rollout.
+        """(responses, False), or ([], True) if a signal interrupted the rollout.
 
         `generate` gets the callback that the engine calls between its steps; the callback calls `on_progress`, too.
         """

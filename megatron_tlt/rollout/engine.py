@@ -50,7 +50,7 @@ class GraphBudget:
 
 
 class Engine:
-    """Generates answers with one decoder. All ranks of a tensor-parallel group make the same calls."""
+    """Generates responses with one decoder. All ranks of a tensor-parallel group make the same calls."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Engine:
             self.runner.pool.graphs.clear()
 
     def collect_hidden_states(self, collector: HiddenStateCollector | None) -> None:
-        """From now on passes finished answers to `collector`; with None hidden states are kept for the drafter only.
+        """From now on passes finished responses to `collector`; with None hidden states are kept for the drafter only.
         Only while no request is queued or running. Mutates the runner; collective in a tensor-parallel group.
         """
         assert self.is_idle, "hidden states are collected from a request's first token on"
@@ -122,12 +122,12 @@ class Engine:
         elif self.speculator is None or self.speculator.eagle is None:
             self.runner.drop_pages()
 
-    def record_routes(self) -> None:
+    def record_routed_experts(self) -> None:
         """From now on finished requests name the experts that their tokens chose. Only while no request is queued or
         running, with a model that has experts. Mutates the runner.
         """
         assert self.is_idle, "experts are recorded from a request's first token on"
-        self.runner.record_routes()
+        self.runner.record_routed_experts()
 
     @property
     def num_running(self) -> int:
@@ -156,7 +156,7 @@ class Engine:
     ) -> list[Request]:
         """Queues `num_samples` samples of one prompt, from `sample_index` on; computes nothing yet.
 
-        Indices in `without` are left out. An answer depends on its own index only, not on which siblings there are.
+        Indices in `without` are left out. A response depends on its own index only, not on which siblings there are.
         Raises BackendError, naming the numbers, if the request could never run.
         """
         prompt = np.asarray(prompt_token_ids, np.int32)
@@ -204,7 +204,7 @@ class Engine:
 
     def _finish(self, request: Request) -> None:
         """Passes a finished request on, before its blocks are written again."""
-        self.runner.read_routes(request)
+        self.runner.read_routed_experts(request)
         if self.speculator is not None:
             self.speculator.drafter.finish(request)
         if self._collector is not None:
@@ -266,7 +266,7 @@ class Engine:
     def release(self) -> None:
         """Frees the memory of caches and hidden states until `resume`, while the engine is idle.
 
-        A second call does nothing. Weights and captured graphs stay, and no answer changes.
+        A second call does nothing. Weights and captured graphs stay, and no response changes.
         """
         assert self.is_idle, "a running request needs its cache"
         if self.is_released:
@@ -289,7 +289,7 @@ class Engine:
         self.is_released = False
 
     def withdraw(self, count: int) -> list[Request]:
-        """Removes up to `count` requests that have not decoded, between two steps; returns them unanswered."""
+        """Removes up to `count` requests that have not decoded, between two steps; returns them unserved."""
         taken = self.scheduler.withdraw(count)
         self._stats.generated_tokens -= sum(len(request.output) for request in taken)
         if taken and self.is_idle:
@@ -342,7 +342,7 @@ class Engine:
         if params.stop and self._tokenizer is None:
             raise BackendError(f"{name}: stop strings {params.stop!r} need a tokenizer, the engine has none")
         if not all(params.stop):
-            raise BackendError(f"{name}: an empty stop string would end every answer")
+            raise BackendError(f"{name}: an empty stop string would end every response")
         for field, value, allowed in params.out_of_range():
             raise BackendError(f"{name}: {field} = {value} must be {allowed}")
 

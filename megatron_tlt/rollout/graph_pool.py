@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.planning.graphs import ROWS_EACH, batch_buckets, captured_shapes, round_up
-from megatron_tlt.models.base import KVCache, empty_routes
+from megatron_tlt.models.base import KVCache, empty_routed_experts
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.graph_capture import (
@@ -82,11 +82,11 @@ class GraphPool:
             torch.zeros(sizes.max_rows, width, dtype=decoder.dtype, device=decoder.device)
             for width in (decoder.config.vocab_size, decoder.state_size)
         )
-        self._routes = empty_routes(sizes.max_rows, decoder.config, decoder.device)
+        self._routed_experts = empty_routed_experts(sizes.max_rows, decoder.config, decoder.device)
         if capturer is None:
             is_cuda = decoder.device.type == "cuda"
             capturer = CudaCapturer(decoder.device) if is_cuda else EagerCapturer()
-        fixed = sum(t.nbytes for t in (self._staging, self._logits, self._hidden, self._routes))
+        fixed = sum(t.nbytes for t in (self._staging, self._logits, self._hidden, self._routed_experts))
         self.graphs = GraphCache(capturer, budget_bytes, fixed, decoder.tp)
 
     def capture(
@@ -116,8 +116,8 @@ class GraphPool:
 
     def _outputs(self, key: GraphKey) -> DecoderOutput:
         rows = key.batch_size * key.tokens
-        routes = self._routes[:rows] if self._routes.numel() else None  # with experts always: all steps share graphs
-        return DecoderOutput(self._logits[:rows], self._hidden[:rows], routes=routes)
+        routed_experts = self._routed_experts[:rows] if self._routed_experts.numel() else None  # with experts always: all steps share graphs
+        return DecoderOutput(self._logits[:rows], self._hidden[:rows], routed_experts=routed_experts)
 
     def run(self, batch: DecoderInput) -> DecoderOutput:
         """Logits come in the compute type, and all in fresh tensors. See `Decoder.forward`.
@@ -135,8 +135,8 @@ class GraphPool:
         out = DecoderOutput(self._logits[:rows].index_select(0, wanted))
         if batch.all_hidden:
             out.hidden = self._hidden[:rows].index_select(0, place)
-        if batch.all_routes:
-            out.routes = self._routes[:rows].index_select(0, place)
+        if batch.all_routed_experts:
+            out.routed_experts = self._routed_experts[:rows].index_select(0, place)
         return out
 
     def key(self, sequences: int, tokens_per_seq: int) -> GraphKey | None:

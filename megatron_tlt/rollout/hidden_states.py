@@ -1,8 +1,8 @@
-"""`HiddenStateCollector`: the hidden states of finished answers, on which the drafter trains.
+"""`HiddenStateCollector`: the hidden states of finished responses, on which the drafter trains.
 
 Nothing is done while a request decodes: its states lie in `PagedHiddenStates` and are read once, at its end. On a GPU
 they leave beside the next steps, and the sample is emitted when they are on the host.
-Legend: L tokens of prompt and answer, H hidden size.
+Legend: L tokens of prompt and response, H hidden size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_tlt.types import HiddenStateSample
 
 
 class HiddenStateCollector:
-    """Emits a `HiddenStateSample` for every finished answer of at least `min_tokens` tokens.
+    """Emits a `HiddenStateSample` for every finished response of at least `min_tokens` tokens.
 
     All ranks of a tensor-parallel group emit the same.
     """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.models.base import Decoder, empty_routes
+from megatron_tlt.models.base import Decoder, empty_routed_experts
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.torch.transfer import upload
@@ -55,7 +55,7 @@ class ModelRunner:
         self._one_each = np.arange(width + 1, dtype=np.int32)
         self._decode_inputs: dict[int, DecoderInput] = {}
         self.pages: PagedHiddenStates | None = None  # hidden states of all cached tokens, where they are kept
-        self._routes: PagedHiddenStates | None = None  # the experts of all cached tokens, where they are recorded
+        self._routed_experts: PagedHiddenStates | None = None  # the experts of all cached tokens, where they are recorded
 
     def keep_pages(self) -> PagedHiddenStates:
         """From now on every forward writes its hidden states into `pages`. Only while no request runs. Mutates."""
@@ -64,14 +64,14 @@ class ModelRunner:
             self.pages = PagedHiddenStates(*sizes, self.decoder.dtype, self.device)
         return self.pages
 
-    def record_routes(self) -> None:
+    def record_routed_experts(self) -> None:
         """From now on the experts of every token are kept, for `read_routes`. Only while no request runs. Mutates."""
-        like = empty_routes(0, self.decoder.config)
+        like = empty_routed_experts(0, self.decoder.config)
         assert like.shape[1], "a dense model"
         sizes = self.kv.num_blocks, self.kv.block_size, like.shape[1]
-        self._routes = PagedHiddenStates(*sizes, like.dtype, self.device)
+        self._routed_experts = PagedHiddenStates(*sizes, like.dtype, self.device)
         if self.kv.is_released:
-            self._routes.release()
+            self._routed_experts.release()
 
     def drop_pages(self) -> None:
         """Stops keeping hidden states and frees their memory. Mutates."""
@@ -94,14 +94,14 @@ class ModelRunner:
     @property
     def _kept(self) -> list[PagedHiddenStates]:
         """What is recorded of every cached token, in pages like those of keys and values."""
-        return [pages for pages in (self.pages, self._routes) if pages is not None]
+        return [pages for pages in (self.pages, self._routed_experts) if pages is not None]
 
-    def read_routes(self, request: Request) -> None:
+    def read_routed_experts(self, request: Request) -> None:
         """Copies the experts of a finished request's tokens to the host, where they are recorded. Mutates."""
-        if self._routes is not None:
+        if self._routed_experts is not None:
             count = len(request.prompt) + len(request.output) - 1
-            read = self._routes.start_read(request.blocks, count).wait_pageable()
-            request.routes = read.unflatten(1, (-1, self.decoder.config.num_experts_per_tok)).numpy()
+            read = self._routed_experts.start_read(request.blocks, count).wait_pageable()
+            request.routed_experts = read.unflatten(1, (-1, self.decoder.config.num_experts_per_tok)).numpy()
 
     def forward(self, batch: Batch) -> StepResult:
         """Computes `batch` and samples its rows. Mutates the cache and the arrays past the decoding rows."""
@@ -110,11 +110,11 @@ class ModelRunner:
 
     def _run(self, inputs: DecoderInput, pool: GraphPool | None) -> DecoderOutput:
         """The forward. Writes the rows' hidden states and experts where they are kept."""
-        inputs.all_hidden, inputs.all_routes = self.pages is not None, self._routes is not None
+        inputs.all_hidden, inputs.all_routed_experts = self.pages is not None, self._routed_experts is not None
         output = self.decoder.forward(inputs, self.kv) if pool is None else pool.run(inputs)
-        if self._routes is not None:
-            assert output.routes is not None
-            self._routes.write(inputs.slot_mapping, output.routes)
+        if self._routed_experts is not None:
+            assert output.routed_experts is not None
+            self._routed_experts.write(inputs.slot_mapping, output.routed_experts)
         if self.pages is not None:
             assert output.hidden is not None
             self.pages.write(inputs.slot_mapping, output.hidden)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One answer in progress.
+    """One response in progress.
 
     `order` is the place in the queue (unique, never changes): smaller arrived earlier. While the request runs
     (`row >= 0`) its newest tokens are in the scheduler's arrays; `output` is filled when it leaves them.
@@ -29,7 +29,7 @@ class Request:
     order: int
     stop_token_ids: frozenset[int]
     stop_strings: StopStringFinder | None = None
-    dataset_id: str = ""  # names the question over epochs; "": unknown
+    dataset_id: str = ""  # names the prompt over epochs; "": unknown
     row: int = -1
     slot: int = -1
     output: list[int] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Request:
     blocks: list[int] = field(
         default_factory=list
     )  # KV blocks of a finished request, until the next schedule
-    routes: np.ndarray | None = None  # of a finished request whose engine records them, as in `types.Sample`
+    routed_experts: np.ndarray | None = None  # of a finished request whose engine records them, as in `types.Sample`
 
     @property
     def key(self) -> int:
@@ -47,7 +47,7 @@ class Request:
 
     @property
     def is_masked(self) -> bool:
-        """Whether sampling must mask tokens (top-k, top-p or min-p). Greedy answers never need to."""
+        """Whether sampling must mask tokens (top-k, top-p or min-p). Greedy responses never need to."""
         p = self.params
         return p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
 

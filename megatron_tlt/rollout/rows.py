@@ -131,7 +131,7 @@ class RunningRows:
         return self._at_end(last)
 
     def _at_end(self, last: np.ndarray) -> list[int]:
-        """Rows whose newest token, `last` [D], may end the answer."""
+        """Rows whose newest token, `last` [D], may end the response."""
         count = len(last)
         ended = self.output_len[:count] >= self.limit[:count]
         ended |= self.is_stop[last]

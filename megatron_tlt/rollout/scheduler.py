@@ -122,7 +122,7 @@ class Scheduler:
 
     @property
     def num_unstarted(self) -> int:
-        """Requests that have not decoded: they can be answered anywhere, from the prompt on, at no loss.
+        """Requests that have not decoded: they can be served anywhere, from the prompt on, at no loss.
 
         Requests whose prompt is prefilling do not count.
         """
@@ -280,7 +280,7 @@ class Scheduler:
         return finished
 
     def truncate(self, result: StepResult) -> None:
-        """Cuts each row's run of tokens behind the first that ends the answer. Mutates `result`.
+        """Cuts each row's run of tokens behind the first that ends the response. Mutates `result`.
 
         Before `commit`; without `result.counts` (a plain step) it does nothing. Tokens that plain decoding would never
         have drawn must not be emitted.
@@ -383,7 +383,7 @@ def _draw_first(prefill: Prefill, tokens: Sequence[int], logprobs: Sequence[floa
 
 
 def _run_length(request: Request, run: Sequence[int]) -> int:
-    """How many tokens of `run` plain decoding would have drawn: up to the first that ends the answer."""
+    """How many tokens of `run` plain decoding would have drawn: up to the first that ends the response."""
     for length, token in enumerate(run, 1):
         if request.stop_strings is not None and request.stop_strings.push(token):
             request.finish_reason = "stop"

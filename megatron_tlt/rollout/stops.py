@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class StopStringFinder:
-    """Finds the stop strings of one answer; work per token does not grow with the answer's length."""
+    """Finds the stop strings of one response; work per token does not grow with the response's length."""
 
     def __init__(self, tokenizer: HFTokenizer, stops: Sequence[str]):
         assert all(stops), "empty stop strings are refused at submission"
@@ -31,7 +31,7 @@ class StopStringFinder:
 
     @property
     def cut_text(self) -> str | None:
-        """The answer up to and including the stop string; None before one was found."""
+        """The response up to and including the stop string; None before one was found."""
         return None if self._end is None else self._text[: self._end]
 
     def _find(self, text: str, new_from: int) -> bool:

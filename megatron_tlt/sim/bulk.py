@@ -2,13 +2,13 @@
 
 While the same requests run, a step costs the same but for growing contexts. So between two changes of the running
 requests all tokens are drawn at once, at the rate that the production selector reached (`decisions`). Where every
-request has a place from the start the production scheduler has nothing to decide, and the changes are the answers'
+request has a place from the start the production scheduler has nothing to decide, and the changes are the responses'
 ends: the time is a sum over sorted lengths. Where requests wait for a place or memory runs short, the production
 scheduler decides at each change, in quanta of some tokens.
 
-    answer 1  =========|                        B = 3, then 2, then 1:
-    answer 2  =================|                seconds = sum of (tokens until the next end) * rate(B, context)
-    answer 3  ============================|
+    response 1  =========|                        B = 3, then 2, then 1:
+    response 2  =================|                seconds = sum of (tokens until the next end) * rate(B, context)
+    response 3  ============================|
 
 Approximated: all running requests draw equally many tokens (in truth drafts are right more often for some), prompts
 are computed before decoding begins, and a rate is the mean of some steps. `tests/unit/sim/test_bulk.py` holds it
@@ -27,7 +27,7 @@ from megatron_tlt.sim.cost_model import CostModel, cache_tokens
 from megatron_tlt.sim.decisions import RateTable
 from megatron_tlt.sim.scheduling import add_groups, new_scheduler, plain_result, run_result
 
-_QUANTA = 512  # of tokens that the longest answer is divided into between the scheduler's decisions
+_QUANTA = 512  # of tokens that the longest response is divided into between the scheduler's decisions
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class ReplicaRollout:
 
     @property
     def seconds(self) -> float:
-        """Until the last answer's end; 0 without requests."""
+        """Until the last response's end; 0 without requests."""
         return float(self.times[-1]) if len(self.times) else 0.0
 
 
@@ -61,7 +61,7 @@ class BulkReplicas:
         self._room = cache_tokens(config)
 
     def run(self, groups: Sequence[np.ndarray], table: RateTable) -> ReplicaRollout:
-        """Answers `groups` of samples, int [n] tokens each, one a prompt, in order of arrival."""
+        """Responses `groups` of samples, int [n] tokens each, one a prompt, in order of arrival."""
         if not groups:
             return empty()
         if self._have_places(groups):
@@ -92,7 +92,7 @@ class BulkReplicas:
         lengths = np.sort(np.concatenate(groups))
         count = len(lengths)
         running = np.arange(count, 0, -1)
-        # The first token of each answer comes with its prompt.
+        # The first token of each response comes with its prompt.
         ends = lengths.astype(np.float64)
         begins = np.concatenate(([1.0], ends[:-1]))
         tokens = np.maximum(ends - begins, 0.0)

@@ -17,7 +17,7 @@ from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.sim.cost_model import kv_bytes
 
-# Assumed: the median answer takes this share of `rollout.max_tokens`, with the default spread of lengths.
+# Assumed: the median response takes this share of `rollout.max_tokens`, with the default spread of lengths.
 _MEDIAN_SHARE = 1 / 8
 STALE_RATE = 0.5  # assumed: of a drafter that starts from the policy's second layer
 

@@ -26,12 +26,12 @@ from megatron_tlt.sim.bulk import ReplicaRollout
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What the replicas did after their last answers, in seconds of the rollout."""
+    """What the replicas did after their last responses, in seconds of the rollout."""
 
-    ends: np.ndarray  # float64 [R], of each one's last answer
+    ends: np.ndarray  # float64 [R], of each one's last response
     trains: np.ndarray  # float64 [R], seconds inside micro-steps
     micro_steps: int
-    done: float  # the slowest replica's last answer
+    done: float  # the slowest replica's last response
     late: float  # seconds that the last micro-step made all ranks wait
 
 

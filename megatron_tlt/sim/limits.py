@@ -14,25 +14,25 @@ from megatron_tlt.sim.cost_model import ELEMENT, GPUS, cache_tokens
 
 MAX_SECONDS = 600.0  # predicted CPU seconds of all points
 MAX_ANSWERS = 4_000_000  # of one step: about 0.5 KB each
-_ANSWER_SECONDS = 20e-6  # measured: an answer that runs from the start; an engine takes as long as five answers
-_QUEUED_SECONDS = 150e-6  # measured: an answer that waits for a place;
+_RESPONSE_SECONDS = 20e-6  # measured: a response that runs from the start; an engine takes as long as five responses
+_QUEUED_SECONDS = 150e-6  # measured: a response that waits for a place;
 _QUEUE = 16_384  # of so many requests of an engine it takes twice as long
 
 
 def check_limits(configs: Sequence[SimConfig]) -> Iterator[ConfigProblem]:
     """Problems of the points that are to be simulated one after another."""
     yield from _check_memory(configs[0])
-    largest = max(configs, key=_answers)
-    if _answers(largest) > MAX_ANSWERS:
-        allowed = f"at most {MAX_ANSWERS:,} answers of a step can be simulated, not {_answers(largest):,}"
+    largest = max(configs, key=_responses)
+    if _responses(largest) > MAX_ANSWERS:
+        allowed = f"at most {MAX_ANSWERS:,} responses of a step can be simulated, not {_responses(largest):,}"
         yield ConfigProblem("workload.prompts_per_step", largest.workload.prompts_per_step, allowed)
         return
     seconds = sum(map(_seconds, configs))
     if seconds > MAX_SECONDS:
         slowest = max(configs, key=_seconds)
-        answers = _answers(slowest) * slowest.workload.steps
+        responses = _responses(slowest) * slowest.workload.steps
         allowed = (
-            f"too large to simulate: {_engines(slowest):,} engines and {answers:,} answers in {slowest.workload.steps} "
+            f"too large to simulate: {_engines(slowest):,} engines and {responses:,} responses in {slowest.workload.steps} "
             f"steps, {len(configs)} points in all, would take about {seconds / 60:,.0f} minutes "
             f"(limit {MAX_SECONDS / 60:.0f}); take fewer nodes, prompts, steps or points"
         )
@@ -40,7 +40,7 @@ def check_limits(configs: Sequence[SimConfig]) -> Iterator[ConfigProblem]:
 
 
 def _check_memory(config: SimConfig) -> Iterator[ConfigProblem]:
-    """Whether an engine has room for its weights and one longest answer."""
+    """Whether an engine has room for its weights and one longest response."""
     room, model = cache_tokens(config), config.model
     needed = config.workload.prompt_tokens + config.rollout.max_tokens
     if room is None or model is None or room >= needed:
@@ -50,12 +50,12 @@ def _check_memory(config: SimConfig) -> Iterator[ConfigProblem]:
     weights = ELEMENT * total_parameters(model) / tp
     allowed = (
         f"the model does not fit: {tp} {gpu.upper()} of {memory / 1e9:.0f} usable GB each hold {weights / 1e9:.0f} GB "
-        f"of weights each and a KV cache of {max(0, room):,} tokens; one longest answer needs {needed:,}"
+        f"of weights each and a KV cache of {max(0, room):,} tokens; one longest response needs {needed:,}"
     )
     yield ConfigProblem("rollout.tp", tp, allowed)
 
 
-def _answers(config: SimConfig) -> int:
+def _responses(config: SimConfig) -> int:
     return config.workload.prompts_per_step * config.rollout.samples_per_prompt
 
 
@@ -65,11 +65,11 @@ def _engines(config: SimConfig) -> int:
 
 def _seconds(config: SimConfig) -> float:
     """Predicted CPU seconds of one point."""
-    answers, engines = _answers(config), _engines(config)
-    requests = answers / engines
+    responses, engines = _responses(config), _engines(config)
+    requests = responses / engines
     room = cache_tokens(config)
     tokens = requests * (config.workload.prompt_tokens + config.workload.lengths.median)
-    each = _ANSWER_SECONDS
+    each = _RESPONSE_SECONDS
     if requests > config.rollout.max_running_requests or (room is not None and tokens > room):
         each = _QUEUED_SECONDS * (1 + requests / _QUEUE)
-    return config.workload.steps * (5 * engines * _ANSWER_SECONDS + answers * each)
+    return config.workload.steps * (5 * engines * _RESPONSE_SECONDS + responses * each)

@@ -16,7 +16,7 @@ from megatron_tlt.sim.trace import Lengths
 
 MODES = {
     "off": "no drafts, no training of a drafter",
-    "suffix": "drafts from sibling and earlier answers only",
+    "suffix": "drafts from sibling and earlier responses only",
     "frozen": "the file's drafter, never trained during the run",
     "tlt": "the file's drafter, trained in idle time",
 }
@@ -94,12 +94,12 @@ def assumptions(config: SimConfig) -> list[str]:
     lengths, training = config.workload.lengths, config.training
     lines = []
     if lengths.path is not None or lengths.values:
-        answers = f"answers are as long as in {lengths.path or 'the given values'}"
+        responses = f"responses are as long as in {lengths.path or 'the given values'}"
     else:
-        answers = f"answers are lognormal: median {lengths.median:g} tokens, sigma {lengths.sigma:g}"
+        responses = f"responses are lognormal: median {lengths.median:g} tokens, sigma {lengths.sigma:g}"
     cut, count = Lengths(config).cut(config.workload.steps)
     at = f"rollout.max_tokens, {config.rollout.max_tokens}"
-    lines.append(f"{answers}; {f'{cut:,}' if cut else 'none'} of the {count:,} simulated are cut at {at}")
+    lines.append(f"{responses}; {f'{cut:,}' if cut else 'none'} of the {count:,} simulated are cut at {at}")
     if config.costs.table is not None:
         lines.append(f"engine steps cost what was measured in {config.costs.table}")
     else:

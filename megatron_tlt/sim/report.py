@@ -20,7 +20,7 @@ def write_report(result: SimResult, path: Path) -> None:
 
 
 def build_page(result: SimResult) -> Page:
-    """What the simulation says, the answer first."""
+    """What the simulation says, the response first."""
     page = Page(result.name, "simulated, not measured: what was assumed is at the end")
     page.verdict = verdict(result)
     page.tiles = _tiles(result)

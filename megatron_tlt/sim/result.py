@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = "megatron-tlt/simulation/1"
-PHASES = ("rollout", "stop", "score", "logprobs", "update", "merge", "push", "other")
+PHASES = ("rollout", "stop", "score", "logprobs", "update", "merge", "weight_sync", "other")
 """In order. rollout: until the slowest replica is done; stop: until every rank knows, and training has stopped."""
 
 
@@ -28,7 +28,7 @@ class StepRecord:
     phases: dict[str, float]
     """Seconds by phase (`PHASES`); they add up to `seconds`."""
     tokens: int
-    """Tokens of all answers."""
+    """Tokens of all responses."""
     accept_length: float
     """Mean tokens of a request in an engine step that drafted; 0: none did."""
     idle_gpu_seconds: float
@@ -71,7 +71,7 @@ class Point:
     phases: dict[str, float]
     """Mean seconds by phase."""
     tokens_per_second: float
-    """Answers' tokens of all GPUs, per second of the whole step."""
+    """Responses' tokens of all GPUs, per second of the whole step."""
     idle_gpu_hours: float
     """Of all simulated steps."""
     recovered_gpu_hours: float

@@ -38,7 +38,7 @@ def quanta(tokens: int, quantum: int) -> int:
 def add_groups(
     scheduler: Scheduler, groups: Sequence[np.ndarray], prompt_tokens: int, quantum: int = 1
 ) -> None:
-    """Queues the samples of each prompt; an answer's length is its `max_tokens`."""
+    """Queues the samples of each prompt; a response's length is its `max_tokens`."""
     prompt = np.zeros(quanta(prompt_tokens, quantum), np.int32)
     order = 0
     for at, lengths in enumerate(groups):

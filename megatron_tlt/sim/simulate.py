@@ -68,7 +68,7 @@ class Simulation:
             "logprobs": cluster.logprobs(trained),
             "update": cluster.update(trained),
             "merge": 1e-3 * training.merge_ms if waits.micro_steps else 0.0,
-            "push": cluster.push(),
+            "weight_sync": cluster.push(),
             "other": 0.0,
         }
         if self._trains:

@@ -1,6 +1,6 @@
-"""How long the answers of a step are: drawn from a distribution, or from what a real run wrote. Torch-free.
+"""How long the responses of a step are: drawn from a distribution, or from what a real run wrote. Torch-free.
 
-Lengths depend on the seed, the step and the prompt only, so every mode and every number of nodes answers alike.
+Lengths depend on the seed, the step and the prompt only, so every mode and every number of nodes responses alike.
 Empirical ones are the same lengths in every step, dealt anew.
 Legend: P prompts of a step, n samples of a prompt.
 """
@@ -24,7 +24,7 @@ _LONGEST = 1 << 62  # tokens that still fit an int64
 
 
 class Lengths:
-    """Draws a step's answer lengths."""
+    """Draws a step's response lengths."""
 
     def __init__(self, config: SimConfig):
         """Raises ConfigError, naming workload.lengths.path, if there is nothing to draw from."""
@@ -36,12 +36,12 @@ class Lengths:
         self._quantiles = np.log(quantiles_of(self._section)) if is_given else None
 
     def of(self, step: int) -> np.ndarray:
-        """Tokens of every answer of `step` (from 0), int64 [P, n], 1 to max_tokens."""
+        """Tokens of every response of `step` (from 0), int64 [P, n], 1 to max_tokens."""
         clipped: np.ndarray = np.minimum(self._uncut(step), self._most)
         return clipped
 
     def cut(self, steps: int) -> tuple[int, int]:
-        """How many answers of the first `steps` steps are longer than max_tokens, and cut there; and of how many."""
+        """How many responses of the first `steps` steps are longer than max_tokens, and cut there; and of how many."""
         cut = sum(int((self._uncut(step) > self._most).sum()) for step in range(steps))
         return cut, steps * math.prod(self._shape)
 

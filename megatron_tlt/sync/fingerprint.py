@@ -19,7 +19,8 @@ _CHUNK = 1 << 22  # numbers summed at once on a device, in int64 five times: 160
 
 
 class WeightFingerprint:
-    """Hashes the tensors of a push, which come in full to every rank. Ranks share the work: each sums some tensors."""
+    """Hashes the tensors of a weight sync, which come in full to every rank. Ranks share the work: each sums some
+    tensors."""
 
     def __init__(self, world: World):
         self._world = world
@@ -34,7 +35,7 @@ class WeightFingerprint:
             yield name, tensor
 
     def take(self) -> str:
-        """SHA-256 of the last push in hexadecimal, the same on every rank. Collective."""
+        """SHA-256 of the last weight sync in hexadecimal, the same on every rank. Collective."""
         everything = sorted(entry for part in self._world.all_gather_object(self._sums) for entry in part)
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 

@@ -1,9 +1,9 @@
-"""The receiving end of a weight push: which weights an engine serves, and how far the push under way is.
+"""The receiving end of a weight push: which weights an engine serves, and how far the weight sync under way is.
 
     begin(version) -> accept(bucket) ... -> accept_drafter(version) -> commit()
 
-All or nothing: between `begin` and `commit` the weights are torn and the engine must not generate, also after a push
-that failed, until a later one is complete.
+All or nothing: between `begin` and `commit` the weights are torn and the engine must not generate, also after a weight
+sync that failed, until a later one is complete.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.types import WeightBucket
 
-NO_WEIGHTS = -1  # policy version of an engine that no push has reached
+NO_WEIGHTS = -1  # policy version of an engine that no weight sync has reached
 
 
 class ServedWeights:
@@ -33,20 +33,20 @@ class ServedWeights:
         keep_checksums: bool = False,
         version: int = NO_WEIGHTS,
     ):
-        """`parameter_shapes` names every tensor of a push; `ignorable` ones may come and are not loaded."""
+        """`parameter_shapes` names every tensor of a weight sync; `ignorable` ones may come and are not loaded."""
         self._shapes, self._ignorable = dict(parameter_shapes), frozenset(ignorable)
         self.keep_checksums = keep_checksums
         self.version, self.drafter_version = version, 0
         self.checksums: dict[str, int] = {}
         self.open_checksums: dict[str, int] = {}
-        """Of the open push: the engine's owner adds those of what was loaded, if they are kept."""
+        """Of the open weight sync: the engine's owner adds those of what was loaded, if they are kept."""
         self._open: int | None = None
         self._missing: set[str] = set()
         self._next_drafter = 0
 
     @classmethod
     def of_policy(cls, policy: ModelConfig, keep_checksums: bool, version: int = NO_WEIGHTS) -> ServedWeights:
-        """A push brings all of the policy's parameters; a tied head may come beside them."""
+        """A weight sync brings all of the policy's parameters; a tied head may come beside them."""
         ignorable = ("lm_head.weight",) if policy.tie_word_embeddings else ()
         return cls(policy.parameter_shapes(), ignorable, keep_checksums, version)
 
@@ -54,28 +54,28 @@ class ServedWeights:
         """Raises BackendError unless the engine has a complete set of weights."""
         if self._open is not None:
             raise BackendError(
-                f"weights are torn: the push of version {self._open} has not finished "
-                f"({len(self._missing)} tensors missing); the engine does not answer"
+                f"weights are torn: the weight sync of version {self._open} has not finished "
+                f"({len(self._missing)} tensors missing); the engine does not generate"
             )
         if self.version == NO_WEIGHTS:
             raise BackendError("the engine has no weights yet: push some first")
 
     def begin(self, version: int) -> None:
-        """Opens a push of `version`; an open one is given up."""
+        """Opens a weight sync of `version`; an open one is given up."""
         self._open, self._next_drafter = version, self.drafter_version
         self._missing, self.open_checksums, self.checksums = set(self._shapes), {}, {}
 
     def require_open(self, what: str) -> int:
-        """The version of the open push. Raises SyncError, naming `what` came, if none is open."""
+        """The version of the open weight sync. Raises SyncError, naming `what` came, if none is open."""
         if self._open is None:
-            raise SyncError(f"{what} came while no push is open")
+            raise SyncError(f"{what} came while no weight sync is open")
         return self._open
 
     def accept(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
         """The tensors of a bucket, for the engine to load now. Raises SyncError on a wrong version, name or shape."""
         version = self.require_open(f"tensors of version {bucket.version}")
         if bucket.version != version:
-            raise SyncError(f"a bucket of version {bucket.version} came into the push of {version}")
+            raise SyncError(f"a bucket of version {bucket.version} came into the weight sync of {version}")
         tensors = []
         for name, tensor in bucket.tensors:
             if name in self._ignorable:
@@ -90,17 +90,17 @@ class ServedWeights:
         return tensors
 
     def accept_drafter(self, version: int) -> None:
-        """The engine has loaded the drafter of `version` into the open push."""
+        """The engine has loaded the drafter of `version` into the open weight sync."""
         self._next_drafter = version
 
     def require_complete(self) -> int:
-        """The version of the open push. Raises SyncError if none is open or a tensor has not come."""
+        """The version of the open weight sync. Raises SyncError if none is open or a tensor has not come."""
         version = self.require_open("finish_update")
         if self._missing:
-            raise SyncError(f"the push of version {version} lacks {shortened(sorted(self._missing))}")
+            raise SyncError(f"the weight sync of version {version} lacks {shortened(sorted(self._missing))}")
         return version
 
     def commit(self) -> None:
-        """Closes the push: its versions are served. Raises SyncError as `require_complete`."""
+        """Closes the weight sync: its versions are served. Raises SyncError as `require_complete`."""
         self.version, self._open = self.require_complete(), None
         self.drafter_version, self.checksums = self._next_drafter, self.open_checksums

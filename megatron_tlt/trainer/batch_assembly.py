@@ -17,7 +17,7 @@ from megatron_tlt.algorithms.base import RewardTable
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import gather_columns, redistribute, sum_over_replicas
 from megatron_tlt.rollout.spec.history import readable_tokens
-from megatron_tlt.types import PastAnswer, SampleGroup, TrainBatch, TrainSequence
+from megatron_tlt.types import PastResponse, SampleGroup, TrainBatch, TrainSequence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,25 +48,25 @@ def group_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[
     return [SampleGroup(p, sorted(by_prompt[p.prompt_id], key=lambda s: s.sample_index)) for p in prompts]
 
 
-def share_answers(world: World, backend: RolloutBackend, groups: Sequence[SampleGroup]) -> None:
-    """Adds all ranks' scored answers, also those that are not trained on, to the history of every engine: any of them
-    may answer the question the next time. Tokens that no history keeps stay where they are.
+def share_responses(world: World, backend: RolloutBackend, groups: Sequence[SampleGroup]) -> None:
+    """Adds all ranks' scored responses, also those that are not trained on, to the history of every engine: any of them
+    may serve the prompt the next time. Tokens that no history keeps stay where they are.
 
     Collective where the engines keep a history (all of them do or none: they share one configuration).
     """
-    most = backend.history_answers
+    most = backend.history_responses
     if most is None:
         return
-    mine = [answer for group in groups for answer in readable_tokens(_past_answers(group), most)]
-    answers = [answer for part in world.all_gather_object(mine) for answer in part]
-    answers.sort(key=lambda a: a.visit)  # the order must not depend on the number of ranks
-    backend.remember(answers)
+    mine = [response for group in groups for response in readable_tokens(_past_responses(group), most)]
+    responses = [response for part in world.all_gather_object(mine) for response in part]
+    responses.sort(key=lambda a: a.prompt_id)  # the order must not depend on the number of ranks
+    backend.remember(responses)
 
 
-def _past_answers(group: SampleGroup) -> list[PastAnswer]:
-    name, visit = group.prompt.dataset_id, group.prompt.prompt_id
+def _past_responses(group: SampleGroup) -> list[PastResponse]:
+    name, prompt_id = group.prompt.dataset_id, group.prompt.prompt_id
     return [
-        PastAnswer(name, np.asarray(sample.token_ids, np.int32), reward.value, visit)
+        PastResponse(name, np.asarray(sample.token_ids, np.int32), reward.value, prompt_id)
         for sample, reward in zip(group.samples, group.rewards, strict=True)
     ]
 
@@ -125,8 +125,8 @@ def place(
     return mini_batch, dp_rank
 
 
-class SentAnswer(NamedTuple):
-    """What of an answer goes to the ranks that train on it: 8 bytes a token, and its experts where replayed."""
+class SentResponse(NamedTuple):
+    """What of a response goes to the ranks that train on it: 8 bytes a token, and its experts where replayed."""
 
     mini_batch: int
     prompt_id: int
@@ -134,11 +134,11 @@ class SentAnswer(NamedTuple):
     prompt_len: int
     token_ids: np.ndarray  # int32 [P + R], prompt and response
     logprobs: np.ndarray  # float32 [R]
-    routes: np.ndarray | None  # as in `Sample`
+    routed_experts: np.ndarray | None  # as in `Sample`
 
     @classmethod
-    def of(cls, mini_batch: int, prompt: Prompt, sample: Sample) -> SentAnswer:
-        """An answer to `prompt`."""
+    def of(cls, mini_batch: int, prompt: Prompt, sample: Sample) -> SentResponse:
+        """A response to `prompt`."""
         return cls(
             mini_batch,
             sample.prompt_id,
@@ -147,11 +147,11 @@ class SentAnswer(NamedTuple):
             token_ids=np.array([*prompt.token_ids, *sample.token_ids], np.int32),
             # NaN where the engine gives none: the policy computes them, and a loss that met one would be NaN.
             logprobs=np.array(sample.logprobs or np.full(len(sample.token_ids), np.nan), np.float32),
-            routes=sample.routes,
+            routed_experts=sample.routed_experts,
         )
 
     def sequence(self) -> TrainSequence:
-        """The answer as training data; advantages and masks come from the algorithm."""
+        """The response as training data; advantages and masks come from the algorithm."""
         return TrainSequence(
             prompt_id=self.prompt_id,
             sample_index=self.sample_index,
@@ -160,7 +160,7 @@ class SentAnswer(NamedTuple):
             advantages=np.zeros(len(self.logprobs), np.float32),
             loss_mask=np.ones(len(self.logprobs), np.float32),
             rollout_logprobs=self.logprobs,
-            routes=self.routes,
+            routed_experts=self.routed_experts,
         )
 
 
@@ -175,7 +175,7 @@ class BatchAssembler:
         temperature: float,
         has_logprobs: bool = True,
     ):
-        """`temperature` is that of the rollout; `has_logprobs`: the engine gives the log-probs of its answers."""
+        """`temperature` is that of the rollout; `has_logprobs`: the engine gives the log-probs of its responses."""
         self._world, self._policy, self._dims, self._algorithm = world, policy, policy.dims, algorithm
         self._temperature, self._has_logprobs = temperature, has_logprobs
         self._mini_batches = algorithm.config.mini_batches
@@ -190,9 +190,9 @@ class BatchAssembler:
         for group, sample in [(g, sample) for g in groups for sample in g.samples]:
             row = row_of[(sample.prompt_id, sample.sample_index)]
             if (dp := int(table.dp_rank[row])) >= 0:
-                outgoing.append((SentAnswer.of(int(table.mini_batch[row]), group.prompt, sample), ranks[dp]))
+                outgoing.append((SentResponse.of(int(table.mini_batch[row]), group.prompt, sample), ranks[dp]))
         mine = redistribute(self._world, outgoing)
-        mine.sort(key=lambda answer: (answer.prompt_id, answer.sample_index))
+        mine.sort(key=lambda response: (response.prompt_id, response.sample_index))
         return table, [[a.sequence() for a in mine if a.mini_batch == i] for i in range(self._mini_batches)]
 
     def build_batch(self, parts: list[list[TrainSequence]], table: StepTable) -> TrainBatch:

@@ -1,6 +1,6 @@
 """Evaluation on held-out prompts: pass@1, pass@k, response lengths.
 
-Every evaluation of a run samples answers to the same prompts with the same noise (common random numbers), so two of
+Every evaluation of a run samples responses to the same prompts with the same noise (common random numbers), so two of
 them differ by the policy only.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.distributed.exchange import gather_columns
-from megatron_tlt.trainer.batch_assembly import group_samples, share_answers
+from megatron_tlt.trainer.batch_assembly import group_samples, share_responses
 
 if TYPE_CHECKING:
     from megatron_tlt.config.run import EvalSection
@@ -31,7 +31,7 @@ _HISTOGRAM_BINS = 16
 
 
 def pass_at_k(correct: int, total: int, k: int) -> float:
-    """Unbiased estimate of "at least one of k answers is right" from `total` answers (Chen et al. 2021, eq. 1)."""
+    """Unbiased estimate of "at least one of k responses is right" from `total` responses (Chen et al. 2021, eq. 1)."""
     if total - correct < k:
         return 1.0
     return 1.0 - math.comb(total - correct, k) / math.comb(total, k)
@@ -60,7 +60,7 @@ class EvalResult:
 
 
 class Evaluator:
-    """Answers and scores a fixed set of prompts, split over the rollout replicas."""
+    """Responses and scores a fixed set of prompts, split over the rollout replicas."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Evaluator:
             stop.sync("eval", dropped)
         groups = group_samples(self._mine, samples) if self._tp_rank == 0 else []
         self._rewards.score(groups)
-        share_answers(self._world, self._backend, groups)  # the same questions come again
+        share_responses(self._world, self._backend, groups)  # the same prompts come again
         rows = [
             (g.prompt.prompt_id, r.correct, r.value, len(s.token_ids), s.finish_reason == "length")
             for g in groups

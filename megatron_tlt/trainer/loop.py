@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import RewardError
 from megatron_tlt.resilience.shutdown import GracefulExit
-from megatron_tlt.trainer.batch_assembly import group_samples, share_answers
+from megatron_tlt.trainer.batch_assembly import group_samples, share_responses
 from megatron_tlt.trainer.evaluation import EvalResult
 from megatron_tlt.trainer.metrics import combined, window_metrics
 from megatron_tlt.types import SampleGroup, TrainBatch, TrainOutput
@@ -147,7 +147,7 @@ class RLTrainer:
             samples = self._rollout(prompts)
             with self._phase("score"):
                 scored = self._score(prompts, self.rollout.return_stolen(samples, prompts))
-                share_answers(self.world, self.backend, scored)
+                share_responses(self.world, self.backend, scored)
                 kept += [g for g in scored if self.algorithm.keep_group(self.algorithm.shaped(g))]
                 everywhere = self.world.all_gather_object((_ids(kept), _verdicts(scored)))
                 ids = sorted(prompt_id for of_rank, _ in everywhere for prompt_id in of_rank)
@@ -191,7 +191,7 @@ class RLTrainer:
 
     def _push_weights(self) -> dict[str, float]:
         """The policy, and the drafter if a merge has changed it, into every engine: both or none. Returns metrics."""
-        with self._phase("push"):
+        with self._phase("weight_sync"):
             version, drafter = self.policy.policy_version, self.drafter.unpublished()
             weights = self.rollout_cache.fingerprint(self.policy.named_weights())  # read on its way to the engine
             metrics = self.sync.push(weights, version, drafter)
@@ -299,13 +299,13 @@ def _ids(groups: list[SampleGroup]) -> list[int]:
 
 
 def _verdicts(groups: list[SampleGroup]) -> tuple[int, str | None]:
-    """How many answers the reward functions judged, and why one of the others was not."""
+    """How many responses the reward functions judged, and why one of the others was not."""
     failures = [reward.failure for group in groups for reward in group.rewards]
     return failures.count(None), next((why for why in failures if why is not None), None)
 
 
 def _check_verdicts(everywhere: list[tuple[int, str | None]]) -> None:
-    """Raises RewardError on every rank if no answer of any rank was judged: nothing can be learned from them."""
+    """Raises RewardError on every rank if no response of any rank was judged: nothing can be learned from them."""
     why = next((why for _, why in everywhere if why is not None), None)
     if why is not None and not any(judged for judged, _ in everywhere):
-        raise RewardError(f"the reward functions failed on every answer of this rollout; one of them: {why}")
+        raise RewardError(f"the reward functions failed on every response of this rollout; one of them: {why}")

@@ -114,8 +114,8 @@ class RunMetrics:
             self._events.instant("curve", step - 1, **curve)
         phases = self._events.end_step()
         own = {**mine, **self._peaks.take(), **_counters(stats)}
-        answers = rank_row(stats, groups, self._config.rollout.max_tokens)
-        gathered = self._world.all_gather_object((phases, own, answers))
+        responses = rank_row(stats, groups, self._config.rollout.max_tokens)
+        gathered = self._world.all_gather_object((phases, own, responses))
         all_phases = [of_rank for of_rank, _, _ in gathered]
         row = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
         row |= _phase_times(all_phases) | combined([of_rank for _, of_rank, _ in gathered])

@@ -1,4 +1,4 @@
-"""The rollout of one rank: answers to its own prompts, then to requests stolen from busy replicas.
+"""The rollout of one rank: responses to its own prompts, then to requests stolen from busy replicas.
 
     replica 0   generate ==============================================| idle window
     replica 1   generate ===========| steal | generate stolen ==| steal | idle window
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatron_tlt.trainer.stolen_requests import StolenRequests
     from megatron_tlt.types import Prompt, Sample
 
-_FIRST_LENGTH = 256.0  # tokens that an answer is expected to have before any has ended
+_FIRST_LENGTH = 256.0  # tokens that a response is expected to have before any has ended
 
 
 class RolloutPhase:
@@ -56,9 +56,9 @@ class RolloutPhase:
         self._replica, tp_rank = rollout_replica(world.rank, rollout_tp)
         self.is_group_leader = tp_rank == 0
         self._num_replicas = world.size // rollout_tp
-        self._lengths = np.array([_FIRST_LENGTH])  # tokens of the last rollout's answers, ascending
+        self._lengths = np.array([_FIRST_LENGTH])  # tokens of the last rollout's responses, ascending
         self.is_cut_short = False
-        """Whether a signal ended this rank's last rollout before its last answer."""
+        """Whether a signal ended this rank's last rollout before its last response."""
 
     def own(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """This replica's share of a batch."""

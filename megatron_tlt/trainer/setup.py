@@ -221,7 +221,7 @@ def open_backend(
             local_ranks=world.local_size,
             drafter=drafter,
             keep_hidden_states=keep_layers is not None,
-            keep_routes=config.actor.router_replay == "rollout",
+            keep_routed_experts=config.actor.router_replay == "rollout",
             keeps_tables=is_trained,
             kv_cache_bytes=kv_cache_bytes,
         )
@@ -231,14 +231,14 @@ def open_backend(
         tokenizer=tokenizer,
         tp=tp if tp is not None else tensor_parallel(world, config.rollout.tp),
         local_ranks=world.local_size,
-        load_weights=False,  # the first push brings them, in the same way as every later one
+        load_weights=False,  # the first weight sync brings them, in the same way as every later one
         drafter=drafter,
         keep_layers=keep_layers,
         kv_cache_bytes=kv_cache_bytes,
     )
     world.at_close(backend.close)
     if config.actor.router_replay == "rollout":
-        backend.record_routes()
+        backend.record_routed_experts()
     return backend
 
 
@@ -362,7 +362,7 @@ def _traced_drafts(config: Config, world: World, backend: RolloutBackend) -> Dra
     """Rank 0's drafts of the samples that are logged; None: this rank logs no samples, or its engine traces none."""
     if not (world.is_main and isinstance(backend, EmbeddedBackend)):
         return None
-    # Samples are written in pairs of one prompt: its best answer and its worst.
+    # Samples are written in pairs of one prompt: its best response and its worst.
     backend.trace_drafts((config.observe.samples_per_step + 1) // 2)
     return backend.drafts_of
 
@@ -375,7 +375,7 @@ def _gpu_monitor(world: World) -> GpuMonitor:
 def _rollout_cache(
     config: Config, world: World, tokenizer: HFTokenizer, backend: RolloutBackend, params: SamplingParams
 ) -> RolloutCache:
-    """The cache of finished answers; without keyed sampling nothing is kept."""
+    """The cache of finished responses; without keyed sampling nothing is kept."""
     rollout = config.rollout
     keyed = backend if isinstance(backend, EmbeddedBackend | VllmBackend) else None
     identity = {
@@ -384,7 +384,7 @@ def _rollout_cache(
         "device": world.device.type,
         **{name: getattr(rollout, name) for name in ("dtype", "kernels", "numerics", "tp")},
         **({} if rollout.backend == "embedded" else {"backend": rollout.backend}),
-        **({} if config.actor.router_replay == "off" else {"routes": True}),
+        **({} if config.actor.router_replay == "off" else {"routed_experts": True}),
     }
     return RolloutCache(
         config.rollout_cache,
@@ -416,7 +416,7 @@ def _prepare(config: Config, world: World) -> RunLock | None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     run_dir = Path(config.train.run_dir)
     try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # answers and weights are the user's own business
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # responses and weights are the user's own business
     except OSError as error:
         raise ConfigError.of("train.run_dir", config.train.run_dir, f"cannot be made: {error.strerror}") from error
     lock = lock_on_all(run_dir, world)

@@ -1,11 +1,11 @@
-"""Work stealing, bound to engine and exchange: which requests leave the queue, who answers them, where answers go.
+"""Work stealing, bound to engine and exchange: which requests leave the queue, who responses them, where responses go.
 
     replica 0   generate ============================== | .. | its groups, complete again: score ...
-    replica 1   generate ======= | replica 0's requests | .. | returns the answers
+    replica 1   generate ======= | replica 0's requests | .. | returns the responses
                                  ^ protocol: `idle.work_stealing`
 
-An answer does not depend on the replica that generates it (keyed sampling, docs/numerics.md), and it is returned to its
-prompt's replica before scoring: rewards, gradients and weights are the same as without work stealing.
+A response does not depend on the replica that generates it (keyed sampling, docs/numerics.md), and it is returned to
+its prompt's replica before scoring: rewards, gradients and weights are the same as without work stealing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StolenRequests:
         self,
         prompts: Mapping[int, Prompt],
         requests: Sequence[tuple[int, int]],
-        on_answer: Callable[[Sample], None] | None,
+        on_response: Callable[[Sample], None] | None,
         on_progress: ProgressCallback,
     ) -> list[Sample]:
         """Samples of stolen `requests` (prompt id, sample index); `prompts`, by id, are those of all replicas."""
@@ -67,7 +67,7 @@ class StolenRequests:
         have = [(at, i) for at, samples in stolen.items() for i in range(num_samples) if i not in samples]
         theirs = [prompts[prompt_id] for prompt_id in stolen]
         return self._engine.generate(
-            theirs, self._params, num_samples, on_progress, have, on_answer, goes_on=True
+            theirs, self._params, num_samples, on_progress, have, on_response, goes_on=True
         )
 
     def return_home(self, samples: Sequence[Sample], home: Mapping[int, int]) -> list[Sample]:
@@ -83,6 +83,6 @@ class StolenRequests:
         return sorted(own, key=lambda sample: (sample.prompt_id, sample.sample_index))
 
     def take_count(self) -> float:
-        """Answers to stolen requests that this rank has generated since the last call."""
+        """Responses to stolen requests that this rank has generated since the last call."""
         count, self._count = self._count, 0
         return float(count)

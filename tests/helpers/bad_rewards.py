@@ -1,4 +1,4 @@
-"""A reward that goes wrong in its own way for each question, for tests with real runs."""
+"""A reward that goes wrong in its own way for each prompt, for tests with real runs."""
 
 import os
 import time

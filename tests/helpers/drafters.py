@@ -1,4 +1,4 @@
-"""Drafters and selectors that test the engine: they know the answers, or lie, and change their minds at random."""
+"""Drafters and selectors that test the engine: they know the responses, or lie, and change their minds at random."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.speculator import Speculator
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
-from tests.helpers.engines import Answers
+from tests.helpers.engines import Responses
 
 
 class OracleDrafter:
-    """Proposes the known answer of each request, each token spoiled with probability `spoil`.
+    """Proposes the known response of each request, each token spoiled with probability `spoil`.
 
     With `tree`, siblings (wrong, or right where the trunk is spoiled) stand beside the trunk, some of them with
     children of their own, in a random shape.
@@ -26,8 +26,8 @@ class OracleDrafter:
 
     kind = "oracle"
 
-    def __init__(self, answers: Answers, vocab: int, spoil: float, tree: bool, seed: int = 0):
-        self.answers, self.vocab, self.spoil, self.tree = answers, vocab, spoil, tree
+    def __init__(self, responses: Responses, vocab: int, spoil: float, tree: bool, seed: int = 0):
+        self.responses, self.vocab, self.spoil, self.tree = responses, vocab, spoil, tree
         self.random = random.Random(seed)
         self.live: dict[int, list[int]] = {}  # Request.order -> tokens so far
 
@@ -46,7 +46,7 @@ class OracleDrafter:
     def finish(self, request: Request) -> None:
         seen = self.live.pop(request.order, [])
         assert seen == request.output[: len(seen)]
-        known = self.answers.get((request.prompt_id, request.sample_index))
+        known = self.responses.get((request.prompt_id, request.sample_index))
         assert known is None or request.output == known[0][: len(request.output)]
 
     def end_generate(self) -> None:
@@ -64,7 +64,7 @@ class OracleDrafter:
             request = rows.requests[row]
             done = int(rows.output_len[row])
             assert self.live[request.order] == rows.outputs[request.slot, :done].tolist()
-            known = self.answers.get((request.prompt_id, request.sample_index), ([], []))[0]
+            known = self.responses.get((request.prompt_id, request.sample_index), ([], []))[0]
             nodes = self._nodes(known[done:], length, strategy.topk if self.tree else 1)
             counts.append(len(nodes))
             for token, depth, parent in nodes:

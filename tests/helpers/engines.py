@@ -26,7 +26,7 @@ from megatron_tlt.types import SamplingParams
 from tests.helpers.tiny_drafters import random_drafter
 
 Job = tuple[int, list[int], SamplingParams, int]  # prompt id, prompt, params, samples
-Answers = dict[tuple[int, int], tuple[list[int], list[float]]]
+Responses = dict[tuple[int, int], tuple[list[int], list[float]]]
 
 
 def small_config(family: str) -> ModelConfig:
@@ -55,11 +55,11 @@ def small_config(family: str) -> ModelConfig:
     )
 
 
-def assert_scored(model, jobs: list[Job], answers: Answers) -> None:
-    """The log-probabilities of all answers are those that a pass of `transformers`' model over them gives."""
+def assert_scored(model, jobs: list[Job], responses: Responses) -> None:
+    """The log-probabilities of all responses are those that a pass of `transformers`' model over them gives."""
     for prompt_id, prompt, params, n in jobs:
         for index in range(n):
-            tokens, logprobs = answers[prompt_id, index]
+            tokens, logprobs = responses[prompt_id, index]
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
             scored = (logits / (params.temperature or 1.0)).log_softmax(-1)
@@ -157,11 +157,11 @@ def random_jobs(vocab: int, count: int, seed: int = 0, longest: int = 40) -> lis
     return jobs
 
 
-def answer_all(engine: Engine, jobs: list[Job]) -> Answers:
+def generate_all(engine: Engine, jobs: list[Job]) -> Responses:
     for prompt_id, prompt, params, n in jobs:
         engine.add(prompt, params, prompt_id, num_samples=n)
     return collect(engine.run())
 
 
-def collect(requests: list[Request]) -> Answers:
+def collect(requests: list[Request]) -> Responses:
     return {(r.prompt_id, r.sample_index): (r.output, r.logprobs) for r in requests}

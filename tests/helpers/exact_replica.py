@@ -29,7 +29,7 @@ class ExactReplica:
         self._scheduler = new_scheduler(config, 1)
 
     def run(self, groups: Sequence[np.ndarray]) -> ReplicaRollout:
-        """Answers `groups` of samples, int [n] tokens each, one a prompt, in order of arrival."""
+        """Responses `groups` of samples, int [n] tokens each, one a prompt, in order of arrival."""
         if not groups:
             return empty()
         scheduler, now, preempted = self._scheduler, 0.0, self._scheduler.num_preemptions
@@ -48,7 +48,7 @@ class ExactReplica:
         events.append((now, 0, generated))
         times, running, made = (np.array(column) for column in zip(*events, strict=True))
         tally, lengths = self.speculation.tally, np.sort(np.concatenate(groups))
-        assert len(lengths) == total and generated == int(lengths.sum()), "every answer has its length"
+        assert len(lengths) == total and generated == int(lengths.sum()), "every response has its length"
         return ReplicaRollout(
             times,
             running,
@@ -70,5 +70,5 @@ class ExactReplica:
         seconds, emitted = self.speculation.step(count, cached)
         left = rows.limit[:count] - rows.output_len[:count]
         room = self._scheduler.reserve(np.minimum(emitted, left).astype(np.int32) - 1)
-        emitted = room.astype(np.int64) + 1  # not beyond an answer's end, nor where its blocks end
+        emitted = room.astype(np.int64) + 1  # not beyond a response's end, nor where its blocks end
         return seconds, run_result(emitted)

@@ -83,7 +83,7 @@ class NullDecoder(FakeDecoder):
 
 
 class CharTokenizer:
-    """Token i is the i-th character; token 0 ends an answer."""
+    """Token i is the i-th character; token 0 ends a response."""
 
     has_chat_template = True
 

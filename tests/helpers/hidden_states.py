@@ -49,7 +49,7 @@ def imitable_chunk(
     key: int,
     prompt_id: int = 0,
 ) -> HiddenStateSample:
-    """An answer of that policy, sampled with `key` at temperature 1, and its hidden states."""
+    """A response of that policy, sampled with `key` at temperature 1, and its hidden states."""
     weight = drafter.fc.weight.detach()
     generator = torch.Generator().manual_seed(key)
     tokens = torch.randint(0, embed.shape[0], (prompt_len,), generator=generator).tolist()

@@ -24,7 +24,7 @@ def online_trainer(
     dtype: str = "fp32",
     **online,
 ) -> OnlineDrafterTrainer:
-    """A trainer whose buffer holds answers of policy version 0; `online` are options."""
+    """A trainer whose buffer holds responses of policy version 0; `online` are options."""
     model = EagleModel(CONFIG)
     model.initialise(0)
     options = {"lr": 3e-3, "start_lr": 3e-3, "draft_steps": 3, "warmup_steps": 3, "micro_step_tokens": 64} | online

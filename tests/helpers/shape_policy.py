@@ -1,7 +1,7 @@
 """One rank of the Megatron policy as shapes on the meta device: what Transformer Engine's layers allocate and keep.
 
 Weights by the slots of `actor/hf_names.py`, offload and export by the real code; the update is a graph of PyTorch's
-autograd, so what is kept for backward, and when it dies, is autograd's answer, not a formula's.
+autograd, so what is kept for backward, and when it dies, is autograd's response, not a formula's.
 
 Legend: T tokens of a micro-batch on this rank, H hidden, s ranks over which sequence parallelism divides the rows, t =
 tp.

@@ -35,7 +35,7 @@ def few_steps() -> Iterator[None]:
 
 
 def sim_config(*overrides: str, **sections: Any) -> SimConfig:
-    """A 7B model on one node of 8 H100, 32 prompts of 4 samples, answers of about 300 tokens."""
+    """A 7B model on one node of 8 H100, 32 prompts of 4 samples, responses of about 300 tokens."""
     base: dict[str, Any] = {
         "model": MODEL,
         "workload": {"steps": 2, "prompts_per_step": 32, "lengths": {"median": 250, "sigma": 0.8}},
@@ -48,7 +48,7 @@ def sim_config(*overrides: str, **sections: Any) -> SimConfig:
 def groups_of(
     seed: int, prompts: int, samples: int, median: float = 150.0, most: int = 2048
 ) -> list[np.ndarray]:
-    """Answer lengths of some prompts."""
+    """Response lengths of some prompts."""
     rng = np.random.default_rng(seed)
     drawn = np.exp(np.log(median) + 0.8 * rng.standard_normal((prompts, samples)))
     return list(np.clip(drawn.astype(int), 2, most))

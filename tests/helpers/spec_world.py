@@ -44,7 +44,7 @@ def expert_seconds(B, T):
 class SpecWorld:
     """Requests decode until their lengths are used up.
 
-    A drafted token matches with a probability that varies around `quality` and has a memory along the answer: hard
+    A drafted token matches with a probability that varies around `quality` and has a memory along the response: hard
     passages are hard for a while. Selectors read a noisy clock; `clock` itself runs true.
     """
 

@@ -13,7 +13,7 @@ from megatron_tlt.models.native.suffix_abi import STEPS, TRUNK
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
-from megatron_tlt.rollout.spec.history import AnswerHistory
+from megatron_tlt.rollout.spec.history import ResponseHistory
 from megatron_tlt.rollout.spec.suffix import SuffixDrafter
 from megatron_tlt.types import DraftStrategy, SamplingParams
 from tests.helpers.naive_suffix import NaiveCounts, distribution, ranking
@@ -56,7 +56,7 @@ class Pool:
 class Table:
     """A drafter with its rows, fed by hand; `naive` follows along."""
 
-    def __init__(self, depth: int = 4, history: AnswerHistory | None = None, mib: int = 64):
+    def __init__(self, depth: int = 4, history: ResponseHistory | None = None, mib: int = 64):
         self.rows = RunningRows(8, 64, 4, V, max_output=1 << 14)
         section = SuffixSection(depth=depth, history_mib=mib)
         self.drafter = SuffixDrafter(section, self.rows, history)

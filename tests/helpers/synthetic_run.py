@@ -11,7 +11,7 @@ from megatron_tlt.observe.jsonl import to_line
 
 START = 1_800_000_000.0
 # Phases after the rollout, with their start and seconds.
-UPDATE_PHASES = (("score", 0.0, 0.1), ("exchange", 0.1, 0.1), ("update", 0.2, 1.7), ("push", 1.9, 0.1))
+UPDATE_PHASES = (("score", 0.0, 0.1), ("exchange", 0.1, 0.1), ("update", 0.2, 1.7), ("weight_sync", 1.9, 0.1))
 SLOW_RANK = 7  # the slowest of every step, where there are so many ranks
 
 
@@ -26,9 +26,10 @@ def write_run(
     samples: bool = True,
     curves: bool = True,
     pace: float = 1.0,
-    answers: str = "a",
+    responses: str = "a",
 ) -> Path:
-    """Writes a run that has done `steps` of `num_steps`. `pace` stretches rollouts; `answers` goes into the digests."""
+    """Writes a run that has done `steps` of `num_steps`. `pace` stretches rollouts; `responses` goes into the
+    digests."""
     draw = random.Random(ranks * 1000 + steps)
     (run_dir / "events").mkdir(parents=True)
     done = num_steps is None or steps >= num_steps
@@ -57,7 +58,7 @@ def write_run(
             )
         now += longest + 2.1
         metrics.append(_metrics(step + 1, now, busy, speculation, idle_training))
-        rollouts.append(_rollouts(step + 1, speculation, answers))
+        rollouts.append(_rollouts(step + 1, speculation, responses))
         now += 0.05
     if evals and done:
         metrics.append(_evaluation(steps, now, 0.7))
@@ -144,10 +145,10 @@ def _metrics(
     return row
 
 
-def _rollouts(step: int, speculation: bool, answers: str) -> dict[str, Any]:
+def _rollouts(step: int, speculation: bool, responses: str) -> dict[str, Any]:
     counts = [0, 20, 60, 40, 20, 10, 4, 2] + [1] * 8 + [0] * 15 + [3]
     row: dict[str, Any] = {"step": step, "samples": sum(counts), "longest": 448, "lengths": counts}
-    row |= {"answers": f"{answers}{step:015x}", "rewards": f"b{step:015x}"}
+    row |= {"responses": f"{responses}{step:015x}", "rewards": f"b{step:015x}"}
     if speculation:
         row |= {"strategies": {"none": 40, "hybrid_11_1_0": 60 + step, "eagle_5_1_0": 20}}
         row |= {"drafted_at": [100, 80, 60, 40], "accepted_at": [90, 60, 35, 20]}

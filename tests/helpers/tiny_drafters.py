@@ -1,4 +1,4 @@
-"""Random drafters and answers for tests of trained drafters."""
+"""Random drafters and responses for tests of trained drafters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def random_drafter(config: ModelConfig | DrafterConfig, seed: int = 0) -> dict[s
 
 
 def random_sequence(config: ModelConfig, length: int, prompt_len: int, seed: int = 0) -> DraftSequence:
-    """An answer with made-up hidden states of every position but the last."""
+    """A response with made-up hidden states of every position but the last."""
     generator = torch.Generator().manual_seed(seed * 1000 + length)
     tokens = torch.randint(0, config.vocab_size, (length,), generator=generator)
     return DraftSequence(tokens, torch.randn(length - 1, config.hidden_size, generator=generator), prompt_len)

@@ -51,10 +51,10 @@ def run_adapter(contract: Contract) -> None:
 
 
 async def _talk(contract: Contract, spec: dict[str, Any]) -> None:
-    answers: list[dict[str, Any]] = []
+    responses: list[dict[str, Any]] = []
     drafter = Eagle3Files(Path("/drafter"), (1, 2, 3)) if spec.keys() == {"draft_len"} else None
     kind = "eagle3" if drafter else spec.get("speculation", "none")
-    host = Host(answers.append)
+    host = Host(responses.append)
     version = contract.data["version"]
     assert host.engine_version() == version
     section = TrtllmSection(version=version, **spec)
@@ -70,9 +70,9 @@ async def _talk(contract: Contract, spec: dict[str, Any]) -> None:
     await _until(lambda: not host.in_flight)
     host.submit({"id": 99, "key": 0, "token_ids": [ENDLESS], "params": params})
     await host.do_abort({})  # at once: also a request that has not begun is aborted
-    assert answers[-1]["id"] == 99, "answered before the reply"
+    assert responses[-1]["id"] == 99, "answered before the reply"
     await _until(lambda: not host.in_flight)
-    _check_answers(answers)
+    _check_responses(responses)
     totals = (await host.do_stats({}))["totals"]
     assert totals["iterations"] > 0
     per_step = 0 if kind == "none" else 1
@@ -104,11 +104,11 @@ async def _push(host: Host, with_drafter: bool) -> None:
     assert all(set(reply["checksums"]) == {"a.weight"} for reply in replies)
 
 
-def _check_answers(answers: list[dict[str, Any]]) -> None:
-    failed = [a for a in answers if "error" in a]
+def _check_responses(responses: list[dict[str, Any]]) -> None:
+    failed = [a for a in responses if "error" in a]
     assert failed == [], failed
-    reasons = {a["id"]: a["finish_reason"] for a in answers}
+    reasons = {a["id"]: a["finish_reason"] for a in responses}
     assert reasons.pop(99) == "cancelled"
     assert set(reasons.values()) == {"stop", "length"}, "both ends, by their names"
-    samples = [tuple(a["token_ids"]) for a in answers if a["id"] < 4]
+    samples = [tuple(a["token_ids"]) for a in responses if a["id"] < 4]
     assert len(set(samples)) == 4, "samples of one prompt differ: the temperature is not ignored"

@@ -82,7 +82,7 @@ def tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Te
 def push(
     backend: TrtllmBackend, version: int, seed: int = 0, drafter: dict[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """A whole push in two buckets; returns what was pushed."""
+    """A whole weight sync in two buckets; returns what was pushed."""
     weights = tensors(SHAPES, seed)
     names = list(weights)
     backend.begin_update(version)

@@ -71,7 +71,7 @@ def start_vllm(
     drafter: SavedDrafter,
     speculation: SpeculationSection,
     model: ModelSection = MODEL,
-    keep_routes: bool = False,
+    keep_routed_experts: bool = False,
     **engine: int,
 ) -> VllmBackend:
     """vLLM with this drafter and arguments, without weights of the policy; closed when the process ends."""
@@ -89,7 +89,7 @@ def start_vllm(
         tokenizer=HFTokenizer(MODEL.path),
         drafter=drafter,
         keep_hidden_states=True,
-        keep_routes=keep_routes,
+        keep_routed_experts=keep_routed_experts,
         keeps_tables=True,
     )
     atexit.register(started.close)

@@ -56,7 +56,7 @@ class Served:
     versions: Iterator[int] = field(default_factory=lambda: count(100))
 
     def push(self, seed: int = 0, drafter: int | None = None) -> int:
-        """A whole push in two buckets, which may cut layers; its version."""
+        """A whole weight sync in two buckets, which may cut layers; its version."""
         version, named = next(self.versions), list(self.weights(seed).items())
         self.backend.begin_update(version)
         for part in (named[: len(named) // 2], named[len(named) // 2 :]):
@@ -66,7 +66,7 @@ class Served:
         self.backend.finish_update()
         return version
 
-    def answers(self, params: SamplingParams = PARAMS, **options: Any) -> dict[tuple[int, int], tuple[int, ...]]:
+    def responses(self, params: SamplingParams = PARAMS, **options: Any) -> dict[tuple[int, int], tuple[int, ...]]:
         samples = self.backend.generate(self.prompts, params, SAMPLES, **options)
         return {(s.prompt_id, s.sample_index): tuple(s.token_ids) for s in samples}
 
@@ -106,14 +106,14 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     found.backend.close()
 
 
-def test_without_weights_it_does_not_answer(served: Served) -> None:
+def test_without_weights_it_does_not_generate(served: Served) -> None:
     assert isinstance(served.backend, RolloutBackend)
     assert served.backend.policy_version == -1
     with pytest.raises(BackendError, match="no weights yet"):
-        served.answers()
+        served.responses()
 
 
-def test_answers_are_complete_in_order_and_counted(served: Served) -> None:
+def test_responses_are_complete_in_order_and_counted(served: Served) -> None:
     version, backend = served.push(), served.backend
     backend.take_stats()
     seen: list[tuple[int, int, int]] = []
@@ -141,31 +141,31 @@ def ends_of(samples: list[Sample]) -> set[str]:
     return {s.finish_reason for s in samples}
 
 
-def test_answers_end_at_their_stops(served: Served) -> None:
+def test_responses_end_at_their_stops(served: Served) -> None:
     served.push()
 
-    def answer(**params: Any) -> list[Sample]:
+    def response(**params: Any) -> list[Sample]:
         found: list[Sample] = served.backend.generate(served.prompts, SamplingParams(**params), SAMPLES)
         return found
 
-    samples = answer(max_tokens=40)
+    samples = response(max_tokens=40)
     for s in samples:
         is_end = [token in served.ends for token in s.token_ids]
         assert not any(is_end[:-1])
-        assert (s.finish_reason == "stop") == is_end[-1], "the stop token stays in the answer"
+        assert (s.finish_reason == "stop") == is_end[-1], "the stop token stays in the response"
         assert s.finish_reason == "stop" or len(s.token_ids) == 40
     assert ends_of(samples) == {"stop", "length"}
-    assert {len(s.token_ids) for s in answer(max_tokens=7, ignore_eos=True)} == {7}
+    assert {len(s.token_ids) for s in response(max_tokens=7, ignore_eos=True)} == {7}
     stop = samples[0].token_ids[2]
-    for s in answer(max_tokens=40, stop_token_ids=(stop,), ignore_eos=True):
+    for s in response(max_tokens=40, stop_token_ids=(stop,), ignore_eos=True):
         assert stop not in s.token_ids[:-1]
         assert (s.finish_reason == "stop") == (s.token_ids[-1] == stop)
     if not served.backend.capabilities.stop_strings:
         with pytest.raises(BackendError, match="stops at tokens only"):
-            answer(max_tokens=7, stop=("x",))
+            response(max_tokens=7, stop=("x",))
         return
     string = samples[0].text[9:12]
-    for whole, cut in zip(samples, answer(max_tokens=40, stop=(string,)), strict=True):
+    for whole, cut in zip(samples, response(max_tokens=40, stop=(string,)), strict=True):
         texts = [served.tokenizer.decode(whole.token_ids[:n]) for n in range(1, len(whole.token_ids) + 1)]
         length = next((n for n, text in enumerate(texts, 1) if string in text), None)
         end = whole.text.find(string) + len(string) if length else None
@@ -175,32 +175,32 @@ def test_answers_end_at_their_stops(served: Served) -> None:
 
 def test_a_push_serves_all_of_it_or_nothing(served: Served) -> None:
     backend, before = served.backend, served.push(seed=1)
-    one = served.answers()
+    one = served.responses()
     named = list(served.weights(2).items())
     backend.begin_update(999)
     backend.update_weights(WeightBucket(999, named[:1]))
-    with pytest.raises(SyncError, match="a bucket of version 998 came into the push of 999"):
+    with pytest.raises(SyncError, match="a bucket of version 998 came into the weight sync of 999"):
         backend.update_weights(WeightBucket(998, named[1:]))
     with pytest.raises(SyncError, match="engine expects"):
         backend.update_weights(WeightBucket(999, [(named[0][0], torch.ones(1, 1, 1))]))
-    with pytest.raises(BackendError, match="torn: the push of version 999 has not finished"):
-        served.answers()
+    with pytest.raises(BackendError, match="torn: the weight sync of version 999 has not finished"):
+        served.responses()
     with pytest.raises(SyncError, match="version 999 lacks "):
         backend.finish_update()
     assert backend.policy_version == before
     version = served.push(seed=2)  # a later push heals it
     assert backend.policy_version == version
     assert backend.weight_checksums() == {name: checksum(tensor) for name, tensor in named}
-    other = served.answers()
+    other = served.responses()
     served.push(seed=1)
-    assert served.answers() == one != other, "a function of the weights"
+    assert served.responses() == one != other, "a function of the weights"
 
 
 def test_a_drafter_comes_with_a_push_or_not_at_all(served: Served) -> None:
     backend, first = served.backend, served.push(drafter=1)
-    one = served.answers()
+    one = served.responses()
     assert backend.drafter_version == first
-    with pytest.raises(SyncError, match="no push is open"):
+    with pytest.raises(SyncError, match="no weight sync is open"):
         backend.update_drafter(served.drafter(2), first + 1)
     backend.begin_update(999)
     partial = dict(list(served.drafter(2).items())[:1])
@@ -208,18 +208,18 @@ def test_a_drafter_comes_with_a_push_or_not_at_all(served: Served) -> None:
         backend.update_drafter(partial, 999)
     backend.begin_update(1000)
     backend.update_drafter(served.drafter(2), 1000)
-    assert backend.drafter_version == first, "until the push is finished"
+    assert backend.drafter_version == first, "until the weight sync is finished"
     served.push()  # the one before is given up, and its drafter
     assert backend.drafter_version == first
     last = served.push(drafter=3)
     assert backend.drafter_version == last
-    assert served.answers() == one, "answers do not depend on the drafter"
+    assert served.responses() == one, "responses do not depend on the drafter"
 
 
 @pytest.mark.parametrize("how", ["too long", "interrupted"])
 def test_what_fails_leaves_nothing_behind(served: Served, how: str) -> None:
     served.push()
-    whole, steps = served.answers(), count()
+    whole, steps = served.responses(), count()
 
     def interrupt(*_: int) -> None:
         if next(steps) == 1:
@@ -227,40 +227,40 @@ def test_what_fails_leaves_nothing_behind(served: Served, how: str) -> None:
 
     if how == "interrupted":
         with pytest.raises(KeyboardInterrupt):
-            served.answers(on_progress=interrupt)
+            served.responses(on_progress=interrupt)
     else:
         long = Prompt(77, "q", served.prompts[0].token_ids[:1] * (served.context - 5), "")
         with pytest.raises(BackendError, match=f"prompt 77: .* exceed the context of {served.context}"):
             served.backend.generate([*served.prompts, long], PARAMS, 2)
     seen: list[tuple[int, int, int]] = []
-    assert served.answers(on_progress=lambda *figures: seen.append(figures)) == whole
+    assert served.responses(on_progress=lambda *figures: seen.append(figures)) == whole
     assert sum(seen[0][:2]) <= len(whole), "requests of the call before are gone"
 
 
-def test_answers_that_are_there_are_left_out(served: Served) -> None:
+def test_responses_that_are_there_are_left_out(served: Served) -> None:
     served.push()
-    whole, have = served.answers(), [(served.prompts[0].prompt_id, 0), (served.prompts[1].prompt_id, 2)]
+    whole, have = served.responses(), [(served.prompts[0].prompt_id, 0), (served.prompts[1].prompt_id, 2)]
     taken: list[Sample] = []
-    left = served.answers(have=have, on_answer=taken.append)
-    assert left == {key: answer for key, answer in whole.items() if key not in have}
+    left = served.responses(have=have, on_response=taken.append)
+    assert left == {key: response for key, response in whole.items() if key not in have}
     assert {(s.prompt_id, s.sample_index): tuple(s.token_ids) for s in taken} == left
 
 
 def test_memory_that_was_given_back_is_taken_again(served: Served) -> None:
     served.push()
-    whole = served.answers()
+    whole = served.responses()
     for _ in range(2):
         served.backend.release()
-    assert served.answers() == whole
+    assert served.responses() == whole
     for _ in range(2):
         served.backend.resume()
-    assert served.answers() == whole
+    assert served.responses() == whole
 
 
-def test_a_closed_engine_does_not_answer(served: Served) -> None:
+def test_a_closed_engine_does_not_generate(served: Served) -> None:
     if not isinstance(served.tokenizer, CharTokenizer) and served.backend.capabilities.logprobs is False:
         pytest.skip("vLLM closes as every engine in another process, and serves the next test's file")
     for _ in range(2):
         served.backend.close()
     with pytest.raises(BackendError, match="closed"):
-        served.answers()
+        served.responses()

@@ -79,7 +79,7 @@ def test_eval_is_the_same_on_one_and_two_ranks(run):
 
 def test_generate_is_the_same_on_one_and_two_ranks(run):
     (run / "in.jsonl").write_text('{"prompt": "say 1"}\n{"prompt": "say 2"}\n')
-    answers = []
+    responses = []
     for ranks in (1, 2):
         out, stats = run / f"out-{ranks}.jsonl", run / f"stats-{ranks}.json"
         options = ["--n", 3, "--max-tokens", 12, "--seed", 5, "--chat", "--logprobs", "--stats", stats]
@@ -97,9 +97,9 @@ def test_generate_is_the_same_on_one_and_two_ranks(run):
         lines = [json.loads(line) for line in out.read_text().splitlines()]
         assert json.loads(stats.read_text())["generated_tokens"] == sum(len(a["token_ids"]) for a in lines)
         assert all(len(a["logprobs"]) == len(a["token_ids"]) <= 12 for a in lines)
-        answers.append([(a["prompt_index"], a["sample_index"], a["token_ids"], a["text"]) for a in lines])
-    assert len(answers[0]) == 6
-    assert answers[0] == answers[1]  # two ranks round sums otherwise: these seeds meet no near-tie
+        responses.append([(a["prompt_index"], a["sample_index"], a["token_ids"], a["text"]) for a in lines])
+    assert len(responses[0]) == 6
+    assert responses[0] == responses[1]  # two ranks round sums otherwise: these seeds meet no near-tie
 
 
 def test_sft_lowers_the_held_out_loss_and_writes_a_model(run, tmp_path):

@@ -276,10 +276,10 @@ def test_rewards_that_raise_hang_gobble_and_exit_cost_their_samples_unless_they_
     (tmp_path / "train.jsonl").write_text(text)
     _, output = run_one("train", config)
     (row,) = rows(tmp_path / "run")
-    assert row["reward/failures"] == 16  # of 24 answers: 4 kinds of failure, 2 questions each, 2 answers each
+    assert row["reward/failures"] == 16  # of 24 responses: 4 kinds of failure, 2 prompts each, 2 responses each
     assert "16 of 24 rewards failed; one of them" in output
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "say 1", "answer": "1"}) + "\n")
     code, output = run_one("train", config, f"train.run_dir={tmp_path / 'none'}", check=False)
     assert code == 1
-    assert "phase score" in output and "failed on every answer of this rollout; one of them" in output, output[-3000:]
+    assert "phase score" in output and "failed on every response of this rollout; one of them" in output, output[-3000:]
     assert not (tmp_path / "none/metrics.jsonl").read_text()

@@ -102,7 +102,7 @@ def test_the_logs_hold_what_a_report_needs(folder: Path):
     off, train = (list(read_rows(folder / name / ROLLOUTS_FILE)) for name in ("off", "train-"))
     assert [row["step"] for row in train] == [1, 2, 3, 4]
     for plain, drafted, metrics in zip(off, train, rows(folder / "train-"), strict=True):
-        assert all(plain[name] == drafted[name] for name in ("answers", "rewards", "lengths", "samples"))
+        assert all(plain[name] == drafted[name] for name in ("responses", "rewards", "lengths", "samples"))
         assert "strategies" not in plain and set(drafted["strategies"]) <= {"none", "eagle_3_1_0"}
         assert sum(n for n, _ in drafted["by_batch"].values()) == metrics["engine/spec_row_steps"]
         assert sum(n for _, n in drafted["by_batch"].values()) == metrics["engine/spec_emitted_tokens"]
@@ -147,7 +147,8 @@ def resumed(kind: str, source: str, steps: int) -> list[str]:
 
 
 def test_idle_ranks_steal_what_busy_ones_have_queued(folder: Path):
-    """A rank with a slow engine and room for four requests: the other answers some of its sixteen, experts and all."""
+    """A rank with a slow engine and room for four requests: the other responses some of its sixteen, experts and
+    all."""
     write_experts(folder / "model", folder / "experts", seed=0)
     experts = [f"model.path={folder / 'experts'}", "actor.ep=2", "actor.router_replay=rollout"]
     few = [*experts, *TRAIN, "idle.work_stealing=true", "rollout.max_running_requests=4"]
@@ -166,8 +167,8 @@ def test_idle_ranks_steal_what_busy_ones_have_queued(folder: Path):
         events = read_events(folder / "taken", 0)
         states = [e["name"] for e in events if e["kind"] == "state" and e["step"] == step]
         assert states[:3] == ["BUSY", "IDLE", "BUSY"]
-    answers = [[row["answers"] for row in read_rows(folder / n / ROLLOUTS_FILE)] for n in ("taken", "off-experts")]
-    assert answers[0] == answers[1]
+    responses = [[row["responses"] for row in read_rows(folder / n / ROLLOUTS_FILE)] for n in ("taken", "off-experts")]
+    assert responses[0] == responses[1]
 
 
 @pytest.mark.nightly

@@ -71,7 +71,7 @@ def test_the_trained_directory_is_a_model_that_has_learned(folder: Path):
     steps = rows(folder / "runs/own")
     assert [row["step"] for row in steps] == [1, 2]
     peaks = {name for name in steps[-1] if name.startswith("memory/")}
-    assert {f"memory/{phase}_peak_mib" for phase in ("rollout", "update", "push")} <= peaks
+    assert {f"memory/{phase}_peak_mib" for phase in ("rollout", "update", "weight_sync")} <= peaks
     assert all(100 < steps[-1][name] < 20_000 for name in peaks)  # MiB of a process with torch in it
 
 
@@ -87,6 +87,6 @@ def test_the_exported_drafter_is_whole(folder: Path):
     assert any(name.endswith("fc.weight") and tensor.shape == (128, 256) for name, tensor in tensors.items())
 
 
-def test_the_trained_model_answers(folder: Path):
-    answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
-    assert len(answers) == 4 and all(answer["token_ids"] for answer in answers)
+def test_the_trained_model_responses(folder: Path):
+    responses = [json.loads(line) for line in (folder / "responses.jsonl").read_text().splitlines()]
+    assert len(responses) == 4 and all(response["token_ids"] for response in responses)

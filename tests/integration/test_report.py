@@ -108,7 +108,7 @@ def test_controls_work(browser, tmp_path):
     assert browser.evaluate(refused) == "none"
     browser.click("[data-refused]")
     assert browser.evaluate(refused) != "none"
-    assert browser.evaluate("document.querySelector('.sample b, .sample i')") is None, "answers are text"
+    assert browser.evaluate("document.querySelector('.sample b, .sample i')") is None, "responses are text"
     assert browser.problems == []
 
 
@@ -141,7 +141,7 @@ def test_two_runs(browser, tmp_path):
     check(browser, page, 11)
     verdict = browser.evaluate("document.getElementById('verdict').textContent")
     assert (
-        verdict.startswith("Same answers and rewards in all 5 common steps. tlt is ") and "rollout" in verdict
+        verdict.startswith("Same responses and rewards in all 5 common steps. tlt is ") and "rollout" in verdict
     )
 
 

@@ -20,9 +20,9 @@ def train(config, ranks, *overrides):
     return run_ranks(ranks, ["-m", "megatron_tlt"], "train", str(config), *overrides).stdout
 
 
-def killed(config, run_dir, rank, step, answers, *overrides):
-    """A run on two ranks, of which `rank` dies when it has cached so many answers of `step`."""
-    arguments = [config, rank, step, answers, f"train.run_dir={run_dir}", *overrides]
+def killed(config, run_dir, rank, step, responses, *overrides):
+    """A run on two ranks, of which `rank` dies when it has cached so many responses of `step`."""
+    arguments = [config, rank, step, responses, f"train.run_dir={run_dir}", *overrides]
     done = run_ranks(2, KILLER, *map(str, arguments), check=False)
     assert done.returncode != 0, done.stdout
     return run_dir
@@ -52,11 +52,11 @@ def resumed(one):
 
 @pytest.fixture
 def dead(one, tmp_path):
-    """A run on one rank that died when it had cached so many answers of a step."""
+    """A run on one rank that died when it had cached so many responses of a step."""
 
-    def die(step, answers, *overrides):
+    def die(step, responses, *overrides):
         run_dir = tmp_path / "run"
-        arguments = (one / "tiny.yaml", 0, step, answers, f"train.run_dir={run_dir}", *overrides)
+        arguments = (one / "tiny.yaml", 0, step, responses, f"train.run_dir={run_dir}", *overrides)
         code, output = run_one(KILLER, *arguments, check=False)
         assert code == -signal.SIGKILL, output
         return run_dir
@@ -90,8 +90,8 @@ def test_killed_in_a_rollout_resumed_with_and_without_the_cache(one, dead, resum
 
 def test_killed_twice_in_a_step_after_one_that_has_no_checkpoint(one, dead, resumed):
     """Checkpoints every 2 steps: step 3 was finished, but its weights are gone; step 4 was under way."""
-    for answers in (5, 6):
-        run_dir = dead(4, answers, NOW, "checkpoint.every=2")
+    for responses in (5, 6):
+        run_dir = dead(4, responses, NOW, "checkpoint.every=2")
     resumed(run_dir, "checkpoint.every=2")
     assert reused(run_dir) == {1: 0, 2: 0, 3: 32, 4: 11}
     assert rows(run_dir)[2]["engine/generated_tokens"] == 0
@@ -99,7 +99,7 @@ def test_killed_twice_in_a_step_after_one_that_has_no_checkpoint(one, dead, resu
 
 
 def test_killed_with_experts_that_are_replayed(one, dead, resumed, tmp_path):
-    """Cached answers come with the experts of their tokens."""
+    """Cached responses come with the experts of their tokens."""
     write_experts(one / "model", one / "experts", seed=0)
     changed = [f"model.path={one / 'experts'}", "actor.router_replay=rollout", "train.num_steps=3"]
     changed += ["rollout.speculation.drafter=hybrid", "idle.train_drafter=true", "idle.min_steps_per_window=2"]
@@ -124,7 +124,7 @@ def test_two_ranks_and_one_steal_from_each_other(one, dead, tmp_path):
     train(config, 2, f"train.run_dir={by_one}")
     assert reused(by_one)[1] == 20
     assert_same_checkpoint(two / LAST, by_one / LAST)
-    # Either may have answered what it cached.
+    # Either may have served what it cached.
     moving = ["idle.work_stealing=true", "rollout.max_running_requests=4"]
     again = killed(config, tmp_path / "again", 0, 3, 9, NOW, *moving)
     train(config, 2, f"train.run_dir={again}", *moving)

@@ -26,7 +26,7 @@ from megatron_tlt.models.eagle.eagle3 import Eagle3Model, build_model, choose_vo
 from megatron_tlt.models.eagle.model import PairModel
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.types import SamplingParams
-from tests.helpers.engines import answer_all, make_engine, speculating_engine
+from tests.helpers.engines import generate_all, make_engine, speculating_engine
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_models import random_weights
 
@@ -48,10 +48,10 @@ SHAPES = {
 
 
 def collected(shape: ModelConfig, layers: tuple[int, ...]) -> list[DraftSequence]:
-    """Greedy answers to the prompts and to their beginnings, with states."""
+    """Greedy responses to the prompts and to their beginnings, with states."""
     engine, samples = make_engine(shape, random_weights(shape), aux_layers=layers), []
     engine.collect_hidden_states(HiddenStateCollector(samples.append))
-    answer_all(engine, [(i, p[: 3 + i % 4], params(), 1) for i, p in enumerate(PROMPTS)] + jobs())
+    generate_all(engine, [(i, p[: 3 + i % 4], params(), 1) for i, p in enumerate(PROMPTS)] + jobs())
     return [DraftSequence.of(sample) for sample in samples]
 
 
@@ -83,7 +83,7 @@ def trained(shape: ModelConfig, tokens: int | None) -> PairModel:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict, dict]]:
-    """What vLLM and our engine say of each drafter: answers, and tokens that a step of a request emits."""
+    """What vLLM and our engine say of each drafter: responses, and tokens that a step of a request emits."""
     folder, todo, ours = tmp_path_factory.mktemp("serving"), [], {}
     for name, (shape, tokens) in SHAPES.items():
         model = trained(shape, tokens)
@@ -98,9 +98,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict, di
         weights = random_weights(shape)
         made = {"speculation": speculation, "shape": model.config}
         engine = speculating_engine(shape, weights, drafter_weights=model.state_dict(), **made)
-        answers = answer_all(engine, jobs())
+        responses = generate_all(engine, jobs())
         length = engine.take_stats().speculation.accept_length
-        ours[name] = {"outputs": [answers[100 + i, 0][0] for i in range(len(PROMPTS))], "accept_length": length}
+        ours[name] = {"outputs": [responses[100 + i, 0][0] for i in range(len(PROMPTS))], "accept_length": length}
     (folder / "jobs.json").write_text(json.dumps(todo))
     worker = Path(__file__).parent / "workers" / "vllm_serving.py"
     environment = os.environ | _ENGINE | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}

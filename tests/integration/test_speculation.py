@@ -1,4 +1,4 @@
-"""Whole runs with speculation on and off: the same answers, rewards and weights, bit for bit."""
+"""Whole runs with speculation on and off: the same responses, rewards and weights, bit for bit."""
 
 import json
 from pathlib import Path

@@ -17,7 +17,7 @@ def train_many(folder, jobs, ranks):
 
 
 def test_layouts_of_four_ranks_train_alike(tmp_path):
-    """TP x PP actors and TP engines see the same answers as four single ranks, and learn the same."""
+    """TP x PP actors and TP engines see the same responses as four single ranks, and learn the same."""
     config = str(
         write_config(tmp_path, train={"num_steps": 2}, sync={"verify": True}, checkpoint={"every": 0})
     )
@@ -40,7 +40,7 @@ def test_layouts_of_four_ranks_train_alike(tmp_path):
 
 
 def test_algorithms_train(tmp_path):
-    """Each branch of a step: a reference, a KL in the reward, groups asked for again, ratios of whole answers."""
+    """Each branch of a step: a reference, a KL in the reward, groups asked for again, ratios of whole responses."""
     config = str(write_config(tmp_path, train={"num_steps": 2}, checkpoint={"every": 0}, eval={"every": 0}))
     variants = {
         "grpo_kl": ["algorithm.kl_coef=0.1", "algorithm.mini_batches=2"],

@@ -1,4 +1,4 @@
-"""A whole run on real ranks whose answers come from TensorRT-LLM's server process, with the toy engine in it."""
+"""A whole run on real ranks whose responses come from TensorRT-LLM's server process, with the toy engine in it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_run_trains_on_an_engine_in_another_process(tmp_path: Path) -> None:
         },
         drafter={"kind": "eagle3"},
         idle={"train_drafter": True, "min_steps_per_window": 2},
-        # With an entropy bonus answers of equal rewards are trained on, too.
+        # With an entropy bonus responses of equal rewards are trained on, too.
         algorithm={"importance_cap": 0, "entropy_coef": 0.001},
         train={"num_steps": 3},
         sync={"verify": True},  # the engine holds the bytes that were pushed, the drafter's, too
@@ -48,5 +48,5 @@ def test_a_run_trains_on_an_engine_in_another_process(tmp_path: Path) -> None:
         assert row["sync/mib"] > 0
     # Windows train on the step before: none is there in the first one.
     assert [row["drafter/version"] for row in mine] == [0, 1, 2]
-    for row in mine:  # all but answers of one token
+    for row in mine:  # all but responses of one token
         assert 28 * row["step"] <= row["drafter/buffer/added"] <= 32 * row["step"]

@@ -1,4 +1,4 @@
-"""A real vLLM on CPU behind `VllmBackend`: its answers are the embedded engine's, whatever drafts."""
+"""A real vLLM on CPU behind `VllmBackend`: its responses are the embedded engine's, whatever drafts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SAMPLING = (
     SamplingParams(max_tokens=120, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=5),
     SamplingParams(max_tokens=60, temperature=0.0),
 )
-Answers = dict[tuple[int, int], tuple[list[int], str]]
+Responses = dict[tuple[int, int], tuple[list[int], str]]
 
 
 @pytest.fixture(scope="module")
@@ -106,18 +106,18 @@ def noisy(drafter: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def answers(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt], params: SamplingParams) -> Answers:
+def responses(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt], params: SamplingParams) -> Responses:
     samples = backend.generate(prompts, params, 4)
     return {(s.prompt_id, s.sample_index): (s.token_ids, s.finish_reason) for s in samples}
 
 
 def drafts(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt]) -> SpeculationStats:
     backend.take_stats()
-    answers(backend, prompts, SAMPLING[0])
+    responses(backend, prompts, SAMPLING[0])
     return backend.take_stats().speculation
 
 
-def test_answers_are_the_embedded_engines_after_every_push(
+def test_responses_are_the_embedded_engines_after_every_push(
     ours: EmbeddedBackend, vllm: VllmBackend, prompts: list[Prompt]
 ) -> None:
     drafter = dict(load_drafter(DRAFTER, SHAPE).weights)
@@ -128,11 +128,11 @@ def test_answers_are_the_embedded_engines_after_every_push(
         assert vllm.policy_version == version
         assert len(vllm.weight_checksums()) == len(SHAPE.parameter_shapes())
         for params in SAMPLING if version == 1 else SAMPLING[:1]:
-            assert answers(vllm, prompts, params) == answers(ours, prompts, params), (version, params)
+            assert responses(vllm, prompts, params) == responses(ours, prompts, params), (version, params)
         made = drafts(vllm, prompts)
         assert min(made.steps_by_strategy[name] for name in ("eagle_4_1_5", "eagle_2_1_3", "none")) > 5
         assert (made.accept_length > 1.5) == (new is not bad), "the drafter that was pushed drafts"
-    assert answers(vllm, prompts[::-1], SAMPLING[0]) == answers(ours, prompts, SAMPLING[0])
+    assert responses(vllm, prompts[::-1], SAMPLING[0]) == responses(ours, prompts, SAMPLING[0])
 
 
 def test_a_drafter_is_swapped_while_requests_run(
@@ -153,7 +153,7 @@ def test_a_drafter_is_swapped_while_requests_run(
     vllm.take_stats()
     samples = vllm.generate(prompts, SAMPLING[0], 4, swap)
     assert left[0] >= 2, "requests ran on with the other drafter"
-    assert {(s.prompt_id, s.sample_index): (s.token_ids, s.finish_reason) for s in samples} == answers(
+    assert {(s.prompt_id, s.sample_index): (s.token_ids, s.finish_reason) for s in samples} == responses(
         ours, prompts, SAMPLING[0]
     )
     assert vllm.drafter_version == 6
@@ -166,7 +166,7 @@ def collect(
 ) -> dict[tuple[int, int], HiddenStateSample]:
     got: list[HiddenStateSample] = []
     backend.collect_hidden_states(got.append)
-    answers(backend, prompts, SAMPLING[0])
+    responses(backend, prompts, SAMPLING[0])
     backend.collect_hidden_states(None)
     return {(s.prompt_id, s.sample_index): s for s in got}
 
@@ -224,29 +224,29 @@ def test_eagle3_and_experts_as_in_the_embedded_engine(
     start = SavedDrafter(config, noisy(good))
     section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=4)
     ours = build_backend(RolloutSection(speculation=section), policy, tokenizer=tokenizer, drafter=start)
-    ours.record_routes()
-    theirs = start_vllm(start, section, policy, keep_routes=True)
+    ours.record_routed_experts()
+    theirs = start_vllm(start, section, policy, keep_routed_experts=True)
     for backend in (ours, theirs):
         push(backend, 0, 7, model=policy)
         assert drafts(backend, prompts).accept_length < 1.3
         push(backend, 1, None, good, policy)
         backend.take_stats()
     assert_same_states(states, collect(theirs, prompts))
-    answers(ours, prompts, SAMPLING[0])
+    responses(ours, prompts, SAMPLING[0])
     lengths = [backend.take_stats().speculation.accept_length for backend in (ours, theirs)]
     assert lengths[0] > 1.4, "a drafter that says nothing of acceptance"
     assert lengths[1] == pytest.approx(lengths[0], rel=0.03)
-    assert_same_routes(*(backend.generate(prompts, SAMPLING[0], 4) for backend in (ours, theirs)))
+    assert_same_routed_experts(*(backend.generate(prompts, SAMPLING[0], 4) for backend in (ours, theirs)))
     theirs.close()
 
 
-def assert_same_routes(ours: list[Sample], others: list[Sample]) -> None:
+def assert_same_routed_experts(ours: list[Sample], others: list[Sample]) -> None:
     """Each token's experts, whatever was drafted and rejected at its position; a request waited for a free slot."""
     assert len(ours) > RUNNING
     for mine, theirs in zip(ours, others, strict=True):
-        assert mine.routes is not None and theirs.routes is not None
-        assert theirs.routes.dtype == mine.routes.dtype and len(np.unique(mine.routes)) > 4
-        np.testing.assert_array_equal(theirs.routes, np.sort(mine.routes, -1))
+        assert mine.routed_experts is not None and theirs.routed_experts is not None
+        assert theirs.routed_experts.dtype == mine.routed_experts.dtype and len(np.unique(mine.routed_experts)) > 4
+        np.testing.assert_array_equal(theirs.routed_experts, np.sort(mine.routed_experts, -1))
 
 
 @pytest.mark.nightly
@@ -261,18 +261,18 @@ def test_other_families_with_experts(
     policy = ModelSection(path=str(tmp_path), tokenizer=MODEL.path, max_context=256)
     drafter = SavedDrafter(DrafterConfig.eagle(shape), random_drafter(shape))
     ours = build_backend(RolloutSection(), policy, tokenizer=tokenizer)
-    ours.record_routes()
-    theirs = start_vllm(drafter, SpeculationSection(drafter="eagle"), policy, keep_routes=True)
+    ours.record_routed_experts()
+    theirs = start_vllm(drafter, SpeculationSection(drafter="eagle"), policy, keep_routed_experts=True)
     for version, seed in enumerate((7, None)):
         for backend in (ours, theirs):
             push(backend, version, seed, model=policy)
     mine, found = (backend.generate(prompts, SAMPLING[0], 4) for backend in (ours, theirs))
     assert [s.token_ids for s in found] == [s.token_ids for s in mine]
-    assert_same_routes(mine, found)
+    assert_same_routed_experts(mine, found)
     theirs.close()
 
 
-def test_answers_do_not_depend_on_preemption_or_on_which_drafter_drafts(
+def test_responses_do_not_depend_on_preemption_or_on_which_drafter_drafts(
     ours: EmbeddedBackend, prompts: list[Prompt]
 ) -> None:
     """A cache that holds less than the running requests need: vLLM drops some and begins them again."""
@@ -284,7 +284,7 @@ def test_answers_do_not_depend_on_preemption_or_on_which_drafter_drafts(
     theirs = start_vllm(load_drafter(DRAFTER, SHAPE), hybrid, block_size=size, num_gpu_blocks_override=blocks)
     for backend in (ours, theirs):
         push(backend, 5, None)
-    assert answers(theirs, prompts, params) == answers(ours, prompts, params)
+    assert responses(theirs, prompts, params) == responses(ours, prompts, params)
     stats = theirs.take_stats().speculation
     assert stats.accept_length > 1 and stats.drafted_tokens > 0
     theirs.close()

@@ -20,7 +20,7 @@ LAST = f"checkpoints/step-{STEPS:06d}"
 # Rank 0 too: it holds the store and the board.
 KILLS = [
     *((1, "rollout", 1), (0, "idle", 1), (1, "score", 2), (0, "exchange", 2), (1, "logprobs", 3)),
-    *((0, "update", 3), (1, "merge", 4), (0, "push", 5), (1, "checkpoint", 6), (0, "eval", 6)),
+    *((0, "update", 3), (1, "merge", 4), (0, "weight_sync", 5), (1, "checkpoint", 6), (0, "eval", 6)),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The same answers on 1, 2 and 4 ranks of one sharded engine, which drafts."""
+"""The same responses on 1, 2 and 4 ranks of one sharded engine, which drafts."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CASES = [("qwen2", 2), ("qwen3", 2), ("llama", 2), ("qwen3", 4)]
 
 @pytest.mark.parametrize(("family", "ranks"), CASES)
 def test_one_engine_over_ranks(results: dict[int, dict], family: str, ranks: int):
-    """Sums over shards round differently: answers may part from TP 1's only where a near-tie was counted."""
-    alone = results[1][f"{family}/tp"]["answers"]
-    sharded = results[ranks][f"{family}/tp"]["answers"]
+    """Sums over shards round differently: responses may part from TP 1's only where a near-tie was counted."""
+    alone = results[1][f"{family}/tp"]["responses"]
+    sharded = results[ranks][f"{family}/tp"]["responses"]
     counted = results[ranks][f"{family}/tp"]["near_ties"] + results[1][f"{family}/tp"]["near_ties"]
     parted = [key for key in alone if alone[key][0] != sharded[key][0]]
-    print(f"{family} TP {ranks}: {counted} near-ties, {len(parted)} of {len(alone)} answers parted")
+    print(f"{family} TP {ranks}: {counted} near-ties, {len(parted)} of {len(alone)} responses parted")
     assert len(parted) <= counted
     for key in alone.keys() - set(parted):
         np.testing.assert_allclose(sharded[key][1], alone[key][1], atol=1e-4)
@@ -49,6 +49,6 @@ def test_one_drafting_engine_over_ranks(results: dict[int, dict]):
         assert case["off_plain_pass"] <= (0.0 if name.startswith("native") else 1e-4), name
         assert case["off_one_rank"] < 1e-4, name
         if name.startswith("native"):
-            assert case["answers"] == cases["native none"]["answers"], name
+            assert case["responses"] == cases["native none"]["responses"], name
         if "eagle" in name:
             assert case["accept_length"] >= 1.0, name

@@ -1,5 +1,5 @@
 """Drafters in training on real ranks: merged into the weighted mean, tensor-parallel groups that train as one rank
-would, and answers that replicas send each other.
+would, and responses that replicas send each other.
 """
 
 from __future__ import annotations

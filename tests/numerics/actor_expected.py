@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_tlt.types import TrainSequence
 from tests.helpers.mpi import run_ranks
 from tests.helpers.once import once
-from tests.mpi.workers.actor_common import KINDS, MOE_KINDS, results, save_model, sequences, with_routes
+from tests.mpi.workers.actor_common import KINDS, MOE_KINDS, results, save_model, sequences, with_routed_experts
 
 TEMPERATURES = (1.0, 0.8)
 
@@ -35,7 +35,7 @@ def write_expected(root: Path, kind: str) -> None:
     found = {"weights": weights, "logprobs": logprobs, "loss": loss.item(), "gradients": gradients}
     if kind == "qwen3_moe":
         model.zero_grad(set_to_none=True)
-        routed_loss(model, with_routes(every, model.config.num_hidden_layers)).backward()
+        routed_loss(model, with_routed_experts(every, model.config.num_hidden_layers)).backward()
         found["routed"] = {n: p.grad for n, p in model.named_parameters()}
     torch.save(found, root / f"{kind}.pt")
 
@@ -59,7 +59,7 @@ def routed_loss(model: Any, every: list[TrainSequence]) -> Tensor:
     hooks = [layer.mlp.gate.register_forward_hook(forced(i)) for i, layer in enumerate(model.model.layers)]
     total = torch.zeros(())
     for sequence in every:
-        now[:] = [torch.from_numpy(sequence.routes).long()]
+        now[:] = [torch.from_numpy(sequence.routed_experts).long()]
         total = total + _weighted_nll(model, sequence, 0.8) / 250.0
     for layer in seen:
         logits, ids = (torch.cat(part) for part in zip(*layer, strict=True))

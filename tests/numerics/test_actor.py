@@ -60,12 +60,12 @@ def test_its_hidden_states_are_the_engines(layout: dict[str, Any], forward: str)
     found = case("hidden_states", layout=layout, forward=forward)
     assert found["error"] <= 1e-4
     assert found["same"], "collecting must not change an update"
-    assert sorted(found["answers"][0]) == list(range(18))
+    assert sorted(found["responses"][0]) == list(range(18))
 
 
 def test_hidden_states_of_a_step_stay_within_their_budget() -> None:
     found = case("hidden_states_budget")
-    assert found["full"] and found["same"], "a choice by the answers, not by their order"
+    assert found["full"] and found["same"], "a choice by the responses, not by their order"
     assert found["counted"] == [18, 18, 9]
 
 
@@ -135,7 +135,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_recompute": (2, {"pp": 2, "recompute": "full"}),
     "cp2": (2, {"cp": 2}),
     "cp2_ep2": (2, {"cp": 2, "ep": 2}),
-    # A sequence alone: of short answers a rank has no row.
+    # A sequence alone: of short responses a rank has no row.
     "cp2_alone": (2, {"cp": 2, "micro_batch_tokens": 1}),
     "cp2_gather": (2, {"cp": 2, "cp_comm_type": "all_gather", "micro_batch_tokens": 1}),
     "cp2_zero": (2, {"cp": 2, "distributed_optimizer": "on", "overlap": "on"}),
@@ -222,13 +222,13 @@ def test_hidden_states_are_the_engines_and_shared_out(ranks: int, layout: dict[s
     outcome = next(r for r in run(ranks) if wanted.items() <= r.items())
     assert outcome["error"] <= 1e-4
     assert outcome["same"], "collecting must not change an update"
-    answers = outcome["answers"]
-    assert sorted(i for view in answers for i in view) == list(range(18)), "each answer with one rank"
-    assert all(len(view) >= 18 // ranks - 2 for view in answers)
+    responses = outcome["responses"]
+    assert sorted(i for view in responses for i in view) == list(range(18)), "each response with one rank"
+    assert all(len(view) >= 18 // ranks - 2 for view in responses)
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(n, name) for n in (2, 4) for name in ZERO_ADVANTAGES[n]])
-def test_answers_without_a_gradient_change_no_update(name: str, ranks: int) -> None:
+def test_responses_without_a_gradient_change_no_update(name: str, ranks: int) -> None:
     """Left out or run through the update: the same gradients, optimizer steps, schedule and policy version."""
     outcome = next(r for r in run(ranks) if r["case"] == "zero_advantages")["outcomes"][name]
     less, whole = outcome["less"], outcome["whole"]

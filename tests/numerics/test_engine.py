@@ -10,7 +10,7 @@ import torch
 
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.types import SamplingParams
-from tests.helpers.engines import Answers, Job, answer_all, assert_scored, collect, make_engine, random_jobs
+from tests.helpers.engines import Responses, Job, generate_all, assert_scored, collect, make_engine, random_jobs
 from tests.helpers.tiny_models import MOE_FAMILIES, hf_model, model_config, named_weights
 
 FAMILIES = ["qwen2", "qwen3", "llama"]
@@ -32,14 +32,14 @@ PROMPTS = [[random.Random(n).randrange(1, 131) for _ in range(n)] for n in (1, 1
 
 @cache
 def generated(family: str) -> list[list[int]]:
-    """What `generate` of transformers answers to `PROMPTS`."""
-    answers = []
+    """What `generate` of transformers responses to `PROMPTS`."""
+    responses = []
     for prompt in PROMPTS:
         options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
         with torch.no_grad():
             ids = tiny(family).generate(torch.tensor([prompt]), **options)
-        answers.append(ids[0, len(prompt) :].tolist())
-    return answers
+        responses.append(ids[0, len(prompt) :].tolist())
+    return responses
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -47,62 +47,62 @@ def generated(family: str) -> list[list[int]]:
 def test_greedy_equals_transformers_generate(family: str, kernels: str):
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     engine = engine_of(family, kernels, budget=50)
-    answers = answer_all(engine, [(i, prompt, params, 1) for i, prompt in enumerate(PROMPTS)])
-    assert [answers[i, 0][0] for i in range(len(PROMPTS))] == generated(family)
+    responses = generate_all(engine, [(i, prompt, params, 1) for i, prompt in enumerate(PROMPTS)])
+    assert [responses[i, 0][0] for i in range(len(PROMPTS))] == generated(family)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_equal_a_scoring_pass(family: str, kernels: str):
     model, jobs = tiny(family), random_jobs(131, 8, seed=4)
-    answers = answer_all(engine_of(family, kernels), jobs)
-    assert_scored(model, jobs, answers)
+    responses = generate_all(engine_of(family, kernels), jobs)
+    assert_scored(model, jobs, responses)
 
 
-def one_by_one(family: str, jobs: list[Job], kernels: str = "native", **sizes) -> Answers:
-    answers: Answers = {}
+def one_by_one(family: str, jobs: list[Job], kernels: str = "native", **sizes) -> Responses:
+    responses: Responses = {}
     engine = engine_of(family, kernels, max_running=1, budget=256, **sizes)
     for prompt_id, prompt, params, n in jobs:
         for index in range(n):
             engine.add(prompt, params, prompt_id, index)
-            answers |= collect(engine.run())
-    return answers
+            responses |= collect(engine.run())
+    return responses
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen2_moe"])
-def test_answers_do_not_depend_on_the_schedule(family: str):
+def test_responses_do_not_depend_on_the_schedule(family: str):
     """Alone, in a batch, in any order, in chunks, with preemption: the same bits, log-probs included."""
     jobs = random_jobs(131, 20, seed=6)
     alone = one_by_one(family, jobs)
-    assert answer_all(engine_of(family), jobs) == alone
-    assert answer_all(engine_of(family, budget=7, max_running=3), jobs) == alone
+    assert generate_all(engine_of(family), jobs) == alone
+    assert generate_all(engine_of(family, budget=7, max_running=3), jobs) == alone
     assert (
-        answer_all(engine_of(family, max_running=64, budget=512), random.Random(1).sample(jobs, 20)) == alone
+        generate_all(engine_of(family, max_running=64, budget=512), random.Random(1).sample(jobs, 20)) == alone
     )
     tight = engine_of(family, num_blocks=9)
-    assert answer_all(tight, jobs) == alone
+    assert generate_all(tight, jobs) == alone
     assert tight.take_stats().preemptions > 5
     assert tight.blocks.num_free == tight.blocks.num_blocks
 
 
 def test_the_torch_decoder_differs_at_near_ties_only():
-    """Its kernels round differently at other batch shapes: an answer may part where two tokens nearly tie."""
+    """Its kernels round differently at other batch shapes: a response may part where two tokens nearly tie."""
     jobs = random_jobs(131, 8, seed=6)
     counting = engine_of("qwen3", "torch", count_near_ties=True)
-    together = answer_all(counting, jobs)
+    together = generate_all(counting, jobs)
     alone = one_by_one("qwen3", jobs, "torch")
     differ = sum(together[k][0] != alone[k][0] for k in alone)
     assert differ <= counting.runner.sampler.near_ties
 
 
-def test_another_seed_prompt_id_or_sample_gives_another_answer():
+def test_another_seed_prompt_id_or_sample_gives_another_response():
     config: ModelConfig = model_config(tiny("qwen3"))
     engine = make_engine(config, named_weights(tiny("qwen3")))
     base = SamplingParams(max_tokens=20, ignore_eos=True)
     other = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
     jobs: list[Job] = [(0, [5, 6], base, 2), (1, [5, 6], base, 1)]
-    answers = answer_all(engine, jobs)
-    reseeded = answer_all(engine, [(0, [5, 6], other, 1)])
-    texts = [*(tuple(a[0]) for a in answers.values()), tuple(reseeded[0, 0][0])]
+    responses = generate_all(engine, jobs)
+    reseeded = generate_all(engine, [(0, [5, 6], other, 1)])
+    texts = [*(tuple(a[0]) for a in responses.values()), tuple(reseeded[0, 0][0])]
     assert len(set(texts)) == 4
-    assert answer_all(engine, jobs) == answers
+    assert generate_all(engine, jobs) == responses

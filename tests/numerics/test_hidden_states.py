@@ -8,7 +8,7 @@ import torch
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.types import HiddenStateSample
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
-from tests.helpers.engines import answer_all, make_engine, random_jobs
+from tests.helpers.engines import generate_all, make_engine, random_jobs
 from tests.helpers.tiny_models import hf_model, model_config, named_weights
 
 
@@ -19,14 +19,14 @@ def test_kept_states_equal_transformers(family: str, aux: tuple[int, ...], kerne
     model, jobs = hf_model(family), random_jobs(131, 8, seed=8)
     made = {"num_blocks": 10, "max_running": 8, "budget": 50, "aux_layers": aux}
     engines = [make_engine(model_config(model), named_weights(model), kernels, **made) for _ in range(2)]
-    known = answer_all(make_engine(model_config(model), named_weights(model), kernels), jobs)
+    known = generate_all(make_engine(model_config(model), named_weights(model), kernels), jobs)
     attach(engines[1], OracleDrafter(known, 131, 0.3, True), RandomSelector("oracle", 5, 3))
     for engine in engines:
         chunks: list[HiddenStateSample] = []
         engine.collect_hidden_states(HiddenStateCollector(chunks.append))
-        answers = answer_all(engine, jobs)
+        responses = generate_all(engine, jobs)
         assert engine.take_stats().preemptions > 0
-        assert len(chunks) == sum(len(tokens) > 1 for tokens, _ in answers.values()) > 5
+        assert len(chunks) == sum(len(tokens) > 1 for tokens, _ in responses.values()) > 5
         for chunk in chunks:
             with torch.no_grad():
                 out = model(torch.from_numpy(chunk.token_ids[None, :-1]).long(), output_hidden_states=True)

@@ -11,7 +11,7 @@ import torch
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
-from tests.helpers.engines import answer_all, make_engine, random_jobs
+from tests.helpers.engines import generate_all, make_engine, random_jobs
 from tests.helpers.tiny_models import hf_model, model_config, named_weights
 
 JOBS = random_jobs(131, 6, seed=4)
@@ -28,38 +28,38 @@ def engine(kernels: str, **sizes) -> Engine:
 
 
 def recorded(engine: Engine) -> Recorded:
-    engine.record_routes()
+    engine.record_routed_experts()
     for prompt_id, prompt, params, n in JOBS:
         engine.add(prompt, params, prompt_id, num_samples=n)
-    return {(r.prompt_id, r.sample_index): (r.output, r.routes) for r in engine.run()}
+    return {(r.prompt_id, r.sample_index): (r.output, r.routed_experts) for r in engine.run()}
 
 
 def assert_equal(got: Recorded, want: Recorded) -> None:
     assert got.keys() == want.keys()
-    for at, (tokens, routes) in got.items():
+    for at, (tokens, routed_experts) in got.items():
         assert tokens == want[at][0]
-        assert np.array_equal(routes, want[at][1])
+        assert np.array_equal(routed_experts, want[at][1])
 
 
 @pytest.mark.parametrize("how", [("native", "default"), ("torch", "default"), ("torch", "invariant")])
 def test_every_fed_token_has_the_experts_of_transformers(how: tuple[str, str]) -> None:
-    answers = recorded(engine(how[0], numerics=how[1]))
+    responses = recorded(engine(how[0], numerics=how[1]))
     for prompt_id, prompt, _, n in JOBS:
         for index in range(n):
-            tokens, routes = answers[prompt_id, index]
+            tokens, routed_experts = responses[prompt_id, index]
             with torch.no_grad():
                 out = model()(torch.tensor([prompt + tokens[:-1]]), output_router_logits=True)
             want = torch.stack([logits.topk(2).indices for logits in out.router_logits], 1)
-            assert routes.dtype == np.uint8
-            assert np.array_equal(routes, want.numpy())
+            assert routed_experts.dtype == np.uint8
+            assert np.array_equal(routed_experts, want.numpy())
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_rejected_drafts_leave_nothing_and_preempted_requests_lose_nothing(tree: bool) -> None:
-    want, answers = recorded(engine("native")), answer_all(engine("native"), JOBS)
+    want, responses = recorded(engine("native")), generate_all(engine("native"), JOBS)
     for blocks in (200, 8):
         other = engine("native", num_blocks=blocks)
-        attach(other, OracleDrafter(answers, 131, 0.3, tree), RandomSelector("oracle", 6, 3))
+        attach(other, OracleDrafter(responses, 131, 0.3, tree), RandomSelector("oracle", 6, 3))
         assert_equal(recorded(other), want)
         stats = other.take_stats()
         assert stats.speculation.row_steps > 0 and (stats.preemptions > 0) == (blocks == 8)
@@ -75,5 +75,5 @@ def test_steps_in_fixed_shapes_record_the_same() -> None:
     decoder = plain.runner.decoder
     graphs = GraphBudget(decoder, None, 64)
     pooled = Engine(decoder, limits, 200, 16, eos_token_ids=(0,), graphs=graphs)
-    attach(pooled, OracleDrafter(answer_all(plain, JOBS), 131, 0.3, True), RandomSelector("oracle", 6, 3))
+    attach(pooled, OracleDrafter(generate_all(plain, JOBS), 131, 0.3, True), RandomSelector("oracle", 6, 3))
     assert_equal(recorded(pooled), recorded(plain))

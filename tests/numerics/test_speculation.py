@@ -21,8 +21,8 @@ from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import SamplingParams
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
 from tests.helpers.engines import (
-    Answers,
-    answer_all,
+    Responses,
+    generate_all,
     assert_scored,
     make_engine,
     random_jobs,
@@ -34,10 +34,10 @@ from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_models import hf_model, model_config, named_weights, random_weights
 
 
-def plain(family: str, jobs, **options) -> tuple[Answers, list]:
+def plain(family: str, jobs, **options) -> tuple[Responses, list]:
     config = small_config(family)
     weights = random_weights(config, seed=5)
-    return answer_all(make_engine(config, weights, **options), jobs), weights
+    return generate_all(make_engine(config, weights, **options), jobs), weights
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_equal_whatever_is_drafted(family, tree, spoil):
     engine = make_engine(small_config(family), weights)
     selector = RandomSelector("oracle", 6, 3)
     attach(engine, OracleDrafter(expected, 131, spoil, tree), selector)
-    assert answer_all(engine, jobs) == expected
+    assert generate_all(engine, jobs) == expected
     assert engine.blocks.num_free == engine.blocks.num_blocks
     if spoil < 1 or tree:  # a spoiled trunk still has right siblings
         assert selector.emitted > 1.1 * selector.rows
@@ -64,16 +64,16 @@ def test_equal_whatever_is_drafted(family, tree, spoil):
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_logprobs_of_accepted_drafts_equal_a_scoring_pass(family: str, kernels: str):
-    """`transformers` scores the answers: an accepted token's log-probability is the policy's, not the drafter's."""
+    """`transformers` scores the responses: an accepted token's log-probability is the policy's, not the drafter's."""
     model = hf_model(family)
     config, weights, jobs = model_config(model), named_weights(model), random_jobs(131, 6, seed=11)
-    oracle = OracleDrafter(answer_all(make_engine(config, weights), jobs), 131, 0.2, tree=True)
+    oracle = OracleDrafter(generate_all(make_engine(config, weights), jobs), 131, 0.2, tree=True)
     engine = make_engine(config, weights, kernels)
     selector = RandomSelector("oracle", 6, 3)
     attach(engine, oracle, selector)
-    answers = answer_all(engine, jobs)
+    responses = generate_all(engine, jobs)
     assert selector.emitted > 1.1 * selector.rows
-    assert_scored(model, jobs, answers)
+    assert_scored(model, jobs, responses)
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
@@ -82,7 +82,7 @@ def test_equal_under_memory_pressure(tree):
     expected, weights = plain("qwen3", jobs)
     engine = make_engine(small_config("qwen3"), weights, num_blocks=14, max_running=8)
     attach(engine, OracleDrafter(expected, 131, 0.2, tree), RandomSelector("oracle", 8, 2))
-    assert answer_all(engine, jobs) == expected
+    assert generate_all(engine, jobs) == expected
     assert engine.scheduler.num_preemptions > 0
     assert engine.blocks.num_free == engine.blocks.num_blocks
 
@@ -93,7 +93,7 @@ def test_equal_in_small_batches_and_budgets():
     for max_running, budget in ((1, 16), (3, 7), (16, 40)):
         engine = make_engine(small_config("qwen2"), weights, max_running=max_running, budget=budget)
         attach(engine, OracleDrafter(expected, 131, 0.2, True), RandomSelector("oracle", 8, 3))
-        assert answer_all(engine, jobs) == expected
+        assert generate_all(engine, jobs) == expected
 
 
 def test_equal_across_chunk_borders():
@@ -109,10 +109,10 @@ def test_equal_across_chunk_borders():
         limits = SchedulerLimits(4, 600, 1024, config.vocab_size)
         return Engine(decoder, limits, 100, 16, native_sample=partial(keyed_sample, threads=1))
 
-    expected = answer_all(long_engine(), jobs)
+    expected = generate_all(long_engine(), jobs)
     other = long_engine()
     attach(other, OracleDrafter(expected, 131, 0.2, True), RandomSelector("oracle", 12, 3))
-    assert answer_all(other, jobs) == expected
+    assert generate_all(other, jobs) == expected
 
 
 DRAFTERS = [
@@ -137,38 +137,38 @@ def test_equal_with_real_drafters(family, speculation):
     expected, weights = plain(family, jobs)
     for blocks in (200, 10):
         engine = speculating_engine(small_config(family), weights, speculation=speculation, num_blocks=blocks)
-        assert answer_all(engine, jobs) == expected
+        assert generate_all(engine, jobs) == expected
         assert engine.blocks.num_free == engine.blocks.num_blocks
         stats = engine.take_stats()
         if speculation["selector"] == "fixed":
             assert stats.speculation.row_steps > 0
         assert (stats.preemptions > 0) == (blocks == 10)
-        assert answer_all(engine, jobs) == expected, "a second time, in the same engine"
+        assert generate_all(engine, jobs) == expected, "a second time, in the same engine"
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "eagle"])
 def test_torch_kernels(drafter):
-    """Invariant: equal without exception. Default: answers part only where near-ties were counted."""
+    """Invariant: equal without exception. Default: responses part only where near-ties were counted."""
     jobs = random_jobs(131, 5, seed=10, longest=24)
     config = small_config("qwen3")
     weights = random_weights(config, seed=5)
     spec = {"drafter": drafter, "selector": "fixed", "draft_len": 3, "topk": 2}
     off = {"drafter": "none"}
     made = [
-        answer_all(speculating_engine(config, weights, "torch", speculation=s, numerics="invariant"), jobs)
+        generate_all(speculating_engine(config, weights, "torch", speculation=s, numerics="invariant"), jobs)
         for s in (off, spec)
     ]
     assert made[0] == made[1]
     counting = [
         speculating_engine(config, weights, "torch", speculation=s, count_near_ties=True) for s in (off, spec)
     ]
-    plain_answers, other = (answer_all(engine, jobs) for engine in counting)
-    parted = sum(plain_answers[key][0] != other[key][0] for key in plain_answers)
+    plain_responses, other = (generate_all(engine, jobs) for engine in counting)
+    parted = sum(plain_responses[key][0] != other[key][0] for key in plain_responses)
     assert parted <= sum(engine.runner.sampler.near_ties for engine in counting)
 
 
 def test_stop_strings_cut_a_run():
-    """A stop string inside an accepted run ends the answer where plain decoding ends it."""
+    """A stop string inside an accepted run ends the response where plain decoding ends it."""
     tokenizer = CharTokenizer()
     config = replace(small_config("qwen3"), vocab_size=tokenizer.vocab_size)
     weights = random_weights(config, seed=6)
@@ -204,11 +204,11 @@ def test_trained_drafter_of_the_demo_policy(topk):
     params = SamplingParams(max_tokens=80, stop_token_ids=tokenizer.eos_token_ids, seed=1)
     jobs = [(p.prompt_id, list(p.token_ids), params, 2) for p in prompts]
     weights = list(iter_weights(config.model.path, model))
-    expected = answer_all(
+    expected = generate_all(
         speculating_engine(model, weights, speculation={"drafter": "none"}, budget=256), jobs
     )
     saved = load_drafter(ROOT / "assets/demo-drafter", model)
     options = {"drafter": "eagle", "selector": "fixed", "draft_len": 5, "topk": topk}
     engine = speculating_engine(model, weights, "native", saved.weights, speculation=options, budget=256)
-    assert answer_all(engine, jobs) == expected
+    assert generate_all(engine, jobs) == expected
     assert engine.take_stats().speculation.accept_length > 3

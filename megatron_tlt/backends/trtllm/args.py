@@ -37,7 +37,7 @@ def build_spec_config(section: TrtllmSection, drafter: Eagle3Files | None) -> di
     """The speculative config; None without speculation.
 
     EAGLE-3 runs as one model: there the emitted token is always the policy's own sample, so any drafter is lossless,
-    but only with `allow_advanced_sampling`: without it the temperature is ignored and every answer is greedy.
+    but only with `allow_advanced_sampling`: without it the temperature is ignored and every response is greedy.
     """
     if drafter is None:
         if section.speculation == "none":
@@ -61,7 +61,7 @@ def build_llm_kwargs(
     """Arguments of `AsyncLLM`, without the worker extension. Raises ConfigError.
 
     `max_input_len` is always set: later versions refuse prompts above a default of 1024 otherwise. The tokenizer
-    stays out: prompts and answers are tokens, and stops are token ids. `rollout.trtllm.engine` adds fields, it
+    stays out: prompts and responses are tokens, and stops are token ids. `rollout.trtllm.engine` adds fields, it
     replaces none.
     """
     section = rollout.trtllm

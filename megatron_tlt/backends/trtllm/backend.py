@@ -1,7 +1,7 @@
 """The TensorRT-LLM backend: the rank's side of an engine in another process.
 
-Nothing here has met a real TensorRT-LLM (docs/operations.md says what has been run). Answers are sampled by the engine
-in its own way: they depend on timing, so runs agree in distribution and not token by token.
+Nothing here has met a real TensorRT-LLM (docs/operations.md says what has been run). Responses are sampled by the
+engine in its own way: they depend on timing, so runs agree in distribution and not token by token.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class TrtllmBackend(RemoteBackend):
             self._asleep = False
 
     def begin_update(self, version: int) -> None:
-        """Opens a push of `version`, with the KV cache's memory given back where that is wanted; one that was open and
-        never finished is given up.
+        """Opens a weight sync of `version`, with the KV cache's memory given back where that is wanted; one that was
+        open and never finished is given up.
         """
         if self._sleeps:
             self.release()

@@ -2,7 +2,7 @@
 is the package `tlt_backends`.
 
     rank (megatron_tlt)                          this process (tensorrt_llm)
-    trtllm.TrtllmBackend --- Unix socket --- Host: requests, pushes, sleep --- Ray workers of the engine
+    trtllm.TrtllmBackend --- Unix socket --- Host: requests, weight syncs, sleep --- Ray workers of the engine
 
 It must not import megatron_tlt, whose torch is another one: only the standard library, tensorrt_llm and what
 `backends/` shares with it, all of which run on Python 3.10. Messages are those of `serving.py` and release(tags),
@@ -42,7 +42,7 @@ class Host(EngineHost):
 
     @property
     def in_flight(self) -> int:
-        """Requests without an answer, counted here: the engine's count may be stale."""
+        """Requests without a response, counted here: the engine's count may be stale."""
         return len(self._tasks)
 
     @staticmethod
@@ -64,27 +64,27 @@ class Host(EngineHost):
         return {}
 
     def submit(self, message: Message) -> None:
-        """Starts a request; its answer is sent when it comes."""
-        task = asyncio.ensure_future(self._answer(message))
+        """Starts a request; its response is sent when it comes."""
+        task = asyncio.ensure_future(self._response(message))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, message: Message) -> None:
+    async def _response(self, message: Message) -> None:
         number = message["id"]
         try:
             sampling = self._sampling(**message["params"], seed=message["key"] >> 1)  # 63 bits
             output = self._engine.generate_async(inputs=message["token_ids"], sampling_params=sampling)
             self._live[number] = output
             first = (await output).outputs[0]
-            answer = {"token_ids": list(first.token_ids), "finish_reason": first.finish_reason}
+            response = {"token_ids": list(first.token_ids), "finish_reason": first.finish_reason}
         except Exception as error:  # noqa: BLE001 - every failure is sent to the client under its request
             traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
+            response = {"error": f"{type(error).__name__}: {error}"}
         self._live.pop(number, None)
-        self._send({"type": "answer", "id": number, **answer})
+        self._send({"type": "response", "id": number, **response})
 
     async def do_abort(self, _: Message) -> Message:
-        """Aborts what runs; returns when all of it has been answered."""
+        """Aborts what runs; returns when all of it has been served."""
         await asyncio.sleep(
             0
         )  # requests that were submitted just before must have begun, or they would run on

@@ -50,7 +50,7 @@ def engine_args(
 ) -> dict[str, Any]:
     """Arguments of `vllm.EngineArgs`. Raises ConfigError.
 
-    The policy's weights are dummies until the first push, which brings them as every later one. No prefix cache:
+    The policy's weights are dummies until the first weight sync, which brings them as every later one. No prefix cache:
     requests of one prompt would lack the hidden states of the part that they share.
     """
     arguments: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """The vLLM backend: the rank's side of an engine in another process that samples with our noise.
 
-Answers equal the embedded engine's, with any drafter and with none, up to near-ties: the engines round differently, and
-vLLM's matrix products differ in the last bits between batch shapes (docs/engines.md).
+Responses equal the embedded engine's, with any drafter and with none, up to near-ties: the engines round differently,
+and vLLM's matrix products differ in the last bits between batch shapes (docs/engines.md).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_MIN_TOKENS = 2  # of an answer whose hidden states are kept, as in the embedded engine
+_MIN_TOKENS = 2  # of a response whose hidden states are kept, as in the embedded engine
 
 
 class VllmBackend(RemoteBackend):
@@ -47,7 +47,7 @@ class VllmBackend(RemoteBackend):
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
         return request_args(params, self._eos_token_ids) | {"hidden": self._sink is not None}
 
-    # -- requests that another replica may answer -------------------------------------------------------------
+    # -- requests that another replica may response -------------------------------------------------------------
 
     is_prefilling = False  # a request that the engine has stays there
 
@@ -76,22 +76,22 @@ class VllmBackend(RemoteBackend):
     # -- hidden states ----------------------------------------------------------------------------------------
 
     def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
-        """From the next `generate` on calls `sink` with the hidden states of finished answers, of as many as fit."""
+        """From the next `generate` on calls `sink` with the hidden states of finished responses, of as many as fit."""
         self._sink = sink
 
-    def _take_answer(self, message: Mapping[str, Any]) -> Sample:
+    def _take_response(self, message: Mapping[str, Any]) -> Sample:
         try:
-            sample = super()._take_answer(message)
+            sample = super()._take_response(message)
             kept = load(Path(message["kept"]).read_bytes()) if "kept" in message else {}
         finally:
-            self._drop_answer(message)
-        if "routes" in kept:
-            sample.routes = kept["routes"].unflatten(1, (-1, self._experts_per_token)).numpy()
+            self._drop_response(message)
+        if "routed_experts" in kept:
+            sample.routed_experts = kept["routed_experts"].unflatten(1, (-1, self._experts_per_token)).numpy()
         if "hidden" in kept and self._sink is not None and len(sample.token_ids) >= _MIN_TOKENS:
             self._sink(self._with_hidden(sample, kept["hidden"]))
         return sample
 
-    def _drop_answer(self, message: Mapping[str, Any]) -> None:
+    def _drop_response(self, message: Mapping[str, Any]) -> None:
         if "kept" in message:
             Path(message["kept"]).unlink(missing_ok=True)
 
@@ -107,10 +107,10 @@ class VllmBackend(RemoteBackend):
             key=request_key(self._seed, sample.prompt_id, sample.sample_index),
         )
 
-    # -- pushes and statistics --------------------------------------------------------------------------------
+    # -- weight syncs and statistics --------------------------------------------------------------------------------
 
     def swap_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Replaces the drafter alone, between two steps: also by a callback of `generate`. No answer changes.
+        """Replaces the drafter alone, between two steps: also by a callback of `generate`. No response changes.
 
         Requests that run keep what the last drafter cached of them. Raises SyncError for tensors of another form,
         BackendError.
@@ -130,7 +130,7 @@ class VllmBackend(RemoteBackend):
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """What speculation has learned, and how long answers were; see `EmbeddedBackend.state_dict`."""
+        """What speculation has learned, and how long responses were; see `EmbeddedBackend.state_dict`."""
         return super().state_dict() | {"vllm": self.process.call("speculation")["state"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

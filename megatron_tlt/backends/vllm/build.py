@@ -39,16 +39,16 @@ def build_vllm(
     local_ranks: int = 1,
     drafter: SavedDrafter | None = None,
     keep_hidden_states: bool = False,
-    keep_routes: bool = False,
+    keep_routed_experts: bool = False,
     keeps_tables: bool = False,
     kv_cache_bytes: int | None = None,
 ) -> VllmBackend:
     """The engine of this rank, started on its device, without weights (version -1).
 
     `drafter`: the trained drafter, where `rollout.speculation` drafts with one.
-    `keep_hidden_states`: those of answers will be collected. `keep_routes`: samples get `routes`. `keeps_tables`: see
-    `RemoteBackend`. `kv_cache_bytes`: the cache of the memory plan. The settings have passed `config.checks.backend`.
-    Raises ConfigError, CheckpointError or BackendError.
+    `keep_hidden_states`: those of responses will be collected. `keep_routes`: samples get `routed_experts`.
+    `keeps_tables`: see `RemoteBackend`. `kv_cache_bytes`: the cache of the memory plan. The settings have passed
+    `config.checks.backend`. Raises ConfigError, CheckpointError or BackendError.
     """
     device = torch.device(device)
     policy = ModelConfig.from_hf(model.path)
@@ -62,7 +62,7 @@ def build_vllm(
             max_len=arguments["max_model_len"],
             max_requests=rollout.max_running_requests,
             speculation=rollout.speculation.model_dump(),
-            routes=route_type(policy.num_experts) if keep_routes else None,
+            routed_experts=route_type(policy.num_experts) if keep_routed_experts else None,
             directory=str(process.shared.path),
             tokenizer=str(Path(model.tokenizer or model.path).resolve()),
             stop=list(rollout.stop),

@@ -2,16 +2,16 @@
 
     rank                                  this process
     VllmBackend --- Unix socket --- event loop --- one thread ---- LLMEngine and, in the same process, its worker
-                    shared memory: weights ->, hidden states of answers <-
+                    shared memory: weights ->, hidden states of responses <-
 
 The engine is used by its thread only, which steps until an operation waits for it, so that requests are batched in the
-order in which they came, and weights change between two steps. Messages are those of `serving.py`; here an answer may
-carry `kept` (a safetensors file, which the client removes, of `hidden` states and `routes`) and `text` (up to the stop
-string that ended it), drafter(..) may come while requests run, and
+order in which they came, and weights change between two steps. Messages are those of `serving.py`; here a response may
+carry `kept` (a safetensors file, which the client removes, of `hidden` states and `routed_experts`) and `text` (up to
+the stop string that ended it), drafter(..) may come while requests run, and
 
-| from the client | answer |
+| from the client | response |
 |---|---|
-| start(llm, hidden_bytes, max_requests, max_len, speculation, routes, directory, tokenizer, stop) | reply |
+| start(llm, hidden_bytes, max_requests, max_len, speculation, routed experts, directory, tokenizer, stop) | reply |
 | speculation() | reply: state, what selector and calibration have learned |
 | load_speculation(state) | reply |
 """
@@ -52,7 +52,7 @@ class _Live:
     length: int = 0  # output tokens so far
 
     def read(self, token_ids: Sequence[int]) -> bool:
-        """Notes the answer so far; whether a stop string has ended it. Mutates."""
+        """Notes the response so far; whether a stop string has ended it. Mutates."""
         for token in token_ids[self.length :]:
             self.length += 1
             if self.stops is not None and self.stops.push(token):
@@ -75,7 +75,7 @@ class Host(EngineHost):
 
     @property
     def in_flight(self) -> int:
-        """Requests without an answer."""
+        """Requests without a response."""
         return len(self._live) + len(self._submitted)
 
     @staticmethod
@@ -102,16 +102,16 @@ class Host(EngineHost):
     async def do_start(self, message: Message) -> Message:
         """Starts the engine with our extension."""
         self._directory, self._tokenizer_at = Path(message["directory"]), Path(message["tokenizer"])
-        self._stop_finder(message["stop"])  # a tokenizer that cannot be read ends the start, not an answer
+        self._stop_finder(message["stop"])  # a tokenizer that cannot be read ends the start, not a response
         self._engine = await self._in_thread(door.start_engine, message["llm"])
-        names = ("hidden_bytes", "max_len", "max_requests", "speculation", "routes")
+        names = ("hidden_bytes", "max_len", "max_requests", "speculation", "routed_experts")
         await self._rpc("tlt_install", *(message[name] for name in names))
         return {}
 
     # -- requests ---------------------------------------------------------------------------------------------
 
     def submit(self, message: Message) -> None:
-        """Queues a request; its answer is sent when it comes."""
+        """Queues a request; its response is sent when it comes."""
         self._submitted.append(message)
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.ensure_future(self._run())
@@ -122,13 +122,13 @@ class Host(EngineHost):
         try:
             while self.in_flight:
                 await loop.run_in_executor(self._thread, self._step, loop)
-        except Exception:  # noqa: BLE001 - no later request could be answered either
+        except Exception:  # noqa: BLE001 - no later request could be served either
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
 
     def _step(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Steps of the engine, in its thread; sends answers as they end.
+        """Steps of the engine, in its thread; sends responses as they end.
 
         Returns when an operation waits or nothing is left: a turn of the event loop for each step would cost its time.
         """
@@ -138,7 +138,7 @@ class Host(EngineHost):
                 self._submitted.popleft()  # last: until then a heartbeat counts it here
             for output in self._engine.step():
                 if self._note(output):
-                    loop.call_soon_threadsafe(self._send, self._answer(output))
+                    loop.call_soon_threadsafe(self._send, self._response(output))
 
     def _add(self, message: Message) -> None:
         number, prompt, params = message["id"], message["token_ids"], message["params"]
@@ -165,11 +165,11 @@ class Host(EngineHost):
             self._engine.abort_request([live.internal], internal=True)
         return is_cut or bool(output.finished)
 
-    def _answer(self, output: Any) -> Message:
+    def _response(self, output: Any) -> Message:
         live, first = self._live[output.request_id], output.outputs[0]
         text = None if live.stops is None else live.stops.cut_text
-        answer = {
-            "type": "answer",
+        response = {
+            "type": "response",
             "id": live.number,
             "token_ids": list(first.token_ids[: live.length]),
             "finish_reason": first.finish_reason if text is None else "stop",
@@ -177,10 +177,10 @@ class Host(EngineHost):
             **self._kept(live),
         }
         del self._live[output.request_id]  # last: heartbeats count it until it can be sent
-        return answer
+        return response
 
     def _kept(self, live: _Live) -> Message:
-        """Writes what was kept of an answer's positions, hidden states and experts, into a file for the client."""
+        """Writes what was kept of a response's positions, hidden states and experts, into a file for the client."""
         count = live.prompt_len + live.length - 1
         (kept,) = self._engine.collective_rpc("tlt_end", args=(live.internal, count))
         if not kept:
@@ -190,9 +190,9 @@ class Host(EngineHost):
         return {"kept": str(path)}
 
     async def do_abort(self, _: Message) -> Message:
-        """Drops everything in flight behind the step under way; it is answered with finish_reason "cancelled"."""
+        """Drops everything in flight behind the step under way; it is served with finish_reason "cancelled"."""
         for number in await self._in_thread(self._drop_all):
-            self._send({"type": "answer", "id": number, "token_ids": [], "finish_reason": "cancelled"})
+            self._send({"type": "response", "id": number, "token_ids": [], "finish_reason": "cancelled"})
         return {}
 
     def _drop_all(self) -> list[int]:
@@ -206,7 +206,7 @@ class Host(EngineHost):
             self._engine.collective_rpc("tlt_end", args=(name, 0))
         return numbers
 
-    # -- pushes and statistics --------------------------------------------------------------------------------
+    # -- weight syncs and statistics --------------------------------------------------------------------------------
 
     async def do_begin_update(self, _: Message) -> Message:
         """Every layer waits for its weights."""

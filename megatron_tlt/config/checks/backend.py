@@ -23,8 +23,8 @@ def check_backend(config: Config, device: str | None) -> Problems:
     if not can.tensor_parallel and rollout.tp > 1:
         allowed = f"must be 1 with rollout.backend: {rollout.backend} (one engine a rank, on one GPU)"
         yield ConfigProblem("rollout.tp", rollout.tp, allowed)
-    if not can.routes and config.actor.router_replay == "rollout":
-        allowed = f"must be 'off' with rollout.backend: {rollout.backend}, whose answers do not name their experts"
+    if not can.routed_experts and config.actor.router_replay == "rollout":
+        allowed = f"must be 'off' with rollout.backend: {rollout.backend}, whose responses do not name their experts"
         yield ConfigProblem("actor.router_replay", "rollout", allowed)
     if rollout.backend != "embedded":
         for path, value in (("numerics", "default"), ("release_cache", False), ("kernels", "auto")):
@@ -42,7 +42,7 @@ def _check_sampling(config: Config) -> Problems:
     can, rollout = CAPABILITIES[config.rollout.backend], config.rollout
     name = f"rollout.backend: {rollout.backend}"
     if not can.keyed_sampling and config.train.deterministic is True:
-        allowed = f"must be false with {name}: its answers cannot be repeated, so no run can"
+        allowed = f"must be false with {name}: its responses cannot be repeated, so no run can"
         yield ConfigProblem("train.deterministic", True, allowed)
     if not can.stop_strings and rollout.stop:
         allowed = f"must be empty with {name}, which stops at tokens only"
@@ -67,7 +67,7 @@ def _check_drafting(config: Config) -> Problems:
         allowed = f"cannot be had with {name}, whose draft length is the same for all steps"
         yield ConfigProblem(f"{at}.selector", section.selector, allowed)
     if config.idle.work_stealing and not can.withdraw:
-        allowed = f"must be false with {name}: an answer depends on the engine that gives it"
+        allowed = f"must be false with {name}: a response depends on the engine that gives it"
         yield ConfigProblem("idle.work_stealing", True, allowed)
 
 

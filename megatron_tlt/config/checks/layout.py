@@ -164,7 +164,7 @@ def check_batch(config: Config, num_ranks: int) -> Problems:
         yield ConfigProblem("train.prompts_per_step", prompts, allowed)
     actor = config.actor
     data_parallel = max(1, num_ranks // (actor.tp * actor.pp * actor.cp))
-    answers = prompts * config.rollout.samples_per_prompt
-    if answers < mini_batches * data_parallel:
+    responses = prompts * config.rollout.samples_per_prompt
+    if responses < mini_batches * data_parallel:
         allowed = f"must be >= algorithm.mini_batches * data parallel size = {mini_batches} * {data_parallel}"
-        yield ConfigProblem("train.prompts_per_step * rollout.samples_per_prompt", answers, allowed)
+        yield ConfigProblem("train.prompts_per_step * rollout.samples_per_prompt", responses, allowed)

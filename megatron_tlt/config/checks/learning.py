@@ -12,7 +12,7 @@ from megatron_tlt.errors import ConfigProblem
 
 Problems = Iterator[ConfigProblem]
 
-# Their baseline is the rest of the group, so a group of one answer has no advantage.
+# Their baseline is the rest of the group, so a group of one response has no advantage.
 GROUP_RELATIVE = ("grpo", "dr_grpo", "dapo", "rloo", "gspo")
 
 
@@ -20,13 +20,13 @@ def check_algorithm(config: Config) -> Problems:
     """Group size, clipping, KL placement and DAPO's extras."""
     algorithm, rollout = config.algorithm, config.rollout
     if algorithm.name in GROUP_RELATIVE and rollout.samples_per_prompt < 2:
-        allowed = f"must be >= 2: {algorithm.name} compares the answers to one prompt"
+        allowed = f"must be >= 2: {algorithm.name} compares the responses to one prompt"
         yield ConfigProblem("rollout.samples_per_prompt", rollout.samples_per_prompt, allowed)
     if algorithm.dynamic_sampling and rollout.samples_per_prompt < 2:
         allowed = "needs rollout.samples_per_prompt >= 2, or every group has equal rewards and is dropped"
         yield ConfigProblem("algorithm.dynamic_sampling", True, allowed)
     if rollout.temperature == 0:
-        allowed = "must be > 0 for training: greedy answers to one prompt are all the same"
+        allowed = "must be > 0 for training: greedy responses to one prompt are all the same"
         yield ConfigProblem("rollout.temperature", rollout.temperature, allowed)
     if algorithm.ratio_clip_low is not None and algorithm.ratio_clip_low >= 1:
         allowed = "must be < 1: the ratio's lower bound is 1 - low"

@@ -47,10 +47,10 @@ def check_rollout(
 
 
 def _check_experts(config: Config, shape: ArchitectureConfig) -> Problems:
-    """Engines to which a push does not bring experts, or that hand out no layers' outputs of such a model."""
+    """Engines to which a weight sync does not bring experts, or that hand out no layers' outputs of such a model."""
     backend = config.rollout.backend
     if backend == "trtllm":
-        allowed = "must be 'embedded' or 'vllm' for a mixture of experts: a push brings a layer's experts as one tensor"
+        allowed = "must be 'embedded' or 'vllm' for a mixture of experts: a weight sync brings a layer's experts as one tensor"
         yield ConfigProblem("rollout.backend", backend, allowed)
     reads_layers = config.rollout.speculation.uses_eagle and config.drafter.kind == "eagle3"
     if backend == "vllm" and reads_layers and shape.family != "qwen3_moe":
@@ -71,9 +71,9 @@ def _check_kv_cache(config: Config, shape: ArchitectureConfig) -> Problems:
 
 
 def longest_request(config: Config) -> int:
-    """Tokens of the longest prompt and answer together, training or evaluation."""
-    answer = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
-    return config.data.max_prompt_tokens + answer
+    """Tokens of the longest prompt and response together, training or evaluation."""
+    response = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
+    return config.data.max_prompt_tokens + response
 
 
 def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None) -> Problems:
@@ -105,7 +105,7 @@ def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int,
         sizes = config.drafter.sizes(device or "cpu")
         needed = min(config.drafter.window, sizes.micro_step_tokens) * size / 2**20
         if sizes.buffer_mib < needed:
-            allowed = f"must be >= {needed:.2f}, or no long answer fits"
+            allowed = f"must be >= {needed:.2f}, or no long response fits"
             yield ConfigProblem("drafter.online.buffer_mib", sizes.buffer_mib, allowed)
 
 
@@ -118,7 +118,7 @@ def _check_hidden_states(config: Config) -> Problems:
             yield ConfigProblem(at, chosen, allowed)
         return
     if config.rollout.tp > 1:
-        allowed = "must be 'engine' with rollout.tp above 1: ranks of one engine train on the same answers"
+        allowed = "must be 'engine' with rollout.tp above 1: ranks of one engine train on the same responses"
         yield ConfigProblem(at, chosen, allowed)
     if config.drafter.online.max_age == 0:
         allowed = f"must be above 0 with {at} = {chosen}: the actor's hidden states are of the step before"
@@ -143,11 +143,11 @@ def _never_trains(config: Config, num_ranks: int) -> bool:
 
 
 def check_context(config: Config, max_positions: int | None) -> Problems:
-    """Prompt + answer <= model.max_context <= what the model was made for."""
+    """Prompt + response <= model.max_context <= what the model was made for."""
     limit, prompt = config.model.max_context, config.data.max_prompt_tokens
-    for path, answer in (("rollout", config.rollout.max_tokens), ("eval", config.eval.max_tokens)):
-        if answer is not None and prompt + answer > limit:
-            value = f"{prompt} + {answer} = {prompt + answer}"
+    for path, response in (("rollout", config.rollout.max_tokens), ("eval", config.eval.max_tokens)):
+        if response is not None and prompt + response > limit:
+            value = f"{prompt} + {response} = {prompt + response}"
             yield ConfigProblem(
                 f"data.max_prompt_tokens + {path}.max_tokens",
                 value,

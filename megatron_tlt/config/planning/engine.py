@@ -57,9 +57,9 @@ def has_packed_head(config: Config, device: Device) -> bool:
 
 
 def process_bytes(config: Config, shape: ArchitectureConfig) -> dict[str, int]:
-    """What an engine in a process of its own takes beside weights and cache. A push: in vLLM a layer's experts, that
-    came and made ready. Training a drafter: room for hidden states in vLLM, where it hands them out, and the policy's
-    tables on the rank.
+    """What an engine in a process of its own takes beside weights and cache. A weight sync: in vLLM a layer's experts,
+    that came and made ready. Training a drafter: room for hidden states in vLLM, where it hands them out, and the
+    policy's tables on the rank.
     """
     rollout = config.rollout
     loaded = 2 * expert_parameters(shape, shape.num_experts) * element_bytes(rollout.dtype)
@@ -80,7 +80,7 @@ def drafter_weight_bytes(config: Config, shape: ArchitectureConfig) -> int:
 
 
 def suffix_bytes(config: Config) -> int:
-    """The suffix drafter's tries and as much for earlier answers, once both are full; in the host's memory."""
+    """The suffix drafter's tries and as much for earlier responses, once both are full; in the host's memory."""
     section = config.rollout.speculation
     return 2 * section.suffix.history_mib * MIB * section.uses_suffix
 
@@ -108,8 +108,8 @@ def row_bytes(config: Config, shape: ArchitectureConfig) -> int:
     tp, chosen = config.rollout.tp, shape.num_experts_per_tok
     row = (2 + state_parts(config)) * shape.hidden_size + 4 * shape.intermediate_size // tp
     row += chosen * (2 * shape.hidden_size + 4 * shape.moe_intermediate_size // tp)
-    routes = 2 * 8 * chosen * len(shape.moe_layers)  # int64, of each layer, then joined
-    return row * element_bytes(config.rollout.dtype) + routes
+    routed_experts = 2 * 8 * chosen * len(shape.moe_layers)  # int64, of each layer, then joined
+    return row * element_bytes(config.rollout.dtype) + routed_experts
 
 
 def state_parts(config: Config) -> int:

@@ -1,8 +1,8 @@
 """Memory of one rank, planned before anything is allocated: what `check` prints, and what setup allocates by.
 
 Not everything is there at once: activations belong to the update, the drafter's gradients to the idle window, the
-bucket to the push, a released KV cache to the rollout, offloaded optimizer state to the update. A rank needs what its
-fullest phase needs; a save takes nothing on the device, a resume what an update has but activations.
+bucket to the weight sync, a released KV cache to the rollout, offloaded optimizer state to the update. A rank needs
+what its fullest phase needs; a save takes nothing on the device, a resume what an update has but activations.
 
 On CUDA the KV cache is what remains of the device beside everything else of the fullest phase in which it is there, at
 most what all running requests need at full length. So a device is never fuller than planned: weights
@@ -28,8 +28,8 @@ _INTERPRETER_BYTES = GIB // 2  # on CPU, with torch and megatron imported
 # Of a GPU, what the caching allocator cannot use: rests of segments. A guess, to be replaced by what a GPU shows.
 _FRAGMENT_SHARE = 0.02
 
-Phase = Literal["rollout", "idle window", "update", "merge", "push"]
-PHASES: tuple[Phase, ...] = ("rollout", "idle window", "update", "merge", "push")
+Phase = Literal["rollout", "idle window", "update", "merge", "weight_sync"]
+PHASES: tuple[Phase, ...] = ("rollout", "idle window", "update", "merge", "weight_sync")
 KV = "KV cache"
 RESERVE = "cluster.reserve_gib"
 _SAVED = "drafter in a save (rank 0)"  # once, not for every rank of a node
@@ -126,8 +126,8 @@ def _stage(
         "drafter step": drafter.drafter_step_bytes(config, shape, device),
         "drafter's LM head": drafter.drafter_head_bytes(config, shape, device),
         "drafter merge": drafter.drafter_merge_bytes(config, shape),
-        "drafter push": drafter.drafter_push_bytes(config, shape, device),
-        "push bucket": policy.push_bytes(config, shape, dims),
+        "drafter weight sync": drafter.drafter_push_bytes(config, shape, device),
+        "weight sync bucket": policy.push_bytes(config, shape, dims),
     }
     if config.rollout.backend != "embedded":
         own = config.rollout.process_mib * MIB // (1 if device == "cuda" else 4)
@@ -157,9 +157,9 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
         "drafter step": ("idle window",),
         "drafter's LM head": ("idle window", "update", "merge"),  # from a window's first micro-step to its merge
         "drafter merge": ("merge",),
-        "drafter push": ("push",),
-        "push bucket": ("push",),
-        engine.LOADED: ("push",),
+        "drafter weight sync": ("weight_sync",),
+        "weight sync bucket": ("weight_sync",),
+        engine.LOADED: ("weight_sync",),
     }
     sleeps = config.rollout.backend == "trtllm" and config.rollout.trtllm.sleep == "kv_cache"
     if sleeps or config.rollout.release_cache:

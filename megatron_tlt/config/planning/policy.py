@@ -1,4 +1,4 @@
-"""Memory of the Megatron policy on one rank: optimizer, an update's temporaries, those of a push.
+"""Memory of the Megatron policy on one rank: optimizer, an update's temporaries, those of a weight sync.
 
 Legend: P parameters on this rank, V vocabulary, H hidden, F intermediate, e bytes of an element, d data parallel size.
 Of experts d is the number of ranks that hold the same ones: those of a pipeline stage over EP.
@@ -9,7 +9,7 @@ Of experts d is the number of ranks that hold the same ones: those of a pipeline
   optimizer documentation, stage 1 of Rajbhandari et al., arXiv 1910.02054, section 5.
 * Activations, the LM head and what backward takes: `activations.py`.
 * Transformer Engine's layers read one table of rotations, which stays.
-* A push gathers one tensor after the other: its parts and their join, and the bucket that collects them.
+* A weight sync gathers one tensor after the other: its parts and their join, and the bucket that collects them.
 """
 
 from __future__ import annotations

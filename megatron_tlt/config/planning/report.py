@@ -143,15 +143,15 @@ def _tokens(config: Config | SftConfig, dims: Dims) -> list[str]:
             f"One step: {config.sft.tokens_per_step} tokens in one optimizer step over {dims.dp} replicas"
         ]
     prompts, samples = config.train.prompts_per_step, config.rollout.samples_per_prompt
-    answers = prompts * samples
+    responses = prompts * samples
     steps = config.algorithm.mini_batches
-    most = answers * longest_request(config)
+    most = responses * longest_request(config)
     pack = micro_batch_tokens(config) * dims.cp
     packs = -(-most // (dims.dp * steps * pack))
     plural = "s" if steps > 1 else ""
     return [
-        f"One step: {prompts} prompts x {samples} answers = {answers} sequences, at most {most} tokens",
-        f"  {steps} optimizer step{plural} of {answers // steps} sequences",
-        f"  {answers / dims.dp:g} sequences a data-parallel replica",
+        f"One step: {prompts} prompts x {samples} responses = {responses} sequences, at most {most} tokens",
+        f"  {steps} optimizer step{plural} of {responses // steps} sequences",
+        f"  {responses / dims.dp:g} sequences a data-parallel replica",
         f"  at most {packs} micro-batches of {pack} tokens a replica and optimizer step",
     ]

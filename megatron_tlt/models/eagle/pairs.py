@@ -22,7 +22,7 @@ class PairBatch:
     """B sequences of L_b tokens, packed, and where drafts begin in them. Places count from a sequence's first token.
 
     A *base* is a place s at which a draft may begin: s = first[b] .. L_b - 2, where token s + 1 is part of the
-    answer. The row of unrolled step j at base s is at place s + j; it exists while s + j <= L_b - 2.
+    response. The row of unrolled step j at base s is at place s + j; it exists while s + j <= L_b - 2.
     """
 
     tokens: Tensor  # [T] int64

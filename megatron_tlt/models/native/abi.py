@@ -66,7 +66,7 @@ class Step(Structure):
     _fields_ = [
         *fields_of(c_int32, "tokens seqs logits_rows max_blocks num_blocks block_size"),
         *fields_of(c_void_p, "token_ids positions slots query_start block_tables logit_rows"),
-        *fields_of(c_void_p, "parents branch kv logits hidden routes"),
+        *fields_of(c_void_p, "parents branch kv logits hidden routed_experts"),
     ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError, ConfigError
-from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, empty_routes, split_name
+from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, empty_routed_experts, split_name
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.native.abi import ERRORS, Step, library
@@ -157,13 +157,13 @@ class NativeDecoder:
         branch = torch.empty(tokens, dtype=torch.uint8) if batch.parents is not None else None
         step.logits, step.hidden = logits.data_ptr(), None if hidden is None else hidden.data_ptr()
         step.branch = None if branch is None else branch.data_ptr()
-        routes = empty_routes(tokens, self.config) if batch.all_routes else None
-        step.routes = None if routes is None else routes.data_ptr()
+        routed_experts = empty_routed_experts(tokens, self.config) if batch.all_routed_experts else None
+        step.routed_experts = None if routed_experts is None else routed_experts.data_ptr()
         forward = self._forward
         if code := self._lib.tlt_forward(forward.model, step, self.threads, forward.all_reduce):
             error, forward.reduce_error = forward.reduce_error, None
             raise BackendError(f"native forward refused: {ERRORS.get(code, code)}") from error
-        return DecoderOutput(logits, hidden, routes)
+        return DecoderOutput(logits, hidden, routed_experts)
 
 
 def copy_blocks(kv: KVCache, src: Numbers, dst: Numbers, layers: int) -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, empty_routes, split_name
+from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, empty_routed_experts, split_name
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.torch.attention import AttentionPlan, Plan, StaticPlan
@@ -178,9 +178,9 @@ class TorchDecoder:
         wanted = batch.logit_rows.long()
         states[-1] = self._norm_final(states[-1])
         out = DecoderOutput(self.logits(states[-1][wanted]), _joined(states) if batch.all_hidden else None)
-        if batch.all_routes:
-            routes = torch.cat(chosen, -1)
-            out.routes = empty_routes(len(routes), self.config, self.device).copy_(routes)
+        if batch.all_routed_experts:
+            routed_experts = torch.cat(chosen, -1)
+            out.routed_experts = empty_routed_experts(len(routed_experts), self.config, self.device).copy_(routed_experts)
         return out
 
     @torch.inference_mode()
@@ -212,8 +212,8 @@ class TorchDecoder:
             into.logits.copy_(self._shard.gather_logits(self.tp, local, self.config.vocab_size))
         assert into.hidden is not None
         torch.cat(states, dim=-1, out=into.hidden)
-        if into.routes is not None:
-            into.routes.copy_(torch.cat(chosen, -1))
+        if into.routed_experts is not None:
+            into.routed_experts.copy_(torch.cat(chosen, -1))
         return into
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -244,13 +244,13 @@ class TorchDecoder:
         if not self._checked:
             self._check_rows_alike()
             self._checked = True
-        done, routes = [], []
+        done, routed_experts = [], []
         for t in tiles(batch, kv.block_size, kv.num_blocks * kv.block_size):
             of_tile: list[Tensor] = []
             states = self._layers_forward(t.token_ids, t.positions, t.slots, kv, t.plan, of_tile)
             done.append([state[: t.used] for state in states])
-            routes.append([ids[: t.used] for ids in of_tile])
-        chosen += [torch.cat(parts) for parts in zip(*routes, strict=True)]
+            routed_experts.append([ids[: t.used] for ids in of_tile])
+        chosen += [torch.cat(parts) for parts in zip(*routed_experts, strict=True)]
         return [torch.cat(parts) for parts in zip(*done, strict=True)]
 
     def _layers_forward(

@@ -14,7 +14,7 @@ from megatron_tlt.types import DraftStrategy
 
 
 class Drafter(Protocol):
-    """Proposes tokens for running requests. A wrong proposal costs time, never a different answer.
+    """Proposes tokens for running requests. A wrong proposal costs time, never a different response.
 
     A request is passed to `start` when it gets its row (again after a preemption), and to `finish` once it is finished.
     Tensor-parallel ranks make the same calls; rank 0's draft counts.

@@ -20,7 +20,7 @@ from megatron_tlt.rollout.spec.suffix import SuffixDrafter
 if TYPE_CHECKING:
     from megatron_tlt.models.eagle.base import EagleDecoder
     from megatron_tlt.rollout.model_runner import ModelRunner
-    from megatron_tlt.rollout.spec.history import AnswerHistory
+    from megatron_tlt.rollout.spec.history import ResponseHistory
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Drafting:
 
     section: SpeculationSection
     eagle: EagleDecoder | None = None  # the trained drafter, where the configuration names one
-    history: AnswerHistory | None = None  # earlier answers, for the suffix drafter
+    history: ResponseHistory | None = None  # earlier responses, for the suffix drafter
 
 
 def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Speculator | None:

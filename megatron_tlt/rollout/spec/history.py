@@ -1,7 +1,7 @@
-"""Earlier answers to each question, for the suffix drafter and to expect lengths, in bounded memory.
+"""Earlier responses to each prompt, for the suffix drafter and to expect lengths, in bounded memory.
 
-Scored answers of all ranks are added in one order, so that every rank holds the same history and a question's next
-visit may come to any of them.
+Scored responses of all ranks are added in one order, so that every rank holds the same history and a question's next
+epoch may come to any of them.
 """
 
 from __future__ import annotations
@@ -14,70 +14,71 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tlt.types import PastAnswer, Prompt
+from megatron_tlt.types import PastResponse, Prompt
 
-_OVERHEAD = 200  # bytes of a question, and of an answer beside its tokens, about
+_OVERHEAD = 200  # bytes of a prompt, and of a response beside its tokens, about
 
 
 @dataclass(slots=True)
 class _Question:
-    answers: list[PastAnswer]  # best first
+    responses: list[PastResponse]  # best first
     size: int  # bytes
-    mean_length: float  # tokens of all answers of the latest visit, also of those not kept
+    mean_length: float  # tokens of all responses of the latest epoch, also of those not kept
 
 
-class AnswerHistory:
-    """Of each question the best answers of its latest visits. Questions updated longest ago are dropped first."""
+class ResponseHistory:
+    """Of each prompt the best responses of its latest epochs. Prompts updated longest ago are dropped first."""
 
-    def __init__(self, epochs: int, answers: int, mib: int):
-        """At most `answers` answers of a question, from its last `epochs` visits; at most `mib` MiB in all.
+    def __init__(self, epochs: int, responses: int, mib: int):
+        """At most `responses` responses of a prompt, from its last `epochs` epochs; at most `mib` MiB in all.
 
-        With `answers` 0 only lengths are kept.
+        With `responses` 0 only lengths are kept.
         """
-        self._epochs, self._answers, self._most_bytes = epochs, answers, mib << 20
+        self._epochs, self._responses, self._most_bytes = epochs, responses, mib << 20
         self._questions: OrderedDict[str, _Question] = OrderedDict()  # updated longest ago first
         self._bytes = 0
 
     @property
-    def most_answers(self) -> int:
-        """Most answers of a question whose tokens are kept; 0: lengths only."""
-        return self._answers
+    def most_responses(self) -> int:
+        """Most responses of a prompt whose tokens are kept; 0: lengths only."""
+        return self._responses
 
     @property
     def num_bytes(self) -> int:
-        """Memory of questions and kept answers, about."""
+        """Memory of prompts and kept responses, about."""
         return self._bytes
 
-    def remember(self, answers: Sequence[PastAnswer]) -> None:
-        """Keeps scored answers, in the order given. Those without a `dataset_id` are not kept. Mutates the history."""
-        by_question: dict[str, list[PastAnswer]] = {}
-        for answer in answers:
-            if answer.dataset_id and self._epochs > 0:
-                by_question.setdefault(answer.dataset_id, []).append(_copy(answer))
+    def remember(self, responses: Sequence[PastResponse]) -> None:
+        """Keeps scored responses, in the order given. Those without a `dataset_id` are not kept. Mutates the
+        history."""
+        by_question: dict[str, list[PastResponse]] = {}
+        for response in responses:
+            if response.dataset_id and self._epochs > 0:
+                by_question.setdefault(response.dataset_id, []).append(_copy(response))
         for name, new in by_question.items():
             old = self._forget(name)
-            everything = new + (old.answers if old is not None else [])
-            visits = sorted({a.visit for a in everything})[-self._epochs :]
-            latest = [a.length for a in new if a.visit == visits[-1]]
+            everything = new + (old.responses if old is not None else [])
+            epochs = sorted({a.prompt_id for a in everything})[-self._epochs :]
+            latest = [a.length for a in new if a.prompt_id == epochs[-1]]
             mean = sum(latest) / len(latest) if latest else (old.mean_length if old is not None else 0.0)
-            kept = [a for a in everything if a.visit in visits and len(a.token_ids) == a.length]
+            kept = [a for a in everything if a.prompt_id in epochs and len(a.token_ids) == a.length]
             kept.sort(key=_worst_last)  # stable: equals stay in the order given
-            self._keep(name, kept[: self._answers], mean)
+            self._keep(name, kept[: self._responses], mean)
         while self._bytes > self._most_bytes:
             self._forget(next(iter(self._questions)))
 
-    def of(self, dataset_id: str) -> list[PastAnswer]:
-        """The kept answers to a question: best scores first, later visits first among equals."""
+    def of(self, dataset_id: str) -> list[PastResponse]:
+        """The kept responses to a question: best scores first, later epochs first among equals."""
         question = self._questions.get(dataset_id)
-        return list(question.answers) if question is not None else []
+        return list(question.responses) if question is not None else []
 
     def expected_length(self, dataset_id: str) -> float | None:
-        """Mean tokens of the answers of the question's latest visit; None for a question without history."""
+        """Mean tokens of the responses of the question's latest epoch; None for a prompt without history."""
         question = self._questions.get(dataset_id)
         return question.mean_length if question is not None else None
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Prompts with the longest expected answers first: a long answer started late would run alone at the end.
+        """Prompts with the longest expected responses first: a long response started late would run alone at the end.
 
         Equals stay in their order; prompts never seen before are expected to be average.
         """
@@ -88,9 +89,9 @@ class AnswerHistory:
         return [prompts[i] for i in order]
 
     def state_dict(self) -> dict[str, Any]:
-        """Expected lengths by question, JSON-able: a resumed run must start its prompts in the same order.
+        """Expected lengths by prompt, JSON-able: a resumed run must start its prompts in the same order.
 
-        The answers are left out: they only make drafts better, and would fill the manifest of every checkpoint.
+        The responses are left out: they only make drafts better, and would fill the manifest of every checkpoint.
         """
         return {"mean_lengths": {name: q.mean_length for name, q in self._questions.items()}}
 
@@ -100,9 +101,9 @@ class AnswerHistory:
         for name, mean in state["mean_lengths"].items():
             self._keep(name, [], float(mean))
 
-    def _keep(self, name: str, answers: list[PastAnswer], mean_length: float) -> None:
-        size = _OVERHEAD + sum(a.token_ids.nbytes + _OVERHEAD for a in answers)
-        self._questions[name] = _Question(answers, size, mean_length)
+    def _keep(self, name: str, responses: list[PastResponse], mean_length: float) -> None:
+        size = _OVERHEAD + sum(a.token_ids.nbytes + _OVERHEAD for a in responses)
+        self._questions[name] = _Question(responses, size, mean_length)
         self._bytes += size
 
     def _forget(self, name: str) -> _Question | None:
@@ -112,18 +113,19 @@ class AnswerHistory:
         return question
 
 
-def readable_tokens(answers: Sequence[PastAnswer], most: int) -> list[PastAnswer]:
-    """The answers of one visit, without the tokens of those that a history of `most` answers a question cannot keep."""
-    best = sorted(range(len(answers)), key=lambda i: _worst_last(answers[i]))[:most]
+def readable_tokens(responses: Sequence[PastResponse], most: int) -> list[PastResponse]:
+    """The responses of one epoch, without the tokens of those that a history of `most` responses a prompt cannot
+    keep."""
+    best = sorted(range(len(responses)), key=lambda i: _worst_last(responses[i]))[:most]
     none = np.empty(0, np.int32)
-    return [a if i in best else replace(a, token_ids=none) for i, a in enumerate(answers)]
+    return [a if i in best else replace(a, token_ids=none) for i, a in enumerate(responses)]
 
 
-def _worst_last(answer: PastAnswer) -> tuple[float, int]:
-    """Sorting key: better scores first, then later visits."""
-    return math.inf if math.isnan(answer.score) else -answer.score, -answer.visit
+def _worst_last(response: PastResponse) -> tuple[float, int]:
+    """Sorting key: better scores first, then later epochs."""
+    return math.inf if math.isnan(response.score) else -response.score, -response.prompt_id
 
 
-def _copy(answer: PastAnswer) -> PastAnswer:
+def _copy(response: PastResponse) -> PastResponse:
     """The same with tokens of its own: they may be a view of a larger array, which must not be kept."""
-    return replace(answer, token_ids=np.array(answer.token_ids, np.int32))
+    return replace(response, token_ids=np.array(response.token_ids, np.int32))

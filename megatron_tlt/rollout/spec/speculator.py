@@ -2,7 +2,7 @@
 
     schedule -> propose (select, reserve, draft, prune) -> verify -> truncate -> record -> commit
 
-Answers cannot depend on anything decided here (docs/numerics.md): it only chooses which tokens the policy is fed.
+Responses cannot depend on anything decided here (docs/numerics.md): it only chooses which tokens the policy is fed.
 Legend: B running rows, N drafted nodes.
 """
 
@@ -48,7 +48,7 @@ class Speculator:
         `clock`: seconds that strategies are compared by.
         """
         self.drafter, self.selector, self.eagle = drafter, selector, eagle
-        self.trace: DraftTrace | None = None  # keeps what is drafted for some answers
+        self.trace: DraftTrace | None = None  # keeps what is drafted for some responses
         self.counters = SpeculationCounters()
         self._rows, self._reserve, self._tp, self._clock = rows, reserve, tp, clock
         self._max_tokens = len(rows.token_ids)
@@ -82,7 +82,7 @@ class Speculator:
         return draft if draft is not None and draft.num_nodes else None
 
     def _draft(self, strategy: DraftStrategy) -> Draft:
-        """The pruned draft. An answer's last token is never drafted but drawn."""
+        """The pruned draft. A response's last token is never drafted but drawn."""
         rows, running = self._rows, self._rows.num_rows
         left = rows.limit[:running] - rows.output_len[:running] - 1
         share = max(0, self._max_tokens // running - 1) // strategy.topk
@@ -119,7 +119,7 @@ class Speculator:
         self.counters.add(measurement, draft, None if verdict is None else verdict.accepted)
 
     def start_trace(self, prompt_ids: Collection[int]) -> None:
-        """From now on `trace` keeps what is drafted for answers to these prompts, in place of what it kept."""
+        """From now on `trace` keeps what is drafted for responses to these prompts, in place of what it kept."""
         self.trace = DraftTrace(prompt_ids)
 
     def release(self) -> None:

@@ -1,8 +1,8 @@
-"""Drafts from how siblings and earlier answers continued: suffix tries in C (`models/native/csrc/suffix.h`).
+"""Drafts from how siblings and earlier responses continued: suffix tries in C (`models/native/csrc/suffix.h`).
 
-Every question has a trie of its own over its prompt, the answers in progress (a request's own text too) and the answers
-of earlier visits, weighted by score. One more trie is common to all questions and outlives `generate`: form is alike in
-all answers, and a new question has nothing of its own yet. How both become a draft: `csrc/suffix_draft.c`.
+Every prompt has a trie of its own over its prompt, the responses in progress (a request's own text too) and the
+responses of earlier epochs, weighted by score. One more trie is common to all prompts and outlives `generate`: form is
+alike in all responses, and a new prompt has nothing of its own yet. How both become a draft: `csrc/suffix_draft.c`.
 
 Legend: B rows, N drafted nodes.
 """
@@ -34,12 +34,12 @@ from megatron_tlt.models.native.suffix_abi import (
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
-from megatron_tlt.rollout.spec.history import AnswerHistory
+from megatron_tlt.rollout.spec.history import ResponseHistory
 from megatron_tlt.rollout.spec.match_rates import MatchRates
-from megatron_tlt.types import DraftStrategy, PastAnswer
+from megatron_tlt.types import DraftStrategy, PastResponse
 
 _NONE = -1
-_TAIL = 4  # last prompt tokens that the common trie sees before an answer
+_TAIL = 4  # last prompt tokens that the common trie sees before a response
 _COMMON_SHARE = 4  # the common trie takes at most this part of the memory
 # A question's trie, its prompt's sequence there, and the sequence of the prompt's last tokens in the common trie.
 _Question = tuple[int, int, int]
@@ -50,7 +50,7 @@ class SuffixDrafter:
 
     kind = "suffix"
 
-    def __init__(self, section: SuffixSection, rows: RunningRows, history: AnswerHistory | None = None):
+    def __init__(self, section: SuffixSection, rows: RunningRows, history: ResponseHistory | None = None):
         """Drafts for `rows`. Its tries take at most `section.history_mib` MiB; then nothing more is added.
 
         Raises ConfigError without a C compiler, BackendError if the library cannot be built.
@@ -153,7 +153,7 @@ class SuffixDrafter:
     def end_generate(self) -> None:
         """See `Drafter.end_generate`. Drops the questions' tries, and the common one if it is large.
 
-        Answers that were never read, because nothing was drafted, are not in it.
+        Responses that were never read, because nothing was drafted, are not in it.
         """
         for trie, *_ in self._questions.values():
             self._lib.tlt_suffix_drop(self._pool, trie)
@@ -177,7 +177,7 @@ class SuffixDrafter:
     # Tries
 
     def _question(self, request: Request) -> _Question:
-        """The question's trie, made from its prompt and earlier answers for its first request."""
+        """The question's trie, made from its prompt and earlier responses for its first request."""
         name = request.dataset_id or request.prompt_id
         question = self._questions.get(name)
         if question is not None:
@@ -187,8 +187,8 @@ class SuffixDrafter:
         self._append(trie, prompt, request.prompt)
         self._append(self._common, common, request.prompt[-self._tail :])
         past = self._history.of(request.dataset_id) if self._history is not None else []
-        for answer, weight in zip(past, _weights(past), strict=True):
-            self._append(trie, self._sequence(trie, prompt, weight), answer.token_ids)
+        for response, weight in zip(past, _weights(past), strict=True):
+            self._append(trie, self._sequence(trie, prompt, weight), response.token_ids)
         self._questions[name] = (trie, prompt, common)
         return trie, prompt, common
 
@@ -234,8 +234,8 @@ class SuffixDrafter:
             setattr(self._ask, name, self._nodes[row].ctypes.data)
 
 
-def _weights(past: Sequence[PastAnswer]) -> list[int]:
-    """How often each earlier answer counts: 1 for the worst score to 3 for the best, 2 if all are alike."""
+def _weights(past: Sequence[PastResponse]) -> list[int]:
+    """How often each earlier response counts: 1 for the worst score to 3 for the best, 2 if all are alike."""
     scores = np.nan_to_num([a.score for a in past], nan=-np.inf)
     if not len(past) or not np.isfinite(scores).all() or np.ptp(scores) == 0:
         return [2] * len(past)
@@ -244,7 +244,7 @@ def _weights(past: Sequence[PastAnswer]) -> list[int]:
 
 
 def _prior() -> np.ndarray:
-    """Match rates by kind of token before anything was seen: a logistic fit to replays of the demo policy's answers.
+    """Match rates by kind of token before anything was seen: a logistic fit to replays of the demo policy's responses.
 
     Trunk tokens by the log odds of their share in the interpolated distribution, by the longest context and by the
     number of candidates (`csrc/suffix_draft.c`); siblings by their rank and by the trunk token's own rate.

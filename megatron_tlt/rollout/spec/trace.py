@@ -1,4 +1,4 @@
-"""What was drafted for a few answers, token by token, for the report. Numpy only.
+"""What was drafted for a few responses, token by token, for the report. Numpy only.
 
 Legend: B running rows, N drafted nodes.
 """
@@ -18,7 +18,7 @@ Run = tuple[int, int, list[int]]
 
 
 class DraftTrace:
-    """Keeps the runs of every answer to some prompts."""
+    """Keeps the runs of every response to some prompts."""
 
     def __init__(self, prompt_ids: Collection[int]):
         self._prompt_ids = frozenset(prompt_ids)
@@ -40,5 +40,5 @@ class DraftTrace:
                 self._runs.setdefault((request.prompt_id, request.sample_index), []).append(run)
 
     def runs(self, prompt_id: int, sample_index: int) -> list[Run]:
-        """What was drafted for an answer, by position. An accepted count may reach beyond the answer's end."""
+        """What was drafted for a response, by position. An accepted count may reach beyond the response's end."""
         return self._runs.get((prompt_id, sample_index), [])

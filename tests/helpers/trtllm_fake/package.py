@@ -1,4 +1,4 @@
-"""The whole package in `sys.modules`, from one contract. What it answers is `toy`'s."""
+"""The whole package in `sys.modules`, from one contract. What it responses is `toy`'s."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class ToyEngine:
                 done["token_ids"], reason = [1], "cancelled"
             else:
                 await asyncio.sleep(0)
-                done["token_ids"], reason = self.answer(token_ids, params.values)
+                done["token_ids"], reason = self.response(token_ids, params.values)
                 self.note(len(done["token_ids"]))
             done["finish_reason"] = fake.contract.use("literals", "finish_reason", "values", reason)
             return output
@@ -143,7 +143,7 @@ class ToyEngine:
         type(output).__await__ = lambda _: finish().__await__()
         return output
 
-    def answer(self, token_ids: list[int], params: dict[str, Any]) -> tuple[list[int], str]:
+    def response(self, token_ids: list[int], params: dict[str, Any]) -> tuple[list[int], str]:
         """A function of weights, prompt and seed; without the seed where the engine would decode greedily."""
         spec = self.values["speculative_config"]
         one_model = spec is not None and spec.fake_id.startswith("Eagle")

@@ -18,7 +18,7 @@ from tests.helpers.tiny_models import hf_model
 KINDS = ("qwen2", "qwen3", "llama")
 MOE_KINDS = ("qwen3_moe", "qwen2_moe")  # the second with a dense layer and shared experts
 _SP = {"tp": 2, "sequence_parallel": True}
-# By ranks: layouts with the forward that hands hidden states out. How ranks that share an answer gather them is
+# By ranks: layouts with the forward that hands hidden states out. How ranks that share a response gather them is
 # independent of it.
 HIDDEN: dict[int, list[tuple[dict[str, Any], str]]] = {
     1: [*(({}, forward) for forward in ("update", "old log-probs", "scoring")), ({"recompute": "full"}, "update")],
@@ -28,7 +28,7 @@ HIDDEN: dict[int, list[tuple[dict[str, Any], str]]] = {
     ],
     4: [({**_SP, "pp": 2}, "update"), ({**_SP, "cp": 2}, "update")],
 }
-# Which answers an algorithm leaves out: tests/unit/algorithms and test_batch_assembly.py, for all of them.
+# Which responses an algorithm leaves out: tests/unit/algorithms and test_batch_assembly.py, for all of them.
 ZERO_ADVANTAGES: dict[int, tuple[AlgorithmName, ...]] = {2: ("grpo", "gspo"), 4: ("grpo",)}
 VOCAB = 131  # prime: no TP size divides it, so every TP test also tests vocabulary padding
 EXPERTS, CHOSEN = 8, 2  # as `tiny_models` has them
@@ -89,14 +89,14 @@ def shortened(all_sequences: list[TrainSequence]) -> list[TrainSequence]:
     return made
 
 
-def with_routes(made: list[TrainSequence], layers: int) -> list[TrainSequence]:
+def with_routed_experts(made: list[TrainSequence], layers: int) -> list[TrainSequence]:
     """The sequences with recorded experts, of which the routers would choose few; every third's first are unknown."""
     for sequence in made:
         rng = np.random.default_rng(sequence.prompt_id)
         shape = (sequence.length - 1, layers, EXPERTS)
-        sequence.routes = rng.random(shape).argsort(-1)[..., :CHOSEN].astype(np.int16)
+        sequence.routed_experts = rng.random(shape).argsort(-1)[..., :CHOSEN].astype(np.int16)
         if sequence.prompt_id % 3 == 0:
-            sequence.routes[:2] = -1
+            sequence.routed_experts[:2] = -1
     return made
 
 

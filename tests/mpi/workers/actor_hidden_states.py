@@ -21,7 +21,7 @@ _ROOM = 1 << 24
 
 
 def of_engine(directory: Path) -> dict[int, Tensor]:
-    """[L - 1, 3H] of each answer by its prompt, from the rollout engine's decoder in C."""
+    """[L - 1, 3H] of each response by its prompt, from the rollout engine's decoder in C."""
     config = ModelConfig.from_hf(directory)
     decoder = build_decoder(config, aux_layers=LAYERS)
     decoder.load_weights(iter_weights(directory, config))
@@ -30,7 +30,7 @@ def of_engine(directory: Path) -> dict[int, Tensor]:
 
 
 def hidden_states(world: Any, root: Path, kind: str = "qwen3") -> None:
-    """In the update's forward, in that of the old log-probs, and in one that scores answers: `HIDDEN`."""
+    """In the update's forward, in that of the old log-probs, and in one that scores responses: `HIDDEN`."""
     wanted = of_engine(root / kind)
     for layout, forward in HIDDEN[world.size]:
         _collect(world, root / kind, wanted, layout, forward)
@@ -50,7 +50,7 @@ def _collect(
     batch = train_batch([mine], [50.0]) if forward == "update" else train_batch([mine[:3], mine[3:]], [50.0, 80.0])
     for policy in (collected, plain):
         policy.train_step(batch)
-    assert len(taken) == 1, "one pass of each answer is read"
+    assert len(taken) == 1, "one pass of each response is read"
     error = max((float((s.hidden - wanted[s.prompt_id]).abs().max()) for s in taken[0]), default=0.0)
     tokens = all(np.array_equal(s.token_ids, sequences(18)[s.prompt_id].token_ids) for s in taken[0])
     other = copy_of(plain.named_weights())
@@ -63,12 +63,12 @@ def _collect(
         forward=forward,
         error=max(view[0] for view in views),
         same=all(view[1] for view in views),
-        answers=[view[2] for view in views],
+        responses=[view[2] for view in views],
     )
 
 
 def _within_budget(world: Any, directory: Path) -> None:
-    """Of one step's answers as many as fit, whatever their order; of the next step's, others."""
+    """Of one step's responses as many as fit, whatever their order; of the next step's, others."""
     policy, every = make_policy(world, directory, loss=WeightedNll(), keep_reference=False), sequences(18)
     row = 64 * 4
     budget = sum(s.length - 1 for s in every) * row // 3

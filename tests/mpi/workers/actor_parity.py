@@ -25,7 +25,7 @@ from tests.mpi.workers.actor_common import (
     say,
     sequences,
     train_batch,
-    with_routes,
+    with_routed_experts,
 )
 from tests.mpi.workers.actor_hidden_states import hidden_states
 from tests.mpi.workers.actor_scenario import (
@@ -86,11 +86,11 @@ def routed(world: World, root: Path) -> None:
         **ROUTED,
     )
     expected = torch.load(root / "qwen3_moe.pt", weights_only=False)
-    every = with_routes(sequences(18), 4)
+    every = with_routed_experts(sequences(18), 4)
     for sequence, logprobs in zip(every, expected["logprobs"][0.8], strict=True):
         sequence.rollout_logprobs = logprobs  # of transformers, where no expert is forced
     metrics = policy.train_step(train_batch([every], [250.0], temperature=0.8)).metrics
-    known = sum(int((s.routes[:, 0, 0] >= 0).sum()) for s in every if s.routes is not None)
+    known = sum(int((s.routed_experts[:, 0, 0] >= 0).sum()) for s in every if s.routed_experts is not None)
     say(
         world,
         case="routed",

@@ -20,7 +20,7 @@ from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.model import ModelSection
-from tests.mpi.workers.actor_common import ClippedRatio, sequences, share, shortened, train_batch, with_routes
+from tests.mpi.workers.actor_common import ClippedRatio, sequences, share, shortened, train_batch, with_routed_experts
 
 SGD = OptimizerSection(name="sgd", lr=0.05, clip_grad=1.0)
 ADAM = OptimizerSection(name="adam", lr=1e-3, clip_grad=1.0)
@@ -50,7 +50,7 @@ def make_policy(
 
 
 def scenario_policy(world: Any, directory: Path, variant: str, **layout: Any) -> MegatronPolicy:
-    """The scenario with "sgd", with "adam", or with "gspo": SGD, a loss that reads whole answers, and short ones.
+    """The scenario with "sgd", with "adam", or with "gspo": SGD, a loss that reads whole responses, and short ones.
 
     "routed": SGD, replayed experts, and the routers' losses; "replayed": without these.
     """
@@ -65,7 +65,7 @@ def scenario_policy(world: Any, directory: Path, variant: str, **layout: Any) ->
 def scenario_batches(dp: int, at: int, with_short: bool = False, routed_layers: int = 0) -> list[Any]:
     """The two TrainBatches of the scenario for one data-parallel rank."""
     every = shortened(sequences(18)) if with_short else sequences(18)
-    every = with_routes(every, routed_layers) if routed_layers else every
+    every = with_routed_experts(every, routed_layers) if routed_layers else every
     first = train_batch([share(every[:10], dp, at)], [137.0], temperature=0.8)
     second = train_batch(
         [share(every[10:15], dp, at), share(every[15:], dp, at)], [90.0, 61.0], temperature=0.8

@@ -1,4 +1,4 @@
-"""Updates that leave out answers without a gradient against updates with all answers, by algorithm."""
+"""Updates that leave out responses without a gradient against updates with all responses, by algorithm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.mpi.workers.actor_common import VOCAB, ZERO_ADVANTAGES, relative_erro
 from tests.mpi.workers.actor_scenario import ADAM, copy_of, make_policy, named_gradients
 
 MAX_TOKENS, TEMPERATURE = 24, 0.8
-ANSWERS = 3
+RESPONSES = 3
 # Whether each group's rewards are equal, in two steps of two mini-batches of two prompts. Nothing is left out of the
 # first mini-batch, the next two have a gradient of zero, the last one is mixed. So its gradients, which are compared,
 # are taken at weights of the same bits; a mixed update by Adam would magnify the rounding of another order of sums.
@@ -34,7 +34,7 @@ def zero_advantages(world: World, root: Path) -> None:
 
 
 def compare(world: World, root: Path, layout: dict[str, Any], name: AlgorithmName) -> dict[str, Any]:
-    """One algorithm with and without the answers that have no gradient."""
+    """One algorithm with and without the responses that have no gradient."""
     section = AlgorithmSection(name=name, mini_batches=2)
     less, whole = build_algorithm(section, MAX_TOKENS), build_algorithm(section, MAX_TOKENS)
     whole.has_gradient = whole.trained  # type: ignore[method-assign]
@@ -74,7 +74,7 @@ def train(
 
 
 def groups(step: int) -> list[SampleGroup]:
-    """Random answers of one step, the same on every rank."""
+    """Random responses of one step, the same on every rank."""
     rng = np.random.default_rng(step)
     made = []
     for index, is_equal in enumerate(STEPS[step]):
@@ -82,8 +82,8 @@ def groups(step: int) -> list[SampleGroup]:
         prompt = Prompt(prompt_id, f"q{prompt_id}", tuple(rng.integers(0, VOCAB, 5).tolist()), "")
         samples = [
             Sample(prompt_id, i, rng.integers(0, VOCAB, n).tolist(), [-4.5] * int(n), "", "stop", step)
-            for i, n in enumerate(rng.integers(1, MAX_TOKENS, ANSWERS))
+            for i, n in enumerate(rng.integers(1, MAX_TOKENS, RESPONSES))
         ]
-        values = [0.3] * ANSWERS if is_equal else [float(i == 1) for i in range(ANSWERS)]
+        values = [0.3] * RESPONSES if is_equal else [float(i == 1) for i in range(RESPONSES)]
         made.append(SampleGroup(prompt, samples, [RewardResult(v, v == 1) for v in values]))
     return made

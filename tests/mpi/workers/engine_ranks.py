@@ -1,6 +1,6 @@
-"""Answers the same requests with the ranks as one sharded engine.
+"""Responses the same requests with the ranks as one sharded engine.
 
-Rank 0 writes to argv[1]: {family + "/tp": {"answers", "near_ties"}}, where answers are
+Rank 0 writes to argv[1]: {family + "/tp": {"responses", "near_ties"}}, where responses are
 {"prompt,sample": [tokens, logprobs]}; and on two ranks {kernels + " " + drafting: ...} of one engine that drafts and
 collects hidden states, see `drafting`.
 """
@@ -26,8 +26,8 @@ from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.types import HiddenStateSample
 from tests.helpers.engines import (
-    Answers,
-    answer_all,
+    Responses,
+    generate_all,
     make_engine,
     random_jobs,
     small_config,
@@ -57,13 +57,13 @@ def main() -> None:
         config = replace(config, num_kv_heads=max(2, config.num_kv_heads))  # for two ranks
         weights = random_weights(config)
         native = make_engine(config, weights, tp=everyone, num_blocks=9, budget=60)
-        sharded = answer_all(native, jobs)
+        sharded = generate_all(native, jobs)
         assert native.take_stats().preemptions > 0
         assert all(other == sharded for other in world.all_gather_object(sharded)), "ranks diverged"
         counting = make_engine(config, weights, tp=everyone, count_near_ties=True)
-        assert same_tokens(answer_all(counting, jobs), sharded), "preemption shows"
+        assert same_tokens(generate_all(counting, jobs), sharded), "preemption shows"
         ties = counting.runner.sampler.near_ties
-        results[f"{family}/tp"] = {"answers": encode(sharded), "near_ties": ties}
+        results[f"{family}/tp"] = {"responses": encode(sharded), "near_ties": ties}
     if world.size == 2:
         results |= {f"{kernels} {name}": drafting(world, everyone, kernels, name) for kernels, name in CASES}
     if world.is_main:
@@ -72,8 +72,8 @@ def main() -> None:
 
 
 def drafting(world: World, tp: GroupTensorParallel, kernels: str, name: str) -> dict[str, Any]:
-    """One case: answers, whether all ranks agree, and the hidden states' largest difference to one pass over the
-    answers by the same decoder and by one that is not sharded.
+    """One case: responses, whether all ranks agree, and the hidden states' largest difference to one pass over the
+    responses by the same decoder and by one that is not sharded.
     """
     config, jobs = small_config("qwen3"), random_jobs(131, 8, seed=8)
     weights, samples = random_weights(config), list[HiddenStateSample]()
@@ -82,10 +82,10 @@ def drafting(world: World, tp: GroupTensorParallel, kernels: str, name: str) -> 
     engine = speculating_engine(config, weights, kernels, speculation=DRAFTING[name], tp=tp, num_blocks=10)
     pool = use_graphs(engine, world.rank) if has_graphs else None
     engine.collect_hidden_states(HiddenStateCollector(samples.append))
-    answers = answer_all(engine, jobs)
+    responses = generate_all(engine, jobs)
     assert engine.blocks.num_free == engine.blocks.num_blocks
-    assert len(samples) == sum(len(tokens) > 1 for tokens, _ in answers.values())
-    mine = answers, [(c.prompt_id, c.sample_index, c.token_ids.tolist(), c.hidden.tolist()) for c in samples]
+    assert len(samples) == sum(len(tokens) > 1 for tokens, _ in responses.values())
+    mine = responses, [(c.prompt_id, c.sample_index, c.token_ids.tolist(), c.hidden.tolist()) for c in samples]
     whole = build_decoder(config, "cpu", torch.float32, kernels, 1, None)
     whole.load_weights(weights)
     texts = [c.token_ids.tolist() for c in samples]
@@ -99,7 +99,7 @@ def drafting(world: World, tp: GroupTensorParallel, kernels: str, name: str) -> 
         assert len({str(keys) for keys in world.all_gather_object(pool.graphs.keys)}) == 1, "captures differ"
     stats = engine.take_stats()
     return {
-        "answers": encode(answers),
+        "responses": encode(responses),
         "accept_length": stats.speculation.accept_length,
         "preemptions": stats.preemptions,
         "ranks_agree": all(other == mine for other in world.all_gather_object(mine)),
@@ -137,11 +137,11 @@ def use_graphs(engine: Engine, rank: int) -> GraphPool:
     return pool
 
 
-def encode(answers: Answers) -> dict[str, Any]:
-    return {f"{p},{i}": answers[p, i] for p, i in sorted(answers)}
+def encode(responses: Responses) -> dict[str, Any]:
+    return {f"{p},{i}": responses[p, i] for p, i in sorted(responses)}
 
 
-def same_tokens(a: Answers, b: Answers) -> bool:
+def same_tokens(a: Responses, b: Responses) -> bool:
     return {k: v[0] for k, v in a.items()} == {k: v[0] for k, v in b.items()}
 
 

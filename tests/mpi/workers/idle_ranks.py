@@ -164,7 +164,7 @@ class Queue:
 
 
 def steals() -> None:
-    """All requests are one rank's at first, a different one each window; every one is answered once."""
+    """All requests are one rank's at first, a different one each window; every one is served once."""
     queue, stolen = Queue(), 0
     coordinator = IdleCoordinator(WORLD, queue=queue)
     window = IdleWindow(coordinator, EAGER)

@@ -136,7 +136,7 @@ def fail_together(t, world: World) -> None:
 
 
 def share(world: World) -> None:
-    """Replicas (pairs of ranks, if there are four) with answers of their own; later one of them has failed."""
+    """Replicas (pairs of ranks, if there are four) with responses of their own; later one of them has failed."""
     ranks = 2 if world.size == 4 else 1
     replica, replicas = world.rank // ranks, world.size // ranks
     lengths = [(60, 8, 9), (30, 20, 10)][replica % 2]
@@ -144,12 +144,12 @@ def share(world: World) -> None:
     is_leader = world.rank % ranks == 0
     sharing = HiddenStateSharing(replica, replicas, ranks, 1 << 20, is_leader)
     controller = OnlineDrafterController(world, None, trainer, sharing)
-    answers = {r: [100 * r + i for i in range(3)] for r in range(replicas)}
+    responses = {r: [100 * r + i for i in range(3)] for r in range(replicas)}
     for turn in range(replicas):
         trainer.version = turn
         controller.merge()
         given = {r for r in range(replicas) if r <= turn} if replicas > 1 else set()
-        assert held(trainer) == sorted(p for r in given | {replica} for p in answers[r]), (
+        assert held(trainer) == sorted(p for r in given | {replica} for p in responses[r]), (
             "one sender at a time"
         )
     trainer.begin_step(1, lambda: lookup_tables(CONFIG))
@@ -168,7 +168,7 @@ def share(world: World) -> None:
 
 
 def held(trainer) -> list[int]:
-    """Prompts of the answers in the buffer."""
+    """Prompts of the responses in the buffer."""
     return sorted(key[1] for key in trainer.buffer._entries)
 
 

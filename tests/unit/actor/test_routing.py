@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_tlt.actor.microbatch import RowLayout, filler, pack, recorded_routes, with_routing
+from megatron_tlt.actor.microbatch import RowLayout, filler, pack, recorded_routed_experts, with_routing
 from megatron_tlt.actor.routing import Router
-from tests.mpi.workers.actor_common import sequences, with_routes
+from tests.mpi.workers.actor_common import sequences, with_routed_experts
 
 
 def test_logits_are_fp32_and_no_copy_of_the_rows_in_fp32_is_kept():
@@ -34,20 +34,20 @@ def test_logits_are_fp32_and_no_copy_of_the_rows_in_fp32_is_kept():
 @pytest.mark.parametrize("cp", [1, 2])
 def test_recorded_experts_come_with_a_forward_each_on_its_tokens_row(cp):
     """An update has all its micro-batches at once, so none of them holds hundreds of bytes a token on the device."""
-    every = with_routes(sequences(6), 3)
-    every[1].routes = None
+    every = with_routed_experts(sequences(6), 3)
+    every[1].routed_experts = None
     layouts = [RowLayout(torch.device("cpu"), "sbhd", 1, cp, rank) for rank in range(cp)]
     for parts in zip(*(pack(every, 200, layout) for layout in layouts), strict=True):
         routed = [with_routing(part, replays=True) for part in parts]
-        assert all(part.routing.routes is None and part.routing.replays for part in routed)
-        gathered = torch.cat([recorded_routes(part) for part in routed])
+        assert all(part.routing.routed_experts is None and part.routing.replays for part in routed)
+        gathered = torch.cat([recorded_routed_experts(part) for part in routed])
         is_token = torch.cat([part.routing.is_token for part in routed])
         if cp > 1:
             gathered, is_token = (x[routed[0].packing.to_whole] for x in (gathered, is_token))
         expected = np.full(tuple(gathered.shape), -1)
         for start, sequence in zip(routed[0].packing.starts, routed[0].sequences, strict=False):
-            if sequence.routes is not None:
-                expected[start : start + sequence.length - 1] = sequence.routes
+            if sequence.routed_experts is not None:
+                expected[start : start + sequence.length - 1] = sequence.routed_experts
         assert np.array_equal(gathered.numpy(), expected)
         assert int(is_token.sum()) == sum(s.length - 1 for s in routed[0].sequences)
-    assert recorded_routes(filler(layouts[0])) is None
+    assert recorded_routed_experts(filler(layouts[0])) is None

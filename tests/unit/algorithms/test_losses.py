@@ -1,4 +1,4 @@
-"""Every algorithm's loss and gradient against a loop over answers and tokens, from its paper (float64).
+"""Every algorithm's loss and gradient against a loop over responses and tokens, from its paper (float64).
 
 The loop is the formula, without packing, masks, weights or denominators. R response tokens.
 """
@@ -28,8 +28,8 @@ CLIP = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
 
 
 @dataclass
-class Answer:
-    """One answer; tensors are float64 [R]."""
+class Response:
+    """One response; tensors are float64 [R]."""
 
     prompt: int
     index: int
@@ -46,7 +46,7 @@ class Answer:
         return len(self.logp)
 
 
-def make_answers(seed: int, name: str, on_policy: bool = False) -> list[Answer]:
+def make_responses(seed: int, name: str, on_policy: bool = False) -> list[Response]:
     rng = torch.Generator().manual_seed(seed)
     pick = random.Random(seed)
     drift = 2e-3 if name == "gspo" else 0.5  # wide enough that both clips act
@@ -54,7 +54,7 @@ def make_answers(seed: int, name: str, on_policy: bool = False) -> list[Answer]:
     def noise(length: int, scale: float) -> Tensor:
         return torch.randn(length, generator=rng, dtype=torch.float64) * scale
 
-    answers = []
+    responses = []
     for prompt in (3, 7, 8, 20):
         for index in range(pick.choice([2, 3, 4])):
             length = pick.randint(1, MAX_TOKENS)
@@ -62,7 +62,7 @@ def make_answers(seed: int, name: str, on_policy: bool = False) -> list[Answer]:
             old = logp.clone() if on_policy else logp + noise(length, drift)
             ref = logp + noise(length, 0.4)
             kl = (old - ref).tolist()
-            answer = Answer(
+            response = Response(
                 prompt=prompt,
                 index=index,
                 reward=pick.choice([0.0, 0.25, 1.0]),
@@ -74,26 +74,26 @@ def make_answers(seed: int, name: str, on_policy: bool = False) -> list[Answer]:
                 entropy=noise(length, 1.0).abs().requires_grad_(),
                 kl=kl,
             )
-            answers.append(answer)
-    return answers
+            responses.append(response)
+    return responses
 
 
 # The papers' formulas, token by token.
 
 
-def naive_advantages(name: str, config: AlgorithmSection, answers: list[Answer]) -> list[list[float]]:
+def naive_advantages(name: str, config: AlgorithmSection, responses: list[Response]) -> list[list[float]]:
     in_reward = config.kl_coef if config.kl_in == "reward" else 0.0
     if name == "reinforce_pp":
-        returns = [[a.reward - in_reward * sum(a.kl[t:]) for t in range(len(a))] for a in answers]
-        counted = [r for a, r in zip(answers, returns) if not (config.mask_truncated and a.truncated)]
+        returns = [[a.reward - in_reward * sum(a.kl[t:]) for t in range(len(a))] for a in responses]
+        counted = [r for a, r in zip(responses, returns) if not (config.mask_truncated and a.truncated)]
         flat = [value for row in counted for value in row]
         mean, std = statistics.fmean(flat), statistics.pstdev(flat)
         return [[(value - mean) / (std + config.advantage_eps) for value in row] for row in returns]
-    reward = [a.reward - in_reward * sum(a.kl) for a in answers]
+    reward = [a.reward - in_reward * sum(a.kl) for a in responses]
     result = []
-    for i, a in enumerate(answers):
-        group = [reward[j] for j, b in enumerate(answers) if b.prompt == a.prompt]
-        others = [reward[j] for j, b in enumerate(answers) if b.prompt == a.prompt and j != i]
+    for i, a in enumerate(responses):
+        group = [reward[j] for j, b in enumerate(responses) if b.prompt == a.prompt]
+        others = [reward[j] for j, b in enumerate(responses) if b.prompt == a.prompt and j != i]
         if name == "rloo":
             value = reward[i] - statistics.fmean(others)
         elif name == "dr_grpo":
@@ -104,12 +104,12 @@ def naive_advantages(name: str, config: AlgorithmSection, answers: list[Answer])
     return result
 
 
-def naive_kl(a: Answer, t: int, estimator: str) -> Tensor:
+def naive_kl(a: Response, t: int, estimator: str) -> Tensor:
     log_r = a.ref[t] - a.logp[t]
     return {"k1": -log_r, "k2": log_r * log_r / 2, "k3": log_r.exp() - 1 - log_r}[estimator]
 
 
-def naive_terms(name: str, config: AlgorithmSection, a: Answer, advantages: list[float]) -> list[Tensor]:
+def naive_terms(name: str, config: AlgorithmSection, a: Response, advantages: list[float]) -> list[Tensor]:
     """What every token adds to the objective (to be maximised)."""
     low, high = CLIP.get(name, (0.2, 0.2))
     low = config.ratio_clip_low if config.ratio_clip_low is not None else low
@@ -131,12 +131,12 @@ def naive_terms(name: str, config: AlgorithmSection, a: Answer, advantages: list
     return terms
 
 
-def naive_loss(name: str, config: AlgorithmSection, answers: list[Answer], members: set[int]) -> Tensor:
+def naive_loss(name: str, config: AlgorithmSection, responses: list[Response], members: set[int]) -> Tensor:
     """The loss of one mini-batch: of the prompts `members`, with advantages from the whole step."""
-    advantages = naive_advantages(name, config, answers)
+    advantages = naive_advantages(name, config, responses)
     chosen = [
         naive_terms(name, config, a, adv)
-        for a, adv in zip(answers, advantages)
+        for a, adv in zip(responses, advantages)
         if a.prompt in members and not (config.mask_truncated and a.truncated)
     ]
     tokens, count = sum(len(terms) for terms in chosen), len(chosen)
@@ -152,32 +152,32 @@ def naive_loss(name: str, config: AlgorithmSection, answers: list[Answer], membe
 # The production path: table, assign, packs, denominator.
 
 
-def make_table(answers: list[Answer]) -> RewardTable:
+def make_table(responses: list[Response]) -> RewardTable:
     return RewardTable(
-        prompt_id=np.array([a.prompt for a in answers]),
-        sample_index=np.array([a.index for a in answers]),
-        reward=np.array([a.reward for a in answers]),
-        correct=np.array([a.reward == 1 for a in answers]),
-        length=np.array([len(a) for a in answers]),
-        truncated=np.array([a.truncated for a in answers]),
-        kl_sum=np.array([sum(a.kl) for a in answers]),
+        prompt_id=np.array([a.prompt for a in responses]),
+        sample_index=np.array([a.index for a in responses]),
+        reward=np.array([a.reward for a in responses]),
+        correct=np.array([a.reward == 1 for a in responses]),
+        length=np.array([len(a) for a in responses]),
+        truncated=np.array([a.truncated for a in responses]),
+        kl_sum=np.array([sum(a.kl) for a in responses]),
     )
 
 
-def make_sequences(answers: list[Answer]) -> list[TrainSequence]:
-    zeros = [np.zeros(len(a), np.float32) for a in answers]
+def make_sequences(responses: list[Response]) -> list[TrainSequence]:
+    zeros = [np.zeros(len(a), np.float32) for a in responses]
     return [
         TrainSequence(a.prompt, a.index, np.zeros(2 + len(a), np.int64), 2, z, z.copy(), z.copy())
-        for a, z in zip(answers, zeros)
+        for a, z in zip(responses, zeros)
     ]
 
 
-def pack(answers: list[Answer], sequences: list[TrainSequence], with_old: bool, garbage: bool) -> LossInputs:
-    """A micro-batch of whole answers; `garbage` adds masked rows full of inf and NaN before each."""
+def pack(responses: list[Response], sequences: list[TrainSequence], with_old: bool, garbage: bool) -> LossInputs:
+    """A micro-batch of whole responses; `garbage` adds masked rows full of inf and NaN before each."""
     bad = torch.tensor([math.inf, -math.inf, math.nan], dtype=torch.float64)
     masked = {"mask": torch.zeros_like(bad), "seg": torch.tensor([-1, 99, 0])}
     columns: dict[str, list[Tensor]] = defaultdict(list)
-    for segment, (a, s) in enumerate(zip(answers, sequences)):
+    for segment, (a, s) in enumerate(zip(responses, sequences)):
         ones = torch.ones(len(a), dtype=torch.float64)
         rows = {
             "logp": a.logp,
@@ -203,7 +203,7 @@ def pack(answers: list[Answer], sequences: list[TrainSequence], with_old: bool, 
         mask=flat["mask"],
         weights=flat["weight"],
         segments=flat["seg"],
-        num_segments=len(answers),
+        num_segments=len(responses),
     )
 
 
@@ -220,37 +220,37 @@ def packs(seed: int, rows: list[int]) -> Iterator[list[int]]:
 
 def production_loss(
     algorithm: Algorithm,
-    answers: list[Answer],
+    responses: list[Response],
     members: set[int],
     seed: int = 0,
     with_old: bool = True,
     garbage: bool = True,
     only: np.ndarray | None = None,
 ) -> Tensor:
-    """`only`, [answers], says which are trained on; the others are counted in the denominator."""
-    table, sequences = make_table(answers), make_sequences(answers)
-    token_kl = [np.array(a.kl) for a in answers] if algorithm.needs_token_kl else None
+    """`only`, [responses], says which are trained on; the others are counted in the denominator."""
+    table, sequences = make_table(responses), make_sequences(responses)
+    token_kl = [np.array(a.kl) for a in responses] if algorithm.needs_token_kl else None
     algorithm.assign(sequences, table, token_kl, lambda x: x)
-    rows = [i for i, a in enumerate(answers) if a.prompt in members]
+    rows = [i for i, a in enumerate(responses) if a.prompt in members]
     total = torch.zeros((), dtype=torch.float64)
     for chosen in packs(seed, [i for i in rows if only is None or only[i]]):
-        inputs = pack([answers[i] for i in chosen], [sequences[i] for i in chosen], with_old, garbage)
+        inputs = pack([responses[i] for i in chosen], [sequences[i] for i in chosen], with_old, garbage)
         total = total + algorithm.loss(inputs)[0]
     return total / algorithm.denominator(table, np.array(rows))
 
 
-def gradients(loss: Tensor, answers: list[Answer]) -> list[Tensor]:
-    leaves = [a.logp for a in answers] + [a.entropy for a in answers]
-    if not loss.requires_grad:  # of no answer
+def gradients(loss: Tensor, responses: list[Response]) -> list[Tensor]:
+    leaves = [a.logp for a in responses] + [a.entropy for a in responses]
+    if not loss.requires_grad:  # of no response
         return [torch.zeros_like(x) for x in leaves]
     found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found)]
 
 
-def assert_same(mine: Tensor, naive: Tensor, answers: list[Answer]) -> None:
+def assert_same(mine: Tensor, naive: Tensor, responses: list[Response]) -> None:
     # Advantages and weights travel as float32, hence 1e-6 and not 1e-12.
     torch.testing.assert_close(mine, naive, rtol=2e-6, atol=2e-6)
-    for a, b in zip(gradients(mine, answers), gradients(naive, answers)):
+    for a, b in zip(gradients(mine, responses), gradients(naive, responses)):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
 
 
@@ -274,60 +274,61 @@ VARIANTS = {
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_and_gradient_equal_the_paper(name: str, variant: str, seed: int) -> None:
     config = AlgorithmSection(name=name, **VARIANTS[variant])
-    answers = make_answers(seed, name)
+    responses = make_responses(seed, name)
     algorithm = build_algorithm(config, MAX_TOKENS)
     for members in [{3, 7}, {8, 20}] if config.mini_batches == 2 else [{3, 7, 8, 20}]:
-        mine = production_loss(algorithm, answers, members, seed)
-        assert_same(mine, naive_loss(name, config, answers, members), answers)
+        mine = production_loss(algorithm, responses, members, seed)
+        assert_same(mine, naive_loss(name, config, responses, members), responses)
 
 
 @pytest.mark.parametrize("scope", ["group", "batch"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_without_a_gradient_change_none(name: str, variant: str, scope: str) -> None:
-    """Equal rewards in two groups or everywhere: which algorithm leaves out which answers, and that none is missed."""
+    """Equal rewards in two groups or everywhere: which algorithm leaves out which responses, and that none is
+    missed."""
     config = AlgorithmSection(name=name, **VARIANTS[variant])
-    algorithm, answers = build_algorithm(config, MAX_TOKENS), make_answers(4, name)
+    algorithm, responses = build_algorithm(config, MAX_TOKENS), make_responses(4, name)
     equal = {8, 20} if scope == "group" else {3, 7, 8, 20}
-    for a in answers:
+    for a in responses:
         a.reward = 0.1 if a.prompt in equal else float(a.index == 1)  # thirds of 0.1 do not add up to 0.1
-    kept = algorithm.has_gradient(make_table(answers))
+    kept = algorithm.has_gradient(make_table(responses))
     # REINFORCE++ measures against the whole batch; a KL or an entropy in the objective has a gradient of its own.
     may_skip = not ({"kl_coef", "entropy_coef"} & set(VARIANTS[variant]))
     may_skip &= name != "reinforce_pp" or scope == "batch"
-    masked = np.array([a.truncated and config.mask_truncated and config.kl_in == "loss" for a in answers])
+    masked = np.array([a.truncated and config.mask_truncated and config.kl_in == "loss" for a in responses])
     assert masked.any() == (variant == "masked")
-    zero = np.array([may_skip and a.prompt in equal for a in answers])
+    zero = np.array([may_skip and a.prompt in equal for a in responses])
     np.testing.assert_array_equal(kept, ~(zero | masked))
     members = {3, 7, 8, 20}
-    whole = gradients(production_loss(algorithm, answers, members), answers)
-    left = gradients(production_loss(algorithm, answers, members, only=kept), answers)
+    whole = gradients(production_loss(algorithm, responses, members), responses)
+    left = gradients(production_loss(algorithm, responses, members, only=kept), responses)
     for a, b in zip(left, whole):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     if not may_skip:  # and they could not have been left out
         wrong = production_loss(
-            algorithm, answers, members, only=np.array([a.prompt not in equal for a in answers])
+            algorithm, responses, members, only=np.array([a.prompt not in equal for a in responses])
         )
-        moved = [abs(a - b).max() for a, b in zip(gradients(wrong, answers), whole)]
+        moved = [abs(a - b).max() for a, b in zip(gradients(wrong, responses), whole)]
         assert max(moved) > 1e-4
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_reinforce(name: str) -> None:
     config = AlgorithmSection(name=name)
-    answers = make_answers(5, name, on_policy=True)
-    mine = production_loss(build_algorithm(config, MAX_TOKENS), answers, {3, 7, 8, 20}, with_old=False)
-    assert_same(mine, naive_loss(name, config, answers, {3, 7, 8, 20}), answers)
+    responses = make_responses(5, name, on_policy=True)
+    mine = production_loss(build_algorithm(config, MAX_TOKENS), responses, {3, 7, 8, 20}, with_old=False)
+    assert_same(mine, naive_loss(name, config, responses, {3, 7, 8, 20}), responses)
 
 
 def test_metrics_are_sums_over_unmasked_tokens() -> None:
     algorithm = build_algorithm(AlgorithmSection(name="grpo", kl_coef=0.1, mask_truncated=True), MAX_TOKENS)
-    answers = make_answers(2, "grpo")
-    sequences = make_sequences(answers)
-    algorithm.assign(sequences, make_table(answers), None, lambda x: x)
-    metrics = algorithm.loss(pack(answers, sequences, True, True))[1]
-    kept = [a for a in answers if not a.truncated]
-    assert len(kept) < len(answers)
+    responses = make_responses(2, "grpo")
+    sequences = make_sequences(responses)
+    algorithm.assign(sequences, make_table(responses), None, lambda x: x)
+    metrics = algorithm.loss(pack(responses, sequences, True, True))[1]
+    kept = [a for a in responses if not a.truncated]
+    assert len(kept) < len(responses)
     ratio = torch.cat([a.old - a.rollout for a in kept])
     assert metrics["tokens"] == len(ratio)
     torch.testing.assert_close(metrics["mismatch_abs"], ratio.abs().sum())
@@ -343,29 +344,29 @@ def test_metrics_are_sums_over_unmasked_tokens() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_micro_batch_with_nothing_to_train_is_zero(name: str) -> None:
     algorithm = build_algorithm(AlgorithmSection(name=name, mask_truncated=True), MAX_TOKENS)
-    answers = make_answers(0, name)
-    for a in answers:
+    responses = make_responses(0, name)
+    for a in responses:
         a.truncated = True
-    sequences = make_sequences(answers)
-    table = make_table(answers)
+    sequences = make_sequences(responses)
+    table = make_table(responses)
     algorithm.assign(sequences, table, None, lambda x: x)
-    loss, metrics = algorithm.loss(pack(answers, sequences, True, True))
+    loss, metrics = algorithm.loss(pack(responses, sequences, True, True))
     assert loss == 0
     assert all(float(v) == 0 for v in metrics.values())
-    assert all(not g.any() for g in gradients(loss, answers))
-    assert algorithm.denominator(table, np.arange(len(answers))) == 0
+    assert all(not g.any() for g in gradients(loss, responses))
+    assert algorithm.denominator(table, np.arange(len(responses))) == 0
 
 
 def test_extreme_log_ratios_stay_finite() -> None:
     algorithm = build_algorithm(AlgorithmSection(kl_coef=0.1, mini_batches=2), MAX_TOKENS)
-    answers = make_answers(0, "grpo")
-    for a in answers:
+    responses = make_responses(0, "grpo")
+    for a in responses:
         a.old = a.old - 500
         a.rollout = a.rollout - 900
         a.ref = a.ref + 700
-    sequences = make_sequences(answers)
-    algorithm.assign(sequences, make_table(answers), None, lambda x: x)
-    loss, metrics = algorithm.loss(pack(answers, sequences, True, False))
+    sequences = make_sequences(responses)
+    algorithm.assign(sequences, make_table(responses), None, lambda x: x)
+    loss, metrics = algorithm.loss(pack(responses, sequences, True, False))
     assert torch.isfinite(loss)
     assert all(torch.isfinite(v) for v in metrics.values())
-    assert all(torch.isfinite(g).all() for g in gradients(loss, answers))
+    assert all(torch.isfinite(g).all() for g in gradients(loss, responses))

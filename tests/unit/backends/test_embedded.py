@@ -19,7 +19,7 @@ from megatron_tlt.drafter.checkpoint import SavedDrafter
 from megatron_tlt.errors import ConfigError, SyncError
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.hf_writer import save_hf
-from megatron_tlt.types import HiddenStateSample, PastAnswer, Prompt, SamplingParams, WeightBucket
+from megatron_tlt.types import HiddenStateSample, PastResponse, Prompt, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.tiny_models import TINY, random_weights
 
@@ -93,8 +93,8 @@ def test_a_published_drafter_drafts_and_garbage_changes_nothing(model_dir: Path,
             )
     push(backend, 7, drafter)
     assert backend.drafter_version == 7
-    answers = backend.generate(PROMPTS, PARAMS, 4)
-    assert [(s.token_ids, s.logprobs) for s in answers] == [(s.token_ids, s.logprobs) for s in expected]
+    responses = backend.generate(PROMPTS, PARAMS, 4)
+    assert [(s.token_ids, s.logprobs) for s in responses] == [(s.token_ids, s.logprobs) for s in expected]
     stats = backend.take_stats().speculation
     assert stats.drafted_tokens > 0 or garbage is not None
 
@@ -124,7 +124,7 @@ def test_a_resumed_backend_orders_prompts_alike(model_dir: Path, drafter: str):
     for backend in backends[:1]:
         backend.generate(PROMPTS, PARAMS, 2)
         lengths = {"q3": 4, "q1": 9}
-        backend.remember([PastAnswer(q, np.zeros(n, np.int32), 1.0, 1) for q, n in lengths.items()])
+        backend.remember([PastResponse(q, np.zeros(n, np.int32), 1.0, 1) for q, n in lengths.items()])
     assert [p.dataset_id for p in backends[0]._ordered(PROMPTS)] == ["q1", "q3"]
     assert [p.dataset_id for p in backends[1]._ordered(PROMPTS)] == ["q3", "q1"]
     state = json.loads(json.dumps(backends[0].state_dict()))  # it stands in a checkpoint's manifest
@@ -147,9 +147,9 @@ def test_history_is_kept_only_where_it_is_read(model_dir: Path, drafter, epochs,
     speculation = SpeculationSection(drafter=drafter, suffix=SuffixSection(history_epochs=epochs))
     rollout = RolloutSection(kv_cache_mib=4, order=order, speculation=speculation)
     backend = build_backend(rollout, ModelSection(path=str(model_dir), max_context=64))
-    assert (backend.history_answers or 0) >= (wanted or 0)
-    assert (backend.history_answers is None) == (wanted is None)
-    backend.remember([PastAnswer("q1", np.zeros(9, np.int32), 1.0, 1)])
+    assert (backend.history_responses or 0) >= (wanted or 0)
+    assert (backend.history_responses is None) == (wanted is None)
+    backend.remember([PastResponse("q1", np.zeros(9, np.int32), 1.0, 1)])
     assert [p.dataset_id for p in backend._ordered(PROMPTS[::-1])] == ["q1", "q3"]
     if wanted is not None:
         assert len(backend._history.of("q1")) == wanted

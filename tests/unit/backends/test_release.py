@@ -1,4 +1,4 @@
-"""The KV cache's memory is released between rollouts, and the answers stay the same."""
+"""The KV cache's memory is released between rollouts, and the responses stay the same."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def backend_of(
     return build_backend(rollout, model, load_weights=True, drafter=trained, keep_layers=())
 
 
-def answers(backend: EmbeddedBackend) -> list[tuple[list[int], list[float]]]:
+def responses(backend: EmbeddedBackend) -> list[tuple[list[int], list[float]]]:
     return [(list(s.token_ids), list(s.logprobs)) for s in backend.generate(PROMPTS, PARAMS, 3)]
 
 
@@ -56,11 +56,11 @@ def held(backend: EmbeddedBackend) -> int:
 @pytest.mark.parametrize(
     ("kernels", "drafter"), [("native", "none"), ("native", "hybrid"), ("torch", "eagle")]
 )
-def test_answers_are_the_same_with_the_cache_released_between_rollouts(model_dir, kernels, drafter):
+def test_responses_are_the_same_with_the_cache_released_between_rollouts(model_dir, kernels, drafter):
     kept, released = (backend_of(model_dir, on, kernels, drafter) for on in (False, True))
     assert held(released) == 0 < held(kept)
     for _ in range(2):
-        assert answers(released) == answers(kept)
+        assert responses(released) == responses(kept)
         assert held(released) == 0
     if drafter != "none":
         assert released.take_stats().speculation.drafted_tokens > 0
@@ -72,7 +72,7 @@ def test_hidden_states_are_collected_as_before(model_dir):
         backend = backend_of(model_dir, on)
         for _ in range(2):
             backend.collect_hidden_states(chunks.append)
-            answers(backend)
+            responses(backend)
             backend.collect_hidden_states(None)
     assert len(found[0]) == len(found[1]) == 24
     for kept, released in zip(*found, strict=True):
@@ -91,7 +91,7 @@ def gives_back(model_dir):
     backend.engine.runner.kv.data.fill_(0.0)
     size = held(backend)
     assert size > 4 << 20
-    answers(backend)
+    responses(backend)
     before = _resident()
     backend.release()
     backend.release()
@@ -99,7 +99,7 @@ def gives_back(model_dir):
     assert 0.9 * size < freed < 1.2 * size
     backend.resume()
     backend.resume()
-    assert answers(backend)
+    assert responses(backend)
 
 
 def _resident() -> int:

@@ -17,14 +17,14 @@ from tests.helpers.mpi import forking_python
 def test_every_line_runs_without_a_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """Equal kernels, the same answers with TLT on and off, a drafter that was trained: or there would be failures."""
+    """Equal kernels, the same responses with TLT on and off, a drafter that was trained: or there would be failures."""
     out = tmp_path / "r.json"
     monkeypatch.setattr(sys, "executable", str(forking_python(tmp_path)))
     assert gpu_check.main(["--device", "cpu", "--smoke", "--out", str(out)]) == 0, capsys.readouterr().out
     record = json.loads(out.read_text())
     assert {row["part"] for row in record["rows"]} == {*gpu_check.PARTS} - {"versions"}
     summary = record["summary"]
-    assert summary["failures"] == 0 and summary["rl/same_answers"] == 1.0 and summary["rl/accept_length"] > 1
+    assert summary["failures"] == 0 and summary["rl/same_responses"] == 1.0 and summary["rl/accept_length"] > 1
     assert summary["speculation/accept_length"] > 1 and summary["kernels/cases"] == len(
         [row for row in record["rows"] if row["part"] == "kernels"]
     )

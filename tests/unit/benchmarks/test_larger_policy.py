@@ -63,14 +63,14 @@ def test_an_update_leaves_every_added_value_zero(folder: Path):
         assert not added.any(), name
 
 
-def test_answers_and_accepted_drafts_are_those_of_the_small_policy(tmp_path: Path):
+def test_responses_and_accepted_drafts_are_those_of_the_small_policy(tmp_path: Path):
     small = ModelConfig.from_hf(POLICY)
     wide = widen(POLICY, 512, tmp_path / "policy", hidden_size=256)
     large = ModelConfig.from_hf(wide)
     widen_drafter(DRAFTER, small, large, tmp_path / "drafter")
     prompts = [HFTokenizer(POLICY).encode_chat(example.prompt) for example in generate(6, seed=7)]
 
-    def answers(policy: Path, drafter: Path, config: ModelConfig):
+    def responses(policy: Path, drafter: Path, config: ModelConfig):
         weights = load_drafter(drafter, config).weights
         engine = speculating_engine(
             config, list(iter_weights(policy, config)), drafter_weights=dict(weights), speculation=EAGLE
@@ -80,9 +80,9 @@ def test_answers_and_accepted_drafts_are_those_of_the_small_policy(tmp_path: Pat
         outputs = {request.prompt_id: request.output for request in engine.run()}
         return outputs, engine.take_stats().speculation.accepted_at
 
-    expected, accepted = answers(POLICY, DRAFTER, small)
+    expected, accepted = responses(POLICY, DRAFTER, small)
     assert sum(accepted) > 2 * accepted[0]  # the drafter is a good one
-    assert answers(wide, tmp_path / "drafter", large) == (expected, accepted)
+    assert responses(wide, tmp_path / "drafter", large) == (expected, accepted)
 
 
 def test_refuses_a_hidden_size_that_is_no_multiple(folder: Path, tmp_path: Path):

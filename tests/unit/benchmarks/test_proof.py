@@ -20,7 +20,7 @@ def job(mode: str, rollout: float, idle: float, update: float, weights: str = "w
     step = {"idle/seconds": 2 * idle, "idle/recovered_seconds": recovered, "update/skipped_share": 0.25}
     step |= {"spec/accept_length": 4.0} if mode != "off" else {}
     phases = {"rollout": rollout, "idle": idle, "update": update}
-    digests = {"answers": "a", "rewards": "r", "weights": weights}
+    digests = {"responses": "a", "rewards": "r", "weights": weights}
     return {"mode": mode, "hidden": 1, "phases": phases, "steps": [step], **digests}
 
 
@@ -38,7 +38,7 @@ def test_ratios_of_two_rounds():
 def test_other_weights_are_not_identical_and_the_goal_is_missed():
     figures = proof.summarize([job("off", 8, 4, 4), job("on", 3, 1, 4, weights="other")])
     assert figures["identical"] == 0.0
-    assert "MISSED" in next(line for line in proof.judge(figures) if line.startswith("same answers"))
+    assert "MISSED" in next(line for line in proof.judge(figures) if line.startswith("same responses"))
 
 
 def test_slope_of_a_power_law():
@@ -52,7 +52,7 @@ def test_the_picture_has_lanes_of_both_runs_on_one_axis(tmp_path: Path):
     runs = {mode: tmp_path / mode for mode in seconds}
     svg = ET.fromstring(proof_picture.draw(runs, seconds, {"identical": 1.0, "rollout": 2.0, "e2e": 1.67}))
     texts = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
-    assert "Rollout 2.00x, step 1.67x; same answers, rewards and weights" in texts
+    assert "Rollout 2.00x, step 1.67x; same responses, rewards and weights" in texts
     assert [t for t in texts if t and "rank " in t][-4:] == ["off, rank 0", "off, rank 1", "on, rank 0", "on, rank 1"]
     ends = [float(r.get("x", 0)) + float(r.get("width", 0)) for r in svg.iter("{http://www.w3.org/2000/svg}rect")]
     assert proof_picture.WIDTH - 120 < sorted(ends)[-2] <= proof_picture.WIDTH - proof_picture.RIGHT + 1

@@ -44,13 +44,13 @@ def test_rows_are_the_runs_prompts(config, prompts, tmp_path: Path):
 
 
 def test_a_row_is_rewarded_as_the_run_rewards_it(config, prompts, tmp_path: Path):
-    """Right, nearly right, wrong and missing answers: the pool that a run scores with is the other side."""
+    """Right, nearly right, wrong and missing responses: the pool that a run scores with is the other side."""
     write_rows(prompts, config.data, tmp_path / "rows.jsonl")
     texts = [
         lambda p: f"so <answer>{p.answer}</answer>",
         lambda p: f"<answer>{p.answer} or so</answer>",
         lambda p: "<answer>nothing</answer>",
-        lambda p: str(p.answer),
+        lambda p: str(p.response),
     ]
     groups = [
         SampleGroup(p, [Sample(p.prompt_id, i, [], [], text(p), "stop", 0) for i, text in enumerate(texts)])

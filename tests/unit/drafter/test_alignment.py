@@ -19,7 +19,7 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def answers() -> tuple[EagleModel, tuple[torch.Tensor, torch.Tensor], list[HiddenStateSample]]:
+def responses() -> tuple[EagleModel, tuple[torch.Tensor, torch.Tensor], list[HiddenStateSample]]:
     drafter = EagleModel(CONFIG)
     tables = imitable_policy(CONFIG, drafter)
     shapes = ((40, 6), (25, 3), (70, 20), (9, 2))
@@ -30,7 +30,7 @@ def answers() -> tuple[EagleModel, tuple[torch.Tensor, torch.Tensor], list[Hidde
 
 
 def acceptance(drafter: EagleModel, tables, chunks, window: int = 512) -> Acceptance:
-    """What drafts are worth on the answers, as they come out of the buffer."""
+    """What drafts are worth on the responses, as they come out of the buffer."""
     buffer = HiddenStateBuffer(1 << 30, window, max_age=0, seed=0)
     buffer.begin_step(0)
     for chunk in chunks:
@@ -43,8 +43,8 @@ def acceptance(drafter: EagleModel, tables, chunks, window: int = 512) -> Accept
 
 
 @pytest.mark.parametrize("window", [512, 16])
-def test_an_exact_drafter_is_always_accepted(answers, window: int) -> None:
-    drafter, tables, chunks = answers
+def test_an_exact_drafter_is_always_accepted(responses, window: int) -> None:
+    drafter, tables, chunks = responses
     got = acceptance(drafter, tables, chunks, window)
     assert got.overlap == pytest.approx([1.0] * STEPS, abs=1e-4)
     assert got.coupled == [1.0] * STEPS
@@ -52,9 +52,9 @@ def test_an_exact_drafter_is_always_accepted(answers, window: int) -> None:
 
 
 @pytest.mark.parametrize("shift", [1, -1])
-def test_hidden_states_of_the_neighbour_break_it(answers, shift: int) -> None:
+def test_hidden_states_of_the_neighbour_break_it(responses, shift: int) -> None:
     """(E(token t), hidden state t), the online trainer's slip in TLT's code, and its mirror image."""
-    drafter, tables, chunks = answers
+    drafter, tables, chunks = responses
     moved = [replace(c, hidden=c.hidden.roll(shift, 0)) for c in chunks]
     got = acceptance(drafter, tables, moved)
     assert max(got.overlap) < 0.6

@@ -42,7 +42,7 @@ def test_packs_keep_the_padded_budget() -> None:
 
 
 def test_an_epoch_has_every_usable_sequence_once_in_a_seeded_order() -> None:
-    sequences = [numbered(n, 4) for n in range(4, 40)]  # the first has no answer token to predict
+    sequences = [numbered(n, 4) for n in range(4, 40)]  # the first has no response token to predict
     first, again, other = (
         [[s.length for s in group] for group in epoch(sequences, 100, 64, np.random.default_rng(seed))]
         for seed in ((1, 0), (1, 0), (1, 1))

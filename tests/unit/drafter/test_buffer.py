@@ -63,7 +63,7 @@ def test_the_longer_half_of_a_step_outlives_it_until_it_is_too_old() -> None:
     fill(b, [10, 20, 30, 40, 50], 1)
     b.begin_step(2)
     assert held(b) == [(1, 30), (1, 40), (1, 50)] and b.counters["dropped_short"] == 2
-    b.begin_step(3)  # a step without answers drops nothing else
+    b.begin_step(3)  # a step without responses drops nothing else
     assert held(b) == [(1, 30), (1, 40), (1, 50)]
     b.begin_step(4)
     assert held(b) == [] and b.counters["dropped_by_age"] == 3 and b.metrics()["bytes"] == 0
@@ -103,7 +103,7 @@ def test_the_budget_holds_oldest_then_shortest_first() -> None:
 
 
 def test_what_stays_of_a_step_too_large_is_a_fair_sample() -> None:
-    """By lot: neither the first nor the short answers have an advantage."""
+    """By lot: neither the first nor the short responses have an advantage."""
     counts = np.zeros(40)
     for seed in range(60):
         b = buffer((200 * BYTES) / (1 << 20), seed=seed)

@@ -141,8 +141,8 @@ def test_windows_train_on_what_the_actor_handed_out_in_the_step_before():
         controller.trainer.take_step(chunks[version], left_out=version)
     assert versions == [0, 1, 2, 3], "nothing to train on in the first step"
     held = sorted((key[0], key[1]) for key in controller.trainer.buffer._entries)
-    # Of the step before all answers, of older ones the longer half; none older than max_age for the next policy.
+    # Of the step before all responses, of older ones the longer half; none older than max_age for the next policy.
     assert held == [(2, 30), (2, 40), (3, 20), (3, 30), (3, 40)]
     assert controller.buffer_metrics()["drafter/buffer/dropped_by_budget"] == 0 + 1 + 2 + 3
     controller.trainer.take_step([], 0)
-    assert controller.num_samples() == 5, "an update without answers takes none away"
+    assert controller.num_samples() == 5, "an update without responses takes none away"

@@ -1,4 +1,4 @@
-"""Acceptance measured in one pass is what drafting from every place of the answers would give."""
+"""Acceptance measured in one pass is what drafting from every place of the responses would give."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tables() -> tuple[torch.Tensor, torch.Tensor]:
     return weights["model.embed_tokens.weight"], weights["lm_head.weight"]
 
 
-def answers(*shapes: tuple[int, int]) -> list[DraftSequence]:
+def responses(*shapes: tuple[int, int]) -> list[DraftSequence]:
     return [
         replace(random_sequence(CONFIG, n, p, seed=i), key=request_key(7, i, 2))
         for i, (n, p) in enumerate(shapes)
@@ -95,7 +95,7 @@ def draft_from(
 
 @pytest.mark.parametrize(("temperature", "window"), [(1.0, 512), (0.6, 16), (0.0, 16)])
 def test_matches_are_those_of_real_drafts(eagle: TorchEagle, temperature: float, window: int) -> None:
-    sequences = answers((40, 6), (12, 1), (60, 20), (3, 2))
+    sequences = responses((40, 6), (12, 1), (60, 20), (3, 2))
     got = run(sequences, temperature, window)
     reached, matched, bases = np.zeros(STEPS), np.zeros(STEPS), 0
     for whole in sequences:
@@ -118,7 +118,7 @@ def test_matches_are_those_of_real_drafts(eagle: TorchEagle, temperature: float,
 
 def test_overlap_by_hand() -> None:
     temperature = 0.8
-    (s,) = answers((20, 5))
+    (s,) = responses((20, 5))
     got = run([s], temperature)
     _, head = tables()
     sums = np.zeros(2)

@@ -1,4 +1,4 @@
-"""What replicas give each other: whole answers, in turns, within a bound."""
+"""What replicas give each other: whole responses, in turns, within a bound."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def size_of(length: int) -> int:
     return 8 * length + 4 * CONFIG.hidden_size * (length - 1)
 
 
-def test_the_longest_answers_of_the_step_are_given_whole() -> None:
+def test_the_longest_responses_of_the_step_are_given_whole() -> None:
     b = buffer([9, 30, 12, 25])
     b.begin_step(1)
     for i, length in enumerate((7, 40, 20)):
         b.add(random_chunk(CONFIG, length, 10 + i, 1))
-    answers = dict(b.longest(MIB))
-    assert [key[0] for key in answers] == [1, 1, 1]
-    assert [s.length for s in answers.values()] == [40, 20, 7]
+    responses = dict(b.longest(MIB))
+    assert [key[0] for key in responses] == [1, 1, 1]
+    assert [s.length for s in responses.values()] == [40, 20, 7]
     assert [s.length for _, s in b.longest(size_of(40) + size_of(20))] == [40, 20]
 
 
@@ -55,7 +55,7 @@ def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
     for (_, mine), (_, theirs) in zip(sent, arrived, strict=True):
         assert torch.equal(mine.token_ids, theirs.token_ids) and torch.equal(mine.hidden, theirs.hidden)
         assert theirs.hidden.dtype == dtype
-        names = ("prompt_len", "offset", "key", "answer_start", "num_bases")
+        names = ("prompt_len", "offset", "key", "response_start", "num_bases")
         assert all(getattr(mine, name) == getattr(theirs, name) for name in names)
         assert theirs.hidden.untyped_storage().nbytes() == theirs.hidden.nbytes
 

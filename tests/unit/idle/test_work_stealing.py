@@ -1,4 +1,4 @@
-"""Requests change replicas: each is answered once, and every rank leaves the window, whatever the messages' delays."""
+"""Requests change replicas: each is served once, and every rank leaves the window, whatever the messages' delays."""
 
 from __future__ import annotations
 
@@ -224,8 +224,8 @@ def roll_out(net: Net, replicas: list[Replica]) -> bool:
     raise AssertionError([replica.coordinator.state for replica in replicas])
 
 
-def assert_answered(replicas: list[Replica], requests: list[list[tuple[int, int]]]) -> None:
-    everything = sorted(answer for replica in replicas for answer in replica.answered)
+def assert_responses(replicas: list[Replica], requests: list[list[tuple[int, int]]]) -> None:
+    everything = sorted(response for replica in replicas for response in replica.answered)
     assert everything == sorted(request for mine in requests for request in mine)
 
 
@@ -239,7 +239,7 @@ def test_every_request_is_answered_once_and_every_rank_leaves(size, seed):
         for replica, mine in zip(replicas, requests, strict=True):
             replica.begin(mine)
         assert not roll_out(net, replicas)
-        assert_answered(replicas, requests)
+        assert_responses(replicas, requests)
         moved += sum(replica.taken for replica in replicas)
     if size != 2:  # two may have been done together, or have had too little
         assert (moved > 0) == (size > 1)
@@ -247,7 +247,7 @@ def test_every_request_is_answered_once_and_every_rank_leaves(size, seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_rank_that_drops_its_rollout_does_not_delay_the_others(seed):
-    """As after a signal: what it had is gone, what was stolen from it is answered, every rank leaves."""
+    """As after a signal: what it had is gone, what was stolen from it is served, every rank leaves."""
     net, replicas = world(5, seed)
     dropped = 0
     for window in range(4):
@@ -255,8 +255,8 @@ def test_a_rank_that_drops_its_rollout_does_not_delay_the_others(seed):
             replica.ends_early = 0.01
             replica.begin(mine)
         roll_out(net, replicas)
-        answers = [answer for replica in replicas for answer in replica.answered]
-        assert len(set(answers)) == len(answers)
+        responses = [response for replica in replicas for response in replica.answered]
+        assert len(set(responses)) == len(responses)
         dropped += sum(replica.dropped for replica in replicas)
     assert dropped
 

@@ -64,16 +64,16 @@ def test_a_step_is_a_line_and_a_terminal_has_a_live_one_under_it(monkeypatch):
 
 def group(index: int, *values: float) -> SampleGroup:
     prompt = Prompt(prompt_id=index, dataset_id=f"d{index}", token_ids=(1,), text="question", answer="4")
-    samples = [Sample(index, i, [1, 2], [0.0, 0.0], f"answer {i}", "stop", 3) for i in range(len(values))]
+    samples = [Sample(index, i, [1, 2], [0.0, 0.0], f"response {i}", "stop", 3) for i in range(len(values))]
     return SampleGroup(prompt, samples, [RewardResult(v, v > 0.5) for v in values])
 
 
-def test_samples_show_the_best_and_the_worst_answer():
+def test_samples_show_the_best_and_the_worst_response():
     groups = [group(0, 0.2, 1.0, 0.1), group(1, 0.0), group(2, 1.0, 0.0)]
     rows = sample_rows(groups, 3, lambda sample: {"runs": []} if sample.sample_index == 2 else None)
     found = [(r["prompt_id"], r["sample_index"], r["reward"], "drafts" in r) for r in rows]
     assert found == [(0, 1, 1.0, False), (0, 2, 0.1, True), (1, 0, 0.0, False)]
-    assert rows[0]["response"] == "answer 1"
+    assert rows[0]["response"] == "response 1"
 
 
 def summary(**changes) -> RunSummary:

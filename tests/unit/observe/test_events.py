@@ -16,7 +16,7 @@ def test_spans_and_instants_are_on_disk_after_the_step(tmp_path):
     with log.span("rollout", 7, prompts=4) as attrs:
         time.sleep(0.01)
         attrs["tokens"] = 12
-    log.instant("push", 7, version=8)
+    log.instant("weight_sync", 7, version=8)
     totals = log.end_step()
     opened, span, instant = read_events(tmp_path, 3)
     assert opened["name"] == "open"

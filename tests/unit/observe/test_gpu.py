@@ -23,7 +23,7 @@ class FakeNvml:
 
     def __getattr__(self, name: str):
         assert hasattr(pynvml, name), f"the real module has no {name}"
-        answers = {
+        responses = {
             "nvmlInit": None,
             "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=self.utilization, memory=3),
             "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=8 * 2**30, free=2 * 2**30, used=6 * 2**30),
@@ -38,7 +38,7 @@ class FakeNvml:
                     raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
                 return "handle"
             assert arguments in ((), ("handle",))
-            return answers[name]
+            return responses[name]
 
         return call
 

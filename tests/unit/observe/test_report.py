@@ -131,14 +131,14 @@ def test_lines_that_cannot_be_read_are_named(tmp_path, line):
         run_page(read_run(folder))
 
 
-def test_same_answers_other_speed(tmp_path):
+def test_same_responses_other_speed(tmp_path):
     slow = write_run(tmp_path / "slow", steps=5, pace=2.0)
     fast = write_run(tmp_path / "fast", steps=5, pace=1.0)
     a, b = (read_run(folder) for folder in (slow, fast))
     page = compare_page(a, b)
     ratio = sum(a.column("time/step")[1]) / sum(b.column("time/step")[1])
     assert page.tone == "good"
-    assert page.verdict.startswith("Same answers and rewards in all 5 common steps. fast is ")
+    assert page.verdict.startswith("Same responses and rewards in all 5 common steps. fast is ")
     assert f"{ratio:.2f}× as fast" in page.verdict and "most of it in rollout" in page.verdict
     assert f"fast is {ratio:.2f}×" in compare_page(b, a).verdict
     assert phase_rows((a, b))[0][0] == "rollout" and page.html()
@@ -154,21 +154,21 @@ def test_settings_that_differ_are_named_once(tmp_path):
     assert len(charts(page)["Held-out accuracy"].traces) == 4
 
 
-def test_other_answers_and_unknown_ones(tmp_path):
-    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", answers="c")
+def test_other_responses_and_unknown_ones(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", responses="c")
     page = compare_page(read_run(a), read_run(b))
-    assert page.tone == "bad" and "Not the same answers: they differ from step 1 on" in page.verdict
+    assert page.tone == "bad" and "Not the same responses: they differ from step 1 on" in page.verdict
     (b / "rollouts.jsonl").unlink()
     page = compare_page(read_run(a), read_run(b))
     assert page.tone == "" and "not known" in page.verdict and "equally fast" in page.verdict
 
 
 def test_equality_names_the_first_step_that_differs():
-    rows = [{"step": s, "answers": "a", "rewards": "b"} for s in range(1, 6)]
+    rows = [{"step": s, "responses": "a", "rewards": "b"} for s in range(1, 6)]
     other = [dict(row) for row in rows]
-    assert equality(rows, other) == ("good", "Same answers and rewards in all 5 common steps.")
+    assert equality(rows, other) == ("good", "Same responses and rewards in all 5 common steps.")
     other[3]["rewards"] = "x"
-    assert equality(rows, other) == ("bad", "Same answers in all 5 common steps, but other rewards from step 4 on.")
-    other[2]["answers"] = "x"
-    said = "Not the same answers: they differ from step 3 on (of all 4 common steps)."
+    assert equality(rows, other) == ("bad", "Same responses in all 5 common steps, but other rewards from step 4 on.")
+    other[2]["responses"] = "x"
+    said = "Not the same responses: they differ from step 3 on (of all 4 common steps)."
     assert equality(rows, other[1:]) == ("bad", said)

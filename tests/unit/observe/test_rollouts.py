@@ -12,9 +12,9 @@ from megatron_tlt.observe.rollouts import (
 from megatron_tlt.types import EngineStats, Prompt, RewardResult, Sample, SampleGroup, SpeculationStats
 
 
-def group(prompt_id: int, answers: list[list[int]], rewards: list[float]) -> SampleGroup:
+def group(prompt_id: int, responses: list[list[int]], rewards: list[float]) -> SampleGroup:
     prompt = Prompt(prompt_id=prompt_id, dataset_id="", text="", token_ids=[1])
-    samples = [Sample(prompt_id, i, tokens, [], "", "stop", 0) for i, tokens in enumerate(answers)]
+    samples = [Sample(prompt_id, i, tokens, [], "", "stop", 0) for i, tokens in enumerate(responses)]
     return SampleGroup(prompt, samples, [RewardResult(value, value > 0) for value in rewards])
 
 
@@ -36,23 +36,23 @@ def test_digests_add_up_over_any_split_and_order():
     for split in (1, 2, 5):
         parts = [groups[split:], groups[:split]]
         row = step_row([rank_row(EngineStats(), part[::-1], 90) for part in parts])
-        assert (row["answers"], row["rewards"]) == (whole["answers"], whole["rewards"])
+        assert (row["responses"], row["rewards"]) == (whole["responses"], whole["rewards"])
         assert row["lengths"] == whole["lengths"]
 
 
 def test_digests_see_every_token_reward_and_place():
     groups = some_groups()
-    answers, rewards = digests(groups)
+    responses, rewards = digests(groups)
     groups[3].samples[1].token_ids[0] += 1
     changed = digests(groups)
-    assert changed[0] != answers and changed[1] == rewards
+    assert changed[0] != responses and changed[1] == rewards
     groups[3].samples[1].token_ids[0] -= 1
     groups[2].rewards[0].value = 0.5
-    assert digests(groups)[0] == answers and digests(groups)[1] != rewards
+    assert digests(groups)[0] == responses and digests(groups)[1] != rewards
     groups[2].rewards[0].value = 0.0
     one, two = groups[0].samples[:2]
     one.token_ids, two.token_ids = two.token_ids, one.token_ids
-    assert digests(groups)[0] != answers
+    assert digests(groups)[0] != responses
 
 
 def test_speculation_is_summed_over_ranks():

@@ -17,10 +17,10 @@ from megatron_tlt.types import TrainBatch, TrainOutput, TrainSequence
 NAN = float("nan")
 
 
-def sequence(prompt: int, index: int, answer: int) -> TrainSequence:
+def sequence(prompt: int, index: int, response: int) -> TrainSequence:
     rng = np.random.default_rng((prompt, index))
-    floats = [rng.random(answer).astype(np.float32) for _ in range(3)]
-    return TrainSequence(prompt, index, rng.integers(0, 99, 2 + answer), 2, *floats, weight=0.5)
+    floats = [rng.random(response).astype(np.float32) for _ in range(3)]
+    return TrainSequence(prompt, index, rng.integers(0, 99, 2 + response), 2, *floats, weight=0.5)
 
 
 BATCH = TrainBatch(
@@ -63,11 +63,11 @@ def test_the_batch_can_be_put_together_again(tmp_path: Path) -> None:
     assert kept == ["step-000002", "step-000003"]
     arrays = np.load(tmp_path / "nonfinite/step-000003/rank-00000.npz", allow_pickle=False)
     assert arrays["denominators"].tolist() == BATCH.denominators
-    answers = arrays["lengths"] - arrays["prompt_lens"]
+    responses = arrays["lengths"] - arrays["prompt_lens"]
     parts: list[list[TrainSequence]] = [[], [], []]
     for i, mini_batch in enumerate(arrays["mini_batch"]):
-        token_at, at = arrays["lengths"][:i].sum(), answers[:i].sum()
-        here = slice(at, at + answers[i])
+        token_at, at = arrays["lengths"][:i].sum(), responses[:i].sum()
+        here = slice(at, at + responses[i])
         parts[mini_batch].append(
             TrainSequence(
                 int(arrays["prompt_ids"][i]),

@@ -13,12 +13,12 @@ import pytest
 
 from megatron_tlt.config.run import RolloutCacheSection
 from megatron_tlt.resilience.rollout_cache import (
-    AnswerWriter,
+    ResponseWriter,
     RolloutCache,
-    encode_answer,
+    encode_response,
     encode_line,
     prompt_crc,
-    read_answers,
+    read_responses,
 )
 from megatron_tlt.types import Prompt, Sample, SamplingParams
 from tests.helpers.keys import row_key
@@ -30,7 +30,7 @@ CRCS = {p.prompt_id: prompt_crc(p) for p in PROMPTS}
 ALL = {(p, i) for p in range(4) for i in range(SAMPLES)}
 
 
-def answer(prompt_id: int, index: int, length: int) -> Sample:
+def response(prompt_id: int, index: int, length: int) -> Sample:
     """Log-probs as the engine has them: float32 numbers."""
     rng = np.random.default_rng((prompt_id, index))
     logprobs = (-rng.random(length)).astype(np.float32).tolist()
@@ -40,9 +40,9 @@ def answer(prompt_id: int, index: int, length: int) -> Sample:
     )
 
 
-ANSWERS = [answer(p, i, length) for p, i, length in ((0, 0, 3), (0, 5, 1), (2, 1, 40), (3, 0, 2))]
-EXPECTED = {(s.prompt_id, s.sample_index): s for s in ANSWERS}
-CONTENT = encode_line(KEY) + b"".join(encode_answer(s, CRCS[s.prompt_id]) for s in ANSWERS)
+RESPONSES = [response(p, i, length) for p, i, length in ((0, 0, 3), (0, 5, 1), (2, 1, 40), (3, 0, 2))]
+EXPECTED = {(s.prompt_id, s.sample_index): s for s in RESPONSES}
+CONTENT = encode_line(KEY) + b"".join(encode_response(s, CRCS[s.prompt_id]) for s in RESPONSES)
 
 
 # -- files --------------------------------------------------------------------------------------------------
@@ -50,20 +50,20 @@ CONTENT = encode_line(KEY) + b"".join(encode_answer(s, CRCS[s.prompt_id]) for s 
 
 def read(path: Path, data: bytes, crcs: dict[int, int] = CRCS) -> dict[tuple[int, int], Sample] | None:
     path.write_bytes(data)
-    return read_answers(path, KEY, crcs)
+    return read_responses(path, KEY, crcs)
 
 
-def test_answers_of_the_same_key_and_prompts_come_back_bit_for_bit(tmp_path: Path) -> None:
+def test_responses_of_the_same_key_and_prompts_come_back_bit_for_bit(tmp_path: Path) -> None:
     path = tmp_path / "a"
     assert read(path, CONTENT) == EXPECTED
     assert read(path, CONTENT, {2: CRCS[2]}) == {(2, 1): EXPECTED[2, 1]}
     other = {**CRCS, 0: prompt_crc(Prompt(0, "q0", (9, 9), "?"))}
     assert set(read(path, CONTENT, other) or {}) == {(2, 1), (3, 0)}
-    assert read_answers(path, {**KEY, "weights": "abd"}, CRCS) is None
-    assert read_answers(path, {**KEY, "more": 1}, CRCS) is None
+    assert read_responses(path, {**KEY, "weights": "abd"}, CRCS) is None
+    assert read_responses(path, {**KEY, "more": 1}, CRCS) is None
 
 
-def test_a_torn_or_altered_file_gives_the_answers_before_the_damage(tmp_path: Path) -> None:
+def test_a_torn_or_altered_file_gives_the_responses_before_the_damage(tmp_path: Path) -> None:
     seen = set()
     for place in range(len(CONTENT)):
         altered = bytearray(CONTENT)
@@ -79,25 +79,25 @@ def test_a_torn_or_altered_file_gives_the_answers_before_the_damage(tmp_path: Pa
 
 
 def test_the_writer_writes_privately_and_in_order(tmp_path: Path) -> None:
-    writer, path = AnswerWriter(1 << 20), tmp_path / "cache/step-000001/replica.jsonl"
+    writer, path = ResponseWriter(1 << 20), tmp_path / "cache/step-000001/replica.jsonl"
     writer.begin(path, KEY)
-    for sample in ANSWERS:
+    for sample in RESPONSES:
         writer.add(sample, CRCS[sample.prompt_id])
     assert path.read_bytes() == CONTENT, "before the step ends"
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (path, path.parent, path.parent.parent)}
     assert modes == {"replica.jsonl": 0o600, "step-000001": 0o700, "cache": 0o700}
-    writer.begin(path.with_name("other.jsonl"), KEY)  # a step without an answer makes no file
+    writer.begin(path.with_name("other.jsonl"), KEY)  # a step without a response makes no file
     writer.end()
     assert [file.name for file in path.parent.iterdir()] == ["replica.jsonl"]
 
 
 def test_a_disk_error_ends_writing_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")  # in place of a directory
-    writer = AnswerWriter(1 << 20)
+    writer = ResponseWriter(1 << 20)
     writer.begin(tmp_path / "file/step/replica.jsonl", KEY)
     with caplog.at_level("WARNING"):
         for _ in range(3):
-            writer.add(ANSWERS[0], 0)
+            writer.add(RESPONSES[0], 0)
         writer.end()
     assert len(caplog.records) == 1 and "rollout cache is off" in caplog.text
     assert writer.has_failed
@@ -110,7 +110,7 @@ WORLD = SimpleNamespace(rank=0, is_main=True, barrier=lambda: None, all_gather_o
 
 
 class Weights:
-    """A fingerprint that is the value of the last push."""
+    """A fingerprint that is the value of the last weight sync."""
 
     def watch(self, weights: Iterable[Any]) -> Iterator[Any]:
         self._seen = list(weights)
@@ -121,7 +121,7 @@ class Weights:
 
 
 class Engine:
-    """Answers are a function of the keys; `asked` is what had to be generated."""
+    """Responses are a function of the keys; `asked` is what had to be generated."""
 
     def __init__(self, dies_after: int | None = None):
         self.asked: set[tuple[int, int]] = set()
@@ -134,7 +134,7 @@ class Engine:
         num_samples: int,
         on_progress: Any = None,
         have: Iterable[tuple[int, int]] = (),
-        on_answer: Any = None,
+        on_response: Any = None,
         goes_on: bool = False,
     ) -> list[Sample]:
         made = []
@@ -145,7 +145,7 @@ class Engine:
                 raise KeyboardInterrupt
             tokens = [row_key(params.seed, prompt.prompt_id, index, t) % 1000 for t in range(3)]
             made.append(Sample(prompt.prompt_id, index, tokens, [-0.5] * 3, "t", "stop", 0))
-            on_answer(made[-1])
+            on_response(made[-1])
         self.asked = {(s.prompt_id, s.sample_index) for s in made}
         return made
 
@@ -164,7 +164,7 @@ def run_step(
     prompts: list[Prompt] = PROMPTS,
     **options: Any,
 ) -> tuple[list[Sample], dict[str, float]]:
-    """One process: starts after step - 1 steps, pushes weights, answers, is ended."""
+    """One process: starts after step - 1 steps, weight syncs weights, responses, is ended."""
     cache = make(run_dir, engine, **options)
     cache.start(step - 1)
     list(cache.fingerprint([("w", weight)]))  # type: ignore[list-item]
@@ -182,7 +182,7 @@ def killed(run_dir: Path, after: int, **options: Any) -> None:
         run_step(run_dir, Engine(after), **options)
 
 
-def test_answers_of_an_interrupted_step_are_reused_and_only_the_rest_is_generated(tmp_path: Path) -> None:
+def test_responses_of_an_interrupted_step_are_reused_and_only_the_rest_is_generated(tmp_path: Path) -> None:
     whole, _ = run_step(tmp_path / "whole", Engine())
     killed(tmp_path, 5)
     engine = Engine()
@@ -205,7 +205,7 @@ def test_answers_of_an_interrupted_step_are_reused_and_only_the_rest_is_generate
         {"fresh": True},
     ],
 )
-def test_answers_of_anything_else_are_not_used(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_responses_of_anything_else_are_not_used(tmp_path: Path, change: dict[str, Any]) -> None:
     killed(tmp_path, 5)
     engine = Engine()
     _, metrics = run_step(tmp_path, engine, **change)

@@ -143,7 +143,7 @@ def test_ranks_of_one_engine_drop_together_or_not_at_all(clock):
         stop.check_rollout()
 
 
-def test_interruptible_returns_answers_or_that_there_are_none(clock):
+def test_interruptible_returns_responses_or_that_there_are_none(clock):
     stop, signals = make(clock)
     seen = []
 

@@ -77,7 +77,7 @@ def test_buckets() -> None:
     assert [round_up([2, 5, 9], n) for n in (0, 2, 3, 9, 10)] == [2, 2, 5, 9, None]
 
 
-def test_wider_states_and_routes_take_what_the_plan_counts() -> None:
+def test_wider_states_and_routed_experts_take_what_the_plan_counts() -> None:
     """Buffers of a pool, and what one forward has beside them, with hidden states of kind eagle3 and with experts."""
     dense, h = ModelConfig("llama", 101, 64, 6, 4, 2, 16, 512), 64
     sparse = replace(dense, family="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96)
@@ -209,8 +209,8 @@ def test_graphs_captured_at_the_start_give_what_ragged_forwards_do(setup) -> Non
 
 
 def test_graphs_stay_through_a_release_of_the_cache(tmp_path, monkeypatch) -> None:
-    """An engine whose caches keep their address: no capture after the start, the same answers."""
-    weights, driver, answers = random_weights(small_config("qwen2")), build_driver(tmp_path), []
+    """An engine whose caches keep their address: no capture after the start, the same responses."""
+    weights, driver, responses = random_weights(small_config("qwen2")), build_driver(tmp_path), []
     monkeypatch.setattr(base, "FixedMemory", lambda size, device: HostMemory(driver, size))
     for is_fixed in (False, True):
         engine = make_engine(small_config("qwen2"), weights, kernels="torch")
@@ -228,9 +228,9 @@ def test_graphs_stay_through_a_release_of_the_cache(tmp_path, monkeypatch) -> No
                 engine.resume()
             assert not runner.kv.is_released
             engine.add(tokens(20 + turn, turn), SamplingParams(max_tokens=20, seed=3), turn, num_samples=3)
-            answers.append([(r.prompt_id, r.sample_index, r.output) for r in engine.run()])
+            responses.append([(r.prompt_id, r.sample_index, r.output) for r in engine.run()])
         assert capturer.captured == captured and runner.pool.graphs.stats.replays > 20
-    assert answers[:3] == answers[3:]
+    assert responses[:3] == responses[3:]
 
 
 def test_graphs_are_gone_before_the_groups_whose_collectives_they_hold(monkeypatch) -> None:
@@ -287,11 +287,11 @@ def test_what_does_not_fit_the_buffers_has_no_key(setup) -> None:
     assert pool.key(2, 4) == GraphKey(2, 4) and pool.key(2, 5) is None and pool.key(5, 1) is None
 
 
-def test_an_engine_over_a_pool_gives_the_same_answers() -> None:
+def test_an_engine_over_a_pool_gives_the_same_responses() -> None:
     """Forks, prefill chunks and decoding of a real engine, every decoding step through static buffers."""
     weights = random_weights(small_config("qwen2"))
     prompts = [(i, tokens(5 + 37 * i, i), SamplingParams(max_tokens=20, seed=3), 3) for i in range(4)]
-    answers = []
+    responses = []
     for is_pooled in (False, True):
         engine = make_engine(small_config("qwen2"), weights, kernels="torch")
         if is_pooled:
@@ -300,11 +300,11 @@ def test_an_engine_over_a_pool_gives_the_same_answers() -> None:
             engine.capture_graphs(1)
         for prompt_id, ids, params, samples in prompts:
             engine.add(ids, params, prompt_id, num_samples=samples)
-        answers.append([(r.prompt_id, r.sample_index, r.output) for r in engine.run()])
+        responses.append([(r.prompt_id, r.sample_index, r.output) for r in engine.run()])
         if is_pooled:
             stats = runner.pool.graphs.stats
             assert stats.replays > 15 and stats.eager == 0
-    assert answers[0] == answers[1]
+    assert responses[0] == responses[1]
 
 
 def test_a_drafters_steps_share_pool_and_budget(setup) -> None:

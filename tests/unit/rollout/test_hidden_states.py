@@ -1,4 +1,4 @@
-"""Hidden states of whole answers, however they came about, are those of one plain pass over prompt and answer.
+"""Hidden states of whole responses, however they came about, are those of one plain pass over prompt and response.
 
 The native decoder computes a row alike in any batch: its states are equal bit for bit. PyTorch's are close.
 """
@@ -19,7 +19,7 @@ from megatron_tlt.types import HiddenStateSample, SamplingParams
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
 from tests.helpers.engines import (
     Job,
-    answer_all,
+    generate_all,
     make_engine,
     random_jobs,
     small_config,
@@ -49,7 +49,7 @@ def collecting(engine: Engine, min_tokens: int = 2) -> list[HiddenStateSample]:
 
 
 def check(engine: Engine, jobs: list[Job], samples: list[HiddenStateSample], exact: bool) -> int:
-    """Answers `jobs`; what was collected is complete and right. Returns how many rows were compared."""
+    """Responses `jobs`; what was collected is complete and right. Returns how many rows were compared."""
     requests = [
         r
         for prompt_id, prompt, params, n in jobs
@@ -97,7 +97,7 @@ def test_states_are_those_of_a_plain_pass(way: str, kernels: str) -> None:
 def test_accepted_branches_move_with_their_states() -> None:
     """Drafts that are often right, many of them off the trunk."""
     jobs = random_jobs(131, 8, seed=3)
-    known = answer_all(make_engine(CONFIG, WEIGHTS), jobs)
+    known = generate_all(make_engine(CONFIG, WEIGHTS), jobs)
     for blocks in (200, 14):
         engine = make_engine(CONFIG, WEIGHTS, num_blocks=blocks, max_running=8)
         selector = RandomSelector("oracle", 6, 3)
@@ -110,14 +110,14 @@ def test_accepted_branches_move_with_their_states() -> None:
         )
 
 
-def test_short_answers_are_left_out() -> None:
-    """The first token of an answer may be its last; its request then never gets a row."""
+def test_short_responses_are_left_out() -> None:
+    """The first token of a response may be its last; its request then never gets a row."""
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 2, 3)]
     jobs = [(i, [1, 2, 3, 4, 5 + i] * 4, p, 2) for i, p in enumerate(params)]
     for least, lengths in ((1, [1, 1, 2, 2, 3, 3]), (2, [2, 2, 3, 3]), (3, [3, 3]), (4, [])):
         engine = make_engine(CONFIG, WEIGHTS)
         samples = collecting(engine, least)
-        answer_all(engine, jobs)
+        generate_all(engine, jobs)
         assert sorted(len(c.token_ids) - c.prompt_len for c in samples) == lengths
         texts = [c.token_ids.tolist() for c in samples]
         for sample, want in zip(
@@ -148,7 +148,7 @@ def test_pages_are_kept_as_long_as_they_are_read() -> None:
     assert plain.runner.pages is not None
     plain.collect_hidden_states(None)
     assert plain.runner.pages is None
-    answer_all(plain, random_jobs(131, 3))
+    generate_all(plain, random_jobs(131, 3))
     assert not samples
     drafting = speculating_engine(CONFIG, WEIGHTS, speculation=CHAIN)
     pages = drafting.runner.pages
@@ -180,11 +180,11 @@ def test_states_that_arrive_late_are_emitted_in_order_and_before_the_engine_is_i
     jobs, waited = random_jobs(131, 12, seed=4), []
     engine = make_engine(CONFIG, WEIGHTS)
     plain = collecting(engine)
-    answer_all(engine, jobs)
+    generate_all(engine, jobs)
     delay_reads(monkeypatch, waited.append)
     engine = make_engine(CONFIG, WEIGHTS)
     samples = collecting(engine)
-    answer_all(engine, jobs)
+    generate_all(engine, jobs)
     assert [(s.prompt_id, s.sample_index) for s in samples] == [(s.prompt_id, s.sample_index) for s in plain]
     assert all(torch.equal(a.hidden, b.hidden) for a, b in zip(samples, plain, strict=True))
     assert len(waited) == len(samples) and max(waited) >= 0 > min(waited), "some were waited for, most were not"

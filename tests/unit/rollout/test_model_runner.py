@@ -30,7 +30,7 @@ def run(engine: Engine) -> list[list[int]]:
 
 
 def test_one_copy_carries_the_same_inputs():
-    """What CUDA gets: all inputs of a step cross in one copy. The answers are the same."""
+    """What CUDA gets: all inputs of a step cross in one copy. The responses are the same."""
     plain, copied = make_engine(FakeDecoder()), make_engine(FakeDecoder())
     copied.runner._uploads = True
     assert run(copied) == run(plain)

@@ -1,4 +1,4 @@
-"""Scheduling must never show in the answers: any order, batch, chunk and pool size gives the same tokens."""
+"""Scheduling must never show in the responses: any order, batch, chunk and pool size gives the same tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.keys import row_key
 
 V = 50
 Job = tuple[int, list[int], SamplingParams, int]  # prompt id, prompt, params, samples
-Answers = dict[tuple[int, int], tuple]
+Responses = dict[tuple[int, int], tuple]
 
 
 def make_engine(num_blocks: int = 400, max_running: int = 8, budget: int = 64, block_size: int = 4) -> Engine:
@@ -48,7 +48,7 @@ def make_jobs(seed: int, count: int = 12) -> list[Job]:
     return jobs
 
 
-def answers(engine: Engine, jobs: list[Job], arrive: random.Random | None = None) -> Answers:
+def responses(engine: Engine, jobs: list[Job], arrive: random.Random | None = None) -> Responses:
     todo, finished = list(jobs), []
     while todo or not engine.is_idle:
         while todo and (arrive is None or arrive.random() < 0.4 or engine.is_idle):
@@ -58,14 +58,14 @@ def answers(engine: Engine, jobs: list[Job], arrive: random.Random | None = None
     assert engine.blocks.num_free == engine.blocks.num_blocks
     assert len(engine.scheduler.rows._free_slots) == engine.limits.max_running
     assert engine.scheduler.rows.num_masked == engine.scheduler.rows.num_with_stops == 0
-    return {(r.prompt_id, r.sample_index): answer(r) for r in finished}
+    return {(r.prompt_id, r.sample_index): response(r) for r in finished}
 
 
-def answer(request: Request) -> tuple:
+def response(request: Request) -> tuple:
     return request.output, request.finish_reason, np.float32(request.logprobs).tolist()
 
 
-def naive_answer(prompt: list[int], params: SamplingParams, prompt_id: int, index: int) -> list[int]:
+def naive_response(prompt: list[int], params: SamplingParams, prompt_id: int, index: int) -> list[int]:
     """One request by the definition, without masks and stop strings."""
     out: list[int] = []
     while len(out) < params.max_tokens:
@@ -86,49 +86,49 @@ def jobs() -> list[Job]:
 
 
 @pytest.fixture(scope="module")
-def reference(jobs: list[Job]) -> Answers:
-    expected: Answers = {}
+def reference(jobs: list[Job]) -> Responses:
+    expected: Responses = {}
     for prompt_id, prompt, params, n in jobs:
         for index in range(n):
             engine = make_engine(max_running=1)
             engine.add(prompt, params, prompt_id, index)
             (request,) = engine.run()
-            expected[prompt_id, index] = answer(request)
+            expected[prompt_id, index] = response(request)
     assert {e[1] for e in expected.values()} == {"stop", "length"}
     return expected
 
 
-def test_alone_equals_the_definition(jobs: list[Job], reference: Answers):
+def test_alone_equals_the_definition(jobs: list[Job], reference: Responses):
     checked = 0
     for prompt_id, prompt, params, n in jobs:
         if params.stop or params.top_k or params.top_p < 1 or params.min_p:
             continue
         for index in range(n):
-            assert reference[prompt_id, index][0] == naive_answer(prompt, params, prompt_id, index)
+            assert reference[prompt_id, index][0] == naive_response(prompt, params, prompt_id, index)
             checked += 1
     assert checked > 5
 
 
 @pytest.mark.parametrize(("max_running", "budget"), [(1, 5), (3, 64), (8, 1), (64, 5), (64, 64)])
-def test_any_batch_and_chunk_size(jobs: list[Job], reference: Answers, max_running: int, budget: int):
-    assert answers(make_engine(max_running=max_running, budget=budget), jobs) == reference
+def test_any_batch_and_chunk_size(jobs: list[Job], reference: Responses, max_running: int, budget: int):
+    assert responses(make_engine(max_running=max_running, budget=budget), jobs) == reference
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_any_order_and_arrival(jobs: list[Job], reference: Answers, seed: int):
+def test_any_order_and_arrival(jobs: list[Job], reference: Responses, seed: int):
     rng = random.Random(seed)
     shuffled = rng.sample(jobs, len(jobs))
-    assert answers(make_engine(), shuffled, arrive=rng) == reference
+    assert responses(make_engine(), shuffled, arrive=rng) == reference
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
-def test_preemption_in_a_tiny_pool(jobs: list[Job], reference: Answers, block_size: int):
+def test_preemption_in_a_tiny_pool(jobs: list[Job], reference: Responses, block_size: int):
     longest = max(len(j[1]) + j[2].max_tokens for j in jobs)
     smallest = -(-longest // block_size) + 1
     preempted = 0
     for extra in (0, 1, 5, 12):
         engine = make_engine(num_blocks=smallest + extra, block_size=block_size, budget=24)
-        assert answers(engine, jobs) == reference
+        assert responses(engine, jobs) == reference
         preempted += engine.take_stats().preemptions
     assert preempted > 10
 

@@ -1,4 +1,4 @@
-"""Stop strings end an answer at the token that completes them, and its text right behind them."""
+"""Stop strings end a response at the token that completes them, and its text right behind them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def run_one(params: SamplingParams, eos: tuple[int, ...] = (0,)) -> tuple[Reques
     return request, engine.text_of(request)
 
 
-def test_an_engine_stops_where_the_plain_answer_has_the_string():
+def test_an_engine_stops_where_the_plain_response_has_the_string():
     plain, text = run_one(SamplingParams(max_tokens=40, ignore_eos=True, seed=3))
     stop = text[10:12]
     first = text.index(stop)

@@ -33,7 +33,7 @@ def test_what_cannot_be_is_refused():
         in_mode(sim_config("training.tp=3"), "off", 1)
 
 
-def test_truncated_answers_are_reported(tmp_path):
+def test_truncated_responses_are_reported(tmp_path):
     path = tmp_path / "l.txt"
     path.write_text("100\n" * 3 + "9000\n")
     empirical = (

@@ -24,7 +24,7 @@ def test_lognormal_lengths_have_the_median_the_spread_and_the_cap():
     assert drawn("rollout.max_tokens=500").max() == 500
 
 
-def test_answers_to_one_prompt_are_as_alike_as_asked():
+def test_responses_to_one_prompt_are_as_alike_as_asked():
     for share in (0.0, 0.5, 0.9):
         logs = np.log(drawn("rollout.max_tokens=100000", prompt_share=share))
         between = np.corrcoef(logs[:, 0], logs[:, 1])[0, 1]

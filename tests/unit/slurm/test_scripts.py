@@ -111,9 +111,9 @@ def test_a_job_number_alone_is_no_job(script):
     assert done.returncode == 2 and "this is not a job of Slurm: unset SLURM_JOB_ID" in done.stderr
 
 
-def in_common(script, job="", node_answers=True):
+def in_common(script, job="", node_responses=True):
     """The output of shell code that uses slurm/common.sh, with `job` as the output of `scontrol show job`."""
-    told = f"printf '%s\\n' '{job}'" if node_answers else "return 1"
+    told = f"printf '%s\\n' '{job}'" if node_responses else "return 1"
     whole = f". {shlex.quote(str(ROOT))}/slurm/common.sh; scontrol() {{ {told}; }}; SLURM_JOB_ID=7 number=1; {script}"
     done = subprocess.run(["bash", "-c", whole], capture_output=True, text=True, timeout=60)
     return done.stdout.strip()

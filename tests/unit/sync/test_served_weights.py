@@ -1,4 +1,4 @@
-"""Versions and completeness of a push, without an engine."""
+"""Versions and completeness of a weight sync, without an engine."""
 
 import pytest
 import torch
@@ -44,10 +44,10 @@ def test_a_push_that_was_given_up_leaves_no_version():
 
 def test_wrong_buckets_are_refused():
     weights = ServedWeights(SHAPES)
-    with pytest.raises(SyncError, match="tensors of version 1 came while no push is open"):
+    with pytest.raises(SyncError, match="tensors of version 1 came while no weight sync is open"):
         weights.accept(WeightBucket(1, []))
     weights.begin(2)
-    with pytest.raises(SyncError, match="version 1 came into the push of 2"):
+    with pytest.raises(SyncError, match="version 1 came into the weight sync of 2"):
         weights.accept(WeightBucket(1, []))
     for name, tensor in (("a", torch.ones(3)), ("c", torch.ones(2))):
         with pytest.raises(SyncError, match=f"{name} of shape"):

@@ -12,15 +12,15 @@ from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.observe.rollouts import rank_row
-from megatron_tlt.rollout.spec.history import AnswerHistory
+from megatron_tlt.rollout.spec.history import ResponseHistory
 from megatron_tlt.trainer import batch_assembly
 from megatron_tlt.trainer.batch_assembly import (
     BatchAssembler,
     group_samples,
     place,
-    share_answers,
+    share_responses,
 )
-from megatron_tlt.types import EngineStats, PastAnswer, Prompt, RewardResult, Sample, SampleGroup
+from megatron_tlt.types import EngineStats, PastResponse, Prompt, RewardResult, Sample, SampleGroup
 
 POLICY = SimpleNamespace(dims=Dims(), actor=ActorSection())
 
@@ -35,12 +35,12 @@ class OneRank:
 def make_groups(num_prompts=4, samples=3):
     rng = np.random.default_rng(0)
     prompts = [Prompt(10 + p, f"q{p}", tuple(range(p + 2)), "?") for p in range(num_prompts)]
-    answers = [
+    responses = [
         Sample(p.prompt_id, i, list(range(int(n))), [-0.5] * int(n), "", "length" if n > 7 else "stop", 3)
         for p in prompts
         for i, n in enumerate(rng.integers(1, 9, samples))
     ]
-    groups = group_samples(prompts, answers[::-1])
+    groups = group_samples(prompts, responses[::-1])
     for group in groups:
         group.rewards = [RewardResult(float(s.sample_index == 1), s.sample_index == 1) for s in group.samples]
     return groups
@@ -99,7 +99,7 @@ def test_kl_in_the_reward_lowers_the_sample_that_drifted():
 
 
 @pytest.mark.parametrize("has_logprobs", [True, False])
-def test_answers_of_an_engine_without_log_probs_get_those_of_the_policy(has_logprobs):
+def test_responses_of_an_engine_without_log_probs_get_those_of_the_policy(has_logprobs):
     asked = []
 
     def logprobs(sequences, temperature, which):
@@ -119,8 +119,8 @@ def test_answers_of_an_engine_without_log_probs_get_those_of_the_policy(has_logp
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_answers_without_a_gradient_are_counted_and_not_trained_on(name):
-    """Two of four groups have equal rewards, 0.1 and 0: their answers count in divisors and figures only."""
+def test_responses_without_a_gradient_are_counted_and_not_trained_on(name):
+    """Two of four groups have equal rewards, 0.1 and 0: their responses count in divisors and figures only."""
     section = AlgorithmSection(name=name, mini_batches=2, advantage_eps=1e-9)
     algorithm, groups, asked = build_algorithm(section, max_tokens=8), make_groups(), []
     for group, reward in ((groups[0], 0.1), (groups[3], 0.0)):
@@ -150,7 +150,7 @@ def test_answers_without_a_gradient_are_counted_and_not_trained_on(name):
 
 
 @pytest.mark.parametrize("losses", [{}, {"load_balancing_loss": 0.01}, {"router_z_loss": 0.01}])
-def test_losses_of_routers_have_a_gradient_in_every_answer(losses):
+def test_losses_of_routers_have_a_gradient_in_every_response(losses):
     groups = make_groups()
     for group in groups[1:]:
         group.rewards = [RewardResult(0.0, False) for _ in group.samples]
@@ -172,22 +172,22 @@ class Metered(OneRank):
 
 
 def scored(tokens, prompts=4, samples=6):
-    """Groups whose answers have `tokens` tokens and one more each."""
+    """Groups whose responses have `tokens` tokens and one more each."""
     found = [Prompt(10 + p, f"q{p}", (1, 2), "?") for p in range(prompts)]
     rows = [(p.prompt_id, i) for p in found for i in range(samples)]
-    answers = [Sample(at, i, list(range(tokens + i)), None, "", "stop", 3) for at, i in rows]
-    groups = group_samples(found, answers)
+    responses = [Sample(at, i, list(range(tokens + i)), None, "", "stop", 3) for at, i in rows]
+    groups = group_samples(found, responses)
     for group in groups:
         group.rewards = [RewardResult(float(s.sample_index % 3 == 1), True) for s in group.samples]
     return groups
 
 
-def sent(history_answers, tokens):
+def sent(history_responses, tokens):
     """Bytes to every rank, and what the history then keeps."""
     world = Metered()
-    history = AnswerHistory(2, history_answers or 0, mib=64)
-    backend = SimpleNamespace(history_answers=history_answers, remember=history.remember)
-    share_answers(world, backend, scored(tokens))
+    history = ResponseHistory(2, history_responses or 0, mib=64)
+    backend = SimpleNamespace(history_responses=history_responses, remember=history.remember)
+    share_responses(world, backend, scored(tokens))
     return world.sent, history
 
 
@@ -203,10 +203,10 @@ def test_only_tokens_that_a_history_keeps_go_to_every_rank():
 @pytest.mark.parametrize("most", [0, 2, 8])
 def test_a_history_is_the_same_as_from_all_tokens(most):
     _, history = sent(most, 30)
-    whole = AnswerHistory(2, most, mib=64)
+    whole = ResponseHistory(2, most, mib=64)
     whole.remember(
         [
-            PastAnswer(g.prompt.dataset_id, np.asarray(s.token_ids, np.int32), r.value, g.prompt.prompt_id)
+            PastResponse(g.prompt.dataset_id, np.asarray(s.token_ids, np.int32), r.value, g.prompt.prompt_id)
             for g in scored(30)
             for s, r in zip(g.samples, g.rewards, strict=True)
         ]
@@ -219,7 +219,7 @@ def test_a_history_is_the_same_as_from_all_tokens(most):
 
 
 def test_the_table_and_the_row_of_a_step_do_not_grow_with_tokens():
-    """What every rank sends to every other beside `share_answers`: rows of samples, statistics of a rank."""
+    """What every rank sends to every other beside `share_responses`: rows of samples, statistics of a rank."""
     sizes = []
     for tokens in (50, 5000):
         world, groups = Metered(), scored(tokens)
@@ -231,10 +231,10 @@ def test_the_table_and_the_row_of_a_step_do_not_grow_with_tokens():
     assert sizes[0] < 24 * 100 + 1000
 
 
-def test_an_answer_crosses_in_eight_bytes_a_token_and_its_experts_in_one_each(monkeypatch):
-    routes = np.zeros((1039, 48, 8), np.uint8)
+def test_an_response_crosses_in_eight_bytes_a_token_and_its_experts_in_one_each(monkeypatch):
+    routed_experts = np.zeros((1039, 48, 8), np.uint8)
     plain = Sample(1, 0, list(range(1000)), [-0.5] * 1000, "", "stop", 0)
-    samples = [plain, replace(plain, sample_index=1, routes=routes)]
+    samples = [plain, replace(plain, sample_index=1, routed_experts=routed_experts)]
     rewards = [RewardResult(1.0, True), RewardResult(0.0, False)]
     group = SampleGroup(Prompt(1, "q", tuple(range(40)), "?"), samples, rewards)
     crossed = []
@@ -251,4 +251,4 @@ def test_an_answer_crosses_in_eight_bytes_a_token_and_its_experts_in_one_each(mo
         assert sequence.token_ids.tolist() == [*range(40), *range(1000)] and sequence.prompt_len == 40
         assert sequence.token_ids.dtype == np.int64 and len(sequence.loss_mask) == 1000
         assert sequence.rollout_logprobs.tolist() == plain.logprobs
-    assert sequences[0].routes is None and np.array_equal(sequences[1].routes, routes)
+    assert sequences[0].routed_experts is None and np.array_equal(sequences[1].routed_experts, routed_experts)

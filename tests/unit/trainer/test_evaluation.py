@@ -8,14 +8,14 @@ from megatron_tlt.trainer.evaluation import pass_at_k, summarise
 
 
 @pytest.mark.parametrize(("correct", "total", "k"), [(0, 4, 2), (1, 4, 1), (1, 4, 2), (3, 6, 4), (6, 6, 3)])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(correct, total, k):
-    answers = [True] * correct + [False] * (total - correct)
-    subsets = list(itertools.combinations(answers, k))
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_response(correct, total, k):
+    responses = [True] * correct + [False] * (total - correct)
+    subsets = list(itertools.combinations(responses, k))
     assert pass_at_k(correct, total, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
 def columns(right_by_prompt):
-    rows = [(p, c) for p, answers in enumerate(right_by_prompt) for c in answers]
+    rows = [(p, c) for p, responses in enumerate(right_by_prompt) for c in responses]
     prompt, correct = map(np.array, zip(*rows, strict=True))
     length = np.arange(1, len(rows) + 1, dtype=float)
     cut = np.zeros(len(rows))

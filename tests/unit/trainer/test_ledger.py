@@ -177,7 +177,7 @@ class Replay:
         return DecoderInput(one, one, one, edges, one[:1], tables, one[:logits])
 
     def idle(self):
-        """A micro-step on answers as long as it takes."""
+        """A micro-step on responses as long as it takes."""
         trainer = self.drafter.trainer
         self.drafter.begin_step(self.policy.policy_version)
         size = self.config.drafter.sizes("cuda").micro_step_tokens
@@ -196,7 +196,7 @@ class Replay:
                 "idle window": self.idle,
                 "update": self.policy.train_step,
                 "merge": self.drafter.merge,
-                "push": self.push,
+                "weight_sync": self.push,
             }[phase]()
 
     def run(self):

@@ -1,4 +1,4 @@
-"""What one rank of the loop does with scored answers."""
+"""What one rank of the loop does with scored responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_tlt.config.root import Config
 from megatron_tlt.idle.window import WindowReport
 from megatron_tlt.observe.gpu import GpuMonitor
 from megatron_tlt.trainer.loop import RLTrainer
-from megatron_tlt.types import PastAnswer, Prompt, RewardResult, Sample, SampleGroup
+from megatron_tlt.types import PastResponse, Prompt, RewardResult, Sample, SampleGroup
 
 PROMPTS = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(3)]
 
@@ -28,19 +28,19 @@ class OneRank:
 
 
 class Backend:
-    """Keeps the answers of its history."""
+    """Keeps the responses of its history."""
 
-    history_answers, policy_version = 8, 0
+    history_responses, policy_version = 8, 0
 
     def __init__(self) -> None:
-        self.history: list[PastAnswer] = []
+        self.history: list[PastResponse] = []
 
-    def remember(self, answers: list[PastAnswer]) -> None:
-        self.history += answers
+    def remember(self, responses: list[PastResponse]) -> None:
+        self.history += responses
 
 
 class Rollout:
-    """Two answers of one token to each prompt."""
+    """Two responses of one token to each prompt."""
 
     is_group_leader, is_cut_short = True, False
 
@@ -55,7 +55,7 @@ class Rollout:
 
 
 class Rewards:
-    """Of prompt 1 one answer is right, of the others both."""
+    """Of prompt 1 one response is right, of the others both."""
 
     def score(self, groups: list[SampleGroup]) -> None:
         for group in groups:
@@ -63,7 +63,7 @@ class Rewards:
             group.rewards = [RewardResult(float(r), r) for r in right]
 
 
-def test_answers_that_are_not_trained_on_are_remembered_too() -> None:
+def test_responses_that_are_not_trained_on_are_remembered_too() -> None:
     section = AlgorithmSection(dynamic_sampling=True, max_sampling_rounds=1)
     config = Config.model_validate(
         {"model": {"path": "m"}, "algorithm": section, "train": {"prompts_per_step": 3}}

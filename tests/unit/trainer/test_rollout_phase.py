@@ -1,4 +1,4 @@
-"""What a rank reports while it generates, and what it keeps of the answers."""
+"""What a rank reports while it generates, and what it keeps of the responses."""
 
 from __future__ import annotations
 
@@ -56,4 +56,4 @@ def test_progress_goes_to_watchdog_coordinator_and_display():
     assert seen.shown == [(2, 1, 10)]
     assert seen.asked == [1, 3], "the share of the second of two replicas"
     phase.generate(PROMPTS)
-    assert seen.heartbeats[-1]["left"] == tokens_left(np.array([3, 5]), 1, np.array([7.0])), "of the last answers"
+    assert seen.heartbeats[-1]["left"] == tokens_left(np.array([3, 5]), 1, np.array([7.0])), "of the last responses"

@@ -1,4 +1,4 @@
-"""Stolen requests: which leave the queue, how they are answered, where the answers go."""
+"""Stolen requests: which leave the queue, how they are served, where the responses go."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def alone() -> dict[tuple[int, int], Sample]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_two_engines_give_the_answers_of_one(alone: dict, monkeypatch: pytest.MonkeyPatch, seed: int):
+def test_two_engines_give_the_responses_of_one(alone: dict, monkeypatch: pytest.MonkeyPatch, seed: int):
     """At random moments the other engine steals a share, from a pool so small that requests are preempted, too."""
     monkeypatch.setattr("megatron_tlt.rollout.engine._PROGRESS_EVERY_S", 0.0)
     rng = random.Random(seed)

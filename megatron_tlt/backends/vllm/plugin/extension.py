@@ -26,7 +26,7 @@ class TltWorkerExtension:
     tlt_drafting: StepDrafting | None
     tlt_sampling: KeyedSampling
     tlt_tap: PositionTap | None
-    tlt_routes: PositionTap | None
+    tlt_routed_experts: PositionTap | None
     _tlt_is_loading: bool
 
     def tlt_install(
@@ -35,12 +35,12 @@ class TltWorkerExtension:
         max_len: int,
         max_requests: int,
         speculation: dict[str, Any],
-        routes: str | None,
+        routed_experts: str | None,
     ) -> None:
         """Takes sampling over; keeps hidden states if `hidden_bytes`. Once, before the first request.
 
-        `speculation`: the fields of `SpeculationSection`. `routes`: the type in which each token's experts are kept;
-        None: they are not.
+        `speculation`: the fields of `SpeculationSection`. `routed_experts`: the type in which each token's experts are
+        kept; None: they are not.
         """
         section, suffix, runner = SpeculationSection.model_validate(speculation), None, self.model_runner
         if section.uses_suffix:
@@ -50,7 +50,7 @@ class TltWorkerExtension:
         if section.drafter != "none":
             self.tlt_drafting = StepDrafting(section, torch.device(runner.device), suffix)
         self.tlt_sampling = KeyedSampling(runner, self.tlt_drafting)
-        self.tlt_tap = self.tlt_routes = None
+        self.tlt_tap = self.tlt_routed_experts = None
         if hidden_bytes:
             self.tlt_tap = PositionTap(
                 runner,
@@ -59,15 +59,15 @@ class TltWorkerExtension:
                 hidden_bytes,
                 is_taken=lambda request: bool(internals.extra_args(runner, request)[HIDDEN]),
             )
-        if routes is not None:
-            chosen = internals.watch_routers(runner, getattr(torch, routes))
-            self.tlt_routes = PositionTap(runner, max_len, max_requests, states=chosen)
+        if routed_experts is not None:
+            chosen = internals.watch_routers(runner, getattr(torch, routed_experts))
+            self.tlt_routed_experts = PositionTap(runner, max_len, max_requests, states=chosen)
         self._tlt_is_loading = False
 
     def tlt_end(self, request: str, count: int) -> dict[str, Tensor]:
-        """The request has ended: its "hidden" states and "routes" [count, W], those that were kept."""
+        """The request has ended: its "hidden" states and "routed_experts" [count, W], those that were kept."""
         self.tlt_sampling.forget(request)
-        taps = {"hidden": self.tlt_tap, "routes": self.tlt_routes}
+        taps = {"hidden": self.tlt_tap, "routed_experts": self.tlt_routed_experts}
         taken = {name: tap.take(request, count) for name, tap in taps.items() if tap is not None}
         return {name: states for name, states in taken.items() if states is not None}
 
@@ -85,7 +85,8 @@ class TltWorkerExtension:
             self.tlt_drafting.load_state_dict(state)
 
     def tlt_begin_update(self) -> None:
-        """Opens a push of the policy; one that was open is given up: its layers are half loaded until the next."""
+        """Opens a weight sync of the policy; one that was open is given up: its layers are half loaded until the
+        next."""
         model = self.model_runner.get_model()
         if self._tlt_is_loading:
             internals.end_reload(self, model, is_draft=False)

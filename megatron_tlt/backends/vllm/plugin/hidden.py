@@ -1,7 +1,7 @@
-"""What vLLM computes at each position of running answers, kept: hidden states, to train the drafter, or experts.
+"""What vLLM computes at each position of running responses, kept: hidden states, to train the drafter, or experts.
 
 Each new request takes a slot of `max_len` positions while there is one; a slot is read and freed when its request has
-ended. A rejected draft's position is written again by the next step, so the last value of a position is the answer's.
+ended. A rejected draft's position is written again by the next step, so the last value of a position is the response's.
 Every position passes here: there is no prefix cache.
 
 Legend: S slots, L positions of the longest request, W width of a state or of a token's experts, T tokens of a forward.

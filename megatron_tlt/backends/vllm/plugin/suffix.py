@@ -4,7 +4,7 @@
     a proposal       ->  alone: the suffix draft of each row; hybrid: of the rows where it is worth more than EAGLE's
 
 Rows are those of vLLM's batch, in its order, so `RunningRows` is filled here instead of by a scheduler. There is no
-history of earlier visits: the tries hold siblings of this rollout, and the forms of earlier ones.
+history of earlier epochs: the tries hold siblings of this rollout, and the forms of earlier ones.
 
 Legend: B rows of a step, K drafted tokens.
 """

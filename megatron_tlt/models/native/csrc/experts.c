@@ -31,8 +31,8 @@ static void softmax(float *p, long n, long padded) {
 static void store_route(const Run *r, long row, long place, long expert) {
     const TltModel *m = r->m;
     const long at = (r->first + row) * m->route_bytes, within = m->layer[r->layer].route * m->topk + place;
-    if (m->experts <= 256) ((uint8_t *)r->s->routes)[at + within] = (uint8_t)expert;
-    else ((int16_t *)r->s->routes)[at / 2 + within] = (int16_t)expert;
+    if (m->experts <= 256) ((uint8_t *)r->s->routed_experts)[at + within] = (uint8_t)expert;
+    else ((int16_t *)r->s->routed_experts)[at / 2 + within] = (int16_t)expert;
 }
 
 /* Unit = one row: its k likeliest experts, ties to the lower number, and their gates; last the shared expert's gate. */
@@ -51,7 +51,7 @@ static void choose_unit(void *arg, long row) {
         gates[j] = p[best];
         total += p[best];
         p[best] = -1.0f; /* below all others */
-        if (r->s->routes) store_route(r, row, j, best);
+        if (r->s->routed_experts) store_route(r, row, j, best);
     }
     for (long j = 0; j < k && m->renormalise; j++) gates[j] /= total;
 }

@@ -34,7 +34,7 @@ typedef struct {
     int32_t max_rows, rope_len, tp;
     int32_t aux_count, aux[TLT_MAX_AUX]; /* ascending, never the last layer */
     int32_t experts, topk, expert_inter, shared_inter; /* E, k, F, the shared expert's width or 0; E 0: none */
-    int32_t renormalise, route_bytes; /* whether a row's gates sum to 1; bytes of its routes over all layers */
+    int32_t renormalise, route_bytes; /* whether a row's gates sum to 1; bytes of its routed_experts over all layers */
     float eps;
     const float *rope;       /* [rope_len][D]: D/2 cosines, then D/2 sines */
     const float *embed;      /* [V][H] row-major */
@@ -61,7 +61,7 @@ typedef struct {
     float *kv;     /* [L][2][num_blocks][kv_heads][block_size / 16] tiles of 16 * Dp elements */
     float *logits; /* [R][V] */
     float *hidden; /* [T][W] states, or NULL */
-    void *routes;     /* [T][layers with experts][k] experts of each row, uint8 if E <= 256 else int16; or NULL */
+    void *routed_experts;     /* [T][layers with experts][k] experts of each row, uint8 if E <= 256 else int16; or NULL */
 } TltStep;
 
 /* Sums buf[count] over the tensor-parallel ranks in place; returns non-zero on failure. */

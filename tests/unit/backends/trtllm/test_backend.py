@@ -89,7 +89,7 @@ def test_a_drafter_of_a_push_that_was_given_up_is_forgotten(
 def test_a_refused_request_leaves_nothing_behind(backend: TrtllmBackend) -> None:
     push(backend, 18)
     refused, endless = Prompt(1, "q", (REFUSED,), ""), Prompt(9, "q9", (ENDLESS,), "")
-    with pytest.raises(BackendError, match="could not answer prompt 1: ValueError: this prompt is refused"):
+    with pytest.raises(BackendError, match="could not generate a response to prompt 1: ValueError: this prompt is refused"):
         backend.generate([*PROMPTS, endless, refused], PARAMS, 2)
     assert len(backend.generate(PROMPTS, PARAMS, 2)) == 4
 
@@ -99,7 +99,7 @@ def test_weights_go_through_shared_memory_and_close_leaves_nothing(tmp_path: Pat
     weights = push(backend, 1, drafter=tensors(DRAFTER, 1))
     assert backend.weight_checksums() == {n: checksum(t) for n, t in weights.items()}
     folder, pid = backend.process.shared.path, backend.process.pid
-    assert {path.name for path in folder.iterdir()} == {"socket", "tlt_backends"}, "nothing of a push"
+    assert {path.name for path in folder.iterdir()} == {"socket", "tlt_backends"}, "nothing of a weight sync"
     assert folder.stat().st_mode & 0o777 == 0o700
     backend.close()
     backend.close()

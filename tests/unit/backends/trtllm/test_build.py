@@ -51,7 +51,7 @@ def settings(folder: Path, **fields: Any) -> tuple[RolloutSection, ModelSection]
     return rollout, ModelSection(path=str(folder), max_context=64)
 
 
-def test_it_is_built_pushed_to_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_built_pushed_to_and_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, real = list[str](), trtllm_build.EngineProcess.call
     noted = lambda self, kind, **fields: calls.append(kind) or real(self, kind, **fields)  # noqa: E731
     monkeypatch.setattr(trtllm_build.EngineProcess, "call", noted)
@@ -102,7 +102,8 @@ def test_errors_are_reported_and_no_process_stays(
 def test_it_starts_with_the_drafter_in_its_own_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors and config.json that EAGLE-3's loader reads, the layers as an argument; each push brings all tensors."""
+    """Tensors and config.json that EAGLE-3's loader reads, the layers as an argument; each weight sync brings all
+    tensors."""
     shape, seen, calls = DrafterConfig.eagle3(replace(TINY, num_layers=4), (0, 1, 2), 20), {}, []
     drafter = SavedDrafter(shape, random_drafter(shape))
     real = trtllm_build.EngineProcess.call

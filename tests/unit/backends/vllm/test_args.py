@@ -55,7 +55,7 @@ def test_the_engine_section_adds_arguments_and_replaces_none() -> None:
     given = engine_args(rollout(engine={"swap_space": 1}), MODEL, 1 << 20, None, is_eager=True)
     assert given["swap_space"] == 1
     assert given["kv_cache_memory_bytes"] == 1 << 20
-    assert given["load_format"] == "dummy", "the first push brings the weights"
+    assert given["load_format"] == "dummy", "the first weight sync brings the weights"
     with pytest.raises(ConfigError, match="set by other settings already: dtype"):
         engine_args(rollout(engine={"dtype": "half"}), MODEL, 1 << 20, None, is_eager=True)
 

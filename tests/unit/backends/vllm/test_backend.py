@@ -39,14 +39,15 @@ def test_kept_tables_are_copied_in_place_from_the_second_push_on(monkeypatch: py
 
 
 class ToyProcess:
-    """An engine's process that answers the request it has had longest; an answer's token is its key's last digits."""
+    """An engine's process that responses the request it has had longest; a response's token is its key's last
+    digits."""
 
     launch = SimpleNamespace(name="vLLM")
     is_alive = True
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
-        self.answers: list[dict[str, Any]] = []
+        self.responses: list[dict[str, Any]] = []
         self.most = 0
         self.hidden: bool | None = None
 
@@ -54,11 +55,11 @@ class ToyProcess:
         self.requests.append(message)
         self.most = max(self.most, len(self.requests))
 
-    def next_answer(self) -> dict[str, Any]:
+    def next_response(self) -> dict[str, Any]:
         request = self.requests.pop(0)
         tokens = [request["key"] % 1000]
         self.hidden = request["params"]["hidden"]
-        return {"type": "answer", "id": request["id"], "token_ids": tokens, "finish_reason": "length"}
+        return {"type": "response", "id": request["id"], "token_ids": tokens, "finish_reason": "length"}
 
 
 def toy_backend(process: ToyProcess, most: int) -> tuple[VllmBackend, ToyProcess]:
@@ -72,7 +73,7 @@ def toy_backend(process: ToyProcess, most: int) -> tuple[VllmBackend, ToyProcess
 
 
 def test_requests_that_have_not_begun_are_answered_by_another_engine() -> None:
-    """In two engines that hold three requests at a time: the same answers as in one, and none twice."""
+    """In two engines that hold three requests at a time: the same responses as in one, and none twice."""
     prompts = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(4)]
     params = SamplingParams(max_tokens=4, seed=3)
 
@@ -95,59 +96,59 @@ def test_requests_that_have_not_begun_are_answered_by_another_engine() -> None:
 
 
 class KeepingProcess(ToyProcess):
-    """Its answers have hidden states in files of `folder`; when it aborts, it has answered everything."""
+    """Its responses have hidden states in files of `folder`; when it aborts, it has served everything."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
 
-    def next_answer(self) -> dict[str, Any]:
-        answer = super().next_answer()
-        path = self.folder / str(answer["id"])
+    def next_response(self) -> dict[str, Any]:
+        response = super().next_response()
+        path = self.folder / str(response["id"])
         save_file({"hidden": torch.zeros(2, 1)}, path)
-        return {**answer, "kept": str(path)}
+        return {**response, "kept": str(path)}
 
     def call(self, kind: str) -> None:
         assert kind == "abort"
         while self.requests:
-            self.answers.append(self.next_answer())
+            self.responses.append(self.next_response())
         raise BackendError("could not abort")
 
 
 @pytest.mark.parametrize("kind", ["length", "unknown"])
-def test_an_interrupted_rollout_leaves_no_queue_no_answer_and_no_file(tmp_path: Path, kind: str) -> None:
+def test_an_interrupted_rollout_leaves_no_queue_no_response_and_no_file(tmp_path: Path, kind: str) -> None:
     backend, process = toy_backend(KeepingProcess(tmp_path), 2)
 
     def interrupt(*_: int) -> None:
         raise KeyboardInterrupt
 
     ended = {"finish_reason": kind}
-    answer = process.next_answer
-    process.next_answer = lambda: answer() | ended  # type: ignore[method-assign]
+    response = process.next_response
+    process.next_response = lambda: response() | ended  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt if kind == "length" else BackendError):
         backend.generate([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), 9, interrupt)
-    assert backend.num_unstarted == 0 and not process.requests and not process.answers
+    assert backend.num_unstarted == 0 and not process.requests and not process.responses
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_engine_without_the_requests_that_wait_ends_the_rollout() -> None:
-    """Not at heartbeats of before the last request was read, nor at one that an answer may follow."""
+    """Not at heartbeats of before the last request was read, nor at one that a response may follow."""
     backend, process = toy_backend(ToyProcess(), 2)
-    answer, beat = process.next_answer, {"type": "beat", "lengths": [], "in_flight": 0}
+    response, beat = process.next_response, {"type": "beat", "lengths": [], "in_flight": 0}
     process.failure = BackendError  # type: ignore[attr-defined]
     old = [{**beat, "last_request": 1}] * 3
-    seen: list[Any] = [*old, {**beat, "last_request": 2}, answer, {**beat, "last_request": 3}, answer, answer]
+    seen: list[Any] = [*old, {**beat, "last_request": 2}, response, {**beat, "last_request": 3}, response, response]
     last: list[Any] = [*old, *[{**beat, "last_request": 6}] * 2]
 
     def play(messages: list[Any], num_samples: int) -> None:
         left = iter(messages)
-        process.next_answer = lambda: m() if callable(m := next(left)) else m  # type: ignore[method-assign]
+        process.next_response = lambda: m() if callable(m := next(left)) else m  # type: ignore[method-assign]
         backend.generate([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), num_samples)
 
     play(seen, 3)
     assert process.hidden is False, "without a sink no hidden states are kept"
     backend.collect_hidden_states(lambda sample: None)
-    play([answer], 1)
+    play([response], 1)
     assert process.hidden is True
     process.call = lambda kind: None  # type: ignore[attr-defined]
     with pytest.raises(BackendError, match="has no requests, but 2 wait"):

@@ -1,4 +1,4 @@
-"""vLLM's server around a toy engine: what fails in the engine ends the process, and an abort answers everything."""
+"""vLLM's server around a toy engine: what fails in the engine ends the process, and an abort responses everything."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class ToyEngine:
         for name in list(self.lengths):
             self.lengths[name] += not self.endless
             finished = self.lengths[name] == 2
-            answer = SimpleNamespace(token_ids=[5] * self.lengths[name], finish_reason="length")
-            outputs.append(SimpleNamespace(request_id=name, outputs=[answer], finished=finished))
+            response = SimpleNamespace(token_ids=[5] * self.lengths[name], finish_reason="length")
+            outputs.append(SimpleNamespace(request_id=name, outputs=[response], finished=finished))
             if finished:
                 del self.lengths[name]
         return outputs
@@ -57,20 +57,20 @@ class ToyEngine:
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         self._call(method)
-        return [{"hidden": torch.ones(3, 2), "routes": torch.ones(3, 1)} if method == "tlt_end" else {}]
+        return [{"hidden": torch.ones(3, 2), "routed_experts": torch.ones(3, 1)} if method == "tlt_end" else {}]
 
 
 class Talk:
-    """A Host, its engine, and the answers that it has sent."""
+    """A Host, its engine, and the responses that it has sent."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.engine, self.answers = ToyEngine(), []  # type: tuple[ToyEngine, list[Message]]
+        self.engine, self.responses = ToyEngine(), []  # type: tuple[ToyEngine, list[Message]]
         monkeypatch.setattr(server.door, "start_engine", lambda llm: self.engine)
         monkeypatch.setattr(server.door, "sampling_params", lambda params, extra: None)
-        self.folder, self.host = folder, server.Host(self.answers.append)
+        self.folder, self.host = folder, server.Host(self.responses.append)
 
     async def start(self, stop: tuple[str, ...] = ()) -> None:
-        names = ("llm", "hidden_bytes", "max_len", "max_requests", "speculation", "routes")
+        names = ("llm", "hidden_bytes", "max_len", "max_requests", "speculation", "routed_experts")
         about = {"directory": str(self.folder), "tokenizer": str(self.folder / "none"), "stop": list(stop)}
         await self.host.do_start({**dict.fromkeys(names), **about})
 
@@ -102,7 +102,7 @@ def test_a_failure_of_the_engine_ends_the_process(
     assert ends == [1] and f"OSError: {what} failed" in capfd.readouterr().err
 
 
-def test_answers_bring_what_was_kept(talk: Talk) -> None:
+def test_responses_bring_what_was_kept(talk: Talk) -> None:
     async def go() -> None:
         await talk.start()
         add, seen = talk.engine.add_request, []
@@ -112,8 +112,8 @@ def test_answers_bring_what_was_kept(talk: Talk) -> None:
         assert seen == [2, 2], "a request that is being added is counted"
 
     asyncio.run(go())
-    assert {a["id"]: a["token_ids"] for a in talk.answers} == {1: [5, 5], 2: [5, 5]}
-    assert load_file(talk.answers[0]["kept"]).keys() == {"hidden", "routes"}
+    assert {a["id"]: a["token_ids"] for a in talk.responses} == {1: [5, 5], 2: [5, 5]}
+    assert load_file(talk.responses[0]["kept"]).keys() == {"hidden", "routed_experts"}
 
 
 def test_a_tokenizer_that_cannot_be_read_ends_the_start(talk: Talk) -> None:
@@ -129,7 +129,7 @@ def test_what_is_aborted_is_answered_before_the_reply(talk: Talk) -> None:
         await asyncio.sleep(0.01)
         talk.submit(3)
         await talk.host.do_abort({})
-        assert {a["id"]: a["finish_reason"] for a in talk.answers} == dict.fromkeys((1, 2, 3), "cancelled")
+        assert {a["id"]: a["finish_reason"] for a in talk.responses} == dict.fromkeys((1, 2, 3), "cancelled")
         await talk.host._stepping
         assert talk.host.in_flight == 0 and talk.engine.lengths == {}
 
@@ -147,8 +147,8 @@ def test_a_drafter_is_replaced_while_a_request_runs(talk: Talk) -> None:
                 assert "checksums" in await talk.host.do_drafter({"tensors": [], "verify": False})
         finally:
             talk.engine.endless = False
-        assert talk.answers == [] and talk.host.in_flight == 1
+        assert talk.responses == [] and talk.host.in_flight == 1
         await talk.host._stepping
-        assert [(a["id"], a["token_ids"], a["finish_reason"]) for a in talk.answers] == [(1, [5, 5], "length")]
+        assert [(a["id"], a["token_ids"], a["finish_reason"]) for a in talk.responses] == [(1, [5, 5], "length")]
 
     asyncio.run(go())

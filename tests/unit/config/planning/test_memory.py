@@ -159,7 +159,7 @@ def test_the_report_shows_grid_memory_and_tokens():
     assert "Ranks: 256 = tp 8 x pp 2 x cp 1 x dp 16" in text
     assert "  dp 1      8-15  136-143\n" in text
     assert "Rollout engines: 32 of 8 ranks: 0-7, 8-15, ..., 248-255" in text
-    assert "512 prompts x 16 answers = 8192 sequences, at most 83886080 tokens" in text
+    assert "512 prompts x 16 responses = 8192 sequences, at most 83886080 tokens" in text
     total = next(line for line in text.splitlines() if line.startswith("  at most"))
     worst = max(stage.total for stage in estimate_memory(config, config.model.architecture, 256))
     assert total.split()[-1] == f"{worst / GIB:.2f}"
@@ -208,7 +208,7 @@ def test_what_is_given_back_is_there_in_its_phase_only():
     gradients, optimizer = kept.parts["gradients"], kept.parts["optimizer"]
     assert kept.of_phase("rollout") - freed.of_phase("rollout") == gradients + optimizer
     assert kept.of_phase("update") - freed.of_phase("update") == 4096 * 2**20, "graphs stay where they are"
-    assert kept.of_phase("push") - freed.of_phase("push") == gradients + optimizer + 4096 * 2**20
+    assert kept.of_phase("weight_sync") - freed.of_phase("weight_sync") == gradients + optimizer + 4096 * 2**20
     assert kept.total == kept.of_phase("update") > freed.total == freed.of_phase("update")
     text = render_check(config_of(*options, "model.path=m"), shape, 1, "cuda")
     assert f"{freed.of_phase('rollout') / GIB:.2f}" in text and "in the rollout" in text
@@ -286,7 +286,7 @@ def test_an_engine_in_another_process_is_planned_by_its_own_settings():
     assert vllm.total == 110 * GIB and vllm.parts["engine's process"] == 2 * GIB
     experts = shape.model_copy(update={"num_experts": 128, "moe_intermediate_size": 768, "dense_layers": (0,)})
     (stage,) = estimate_memory(vllm_of, experts, 2, "cuda", 500)
-    assert stage.parts[engine.LOADED] == 2 * 128 * 3 * 768 * 3584 * 2 and stage.only[engine.LOADED] == ("push",)
+    assert stage.parts[engine.LOADED] == 2 * 128 * 3 * 768 * 3584 * 2 and stage.only[engine.LOADED] == ("weight_sync",)
     more = config_of(*TLT, *sizes, "rollout.backend=vllm", "rollout.process_mib=3072")
     assert estimate_memory(more, shape, 2, "cuda", 110)[0].parts["engine's process"] == 3 * GIB
     few = ["rollout.dtype=bf16", *sizes, "rollout.backend=trtllm", "rollout.trtllm.kv_cache_fraction=0.25"]

@@ -71,14 +71,14 @@ def test_whole_rollouts_with_a_long_tail():
     lengths = np.clip(np.random.default_rng(0).lognormal(4.2, 0.7, (12, 64)), 10, 256).astype(int)
     for world, least in ((GPU, 2.5), ({"quality": 0.02}, 0.96)):
         selector, engine = CostModelSelector("eagle", 8), SpecWorld(**world)
-        for at, answers in enumerate(lengths):
+        for at, responses in enumerate(lengths):
             if at == 4:
                 engine.clock, plain = 0.0, 0.0
-            engine.start(answers)
+            engine.start(responses)
             while len(engine.lengths):
                 engine.step(selector)
             if at >= 4:
-                running = (answers[:, None] > np.arange(answers.max())).sum(0)
+                running = (responses[:, None] > np.arange(responses.max())).sum(0)
                 plain += sum(float(engine.step_seconds(B, B)) for B in running)
         assert plain / engine.clock > least
 

@@ -14,8 +14,8 @@ from megatron_tlt.models.native.suffix_abi import (
     NO_MEMORY,
 )
 from megatron_tlt.rollout.spec import suffix
-from megatron_tlt.rollout.spec.history import AnswerHistory
-from megatron_tlt.types import PastAnswer, SamplingParams
+from megatron_tlt.rollout.spec.history import ResponseHistory
+from megatron_tlt.types import PastResponse, SamplingParams
 from tests.helpers.suffix_tables import CHAIN, Pool, Table, V, check_against_naive, make_request, repetitive
 
 
@@ -64,8 +64,8 @@ def test_tokens_of_plain_steps_are_read_before_the_next_draft() -> None:
 
 
 def test_siblings_history_and_prompt_are_read() -> None:
-    history = AnswerHistory(2, 4, 1)
-    history.remember([PastAnswer("q", np.array([0, 5, 5, 6], np.int32), 1.0, 9)])
+    history = ResponseHistory(2, 4, 1)
+    history.remember([PastResponse("q", np.array([0, 5, 5, 6], np.int32), 1.0, 9)])
     past = Table(history=history)
     past.start(make_request(0, [1, 2, 3], [0]))
     assert past.propose().tokens.tolist() == [5, 5, 6]
@@ -80,15 +80,15 @@ def test_siblings_history_and_prompt_are_read() -> None:
     assert prompt.propose(lengths=[4]).tokens.tolist() == [3, 4, 5, 6]
 
 
-def test_better_answers_weigh_more() -> None:
-    history = AnswerHistory(1, 4, 1)
-    answers = [
-        PastAnswer("q", np.array([0, t, t], np.int32), s, 9) for t, s in ((4, 0.0), (5, 1.0), (6, 0.5))
+def test_better_responses_weigh_more() -> None:
+    history = ResponseHistory(1, 4, 1)
+    responses = [
+        PastResponse("q", np.array([0, t, t], np.int32), s, 9) for t, s in ((4, 0.0), (5, 1.0), (6, 0.5))
     ]
-    history.remember(answers)
+    history.remember(responses)
     assert suffix._weights(history.of("q")) == [3, 2, 1]
-    assert suffix._weights(answers[:1] * 3) == [2, 2, 2]
-    assert suffix._weights([PastAnswer("q", np.empty(0, np.int32), np.nan, 1), *answers]) == [2] * 4
+    assert suffix._weights(responses[:1] * 3) == [2, 2, 2]
+    assert suffix._weights([PastResponse("q", np.empty(0, np.int32), np.nan, 1), *responses]) == [2] * 4
     table = Table(history=history)
     table.start(make_request(0, [1, 2, 3], [0], temperature=0.0))
     assert table.propose().tokens.tolist()[:2] == [5, 5]

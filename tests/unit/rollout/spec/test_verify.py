@@ -1,6 +1,6 @@
 """`accept_matches` against its definition, and how often a coupled draft is accepted.
 
-Equal answers in engines, whatever is drafted: tests/numerics/test_speculation.py. Legend: B rows, N nodes, T = B + N.
+Equal responses in engines, whatever is drafted: tests/numerics/test_speculation.py. Legend: B rows, N nodes, T = B + N.
 """
 
 from __future__ import annotations
