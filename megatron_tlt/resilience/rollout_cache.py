@@ -56,7 +56,8 @@ def encode_response(sample: Sample, prompt_crc: int) -> bytes:
     """A finished response as a line."""
     fields = asdict(sample)
     if (routed_experts := fields.pop("routed_experts")) is not None:
-        fields["routed_experts"] = [routed_experts.dtype.name, routed_experts.shape, base64.b64encode(routed_experts.tobytes()).decode()]
+        encoded = base64.b64encode(routed_experts.tobytes()).decode()
+        fields["routed_experts"] = [routed_experts.dtype.name, routed_experts.shape, encoded]
     return encode_line({"prompt_crc": prompt_crc, "sample": fields})
 
 

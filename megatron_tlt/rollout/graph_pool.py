@@ -116,7 +116,8 @@ class GraphPool:
 
     def _outputs(self, key: GraphKey) -> DecoderOutput:
         rows = key.batch_size * key.tokens
-        routed_experts = self._routed_experts[:rows] if self._routed_experts.numel() else None  # with experts always: all steps share graphs
+        # With experts always: all steps share graphs.
+        routed_experts = self._routed_experts[:rows] if self._routed_experts.numel() else None
         return DecoderOutput(self._logits[:rows], self._hidden[:rows], routed_experts=routed_experts)
 
     def run(self, batch: DecoderInput) -> DecoderOutput:

@@ -55,7 +55,7 @@ class ModelRunner:
         self._one_each = np.arange(width + 1, dtype=np.int32)
         self._decode_inputs: dict[int, DecoderInput] = {}
         self.pages: PagedHiddenStates | None = None  # hidden states of all cached tokens, where they are kept
-        self._routed_experts: PagedHiddenStates | None = None  # the experts of all cached tokens, where they are recorded
+        self._routed_experts: PagedHiddenStates | None = None  # of all cached tokens, where recorded
 
     def keep_pages(self) -> PagedHiddenStates:
         """From now on every forward writes its hidden states into `pages`. Only while no request runs. Mutates."""

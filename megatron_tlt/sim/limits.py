@@ -32,7 +32,8 @@ def check_limits(configs: Sequence[SimConfig]) -> Iterator[ConfigProblem]:
         slowest = max(configs, key=_seconds)
         responses = _responses(slowest) * slowest.workload.steps
         allowed = (
-            f"too large to simulate: {_engines(slowest):,} engines and {responses:,} responses in {slowest.workload.steps} "
+            f"too large to simulate: {_engines(slowest):,} engines and {responses:,} responses in "
+            f"{slowest.workload.steps} "
             f"steps, {len(configs)} points in all, would take about {seconds / 60:,.0f} minutes "
             f"(limit {MAX_SECONDS / 60:.0f}); take fewer nodes, prompts, steps or points"
         )

@@ -16,7 +16,14 @@ from torch import Tensor
 from megatron_tlt.types import TrainSequence
 from tests.helpers.mpi import run_ranks
 from tests.helpers.once import once
-from tests.mpi.workers.actor_common import KINDS, MOE_KINDS, results, save_model, sequences, with_routed_experts
+from tests.mpi.workers.actor_common import (
+    KINDS,
+    MOE_KINDS,
+    results,
+    save_model,
+    sequences,
+    with_routed_experts,
+)
 
 TEMPERATURES = (1.0, 0.8)
 

@@ -10,7 +10,15 @@ import torch
 
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.types import SamplingParams
-from tests.helpers.engines import Responses, Job, generate_all, assert_scored, collect, make_engine, random_jobs
+from tests.helpers.engines import (
+    Job,
+    Responses,
+    assert_scored,
+    collect,
+    generate_all,
+    make_engine,
+    random_jobs,
+)
 from tests.helpers.tiny_models import MOE_FAMILIES, hf_model, model_config, named_weights
 
 FAMILIES = ["qwen2", "qwen3", "llama"]

@@ -22,8 +22,8 @@ from megatron_tlt.types import SamplingParams
 from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
 from tests.helpers.engines import (
     Responses,
-    generate_all,
     assert_scored,
+    generate_all,
     make_engine,
     random_jobs,
     small_config,

@@ -50,7 +50,7 @@ def _check_experts(config: Config, shape: ArchitectureConfig) -> Problems:
     """Engines to which a weight sync does not bring experts, or that hand out no layers' outputs of such a model."""
     backend = config.rollout.backend
     if backend == "trtllm":
-        allowed = "must be 'embedded' or 'vllm' for a mixture of experts: a weight sync brings a layer's experts as one tensor"
+        allowed = "must be 'embedded' or 'vllm' for experts: a weight sync sends a layer's experts as one tensor"
         yield ConfigProblem("rollout.backend", backend, allowed)
     reads_layers = config.rollout.speculation.uses_eagle and config.drafter.kind == "eagle3"
     if backend == "vllm" and reads_layers and shape.family != "qwen3_moe":

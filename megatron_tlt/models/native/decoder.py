@@ -14,7 +14,14 @@ from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError, ConfigError
-from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, empty_routed_experts, split_name
+from megatron_tlt.models.base import (
+    KVCache,
+    NamedTensors,
+    Shard,
+    WeightLedger,
+    empty_routed_experts,
+    split_name,
+)
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.native.abi import ERRORS, Step, library

@@ -17,7 +17,14 @@ from torch.nn.functional import linear
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.base import KVCache, NamedTensors, Shard, WeightLedger, empty_routed_experts, split_name
+from megatron_tlt.models.base import (
+    KVCache,
+    NamedTensors,
+    Shard,
+    WeightLedger,
+    empty_routed_experts,
+    split_name,
+)
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.torch.attention import AttentionPlan, Plan, StaticPlan
@@ -179,8 +186,8 @@ class TorchDecoder:
         states[-1] = self._norm_final(states[-1])
         out = DecoderOutput(self.logits(states[-1][wanted]), _joined(states) if batch.all_hidden else None)
         if batch.all_routed_experts:
-            routed_experts = torch.cat(chosen, -1)
-            out.routed_experts = empty_routed_experts(len(routed_experts), self.config, self.device).copy_(routed_experts)
+            ids = torch.cat(chosen, -1)
+            out.routed_experts = empty_routed_experts(len(ids), self.config, self.device).copy_(ids)
         return out
 
     @torch.inference_mode()

@@ -20,7 +20,14 @@ from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.model import ModelSection
-from tests.mpi.workers.actor_common import ClippedRatio, sequences, share, shortened, train_batch, with_routed_experts
+from tests.mpi.workers.actor_common import (
+    ClippedRatio,
+    sequences,
+    share,
+    shortened,
+    train_batch,
+    with_routed_experts,
+)
 
 SGD = OptimizerSection(name="sgd", lr=0.05, clip_grad=1.0)
 ADAM = OptimizerSection(name="adam", lr=1e-3, clip_grad=1.0)

@@ -50,7 +50,7 @@ def test_a_row_is_rewarded_as_the_run_rewards_it(config, prompts, tmp_path: Path
         lambda p: f"so <answer>{p.answer}</answer>",
         lambda p: f"<answer>{p.answer} or so</answer>",
         lambda p: "<answer>nothing</answer>",
-        lambda p: str(p.response),
+        lambda p: str(p.answer),
     ]
     groups = [
         SampleGroup(p, [Sample(p.prompt_id, i, [], [], text(p), "stop", 0) for i, text in enumerate(texts)])

@@ -15,8 +15,8 @@ from megatron_tlt.config.run import RolloutCacheSection
 from megatron_tlt.resilience.rollout_cache import (
     ResponseWriter,
     RolloutCache,
-    encode_response,
     encode_line,
+    encode_response,
     prompt_crc,
     read_responses,
 )

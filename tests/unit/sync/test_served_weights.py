@@ -20,7 +20,7 @@ def test_a_push_is_served_when_it_is_complete():
     tensors = weights.accept(WeightBucket(4, [("a", torch.ones(2)), ("head", torch.ones(9))]))
     assert [name for name, _ in tensors] == ["a"]
     weights.accept_drafter(7)
-    with pytest.raises(BackendError, match=r"push of version 4 has not finished \(1 tensors missing\)"):
+    with pytest.raises(BackendError, match=r"weight sync of version 4 has not finished \(1 tensors missing\)"):
         weights.check_ready()
     with pytest.raises(SyncError, match="version 4 lacks b"):
         weights.commit()

@@ -89,7 +89,8 @@ def test_a_drafter_of_a_push_that_was_given_up_is_forgotten(
 def test_a_refused_request_leaves_nothing_behind(backend: TrtllmBackend) -> None:
     push(backend, 18)
     refused, endless = Prompt(1, "q", (REFUSED,), ""), Prompt(9, "q9", (ENDLESS,), "")
-    with pytest.raises(BackendError, match="could not generate a response to prompt 1: ValueError: this prompt is refused"):
+    message = "could not generate a response to prompt 1: ValueError: this prompt is refused"
+    with pytest.raises(BackendError, match=message):
         backend.generate([*PROMPTS, endless, refused], PARAMS, 2)
     assert len(backend.generate(PROMPTS, PARAMS, 2)) == 4
 

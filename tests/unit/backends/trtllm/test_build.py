@@ -51,7 +51,7 @@ def settings(folder: Path, **fields: Any) -> tuple[RolloutSection, ModelSection]
     return rollout, ModelSection(path=str(folder), max_context=64)
 
 
-def test_it_is_built_pushed_to_and_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_built_synced_and_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, real = list[str](), trtllm_build.EngineProcess.call
     noted = lambda self, kind, **fields: calls.append(kind) or real(self, kind, **fields)  # noqa: E731
     monkeypatch.setattr(trtllm_build.EngineProcess, "call", noted)
