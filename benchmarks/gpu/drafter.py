@@ -29,7 +29,7 @@ FARTHEST = 0.3  # of an FP8 gradient from the bf16 one, over its norm
 
 
 def run(check: Check) -> Result:
-    """All arithmetics that are installed here; one that is not is named in its row."""
+    """All arithmetic that are installed here; one that is not is named in its row."""
     found, config = Result(), TINY if check.smoke else SEVEN
     tokens = 32 if check.smoke else TOKENS
     generator = torch.Generator(check.device).manual_seed(0)
