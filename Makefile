@@ -11,7 +11,7 @@ JOBS ?= 2
 ARGS ?=
 RANKS ?= 2
 
-.PHONY: help setup setup-dev quickstart proof test test-all lint types imports unit gpu-check gpu-wheels docs setup-vllm bench-peers bench-vllm bench-trl clean
+.PHONY: help setup setup-dev quickstart proof check test test-all lint types imports unit gpu-check gpu-wheels docs setup-vllm bench-peers bench-vllm bench-trl clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1: \2/p' Makefile
@@ -28,7 +28,11 @@ quickstart: setup  ## Train the demo policy on 2 ranks (3 to 5 minutes on 2 core
 proof: setup-dev  ## TLT on against off: the same responses and weights, how much faster, and a picture (16 minutes on 2 cores)
 	$(BIN)/python benchmarks/proof.py --picture docs/proof.svg --out benchmarks/results/proof.json $(ARGS)
 
-test: setup-dev lint types imports unit  ## Run ruff, mypy, import-linter and pytest
+check: setup-dev lint types imports  ## Run ruff, mypy, import-linter and the quick unit tests (90 seconds): while you work
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/unit \
+		-m "not slow and not mpi and not nightly" $(PYTEST_ARGS)
+
+test: setup-dev lint types imports unit  ## Run ruff, mypy, import-linter and pytest (5 to 8 minutes on 2 cores)
 
 lint: setup-dev  ## Run ruff
 	$(BIN)/python -m ruff check $(SOURCES)

@@ -3,53 +3,36 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.mpi import ROOT, forking_python, rank_environment
+from tests.helpers.mpi import ROOT
+from tests.helpers.printed import commands, make_folder, run_as_printed
 from tests.helpers.runs import rows
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
-def commands(heading: str) -> list[str]:
-    """The indented blocks of one section of the README, one shell command each."""
-    section = (ROOT / "README.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line[4:] for line in section.splitlines() if line.startswith("    ")]
-    return re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
+def section(heading: str) -> list[str]:
+    """The commands of one section of the README."""
+    return commands((ROOT / "README.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory like the repository, after the commands; the ranks of `launch/local.sh` are forks."""
-    folder = tmp_path_factory.mktemp("readme")
-    environment = rank_environment() | {"PYTHON": str(forking_python(folder))}
-    for name in (".venv", "assets", "configs", "launch", "megatron_tlt", "tools"):
-        (folder / name).symlink_to(ROOT / name)
+    """A working directory like the repository, after the commands."""
+    folder = make_folder(tmp_path_factory.mktemp("readme"))
     # As the section says for trying it out. A random model never gets a reward, and so would not learn.
     shutil.copytree(ROOT / "assets/demo-policy", folder / "my-model")
-    for command in commands("Your own model"):
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}"
+    run_as_printed(folder, section("Your own model"))
     return folder
 
 
 def test_the_section_has_every_step_from_training_to_evaluation():
-    found = commands("Your own model")
+    found = section("Your own model")
     wanted = (
         "launch/local.sh -n 2",
         "megatron-tlt export",
