@@ -1,6 +1,6 @@
 """Gains and costs of training the drafter in idle time: whole runs of the quickstart, side by side.
 
-    python benchmarks/bench_idle.py [--quick] [--parts windows interference keepup e2e tail work_stealing] --out r.json
+    python benchmarks/bench_idle.py [--quick] [--parts windows interference keepup e2e tail] --out r.json
 
 - windows: one run. Seconds trained over seconds idle, milliseconds from the last rank's end to all stopped, the share
   of a step that merging the replicas and publishing the drafter take.
@@ -9,7 +9,6 @@
   workload of its own (`keepup.yaml`). Writes a picture beside the JSON.
 - e2e: everything on against no drafter at all, same seeds (A B A B): seconds per step, and the same final weights.
 - tail: the same for a policy that does not fit the cache, with few and uneven responses (`tail.yaml`).
-- work_stealing: `idle.work_stealing` on and off, no drafter, engines with room for a few of their requests (A B A B).
 
 Ranks are bound to cores where there are enough. Every run is a process of its own; `--work` keeps them.
 """
@@ -35,7 +34,6 @@ ON = [f"{SPEC}.drafter=hybrid", f"{SPEC}.drafter_path={DRAFTER}", "idle.train_dr
 OFF = [f"{SPEC}.drafter=none", "idle.train_drafter=false"]
 TAIL = ROOT / "benchmarks/lib/tail.yaml"
 TAIL_MLP = 4096  # units of the wider policy's MLPs: 77 MB of weights, more than a core's share of any cache
-STEALING_RUNNING = (8, 32)  # of 128 requests of a rank
 
 
 def train(
@@ -109,17 +107,6 @@ def tail(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     return rows, {"tail": ratios["step"], "tail_rollout": ratios["rollout"], "tail_identical": 1.0}
 
 
-def work_stealing(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
-    """Rollout and idle time with and without work stealing, a few running at once; the same weights."""
-    rows, summary = [], {}
-    for running in STEALING_RUNNING:
-        few = [*OFF, f"rollout.max_running_requests={running}"]
-        some, ratios = compare(args, f"work-stealing-{running}", [*few, "idle.work_stealing=true"], few)
-        rows += [{**row, "running": running} for row in some]
-        summary |= {f"work_stealing_{name}_{running}": ratio for name, ratio in ratios.items()}
-    return rows, summary
-
-
 def compare(
     args: argparse.Namespace,
     part: str,
@@ -137,24 +124,22 @@ def compare(
     kept, ratios, shares = [], [], []
     for turn in range(args.repeats):
         seconds, rollout, tensors = {}, {}, {}
-        stolen = 0.0
         order = [("on", on), ("off", off)]
         for name, options in order if turn % 2 == 0 else order[::-1]:
             rows = train(args, f"{part}-{name}", steps, options, every=steps, config=config)
             seconds[name] = sum(row["time/step"] for row in rows)
             rollout[name] = sum(row["time/rollout"] + row["time/idle"] for row in rows)
-            stolen += sum(row.get("idle/stolen_requests", 0.0) for row in rows)
             tensors[name] = checkpoint_tensors(args.work / f"{part}-{name}/checkpoints/step-{steps:06d}")
         if not all(bool((tensors["off"][k] == v).all()) for k, v in tensors["on"].items()):
             raise SystemExit(f"{part}: the final weights differ")
         ratios.append(seconds["off"] / seconds["on"])
         shares.append(rollout["off"] / rollout["on"])
         times = {"on_s": seconds["on"], "off_s": seconds["off"], "rollout": shares[-1]}
-        kept.append({"part": part, **times, "rollout_off_s": rollout["off"], "stolen_requests": stolen})
+        kept.append({"part": part, **times, "rollout_off_s": rollout["off"]})
     return kept, {"step": statistics.median(ratios), "rollout": statistics.median(shares)}
 
 
-PARTS = {part.__name__: part for part in (windows, interference, keepup, e2e, tail, work_stealing)}
+PARTS = {part.__name__: part for part in (windows, interference, keepup, e2e, tail)}
 
 
 def parse_arguments() -> argparse.Namespace:

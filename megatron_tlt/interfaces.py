@@ -141,9 +141,8 @@ class KeyedEngine(Protocol):
         on_progress: ProgressCallback | None = None,
         have: Iterable[tuple[int, int]] = (),
         on_response: Callable[[Sample], None] | None = None,
-        goes_on: bool = False,
     ) -> list[Sample]:
-        """As `RolloutBackend.generate`, without the responses (prompt id, sample index) in `have` and those withdrawn.
+        """As `RolloutBackend.generate`, without the responses (prompt id, sample index) in `have`.
 
-        `on_response` gets each finished response; `goes_on`: this call continues the `generate` before it.
+        `on_response` gets each finished response.
         """

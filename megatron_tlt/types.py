@@ -202,15 +202,14 @@ class BackendCapabilities:
     logprobs: bool  # samples carry log-probs; if not, the actor scores them before the update
     stop_strings: bool  # responses can end at a string, whatever its tokens
     tensor_parallel: bool  # one engine on several ranks
-    withdraw: bool  # requests that have not begun can be taken out again, to be served elsewhere
     routed_experts: bool  # responses can name the experts that their tokens chose
     drafters: tuple[str, ...]  # kinds of `rollout.speculation.drafter` that draft in it
 
 
 _DRAFTERS = ("none", "suffix", "eagle", "hybrid")
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
-    "embedded": BackendCapabilities(True, True, True, True, True, True, True, True, drafters=_DRAFTERS),
-    "trtllm": BackendCapabilities(False, False, False, False, False, False, False, False, drafters=("none", "eagle")),
+    "embedded": BackendCapabilities(True, True, True, True, True, True, True, drafters=_DRAFTERS),
+    "trtllm": BackendCapabilities(False, False, False, False, False, False, False, drafters=("none", "eagle")),
     "vllm": BackendCapabilities(
         keyed_sampling=True,
         selectors=True,
@@ -218,7 +217,6 @@ CAPABILITIES: dict[BackendName, BackendCapabilities] = {
         logprobs=False,  # the actor's: the engine's differ in the last bits with the batch
         stop_strings=True,
         tensor_parallel=False,
-        withdraw=True,
         routed_experts=True,
         drafters=_DRAFTERS,
     ),

@@ -13,14 +13,15 @@ from bench_record import ROOT
 sys.path.insert(0, str(ROOT))
 
 import torch
-from mpi4py import MPI
 
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
+from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.distributed.world import World
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.idle.coordinator import IdleCoordinator
 from megatron_tlt.idle.policy import IdlePolicy
@@ -43,7 +44,7 @@ def trainer_of(config: Config, backend: EmbeddedBackend) -> OnlineDrafterTrainer
 def main() -> None:
     torch.set_num_threads(1)
     config = load_config(Path(sys.argv[1]), ["rollout.speculation.drafter=none"])
-    comm = MPI.COMM_WORLD
+    world = World.start(DistributedSection())
     tokenizer = HFTokenizer(config.model.path)
     prompts = build_prompts(config.data, "train", tokenizer, 0).next_batch(16)
     params = sampling_params(config)
@@ -58,19 +59,20 @@ def main() -> None:
     for turn in range(2 * int(sys.argv[2])):
         seconds = {}
         for kind in ("waiting", "training") if turn % 2 == 0 else ("training", "waiting"):
-            with closing(IdleCoordinator(comm)) as coordinator:
+            with closing(IdleCoordinator(world.comm, world.new_counter())) as coordinator:
                 policy = IdlePolicy(train_drafter=kind == "training", min_tail_seconds=0.0)
                 window = IdleWindow(coordinator, policy)
                 window.begin()
                 started = time.perf_counter()
-                if comm.rank == 0:
-                    backend.generate(prompts, params, 8, lambda *_: coordinator.poll())
+                if world.is_main:
+                    backend.generate(prompts, params, 8)
                     seconds[kind] = time.perf_counter() - started
-                window.run(trainer.train_step if comm.rank else lambda: None)
-        if comm.rank == 0:
+                window.run(trainer.train_step if world.rank else lambda: None)
+        if world.is_main:
             rows.append({f"{kind}_s": value for kind, value in seconds.items()})
-    if comm.rank == 0:
+    if world.is_main:
         print(json.dumps(rows))
+    world.close()
 
 
 if __name__ == "__main__":

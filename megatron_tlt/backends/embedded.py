@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.base import BaseBackend
@@ -74,13 +73,11 @@ class EmbeddedBackend(BaseBackend):
         on_progress: ProgressCallback | None = None,
         have: Iterable[tuple[int, int]] = (),
         on_response: Callable[[Sample], None] | None = None,
-        goes_on: bool = False,
     ) -> list[Sample]:
         """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`.
 
         Those in `have` are neither made nor returned; ranks of one engine must pass the same. `on_response` gets each
-        response as soon as it is finished. What `withdraw` takes meanwhile is not returned. `goes_on`: this
-        call continues the `generate` before it, whose drafts `drafts_of` still returns.
+        response as soon as it is finished.
         """
         engine = self.engine
         self._weights.check_ready()
@@ -96,7 +93,7 @@ class EmbeddedBackend(BaseBackend):
                 on_response(samples[-1])
 
         self.resume()
-        if self._traced_prompts and engine.speculator is not None and not goes_on:
+        if self._traced_prompts and engine.speculator is not None:
             engine.speculator.start_trace([p.prompt_id for p in prompts[: self._traced_prompts]])
         done = False
         try:
@@ -133,39 +130,6 @@ class EmbeddedBackend(BaseBackend):
         """Tokens that each running response has so far, int32 [B]."""
         rows = self.engine.scheduler.rows
         return rows.output_len[: rows.num_rows].copy()
-
-    @property
-    def num_running(self) -> int:
-        """Requests that decode now."""
-        return self.engine.num_running
-
-    @property
-    def num_unstarted(self) -> int:
-        """Requests of a `generate` under way that `withdraw` can take."""
-        return self.engine.scheduler.num_unstarted
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether prompts are on their way into the cache."""
-        return self.engine.scheduler.is_prefilling
-
-    @contextmanager
-    def holding(self) -> Iterator[None]:
-        """With `release_cache`: the cache stays from one `generate` in this block to the next."""
-        released, self._release_cache = self._release_cache, False
-        try:
-            yield
-        finally:
-            self._release_cache = released
-            if released:
-                self.release()
-
-    def withdraw(self, count: int) -> list[tuple[int, int]]:
-        """Takes up to `count` requests that have not begun out of a `generate` under way: (prompt_id, sample_index).
-
-        To be called by its `on_progress`, with one rank an engine. Any engine gives them the same responses.
-        """
-        return [(r.prompt_id, r.sample_index) for r in self.engine.withdraw(count)]
 
     def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
         """From now on calls `sink` with the hidden states of every finished response; None: collects none.

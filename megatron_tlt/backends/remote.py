@@ -118,7 +118,6 @@ class RemoteBackend(BaseBackend):
         on_progress: ProgressCallback | None = None,
         have: Iterable[tuple[int, int]] = (),
         on_response: Callable[[Sample], None] | None = None,
-        goes_on: bool = False,
     ) -> list[Sample]:
         """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`.
 
@@ -164,8 +163,8 @@ class RemoteBackend(BaseBackend):
                 )
 
     def _fill(self) -> None:
-        """Submits queued requests: all, or where the rest can be withdrawn, as many as the engine runs at once."""
-        most = self._rollout.max_running_requests if self.capabilities.withdraw else math.inf
+        """Submits queued requests: all, or where a response is keyed, as many as the engine runs at once."""
+        most = self._rollout.max_running_requests if self.capabilities.keyed_sampling else math.inf
         while self._queue and len(self._pending) < most:
             prompt, index = self._queue.popleft()
             self._requests += 1

@@ -12,9 +12,6 @@ class IdleSection(Section):
 
     train_drafter: bool = False
     """Train the drafter while waiting for other ranks."""
-    work_stealing: bool = False
-    """Requests that wait in a busy rank's engine are served by ranks that have no request left. Needs
-    rollout.tp = 1 and keyed sampling (backends embedded, vllm)."""
     min_tail_seconds: NonNegativeFloat = 0.02
     """Seconds that a rank has waited before it trains: the wait is taken to last as long again."""
     min_steps_per_window: NonNegativeInt = 0

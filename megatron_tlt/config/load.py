@@ -24,7 +24,6 @@ from megatron_tlt.errors import ConfigError, ConfigProblem
 # Keys of earlier versions. Each is refused with its present name; a section stands for every key below it.
 RENAMED_KEYS = {
     "bank": "rollout_cache",
-    "idle.take_over": "idle.work_stealing",
     "rollout.speculation.min_survival": "rollout.speculation.min_cumulative_acceptance",
 }
 # Keys that are gone, and what holds instead.

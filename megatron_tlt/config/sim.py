@@ -196,10 +196,6 @@ def check_sim(config: SimConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, size, f"must divide the {gpus} GPUs")
     if gpus % (block := measured.tp * measured.pp * measured.cp):
         yield ConfigProblem("training.pp", measured.pp, f"tp x pp x cp = {block} must divide the {gpus} GPUs")
-    if config.idle.work_stealing:
-        yield ConfigProblem(
-            "idle.work_stealing", True, "must be false: simulated replicas know nothing of each other's queues"
-        )
     if config.workload.lengths.path is not None and config.workload.lengths.values:
         allowed = "not with workload.lengths.values: one of them must be null or []"
         yield ConfigProblem("workload.lengths.path", config.workload.lengths.path, allowed)

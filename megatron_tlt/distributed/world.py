@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -37,11 +38,15 @@ _ABORT_S = 20.0  # for the launcher to end a rank after another one's MPI_Abort
 
 @dataclass
 class _Phase:
-    """What this rank is doing, its monitor, what it releases at its end. Mutable on purpose: the world is frozen."""
+    """What this rank is doing, how many counters it has made, its monitor, what it releases at its end.
+
+    Mutable on purpose: the world is frozen.
+    """
 
     name: str = "start"
     step: int = -1
     order: int = 0
+    counters: int = 0
     monitor: RankMonitor | None = None
     outcome: tuple[RankOutcome, str] = ("done", "")
     releases: list[Callable[[], None]] = field(default_factory=list)
@@ -121,6 +126,15 @@ class World:
         """A sign of life within a phase; `figures` as in `RankMonitor.report`. Microseconds."""
         if self._phase.monitor is not None:
             self._phase.monitor.report(**figures)
+
+    def new_counter(self) -> Callable[[int], int]:
+        """A counter that all ranks share, 0 at first: called with a number, it adds that and returns its new value.
+
+        All ranks make their counters in the same order. A call takes microseconds to a millisecond and waits for no
+        rank: a thread of rank 0 serves the store, whatever rank 0 does.
+        """
+        self._phase.counters += 1
+        return partial(self.store.add, f"counter/{self._phase.counters}")
 
     def barrier(self) -> None:
         """Waits for every rank (gloo or NCCL; sleeps, does not spin)."""

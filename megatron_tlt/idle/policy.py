@@ -1,4 +1,4 @@
-"""When an idle rank trains, when it stops, and how many requests it steals. Pure: no clock, no torch, no MPI.
+"""When an idle rank trains, and when it stops. Pure: no clock, no torch, no MPI.
 
 The simulator runs this file as it is, so everything it needs comes in as values.
 """
@@ -10,8 +10,6 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from megatron_tlt.idle.state import RankState
 
 if TYPE_CHECKING:
     from megatron_tlt.config.idle import IdleSection
@@ -31,8 +29,6 @@ class Action(IntEnum):
 class IdleView:
     """All that a decision depends on."""
 
-    state: RankState
-    """This rank's own state."""
     seconds_idle: float
     """Since the replica had its last request."""
     is_over: bool = False
@@ -72,17 +68,9 @@ class IdlePolicy:
 
     def _can_train(self, view: IdleView) -> bool:
         """Whether this rank can train at all, however long the wait."""
-        if view.state is RankState.BUSY or not self.train_drafter or view.is_disabled:
+        if not self.train_drafter or view.is_disabled:
             return False
         return view.samples_available is None or view.samples_available > 0
-
-
-def share_of_queue(queued: int, running: int) -> int:
-    """Number of queued requests that an idle replica steals from a busy one.
-
-    As many as let both end about together, with running responses half done on average: (queued + running / 2) / 2.
-    """
-    return min(queued, -(-(2 * queued + running) // 4))
 
 
 def tokens_left(running: np.ndarray, waiting: int, lengths: np.ndarray) -> float:

@@ -4,9 +4,9 @@
       ^          |            |
       +----------+------------+
 
-BUSY: the replica has live or queued requests. IDLE: it has none, and others do. TRAINING: idle, and training the
-drafter. A window ends with BUSY (the step goes on). Within a window BUSY follows IDLE where requests were stolen, and
-IDLE follows TRAINING where training stops first: enough micro-steps, no data, or a failure.
+BUSY: the replica has live requests, or can fetch some. IDLE: it has none, and others do. TRAINING: idle, and training
+the drafter. A window ends with BUSY (the step goes on). IDLE follows TRAINING where training stops before the window
+ends: enough micro-steps, no data, or a failure.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -54,15 +54,8 @@ class WindowReport:
     """Wall time at which this rank had its last request."""
     left_at: float
     """Wall time at which it left the window."""
-    last_done_at: float | None
-    """Wall time at which the last rank was done, as ALL_DONE gave it; None: it did not come."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Means of the micro-steps' metrics, `tokens` left out."""
-
-    @property
-    def stop_seconds(self) -> float | None:
-        """From the last rank's end to this one's leaving; None where the former is not known."""
-        return None if self.last_done_at is None else self.left_at - self.last_done_at
 
 
 class IdleWindow:
@@ -99,8 +92,7 @@ class IdleWindow:
         self._began_at = self._wall()
 
     def begin(self) -> None:
-        """The rollout phase begins: opens the window, BUSY."""
-        self.coordinator.begin()
+        """The rollout phase begins, BUSY."""
         self._tracker = StateTracker(self._clock)
         self._began_at = self._wall()
 
@@ -108,33 +100,19 @@ class IdleWindow:
         """Turns training off for the rest of the run. A second call does nothing."""
         self.disabled_reason = self.disabled_reason or reason
 
-    def steal_work(self) -> Sequence[tuple[int, int]]:
-        """This replica has no request left: returns requests stolen from others, this rank being BUSY again, or none
-        when no replica has a queue any more. A request is (prompt id, sample index). Polls and sleeps meanwhile, for
-        about one engine step.
-        """
-        self.coordinator.request_work()
-        self._tracker.to(RankState.IDLE)
-        while (requests := self.coordinator.receive_work()) is None:
-            self._show_state()
-            self._sleep(self._poll_seconds)
-        if requests:
-            self._tracker.to(RankState.BUSY)
-        return requests
-
     def run(self, step_fn: StepFn) -> WindowReport:
         """Trains or sleeps until every rank is done. To be called after `begin`, without a request left.
 
         A DrafterError of `step_fn` turns training off, here and on the other ranks of the group; any other error
         passes through.
         """
-        tally = _Tally(self._clock())
+        sums = _Sums(self._clock())
         self.coordinator.enter_done()
         self._tracker.to(RankState.IDLE)
-        while (action := self._next_action(tally)) is not Action.STOP:
+        while (action := self._next_action(sums)) is not Action.STOP:
             if action is Action.TRAIN:
                 self._tracker.to(RankState.TRAINING)
-                self._train_one(step_fn, tally)
+                self._train_one(step_fn, sums)
                 continue
             if action is Action.DISABLE:
                 self._disable_group()
@@ -143,9 +121,9 @@ class IdleWindow:
         while not self.coordinator.test_done():  # it is over: the barrier's last rounds
             self._sleep(self._poll_seconds)
             self._show_state()
-        return self._finish(tally)
+        return self._finish(sums)
 
-    def _next_action(self, tally: _Tally) -> Action:
+    def _next_action(self, sums: _Sums) -> Action:
         """Polls; what the group does next. Collective among the group."""
         self.coordinator.test_done()
         self._show_state()
@@ -153,7 +131,7 @@ class IdleWindow:
         if self._failure is not None and self.disabled_reason is None:
             proposal = Action.DISABLE
         elif self._is_group_leader:
-            proposal = self.policy.decide(self._view(tally))
+            proposal = self.policy.decide(self._view(sums))
         return Action(self._agree(proposal))
 
     def _disable_group(self) -> None:
@@ -166,19 +144,18 @@ class IdleWindow:
         if self._on_poll is not None:
             self._on_poll(self._tracker.state.name)
 
-    def _view(self, tally: _Tally) -> IdleView:
+    def _view(self, sums: _Sums) -> IdleView:
         available = None if self._num_samples is None else self._num_samples()
         return IdleView(
-            state=self._tracker.state,
-            seconds_idle=self._clock() - tally.idle_since,
+            seconds_idle=self._clock() - sums.idle_since,
             is_over=self.coordinator.is_over,
             is_disabled=self.disabled_reason is not None,
             # An idle replica gets no new samples: without any, none come before the window ends.
-            samples_available=0 if tally.has_no_samples else available,
-            steps=tally.steps,
+            samples_available=0 if sums.has_no_samples else available,
+            steps=sums.steps,
         )
 
-    def _train_one(self, step_fn: StepFn, tally: _Tally) -> None:
+    def _train_one(self, step_fn: StepFn, sums: _Sums) -> None:
         started = self._clock()
         try:
             metrics = step_fn()
@@ -187,11 +164,11 @@ class IdleWindow:
             return
         seconds = self._clock() - started
         if metrics is None:
-            tally.has_no_samples = True
+            sums.has_no_samples = True
             return
-        tally.add(metrics, seconds)
+        sums.add(metrics, seconds)
 
-    def _finish(self, tally: _Tally) -> WindowReport:
+    def _finish(self, sums: _Sums) -> WindowReport:
         self._tracker.to(RankState.BUSY)
         spans = self._tracker.finish()[:-1]  # without the BUSY of no length that closes the phase
         if self._on_span is not None:
@@ -200,18 +177,17 @@ class IdleWindow:
         return WindowReport(
             spans=spans,
             idle_seconds=seconds_in(spans, RankState.IDLE, RankState.TRAINING),
-            training_seconds=tally.seconds,
-            steps=tally.steps,
-            tokens=tally.tokens,
+            training_seconds=sums.seconds,
+            steps=sums.steps,
+            tokens=sums.tokens,
             entered_at=self.coordinator.entered_at,
             left_at=self._wall(),
-            last_done_at=self.coordinator.last_done_at,
-            metrics=tally.means(),
+            metrics=sums.means(),
         )
 
 
 @dataclass
-class _Tally:
+class _Sums:
     """Sums of one window."""
 
     idle_since: float
@@ -219,7 +195,7 @@ class _Tally:
     tokens: int = 0
     seconds: float = 0.0
     has_no_samples: bool = False
-    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    metrics: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, metrics: Mapping[str, float], seconds: float) -> None:
         """Counts a micro-step."""
@@ -228,8 +204,8 @@ class _Tally:
         self.tokens += int(metrics.get(TOKENS, 0))
         for name, value in metrics.items():
             if name != TOKENS:
-                self.sums[name] += value
+                self.metrics[name] += value
 
     def means(self) -> dict[str, float]:
         """Mean of each metric over the micro-steps."""
-        return {name: total / self.steps for name, total in self.sums.items()}
+        return {name: total / self.steps for name, total in self.metrics.items()}

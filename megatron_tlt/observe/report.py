@@ -98,8 +98,6 @@ def tiles(run: RunData) -> list[Tile]:
         used = run.total("idle/recovered_seconds")
         note = f"of {seconds_text(idle)} idle, all ranks: {seconds_text(used)}"
         found.append(Tile("idle time recovered", f"{used / idle:.0%}", note))
-    if stolen := run.total("idle/stolen_requests"):
-        found.append(Tile("stolen requests", f"{stolen:,.0f}", "answered for other ranks"))
     return found
 
 

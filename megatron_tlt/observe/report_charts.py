@@ -154,9 +154,6 @@ def idle(runs: Sequence[RunData]) -> Section:
         ("idle/recovered_seconds", "of these trained the drafter", "@training"),
     )
     parts = metric_chart(runs, "Idle and recovered seconds", "seconds, sum of the ranks", metrics)
-    if any(run.total("idle/stolen_requests") for run in runs):
-        stolen = [("idle/stolen_requests", "requests", "@1")]
-        parts += metric_chart(runs, "Stolen requests", "answered for other ranks", stolen)
     return Section("Idle time", parts + (_idle_by_rank(runs[0]) if len(runs) == 1 else []))
 
 

@@ -51,8 +51,6 @@ class RunSummary:
     """Of these, spent training the drafter."""
     drafter_steps: int = 0
     """Optimizer steps of the drafter over all ranks."""
-    stolen_requests: int = 0
-    """Requests that another rank answered than the one they were assigned to."""
     before: Accuracy | None = None
     """First evaluation."""
     after: Accuracy | None = None
@@ -99,8 +97,6 @@ def _other_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
         share = summary.recovered_seconds / summary.idle_seconds
         text = f"{summary.idle_seconds:.1f} s idle, {summary.recovered_seconds:.1f} s recovered ({share:.0%})"
         yield "drafter training in idle time", f"{text}, {summary.drafter_steps} steps"
-    if summary.stolen_requests:
-        yield "requests stolen", f"{summary.stolen_requests} from the queues of other ranks"
 
 
 def write_summary(summary: RunSummary, run_dir: str | Path) -> Path:

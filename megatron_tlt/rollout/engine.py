@@ -288,14 +288,6 @@ class Engine:
             self.speculator.resume()
         self.is_released = False
 
-    def withdraw(self, count: int) -> list[Request]:
-        """Removes up to `count` requests that have not decoded, between two steps; returns them unserved."""
-        taken = self.scheduler.withdraw(count)
-        self._stats.generated_tokens -= sum(len(request.output) for request in taken)
-        if taken and self.is_idle:
-            self._add_to_curve(0, time.perf_counter())
-        return taken
-
     def abort_all(self) -> list[Request]:
         """Drops every request and frees its blocks; returns them."""
         return self.scheduler.abort_all()

@@ -12,7 +12,7 @@ latest arrival gives its blocks back and is computed again later. So the oldest 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,38 +114,6 @@ class Scheduler:
         if len(finished) > 1:
             finished.sort(key=lambda r: r.order)
         return finished
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether prompts are prefilling."""
-        return bool(self._prefilling)
-
-    @property
-    def num_unstarted(self) -> int:
-        """Requests that have not decoded: they can be served anywhere, from the prompt on, at no loss.
-
-        Requests whose prompt is prefilling do not count.
-        """
-        return sum(1 for _ in self._unstarted())
-
-    def withdraw(self, count: int) -> list[Request]:
-        """Removes up to `count` unstarted requests, the latest arrivals first; returns them. Mutates the queues."""
-        found = sorted(self._unstarted(), key=lambda entry: -entry[0].order)
-        for request, prefill, queue in found[:count]:
-            prefill.children.remove(request)
-            if not prefill.children:
-                self.blocks.free(prefill.blocks)
-                queue.remove(prefill)
-        heapq.heapify(self._waiting)
-        return [request for request, *_ in found[:count]]
-
-    def _unstarted(self) -> Iterator[tuple[Request, Prefill, list[Prefill]]]:
-        """(request, prefill, queue) of those with no token but the first, which is drawn with their siblings'."""
-        for queue in (self._waiting, self._ready):
-            for prefill in queue:
-                for request in prefill.children:
-                    if len(request.output) <= 1:
-                        yield request, prefill, queue
 
     def abort_all(self) -> list[Request]:
         """Drops every request and frees all blocks, after an error elsewhere; returns the requests."""

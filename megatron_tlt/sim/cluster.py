@@ -13,7 +13,6 @@ from megatron_tlt.config.planning.parameters import active_parameters, layer_par
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.cost_model import ELEMENT, GPUS
 
-_MESSAGE_US = 30.0  # the coordinator's time for one rank's message (measured)
 _HOP_US = 50.0  # one hop of a barrier between ranks
 
 
@@ -69,13 +68,13 @@ class Cluster:
     def barrier(self) -> float:
         """From the last replica's end to all ranks having received it.
 
-        Two polls, a message of every rank to rank 0, and a hop for each doubling of ranks (measured up to
-        256 ranks on loopback; a network adds to each hop).
+        Two polls, and a hop for each doubling of ranks (measured up to 256 ranks on loopback; a network adds to each
+        hop). What a micro-step under way adds is in `Waits.late`.
         """
         if self.gpus == 1:
             return 0.0
         hops = math.ceil(math.log2(self.gpus))
-        return 2e-3 * self._config.idle.poll_ms + 1e-6 * (_MESSAGE_US * self.gpus + _HOP_US * hops)
+        return 2e-3 * self._config.idle.poll_ms + 1e-6 * _HOP_US * hops
 
     def micro_step(self) -> float:
         """One micro-step of drafter training on one replica: 6 operations a parameter and token, the head's 2."""

@@ -20,7 +20,6 @@ import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.idle.policy import Action, IdlePolicy, IdleView
-from megatron_tlt.idle.state import RankState
 from megatron_tlt.sim.bulk import ReplicaRollout
 
 
@@ -59,7 +58,7 @@ class IdleTime:
 
     def _trains(self, seconds_idle: float, samples: int) -> bool:
         """Whether a replica that has waited so long trains, by the production policy."""
-        view = IdleView(RankState.IDLE, seconds_idle, samples_available=samples)
+        view = IdleView(seconds_idle, samples_available=samples)
         return self._policy.decide(view) is Action.TRAIN
 
 

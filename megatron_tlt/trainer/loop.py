@@ -127,7 +127,7 @@ class RLTrainer:
         self.progress.step += 1
         self._before = None
         with self._phase("log"):
-            mine |= combined(self._windows) | self.rollout.take_metrics() | self.drafter.buffer_metrics()
+            mine |= combined(self._windows) | self.drafter.buffer_metrics()
             seconds = time.perf_counter() - started
             self.metrics.log(self.progress.step, seconds, metrics, stats, groups, mine)
         # Saved last: a resumed run must find the metrics and the evaluation of the step it resumes after.
@@ -146,7 +146,7 @@ class RLTrainer:
             prompts = self.prompts.next_batch(num_prompts)
             samples = self._rollout(prompts)
             with self._phase("score"):
-                scored = self._score(prompts, self.rollout.return_stolen(samples, prompts))
+                scored = self._score(prompts, samples)
                 share_responses(self.world, self.backend, scored)
                 kept += [g for g in scored if self.algorithm.keep_group(self.algorithm.shaped(g))]
                 everywhere = self.world.all_gather_object((_ids(kept), _verdicts(scored)))
@@ -159,6 +159,7 @@ class RLTrainer:
 
     def _rollout(self, prompts: list[Prompt]) -> list[Sample]:
         """Samples that this rank generated. Raises GracefulExit if a signal cut any rank's rollout short."""
+        self.idle_window.begin()
         with self._phase("rollout"):
             samples = self.rollout.generate(prompts)  # returns when this replica has no request left
         with self._phase("idle"):

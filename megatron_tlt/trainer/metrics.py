@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 _COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions")
 _SPEC_COUNTERS = ("row_steps", "drafted_tokens", "emitted_tokens", "passed_over_tokens", "instead_tokens")
 _DRAFTER = ("loss", "accept/1")  # of the micro-steps' metrics
-_IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps", "idle/stolen_requests")
+_IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps")
 _SUMMED = ("engine/generated_tokens", *_IDLE_TOTALS)
 
 
@@ -122,7 +122,7 @@ class RunMetrics:
         tokens = row["engine/generated_tokens"]
         wall = max(of_rank.get("rollout", 0.0) for of_rank in all_phases)
         row |= {"time/step": seconds, "engine/tokens_per_s": tokens / wall if wall > 0 else 0.0}
-        row |= _acceptance(row)
+        row |= _acceptance(row) | _stop_time(row)
         for warning in self._acceptance.check(row):
             if self._world.is_main:
                 _log.warning(warning)
@@ -161,7 +161,7 @@ class RunMetrics:
             paths["TensorBoard"] = self._run_dir / TENSORBOARD_DIR
         if checkpoint is not None:
             paths["checkpoint"] = checkpoint
-        tokens, idle, recovered, drafter_steps, stolen = (self._totals[name] for name in _SUMMED)
+        tokens, idle, recovered, drafter_steps = (self._totals[name] for name in _SUMMED)
         summary = RunSummary(
             num_steps=self._config.train.num_steps - self._first_step,
             seconds=seconds,
@@ -172,7 +172,6 @@ class RunMetrics:
             idle_seconds=idle,
             recovered_seconds=recovered,
             drafter_steps=int(drafter_steps),
-            stolen_requests=int(stolen),
             before=accuracies[0] if accuracies else None,
             after=accuracies[-1] if accuracies else None,
             paths={name: str(path) for name, path in paths.items()},
@@ -195,8 +194,7 @@ def window_metrics(report: WindowReport, gpu: Mapping[str, float], is_group_lead
     row = {"idle/seconds": report.idle_seconds, "idle/recovered_seconds": report.training_seconds}
     if is_group_leader:
         row |= {"drafter/steps": float(report.steps), "drafter/tokens": float(report.tokens)}
-    if report.stop_seconds is not None:
-        row["idle/stop_ms_max"] = 1e3 * max(0.0, report.stop_seconds)
+    row |= {"idle/entered_max": report.entered_at, "idle/left_max": report.left_at}
     row |= {f"drafter/{name}_mean": report.metrics[name] for name in _DRAFTER if name in report.metrics}
     return row | {name if name == "gpu/energy_j" else f"{name}_max": value for name, value in gpu.items()}
 
@@ -222,6 +220,14 @@ def _counters(stats: EngineStats) -> dict[str, float]:
     values = {name: getattr(stats, name) for name in _COUNTERS}
     values |= {f"spec_{name}": getattr(stats.speculation, name) for name in _SPEC_COUNTERS}
     return {f"engine/{name}": float(value) for name, value in values.items()}
+
+
+def _stop_time(row: dict[str, float]) -> dict[str, float]:
+    """From the last rank's end to the last one's leaving of the step's last window. Removes both times from `row`."""
+    if "idle/left_max" not in row:
+        return {}
+    seconds = row.pop("idle/left_max") - row.pop("idle/entered_max")
+    return {"idle/stop_ms_max": 1e3 * max(0.0, seconds)}
 
 
 def _acceptance(row: Mapping[str, float]) -> dict[str, float]:

@@ -45,7 +45,6 @@ from megatron_tlt.trainer import device_memory
 from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.preflight import check_on
 from megatron_tlt.trainer.rollout_phase import RolloutPhase
-from megatron_tlt.trainer.stolen_requests import StolenRequests
 from megatron_tlt.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -107,8 +106,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         layers, seed = drafter_trainer.model.config.aux_layers, config.drafter.seed
         policy.collect_hidden_states(drafter_trainer.take_step, budget, dtype, layers, seed)
 
-    stolen = _stolen_requests(config, world, backend, params)
-    idle_window = _idle_window(config, world, tp, drafter, metrics, stolen)
+    idle_window = _idle_window(config, world, tp, drafter, metrics)
     rollout_cache = _rollout_cache(config, world, tokenizer, backend, params)
     shutdown = GracefulShutdown(world, config.stop, signals, tp.largest)
     rollout = RolloutPhase(
@@ -116,11 +114,9 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         backend,
         rollout_cache,
         drafter,
-        idle_window,
         shutdown,
         metrics.on_rollout,
         rollout_tp=tp.size,
-        stolen=stolen,
     )
     return RLTrainer(
         config=config,
@@ -325,29 +321,18 @@ def _sharing(config: Config, world: World) -> HiddenStateSharing:
     return HiddenStateSharing(replica, world.size // tp, tp, shared, tp_rank == 0)
 
 
-def _stolen_requests(
-    config: Config, world: World, backend: RolloutBackend, params: SamplingParams
-) -> StolenRequests | None:
-    """Work stealing between replicas; None where it is off, or there is one replica only."""
-    if not config.idle.work_stealing or world.size == 1:
-        return None
-    assert isinstance(backend, EmbeddedBackend | VllmBackend), "checked with the configuration"
-    return StolenRequests(backend, params, config.rollout.samples_per_prompt, world)
-
-
 def _idle_window(
     config: Config,
     world: World,
     tp: TensorParallel,
     drafter: OnlineDrafterController,
     metrics: RunMetrics,
-    stolen: StolenRequests | None,
 ) -> IdleWindow:
     """The idle windows of this rank, with their coordinator. Collective."""
     from megatron_tlt.idle.coordinator import IdleCoordinator
 
     return IdleWindow(
-        IdleCoordinator(world.comm, config.idle, group_size=tp.size, queue=stolen),
+        IdleCoordinator(world.comm, world.new_counter(), group_size=tp.size),
         IdlePolicy.of(config.idle),
         is_group_leader=tp.rank == 0,
         agree=tp.largest,

@@ -5,15 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from make_demo_policy import write_experts
 
 from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_state
 from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.jsonl import read_rows
-from megatron_tlt.observe.page import Tile
-from megatron_tlt.observe.report import tiles
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE
-from megatron_tlt.observe.runfiles import read_run
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import checkpoint_tensors, make_model, rows, write_config
 
@@ -144,31 +140,6 @@ def test_a_resumed_run_goes_on_with_the_drafter(folder: Path):
 
 def resumed(kind: str, source: str, steps: int) -> list[str]:
     return [*TRAIN, f"drafter.kind={kind}", f"drafter.online.hidden_states={source}", f"train.num_steps={steps}"]
-
-
-def test_idle_ranks_steal_what_busy_ones_have_queued(folder: Path):
-    """A rank with a slow engine and room for four requests: the other responses some of its sixteen, experts and
-    all."""
-    write_experts(folder / "model", folder / "experts", seed=0)
-    experts = [f"model.path={folder / 'experts'}", "actor.ep=2", "actor.router_replay=rollout"]
-    few = [*experts, *TRAIN, "idle.work_stealing=true", "rollout.max_running_requests=4"]
-    run(folder, [("taken", few, "slow engine"), ("off-experts", experts, "")])
-    assert_same_policy(folder, "taken", "off-experts")
-    steps = rows(folder / "taken")
-    assert all((row["policy/replayed_share"], row["policy/replay_flips"]) == (1, 0) for row in steps)
-    taken = [row["idle/stolen_requests"] for row in steps]
-    assert all(1 <= count <= 15 for count in taken), taken  # how many depends on what else the machine does
-    said = json.loads((folder / "taken/summary.json").read_text())
-    assert said["stolen_requests"] == sum(taken)
-    assert Tile("stolen requests", f"{sum(taken):.0f}", "answered for other ranks") in tiles(
-        read_run(folder / "taken")
-    )
-    for step in range(4):  # it is busy, idle, and busy again
-        events = read_events(folder / "taken", 0)
-        states = [e["name"] for e in events if e["kind"] == "state" and e["step"] == step]
-        assert states[:3] == ["BUSY", "IDLE", "BUSY"]
-    responses = [[row["responses"] for row in read_rows(folder / n / ROLLOUTS_FILE)] for n in ("taken", "off-experts")]
-    assert responses[0] == responses[1]
 
 
 @pytest.mark.nightly

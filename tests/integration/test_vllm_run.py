@@ -78,11 +78,6 @@ def test_tlt_changes_no_weight_and_a_resumed_run_ends_at_the_same_bits(tmp_path:
         assert row["drafter/version"] == row["step"]
     assert sum(row["drafter/steps"] for row in rows(on)) > 0, "idle time trained it"
     assert_same(on, off)
-    if kind == "eagle":
-        stolen = tmp_path / "stolen"
-        train(stolen, "idle.work_stealing=true", "rollout.max_running_requests=2", "idle.train_drafter=false")
-        assert sum(row["idle/stolen_requests"] for row in rows(stolen)) > 0
-        assert_same(stolen, off)
     shutil.copytree(on, resumed, ignore=shutil.ignore_patterns("status"))
     shutil.rmtree(resumed / "checkpoints/step-000003")
     train(resumed, *options)

@@ -7,7 +7,6 @@ and vLLM's matrix products differ in the last bits between batch shapes (docs/en
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,32 +45,6 @@ class VllmBackend(RemoteBackend):
 
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
         return request_args(params, self._eos_token_ids) | {"hidden": self._sink is not None}
-
-    # -- requests that another replica may response -------------------------------------------------------------
-
-    is_prefilling = False  # a request that the engine has stays there
-
-    @property
-    def num_running(self) -> int:
-        """Requests that the engine has."""
-        return len(self._pending)
-
-    @property
-    def num_unstarted(self) -> int:
-        """Requests of a `generate` under way that `withdraw` can take."""
-        return len(self._queue)
-
-    def holding(self) -> AbstractContextManager[None]:
-        """Nothing: the engine's KV cache stays."""
-        return nullcontext()
-
-    def withdraw(self, count: int) -> list[tuple[int, int]]:
-        """Takes up to `count` requests that have not begun from the end of the queue: (prompt_id, sample_index).
-
-        To be called by the `on_progress` of a `generate`.
-        """
-        taken = [self._queue.pop() for _ in range(min(count, len(self._queue)))]
-        return [(prompt.prompt_id, index) for prompt, index in taken]
 
     # -- hidden states ----------------------------------------------------------------------------------------
 

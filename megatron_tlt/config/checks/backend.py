@@ -66,9 +66,6 @@ def _check_drafting(config: Config) -> Problems:
     if chosen and not can.selectors:
         allowed = f"cannot be had with {name}, whose draft length is the same for all steps"
         yield ConfigProblem(f"{at}.selector", section.selector, allowed)
-    if config.idle.work_stealing and not can.withdraw:
-        allowed = f"must be false with {name}: a response depends on the engine that gives it"
-        yield ConfigProblem("idle.work_stealing", True, allowed)
 
 
 def _check_vllm(config: Config, device: str | None) -> Problems:

@@ -78,9 +78,6 @@ def longest_request(config: Config) -> int:
 
 def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None) -> Problems:
     """Training the drafter needs a trainable drafter, at least two replicas, and room for hidden states."""
-    if config.idle.work_stealing and config.rollout.tp > 1:
-        allowed = f"must be false with rollout.tp = {config.rollout.tp}: ranks of one engine cannot give requests away"
-        yield ConfigProblem("idle.work_stealing", True, allowed)
     yield from _check_kind(config)
     if not config.idle.train_drafter:
         return

@@ -165,7 +165,6 @@ def test_sft_is_a_root_of_its_own():
 
 
 def test_a_renamed_key_is_refused_with_its_present_name():
-    assert problems(BASE, "idle.take_over=true")["idle.take_over"] == "is now called idle.work_stealing"
     at = "rollout.speculation.verify"
     assert problems(BASE, f"{at}=block")[at].startswith("is gone: verification is always coupled")
     assert problems(BASE, "rollout.vllm.draft_len=3")["rollout.vllm.draft_len"].startswith("is gone")

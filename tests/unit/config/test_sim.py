@@ -17,7 +17,6 @@ from tests.helpers.sim import sim_config
         (["drafters.eagle.rates=[]"], "drafters.eagle.rates"),
         (["drafters.suffix.rates=[1.0]"], "drafters.suffix.rates"),
         (["drafters.eagle.stale_rates=[-0.1]"], "drafters.eagle.stale_rates"),
-        (["idle.work_stealing=true"], "idle.work_stealing"),
     ],
 )
 def test_what_does_not_go_together_is_named(overrides, path):

@@ -1,93 +1,115 @@
-"""One rank's coordinator with a communicator of lists: which messages it sends, and what received ones change."""
+"""Coordinators of several ranks in one process: a barrier that a test completes, a counter in an array."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import pytest
 
-from megatron_tlt.config.idle import IdleSection
-from megatron_tlt.idle.coordinator import IdleCoordinator
-from megatron_tlt.idle.messages import Kind, Message, Report
-from megatron_tlt.idle.state import RankState
-from tests.helpers.fake_mpi import Clock, FakeComm
-
-BUSY, IDLE = RankState.BUSY, RankState.IDLE
+from megatron_tlt.idle.coordinator import LOOK_S, IdleCoordinator
 
 
-@pytest.fixture
-def clock():
-    return Clock()
+@dataclass
+class Barrier:
+    complete: bool = False
+
+    def Test(self) -> bool:
+        return self.complete
 
 
-def make(rank, size, clock, **options):
-    comm = FakeComm(rank, size)
-    return comm, IdleCoordinator(comm, IdleSection(), clock=clock.now, wall=lambda: 1e9 + clock.time, **options)
+@dataclass
+class Comm:
+    """The communicator of one rank, and its own duplicate."""
+
+    rank: int
+    size: int
+    barriers: list[Barrier] = field(default_factory=list)
+    freed: bool = False
+
+    def Dup(self) -> Comm:
+        return self
+
+    def Free(self) -> None:
+        self.freed = True
+
+    def Ibarrier(self) -> Barrier:
+        self.barriers.append(Barrier())
+        return self.barriers[-1]
 
 
-def receive(comm, clock, coordinator, *messages: Message) -> None:
-    """The messages have arrived at the next poll."""
-    comm.inbox += messages
-    clock.time += 0.01
-    coordinator.poll()
+@dataclass
+class Ranks:
+    """Coordinators that share a clock and a counter."""
+
+    size: int
+    group_size: int = 1
+    time: float = 0.0
+    counts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.comms = [Comm(rank, self.size) for rank in range(self.size)]
+        self.all = [
+            IdleCoordinator(c, self.count, group_size=self.group_size, clock=lambda: self.time, wall=lambda: 7.0)
+            for c in self.comms
+        ]
+
+    def count(self, more: int) -> int:
+        self.counts.append(more)
+        return sum(self.counts)
 
 
-def report(rank, seq, epoch, state, **more) -> Message:
-    return Message(Kind.REPORT, rank, epoch, report=Report(rank, seq, epoch, state, **more))
+def test_training_stops_at_the_first_look_after_the_last_replica_has_ended():
+    ranks = Ranks(3)
+    first, second, last = ranks.all
+    for window in (1, 2, 3):
+        first.enter_done()
+        second.enter_done()
+        assert (first.windows, first.entered_at) == (window, 7.0)
+        ranks.time += 1
+        assert not first.test_done() and not first.is_over
+        last.enter_done()
+        assert last.is_over, "it has counted as the last one"
+        ranks.time += LOOK_S / 2
+        assert not first.test_done() and not first.is_over, "no look yet"
+        ranks.time += LOOK_S
+        assert not first.test_done() and first.is_over
+        asked = len(ranks.counts)
+        assert not first.test_done() and len(ranks.counts) == asked, "nothing is left to ask"
+        for comm, coordinator in zip(ranks.comms, ranks.all, strict=True):
+            comm.barriers[-1].complete = True
+            assert coordinator.test_done() and coordinator.is_over, "the barrier alone ends the window too"
 
 
-class Queue:
-    """A queue of a length that is set by hand."""
-
-    length = 0
-
-    def num_queued(self):
-        return self.length
-
-
-def test_a_rank_reports_transitions_and_a_queue_that_changed_by_a_fifth(clock):
-    queue = Queue()
-    comm, coordinator = make(2, 4, clock, queue=queue)
-    coordinator.begin()
-    for queue.length in (1000, 900, 801, 800, 700, 640):
-        coordinator.progress()
-    coordinator.enter_done()
-    sent = comm.take_sent()
-    assert {to for to, _ in sent} == {0}
-    reports = [m.report for _, m in sent]
-    busy = [(BUSY, queued) for queued in (-1, 1000, 800, 640)]
-    assert [(r.state, r.queued) for r in reports] == [*busy, (IDLE, 0)]
-    assert [r.seq for r in reports] == [1, 2, 3, 4, 5]
-    assert {r.epoch for r in reports} == {1}
+def test_a_rank_that_is_late_sees_the_end_although_others_are_a_window_further():
+    ranks = Ranks(2)
+    late, fast = ranks.all
+    late.enter_done()
+    fast.enter_done()
+    ranks.comms[1].barriers[-1].complete = True
+    assert fast.test_done()
+    fast.enter_done()
+    ranks.time += LOOK_S
+    assert not late.test_done() and late.is_over
+    assert not fast.is_over
 
 
-def test_messages_of_an_earlier_window_are_dropped(clock):
-    comm, coordinator = make(0, 2, clock)
-    for _ in range(3):
-        coordinator.begin()
+def test_one_rank_of_a_replica_counts():
+    ranks = Ranks(4, group_size=2)
+    for coordinator in ranks.all:
         coordinator.enter_done()
-        comm.barriers[-1].complete = True
-        assert coordinator.test_done()
-    coordinator.begin()
-    stale = [report(1, 99, 3, IDLE), Message(Kind.ALL_DONE, 1, 3, 7.0), Message(Kind.LAST_BUSY, 1, 3)]
-    receive(comm, clock, coordinator, *stale)
-    assert not coordinator.is_over
-    assert coordinator.last_done_at is None
-    assert coordinator._board.report_of(1) is None
-    receive(comm, clock, coordinator, report(1, 1, 4, IDLE))
-    assert coordinator._board.report_of(1).state is IDLE
+    assert sum(ranks.counts) == 2
+    assert [c.is_over for c in ranks.all] == [False, False, True, True]
 
 
-def test_the_last_busy_rank_is_named_and_announces_the_end(clock):
-    comm, coordinator = make(0, 4, clock, group_size=2)
-    coordinator.begin()
+def test_misuse_and_an_end_within_a_window():
+    ranks = Ranks(1)
+    (coordinator,) = ranks.all
     coordinator.enter_done()
-    ((to, message),) = comm.take_sent()  # of the groups 0-1 and 2-3 the second is left
-    assert (to, message.kind) == (2, Kind.LAST_BUSY)
-
-    comm, last = make(2, 4, clock, group_size=2)
-    last.begin()
-    receive(comm, clock, last, Message(Kind.LAST_BUSY, 0, 1))
-    comm.take_sent()
-    clock.time += 1
-    last.enter_done()
-    sent = [(to, m.value) for to, m in comm.take_sent() if m.kind is Kind.ALL_DONE]
-    assert sent == [(0, 1e9 + clock.time), (1, 1e9 + clock.time), (3, 1e9 + clock.time)]
-    assert last.is_over
-    assert not last.test_done()  # the barrier alone ends the window
+    with pytest.raises(AssertionError, match="the last window is open"):
+        coordinator.enter_done()
+    coordinator.close()
+    assert not ranks.comms[0].freed, "others may be in the barrier"
+    ranks.comms[0].barriers[-1].complete = True
+    assert coordinator.test_done()
+    coordinator.close()
+    assert ranks.comms[0].freed

@@ -8,13 +8,11 @@ from megatron_tlt.idle.policy import (
     Action,
     IdlePolicy,
     IdleView,
-    share_of_queue,
     tokens_left,
 )
-from megatron_tlt.idle.state import RankState
 
 POLICY = IdlePolicy(min_tail_seconds=0.1)
-GOOD = IdleView(RankState.IDLE, seconds_idle=1.0, samples_available=9)
+GOOD = IdleView(seconds_idle=1.0, samples_available=9)
 WAIT, TRAIN, STOP = Action.WAIT, Action.TRAIN, Action.STOP
 
 
@@ -22,8 +20,6 @@ WAIT, TRAIN, STOP = Action.WAIT, Action.TRAIN, Action.STOP
     ("change", "action"),
     [
         ({}, TRAIN),
-        ({"state": RankState.TRAINING}, TRAIN),
-        ({"state": RankState.BUSY}, WAIT),
         ({"is_over": True}, STOP),
         ({"is_over": True, "is_disabled": True}, STOP),
         ({"is_disabled": True}, WAIT),
@@ -62,14 +58,6 @@ def test_the_policy_of_a_configuration():
     )
     assert IdlePolicy.of(section) == IdlePolicy(True, 0.3, 2)
     assert IdlePolicy.of(IdleSection()).decide(GOOD) is WAIT  # training is off
-
-
-@pytest.mark.parametrize(
-    ("queued", "running", "stolen"),
-    [(0, 0, 0), (0, 64, 0), (1, 0, 1), (1, 64, 1), (40, 0, 20), (40, 16, 24), (5, 2, 3), (5, 100, 5)],
-)
-def test_a_thief_steals_what_lets_both_end_together(queued, running, stolen):
-    assert share_of_queue(queued, running) == stolen
 
 
 @pytest.mark.parametrize(

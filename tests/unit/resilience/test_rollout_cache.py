@@ -135,7 +135,6 @@ class Engine:
         on_progress: Any = None,
         have: Iterable[tuple[int, int]] = (),
         on_response: Any = None,
-        goes_on: bool = False,
     ) -> list[Sample]:
         made = []
         for prompt, index in ((p, i) for p in prompts for i in range(num_samples)):

@@ -50,9 +50,6 @@ class Rollout:
     def generate(self, prompts: list[Prompt]) -> list[Sample]:
         return [Sample(p.prompt_id, i, [7], [-1.0], "", "stop", 0) for p in prompts for i in range(2)]
 
-    def return_stolen(self, samples: list[Sample], prompts: list[Prompt]) -> list[Sample]:
-        return samples
-
 
 class Rewards:
     """Of prompt 1 one response is right, of the others both."""
@@ -76,7 +73,7 @@ def test_responses_that_are_not_trained_on_are_remembered_too() -> None:
         prompts=SimpleNamespace(next_batch=lambda n: PROMPTS[:n]),
         backend=backend,
         rollout=Rollout(),
-        idle_window=SimpleNamespace(run=lambda step_fn: WindowReport((), 0, 0, 0, 0, 0, 0, None)),
+        idle_window=SimpleNamespace(begin=lambda: None, run=lambda step_fn: WindowReport((), 0, 0, 0, 0, 0, 0)),
         drafter=SimpleNamespace(begin_step=lambda version: None, train_step=None),
         rewards=Rewards(),
         algorithm=build_algorithm(section, max_tokens=8),

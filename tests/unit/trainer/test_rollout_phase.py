@@ -16,18 +16,15 @@ PROMPTS = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(5)]
 
 
 class Recorder:
-    """World, coordinator, display and cache in one: keeps what is reported."""
+    """World, display and cache in one: keeps what is reported."""
 
     rank, size = 1, 2
 
     def __init__(self, lengths: list[int]):
-        self.lengths, self.heartbeats, self.shown, self.asked, self.polls = lengths, [], [], [], 0
+        self.lengths, self.heartbeats, self.shown, self.asked = lengths, [], [], []
 
     def heartbeat(self, **figures: Any) -> None:
         self.heartbeats.append(figures)
-
-    def progress(self) -> None:
-        self.polls += 1
 
     def generate(self, prompts: list[Prompt], on_progress: Any) -> list[Sample]:
         self.asked += [p.prompt_id for p in prompts]
@@ -38,21 +35,19 @@ class Recorder:
 def make(lengths: list[int]) -> tuple[RolloutPhase, Recorder]:
     seen = Recorder(lengths)
     backend = SimpleNamespace(running_lengths=lambda: np.array([3, 5]))
-    window = SimpleNamespace(begin=lambda: None, coordinator=seen)
     drafter = SimpleNamespace(collecting=nullcontext)
     shutdown = SimpleNamespace(interruptible=lambda generate, on_progress: (generate(on_progress), False))
     phase = RolloutPhase(
-        seen, backend, seen, drafter, window, shutdown, lambda *figures: seen.shown.append(figures)
+        seen, backend, seen, drafter, shutdown, lambda *figures: seen.shown.append(figures)
     )  # type: ignore[arg-type]
     return phase, seen
 
 
-def test_progress_goes_to_watchdog_coordinator_and_display():
+def test_progress_goes_to_watchdog_and_display():
     phase, seen = make([7])
     phase.generate(PROMPTS)
     left = tokens_left(np.array([3, 5]), 1, np.array([256.0]))
     assert seen.heartbeats == [{"state": "BUSY", "running": 2, "queued": 1, "longest": 5, "left": left}]
-    assert seen.polls == 1
     assert seen.shown == [(2, 1, 10)]
     assert seen.asked == [1, 3], "the share of the second of two replicas"
     phase.generate(PROMPTS)

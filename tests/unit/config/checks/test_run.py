@@ -193,13 +193,6 @@ def test_a_trained_drafter_needs_cache_too():
     assert paths(*fits, *eagle) == {"rollout.kv_cache_mib"}
 
 
-def test_requests_change_engines_of_one_rank_with_keyed_sampling():
-    over = "idle.work_stealing=true"
-    assert paths(over) == set()
-    assert paths(over, "rollout.tp=2") == {"idle.work_stealing"}
-    assert "idle.work_stealing" in paths(over, "rollout.backend=trtllm")
-
-
 def test_training_in_idle_time_needs_a_drafter_that_can_be_trained():
     train = "idle.train_drafter=true"
     assert paths(train) == paths(train, "rollout.speculation.drafter=suffix") == {"idle.train_drafter"}
