@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
 
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.rollout import RolloutSection
@@ -20,39 +21,6 @@ from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.config.yaml_reader import parse_yaml, read_config_file
 from megatron_tlt.errors import ConfigError, ConfigProblem
-
-# Keys of earlier versions. Each is refused with its present name; a section stands for every key below it.
-RENAMED_KEYS = {
-    "bank": "rollout_cache",
-    "rollout.speculation.min_survival": "rollout.speculation.min_cumulative_acceptance",
-}
-# Keys that are gone, and what holds instead.
-REMOVED_KEYS = {
-    "rollout.speculation.verify": "is gone: verification is always coupled, responses are those of plain decoding",
-    "idle.sub_leaders_above": "is gone: the leaders of all replicas report to rank 0",
-    "engine": "is gone: the simulator has one engine",
-    "workload.lengths.kind": "is gone: responses are drawn from workload.lengths.path or values where one is set",
-    "rollout_cache.sync_seconds": "is gone: finished responses are written at once",
-    "idle.max_steps_per_window": "is gone: a wait is trained in until its end",
-    "idle.min_samples": "is gone: a rank trains on any response that it has kept",
-    "idle.report_change": "is gone: ranks report changes of a fifth",
-    "idle.heartbeat_seconds": "is gone: the watchdog watches over ranks (section watchdog)",
-    "workload.lengths.growth": "is gone: lengths of all steps have one distribution",
-    "cluster.message_us": "is gone: measured, 30 microseconds",
-    "cluster.hop_us": "is gone: 50 microseconds",
-    "observe.live": "is gone: `megatron-tlt watch` shows the heartbeats in run_dir/status",
-    "drafter.loss.kind": "is gone: the loss is the weighted sum of its parts",
-    "drafter.weight_decay": "is gone: the drafter's weights do not decay",
-    "drafter.online.weight_decay": "is gone: the drafter's weights do not decay",
-    "drafter.online.hidden_state_noise": "is gone",
-    "drafter.online.feature_noise": "is gone",
-    "rollout.vllm.draft_len": "is gone: rollout.speculation.draft_len",
-    "rollout.vllm.ngram_size": "is gone: rollout.speculation.drafter chooses who drafts",
-    "rollout.trtllm.drafter_path": "is gone: rollout.speculation.drafter_path, with drafter.kind: eagle3",
-    "rollout.trtllm.layers_to_capture": "is gone: drafter.layers",
-    "sft.random_init": "is gone: write random weights with transformers, as tools/make_demo_policy.py does",
-    "rollout.trtllm.graph_sizes": "is gone: the engine chooses, up to rollout.max_running_requests",
-}
 
 RootT = TypeVar("RootT", Config, SftConfig, SimConfig)
 
@@ -114,7 +82,10 @@ def load_engine(overrides: Sequence[str]) -> RolloutSection:
 
 def dump_config(config: Section) -> str:
     """The whole configuration as YAML, defaults included; `load_config` reads it back to an equal value."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+    writer, text = YAML(typ="safe", pure=True), io.StringIO()
+    writer.default_flow_style, writer.sort_base_mapping_type_on_output, writer.width = False, False, 110  # type: ignore[assignment]
+    writer.dump(config.model_dump(mode="json"), text)
+    return text.getvalue()
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -196,10 +167,6 @@ def _unknown_key(
         leaf, inner = next(iter(inner.items()))
     near = nearest_path(root, section, parent, leaf if leaf in SYNONYMS else key)
     hint = f"did you mean {near}?" if near else f"known here: {', '.join(keys)}"
-    if path in RENAMED_KEYS:
-        return ConfigProblem(path, value, f"is now called {RENAMED_KEYS[path]}")
-    if path in REMOVED_KEYS:
-        return ConfigProblem(path, value, REMOVED_KEYS[path])
     if path == "sft":
         hint = "a config of `megatron-tlt sft` (and `check --sft`)"
     return ConfigProblem(path, value, f"unknown key; {hint}")

@@ -1,76 +1,28 @@
-"""YAML as this project reads it: the YAML 1.2 core types, duplicate keys refused, `defaults:` inheritance.
-
-PyYAML follows YAML 1.1, where `on` and `no` are booleans, `1e-6` is text and `12:30` a number in base 60. A
-configuration full of learning rates and on/off choices needs none of that.
+"""Configuration files: YAML 1.2 (ruamel.yaml: `on` is text, `1e-6` a number, a key that stands twice an error) with
+`defaults:` inheritance.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from megatron_tlt.errors import ConfigError
 
 DEFAULTS_KEY = "defaults"
 
-_INT = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
-_FLOAT = re.compile(
-    r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-)
-
-
-class CoreLoader(yaml.SafeLoader):
-    """SafeLoader with the scalar types of YAML 1.2 and unique keys."""
-
-
-def _construct_int(loader: CoreLoader, node: yaml.ScalarNode) -> int:
-    text = str(loader.construct_scalar(node))
-    return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
-
-
-def _construct_mapping(loader: CoreLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[str] = set()
-    for key, _ in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            continue  # `? [a, b]`: PyYAML itself refuses keys that cannot be hashed
-        if key.value in seen:
-            problem = f"the key {key.value!r} is there twice"
-            raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-        seen.add(key.value)
-    loader.flatten_mapping(node)
-    return loader.construct_mapping(node, deep=True)
-
-
-def _register() -> None:
-    CoreLoader.yaml_implicit_resolvers = {}  # drops those of YAML 1.1 that the class inherits
-    bool_or_null = (
-        ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
-        ("null", r"^(?:~|null|Null|NULL|)$", "~nN\0"),
-        ("merge", r"^(?:<<)$", "<"),
-    )
-    for tag, pattern, first in bool_or_null:
-        letters = [c if c != "\0" else "" for c in first]
-        CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), letters)
-    CoreLoader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
-    CoreLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
-    CoreLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-    CoreLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
-
-
-_register()
-
 
 def parse_yaml(text: str, where: str) -> Any:
     """Value of one YAML document. `where` names it in errors. Raises ConfigError with the line."""
     try:
-        return yaml.load(text, Loader=CoreLoader)  # CoreLoader is a SafeLoader
-    except yaml.MarkedYAMLError as error:
+        return YAML(typ="safe", pure=True).load(text)
+    except MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
         raise ConfigError.of(f"{where}{line}", text[:40], f"not valid YAML: {error.problem}") from error
-    except (yaml.YAMLError, ValueError) as error:
+    except (YAMLError, ValueError) as error:
         raise ConfigError.of(where, text[:40], f"not valid YAML: {error}") from error
 
 

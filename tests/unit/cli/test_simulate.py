@@ -37,7 +37,6 @@ def test_a_simulation_is_printed_and_written(tmp_path, capsys):
         (["configs/sim/paper-7b.yaml", "--compare", "off,fast"], "must be some of off, suffix, frozen, tlt"),
         (["configs/sim/paper-7b.yaml", "--sweep", "gpus=3"], "must look like nodes=1,2,4"),
         (["configs/sim/paper-7b.yaml", "workload.step=3"], "did you mean workload.steps"),
-        (["configs/sim/paper-7b.yaml", "workload.lengths.kind=empirical"], "is gone: responses are drawn from"),
         (
             ["configs/sim/paper-7b.yaml", "workload.lengths.path=no.txt"],
             f"'{Path.cwd() / 'no.txt'}': cannot be read: [Errno 2]",

@@ -103,7 +103,7 @@ STATES = "drafter.online.hidden_states"
 LEAST = "rollout.speculation.min_cumulative_acceptance"
 EAGLE_ARMS = [
     *("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d"),
-    *("rollout.speculation.selector=beg_mab", "rollout.speculation.bandit.arms=[4_1_5, 0_1_1]"),
+    *("rollout.speculation.selector=beg_mab", "rollout.speculation.bandit.arms=['4_1_5', '0_1_1']"),
 ]
 
 
@@ -141,7 +141,7 @@ def test_trtllm_gives_no_hidden_states_and_the_actor_does() -> None:
         (["rollout.numerics=invariant"], "rollout.numerics"),
         (["rollout.release_cache=true"], "rollout.release_cache"),
         (["rollout.kernels=torch"], "rollout.kernels"),
-        ([*EAGLE_ARMS, "rollout.speculation.bandit.arms=[0_1_1]"], "rollout.speculation.bandit.arms"),
+        ([*EAGLE_ARMS, "rollout.speculation.bandit.arms=['0_1_1']"], "rollout.speculation.bandit.arms"),
         ([*EAGLE_ARMS, f"{LEAST}=0.1"], LEAST),
         (["rollout.vllm.version=0.33.0"], "rollout.vllm.version"),
         (["algorithm.importance_cap=2"], "algorithm.importance_cap"),
