@@ -38,10 +38,10 @@ SAMPLES, TAIL = 8, 64
 # Name -> rollout.speculation. "ours" is the default selector; the others are fixed strategies and the bandit.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "plain": {"drafter": "none"},
-    "ours": {"drafter": "hybrid", "selector": "cost_model"},
+    "ours": {"drafter": "eagle", "with_suffix": True, "selector": "cost_model"},
     "eagle cost_model": {"drafter": "eagle", "selector": "cost_model"},
     "suffix cost_model": {"drafter": "suffix", "selector": "cost_model"},
-    "hybrid beg_mab": {"drafter": "hybrid", "selector": "beg_mab"},
+    "mixed beg_mab": {"drafter": "eagle", "with_suffix": True, "selector": "beg_mab"},
     "suffix 4": {"drafter": "suffix", "selector": "fixed", "draft_len": 4},
     "suffix 8": {"drafter": "suffix", "selector": "fixed", "draft_len": 8},
     "eagle 1": {"drafter": "eagle", "selector": "fixed", "draft_len": 1},
@@ -51,8 +51,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "eagle 8": {"drafter": "eagle", "selector": "fixed", "draft_len": 8},
     "eagle 11": {"drafter": "eagle", "selector": "fixed", "draft_len": 11},
     "eagle 4 top2": {"drafter": "eagle", "selector": "fixed", "draft_len": 4, "topk": 2},
-    "hybrid 5": {"drafter": "hybrid", "selector": "fixed", "draft_len": 5},
-    "hybrid 11": {"drafter": "hybrid", "selector": "fixed", "draft_len": 11},
+    "mixed 5": {"drafter": "eagle", "with_suffix": True, "selector": "fixed", "draft_len": 5},
+    "mixed 11": {"drafter": "eagle", "with_suffix": True, "selector": "fixed", "draft_len": 11},
 }
 FIXED = tuple(name for name, s in STRATEGIES.items() if s.get("selector") == "fixed")
 
@@ -95,7 +95,7 @@ def open_side(name: str, args: argparse.Namespace) -> Side:
 
     overrides = [f"model.path={args.model}", "rollout.max_running_requests=64", f"rollout.dtype={args.dtype}"]
     spec = dict(STRATEGIES[name])
-    if spec["drafter"] in ("eagle", "hybrid"):
+    if spec["drafter"] == "eagle":
         spec["drafter_path"] = str(args.drafter)
     overrides += [f"rollout.speculation.{key}={value}" for key, value in spec.items()]
     config = load_config(args.config, overrides)

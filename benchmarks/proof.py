@@ -5,9 +5,9 @@
     python benchmarks/proof.py [--quick] [--parts main curves drafter peers] --out r.json
 
 - main: the demo policy widened to `--sizes` (hidden sizes; the same responses, weights beyond a cache), few responses a
-  replica with a long tail (`lib/proof.yaml` says why). Jobs with TLT on (hybrid drafter, trained in idle time) and off
-  (plain decoding of the same engine) take turns, A B A B (further sizes once), and `suffix` (no drafter to train) runs
-  once. The first step of each job (cold caches, and a selector that has measured nothing) is not timed.
+  replica with a long tail (`lib/proof.yaml` says why). Jobs with TLT on (eagle with suffix drafts, trained in idle
+  time) and off (plain decoding of the same engine) take turns, A B A B (further sizes once), and `suffix` (no drafter
+  to train) runs once. The first step of each job (cold caches, and a selector that has measured nothing) is not timed.
 - curves: seconds of a step by responses, response length, policy and ranks, TLT on (`lib/proof_curves.py`).
 - drafter: accepted length by step of a drafter that starts from nothing (`lib/proof_drafter.py`), with a picture.
 - peers: TRL and vLLM, where `make bench-trl` and `make bench-vllm` installed them.
@@ -42,11 +42,11 @@ from megatron_tlt.models.config import ModelConfig
 
 CONFIG = ROOT / "benchmarks/lib/proof.yaml"
 POLICY, DRAFTER = ROOT / "assets/demo-policy", ROOT / "assets/demo-drafter"
-SPEC = "rollout.speculation.drafter"
+SPEC = "rollout.speculation"
 MODES = {
-    "on": [f"{SPEC}=hybrid", "idle.train_drafter=true"],
-    "off": [f"{SPEC}=none", "idle.train_drafter=false"],
-    "suffix": [f"{SPEC}=suffix", "idle.train_drafter=false"],
+    "on": [f"{SPEC}.drafter=eagle", f"{SPEC}.with_suffix=true", "idle.train_drafter=true"],
+    "off": [f"{SPEC}.drafter=none", "idle.train_drafter=false"],
+    "suffix": [f"{SPEC}.drafter=suffix", "idle.train_drafter=false"],
 }
 MLP = {128: 384, 256: 768, 512: 1536, 768: 2048}  # units by hidden size
 PARAMETERS = {128: "2.4M", 256: "9.5M", 512: "38M", 768: "78M"}
@@ -79,7 +79,7 @@ class Bench:
         if not drafter.is_dir():
             widen(POLICY, MLP[hidden], model, hidden_size=hidden, max_positions=2048)
             widen_drafter(DRAFTER, ModelConfig.from_hf(POLICY), ModelConfig.from_hf(model), drafter)
-        return [f"model.path={model}", f"{SPEC}_path={drafter}"]
+        return [f"model.path={model}", f"{SPEC}.drafter_path={drafter}"]
 
     def job(self, name: str, hidden: int, mode: str, options: list[str], **more: Any) -> Rows:
         """Rows of the timed steps of a job into WORK/NAME."""

@@ -206,10 +206,12 @@ class BackendCapabilities:
     drafters: tuple[str, ...]  # kinds of `rollout.speculation.drafter` that draft in it
 
 
-_DRAFTERS = ("none", "suffix", "eagle", "hybrid")
+DraftedBy = Literal["none", "suffix", "trained", "mixed"]
+"""What drafts a step: nothing, the suffix drafter, the trained one, or for each request the better of the two."""
+_DRAFTERS = ("none", "suffix", "eagle", "eagle3")
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
     "embedded": BackendCapabilities(True, True, True, True, True, True, True, drafters=_DRAFTERS),
-    "trtllm": BackendCapabilities(False, False, False, False, False, False, False, drafters=("none", "eagle")),
+    "trtllm": BackendCapabilities(False, False, False, False, False, False, False, drafters=("none", "eagle3")),
     "vllm": BackendCapabilities(
         keyed_sampling=True,
         selectors=True,
@@ -227,13 +229,13 @@ CAPABILITIES: dict[BackendName, BackendCapabilities] = {
 class DraftStrategy:
     """How one step speculates.
 
-    `kind` names the drafter; "none" is plain decoding. Each request drafts up to `draft_len` tokens in a row, with
+    `kind` says what drafts; "none" is plain decoding. Each request drafts up to `draft_len` tokens in a row, with
     `topk - 1` siblings beside each of them, and feeds at most `num_verify_tokens` tokens (its last token, the root,
     included) to the policy. Drafters may stop a request's draft early once a token's cumulative acceptance, the
     estimated probability that the policy emits it, falls below `min_cumulative_acceptance`.
     """
 
-    kind: str
+    kind: DraftedBy
     draft_len: int
     topk: int = 1
     num_verify_tokens: int = 0  # 0: all that were drafted
@@ -272,7 +274,7 @@ class SpeculationStats:
     row_steps: int = 0  # rows x speculative steps
     drafted_tokens: int = 0  # fed to the policy for verification
     emitted_tokens: int = 0  # accepted drafts and bonus tokens of those rows
-    passed_over_tokens: float = 0.0  # expected of suffix drafts in rows that the trained drafter drafted for (hybrid)
+    passed_over_tokens: float = 0.0  # expected of suffix drafts in rows that the trained drafter drafted for (mixed)
     instead_tokens: int = 0  # accepted in the same rows
     drafted_at: list[int] = field(default_factory=list)  # rows whose draft reached the position
     accepted_at: list[int] = field(default_factory=list)  # rows that accepted the token there

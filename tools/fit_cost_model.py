@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_tlt.data.prompts import PromptStream
     from megatron_tlt.rollout.rows import RunningRows
     from megatron_tlt.rollout.spec.draft import Draft
-    from megatron_tlt.types import DraftStrategy, Prompt, StepMeasurement
+    from megatron_tlt.types import DraftedBy, DraftStrategy, Prompt, StepMeasurement
 
 LENGTHS = (0, 1, 2, 3, 5, 8, 11)  # drafted in turn; 0: plain decoding
 SPAN = 6  # steps of each, of which the first two do not count
@@ -47,7 +47,7 @@ POSITIONS = 12
 class Recorder:
     """A selector that uses every draft length in turn and records its steps."""
 
-    kind: str
+    kind: DraftedBy
     rows: RunningRows
     steps: list[tuple[bool, int, int, float, int, float, float]] = field(default_factory=list)
     tried: np.ndarray = field(default_factory=lambda: np.zeros(POSITIONS))
@@ -112,11 +112,14 @@ class Recorder:
 
 
 def open_engine(config: Config, kind: str) -> tuple[EmbeddedBackend, Recorder | None]:
-    """An engine with the model's weights, its drafter of `kind`, and the recorder in the selector's place."""
+    """An engine with the model's weights and the recorder in the selector's place. The config names the trained drafter
+    of the kinds "trained" and "mixed".
+    """
     from megatron_tlt.backends.build import build_backend
     from megatron_tlt.backends.embedded import EmbeddedBackend
 
-    spec = config.rollout.speculation.model_copy(update={"drafter": "suffix" if kind == "none" else kind})
+    changed = {"drafter": "suffix"} if kind in ("none", "suffix") else {"with_suffix": kind == "mixed"}
+    spec = config.rollout.speculation.model_copy(update=changed)
     rollout = config.rollout.model_copy(update={"speculation": spec})
     backend = build_backend(rollout, config.model, tokenizer=None, load_weights=True)
     assert isinstance(backend, EmbeddedBackend)
@@ -233,7 +236,7 @@ def main() -> None:
     )
     parser.add_argument("config", type=Path, help="YAML file of an RL run")
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values that replace the file's")
-    parser.add_argument("--drafters", nargs="+", default=["none", "suffix", "eagle", "hybrid"])
+    parser.add_argument("--drafters", nargs="+", default=["none", "suffix", "trained", "mixed"])
     parser.add_argument("--seconds", type=float, default=20.0, help="CPU seconds of each drafter")
     parser.add_argument("--raw", type=Path, help="also write every measured step")
     parser.add_argument("--out", type=Path, required=True)

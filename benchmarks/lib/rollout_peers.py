@@ -38,7 +38,7 @@ def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: 
     from megatron_tlt.models.loader import iter_weights
     from megatron_tlt.types import Prompt, SamplingParams, WeightBucket
 
-    speculation = {"drafter": kind, "drafter_path": None if kind == "none" else drafter}
+    speculation = {"drafter": kind, "with_suffix": True, "drafter_path": None if kind == "none" else drafter}
     settings = {"backend": engine, "dtype": dtype, "max_running_requests": MAX_RUNNING, "speculation": speculation}
     vllm_settings = {"python": python, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0"}}
     section = RolloutSection.model_validate({**settings, "vllm": vllm_settings})
@@ -47,7 +47,7 @@ def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: 
     if engine == "embedded":
         backend = build_backend(section, policy, load_weights=True)
     else:
-        given = load_drafter(drafter) if section.speculation.uses_eagle else None
+        given = load_drafter(drafter) if section.speculation.trained else None
         backend = build_vllm(section, policy, SyncSection(), device="cpu", drafter=given)
         backend.begin_update(0)
         backend.update_weights(WeightBucket(0, list(iter_weights(model))))
@@ -169,9 +169,9 @@ def load(side: str, model: str, drafter: str, context: int, is_eager: bool, dtyp
 
 OURS = {  # engine and drafter
     "ours plain": ("embedded", "none"),
-    "ours TLT": ("embedded", "hybrid"),
+    "ours TLT": ("embedded", "eagle"),
     "ours plain in vllm": ("vllm", "none"),
-    "ours TLT in vllm": ("vllm", "hybrid"),
+    "ours TLT in vllm": ("vllm", "eagle"),
 }
 SIDES = (*OURS, "vllm plain", "vllm ngram", "vllm suffix", "vllm eagle")
 AS_SHIPPED = "vllm ngram as-shipped"

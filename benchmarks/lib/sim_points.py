@@ -101,7 +101,7 @@ def table2() -> Iterator[Check]:
         costs = Roofline(model, GPUS[name], 1, SimCostSection(), topk=4)
         seconds = costs.step(1, 1, 1000.0, False)
         yield Check("table 2", f"{name}, tokens/s without drafts", plain, 1 / seconds, "input")
-        seconds = costs.step(1, 48, 1000.0, True) + costs.draft("eagle", 1, 8, 47)
+        seconds = costs.step(1, 48, 1000.0, True) + costs.draft("trained", 1, 8, 47)
         yield Check("table 2", f"{name}, tokens/s with drafts", drafted, ACCEPT_7B / seconds)
 
 
@@ -109,7 +109,7 @@ def _speedup(costs: Roofline, batch: int, depth: int, verify: int, accepted: flo
     """Times as fast as plain decoding at contexts of 1000 tokens."""
     cached = 1000.0 * batch
     plain = costs.step(batch, batch, cached, False)
-    drafted = costs.step(batch, batch * verify, cached, True) + costs.draft("eagle", batch, depth, 0)
+    drafted = costs.step(batch, batch * verify, cached, True) + costs.draft("trained", batch, depth, 0)
     return accepted * plain / drafted
 
 

@@ -62,9 +62,9 @@ def build_backend(
     device = torch.device(device)
     config = ModelConfig.from_hf(model.path)
     _check(rollout, model, config, tp, drafter is not None)
-    if rollout.speculation.uses_eagle and drafter is None:
+    if rollout.speculation.trained and drafter is None:
         assert rollout.speculation.drafter_path is not None  # `_check`
-        drafter = load_drafter(rollout.speculation.drafter_path, config)
+        drafter = load_drafter(rollout.speculation.drafter_path, config, rollout.speculation)
     decoder = build_decoder(
         config,
         device,
@@ -79,7 +79,7 @@ def build_backend(
         decoder.load_weights(iter_weights(model.path, config))
     history = _history(rollout)
     eagle = None
-    if rollout.speculation.uses_eagle and drafter is not None:
+    if rollout.speculation.trained and drafter is not None:
         eagle = build_eagle(decoder, drafter.config, rollout.threads)
         eagle.load_weights(drafter.weights.items())
     num_blocks = choose_num_blocks(

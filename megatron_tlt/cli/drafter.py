@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import argparse
 
     from megatron_tlt.config.root import Config
+    from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.checkpoint import SavedDrafter
     from megatron_tlt.drafter.pretrain import DrafterPretraining
@@ -95,7 +96,8 @@ def _pretraining(config: Config, world: World, args: argparse.Namespace) -> Draf
     from megatron_tlt.trainer.preflight import check_on, without_checkpoints
     from megatron_tlt.trainer.setup import open_backend, open_tokenizer, sampling_params
 
-    may_be_other = args.action == "train" or config.rollout.speculation.allow_other_policy
+    speculation = config.rollout.speculation
+    may_be_other = args.action == "train" or speculation.allow_other_policy
     plain = config.rollout.model_copy(update={"speculation": SpeculationSection()})
     waiting = config.idle.model_copy(update={"train_drafter": False})
     config = without_checkpoints(config.model_copy(update={"rollout": plain, "idle": waiting}))
@@ -104,8 +106,10 @@ def _pretraining(config: Config, world: World, args: argparse.Namespace) -> Draf
         raise ConfigError.of("rollout.backend", config.rollout.backend, allowed)
     check_on(config, world)
     path, policy = config.model.path, ModelConfig.from_hf(config.model.path)
-    start = None if args.drafter is None else _load(args.drafter, config, world, may_be_other)
-    drafter = drafter_shape(config.drafter, policy) if start is None else start.config
+    start = None
+    if args.drafter is not None:
+        start = _load(args.drafter, config, speculation, world, may_be_other)
+    drafter = drafter_shape(speculation, policy) if start is None else start.config
     tokenizer, layers = open_tokenizer(config), drafter.aux_layers
     backend = open_backend(config, world, tokenizer, keep_layers=layers)
     world.enter("load")
@@ -113,7 +117,9 @@ def _pretraining(config: Config, world: World, args: argparse.Namespace) -> Draf
     return DrafterPretraining(config, world, backend, sampling_params(config), drafter, start)
 
 
-def _load(directory: Path, config: Config, world: World, may_be_other: bool) -> SavedDrafter:
+def _load(
+    directory: Path, config: Config, wanted: SpeculationSection, world: World, may_be_other: bool
+) -> SavedDrafter:
     """The drafter in `directory`. Raises ConfigError if it does not fit, or was made for another policy."""
     from megatron_tlt.drafter.checkpoint import load_drafter
     from megatron_tlt.drafter.fingerprint import other_policy_problem
@@ -121,7 +127,7 @@ def _load(directory: Path, config: Config, world: World, may_be_other: bool) -> 
 
     model = config.model
     try:
-        drafter = load_drafter(directory, ModelConfig.from_hf(model.path), config.drafter)
+        drafter = load_drafter(directory, ModelConfig.from_hf(model.path), wanted)
     except CheckpointError as error:
         raise ConfigError.of("--drafter", str(directory), str(error)) from error
     problem = None

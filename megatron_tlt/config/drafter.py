@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_tlt.config.base import Section
+from megatron_tlt.config.drafter_kinds import DrafterFacts
 
 Arithmetic = Literal["fp32", "bf16"]
 
@@ -85,18 +86,8 @@ class OnlineSection(Section):
 
 
 class DrafterSection(Section):
-    """The trained drafter, and its training (`megatron-tlt drafter`) on model, prompts and rollout of the same file."""
+    """Training of the drafter that rollout.speculation names, before RL (`megatron-tlt drafter`) and during RL."""
 
-    kind: Literal["eagle", "eagle3"] = "eagle"
-    """eagle (EAGLE-1 in TLT's form): reads the policy's last hidden state and drafts through its LM head. eagle3
-    (EAGLE-3): reads three layers, four times the bytes of hidden states, and has an LM head of its own; serving engines
-    have it for policies of every family. A drafter in rollout.speculation.drafter_path must be of this kind."""
-    layers: tuple[NonNegativeInt, ...] | None = None
-    """eagle3: the three policy layers, from 0, whose outputs it reads; null: those of drafter_path, or 1, L/2 - 1,
-    L - 4 of L layers."""
-    draft_vocab_size: PositiveInt | None = None
-    """eagle3: draft only so many of the policy's tokens, those most frequent in the responses of `megatron-tlt drafter
-    train`; null: as in drafter_path, or all."""
     num_prompts: PositiveInt = 512
     """Training prompts of which responses are generated before training."""
     samples_per_prompt: PositiveInt = 4
@@ -137,16 +128,10 @@ class DrafterSection(Section):
     online: OnlineSection = OnlineSection()
     """Training during RL."""
 
-    @property
-    def online_draft_steps(self) -> int:
-        """`online.draft_steps`, or what auto stands for."""
+    def online_draft_steps(self, kind: DrafterFacts) -> int:
+        """`online.draft_steps`, or what auto stands for with a drafter of this kind."""
         given = self.online.draft_steps
-        return {"eagle": 1, "eagle3": 3}[self.kind] if given == "auto" else given
-
-    @property
-    def state_parts(self) -> int:
-        """Width of a token's state in hidden sizes: the final one, for eagle3 behind those of three layers."""
-        return 4 if self.kind == "eagle3" else 1
+        return kind.online_draft_steps if given == "auto" else given
 
     def sizes(self, device: str) -> DeviceSizes:
         """The settings with a value for "auto" on a device of this type ("cpu", "cuda")."""

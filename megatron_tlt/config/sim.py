@@ -87,9 +87,9 @@ class SimDraftersSection(Section):
 
     suffix: AcceptanceSection = AcceptanceSection(rates=(0.75, 0.8, 0.85), coverage=0.4)
     """Sibling and earlier responses."""
-    eagle: AcceptanceSection = AcceptanceSection(rates=(0.8,))
-    """The trained one-layer drafter."""
-    hybrid: AcceptanceSection = AcceptanceSection(rates=(0.82,))
+    trained: AcceptanceSection = AcceptanceSection(rates=(0.8,))
+    """The trained drafter."""
+    mixed: AcceptanceSection = AcceptanceSection(rates=(0.82,))
     """The better of the two."""
 
 
@@ -199,7 +199,7 @@ def check_sim(config: SimConfig) -> Iterator[ConfigProblem]:
     if config.workload.lengths.path is not None and config.workload.lengths.values:
         allowed = "not with workload.lengths.values: one of them must be null or []"
         yield ConfigProblem("workload.lengths.path", config.workload.lengths.path, allowed)
-    for name in ("suffix", "eagle", "hybrid"):
+    for name in ("suffix", "trained", "mixed"):
         section: AcceptanceSection = getattr(config.drafters, name)
         for field in ("rates", "stale_rates"):
             rates: tuple[float, ...] = getattr(section, field)

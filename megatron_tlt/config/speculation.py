@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from megatron_tlt.config.base import Section
+from megatron_tlt.config.drafter_kinds import DRAFTERS, DrafterFacts, DrafterName
 from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.types import DraftedBy
 
 
 class SuffixSection(Section):
@@ -44,11 +46,22 @@ class BanditSection(Section):
 class SpeculationSection(Section):
     """Speculative decoding: which drafter, and when it pays. Responses never depend on it."""
 
-    drafter: Literal["none", "suffix", "eagle", "hybrid"] = "none"
-    """none: plain decoding. suffix: sibling and earlier responses, nothing to train. eagle: a trained one-layer
-    drafter. hybrid: the better of the two for each request."""
+    drafter: DrafterName = "none"
+    """none: plain decoding. suffix: what sibling and earlier responses said, nothing to train. The others are trained
+    drafters of one layer. eagle (EAGLE-1 in TLT's form) reads the policy's last hidden state and drafts through its LM
+    head. eagle3 (EAGLE-3) reads three layers, four times the bytes of hidden states, and has an LM head of its own;
+    serving engines have it for policies of every family."""
+    with_suffix: bool = False
+    """Mix a trained drafter with suffix drafts: each request takes the draft of which more tokens are expected to be
+    accepted. No effect with none and suffix."""
     drafter_path: str | None = None
-    """Directory of the eagle drafter's weights (`megatron-tlt drafter train` makes one)."""
+    """Directory of the trained drafter's weights, of this kind (`megatron-tlt drafter train` makes one)."""
+    layers: tuple[NonNegativeInt, ...] | None = None
+    """eagle3: the three policy layers, from 0, whose outputs it reads; null: those of drafter_path, or 1, L/2 - 1,
+    L - 4 of L layers."""
+    draft_vocab_size: PositiveInt | None = None
+    """eagle3: draft only so many of the policy's tokens, those most frequent in the responses of `megatron-tlt drafter
+    train`; null: as in drafter_path, or all."""
     allow_other_policy: bool = False
     """Accept a drafter that was made for another policy than model.path, as its fingerprint of embedding and tokenizer
     says. Responses stay the same; drafts are accepted less."""
@@ -65,7 +78,7 @@ class SpeculationSection(Section):
     topk: PositiveInt = Field(default=1, le=4)
     """Candidates at each drafted position: 1 is a chain, more make a small tree."""
     window: PositiveInt = 256
-    """Most positions that the eagle drafter catches up with when it starts late; it sees nothing before them."""
+    """Most positions that a trained drafter catches up with when it starts late; it sees nothing before them."""
     min_cumulative_acceptance: NonNegativeFloat = Field(default=0.0, lt=1)
     """Drafts stop where a token is less likely than this to be emitted (not for cost_model, which finds its own)."""
     suffix: SuffixSection = SuffixSection()
@@ -74,9 +87,21 @@ class SpeculationSection(Section):
     """The bandit."""
 
     @property
-    def uses_eagle(self) -> bool:
-        """Whether a trained drafter is part of it."""
-        return self.drafter in ("eagle", "hybrid")
+    def trained(self) -> DrafterFacts | None:
+        """The kind of the trained drafter; None where nothing is trained."""
+        return DRAFTERS.get(self.drafter)
+
+    @property
+    def state_parts(self) -> int:
+        """Width of a token's state in hidden sizes: what the trained drafter reads; without one the final state."""
+        return 1 if self.trained is None else self.trained.state_parts
+
+    @property
+    def drafts_by(self) -> DraftedBy:
+        """What drafts, whatever the kind of a trained drafter is."""
+        if self.trained is None:
+            return "suffix" if self.drafter == "suffix" else "none"
+        return "mixed" if self.with_suffix else "trained"
 
     @property
     def rows_each(self) -> int:
@@ -93,7 +118,7 @@ class SpeculationSection(Section):
     @property
     def uses_suffix(self) -> bool:
         """Whether the suffix drafter is part of it."""
-        return self.drafter in ("suffix", "hybrid")
+        return self.drafts_by in ("suffix", "mixed")
 
 
 def parse_arm(text: str) -> tuple[int, int, int]:
@@ -134,7 +159,7 @@ def check_speculation(section: SpeculationSection, has_drafter: bool = False) ->
     `has_drafter`: weights come from elsewhere than `drafter_path`.
     """
     at = "rollout.speculation"
-    if section.uses_eagle and section.drafter_path is None and not has_drafter:
+    if section.trained and section.drafter_path is None and not has_drafter:
         allowed = f"drafter {section.drafter!r} needs a directory made by megatron-tlt drafter"
         yield ConfigProblem(f"{at}.drafter_path", None, allowed)
     if section.selector == "beg_mab" and section.drafter != "none":

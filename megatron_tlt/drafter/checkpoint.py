@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.fingerprint import other_policy_problem
 from megatron_tlt.drafter.public import is_public, public_config, read_public
@@ -59,9 +59,14 @@ def describe(config: DrafterConfig) -> dict[str, Any]:
     return {"drafter": KIND3, **own, "norm_before_residual": config.norm_before_residual, "layer": layer}
 
 
-def drafter_shape(section: DrafterSection, policy: ModelConfig) -> DrafterConfig:
-    """Of a fresh drafter. Raises ConfigError for layers or a vocabulary that the policy does not have."""
-    if section.kind == KIND:
+def drafter_shape(section: SpeculationSection, policy: ModelConfig) -> DrafterConfig:
+    """Of a fresh drafter. Raises ConfigError for a section that names no trained drafter, and for layers or a
+    vocabulary that the policy does not have.
+    """
+    if section.trained is None:
+        allowed = f"names no drafter that is trained: {', '.join(map(repr, DRAFTERS))}"
+        raise ConfigError.of("rollout.speculation.drafter", section.drafter, allowed)
+    if section.drafter == KIND:
         return DrafterConfig.eagle(policy)
     return DrafterConfig.eagle3(policy, section.layers, section.draft_vocab_size)
 
@@ -88,7 +93,7 @@ def save_drafter(
 
 
 def load_drafter(
-    directory: str | Path, policy: ModelConfig | None = None, wanted: DrafterSection | None = None
+    directory: str | Path, policy: ModelConfig | None = None, wanted: SpeculationSection | None = None
 ) -> SavedDrafter:
     """Reads a drafter directory, of a policy of shape `policy` and as `wanted`, where those are given; a public one
     needs the policy.
@@ -118,20 +123,19 @@ def drafter_problems(
     policy: ModelConfig,
     model: str | Path,
     tokenizer: str | Path | None = None,
-    wanted: DrafterSection | None = None,
 ) -> list[ConfigProblem]:
     """What keeps the policy in `model`, of shape `policy`, from drafting as configured. Reads the drafter."""
     at, path = "rollout.speculation.drafter_path", speculation.drafter_path
-    if not speculation.uses_eagle:
+    if speculation.trained is None:
         return []
     if path is None:
         try:
-            drafter_shape(wanted or DrafterSection(), policy)
+            drafter_shape(speculation, policy)
         except ConfigError as error:
             return list(error.problems)
         return []
     try:
-        made_for = load_drafter(path, policy, wanted).fingerprint
+        made_for = load_drafter(path, policy, speculation).fingerprint
     except CheckpointError as error:
         return [ConfigProblem(at, path, str(error))]
     problem = None
@@ -159,7 +163,7 @@ def read_about(directory: Path) -> dict[str, Any]:
 
 
 def _config_of(
-    about: Mapping[str, Any], root: Path, policy: ModelConfig | None, wanted: DrafterSection | None
+    about: Mapping[str, Any], root: Path, policy: ModelConfig | None, wanted: SpeculationSection | None
 ) -> DrafterConfig:
     """The drafter that config.json describes. Raises CheckpointError where it is not the one that is wanted."""
     file = root / CONFIG
@@ -174,11 +178,11 @@ def _config_of(
         raise CheckpointError(f"{file}: {e}") from e
     if wanted is None:
         return config
-    found = {"kind": config.kind, "layers": config.aux_layers, "draft_vocab_size": config.draft_vocab_size}
+    found = {"drafter": config.kind, "layers": config.aux_layers, "draft_vocab_size": config.draft_vocab_size}
     for name, value in found.items():
         given = getattr(wanted, name)
         if given is not None and given != value:
-            raise CheckpointError(f"{file} is of {name} {value}, but drafter.{name} = {given}")
+            raise CheckpointError(f"{file} has {name} = {value}, but rollout.speculation.{name} = {given}")
     return config
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.drafter.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafter.buffer import HiddenStateBuffer
@@ -73,7 +74,8 @@ class OnlineDrafterTrainer:
         online, self._device = section.online, torch.device(device)
         sizes = section.sizes(self._device.type)
         self.model, self._tp = model, tp or TensorParallel()
-        self._tokens, self._draft_steps = sizes.micro_step_tokens, section.online_draft_steps
+        self._tokens = sizes.micro_step_tokens
+        self._draft_steps = section.online_draft_steps(DRAFTERS[model.config.kind])
         start_lr = online.start_lr * min(1.0, _START_WIDTH / model.config.policy.hidden_size)
         self._extra_lr = max(0.0, start_lr / online.lr - 1.0)  # of a useless drafter, over lr
         self._decay = online.mean_decay

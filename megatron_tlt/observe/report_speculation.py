@@ -33,8 +33,9 @@ def speculation(runs: Sequence[RunData]) -> Section:
         )
         note = (
             "Tokens that a request emits in a drafting step, by the number of drafted tokens, from the drafts of the "
-            f"last {_LAST_STEPS} steps (of hybrid: both drafters'). This run drafted fewer where it expected less: an "
-            "engine that always drafts so many accepts at least that. Verification costs time: the speed-up is less."
+            f"last {_LAST_STEPS} steps (of both drafters, where they are mixed). This run drafted fewer where it "
+            "expected less: an engine that always drafts so many accepts at least that. Verification costs time: the "
+            "speed-up is less."
         )
         bars = [_serving_bars(*labelled_rows) for labelled_rows in rows_of]
         layout = {"hovermode": "closest"}

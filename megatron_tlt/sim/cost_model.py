@@ -91,7 +91,7 @@ class Roofline:
 
     def draft(self, kind: str, B: int, passes: int, nodes: int) -> float:
         """See `CostModel.draft`."""
-        lookup = 1e-6 * self._section.lookup_us * B if kind in ("suffix", "hybrid") else 0.0
+        lookup = 1e-6 * self._section.lookup_us * B if kind in ("suffix", "mixed") else 0.0
         if kind == "suffix" or not passes:
             return lookup
         one = self._forward(self._drafter, B * self._topk, 0.0, 0.0, 1)

@@ -78,7 +78,7 @@ class Decider:
 
     def table(self, quality: float) -> RateTable:
         """Rates at `quality`, rounded to one of some steps of it."""
-        level = round(quality * _QUALITIES) if self._config.rollout.speculation.uses_eagle else 0
+        level = round(quality * _QUALITIES) if self._config.rollout.speculation.trained else 0
         table = self._tables.get(level)
         if table is None:
             table = self._tables[level] = self._make(level / _QUALITIES)

@@ -34,7 +34,7 @@ def simulation_of(config: Config) -> SimConfig:
     # The simulator counts the policy's layers only; so many MiB of those hold as many tokens.
     cache_mib = max(1, tokens * kv_bytes(shape) // config.rollout.tp // MIB)
     speculation = config.rollout.speculation
-    if speculation.uses_eagle and speculation.drafter_path is None:
+    if speculation.trained and speculation.drafter_path is None:
         speculation = speculation.model_copy(update={"drafter_path": "made from the policy"})
     rollout = {"kv_cache_mib": cache_mib, "speculation": speculation}
     memory = config.cluster.memory_gib or 0
@@ -54,7 +54,7 @@ def simulation_of(config: Config) -> SimConfig:
         },
         "rollout": config.rollout.model_copy(update=rollout),
         "idle": config.idle,
-        "drafters": {name: {"rates": (0.82,), "stale_rates": (STALE_RATE,)} for name in ("eagle", "hybrid")},
+        "drafters": {name: {"rates": (0.82,), "stale_rates": (STALE_RATE,)} for name in ("trained", "mixed")},
         "training": {
             "tp": config.actor.tp,
             "pp": config.actor.pp,

@@ -58,8 +58,8 @@ def in_mode(config: SimConfig, mode: str, nodes: int) -> SimConfig:
         spec = spec.model_copy(update={"drafter": "none"})
     elif mode == "suffix":
         spec = spec.model_copy(update={"drafter": "suffix"})
-    elif not spec.uses_eagle:
-        allowed = f"must be 'eagle' or 'hybrid' for --compare {mode}"
+    elif spec.trained is None:
+        allowed = f"must be a trained drafter for --compare {mode}"
         raise ConfigError.of("rollout.speculation.drafter", spec.drafter, allowed)
     else:
         trains = mode == "tlt"
@@ -116,7 +116,7 @@ def assumptions(config: SimConfig) -> list[str]:
         )
     else:
         lines.append(f"update of {training.update_us_per_token:g} us a token of a rank, as measured")
-    if config.idle.train_drafter or config.rollout.speculation.uses_eagle:
+    if config.idle.train_drafter or config.rollout.speculation.trained:
         lines.append(
             f"an update of the policy undoes {training.drift:.0%} of the drafter's adaptation; "
             f"{training.tokens_to_adapt:g} tokens of training bring it to 63 %"

@@ -31,7 +31,7 @@ class Simulation:
         self._lengths = Lengths(config)
         self._drafter = DrafterModel(config)
         self._idle = IdleTime(config, self._cluster.micro_step() if config.idle.train_drafter else 0.0)
-        self._trains = config.idle.train_drafter and config.rollout.speculation.uses_eagle
+        self._trains = config.idle.train_drafter and config.rollout.speculation.trained is not None
         prompts, replicas = config.workload.prompts_per_step, self._cluster.replicas
         self._most = -(-prompts // replicas) * config.rollout.samples_per_prompt
         self._decider = Decider(config, self._costs, self._most)

@@ -55,17 +55,17 @@ class Speculation:
         self._rng = np.random.default_rng(seed)
         self._selector: StrategySelector | None = None
         if section.drafter != "none":
-            self._selector = build_selector(section, section.drafter)
+            self._selector = build_selector(section)
         self.acceptance = {
-            kind: Acceptance(getattr(config.drafters, kind)) for kind in ("suffix", "eagle", "hybrid")
+            kind: Acceptance(getattr(config.drafters, kind)) for kind in ("suffix", "trained", "mixed")
         }
         self._plain_above = config.plain_above
         self._most_rows = config.rollout.max_batched_tokens
         self.tally = Tally()
 
     def set_quality(self, quality: float) -> None:
-        """The trained drafter's adaptation, from now on. A hybrid's trained part is its better half: it moves too."""
-        for kind in ("eagle", "hybrid"):
+        """The trained drafter's adaptation, from now on. Mixed with suffix drafts it moves, too."""
+        for kind in ("trained", "mixed"):
             self.acceptance[kind].quality = quality
 
     def step(self, running: int, cached: float) -> tuple[float, np.ndarray]:

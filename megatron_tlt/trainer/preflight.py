@@ -112,7 +112,7 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
     else:
         held_out = config.data.eval.path if config.data.eval is not None else None
         named = {"data.train.path": config.data.train.path, "data.eval.path": held_out}
-        if config.rollout.speculation.uses_eagle:
+        if config.rollout.speculation.trained:
             named[_DRAFTER_PATH] = config.rollout.speculation.drafter_path
         if config.rollout.backend == "trtllm":
             named["rollout.trtllm.python"] = config.rollout.trtllm.python
@@ -178,11 +178,11 @@ def speculation_problems(config: Config, shape: ModelConfig | None) -> list[Conf
     """
     section = config.rollout.speculation
     path = section.drafter_path
-    if shape is None or not section.uses_eagle or (path is not None and not Path(path).exists()):
+    if shape is None or section.trained is None or (path is not None and not Path(path).exists()):
         return []
     from megatron_tlt.drafter.checkpoint import drafter_problems  # here, for it needs torch
 
-    return drafter_problems(section, shape, config.model.path, config.model.tokenizer, config.drafter)
+    return drafter_problems(section, shape, config.model.path, config.model.tokenizer)
 
 
 def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:

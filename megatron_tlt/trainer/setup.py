@@ -98,7 +98,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         backend,
         drafter_trainer,
         _sharing(config, world),
-        config.rollout.speculation.uses_eagle,
+        config.rollout.speculation.trained is not None,
     )
     if drafter_trainer is not None and drafter_trainer.from_actor:
         budget = int(config.drafter.sizes(world.device.type).buffer_mib * 2**20)
@@ -267,7 +267,7 @@ def _drafter(config: Config, trainer: OnlineDrafterTrainer | None) -> SavedDraft
 
     if trainer is not None:
         return SavedDrafter(trainer.model.config, trainer.weights())
-    if not config.rollout.speculation.uses_eagle:
+    if config.rollout.speculation.trained is None:
         return None
     model = _starting_drafter(config)
     return SavedDrafter(model.config, model.state_dict())
@@ -300,9 +300,9 @@ def _starting_drafter(config: Config) -> PairModel:
 
     shape = ModelConfig.from_hf(config.model.path)
     path = config.rollout.speculation.drafter_path
-    saved = None if path is None else load_drafter(path, shape, config.drafter)
+    saved = None if path is None else load_drafter(path, shape, config.rollout.speculation)
     with torch.random.fork_rng(devices=[]):  # the constructor draws weights that are overwritten
-        model = build_model(drafter_shape(config.drafter, shape) if saved is None else saved.config)
+        model = build_model(drafter_shape(config.rollout.speculation, shape) if saved is None else saved.config)
     if saved is not None:
         model.load_state_dict(saved.weights)
     else:

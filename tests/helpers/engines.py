@@ -130,7 +130,7 @@ def speculating_engine(
     def drafting(decoder: Decoder) -> Drafting:
         section = SpeculationSection(drafter_path="(in memory)", **speculation)
         eagle = None
-        if section.uses_eagle:
+        if section.trained:
             eagle = build_eagle(decoder, drafter)
             eagle.load_weights((drafter_weights or random_drafter(drafter, seed=1)).items())
         return Drafting(section, eagle)

@@ -127,6 +127,6 @@ def fixed_speeds(running, lengths, **world):
     speeds[0].start([1 << 40] * running)
     speeds[0] = speeds[0].plain_speed()
     for length in lengths:
-        selector = FixedSelector(DraftStrategy("eagle", length))
+        selector = FixedSelector(DraftStrategy("trained", length))
         speeds[length] = SpecWorld(**world).run(selector, 200 + 1000 // running, running)
     return speeds

@@ -17,7 +17,8 @@ from tests.helpers.runs import TINY_WARM_UP, make_model, run_drafter, write_conf
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
-EAGLE3 = ["drafter.kind=eagle3", "drafter.draft_vocab_size=80", "drafter.layers=[0,1,2]"]
+SPEC = "rollout.speculation"
+EAGLE3 = [f"{SPEC}.drafter=eagle3", f"{SPEC}.draft_vocab_size=80", f"{SPEC}.layers=[0,1,2]"]
 KINDS = {"eagle": [], "eagle3": EAGLE3}
 ENGINES = {
     "sglang": engine_drafters.SglangEagle3,
@@ -47,7 +48,7 @@ def run(tmp_path_factory) -> Path:
 
 def evaluated(run: Path, name: str, ranks: int = 1) -> dict:
     kind, out = name.split("-")[1], run / f"{name}-{ranks}.json"
-    arguments = ["--drafter", run / name, "--out", out, f"drafter.kind={kind}", f"cluster.ranks_per_node={ranks}"]
+    arguments = ["--drafter", run / name, "--out", out, f"{SPEC}.drafter={kind}", f"cluster.ranks_per_node={ranks}"]
     assert "expected accepted length" in run_drafter(ranks, "eval", run / "tiny.yaml", *arguments).stdout
     return json.loads(out.read_text())
 
@@ -93,9 +94,9 @@ def test_what_was_trained_is_exported_for_every_engine(run: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("train --out x drafter.kind=eagle3 drafter.layers=[0,1,3]", "drafter.layers = [0, 1, 3]: must be three"),
-        ("train --out x --drafter trained-eagle3", "is of kind eagle3, but drafter.kind = eagle"),
-        ("train --out x drafter.draft_vocab_size=8", "drafter.draft_vocab_size = 8: needs drafter.kind: eagle3"),
+        (f"train --out x {SPEC}.drafter=eagle3 {SPEC}.layers=[0,1,3]", f"{SPEC}.layers = [0, 1, 3]: must be three"),
+        ("train --out x --drafter trained-eagle3", "has drafter = eagle3, but rollout.speculation.drafter = eagle"),
+        (f"train --out x {SPEC}.drafter=suffix", f"{SPEC}.drafter = 'suffix': names no drafter that is trained"),
         ("eval --drafter nothing", "cannot be read"),
         ("eval --drafter other", "was made for a policy with another embedding than"),
         ("eval --drafter fresh-eagle data.eval=null", "data.eval = None: measuring a drafter needs held-out prompts"),

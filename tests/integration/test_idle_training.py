@@ -25,7 +25,7 @@ TRAIN = [
     "idle.min_tail_seconds=0",
     "drafter.online.warmup_steps=0",
 ]
-EAGLE3 = "drafter.kind=eagle3"
+EAGLE3 = "rollout.speculation.drafter=eagle3"
 
 
 def run(folder: Path, jobs: list[tuple[str, list[str], str]], ranks: int = 2) -> str:
@@ -99,7 +99,7 @@ def test_the_logs_hold_what_a_report_needs(folder: Path):
     assert [row["step"] for row in train] == [1, 2, 3, 4]
     for plain, drafted, metrics in zip(off, train, rows(folder / "train-"), strict=True):
         assert all(plain[name] == drafted[name] for name in ("responses", "rewards", "lengths", "samples"))
-        assert "strategies" not in plain and set(drafted["strategies"]) <= {"none", "eagle_3_1_0"}
+        assert "strategies" not in plain and set(drafted["strategies"]) <= {"none", "trained_3_1_0"}
         assert sum(n for n, _ in drafted["by_batch"].values()) == metrics["engine/spec_row_steps"]
         assert sum(n for _, n in drafted["by_batch"].values()) == metrics["engine/spec_emitted_tokens"]
         assert sum(drafted["lengths"]) == metrics["rollout/samples"]
@@ -139,7 +139,7 @@ def test_a_resumed_run_goes_on_with_the_drafter(folder: Path):
 
 
 def resumed(kind: str, source: str, steps: int) -> list[str]:
-    return [*TRAIN, f"drafter.kind={kind}", f"drafter.online.hidden_states={source}", f"train.num_steps={steps}"]
+    return [*TRAIN, f"{SPEC}.drafter={kind}", f"drafter.online.hidden_states={source}", f"train.num_steps={steps}"]
 
 
 @pytest.mark.nightly

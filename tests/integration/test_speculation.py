@@ -29,13 +29,13 @@ def test_weights_are_the_same_with_and_without_speculation(tmp_path: Path):
         "adaptive": [f"{spec}.drafter=suffix"],  # may find that drafts do not pay
         "suffix": [f"{spec}.drafter=suffix", f"{spec}.selector=fixed", f"{spec}.draft_len=4"],
         "eagle": [f"{spec}.drafter=eagle", f"{spec}.selector=fixed", f"{spec}.draft_len=3", at],
-        "hybrid": [f"{spec}.drafter=hybrid", f"{spec}.selector=fixed", f"{spec}.topk=2", at],
+        "mixed": [f"{spec}.drafter=eagle", f"{spec}.with_suffix=true", f"{spec}.selector=fixed", f"{spec}.topk=2", at],
     }
     write_experts(tmp_path / "model", tmp_path / "experts", seed=0)
     experts = [f"model.path={tmp_path / 'experts'}", "actor.ep=2", "actor.router_replay=rollout"]
     runs["off of experts"] = experts
     trained = ["idle.train_drafter=true", "idle.min_steps_per_window=1"]  # also where no rank waits long enough
-    runs["trained on experts"] = [*experts, *runs["hybrid"], *trained]
+    runs["trained on experts"] = [*experts, *runs["mixed"], *trained]
     listing = tmp_path / "jobs.json"
     jobs = [[str(config), [f"train.run_dir={tmp_path / name}", *o]] for name, o in runs.items()]
     listing.write_text(json.dumps(jobs))

@@ -130,7 +130,7 @@ def test_responses_are_the_embedded_engines_after_every_push(
         for params in SAMPLING if version == 1 else SAMPLING[:1]:
             assert responses(vllm, prompts, params) == responses(ours, prompts, params), (version, params)
         made = drafts(vllm, prompts)
-        assert min(made.steps_by_strategy[name] for name in ("eagle_4_1_5", "eagle_2_1_3", "none")) > 5
+        assert min(made.steps_by_strategy[name] for name in ("trained_4_1_5", "trained_2_1_3", "none")) > 5
         assert (made.accept_length > 1.5) == (new is not bad), "the drafter that was pushed drafts"
     assert responses(vllm, prompts[::-1], SAMPLING[0]) == responses(ours, prompts, SAMPLING[0])
 
@@ -203,7 +203,7 @@ def trained3(
     counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=SHAPE.vocab_size)
     model.set_vocabulary(choose_vocabulary(counts, config.draft_vocab_size))
     model.take_head(tables[1])
-    section = DrafterSection(kind="eagle3", lr=5e-3, num_steps=40, draft_steps=2, warmup_steps=4)
+    section = DrafterSection(lr=5e-3, num_steps=40, draft_steps=2, warmup_steps=4)
     trainer = DrafterTrainer(model, *tables, section, temperature=1.0)
     for seed in range(40):
         trainer.step(collate(epoch(data, 512, 256, np.random.default_rng(seed))[0]))
@@ -280,8 +280,8 @@ def test_responses_do_not_depend_on_preemption_or_on_which_drafter_drafts(
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     shortest = min(len(prompt.token_ids) for prompt in prompts) + params.max_tokens
     assert RUNNING * shortest > 2 * blocks * size, "not all of them fit, however they run"
-    hybrid = SpeculationSection(drafter="hybrid", selector="fixed", draft_len=3)
-    theirs = start_vllm(load_drafter(DRAFTER, SHAPE), hybrid, block_size=size, num_gpu_blocks_override=blocks)
+    mixed = SpeculationSection(drafter="eagle", with_suffix=True, selector="fixed", draft_len=3)
+    theirs = start_vllm(load_drafter(DRAFTER, SHAPE), mixed, block_size=size, num_gpu_blocks_override=blocks)
     for backend in (ours, theirs):
         push(backend, 5, None)
     assert responses(theirs, prompts, params) == responses(ours, prompts, params)

@@ -38,7 +38,7 @@ OFF = (
 KINDS = {  # the demo drafter beside the suffix drafter, and one that starts from the policy
     "eagle": (),
     "eagle3": (
-        "drafter.kind=eagle3",
+        "rollout.speculation.drafter=eagle3",
         "rollout.speculation.drafter=eagle",
         "rollout.speculation.selector=fixed",  # cost_model does not draft with one that knows so little
         "rollout.speculation.draft_len=4",

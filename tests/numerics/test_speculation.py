@@ -121,8 +121,8 @@ DRAFTERS = [
     {"drafter": "eagle", "selector": "fixed", "draft_len": 4},
     {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "topk": 3, "window": 16},
     {"drafter": "eagle", "selector": "cost_model"},
-    {"drafter": "hybrid", "selector": "beg_mab"},
-    {"drafter": "hybrid", "selector": "fixed", "draft_len": 4, "topk": 2},
+    {"drafter": "eagle", "with_suffix": True, "selector": "beg_mab"},
+    {"drafter": "eagle", "with_suffix": True, "selector": "fixed", "draft_len": 4, "topk": 2},
 ]
 
 

@@ -52,7 +52,7 @@ def build_vllm(
     """
     device = torch.device(device)
     policy = ModelConfig.from_hf(model.path)
-    assert (drafter is not None) == rollout.speculation.uses_eagle
+    assert (drafter is not None) == (rollout.speculation.trained is not None)
     with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
         arguments = _arguments(rollout, model, drafter, device, local_ranks, kv_cache_bytes, Path(folder))
         process = EngineProcess(launch_of(rollout), visible_device(device, "vllm"))

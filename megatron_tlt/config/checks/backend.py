@@ -81,8 +81,8 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
             allowed = "must have an arm that drafts with rollout.backend: vllm (none drafts: drafter: none)"
             yield ConfigProblem("rollout.speculation.bandit.arms", speculation.bandit.arms, allowed)
         least = speculation.min_cumulative_acceptance
-        if speculation.drafter == "eagle" and speculation.selector != "cost_model" and least > 0:
-            allowed = "must be 0 with rollout.backend: vllm and drafter: eagle, whose drafts there are never cut"
+        if speculation.drafts_by == "trained" and speculation.selector != "cost_model" and least > 0:
+            allowed = "must be 0 with rollout.backend: vllm and a trained drafter alone, whose drafts are never cut"
             yield ConfigProblem("rollout.speculation.min_cumulative_acceptance", least, allowed)
     if not section.version.startswith(_VLLM_SERIES):
         yield ConfigProblem("rollout.vllm.version", section.version, f"must be {_VLLM_SERIES}x")
@@ -106,13 +106,13 @@ def _check_trtllm(config: Config, device: str | None) -> Problems:
         yield ConfigProblem(f"{at}.version", section.version, "must be 1.2.x or 1.3.x, as 1.2.1 or 1.3.0rc27")
     if section.transport == "cuda_ipc" and device == "cpu":
         yield ConfigProblem(f"{at}.transport", section.transport, "must be 'shared_memory' on CPU")
-    if rollout.speculation.uses_eagle and config.drafter.kind != "eagle3":
-        allowed = "must be 'eagle3' with rollout.backend: trtllm, whose PyTorch backend runs no other kind"
-        yield ConfigProblem("drafter.kind", config.drafter.kind, allowed)
-    if rollout.speculation.uses_eagle and section.speculation != "none":
-        allowed = "must be 'none' with rollout.speculation.drafter: eagle: one of them drafts"
+    if rollout.speculation.drafts_by == "mixed":
+        allowed = "must be false with rollout.backend: trtllm: one drafter drafts"
+        yield ConfigProblem("rollout.speculation.with_suffix", True, allowed)
+    if rollout.speculation.trained and section.speculation != "none":
+        allowed = f"must be 'none' with rollout.speculation.drafter: {rollout.speculation.drafter}: one of them drafts"
         yield ConfigProblem(f"{at}.speculation", section.speculation, allowed)
-    if (rollout.speculation.uses_eagle or section.speculation != "none") and rollout.min_p > 0:
+    if (rollout.speculation.trained or section.speculation != "none") and rollout.min_p > 0:
         allowed = "must be 0 with speculation, whose sampler has no min_p"
         yield ConfigProblem("rollout.min_p", rollout.min_p, allowed)
     if rollout.kv_cache_mib is not None:

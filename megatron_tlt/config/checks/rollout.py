@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_tlt.config.checks.layout import Device, check_nodes, tp_problems
+from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.parameters import kv_bytes_per_token
 from megatron_tlt.config.root import Config
@@ -52,10 +53,11 @@ def _check_experts(config: Config, shape: ArchitectureConfig) -> Problems:
     if backend == "trtllm":
         allowed = "must be 'embedded' or 'vllm' for experts: a weight sync sends a layer's experts as one tensor"
         yield ConfigProblem("rollout.backend", backend, allowed)
-    reads_layers = config.rollout.speculation.uses_eagle and config.drafter.kind == "eagle3"
+    drafter = config.rollout.speculation.drafter
+    reads_layers = config.rollout.speculation.state_parts > 1
     if backend == "vllm" and reads_layers and shape.family != "qwen3_moe":
-        allowed = f"must be 'eagle' with rollout.backend: vllm, which runs no EAGLE-3 for a {shape.family} policy"
-        yield ConfigProblem("drafter.kind", "eagle3", allowed)
+        allowed = f"reads layers of the policy, which vLLM does not hand out for a {shape.family} policy"
+        yield ConfigProblem("rollout.speculation.drafter", drafter, allowed)
 
 
 def _check_kv_cache(config: Config, shape: ArchitectureConfig) -> Problems:
@@ -82,10 +84,9 @@ def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int,
     if not config.idle.train_drafter:
         return
     section, online = config.rollout.speculation, config.drafter.online
-    if not section.uses_eagle:
-        allowed = (
-            f"needs rollout.speculation.drafter 'eagle' or 'hybrid': {section.drafter!r} has nothing to train"
-        )
+    if section.trained is None:
+        kinds = " or ".join(map(repr, DRAFTERS))
+        allowed = f"needs rollout.speculation.drafter {kinds}: {section.drafter!r} has nothing to train"
         yield ConfigProblem("idle.train_drafter", True, allowed)
     elif _never_trains(config, num_ranks) and section.drafter_path is None:
         allowed = (
@@ -98,7 +99,7 @@ def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int,
     if online.fp8 == "te" and device == "cpu":
         yield ConfigProblem("drafter.online.fp8", online.fp8, "must be 'off' on CPU")
     if shape is not None:
-        size = config.drafter.state_parts * shape.hidden_size * (4 if config.rollout.dtype == "fp32" else 2) + 8
+        size = section.state_parts * shape.hidden_size * (4 if config.rollout.dtype == "fp32" else 2) + 8
         sizes = config.drafter.sizes(device or "cpu")
         needed = min(config.drafter.window, sizes.micro_step_tokens) * size / 2**20
         if sizes.buffer_mib < needed:
@@ -123,15 +124,18 @@ def _check_hidden_states(config: Config) -> Problems:
 
 
 def _check_kind(config: Config) -> Problems:
-    """Settings of kind eagle3 only, and what a drafter made from the policy cannot have."""
-    drafter = config.drafter
-    for name in ("layers", "draft_vocab_size"):
-        if drafter.kind == "eagle" and getattr(drafter, name) is not None:
-            yield ConfigProblem(f"drafter.{name}", getattr(drafter, name), "needs drafter.kind: eagle3")
-    is_fresh = config.idle.train_drafter and config.rollout.speculation.drafter_path is None
-    if is_fresh and drafter.draft_vocab_size is not None:
-        allowed = "must be null without rollout.speculation.drafter_path: megatron-tlt drafter train chooses the tokens"
-        yield ConfigProblem("drafter.draft_vocab_size", drafter.draft_vocab_size, allowed)
+    """Settings that the kind of drafter does not have, and what a drafter made from the policy cannot have."""
+    section, at = config.rollout.speculation, "rollout.speculation"
+    for name, has in (("layers", "layers_read"), ("draft_vocab_size", "has_own_head")):
+        value, kind = getattr(section, name), section.trained
+        if kind is not None and value is not None and not getattr(kind, has):
+            kinds = ", ".join(facts.name for facts in DRAFTERS.values() if getattr(facts, has))
+            allowed = f"must be null with drafter: {kind.name}; a drafter that has it: {kinds}"
+            yield ConfigProblem(f"{at}.{name}", value, allowed)
+    is_fresh = config.idle.train_drafter and section.drafter_path is None
+    if is_fresh and section.draft_vocab_size is not None:
+        allowed = f"must be null without {at}.drafter_path: megatron-tlt drafter train chooses the tokens"
+        yield ConfigProblem(f"{at}.draft_vocab_size", section.draft_vocab_size, allowed)
 
 
 def _never_trains(config: Config, num_ranks: int) -> bool:

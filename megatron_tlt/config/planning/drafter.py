@@ -25,7 +25,6 @@ from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.engine import has_packed_head
 from megatron_tlt.config.planning.parameters import (
     MIB,
-    draft_vocabulary,
     drafter_parameters,
     element_bytes,
 )
@@ -34,9 +33,6 @@ from megatron_tlt.config.root import Config
 
 HEAD_BLOCK = 1 << 25  # elements of [rows, V] that `drafter.loss` computes at a time; a test compares
 _PART_BYTES = 4 << 23  # of `drafter.training_state`: fp32
-# H of a token and drafted position that kind eagle3 keeps beyond eagle's (three norms and their inputs in fp32, what it
-# reads of the position before), and how many less of the first position.
-_EAGLE3_KEPT, _EAGLE3_FIRST = 28, 17
 
 
 def drafter_state_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
@@ -51,22 +47,24 @@ def drafter_state_bytes(config: Config, shape: ArchitectureConfig, device: Devic
 
 def drafter_step_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
     """Gradients, activations and temporaries of one micro-step."""
-    if not config.idle.train_drafter:
+    kind = config.rollout.speculation.trained
+    if not config.idle.train_drafter or kind is None:
         return 0
+    steps = config.drafter.online_draft_steps(kind)
     sizes, hidden, several = config.drafter.sizes(device), shape.hidden_size, config.rollout.tp > 1
     tokens, element, inter = sizes.micro_step_tokens, element_bytes(sizes.dtype), shape.intermediate_size
     heads = (3 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    kept = tokens * element * (10 * hidden + heads + 3 * inter) * config.drafter.online_draft_steps
+    kept = tokens * element * (10 * hidden + heads + 3 * inter) * steps
     blocks = 4 * 4 * min(HEAD_BLOCK, tokens * shape.vocab_size)
     loss = kept + tokens * hidden * (12 + element) + blocks
-    if config.drafter.kind == "eagle3":
-        kept += tokens * hidden * element * (_EAGLE3_KEPT * config.drafter.online_draft_steps - _EAGLE3_FIRST)
-        head = 4 * draft_vocabulary(config, shape) * hidden
+    if kind.has_own_head:
+        kept += tokens * hidden * element * (kind.more_kept * steps - kind.less_first)
+        head = 4 * kind.head_elements(shape, config.rollout.speculation.draft_vocab_size)
         loss = kept + tokens * hidden * (20 + element) + max(blocks + head, 2 * head)
     back = kept + element * (tokens * (3 * inter + hidden) + inter * hidden)
     count = drafter_parameters(config, shape)
     gradients = element * count + several * 4 * count // config.rollout.tp + 2 * min(_PART_BYTES, 4 * count)
-    states = config.drafter.state_parts * tokens * hidden * element_bytes(config.rollout.dtype)
+    states = kind.state_parts * tokens * hidden * element_bytes(config.rollout.dtype)
     return states + max(loss, back, gradients)
 
 
@@ -109,7 +107,7 @@ def collected_bytes(config: Config, shape: ArchitectureConfig) -> int:
     actor = config.actor
     copies = 2 if actor.cp > 1 else int(actor.sequence_parallel)
     row = element_bytes(config.rollout.dtype) + element_bytes(actor.dtype) * copies
-    return micro_batch_tokens(config) * actor.cp * config.drafter.state_parts * shape.hidden_size * row
+    return micro_batch_tokens(config) * actor.cp * config.rollout.speculation.state_parts * shape.hidden_size * row
 
 
 def drafter_save_bytes(config: Config, shape: ArchitectureConfig) -> int:

@@ -75,8 +75,7 @@ def process_bytes(config: Config, shape: ArchitectureConfig) -> dict[str, int]:
 
 def drafter_weight_bytes(config: Config, shape: ArchitectureConfig) -> int:
     """The engine's own copy of the trained drafter, whole on every rank."""
-    section = config.rollout.speculation
-    return section.uses_eagle * drafter_parameters(config, shape) * element_bytes(config.rollout.dtype)
+    return drafter_parameters(config, shape) * element_bytes(config.rollout.dtype)
 
 
 def suffix_bytes(config: Config) -> int:
@@ -89,10 +88,10 @@ def rollout_step_bytes(config: Config, shape: ArchitectureConfig, device: Device
     """Temporaries of the largest forward, or of drawing tokens, whichever is more.
 
     Of each of T = max_batched_tokens rows the residual stream, its norm and their sum, and the MLP's four products, and
-    those of each expert that a row takes, with input and output; the experts' numbers; of kind eagle3 the outputs of
-    three layers. On CPU, of each request its logits, noise and ranks, eight times V in fp32. On CUDA, of each of R rows
-    its logits in the engine's type and in fp32; on several ranks those of all ranks, too, and joined; and what the
-    sampler takes.
+    those of each expert that a row takes, with input and output; the experts' numbers; the outputs of layers that a
+    drafter reads. On CPU, of each request its logits, noise and ranks, eight times V in fp32. On CUDA, of each of R
+    rows its logits in the engine's type and in fp32; on several ranks those of all ranks, too, and joined; and what
+    the sampler takes.
     """
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
     forward = rollout.max_batched_tokens * row_bytes(config, shape)
@@ -106,15 +105,10 @@ def rollout_step_bytes(config: Config, shape: ArchitectureConfig, device: Device
 def row_bytes(config: Config, shape: ArchitectureConfig) -> int:
     """A forward's temporaries that each of its rows has: see `rollout_step_bytes`."""
     tp, chosen = config.rollout.tp, shape.num_experts_per_tok
-    row = (2 + state_parts(config)) * shape.hidden_size + 4 * shape.intermediate_size // tp
+    row = (2 + config.rollout.speculation.state_parts) * shape.hidden_size + 4 * shape.intermediate_size // tp
     row += chosen * (2 * shape.hidden_size + 4 * shape.moe_intermediate_size // tp)
     routed_experts = 2 * 8 * chosen * len(shape.moe_layers)  # int64, of each layer, then joined
     return row * element_bytes(config.rollout.dtype) + routed_experts
-
-
-def state_parts(config: Config) -> int:
-    """Hidden states that a forward keeps of a row, in multiples of H."""
-    return config.drafter.state_parts if config.rollout.speculation.uses_eagle else 1
 
 
 def verified_rows(config: Config) -> int:

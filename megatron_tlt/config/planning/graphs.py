@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.config.planning.engine import row_bytes, state_parts
+from megatron_tlt.config.planning.engine import row_bytes
 from megatron_tlt.config.planning.parameters import MIB, element_bytes, route_bytes
 from megatron_tlt.config.root import Config
 
@@ -76,7 +76,7 @@ def least_graph_bytes(config: Config, shape: ArchitectureConfig) -> int:
     """Output buffers and shared temporary memory: without room for them no large forward is captured."""
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
     gathered = 2 * shape.vocab_size if rollout.tp > 1 else 0
-    buffers = shape.vocab_size + state_parts(config) * shape.hidden_size
+    buffers = shape.vocab_size + config.rollout.speculation.state_parts * shape.hidden_size
     return graph_rows(config) * ((buffers + gathered) * element + route_bytes(shape) + row_bytes(config, shape))
 
 

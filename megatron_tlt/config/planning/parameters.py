@@ -79,27 +79,19 @@ def stage_parameters(shape: ArchitectureConfig, dims: Dims, stage: int) -> tuple
 
 
 def drafter_parameters(config: Config, shape: ArchitectureConfig) -> int:
-    """Parameters of the trained drafter: one layer and `fc` (2H x H). Of kind eagle3 `fc` is 3H x H, queries, keys and
-    values read 2H, and there is an LM head; its layer is counted in the policy's sizes.
-    """
-    h, count = shape.hidden_size, layer_parameters(shape) + 2 * shape.hidden_size**2
-    if config.drafter.kind == "eagle":
-        return count
-    wider = h * shape.head_dim * (shape.num_heads + 2 * shape.num_kv_heads)
-    return count + h * h + wider + draft_vocabulary(config, shape) * h
-
-
-def draft_vocabulary(config: Config, shape: ArchitectureConfig) -> int:
-    """Tokens of a drafter of kind eagle3: at most the policy's, where the configuration does not say."""
-    return config.drafter.draft_vocab_size or shape.vocab_size
+    """Parameters of the trained drafter; its layer is counted in the policy's sizes. 0 without one."""
+    speculation = config.rollout.speculation
+    kind = speculation.trained
+    return 0 if kind is None else kind.parameters(shape, speculation.draft_vocab_size)
 
 
 def kv_bytes_per_token(config: Config, shape: ArchitectureConfig) -> int:
     """KV cache of one token of context on one rank of an engine; with a trained drafter its own, and what it reads."""
-    heads, trained = -(-shape.num_kv_heads // config.rollout.tp), config.rollout.speculation.uses_eagle
+    heads, speculation = -(-shape.num_kv_heads // config.rollout.tp), config.rollout.speculation
+    trained = speculation.trained is not None
     keys_values = 2 * (shape.num_layers * heads + trained * shape.num_kv_heads) * shape.head_dim
-    parts = config.drafter.state_parts * (trained and config.rollout.backend == "embedded")
-    states = parts * shape.hidden_size
+    is_read = trained and config.rollout.backend == "embedded"
+    states = speculation.state_parts * is_read * shape.hidden_size
     # The cache has room for the experts' numbers, recorded or not.
     return (keys_values + states) * element_bytes(config.rollout.dtype) + route_bytes(shape)
 

@@ -12,7 +12,7 @@ from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.rollout.scheduler import Scheduler
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.eagle import EagleDrafter
-from megatron_tlt.rollout.spec.hybrid import HybridDrafter
+from megatron_tlt.rollout.spec.mixed import MixedDrafter
 from megatron_tlt.rollout.spec.selector import build_selector
 from megatron_tlt.rollout.spec.speculator import Speculator
 from megatron_tlt.rollout.spec.suffix import SuffixDrafter
@@ -40,9 +40,9 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
     section = drafting.section
     if section.drafter == "none":
         return None
-    eagle = _eagle(drafting, scheduler, runner) if section.uses_eagle else None
+    eagle = _eagle(drafting, scheduler, runner) if section.trained else None
     drafter = _drafter(drafting, scheduler, eagle)
-    selector = build_selector(section, drafter.kind)
+    selector = build_selector(section)
     # On CPU strategies are compared by this thread's own time, however busy the machine is.
     clock = time.thread_time if runner.device.type == "cpu" else time.perf_counter
     return Speculator(drafter, selector, scheduler.rows, scheduler.reserve, runner.tp, eagle, clock)
@@ -63,10 +63,10 @@ def _eagle(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Eag
 
 def _drafter(drafting: Drafting, scheduler: Scheduler, eagle: EagleDrafter | None) -> Drafter:
     section = drafting.section
-    if section.drafter == "eagle":
+    if section.drafts_by == "trained":
         assert eagle is not None
         return eagle
     suffix = SuffixDrafter(section.suffix, scheduler.rows, drafting.history)
     if eagle is None:
         return suffix
-    return HybridDrafter(suffix, eagle, len(scheduler.rows.limit))
+    return MixedDrafter(suffix, eagle, len(scheduler.rows.limit))

@@ -5,8 +5,8 @@
                  + c_V  +  d_0 + d_L L + d_N B L                     verification and drafting
     candidate  = argmax of B tokens(L) / seconds(L)                  L = 0: plain decoding
 
-A candidate is a kind of drafter and a draft length: lengths of the configured drafter, and of a hybrid drafter also
-those of its eagle part alone. Acceptance is counted by kind. Batch sizes that have the same power of two below them
+A candidate is a kind of drafter and a draft length: lengths of the configured drafter, and of a mixed drafter also
+those of its trained part alone. Acceptance is counted by kind. Batch sizes that have the same power of two below them
 form a regime. Each regime measures the candidates that it uses, fits the costs to the measurements of all regimes, near
 ones first, and corrects the fit where it has measurements of its own. A drafted token is verified only if its
 cumulative acceptance is worth the seconds of one more row.
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from megatron_tlt.rollout.spec.step_costs import Acceptance, Cell, Costs, least_squares
-from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
+from megatron_tlt.types import NO_DRAFT, DraftedBy, DraftStrategy, StepMeasurement
 
 _SPAN = 256  # request-steps between two decisions of a regime; fewer at first
 _TRIAL = 12  # steps of a trial; the first half of them, with cold caches, is not measured
@@ -61,7 +61,7 @@ class CostModelSelector:
     """See `StrategySelector`."""
 
     def __init__(
-        self, kind: str, draft_len: int, topk: int = 1, hysteresis: float = 0.03, exploration: float = 0.01
+        self, kind: DraftedBy, draft_len: int, topk: int = 1, hysteresis: float = 0.03, exploration: float = 0.01
     ):
         """For a drafter of `kind` that drafts `draft_len` tokens in a row at most, with `topk` siblings each.
 
@@ -70,8 +70,8 @@ class CostModelSelector:
         """
         lengths = sorted({1 << i for i in range(draft_len.bit_length())} | {draft_len})
         self._candidates = [(NO_DRAFT.kind, 0), *((kind, n) for n in lengths)]
-        if kind == "hybrid":
-            self._candidates += [("eagle", n) for n in lengths if n > 1]
+        if kind == "mixed":
+            self._candidates += [("trained", n) for n in lengths if n > 1]
         self._draft_len, self._topk = draft_len, topk
         self._hysteresis, self._exploration = hysteresis, exploration
         self._regimes: dict[int, _Regime] = {}

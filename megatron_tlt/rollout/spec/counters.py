@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from megatron_tlt.rollout.spec.draft import EAGLE, Draft
+from megatron_tlt.rollout.spec.draft import TRAINED, Draft
 from megatron_tlt.types import NO_DRAFT, SpeculationStats, StepMeasurement
 
 
@@ -38,7 +38,7 @@ class SpeculationCounters:
         batch[0] += step.num_running
         batch[1] += step.num_emitted
         if draft.passed_over is not None and draft.source is not None and accepted is not None:
-            from_eagle = draft.source == EAGLE
+            from_eagle = draft.source == TRAINED
             stats.passed_over_tokens += float(draft.passed_over[from_eagle].sum())
             stats.instead_tokens += int(accepted[from_eagle[draft.row_of]].sum())
         drafted = np.bincount(draft.depths[draft.is_trunk] - 1)

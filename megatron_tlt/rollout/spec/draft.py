@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_tlt.types import DraftStrategy
 
-SUFFIX, EAGLE = 0, 1  # of `Draft.source`
+SUFFIX, TRAINED = 0, 1  # of `Draft.source`
 
 
 @dataclass(slots=True)
@@ -29,8 +29,8 @@ class Draft:
     depths: np.ndarray  # int32 [N], 1 for a child of the root
     parents: np.ndarray | None = None  # int32 [N], index within the row's nodes or -1 (root); None: chains
     feature: np.ndarray | None = None  # int32 [N], cell of the drafter's calibration table
-    source: np.ndarray | None = None  # int8 [B], index of the drafter that made the row (hybrid)
-    # float64 [B], tokens that the suffix draft was expected to bring to a row that another drafter drafted for (hybrid)
+    source: np.ndarray | None = None  # int8 [B], index of the drafter that made the row (mixed)
+    # float64 [B], tokens that the suffix draft was expected to bring to a row that another drafter drafted for (mixed)
     passed_over: np.ndarray | None = None
 
     @property

@@ -39,7 +39,7 @@ from megatron_tlt.types import DraftStrategy
 class EagleDrafter(Drafter):
     """A drafter around an `EagleDecoder`. `propose` caches the missing pairs."""
 
-    kind = "eagle"
+    kind = "trained"
 
     def __init__(self, decoder: EagleDecoder, rows: RunningRows, pages: PagedHiddenStates, window: int):
         """`pages` are written by the model runner. Allocates the drafter's cache, of as many blocks."""

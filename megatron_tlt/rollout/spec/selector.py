@@ -48,9 +48,9 @@ class FixedSelector(StrategySelector):
         return self._strategy
 
 
-def build_selector(section: SpeculationSection, kind: str) -> StrategySelector:
-    """The configured selector for a drafter of `kind`; `section` has been checked."""
-    least = section.min_cumulative_acceptance
+def build_selector(section: SpeculationSection) -> StrategySelector:
+    """The configured selector; `section` has been checked."""
+    kind, least = section.drafts_by, section.min_cumulative_acceptance
     if section.selector == "fixed":
         return FixedSelector(
             DraftStrategy(kind, section.draft_len, section.topk, min_cumulative_acceptance=least)

@@ -42,7 +42,7 @@ DRAFTING: dict[str, dict[str, Any]] = {
     "suffix tree": {"drafter": "suffix", "selector": "fixed", "draft_len": 4, "topk": 2},
     "eagle": {"drafter": "eagle", "selector": "fixed", "draft_len": 3},
     "eagle tree": {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "topk": 2},
-    "hybrid": {"drafter": "hybrid", "selector": "beg_mab"},
+    "mixed": {"drafter": "eagle", "with_suffix": True, "selector": "beg_mab"},
 }
 CASES = [("native", name) for name in DRAFTING]
 CASES += [("torch", "none"), ("torch", "suffix tree"), ("graphs", "suffix tree"), ("graphs", "eagle tree")]

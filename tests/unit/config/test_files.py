@@ -62,7 +62,7 @@ def test_recipes_draft_and_train_their_drafter_and_fit(path):
     config = load_config(path)
     shape, limit = config.model.architecture, config.cluster.memory_gib
     with_trtllm = config.rollout.backend == "trtllm"
-    assert config.rollout.speculation.drafter == ("eagle" if with_trtllm else "hybrid")
+    assert config.rollout.speculation.drafts_by == ("trained" if with_trtllm else "mixed")
     assert config.idle.train_drafter
     assert config.rollout.dtype == config.actor.dtype == "bf16"
     assert limit is not None

@@ -14,9 +14,9 @@ from tests.helpers.sim import sim_config
         (["training.tp=16"], "training.tp"),
         (["training.tp=8", "training.pp=2"], "training.pp"),
         (["workload.lengths.path=l.txt", "workload.lengths.values=[3]"], "workload.lengths.path"),
-        (["drafters.eagle.rates=[]"], "drafters.eagle.rates"),
+        (["drafters.trained.rates=[]"], "drafters.trained.rates"),
         (["drafters.suffix.rates=[1.0]"], "drafters.suffix.rates"),
-        (["drafters.eagle.stale_rates=[-0.1]"], "drafters.eagle.stale_rates"),
+        (["drafters.trained.stale_rates=[-0.1]"], "drafters.trained.stale_rates"),
     ],
 )
 def test_what_does_not_go_together_is_named(overrides, path):

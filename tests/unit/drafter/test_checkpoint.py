@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.load import load_config
+from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.errors import CheckpointError
@@ -88,13 +88,13 @@ def test_eagle3_is_loaded_as_saved_and_only_where_it_is_wanted(tmp_path) -> None
     assert (saved.config, saved.policy_version, saved.trained_steps) == (shape, 7, 30)
     assert all(torch.equal(saved.weights[n], w) for n, w in random_drafter(shape).items())
     for wanted, error in (
-        ({}, "of kind eagle3, but drafter.kind = eagle"),
-        ({"kind": "eagle3", "layers": (1, 3, 4)}, r"of layers \(0, 2, 6\), but drafter.layers = \(1, 3, 4\)"),
-        ({"kind": "eagle3", "draft_vocab_size": 30}, "of draft_vocab_size 40, but drafter.draft_vocab_size = 30"),
+        ({"drafter": "eagle"}, "has drafter = eagle3, but rollout.speculation.drafter = eagle"),
+        ({"drafter": "eagle3", "layers": (1, 3, 4)}, r"has layers = \(0, 2, 6\), but .*.layers = \(1, 3, 4\)"),
+        ({"drafter": "eagle3", "draft_vocab_size": 30}, "has draft_vocab_size = 40, but .*.draft_vocab_size = 30"),
     ):
         with pytest.raises(CheckpointError, match=error):
-            load_drafter(tmp_path, shape.policy, DrafterSection(**wanted))
-    load_drafter(tmp_path, shape.policy, DrafterSection(kind="eagle3", draft_vocab_size=40))
+            load_drafter(tmp_path, shape.policy, SpeculationSection(**wanted))
+    load_drafter(tmp_path, shape.policy, SpeculationSection(drafter="eagle3", draft_vocab_size=40))
 
 
 def test_the_demo_drafter_fits_its_policy_and_its_page_shows_the_measurement() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
 from megatron_tlt.drafter.export.drafter import export_drafter
 from megatron_tlt.errors import CheckpointError
@@ -21,7 +21,7 @@ from tests.helpers.tiny_eagle3 import POLICIES
 POLICY = POLICIES["qwen3"]
 LAYER = replace(POLICIES["llama"], num_kv_heads=2, intermediate_size=72, rope_theta=700.0, rms_norm_eps=1e-5)
 SHAPE = DrafterConfig.eagle3(POLICY, (0, 2, 6), 40, LAYER)
-WANTED = DrafterSection(kind="eagle3")
+WANTED = SpeculationSection(drafter="eagle3")
 
 
 @pytest.fixture

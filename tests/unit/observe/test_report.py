@@ -148,7 +148,7 @@ def test_settings_that_differ_are_named_once(tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", speculation=False)
     page = compare_page(read_run(a), read_run(b))
     (table,) = (part for part in page.sections[0].parts if isinstance(part, Table))
-    assert table.rows[0] == ("rollout.speculation.drafter", "hybrid", "none") and len(table.rows) == 2
+    assert table.rows[0] == ("rollout.speculation.drafter", "eagle", "none") and len(table.rows) == 2
     lines = [trace["name"] for trace in charts(page)["Accepted length by step"].traces]
     assert lines == ["accepted length, A"], "B has none"
     assert len(charts(page)["Held-out accuracy"].traces) == 4

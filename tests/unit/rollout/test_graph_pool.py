@@ -83,12 +83,12 @@ def test_wider_states_and_routed_experts_take_what_the_plan_counts() -> None:
     sparse = replace(dense, family="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96)
     sparse = replace(sparse, moe_layers=tuple(range(6)))
     wanted = ["rollout.dtype=bf16", "rollout.max_running_requests=8"]
-    wanted += ["rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d"]
-    rows = graph_rows(build_config({"model": {"path": "m"}}, wanted))
+    wanted += ["rollout.speculation.drafter_path=d"]
+    rows = graph_rows(build_config({"model": {"path": "m"}}, [*wanted, "rollout.speculation.drafter=eagle"]))
     sizes = PoolSizes(max_batch=8, max_context=96, block_size=16, verify_rows=rows)
 
     def taken(shape: ModelConfig, kind: str, layers: tuple[int, ...]) -> tuple[int, int]:
-        config = build_config({"model": {"path": "m"}}, [*wanted, f"drafter.kind={kind}"])
+        config = build_config({"model": {"path": "m"}}, [*wanted, f"rollout.speculation.drafter={kind}"])
         with Ledger(1 << 40) as ledger:
             decoder = TorchDecoder(shape, dtype=torch.bfloat16, device="meta", aux_layers=layers)
             decoder.paged = lambda q, *_: torch.empty_like(q)

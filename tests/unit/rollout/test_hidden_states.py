@@ -38,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "chain": CHAIN,
     "tree": TREE,
     "suffix": {"drafter": "suffix", "selector": "fixed", "draft_len": 4, "topk": 2},
-    "hybrid": {"drafter": "hybrid", "selector": "cost_model"},
+    "mixed": {"drafter": "eagle", "with_suffix": True, "selector": "cost_model"},
 }
 
 

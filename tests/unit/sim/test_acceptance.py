@@ -33,7 +33,7 @@ def naive_emitted(draft, keep):
 
 def test_rates_are_reached_and_cumulative_acceptance_is_calibrated():
     section = AcceptanceSection(rates=(0.8, 0.6))
-    draft = draft_of(section, DraftStrategy("eagle", 4))
+    draft = draft_of(section, DraftStrategy("trained", 4))
     emitted = draft.emitted(np.ones(draft.num_nodes, bool))
     expected = 1 + 0.8 + 0.8 * 0.6 + 0.8 * 0.36 + 0.8 * 0.216
     assert emitted.mean() == pytest.approx(expected, rel=0.03)
@@ -48,7 +48,7 @@ def test_rates_are_reached_and_cumulative_acceptance_is_calibrated():
 
 @pytest.mark.parametrize("topk", [1, 2, 4])
 def test_emitted_tokens_are_those_of_a_naive_walk(topk):
-    draft = draft_of(AcceptanceSection(rates=(0.7,), siblings=0.5), DraftStrategy("eagle", 5, topk))
+    draft = draft_of(AcceptanceSection(rates=(0.7,), siblings=0.5), DraftStrategy("trained", 5, topk))
     order = np.argsort(-draft.cumulative_acceptance, kind="stable")
     keep = np.zeros(draft.num_nodes, bool)
     keep[order[: int(0.7 * len(order))]] = True  # closed under ancestors, as admission is
@@ -57,8 +57,8 @@ def test_emitted_tokens_are_those_of_a_naive_walk(topk):
 
 def test_siblings_emit_as_configured():
     section = AcceptanceSection(rates=(0.6,), siblings=0.5)
-    alone = draft_of(section, DraftStrategy("eagle", 1))
-    pair = draft_of(section, DraftStrategy("eagle", 1, 2))
+    alone = draft_of(section, DraftStrategy("trained", 1))
+    pair = draft_of(section, DraftStrategy("trained", 1, 2))
     assert alone.emitted(np.ones(alone.num_nodes, bool)).mean() == pytest.approx(1.6, abs=0.03)
     assert pair.emitted(np.ones(pair.num_nodes, bool)).mean() == pytest.approx(1.6 + 0.4 * 0.5, abs=0.03)
 
@@ -73,8 +73,8 @@ def test_coverage_and_reach_shorten_drafts():
 
 def test_a_least_cumulative_acceptance_ends_drafts_early():
     section = AcceptanceSection(rates=(0.7,))
-    draft = draft_of(section, DraftStrategy("eagle", 8, min_cumulative_acceptance=0.3))
+    draft = draft_of(section, DraftStrategy("trained", 8, min_cumulative_acceptance=0.3))
     assert draft.cumulative_acceptance.min() >= 0.3
     assert 0 < draft.counts.mean() < 8
-    none = Acceptance(section).draft(DraftStrategy("eagle", 8), np.zeros(3, int), np.random.default_rng(0))
+    none = Acceptance(section).draft(DraftStrategy("trained", 8), np.zeros(3, int), np.random.default_rng(0))
     assert none.num_nodes == 0 and none.passes == 0

@@ -6,7 +6,7 @@ from tests.helpers.sim import sim_config
 
 
 def test_the_cost_model_is_never_much_slower_than_plain_decoding():
-    poor = ("drafters.eagle.rates=[0.6]", "drafters.eagle.stale_rates=[0.3]", "rollout.max_tokens=32768")
+    poor = ("drafters.trained.rates=[0.6]", "drafters.trained.stale_rates=[0.3]", "rollout.max_tokens=32768")
     config = sim_config("rollout.speculation.drafter=eagle", *poor)
     costs, most = build_costs(config), 96
     plain = Decider(sim_config("rollout.max_tokens=32768"), costs, most).table(0.0)

@@ -25,7 +25,7 @@ def test_tables_show_every_point(result):
         assert re.search(rf"^{point.nodes} +{point.gpus} +{point.mode} ", text, re.M)
     for comparison in result.comparisons:
         assert f"{comparison.e2e:.3g}" in text
-    for part in ("Recommended:", "assumed:", "eagle_"):
+    for part in ("Recommended:", "assumed:", "trained_"):
         assert part in text
 
 

@@ -31,7 +31,7 @@ def test_a_drafter_that_is_always_right_divides_the_steps():
         "rollout.speculation.drafter=eagle",
         "rollout.speculation.selector=fixed",
         "rollout.speculation.draft_len=3",
-        "drafters.eagle.rates=[0.999999999]",
+        "drafters.trained.rates=[0.999999999]",
     )
     rollout = ExactReplica(config, CountingCosts(), (0,)).run([np.array([41])])
     assert rollout.seconds == 10.0  # 40 tokens, 4 at a time

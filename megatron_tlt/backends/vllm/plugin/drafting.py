@@ -41,7 +41,7 @@ class StepDrafting:
         clock: Callable[[], float] | None = None,
     ):
         """`section` drafts with chains. `suffix` drafts alone, or beside the trained drafter."""
-        self._kind, self._selector, self.suffix = section.drafter, build_selector(section, section.drafter), suffix
+        self._kind, self._selector, self.suffix = section.drafts_by, build_selector(section), suffix
         self._clock = clock or _clock_of(device)
         self._counters = SpeculationCounters()
         self._strategy = NO_DRAFT  # of the last proposal

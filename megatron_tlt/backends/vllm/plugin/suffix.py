@@ -1,7 +1,7 @@
-"""The embedded engine's suffix drafter inside vLLM: alone, or beside the EAGLE drafter (hybrid).
+"""The embedded engine's suffix drafter inside vLLM: alone, or beside the EAGLE drafter (mixed).
 
     a step's sample  ->  SuffixBridge.note: rows of the drafter follow vLLM's batch, earlier drafts are judged
-    a proposal       ->  alone: the suffix draft of each row; hybrid: of the rows where it is worth more than EAGLE's
+    a proposal       ->  alone: the suffix draft of each row; mixed: of the rows where it is worth more than EAGLE's
 
 Rows are those of vLLM's batch, in its order, so `RunningRows` is filled here instead of by a scheduler. There is no
 history of earlier epochs: the tries hold siblings of this rollout, and the forms of earlier ones.

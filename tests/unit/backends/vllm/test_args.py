@@ -41,7 +41,7 @@ def test_vllm_gets_the_longest_draft_of_every_drafter() -> None:
     for drafter, method, given in (
         ("suffix", "custom_class", None),
         ("eagle", "eagle", read),
-        ("hybrid", "eagle3", read),
+        ("eagle3", "eagle3", read),
     ):
         config = speculative_config(rollout(drafter), method, given)
         assert config is not None

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_tlt.config.checks.backend import check_backend
 from megatron_tlt.config.checks.run import check_config
+from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.load import build_config
 
 BASE: dict[str, Any] = {
@@ -24,7 +25,7 @@ BASE: dict[str, Any] = {
 
 
 # Drafts and trains: TLT on.
-TRAINED = ("rollout.speculation.drafter=eagle", "drafter.kind=eagle3", "idle.train_drafter=true")
+TRAINED = ("rollout.speculation.drafter=eagle3", "idle.train_drafter=true")
 
 
 def problems(*overrides: str, device: str | None = None) -> dict[str, str]:
@@ -93,10 +94,10 @@ def test_vllm_runs_what_it_can() -> None:
     assert problems(*VLLM, replay, device="cpu") == problems(*VLLM, replay, f"{graphs}=false", device="cuda") == {}
     assert set(problems(*VLLM, replay, device="cuda")) == {graphs}
     assert problems(*VLLM, *EAGLE_ARMS) == {}
-    assert problems(*VLLM, *EAGLE_ARMS, "rollout.speculation.drafter=hybrid", f"{LEAST}=0.1") == {}
-    eagle = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d")
-    for kind in ("eagle", "eagle3"):
-        assert problems(*VLLM, *eagle, "idle.train_drafter=true", f"drafter.kind={kind}") == {}
+    assert problems(*VLLM, *EAGLE_ARMS, "rollout.speculation.with_suffix=true", f"{LEAST}=0.1") == {}
+    for kind in DRAFTERS:
+        drafter = (f"rollout.speculation.drafter={kind}", "rollout.speculation.drafter_path=d")
+        assert problems(*VLLM, *drafter, "idle.train_drafter=true") == {}
 
 
 STATES = "drafter.online.hidden_states"
@@ -126,7 +127,9 @@ def test_where_hidden_states_come_from(overrides: list[str], path: str | None) -
 def test_trtllm_gives_no_hidden_states_and_the_actor_does() -> None:
     assert problems(*TRAINED, f"{STATES}=engine")[STATES].endswith("trtllm, which gives none")
     assert problems(*TRAINED, f"{STATES}=actor") == {}
-    assert "runs no other kind" in problems(*TRAINED, "drafter.kind=eagle")["drafter.kind"]
+    at = "rollout.speculation"
+    assert "must be 'none', 'eagle3'" in problems(*TRAINED, f"{at}.drafter=eagle")[f"{at}.drafter"]
+    assert set(problems(*TRAINED, f"{at}.with_suffix=true")) == {f"{at}.with_suffix"}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 
 from megatron_tlt.config.checks.layout import check_architecture, cp_problems
 from megatron_tlt.config.checks.run import check_config
+from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import SftConfig
@@ -146,10 +147,10 @@ def test_checks_of_experts(experts: int, overrides: list[str], path: str) -> Non
 @pytest.mark.parametrize(("family", "wrong"), [("mixtral", True), ("qwen2_moe", True), ("qwen3_moe", False)])
 def test_vllm_hands_out_layers_of_one_family_with_experts(family: str, wrong: bool) -> None:
     more = {"family": family, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    kind = ["rollout.backend=vllm", "idle.train_drafter=true", "rollout.speculation.drafter=eagle"]
-    for name in ("eagle", "eagle3"):
-        found = check_config(build_config(BASE, [*kind, f"drafter.kind={name}"]), SHAPE.model_copy(update=more), 4)
-        assert {p.path for p in found} == ({"drafter.kind"} if wrong and name == "eagle3" else set())
+    given, at = ["rollout.backend=vllm", "idle.train_drafter=true"], "rollout.speculation.drafter"
+    for kind, facts in DRAFTERS.items():
+        found = check_config(build_config(BASE, [*given, f"{at}={kind}"]), SHAPE.model_copy(update=more), 4)
+        assert {p.path for p in found} == ({at} if wrong and facts.layers_read else set())
 
 
 def test_dense_layers_are_compared_as_a_set() -> None:

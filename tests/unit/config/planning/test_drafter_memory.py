@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -49,9 +51,10 @@ def rope_on_meta(monkeypatch) -> None:
 @pytest.mark.parametrize(("name", "kind"), [*((name, "eagle") for name in MODELS), ("7b", "eagle3"), ("32b", "eagle3")])
 def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str) -> None:
     shape, tp, limit = MODELS[name]
-    sections = {"rollout": {"tp": tp, "dtype": "bf16"}, "drafter": {"kind": kind}}
+    speculation: dict[str, Any] = {"drafter": kind}
     if kind == "eagle3":
-        sections["drafter"]["draft_vocab_size"], limit = 32000, limit + 7
+        speculation["draft_vocab_size"], limit = 32000, limit + 7
+    sections = {"rollout": {"tp": tp, "dtype": "bf16", "speculation": speculation}}
     config = build_config({"model": {"path": "m"}, **sections, "idle": {"train_drafter": True}})
     sizes = config.drafter.sizes("cuda")
     tokens = sizes.micro_step_tokens
@@ -59,7 +62,7 @@ def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str) -> None:
     section = config.drafter.model_copy(update={"dtype": "bf16"})  # meta is no device that "auto" knows
     with Ledger(1 << 50) as live:
         with torch.device("meta"):
-            model = build_model(drafter_shape(config.drafter, shape))
+            model = build_model(drafter_shape(config.rollout.speculation, shape))
         trainer = OnlineDrafterTrainer(model, section, tp=OneRank(0, tp), device="meta")
         state, training = trainer._state, trainer._trainer
         held = live.live
@@ -68,7 +71,7 @@ def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str) -> None:
         table = meta(shape.vocab_size, shape.hidden_size)
         engine = live.live - held if tp == 1 else 0  # with several ranks the head is a copy of its own
         training.set_policy(table, table)
-        hidden = meta(tokens, config.drafter.state_parts * shape.hidden_size)
+        hidden = meta(tokens, config.rollout.speculation.state_parts * shape.hidden_size)
         ids = meta(tokens, dtype=torch.int64)
         training.backward(PairBatch(ids, hidden, [0, tokens], [1], [0]))
         norm = state.take_gradients()
@@ -95,9 +98,10 @@ def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str) -> None:
 @pytest.mark.parametrize(("name", "tp"), [("7b", 2), ("7b", 4), ("32b", 4), ("70b", 8)])
 def test_every_rank_keeps_as_much_as_is_planned(name: str, tp: int) -> None:
     shape = MODELS[name][0]
-    config = build_config({"model": {"path": "m"}, "rollout": {"tp": tp}, "idle": {"train_drafter": True}})
+    rollout = {"tp": tp, "speculation": {"drafter": "eagle"}}
+    config = build_config({"model": {"path": "m"}, "rollout": rollout, "idle": {"train_drafter": True}})
     with torch.device("meta"):
-        model = build_model(drafter_shape(config.drafter, shape)).bfloat16()
+        model = build_model(drafter_shape(config.rollout.speculation, shape)).bfloat16()
     weights = sum(2 * p.numel() for p in model.parameters())
     for rank in range(tp):
         parts = training_state.TrainingState(model, tp=OneRank(rank, tp))._own

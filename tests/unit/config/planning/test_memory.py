@@ -89,7 +89,8 @@ def test_drafters_are_counted():
     assert found["suffix"].host["suffix drafter"] == 200 * 2**20  # the host's memory, not the device's
 
 
-TLT = ["rollout.speculation.drafter=hybrid", "idle.train_drafter=true", "rollout.dtype=bf16"]
+TLT = ["rollout.speculation.drafter=eagle", "rollout.speculation.with_suffix=true"]
+TLT += ["idle.train_drafter=true", "rollout.dtype=bf16"]
 
 
 def test_training_the_drafter_is_counted():
@@ -226,7 +227,7 @@ def test_graphs_are_planned_and_have_room_for_their_buffers():
     (problem,) = check_memory(config_of(*cuda, f"rollout.graph_memory_mib={least - 1}"), shape, 1)
     assert (problem.path, problem.value) == ("rollout.graph_memory_mib", least - 1)
     assert f">= {least}: buffers of 1536 rows" in problem.allowed
-    wider = config_of(*cuda, "rollout.speculation.drafter=eagle", "drafter.kind=eagle3")
+    wider = config_of(*cuda, "rollout.speculation.drafter=eagle3")
     states = least_graph_bytes(wider, shape) - least_graph_bytes(config_of(*cuda), shape)
     assert states == 1536 * 2 * 2 * 3 * 3584, "those of three layers, in the buffers and on their way there"
 

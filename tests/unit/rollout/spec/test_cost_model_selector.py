@@ -43,7 +43,7 @@ def best_fixed(name, running):
 
 @pytest.mark.parametrize(("name", "running"), [*((n, r) for n in WORLDS for r in (1, 16)), ("cpu", 4), ("gpu", 64)])
 def test_within_five_percent_of_the_best_fixed_draft_length(name, running):
-    selector, world = CostModelSelector("eagle", 8), SpecWorld(seed=1, **WORLDS[name])
+    selector, world = CostModelSelector("trained", 8), SpecWorld(seed=1, **WORLDS[name])
     world.run(selector, 1500, running)
     assert world.run(selector, 2500) >= 0.95 * best_fixed(name, running)
 
@@ -51,7 +51,7 @@ def test_within_five_percent_of_the_best_fixed_draft_length(name, running):
 @pytest.mark.parametrize("name", LOSING)
 @pytest.mark.parametrize("running", [1, 32])
 def test_where_drafting_loses_plain_decoding_keeps_its_speed(name, running):
-    selector, world = CostModelSelector("eagle", 8), SpecWorld(seed=1, **LOSING[name])
+    selector, world = CostModelSelector("trained", 8), SpecWorld(seed=1, **LOSING[name])
     first, later = world.run(selector, 3000, running), world.run(selector, 3000)
     assert first >= 0.95 * world.plain_speed()  # with the price of finding out
     assert later >= 0.95 * world.plain_speed()
@@ -60,7 +60,7 @@ def test_where_drafting_loses_plain_decoding_keeps_its_speed(name, running):
 def test_trials_of_losing_drafts_become_rare_with_their_budget():
     shares = {}
     for exploration in (0.02, 0.002):
-        selector, world = CostModelSelector("eagle", 8, exploration=exploration), SpecWorld(quality=0.02)
+        selector, world = CostModelSelector("trained", 8, exploration=exploration), SpecWorld(quality=0.02)
         world.run(selector, 12000, 4)
         shares[exploration] = 1 - world.tokens / world.clock / world.plain_speed()
     assert 0 < shares[0.002] < 0.5 * shares[0.02] < 0.5 * 0.035
@@ -70,7 +70,7 @@ def test_whole_rollouts_with_a_long_tail():
     """About 40 steps in each regime of each rollout."""
     lengths = np.clip(np.random.default_rng(0).lognormal(4.2, 0.7, (12, 64)), 10, 256).astype(int)
     for world, least in ((GPU, 2.5), ({"quality": 0.02}, 0.96)):
-        selector, engine = CostModelSelector("eagle", 8), SpecWorld(**world)
+        selector, engine = CostModelSelector("trained", 8), SpecWorld(**world)
         for at, responses in enumerate(lengths):
             if at == 4:
                 engine.clock, plain = 0.0, 0.0
@@ -84,24 +84,24 @@ def test_whole_rollouts_with_a_long_tail():
 
 
 @pytest.mark.parametrize("running", [1, 16])
-def test_of_a_hybrid_drafter_the_better_kind_is_chosen(running):
+def test_of_a_mixed_drafter_the_better_kind_is_chosen(running):
     """The eagle part alone drafts better in one world, and costs much more in the other."""
 
-    class Hybrid(SpecWorld):
+    class Mixed(SpecWorld):
         calls, qualities = {}, {}
 
         def draft(self, strategy):
             self.draft_call, self.quality = self.calls[strategy.kind], self.qualities[strategy.kind]
             return super().draft(strategy)
 
-    for better, Hybrid.calls in (
-        ("eagle", {"hybrid": 5e-4, "eagle": 4e-4}),
-        ("hybrid", {"hybrid": 1e-4, "eagle": 3e-3}),
+    for better, Mixed.calls in (
+        ("trained", {"mixed": 5e-4, "trained": 4e-4}),
+        ("mixed", {"mixed": 1e-4, "trained": 3e-3}),
     ):
-        Hybrid.qualities = {"hybrid": 0.75, "eagle": 0.85}
-        selector, world = CostModelSelector("hybrid", 8), Hybrid(seed=1, **GPU)
+        Mixed.qualities = {"mixed": 0.75, "trained": 0.85}
+        selector, world = CostModelSelector("mixed", 8), Mixed(seed=1, **GPU)
         world.run(selector, 1500, running)
-        known = {"draft_call": Hybrid.calls[better], "quality": Hybrid.qualities[better]}
+        known = {"draft_call": Mixed.calls[better], "quality": Mixed.qualities[better]}
         best = max(fixed_speeds(running, LENGTHS, **{**GPU, **known}).values())
         assert world.run(selector, 2500) >= 0.95 * best
         regime = selector._regimes[running.bit_length()]
@@ -109,7 +109,7 @@ def test_of_a_hybrid_drafter_the_better_kind_is_chosen(running):
 
 
 def test_adapts_to_a_change_of_acceptance_and_of_speeds():
-    selector, world = CostModelSelector("eagle", 8), SpecWorld(seed=3, **GPU)
+    selector, world = CostModelSelector("trained", 8), SpecWorld(seed=3, **GPU)
     assert world.run(selector, 1000, 4) > 2 * world.plain_speed()
     world.quality = 0.02  # a drafter that turned bad ...
     world.run(selector, 1500)
@@ -136,21 +136,21 @@ def test_drafts_without_a_token_count_as_not_accepted():
 
 
 def test_equal_inputs_give_equal_decisions_and_states_survive_json():
-    selectors = [CostModelSelector("eagle", 8) for _ in range(2)]
+    selectors = [CostModelSelector("trained", 8) for _ in range(2)]
     for selector in selectors:
         world = SpecWorld(seed=9, **GPU)
         for running in (40, 5, 1):
             world.run(selector, 500, running)
     assert selectors[0].state_dict() == selectors[1].state_dict()
-    other = CostModelSelector("eagle", 8)
+    other = CostModelSelector("trained", 8)
     other.load_state_dict(json.loads(json.dumps(selectors[0].state_dict())))
     assert other.state_dict() == selectors[0].state_dict()
-    speeds = [SpecWorld(seed=2, **GPU).run(s, 50, 1) for s in (other, CostModelSelector("eagle", 8))]
+    speeds = [SpecWorld(seed=2, **GPU).run(s, 50, 1) for s in (other, CostModelSelector("trained", 8))]
     assert speeds[0] > 1.2 * speeds[1]  # it knows what the other must find out
 
 
 def test_the_state_of_another_selector_or_drafter_is_ignored():
-    trained = CostModelSelector("eagle", 8)
+    trained = CostModelSelector("trained", 8)
     SpecWorld(**GPU).run(trained, 100, 2)
     state = trained.state_dict()
     for kind, length, saved in (

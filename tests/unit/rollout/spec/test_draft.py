@@ -48,7 +48,7 @@ def test_no_closed_set_is_worth_more_less_the_price_of_its_rows(tree):
     for _ in range(40):
         counts, cumulative_acceptance, parents = draft(rng, 3, 3, tree)
         price = float(rng.uniform(0.05, 0.95))
-        strategy = DraftStrategy("eagle", 3, min_cumulative_acceptance=price)
+        strategy = DraftStrategy("trained", 3, min_cumulative_acceptance=price)
         keep = prune(strategy, cumulative_acceptance, counts)
         assert is_closed(keep, counts, parents)
         best = max(float((cumulative_acceptance[k] - price).sum()) for k in closed_sets(counts, parents))
@@ -59,7 +59,7 @@ def test_of_each_request_the_likeliest_nodes_up_to_the_number_to_verify():
     rng = np.random.default_rng(3)
     for _ in range(25):
         counts, cumulative_acceptance, parents = draft(rng, 3, 4, tree=True)
-        keep = prune(DraftStrategy("eagle", 4, 2, num_verify_tokens=3), cumulative_acceptance, counts)
+        keep = prune(DraftStrategy("trained", 4, 2, num_verify_tokens=3), cumulative_acceptance, counts)
         assert is_closed(keep, counts, parents)
         row_of = np.repeat(np.arange(3), counts)
         np.testing.assert_array_equal(np.bincount(row_of[keep], minlength=3), np.minimum(counts, 2))

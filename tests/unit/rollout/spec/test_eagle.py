@@ -26,8 +26,8 @@ from tests.helpers.tiny_models import random_weights
 
 CONFIG = ModelConfig("qwen3", 77, 64, 1, 4, 2, 16, 90, qk_norm=True, tie_word_embeddings=True)
 SIZE, BLOCKS, WINDOW, MOST = 16, 20, 8, 5
-CHAIN = DraftStrategy("eagle", 5)
-TREE = DraftStrategy("eagle", 4, 3)
+CHAIN = DraftStrategy("trained", 5)
+TREE = DraftStrategy("trained", 4, 3)
 
 
 def make_decoder(kernels: str = "native", dtype: torch.dtype = torch.float32) -> EagleDecoder:
@@ -181,7 +181,7 @@ def test_wrong_input_is_refused() -> None:
     with pytest.raises(BackendError, match="drafts for"):
         native.propose(rows, np.ones(MOST + 1, np.int32), CHAIN)
     with pytest.raises(BackendError, match="1 to 4"):
-        native.propose(rows, ones, DraftStrategy("eagle", 2, 5))
+        native.propose(rows, ones, DraftStrategy("trained", 2, 5))
     rows.block_tables[0, 0] = MOST * BLOCKS
     with pytest.raises(BackendError, match="block table"):
         native.propose(rows, ones, CHAIN)

@@ -12,20 +12,20 @@ from tests.helpers.spec_world import measured
 
 
 def test_the_configured_selector_is_built():
-    section = SpeculationSection(selector="fixed", draft_len=5, topk=2, min_cumulative_acceptance=0.2)
-    assert build_selector(section, "suffix").select(3) == DraftStrategy("suffix", 5, 2, 0, 0.2)
-    bandit = build_selector(SpeculationSection(selector="beg_mab", min_cumulative_acceptance=0.1), "eagle")
+    section = SpeculationSection(drafter="suffix", selector="fixed", draft_len=5, topk=2, min_cumulative_acceptance=0.2)
+    assert build_selector(section).select(3) == DraftStrategy("suffix", 5, 2, 0, 0.2)
+    bandit = build_selector(SpeculationSection(drafter="eagle3", selector="beg_mab", min_cumulative_acceptance=0.1))
     assert isinstance(bandit, BucketedEpsilonGreedy)
-    assert bandit.select(1) == DraftStrategy("eagle", 6, 2, 12, 0.1) and bandit.arms["none"] == NO_DRAFT
-    selector = build_selector(SpeculationSection(min_cumulative_acceptance=0.3), "hybrid")
+    assert bandit.select(1) == DraftStrategy("trained", 6, 2, 12, 0.1) and bandit.arms["none"] == NO_DRAFT
+    selector = build_selector(SpeculationSection(drafter="eagle", with_suffix=True, min_cumulative_acceptance=0.3))
     assert isinstance(selector, CostModelSelector)
     assert selector.select(1) == NO_DRAFT  # plain decoding is measured first
 
 
 @pytest.mark.parametrize("name", ["fixed", "beg_mab", "cost_model"])
 def test_states_are_restored_by_a_selector_of_the_same_configuration(name):
-    section = SpeculationSection(selector=name)
-    selector, other = build_selector(section, "eagle"), build_selector(section, "eagle")
+    section = SpeculationSection(drafter="eagle", selector=name)
+    selector, other = build_selector(section), build_selector(section)
     for _ in range(60):
         strategy = selector.select(2)
         rows = 2 + strategy.draft_len

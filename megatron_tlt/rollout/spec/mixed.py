@@ -1,8 +1,8 @@
-"""Suffix and eagle together: each request takes the draft of which more tokens are expected to be emitted.
+"""Suffix and trained drafter mixed: each request takes the draft of which more tokens are expected to be emitted.
 
-The suffix draft costs next to nothing, so it is made first, for every row. The eagle drafter drafts only for the rows
+The suffix draft costs next to nothing, so it is made first, for every row. The trained drafter drafts only for the rows
 where it is likely to do clearly better, judged by the value of its own latest drafts of that request. Whether that pays
-in time is not judged here: a selector that measures it may choose the eagle part alone, by the strategy's kind.
+in time is not judged here: a selector that measures it may choose the trained part alone, by the strategy's kind.
 
 A draft's value is in tokens: the sum of its nodes' cumulative acceptances, each less the strategy's minimum.
 Legend: B rows, N nodes.
@@ -17,37 +17,37 @@ import numpy as np
 
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.draft import EAGLE, SUFFIX, Draft
+from megatron_tlt.rollout.spec.draft import SUFFIX, TRAINED, Draft
 from megatron_tlt.rollout.spec.eagle import EagleDrafter
 from megatron_tlt.rollout.spec.suffix import SuffixDrafter
 from megatron_tlt.types import DraftStrategy
 
-_MEMORY = 0.8  # weight of the past in a request's running mean value of eagle drafts
-_DRAFT_SHARE = 0.25  # of a step's tokens that an eagle draft must gain, to be worth its call
-_EXPLORE = 128  # proposals after which the eagle drafter drafts whatever its value was
+_MEMORY = 0.8  # weight of the past in a request's running mean value of trained drafts
+_DRAFT_SHARE = 0.25  # of a step's tokens that a trained draft must gain, to be worth its call
+_EXPLORE = 128  # proposals after which the trained drafter drafts whatever its value was
 
 
-class HybridDrafter:
-    """See `rollout.spec.base.Drafter`. `EAGLE` and `SUFFIX` rows are marked in `Draft.source`."""
+class MixedDrafter:
+    """See `rollout.spec.base.Drafter`. `TRAINED` and `SUFFIX` rows are marked in `Draft.source`."""
 
-    kind = "hybrid"
+    kind = "mixed"
 
-    def __init__(self, suffix: SuffixDrafter, eagle: EagleDrafter, slots: int):
+    def __init__(self, suffix: SuffixDrafter, trained: EagleDrafter, slots: int):
         """For requests in `slots` slots."""
-        self.suffix, self.eagle = suffix, eagle
-        self._value = np.full(slots, 4.0, np.float32)  # of an eagle draft, by slot
+        self.suffix, self.trained = suffix, trained
+        self._value = np.full(slots, 4.0, np.float32)  # of a trained draft, by slot
         self._mean_value = 4.0  # of all requests: what a new one starts from
-        self._since_eagle = 0  # proposals since the last eagle draft
+        self._since_trained = 0  # proposals since the last trained draft
 
     def start(self, request: Request) -> None:
         """See `Drafter.start`."""
         self._value[request.slot] = self._mean_value
         self.suffix.start(request)
-        self.eagle.start(request)
+        self.trained.start(request)
 
     def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
-        """See `Drafter.sync_context`. The tries are not read while the eagle part drafts alone."""
-        if strategy.kind != "eagle":
+        """See `Drafter.sync_context`. The tries are not read while the trained part drafts alone."""
+        if strategy.kind != "trained":
             self.suffix.sync_context(rows, strategy)
 
     def finish(self, request: Request) -> None:
@@ -60,52 +60,52 @@ class HybridDrafter:
 
     def state_dict(self) -> dict[str, Any]:
         """Both parts' calibration."""
-        return {"suffix": self.suffix.state_dict(), "eagle": self.eagle.state_dict()}
+        return {"suffix": self.suffix.state_dict(), "trained": self.trained.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes `state_dict`'s."""
         self.suffix.load_state_dict(state["suffix"])
-        self.eagle.load_state_dict(state["eagle"])
+        self.trained.load_state_dict(state["trained"])
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
-        """See `Drafter.propose`. With a strategy of kind "eagle" that part drafts for all rows."""
+        """See `Drafter.propose`. With a strategy of kind "trained" that part drafts for all rows."""
         count = rows.num_rows
-        if strategy.kind == "eagle":
-            draft = self.eagle.propose(rows, lengths, strategy)
-            draft.source = np.full(count, EAGLE, np.int8)
+        if strategy.kind == "trained":
+            draft = self.trained.propose(rows, lengths, strategy)
+            draft.source = np.full(count, TRAINED, np.int8)
             return draft
         suffix = self.suffix.propose(rows, lengths, strategy)
         least = strategy.min_cumulative_acceptance
         suffix_value = _value(suffix, least)
-        wanted = self._rows_for_eagle(rows.slots[:count], lengths, suffix_value)
+        wanted = self._rows_for_trained(rows.slots[:count], lengths, suffix_value)
         if not wanted.any():
             suffix.source = np.full(count, SUFFIX, np.int8)
             return suffix
-        eagle = self.eagle.propose(rows, np.where(wanted, lengths, 0).astype(np.int32), strategy)
-        value = _value(eagle, least)
+        trained = self.trained.propose(rows, np.where(wanted, lengths, 0).astype(np.int32), strategy)
+        value = _value(trained, least)
         slots = rows.slots[:count][wanted]
         self._value[slots] = _MEMORY * self._value[slots] + (1 - _MEMORY) * value[wanted]
         self._mean_value = 0.99 * self._mean_value + 0.01 * float(value[wanted].mean())
-        draft = _merge(suffix, eagle, wanted & (value > suffix_value))
+        draft = _merge(suffix, trained, wanted & (value > suffix_value))
         draft.passed_over = _value(suffix, 0.0)
         return draft
 
-    def _rows_for_eagle(self, slots: np.ndarray, lengths: np.ndarray, suffix_value: np.ndarray) -> np.ndarray:
-        """Bool [B], the rows that the eagle drafter drafts for. Mutates the count of proposals without it."""
-        self._since_eagle += 1
+    def _rows_for_trained(self, slots: np.ndarray, lengths: np.ndarray, suffix_value: np.ndarray) -> np.ndarray:
+        """Bool [B], the rows that the trained drafter drafts for. Mutates the count of proposals without it."""
+        self._since_trained += 1
         wanted: np.ndarray = lengths > 0
-        if self._since_eagle <= _EXPLORE:
+        if self._since_trained <= _EXPLORE:
             wanted &= self._value[slots] - suffix_value > _DRAFT_SHARE * (1 + suffix_value)
         if wanted.any():
-            self._since_eagle = 0
+            self._since_trained = 0
         return wanted
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
         """See `Drafter.observe`: each part learns from its own rows."""
         assert draft.source is not None
-        from_eagle = np.repeat(draft.source == EAGLE, draft.counts)
-        self.eagle.observe(draft, reached & from_eagle, accepted & from_eagle)
-        self.suffix.observe(draft, reached & ~from_eagle, accepted & ~from_eagle)
+        from_trained = np.repeat(draft.source == TRAINED, draft.counts)
+        self.trained.observe(draft, reached & from_trained, accepted & from_trained)
+        self.suffix.observe(draft, reached & ~from_trained, accepted & ~from_trained)
 
 
 def _value(draft: Draft, least: float) -> np.ndarray:
@@ -114,11 +114,11 @@ def _value(draft: Draft, least: float) -> np.ndarray:
     return np.bincount(draft.row_of, values, minlength=len(draft.counts))
 
 
-def _merge(suffix: Draft, eagle: Draft, use_eagle: np.ndarray) -> Draft:
-    """Row by row one or the other: `use_eagle` bool [B]."""
-    a = suffix.select(~use_eagle[suffix.row_of])
-    b = eagle.select(use_eagle[eagle.row_of])
-    a.source = np.where(use_eagle, EAGLE, SUFFIX).astype(np.int8)
+def _merge(suffix: Draft, trained: Draft, use_trained: np.ndarray) -> Draft:
+    """Row by row one or the other: `use_trained` bool [B]."""
+    a = suffix.select(~use_trained[suffix.row_of])
+    b = trained.select(use_trained[trained.row_of])
+    a.source = np.where(use_trained, TRAINED, SUFFIX).astype(np.int8)
     if not b.num_nodes:
         return a
     order = np.argsort(np.concatenate((a.row_of, b.row_of)), kind="stable")

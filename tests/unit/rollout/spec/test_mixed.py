@@ -1,11 +1,11 @@
-"""Which part drafts for a row: the one of the greater value, or eagle alone for a strategy of kind eagle."""
+"""Which part drafts for a row: the one of the greater value, or the trained drafter alone, by the strategy."""
 
 import numpy as np
 import pytest
 
 from megatron_tlt.rollout.spec.counters import SpeculationCounters
 from megatron_tlt.rollout.spec.draft import Draft
-from megatron_tlt.rollout.spec.hybrid import EAGLE, SUFFIX, HybridDrafter
+from megatron_tlt.rollout.spec.mixed import SUFFIX, TRAINED, MixedDrafter
 from megatron_tlt.types import DraftStrategy, StepMeasurement
 
 
@@ -37,8 +37,8 @@ class Rows:
     num_rows, slots = 3, np.arange(3, dtype=np.int32)
 
 
-def hybrid(value=4.0):
-    drafter = HybridDrafter(Part([0.9, 0.1, 0.5], SUFFIX), Part([0.5, 0.8, 0.5], EAGLE), 3)
+def mixed(value=4.0):
+    drafter = MixedDrafter(Part([0.9, 0.1, 0.5], SUFFIX), Part([0.5, 0.8, 0.5], TRAINED), 3)
     drafter._value[:] = value
     return drafter
 
@@ -47,45 +47,45 @@ LENGTHS = np.array([4, 4, 0], np.int32)
 
 
 def test_each_row_takes_the_draft_of_greater_value():
-    drafter = hybrid()
-    draft = drafter.propose(Rows, LENGTHS, DraftStrategy("hybrid", 4))
-    assert drafter.eagle.lengths == [[0, 4, 0]]  # the first row's suffix draft is worth 3.6 tokens of four
-    assert draft.source.tolist() == [SUFFIX, EAGLE, SUFFIX]
-    assert draft.tokens.tolist() == [SUFFIX] * 4 + [EAGLE] * 4
+    drafter = mixed()
+    draft = drafter.propose(Rows, LENGTHS, DraftStrategy("mixed", 4))
+    assert drafter.trained.lengths == [[0, 4, 0]]  # the first row's suffix draft is worth 3.6 tokens of four
+    assert draft.source.tolist() == [SUFFIX, TRAINED, SUFFIX]
+    assert draft.tokens.tolist() == [SUFFIX] * 4 + [TRAINED] * 4
     np.testing.assert_allclose(draft.cumulative_acceptance, [0.9] * 4 + [0.8] * 4)
     np.testing.assert_allclose(draft.passed_over, [3.6, 0.4, 0.0])
     counters, accepted = SpeculationCounters(), np.array([1, 1, 1, 0, 1, 1, 0, 0], bool)
-    measured = StepMeasurement(DraftStrategy("hybrid", 4), 3, 11, 0.1, 0.1, 8, np.zeros(4), np.zeros(4))
+    measured = StepMeasurement(DraftStrategy("mixed", 4), 3, 11, 0.1, 0.1, 8, np.zeros(4), np.zeros(4))
     counters.add(measured, draft, accepted)
     stats = counters.take()
     assert (stats.instead_tokens, stats.passed_over_tokens) == (2, pytest.approx(0.4))  # of the second row only
     reached = np.ones(8, bool)
     drafter.observe(draft, reached, reached)
     assert drafter.suffix.learned == [True] * 4 + [False] * 4
-    assert drafter.eagle.learned == [False] * 4 + [True] * 4
+    assert drafter.trained.learned == [False] * 4 + [True] * 4
 
 
-def test_a_strategy_may_choose_the_eagle_part_alone():
+def test_a_strategy_may_choose_the_trained_part_alone():
     """Whatever the values: what is measured of one part must not depend on the other one."""
-    drafter = hybrid(value=0.0)
-    draft = drafter.propose(Rows, LENGTHS, DraftStrategy("eagle", 4))
-    assert drafter.eagle.lengths == [LENGTHS.tolist()] and drafter.suffix.lengths == []
-    assert draft.source.tolist() == [EAGLE] * 3 and set(draft.tokens.tolist()) == {EAGLE}
+    drafter = mixed(value=0.0)
+    draft = drafter.propose(Rows, LENGTHS, DraftStrategy("trained", 4))
+    assert drafter.trained.lengths == [LENGTHS.tolist()] and drafter.suffix.lengths == []
+    assert draft.source.tolist() == [TRAINED] * 3 and set(draft.tokens.tolist()) == {TRAINED}
     drafter.observe(draft, np.ones(8, bool), np.ones(8, bool))
-    assert drafter.eagle.learned == [True] * 8 and drafter.suffix.learned == [False] * 8
+    assert drafter.trained.learned == [True] * 8 and drafter.suffix.learned == [False] * 8
 
 
-def test_eagle_drafts_again_after_many_proposals_without_it():
-    drafter = hybrid(value=-1.0)
+def test_the_trained_part_drafts_again_after_many_proposals_without_it():
+    drafter = mixed(value=-1.0)
     for _ in range(300):
-        drafter.propose(Rows, LENGTHS, DraftStrategy("hybrid", 4))
-    assert 2 <= len(drafter.eagle.lengths) <= 4
+        drafter.propose(Rows, LENGTHS, DraftStrategy("mixed", 4))
+    assert 2 <= len(drafter.trained.lengths) <= 4
     assert drafter._value[1] > 0.4  # on its way to 3.2
 
 
 def test_tries_are_read_only_where_they_are_drafted_from():
-    drafter = hybrid()
-    drafter.sync_context(Rows, DraftStrategy("eagle", 4))
+    drafter = mixed()
+    drafter.sync_context(Rows, DraftStrategy("trained", 4))
     assert not hasattr(drafter.suffix, "synced")
-    drafter.sync_context(Rows, DraftStrategy("hybrid", 4))
-    assert drafter.suffix.synced == "hybrid"
+    drafter.sync_context(Rows, DraftStrategy("mixed", 4))
+    assert drafter.suffix.synced == "mixed"

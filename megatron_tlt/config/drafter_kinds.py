@@ -1,0 +1,62 @@
+"""The kinds of trained drafters: their names, and the facts that a configuration needs of each. Torch-free.
+
+`DRAFTERS` is the one table of names. `drafter/kinds/` has the object that builds, trains, reads and exports a kind.
+
+Legend: H hidden size, F intermediate size, V vocabulary, Vd the drafter's, T tokens of a micro-step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_tlt.config.model import ArchitectureConfig
+
+DrafterName = Literal["none", "suffix", "eagle", "eagle3"]
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterFacts:
+    """What planning, checks and simulation need of a kind of trained drafter."""
+
+    name: str
+    layers_read: int  # policy layers whose outputs it reads beside the final hidden state
+    has_own_head: bool  # its LM head is its own, of Vd tokens; else the policy's
+    online_draft_steps: int  # drafted positions of a training micro-step, where the configuration has auto
+    # Kept for backward beyond eagle's layer: multiples of H, a token and drafted position; fewer of the first position.
+    more_kept: int = 0
+    less_first: int = 0
+
+    @property
+    def state_parts(self) -> int:
+        """Width of a token's state in multiples of H: the final one, behind those of the layers that it reads."""
+        return self.layers_read + 1
+
+    def parameters(self, shape: ArchitectureConfig, draft_vocab_size: int | None) -> int:
+        """Its parameters: one layer of the policy's sizes and `fc` (2H x H). With layers read, `fc` reads those, and
+        queries, keys and values 2H; an LM head of its own (`draft_vocab_size` tokens; None: V) comes on top.
+        """
+        h, heads = shape.hidden_size, shape.num_heads + shape.num_kv_heads
+        layer = 2 * h * shape.head_dim * heads + 2 * h + 3 * h * shape.intermediate_size
+        count = layer + (self.layers_read or 2) * h * h
+        if self.layers_read:
+            count += h * shape.head_dim * (shape.num_heads + 2 * shape.num_kv_heads)
+        return count + self.head_elements(shape, draft_vocab_size)
+
+    def head_elements(self, shape: ArchitectureConfig, draft_vocab_size: int | None) -> int:
+        """Elements of its own LM head; 0 without one."""
+        return self.has_own_head * (draft_vocab_size or shape.vocab_size) * shape.hidden_size
+
+    def passes(self, length: int) -> int:
+        """Forward passes of a draft of `length` tokens: one a position."""
+        return length
+
+
+DRAFTERS = {
+    facts.name: facts
+    for facts in (
+        DrafterFacts("eagle", 0, False, online_draft_steps=1),
+        # Three norms with their inputs in fp32, and what the layer reads of the position before.
+        DrafterFacts("eagle3", 3, True, online_draft_steps=3, more_kept=28, less_first=17),
+    )
+}
