@@ -31,7 +31,7 @@ ENGINES = {
 def run(tmp_path_factory) -> Path:
     """A folder with `tiny.yaml`, a fresh drafter of each kind, and one of 60 steps in `trained-KIND`, by two ranks."""
     folder = tmp_path_factory.mktemp("drafter")
-    config = write_config(folder, drafter=TINY_WARM_UP)
+    config = write_config(folder, drafter=TINY_WARM_UP, rollout={"speculation": {"drafter": "eagle"}})
     make_model(folder / "model", num_layers=4)  # of which eagle3 reads three
     for kind, options in KINDS.items():
         little = [*options, "drafter.lr=1e-9", "drafter.num_steps=1", "cluster.ranks_per_node=1"]

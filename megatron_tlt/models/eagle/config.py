@@ -59,11 +59,11 @@ class DrafterConfig:
         rising = all(a < b for a, b in pairwise(chosen))
         if len(chosen) != 3 or not rising or chosen[0] < 0 or chosen[2] > last:
             raise ConfigError.of(
-                "drafter.layers", list(chosen), f"must be three ascending layers of 0 .. {last}"
+                "rollout.speculation.layers", list(chosen), f"must be three ascending layers of 0 .. {last}"
             )
         size = policy.vocab_size if draft_vocab_size is None else draft_vocab_size
         if not 1 <= size <= policy.vocab_size:
-            raise ConfigError.of("drafter.draft_vocab_size", size, f"must be 1 .. {policy.vocab_size}")
+            raise ConfigError.of("rollout.speculation.draft_vocab_size", size, f"must be 1 .. {policy.vocab_size}")
         own = policy.dense_sibling if layer is None else layer
         own = replace(own, family="llama", num_layers=1, qkv_bias=False, qk_norm=False)
         return cls("eagle3", policy, own, size, chosen, norm_before_residual)
