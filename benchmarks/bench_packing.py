@@ -71,6 +71,7 @@ def make_sequences(shapes: list[tuple[int, int]], config: ModelConfig) -> list[D
         DraftSequence(
             torch.randint(0, config.vocab_size, (n,), generator=generator),
             torch.randn(n - 1, config.hidden_size, generator=generator),
+            np.arange(n) >= prompt,
             prompt,
         )
         for n, prompt in shapes
@@ -85,7 +86,8 @@ def padded(sequences: list[DraftSequence]) -> PairBatch:
         extra = longest - s.length
         tokens = torch.cat([s.token_ids, s.token_ids.new_zeros(extra)])
         hidden = torch.cat([s.hidden, s.hidden.new_zeros(extra, s.hidden.shape[1])])
-        wide.append(DraftSequence(tokens, hidden, s.prompt_len))
+        drawn = np.append(s.drawn, np.ones(extra, np.bool_))
+        wide.append(DraftSequence(tokens, hidden, drawn, s.response_start))
     return collate(wide)
 
 

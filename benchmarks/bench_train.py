@@ -46,7 +46,7 @@ from megatron_tlt.data.packing import pack_by_budget
 from megatron_tlt.distributed.world import World
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_writer import save_hf
-from megatron_tlt.types import TrainBatch, TrainSequence
+from megatron_tlt.types import TrainBatch, TrainSequence, Trajectory
 
 MODELS = {
     "demo": ModelConfig("qwen3", 512, 128, 16, 4, 2, 32, 320, qk_norm=True, tie_word_embeddings=True),
@@ -66,17 +66,10 @@ def make_sequences(kind: str, count: int, vocab: int) -> list[TrainSequence]:
     for i in range(count):
         prompt = 32 if kind == "equal" else int(rng.integers(16, 48))
         response = 224 if kind == "equal" else int(np.clip(rng.lognormal(4.6, 0.8), 8, 1000))
-        made.append(
-            TrainSequence(
-                prompt_id=i,
-                sample_index=0,
-                token_ids=rng.integers(0, vocab, prompt + response),
-                prompt_len=prompt,
-                advantages=np.full(response, rng.normal(), np.float32),
-                loss_mask=np.ones(response, np.float32),
-                rollout_logprobs=np.zeros(response, np.float32),
-            )
-        )
+        tokens = rng.integers(0, vocab, prompt + response)
+        sequence = TrainSequence.of(Trajectory(i, 0, tokens, np.zeros(response, np.float32)))
+        sequence.advantages += np.float32(rng.normal())
+        made.append(sequence)
     return made
 
 
@@ -114,15 +107,16 @@ class PlainPolicy:
         return {"loss": loss_sum, "grad_norm": float(norm), "entropy": entropy_sum / denominator}
 
     def _forward(self, batch: list[TrainSequence]) -> tuple[Tensor, Tensor, Tensor]:
-        longest = max(s.length for s in batch) - 1
+        trajectories = [s.trajectory for s in batch]
+        longest = max(t.length for t in trajectories) - 1
         ids = torch.zeros(len(batch), longest, dtype=torch.long)
-        for row, s in enumerate(batch):
-            ids[row, : s.length - 1] = torch.from_numpy(s.token_ids[:-1])
+        for row, t in enumerate(trajectories):
+            ids[row, : t.length - 1] = torch.from_numpy(t.token_ids[:-1])
         hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
         rows = torch.cat(
-            [r * longest + torch.arange(s.prompt_len - 1, s.length - 1) for r, s in enumerate(batch)]
+            [r * longest + torch.arange(t.response_start - 1, t.length - 1) for r, t in enumerate(trajectories)]
         )
-        labels = torch.cat([torch.from_numpy(s.token_ids[s.prompt_len :]) for s in batch])
+        labels = torch.cat([torch.from_numpy(t.token_ids[t.response_start :]) for t in trajectories])
         advantages = torch.cat([torch.from_numpy(s.advantages) for s in batch])
         logits = self.model.lm_head(hidden.flatten(0, 1)[rows])
         with torch.no_grad():

@@ -8,14 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+import numpy as np
 
-    import numpy as np
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from torch import Tensor
 
 BackendName = Literal["embedded", "trtllm", "vllm"]
 FinishReason = Literal["stop", "length", "abort"]
+Span = tuple[int, int]  # half-open, of response positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,11 @@ class Prompt:
 
 @dataclass(slots=True)
 class Sample:
-    """One response. `logprobs[t]` is log softmax(logits / temperature) at the sampled token, before top-k/p masks."""
+    """One response. `logprobs[t]` is log softmax(logits / temperature) at the sampled token, before top-k/p masks.
+
+    The policy draws a response's tokens, but for the spans `given`: tokens of an environment (a tool's output, say),
+    which the engine appends to the response. They count as positions and as context. Their log-prob is 0.
+    """
 
     prompt_id: int
     sample_index: int
@@ -79,6 +85,64 @@ class Sample:
     # [P + R - 1, layers with experts, k] uint8, or int16 with more than 256 experts: those that the engine chose for
     # each token that it fed (all but the last one), in any order. None: not recorded.
     routed_experts: np.ndarray | None = field(default=None, compare=False, repr=False)
+    given: tuple[Span, ...] = ()  # ascending, disjoint
+
+    @property
+    def num_drawn(self) -> int:
+        """Response tokens that the policy drew."""
+        return len(self.token_ids) - sum(end - begin for begin, end in self.given)
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """The tokens of a prompt and its response, and which of them the policy drew. One type on every floor.
+
+    Prompt tokens and the spans `given` of the response are context: they have no loss and no drafts. A sampling key's
+    position counts all response tokens, drawn or given.
+    """
+
+    prompt_id: int
+    sample_index: int
+    token_ids: np.ndarray  # int32 [L]
+    logprobs: np.ndarray  # float32 [R], the engine's: 0 where given; NaN from an engine without
+    given: tuple[Span, ...] = ()
+    finish_reason: FinishReason = "stop"
+    policy_version: int = 0
+    routed_experts: np.ndarray | None = None  # [L - 1, ...] as in `Sample`; -1: unknown
+
+    @classmethod
+    def of(cls, prompt: Sequence[int] | np.ndarray, sample: Sample) -> Trajectory:
+        """The response `sample` behind the tokens of its prompt."""
+        assert not sample.logprobs or len(sample.logprobs) == len(sample.token_ids)
+        return cls(
+            sample.prompt_id,
+            sample.sample_index,
+            token_ids=np.concatenate((np.asarray(prompt, np.int32), np.asarray(sample.token_ids, np.int32))),
+            # A loss that met a NaN would be NaN: log-probs that the engine does not have must be computed first.
+            logprobs=np.array(sample.logprobs or np.full(len(sample.token_ids), np.nan), np.float32),
+            given=sample.given,
+            finish_reason=sample.finish_reason,
+            policy_version=sample.policy_version,
+            routed_experts=sample.routed_experts,
+        )
+
+    @property
+    def length(self) -> int:
+        """L, tokens of prompt and response together."""
+        return len(self.token_ids)
+
+    @property
+    def response_start(self) -> int:
+        """P, position of the first response token."""
+        return len(self.token_ids) - len(self.logprobs)
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """Bool [R]: response tokens that the policy drew."""
+        drawn = np.ones(len(self.logprobs), np.bool_)
+        for begin, end in self.given:
+            drawn[begin:end] = False
+        return drawn
 
 
 @dataclass(slots=True)
@@ -117,28 +181,23 @@ class SampleGroup:
 
 @dataclass(slots=True)
 class TrainSequence:
-    """One prompt + response with what the loss needs, response-aligned.
+    """A trajectory with the values of its loss, one a response token.
 
-    Arrays are numpy: `token_ids` int64 [L]; `advantages`, `loss_mask`, `rollout_logprobs` float32 [R].
-    `weight` multiplies every token's loss (an algorithm's own normalisation, for example 1/R). `routed_experts`,
-    uint8 or int16 [L - 1, layers with experts, k]: the experts that the engine chose for each token that it fed, -1
-    where unknown.
+    The mask begins as 1 where a token was drawn and 0 where it was given. Whatever else leaves tokens out of the loss
+    multiplies it. `weight` multiplies every token's loss (an algorithm's own normalisation, for example 1 / drawn
+    tokens).
     """
 
-    prompt_id: int
-    sample_index: int
-    token_ids: np.ndarray
-    prompt_len: int
-    advantages: np.ndarray
-    loss_mask: np.ndarray
-    rollout_logprobs: np.ndarray
+    trajectory: Trajectory
+    advantages: np.ndarray  # float32 [R]
+    loss_mask: np.ndarray  # float32 [R]
     weight: float = 1.0
-    routed_experts: np.ndarray | None = None
 
-    @property
-    def length(self) -> int:
-        """L, tokens of prompt and response together."""
-        return int(self.token_ids.shape[0])
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> TrainSequence:
+        """The trajectory without advantages yet."""
+        mask = trajectory.drawn.astype(np.float32)
+        return cls(trajectory, np.zeros_like(mask), mask)
 
 
 @dataclass(slots=True)
@@ -176,19 +235,15 @@ class WeightBucket:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStateSample:
-    """One finished response with the policy's hidden states, as the engine computed them (`rollout.hidden_states`).
+    """A trajectory with the policy's hidden states, as the engine computed them (`rollout.hidden_states`).
 
-    L tokens of prompt and response; W the width of a state: H, the policy's hidden size, or for a drafter of kind
-    eagle3 4 H, the outputs (residual stream) of its three layers, ascending, before the state after the final norm. The
-    last token was drawn and never fed: it has no state.
+    W is the width of a state: H, the policy's hidden size, or for a drafter of kind eagle3 4 H, the outputs (residual
+    stream) of its three layers, ascending, before the state after the final norm. The last token was drawn and never
+    fed: it has no state.
     """
 
-    prompt_id: int
-    sample_index: int
-    policy_version: int
-    token_ids: np.ndarray  # int32 [L], prompt and response
+    trajectory: Trajectory
     hidden: Any  # Tensor [L - 1, W] of positions 0 .. L - 2; on the CPU, in the engine's type
-    prompt_len: int  # P
     key: int = 0  # the request's sampling key
 
 

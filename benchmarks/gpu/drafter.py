@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,9 @@ def run(check: Check) -> Result:
     head = draw(config.vocab_size, config.hidden_size)
     ids = torch.randint(0, config.vocab_size, (SEQUENCES, tokens), generator=generator, device=check.device)
     states = draw(SEQUENCES, tokens, config.hidden_size)
-    batch = [DraftSequence(i, h, tokens // 8) for i, h in zip(ids, states, strict=True)]
+    prompt = tokens // 8
+    drawn = np.arange(tokens) >= prompt
+    batch = [DraftSequence(i, h, drawn, prompt) for i, h in zip(ids, states, strict=True)]
     first: Tensor | None = None
     for mode in MODES:
         try:

@@ -18,7 +18,7 @@ from benchmarks.gpu.check import Check, Result
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
-from megatron_tlt.types import TrainBatch, TrainSequence
+from megatron_tlt.types import TrainBatch, TrainSequence, Trajectory
 
 PROMPT = 32  # tokens; the rest of a sequence is trained
 
@@ -68,15 +68,9 @@ def run(check: Check) -> Result:
 def sequences(count: int, length: int, vocab: int) -> list[TrainSequence]:
     """Random tokens of one length, a random advantage each."""
     rng, response = np.random.default_rng(0), length - PROMPT
-    return [
-        TrainSequence(
-            prompt_id=i,
-            sample_index=0,
-            token_ids=rng.integers(0, vocab, length),
-            prompt_len=PROMPT,
-            advantages=np.full(response, rng.normal(), np.float32),
-            loss_mask=np.ones(response, np.float32),
-            rollout_logprobs=np.zeros(response, np.float32),
-        )
-        for i in range(count)
-    ]
+    made = []
+    for i in range(count):
+        trajectory = Trajectory(i, 0, rng.integers(0, vocab, length), np.zeros(response, np.float32))
+        made.append(TrainSequence.of(trajectory))
+        made[-1].advantages += np.float32(rng.normal())
+    return made

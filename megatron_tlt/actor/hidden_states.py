@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,7 +120,7 @@ class HiddenStateCollector:
         owners = [self._left.pop(key, None) for key in keys]
         rows = zip(keys, owners, batch.sequences, batch.packing.starts, strict=False)
         self._places = [
-            (key, start, start + sequence.length - 1)
+            (key, start, start + sequence.trajectory.length - 1)
             for key, owner, sequence, start in rows
             if owner is not None and owner % self._width == self._place
         ]
@@ -170,21 +171,15 @@ class HiddenStateCollector:
                 return part.wait_pageable()
             dist.send(part.wait().view(torch.uint8), pipeline[owner])
         elif at == owner:
-            shape = sequence.length - 1, self._hidden_size
+            shape = sequence.trajectory.length - 1, self._hidden_size
             rows = torch.empty(shape, dtype=self._dtype)
             dist.recv(rows.view(torch.uint8), pipeline[stage])
             return rows
         return None
 
     def _sample(self, sequence: TrainSequence, hidden: Tensor) -> HiddenStateSample:
-        return HiddenStateSample(
-            prompt_id=sequence.prompt_id,
-            sample_index=sequence.sample_index,
-            policy_version=self._version,
-            token_ids=sequence.token_ids.astype(np.int32),
-            hidden=hidden,
-            prompt_len=sequence.prompt_len,
-        )
+        trajectory = replace(sequence.trajectory, policy_version=self._version, routed_experts=None)
+        return HiddenStateSample(trajectory, hidden)
 
 
 def choose(
@@ -202,7 +197,7 @@ def choose(
     used, chosen = [0] * num_owners, []
     for sequence in sorted(sequences, key=place):
         owner = min(range(num_owners), key=used.__getitem__)
-        size = (sequence.length - 1) * row_bytes
+        size = (sequence.trajectory.length - 1) * row_bytes
         if used[owner] + size <= budget_bytes:
             used[owner] += size
             chosen.append((sequence, owner))
@@ -210,4 +205,4 @@ def choose(
 
 
 def _key(sequence: TrainSequence) -> Key:
-    return sequence.prompt_id, sequence.sample_index
+    return sequence.trajectory.prompt_id, sequence.trajectory.sample_index

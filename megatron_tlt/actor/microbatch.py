@@ -4,7 +4,7 @@ Legend: L tokens of a sequence, R response tokens of it, T rows of a micro-batch
 response rows, cp context parallel size.
 
 A sequence feeds its first L - 1 tokens: the last one predicts nothing. Response token i is predicted by the
-row of token prompt_len - 1 + i. Only those N rows go through the LM head.
+row of token P - 1 + i, with P prompt tokens. Only those N rows go through the LM head.
 
 Under context parallelism every sequence is padded to a multiple of 2 cp rows, and a rank has T / cp of the rows
 (`context_parallel.py`). Sequences, labels and segments stay whole, for the loss reads whole responses.
@@ -25,7 +25,7 @@ from megatron_tlt.actor.attention import PackedRows
 from megatron_tlt.actor.context_parallel import rows_of_rank
 from megatron_tlt.actor.routing import Routing
 from megatron_tlt.data.packing import pack_by_budget
-from megatron_tlt.types import TrainSequence
+from megatron_tlt.types import TrainSequence, Trajectory
 
 
 class RowLayout(NamedTuple):
@@ -70,8 +70,14 @@ class MicroBatch:
 
     def response_array(self, name: str) -> Tensor:
         """A response-aligned attribute of the sequences, flat [N] fp32 on the micro-batch's device."""
-        flat = np.concatenate([np.asarray(getattr(s, name), dtype=np.float32) for s in self.sequences])
-        return torch.from_numpy(flat).to(self.labels.device)
+        return self._flat([getattr(s, name) for s in self.sequences])
+
+    def rollout_logprobs(self) -> Tensor:
+        """The engine's log-probs of the response tokens, flat [N] fp32."""
+        return self._flat([s.trajectory.logprobs for s in self.sequences])
+
+    def _flat(self, arrays: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays).astype(np.float32, copy=False)).to(self.labels.device)
 
     def rows_here(self, array: np.ndarray) -> Tensor:
         """This rank's rows of values [T, ...] of all rows, on the micro-batch's device."""
@@ -91,7 +97,7 @@ class MicroBatch:
 
 def response_len(sequence: TrainSequence) -> int:
     """R."""
-    return sequence.length - sequence.prompt_len
+    return len(sequence.trajectory.logprobs)
 
 
 def pack(sequences: Sequence[TrainSequence], budget: int, layout: RowLayout) -> list[MicroBatch]:
@@ -101,32 +107,32 @@ def pack(sequences: Sequence[TrainSequence], budget: int, layout: RowLayout) -> 
     """
     useful = [i for i, s in enumerate(sequences) if response_len(s) > 0]
     for i in useful:
-        if sequences[i].prompt_len < 1:
+        if sequences[i].trajectory.response_start < 1:
             raise ValueError(f"sequence {i} has no prompt token to predict its first response token from")
-    groups = pack_by_budget([layout.padded(sequences[i].length) for i in useful], budget)
+    groups = pack_by_budget([layout.padded(sequences[i].trajectory.length) for i in useful], budget)
     # Longest first: sequences of one length become neighbours, which attention takes as one batch.
-    ordered = [sorted((useful[j] for j in group), key=lambda i: -sequences[i].length) for group in groups]
+    ordered = [sorted((useful[j] for j in group), key=lambda i: -sequences[i].trajectory.length) for group in groups]
     return [_assemble(tuple(members), sequences, layout) for members in ordered]
 
 
 def filler(layout: RowLayout) -> MicroBatch:
     """The smallest micro-batch, for a rank without a sequence: it still joins the collectives of the step."""
-    zero = np.zeros(1, np.float32)
-    empty = TrainSequence(0, 0, np.zeros(2, np.int64), 1, zero, zero, zero)
-    return replace(_assemble((0,), [empty], layout), members=())
+    empty = Trajectory(0, 0, token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32))
+    return replace(_assemble((0,), [TrainSequence.of(empty)], layout), members=())
 
 
 def _assemble(members: tuple[int, ...], sequences: Sequence[TrainSequence], layout: RowLayout) -> MicroBatch:
     chosen = tuple(sequences[i] for i in members)
-    sizes = [layout.padded(s.length - 1) for s in chosen]
+    trajectories = [s.trajectory for s in chosen]
+    sizes = [layout.padded(t.length - 1) for t in trajectories]
     if padding := -sum(sizes) % (layout.multiple * layout.tp):  # sequence parallelism divides the rows of a rank
         sizes = [*sizes, padding]
     starts = np.concatenate([[0], np.cumsum(sizes)])
     tokens = np.zeros(starts[-1], np.int64)
-    for start, sequence in zip(starts, chosen, strict=False):
-        tokens[start : start + sequence.length - 1] = sequence.token_ids[:-1]
-    rows = [starts[k] + np.arange(s.prompt_len - 1, s.length - 1) for k, s in enumerate(chosen)]
-    labels = [np.asarray(s.token_ids[s.prompt_len :], dtype=np.int64) for s in chosen]
+    for start, trajectory in zip(starts, trajectories, strict=False):
+        tokens[start : start + trajectory.length - 1] = trajectory.token_ids[:-1]
+    rows = [starts[k] + np.arange(t.response_start - 1, t.length - 1) for k, t in enumerate(trajectories)]
+    labels = [t.token_ids[t.response_start :].astype(np.int64) for t in trajectories]
     segments = np.repeat(np.arange(len(chosen)), [response_len(s) for s in chosen])
 
     def tensor(array: np.ndarray) -> Tensor:
@@ -178,7 +184,7 @@ def _of_rank(whole: MicroBatch, sizes: list[int], layout: RowLayout) -> MicroBat
 
 def num_tokens(batch: MicroBatch) -> int:
     """Rows that are tokens of a sequence: neither padding nor a filler's."""
-    return sum(s.length - 1 for s in batch.sequences) if batch.members else 0
+    return sum(s.trajectory.length - 1 for s in batch.sequences) if batch.members else 0
 
 
 def with_routing(batch: MicroBatch, replays: bool = False, loss_weight: float = 0.0) -> MicroBatch:
@@ -186,7 +192,7 @@ def with_routing(batch: MicroBatch, replays: bool = False, loss_weight: float = 
     *starts, rows = batch.packing.starts
     is_token = np.zeros(rows, bool)
     for start, sequence in zip(starts, batch.sequences if batch.members else (), strict=False):
-        is_token[start : start + sequence.length - 1] = True
+        is_token[start : start + sequence.trajectory.length - 1] = True
     return replace(batch, routing=Routing(batch.rows_here(is_token), replays, loss_weight))
 
 
@@ -195,14 +201,15 @@ def recorded_routed_experts(batch: MicroBatch) -> Tensor | None:
 
     L layers with experts, k chosen: hundreds of bytes a token, so they come to the device with their forward.
     """
-    recorded = [s.routed_experts for s in batch.sequences if s.routed_experts is not None]
+    by_sequence = [s.trajectory.routed_experts for s in batch.sequences]
+    recorded = [experts for experts in by_sequence if experts is not None]
     if not recorded:
         return None
     *starts, rows = batch.packing.starts
     ids = np.full((rows, *recorded[0].shape[1:]), -1, np.int16)
-    for start, sequence in zip(starts, batch.sequences, strict=False):
-        if sequence.routed_experts is not None:
-            ids[start : start + sequence.length - 1] = sequence.routed_experts
+    for start, experts in zip(starts, by_sequence, strict=False):
+        if experts is not None:
+            ids[start : start + len(experts)] = experts
     return batch.rows_here(ids)
 
 

@@ -276,7 +276,7 @@ class MegatronPolicy:
         for batch, logprobs in zip(batches, found, strict=False):  # none on the stages before the last
             if not batch.is_filler:
                 on = batch.response_array("loss_mask") > 0
-                apart = (logprobs - batch.response_array("rollout_logprobs")).abs()
+                apart = (logprobs - batch.rollout_logprobs()).abs()
                 parts.append({name: apart[on].sum(), "tokens": on.sum()})
         sums = reduce_over_world(parts, self.dims, self.world)
         return {name: sums[name] / sums["tokens"]} if sums.get("tokens") else {}

@@ -142,7 +142,7 @@ def _loss_of(
     inputs = LossInputs(
         logprobs=logprobs,
         old_logprobs=scored.old,
-        rollout_logprobs=batch.response_array("rollout_logprobs"),
+        rollout_logprobs=batch.rollout_logprobs(),
         ref_logprobs=scored.reference,
         entropy=entropy,
         advantages=batch.response_array("advantages"),

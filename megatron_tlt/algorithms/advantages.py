@@ -85,14 +85,17 @@ def whitened_rows(rewards: Floats, tokens: Ints, eps: float) -> Floats:
 
 
 def whitened_tokens(
-    values: Sequence[Floats], counted: Sequence[bool], eps: float, reduce_sum: Callable[[Floats], Floats]
+    values: Sequence[Floats],
+    counted: Sequence[npt.NDArray[np.bool_]],
+    eps: float,
+    reduce_sum: Callable[[Floats], Floats],
 ) -> list[Floats]:
     """This rank's per-token values ([R] each) whitened over all tokens of all ranks.
 
-    `counted[i]`: whether sequence i enters mean and deviation. Collective: `reduce_sum` adds an array
+    `counted[i]`, [R]: which tokens of sequence i enter mean and deviation. Collective: `reduce_sum` adds an array
     over ranks and is called exactly twice on each, also on one without sequences.
     """
-    chosen = [v for v, used in zip(values, counted, strict=True) if used]
+    chosen = [v[used] for v, used in zip(values, counted, strict=True)]
     local = np.array([sum(float(v.sum()) for v in chosen), float(sum(len(v) for v in chosen))])
     total, count = reduce_sum(local)
     mean = total / max(count, 1.0)

@@ -34,7 +34,7 @@ class RewardTable:
     sample_index: Ints  # [N]
     reward: Floats  # [N], after shaping
     correct: npt.NDArray[np.bool_]  # [N]
-    length: Ints  # [N], response tokens
+    length: Ints  # [N], response tokens that the policy drew
     truncated: npt.NDArray[np.bool_]  # [N], cut off at max_tokens
     kl_sum: Floats  # [N], sum of the sample's per-token KL; zeros when unused
 
@@ -167,19 +167,20 @@ class Algorithm(ABC):
         token_kl: Sequence[np.ndarray] | None,
         reduce_sum: ReduceSum,
     ) -> dict[str, float]:
-        """Sets `advantages`, `loss_mask` and `weight` of this rank's sequences; returns metrics of the step.
+        """Sets `advantages` and `weight` of this rank's sequences, and multiplies their `loss_mask` by whether they are
+        trained; returns metrics of the step.
 
         `token_kl[i]`, [R], belongs to sequence i. `reduce_sum` adds a float64 array over data-parallel
         ranks; all of them must call `assign` together.
         """
         row_of = table.row_of()
-        rows = [row_of[s.prompt_id, s.sample_index] for s in sequences]
+        rows = [row_of[s.trajectory.prompt_id, s.trajectory.sample_index] for s in sequences]
         trained = self.trained(table)
         values = self.token_advantages(sequences, rows, table, token_kl, reduce_sum)
         for sequence, row, advantages in zip(sequences, rows, values, strict=True):
-            length = len(sequence.rollout_logprobs)
+            length = int(table.length[row])
             sequence.advantages = advantages.astype(np.float32)
-            sequence.loss_mask = np.full(length, float(trained[row]), dtype=np.float32)
+            sequence.loss_mask = sequence.loss_mask * np.float32(trained[row])
             sequence.weight = self.token_weight(length) if length else 0.0
         return self.table_metrics(table)
 
@@ -195,7 +196,7 @@ class Algorithm(ABC):
         rewards = table.reward - self.config.kl_coef * table.kl_sum if self.needs_token_kl else table.reward
         advantages = self.row_advantages(table, rewards)
         pairs = zip(sequences, rows, strict=True)
-        return [np.full(len(s.rollout_logprobs), advantages[row]) for s, row in pairs]
+        return [np.full(len(s.loss_mask), advantages[row]) for s, row in pairs]
 
     def table_metrics(self, table: RewardTable) -> dict[str, float]:
         """Metrics of the step that follow from the table alone."""

@@ -46,7 +46,7 @@ class ReinforcePp(Algorithm):
             for row, kl in zip(rows, token_kl, strict=True)
         ]
         trained = self.trained(table)
-        counted = [bool(trained[row]) for row in rows]
+        counted = [s.trajectory.drawn & trained[row] for s, row in zip(sequences, rows, strict=True)]
         return whitened_tokens(returns, counted, self.config.advantage_eps, reduce_sum)
 
 

@@ -232,4 +232,5 @@ class EmbeddedBackend(BaseBackend):
             finish_reason=request.finish_reason,
             policy_version=self._weights.version,
             routed_experts=request.routed_experts,
+            given=request.given,
         )

@@ -18,26 +18,22 @@ from megatron_tlt.types import HiddenStateSample
 
 @dataclass(slots=True)
 class DraftSequence:
-    """A prompt and its response with the policy's hidden states; nothing follows the last position, so it needs
-    none."""
+    """A trajectory, or a window of it, with the policy's hidden states. The last position needs no state."""
 
     token_ids: Tensor  # [L] int64
     hidden: Tensor  # [L or L - 1, H], after the policy's final norm
-    prompt_len: int
+    drawn: np.ndarray  # bool [L], tokens that a draft here may predict; the others are context
+    response_start: int  # position of the response's first token
     offset: int = 0  # position of the first token, in a window of a longer sequence
     key: int = 0  # the request's sampling key, to measure how often coupled drafts match
-    response_at: int | None = None  # position of the response's first token; None: prompt_len (not in a window)
 
     @classmethod
     def of(cls, sample: HiddenStateSample) -> DraftSequence:
-        """A whole response with its hidden states."""
-        ids = torch.from_numpy(np.asarray(sample.token_ids, np.int64))
-        return cls(ids, sample.hidden, sample.prompt_len, key=sample.key)
-
-    @property
-    def response_start(self) -> int:
-        """Position of the response's first token."""
-        return self.prompt_len if self.response_at is None else self.response_at
+        """A whole trajectory with its hidden states."""
+        trajectory, start = sample.trajectory, sample.trajectory.response_start
+        ids = torch.from_numpy(np.asarray(trajectory.token_ids, np.int64))
+        drawn = np.concatenate((np.zeros(start, np.bool_), trajectory.drawn))
+        return cls(ids, sample.hidden, drawn, start, key=sample.key)
 
     @property
     def length(self) -> int:
@@ -51,28 +47,36 @@ class DraftSequence:
 
     @property
     def first_base(self) -> int:
-        """The first place at which a draft may begin: the next token is the response's, and the pair exists."""
-        return max(1, self.prompt_len - 1)
+        """The first place at which a draft may begin: the next token was drawn, and the pair exists."""
+        drawn = np.flatnonzero(self.drawn)
+        return max(1, int(drawn[0]) - 1) if len(drawn) else self.length - 1
+
+    @property
+    def runs(self) -> np.ndarray:
+        """Lengths of the runs of drawn tokens. A draft begins before any of them and ends with its run."""
+        edges = np.flatnonzero(np.diff(self.drawn[2:].astype(np.int8), prepend=0, append=0))
+        return edges[1::2] - edges[::2]
 
     @property
     def num_bases(self) -> int:
-        """Places at which a draft may begin; the last token predicts nothing."""
-        return max(0, self.length - 1 - self.first_base)
+        """Places at which a draft may begin."""
+        return int(self.runs.sum())
 
-    def part(self, begin: int, end: int, prompt_len: int) -> DraftSequence:
-        """Tokens `begin` .. `end` - 1 (views), of which drafts begin behind the first `prompt_len`."""
+    def part(self, begin: int, end: int, context: int = 0) -> DraftSequence:
+        """Tokens `begin` .. `end` - 1 (views), of which the first `context` are context."""
+        drawn = self.drawn[begin:end].copy()
+        drawn[:context] = False
         return replace(
             self,
             token_ids=self.token_ids[begin:end],
             hidden=self.hidden[begin:end],
-            prompt_len=prompt_len,
+            drawn=drawn,
             offset=self.offset + begin,
-            response_at=self.response_start,
         )
 
 
 def windows(sequence: DraftSequence, size: int) -> Iterator[DraftSequence]:
-    """Windows of at most `size` tokens in which every base of the sequence appears once.
+    """Windows of at most `size` tokens in which every base of the sequence appears once, and at least one base each.
 
     A window after the first begins with a quarter of `size` as context only; the drafter sees nothing before it, as
     when drafting starts late in the engine. Positions stay the sequence's.
@@ -84,7 +88,9 @@ def windows(sequence: DraftSequence, size: int) -> Iterator[DraftSequence]:
     begin = max(0, min(first - 1, first - size // 4))
     while first <= end - 2:
         stop = min(end, begin + size)
-        yield sequence.part(begin, stop, first + 1 - begin)
+        window = sequence.part(begin, stop, context=first + 1 - begin)
+        if window.num_bases:
+            yield window
         first = stop - 1
         begin = first - size // 4
 
@@ -113,7 +119,8 @@ def epoch(
 
 def bases_by_step(sequences: Sequence[DraftSequence], steps: int) -> list[int]:
     """Bases that have unrolled step 0, 1, .. `steps` - 1: what the loss of those sequences is a mean over."""
-    return [sum(max(0, s.num_bases - j) for s in sequences) for j in range(steps)]
+    runs = np.concatenate([np.zeros(0, np.int64), *(s.runs for s in sequences)])
+    return [int(np.maximum(0, runs - step).sum()) for step in range(steps)]
 
 
 def collate(sequences: Sequence[DraftSequence], device: torch.device | str | None = None) -> PairBatch:
@@ -131,4 +138,5 @@ def collate(sequences: Sequence[DraftSequence], device: torch.device | str | Non
         starts,
         [s.first_base for s in sequences],
         [s.offset for s in sequences],
+        np.concatenate([s.drawn for s in sequences]),
     )

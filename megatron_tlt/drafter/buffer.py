@@ -75,14 +75,14 @@ class HiddenStateBuffer:
 
         Hidden states are kept as they are, and copied only where they are a part of larger storage.
         """
-        length = len(sample.token_ids)
+        length = sample.trajectory.length
         assert tuple(sample.hidden.shape[:1]) == (length - 1,), f"{length} tokens, {sample.hidden.shape}"
         self.counters["added"] += 1
         self._lengths.append(length)
         sequence = DraftSequence.of(sample)
         if not sequence.num_bases:
             return
-        key = (sample.policy_version, sample.prompt_id, sample.sample_index)
+        key = (sample.trajectory.policy_version, sample.trajectory.prompt_id, sample.trajectory.sample_index)
         self._drop([self._entries[key]] if key in self._entries else [])
         if _size(sequence) > self._budget:
             self.counters["dropped_by_budget"] += 1
@@ -176,6 +176,6 @@ def _size(sequence: DraftSequence) -> int:
 def _ending(sequence: DraftSequence, size: int) -> DraftSequence:
     """The last `size` tokens, in memory of their own."""
     begin = max(0, sequence.length - size)
-    end = sequence.part(begin, sequence.length, max(1, sequence.prompt_len - begin))
+    end = sequence.part(begin, sequence.length)
     end.token_ids, end.hidden = end.token_ids.clone(), end.hidden.clone()
     return end

@@ -105,14 +105,13 @@ def measure(
     for group in pack(parts, batch_tokens):
         batch = collate(group, head.device)
         layout = PairLayout(batch)
-        owner = np.repeat(np.arange(len(group)), [s.num_bases for s in group])
+        owner = np.searchsorted(batch.starts, layout.bases.cpu().numpy(), side="right") - 1
         keys = np.array([s.key for s in group], np.uint64)[owner]
         response = np.array([s.response_start for s in group], np.int64)[owner]
-        first = (
-            layout.positions[layout.bases].cpu().numpy() - response + 1
-        )  # output position of the first draft
+        # The position in the response of the first drafted token.
+        first = layout.positions[layout.bases].cpu().numpy() - response + 1
         alive = torch.ones(len(layout.bases), dtype=torch.bool, device=head.device)
-        bases += len(alive)
+        bases += sum(s.num_bases for s in group)
         for step, output in enumerate(model.unroll(embed, batch, layout, steps)):
             alive &= layout.valid(step)
             noise_keys = key_tensor(row_keys(keys, first + step), head.device)

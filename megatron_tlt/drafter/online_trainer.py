@@ -132,7 +132,7 @@ class OnlineDrafterTrainer:
         `left_out` did not fit. A step begins in the buffer, with the policy that rolls out next.
         """
         if samples:
-            self.buffer.begin_step(samples[0].policy_version + 1)
+            self.buffer.begin_step(samples[0].trajectory.policy_version + 1)
         self.buffer.counters["dropped_by_budget"] += left_out
         for sample in samples:
             self.buffer.add(sample)

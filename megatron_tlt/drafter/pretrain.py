@@ -110,7 +110,7 @@ class DrafterPretraining:
         """The most frequent response tokens of all ranks."""
         counts = torch.zeros(shape.policy.vocab_size, dtype=torch.int64)
         for s in data:
-            counts += torch.bincount(s.token_ids[s.response_start :], minlength=len(counts))
+            counts += torch.bincount(s.token_ids[torch.from_numpy(s.drawn)], minlength=len(counts))
         total = torch.stack(self._world.all_gather_object(counts)).sum(0)
         chosen = choose_vocabulary(total, shape.draft_vocab_size)
         share = float(total[chosen].sum() / total.sum())
@@ -169,7 +169,7 @@ class DrafterPretraining:
         self._backend.collect_hidden_states(collected.append)
         self._backend.generate(list(prompts)[replica :: self._world.size // tp], params, samples)
         self._backend.collect_hidden_states(None)
-        collected.sort(key=lambda sample: (sample.prompt_id, sample.sample_index))
+        collected.sort(key=lambda sample: (sample.trajectory.prompt_id, sample.trajectory.sample_index))
         return [DraftSequence.of(sample) for sample in collected]
 
     def _batches(self, data: Sequence[DraftSequence]) -> Iterator[PairBatch]:

@@ -3,8 +3,8 @@
     run_dir/nonfinite/step-000012/rank-00000.npz     the sequences of one data parallel replica, as arrays
 
 `numpy.load` reads the arrays without unpickling: sequence i of mini-batch `mini_batch[i]` has `lengths[i]` tokens, of
-which `prompt_lens[i]` are its prompt's; `tokens` holds all of them in a row, the other arrays those of the responses;
-`denominators` divide the mini-batches' losses. The step's metrics are in metrics.jsonl.
+which the last `response_lens[i]` are its response's; `tokens` holds all of them in a row, the other arrays those of the
+responses; `denominators` divide the mini-batches' losses. The step's metrics are in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def as_arrays(batch: TrainBatch) -> dict[str, np.ndarray]:
     """A batch as flat arrays; see the top of the file."""
     pairs = [(i, sequence) for i, part in enumerate(batch.mini_batches) for sequence in part]
     sequences = [sequence for _, sequence in pairs]
+    trajectories = [sequence.trajectory for sequence in sequences]
 
     def joined(arrays: list[np.ndarray], kind: type[np.generic]) -> np.ndarray:
         return np.concatenate(arrays) if arrays else np.zeros(0, kind)
@@ -95,13 +96,13 @@ def as_arrays(batch: TrainBatch) -> dict[str, np.ndarray]:
     return {
         "denominators": np.array(batch.denominators, np.float64),
         "mini_batch": np.array([i for i, _ in pairs], np.int64),
-        "prompt_ids": np.array([s.prompt_id for s in sequences], np.int64),
-        "sample_indices": np.array([s.sample_index for s in sequences], np.int64),
-        "prompt_lens": np.array([s.prompt_len for s in sequences], np.int64),
-        "lengths": np.array([s.length for s in sequences], np.int64),
+        "prompt_ids": np.array([t.prompt_id for t in trajectories], np.int64),
+        "sample_indices": np.array([t.sample_index for t in trajectories], np.int64),
+        "response_lens": np.array([len(t.logprobs) for t in trajectories], np.int64),
+        "lengths": np.array([t.length for t in trajectories], np.int64),
         "weights": np.array([s.weight for s in sequences], np.float64),
-        "tokens": joined([s.token_ids for s in sequences], np.int64),
+        "tokens": joined([t.token_ids for t in trajectories], np.int32),
         "advantages": joined([s.advantages for s in sequences], np.float32),
         "loss_mask": joined([s.loss_mask for s in sequences], np.float32),
-        "rollout_logprobs": joined([s.rollout_logprobs for s in sequences], np.float32),
+        "rollout_logprobs": joined([t.logprobs for t in trajectories], np.float32),
     }

@@ -66,7 +66,8 @@ def _sample(fields: dict[str, Any]) -> Sample:
     if (stored := fields.pop("routed_experts", None)) is not None:
         kind, shape, data = stored
         fields["routed_experts"] = np.frombuffer(base64.b64decode(data), kind).reshape(shape)
-    return Sample(**fields)
+    given = fields.pop("given", ())
+    return Sample(**fields, given=tuple((begin, end) for begin, end in given))
 
 
 def read_responses(path: Path, key: Mapping[str, Any], prompt_crcs: Mapping[int, int]) -> Responses | None:

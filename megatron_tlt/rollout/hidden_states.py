@@ -16,7 +16,7 @@ import numpy as np
 from megatron_tlt.models.torch.transfer import HostCopy
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
-from megatron_tlt.types import HiddenStateSample
+from megatron_tlt.types import HiddenStateSample, Trajectory
 
 
 class HiddenStateCollector:
@@ -39,17 +39,18 @@ class HiddenStateCollector:
         """Takes the sample of a finished `request`, whose blocks in `pages` hold all its tokens but the last one."""
         if len(request.output) < self._min_tokens:
             return
-        tokens = np.concatenate((request.prompt, np.asarray(request.output, np.int32)))
-        sample = partial(
-            HiddenStateSample,
-            prompt_id=request.prompt_id,
-            sample_index=request.sample_index,
+        assert request.finish_reason is not None
+        trajectory = Trajectory(
+            request.prompt_id,
+            request.sample_index,
+            token_ids=np.concatenate((request.prompt, np.asarray(request.output, np.int32))),
+            logprobs=np.asarray(request.logprobs, np.float32),
+            given=request.given,
+            finish_reason=request.finish_reason,
             policy_version=self._policy_version(),
-            token_ids=tokens,
-            prompt_len=len(request.prompt),
-            key=request.key,
         )
-        self._leaving.append((pages.start_read(request.blocks, len(tokens) - 1), sample))
+        states = pages.start_read(request.blocks, trajectory.length - 1)
+        self._leaving.append((states, partial(HiddenStateSample, trajectory, key=request.key)))
 
     def emit(self, wait: bool) -> None:
         """Emits the samples that are on the host, in the order in which they were taken; with `wait` all of them."""

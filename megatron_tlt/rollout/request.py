@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_tlt.models.keys import request_key
-from megatron_tlt.types import FinishReason, SamplingParams
+from megatron_tlt.types import FinishReason, SamplingParams, Span
 
 if TYPE_CHECKING:
     from megatron_tlt.rollout.stops import StopStringFinder
@@ -34,6 +34,7 @@ class Request:
     slot: int = -1
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    given: tuple[Span, ...] = ()  # of `output`, as in `types.Sample`
     finish_reason: FinishReason | None = None
     blocks: list[int] = field(
         default_factory=list

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from megatron_tlt.algorithms.base import RewardTable
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import gather_columns, redistribute, sum_over_replicas
 from megatron_tlt.rollout.spec.history import readable_tokens
-from megatron_tlt.types import PastResponse, SampleGroup, TrainBatch, TrainSequence
+from megatron_tlt.types import PastResponse, SampleGroup, TrainBatch, TrainSequence, Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -125,45 +125,6 @@ def place(
     return mini_batch, dp_rank
 
 
-class SentResponse(NamedTuple):
-    """What of a response goes to the ranks that train on it: 8 bytes a token, and its experts where replayed."""
-
-    mini_batch: int
-    prompt_id: int
-    sample_index: int
-    prompt_len: int
-    token_ids: np.ndarray  # int32 [P + R], prompt and response
-    logprobs: np.ndarray  # float32 [R]
-    routed_experts: np.ndarray | None  # as in `Sample`
-
-    @classmethod
-    def of(cls, mini_batch: int, prompt: Prompt, sample: Sample) -> SentResponse:
-        """A response to `prompt`."""
-        return cls(
-            mini_batch,
-            sample.prompt_id,
-            sample.sample_index,
-            prompt_len=len(prompt.token_ids),
-            token_ids=np.array([*prompt.token_ids, *sample.token_ids], np.int32),
-            # NaN where the engine gives none: the policy computes them, and a loss that met one would be NaN.
-            logprobs=np.array(sample.logprobs or np.full(len(sample.token_ids), np.nan), np.float32),
-            routed_experts=sample.routed_experts,
-        )
-
-    def sequence(self) -> TrainSequence:
-        """The response as training data; advantages and masks come from the algorithm."""
-        return TrainSequence(
-            prompt_id=self.prompt_id,
-            sample_index=self.sample_index,
-            token_ids=self.token_ids.astype(np.int64),
-            prompt_len=self.prompt_len,
-            advantages=np.zeros(len(self.logprobs), np.float32),
-            loss_mask=np.ones(len(self.logprobs), np.float32),
-            rollout_logprobs=self.logprobs,
-            routed_experts=self.routed_experts,
-        )
-
-
 class BatchAssembler:
     """Turns scored groups into this replica's training batch."""
 
@@ -190,10 +151,11 @@ class BatchAssembler:
         for group, sample in [(g, sample) for g in groups for sample in g.samples]:
             row = row_of[(sample.prompt_id, sample.sample_index)]
             if (dp := int(table.dp_rank[row])) >= 0:
-                outgoing.append((SentResponse.of(int(table.mini_batch[row]), group.prompt, sample), ranks[dp]))
+                trajectory = Trajectory.of(group.prompt.token_ids, sample)
+                outgoing.append(((int(table.mini_batch[row]), trajectory), ranks[dp]))
         mine = redistribute(self._world, outgoing)
-        mine.sort(key=lambda response: (response.prompt_id, response.sample_index))
-        return table, [[a.sequence() for a in mine if a.mini_batch == i] for i in range(self._mini_batches)]
+        mine.sort(key=lambda item: (item[1].prompt_id, item[1].sample_index))
+        return table, [[TrainSequence.of(t) for at, t in mine if at == i] for i in range(self._mini_batches)]
 
     def build_batch(self, parts: list[list[TrainSequence]], table: StepTable) -> TrainBatch:
         """Log-probs where the engine gave none, advantages, masks and divisors. Collective. Mutates the sequences.
@@ -203,12 +165,14 @@ class BatchAssembler:
         flat = [sequence for part in parts for sequence in part]
         if not self._has_logprobs:
             for sequence, logprobs in zip(flat, self._logprobs(flat, "policy"), strict=True):
-                sequence.rollout_logprobs = np.asarray(logprobs, dtype=np.float32)
+                drawn = np.where(sequence.trajectory.drawn, logprobs, 0.0).astype(np.float32)
+                sequence.trajectory = replace(sequence.trajectory, logprobs=drawn)
         token_kl: list[np.ndarray] | None = None
         rewards = table.rewards
         if self._algorithm.needs_token_kl:  # k1, the estimator for a KL to the reference in the reward
             pairs = zip(self._logprobs(flat, "policy"), self._logprobs(flat, "reference"), strict=True)
-            token_kl = [policy - reference for policy, reference in pairs]
+            differences = [policy - reference for policy, reference in pairs]
+            token_kl = [np.where(s.trajectory.drawn, d, 0.0) for s, d in zip(flat, differences, strict=True)]
             rewards = self._with_kl(table, flat, token_kl)
         metrics = self._algorithm.assign(flat, rewards, token_kl, self._sum)
         divisors = [self._algorithm.denominator(rewards, table.members(i)) for i in range(len(parts))]
@@ -225,7 +189,7 @@ class BatchAssembler:
                 sample.sample_index,
                 shaped,
                 reward.correct,
-                len(sample.token_ids),
+                sample.num_drawn,
                 sample.finish_reason == "length",
                 len(group.prompt.token_ids) + len(sample.token_ids),
                 reward.failure is not None,
@@ -252,5 +216,6 @@ class BatchAssembler:
     ) -> RewardTable:
         row_of, kl_sum = table.rewards.row_of(), np.zeros(len(table.mini_batch))
         for sequence, kl in zip(flat, token_kl, strict=True):
-            kl_sum[row_of[(sequence.prompt_id, sequence.sample_index)]] = kl.sum(dtype=np.float64)
+            trajectory = sequence.trajectory
+            kl_sum[row_of[(trajectory.prompt_id, trajectory.sample_index)]] = kl.sum(dtype=np.float64)
         return replace(table.rewards, kl_sum=self._sum(kl_sum))

@@ -15,7 +15,7 @@ from megatron_tlt.data.packing import balance
 from megatron_tlt.data.sources import read_completions
 from megatron_tlt.distributed.exchange import sum_over_replicas
 from megatron_tlt.errors import DataError
-from megatron_tlt.types import TrainBatch, TrainSequence
+from megatron_tlt.types import TrainBatch, TrainSequence, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,10 +48,9 @@ def read_records(path: Path, tokenizer: HFTokenizer, chat: bool, max_context: in
         tokens = [*prompt, *tokenizer.encode(record["completion"]), eos]
         if len(tokens) > max_context:
             raise DataError(f"{path}:{number}: {len(tokens)} tokens, model.max_context allows {max_context}")
-        response = len(tokens) - len(prompt)
-        ones, zeros = np.ones(response, dtype=np.float32), np.zeros(response, dtype=np.float32)
-        ids = np.array(tokens, dtype=np.int64)
-        sequences.append(TrainSequence(number, 0, ids, len(prompt), ones, ones.copy(), zeros))
+        unknown = np.zeros(len(tokens) - len(prompt), np.float32)
+        trajectory = Trajectory(number, 0, np.array(tokens, np.int32), logprobs=unknown)
+        sequences.append(TrainSequence.of(trajectory))
     return sequences
 
 
@@ -64,11 +63,11 @@ def steps_of(
     while True:
         for index in np.random.default_rng((seed, epoch)).permutation(len(sequences)):
             sequence = sequences[int(index)]
-            if step and size + sequence.length > tokens_per_step:
+            if step and size + sequence.trajectory.length > tokens_per_step:
                 yield step
                 step, size = [], 0
             step.append(sequence)
-            size += sequence.length
+            size += sequence.trajectory.length
         epoch += 1
 
 
@@ -101,7 +100,7 @@ class SftTrainer:
         for step in range(1, sft.num_steps + 1):
             self._world.enter("update", step)
             sequences = next(steps)
-            tokens += sum(s.length for s in sequences)
+            tokens += sum(s.trajectory.length for s in sequences)
             out = self.policy.train_step(self._share(sequences))
             if step % sft.eval_every == 0 or step == sft.num_steps:
                 self._report(step, out.metrics, tokens / (time.perf_counter() - started))
@@ -126,7 +125,7 @@ class SftTrainer:
     def _share(self, sequences: Sequence[TrainSequence]) -> TrainBatch:
         """This replica's part of one optimizer step, balanced by tokens."""
         dims = self.policy.dims
-        bins = balance([s.length for s in sequences], dims.dp)
+        bins = balance([s.trajectory.length for s in sequences], dims.dp)
         me = dims.coordinates(self._world.rank).dp
         mine = [s for s, dp in zip(sequences, bins, strict=True) if dp == me]
         return TrainBatch([mine], [float(sum(len(s.loss_mask) for s in sequences))])

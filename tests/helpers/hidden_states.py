@@ -10,7 +10,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.keys import row_keys
-from megatron_tlt.types import HiddenStateSample
+from megatron_tlt.types import HiddenStateSample, Trajectory
 
 
 def random_chunk(
@@ -21,7 +21,13 @@ def random_chunk(
     generator = torch.Generator().manual_seed(length * 1000 + prompt_id)
     tokens = torch.randint(0, config.vocab_size, (length,), generator=generator)
     hidden = torch.randn(length - 1, config.hidden_size, generator=generator)
-    return HiddenStateSample(prompt_id, 0, version, tokens.numpy().astype(np.int32), hidden, prompt_len)
+    return HiddenStateSample(trajectory(tokens.numpy(), prompt_len, prompt_id, version), hidden)
+
+
+def trajectory(token_ids: np.ndarray, prompt_len: int, prompt_id: int = 0, version: int = 0) -> Trajectory:
+    """These tokens, all drawn behind the prompt's."""
+    logprobs = np.zeros(len(token_ids) - prompt_len, np.float32)
+    return Trajectory(prompt_id, 0, token_ids.astype(np.int32), logprobs, policy_version=version)
 
 
 def imitable_policy(config: ModelConfig, drafter: EagleModel, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -61,4 +67,4 @@ def imitable_chunk(
             tokens.append(int((head @ hidden[-1] + noise).argmax()))
         hidden.append(weight @ torch.cat([embed[tokens[place]], hidden[-1]]))
     states = torch.stack(hidden[: length - 1])
-    return HiddenStateSample(prompt_id, 0, 0, np.array(tokens, np.int32), states, prompt_len, key)
+    return HiddenStateSample(trajectory(np.array(tokens), prompt_len, prompt_id), states, key)

@@ -8,6 +8,8 @@ from torch import Tensor
 from megatron_tlt.drafter.batching import DraftSequence
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.types import HiddenStateSample
+from tests.helpers.hidden_states import trajectory
 from tests.helpers.tiny_models import random_tensors
 
 FAMILIES = {
@@ -35,7 +37,8 @@ def random_sequence(config: ModelConfig, length: int, prompt_len: int, seed: int
     """A response with made-up hidden states of every position but the last."""
     generator = torch.Generator().manual_seed(seed * 1000 + length)
     tokens = torch.randint(0, config.vocab_size, (length,), generator=generator)
-    return DraftSequence(tokens, torch.randn(length - 1, config.hidden_size, generator=generator), prompt_len)
+    states = torch.randn(length - 1, config.hidden_size, generator=generator)
+    return DraftSequence.of(HiddenStateSample(trajectory(tokens.numpy(), prompt_len), states))
 
 
 def lookup_tables(config: ModelConfig, seed: int = 5) -> tuple[Tensor, Tensor]:

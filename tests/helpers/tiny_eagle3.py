@@ -8,6 +8,8 @@ from torch import Tensor
 from megatron_tlt.drafter.batching import DraftSequence
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.types import HiddenStateSample
+from tests.helpers.hidden_states import trajectory
 
 LAYERS = 8
 POLICIES = {
@@ -29,4 +31,5 @@ def random_sequence3(config: DrafterConfig, length: int, prompt_len: int, seed: 
     generator = torch.Generator().manual_seed(seed + 1)
     tokens = torch.randint(0, config.policy.vocab_size, (length,), generator=generator)
     final = torch.randn(length, config.policy.hidden_size, generator=generator)
-    return DraftSequence(tokens, torch.cat([*(outputs[i] for i in config.aux_layers), final], -1), prompt_len)
+    states = torch.cat([*(outputs[i] for i in config.aux_layers), final], -1)
+    return DraftSequence.of(HiddenStateSample(trajectory(tokens.numpy(), prompt_len), states))

@@ -168,7 +168,7 @@ def collect(
     backend.collect_hidden_states(got.append)
     responses(backend, prompts, SAMPLING[0])
     backend.collect_hidden_states(None)
-    return {(s.prompt_id, s.sample_index): s for s in got}
+    return {(s.trajectory.prompt_id, s.trajectory.sample_index): s for s in got}
 
 
 def assert_same_states(
@@ -178,9 +178,9 @@ def assert_same_states(
     assert len(ours) == 16
     for key, mine in ours.items():
         theirs = others[key]
-        assert theirs.token_ids.tolist() == mine.token_ids.tolist()
-        fields = ("prompt_id", "sample_index", "policy_version", "prompt_len", "key")
-        assert [getattr(theirs, f) for f in fields] == [getattr(mine, f) for f in fields]
+        assert theirs.trajectory.token_ids.tolist() == mine.trajectory.token_ids.tolist() and theirs.key == mine.key
+        fields = ("prompt_id", "sample_index", "policy_version", "response_start", "given", "finish_reason")
+        assert [getattr(theirs.trajectory, f) for f in fields] == [getattr(mine.trajectory, f) for f in fields]
         torch.testing.assert_close(theirs.hidden, mine.hidden, rtol=1e-4, atol=1e-4)
 
 

@@ -66,7 +66,7 @@ def routed_loss(model: Any, every: list[TrainSequence]) -> Tensor:
     hooks = [layer.mlp.gate.register_forward_hook(forced(i)) for i, layer in enumerate(model.model.layers)]
     total = torch.zeros(())
     for sequence in every:
-        now[:] = [torch.from_numpy(sequence.routed_experts).long()]
+        now[:] = [torch.from_numpy(sequence.trajectory.routed_experts).long()]
         total = total + _weighted_nll(model, sequence, 0.8) / 250.0
     for layer in seen:
         logits, ids = (torch.cat(part) for part in zip(*layer, strict=True))
@@ -80,9 +80,10 @@ def routed_loss(model: Any, every: list[TrainSequence]) -> Tensor:
 
 def _token_stats(model: Any, sequence: TrainSequence, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of each response token, by the book."""
-    logits = model(torch.from_numpy(sequence.token_ids)[None]).logits[0].float() / temperature
-    table = logits.log_softmax(-1)[sequence.prompt_len - 1 : -1]
-    picked = table.gather(1, torch.from_numpy(sequence.token_ids[sequence.prompt_len :])[:, None])[:, 0]
+    tokens, start = torch.from_numpy(sequence.trajectory.token_ids).long(), sequence.trajectory.response_start
+    logits = model(tokens[None]).logits[0].float() / temperature
+    table = logits.log_softmax(-1)[start - 1 : -1]
+    picked = table.gather(1, tokens[start:, None])[:, 0]
     return picked, -(table.exp() * table).sum(-1)
 
 

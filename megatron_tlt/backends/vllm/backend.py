@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from safetensors.torch import load
 
 from megatron_tlt.backends.remote import RemoteBackend
@@ -23,6 +22,7 @@ from megatron_tlt.types import (
     Sample,
     SamplingParams,
     SpeculationStats,
+    Trajectory,
 )
 
 if TYPE_CHECKING:
@@ -70,15 +70,8 @@ class VllmBackend(RemoteBackend):
 
     def _with_hidden(self, sample: Sample, hidden: Tensor) -> HiddenStateSample:
         prompt = self._prompts[sample.prompt_id]
-        return HiddenStateSample(
-            prompt_id=sample.prompt_id,
-            sample_index=sample.sample_index,
-            policy_version=sample.policy_version,
-            token_ids=np.array([*prompt.token_ids, *sample.token_ids], np.int32),
-            hidden=hidden,
-            prompt_len=len(prompt.token_ids),
-            key=request_key(self._seed, sample.prompt_id, sample.sample_index),
-        )
+        key = request_key(self._seed, sample.prompt_id, sample.sample_index)
+        return HiddenStateSample(Trajectory.of(prompt.token_ids, sample), hidden, key)
 
     # -- weight syncs and statistics --------------------------------------------------------------------------------
 

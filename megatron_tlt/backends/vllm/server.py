@@ -47,7 +47,7 @@ class _Live:
 
     number: int  # the client's
     internal: str  # vLLM's name
-    prompt_len: int
+    prompt_tokens: int
     stops: StopStringFinder | None
     length: int = 0  # output tokens so far
 
@@ -181,7 +181,7 @@ class Host(EngineHost):
 
     def _kept(self, live: _Live) -> Message:
         """Writes what was kept of a response's positions, hidden states and experts, into a file for the client."""
-        count = live.prompt_len + live.length - 1
+        count = live.prompt_tokens + live.length - 1
         (kept,) = self._engine.collective_rpc("tlt_end", args=(live.internal, count))
         if not kept:
             return {}

@@ -21,8 +21,9 @@ _MAX_SCORES = 1 << 25  # attention scores (float32) that are there at a time, of
 class PairBatch:
     """B sequences of L_b tokens, packed, and where drafts begin in them. Places count from a sequence's first token.
 
-    A *base* is a place s at which a draft may begin: s = first[b] .. L_b - 2, where token s + 1 is part of the
-    response. The row of unrolled step j at base s is at place s + j; it exists while s + j <= L_b - 2.
+    A *base* is a place s at which a draft may begin: s = first[b] .. L_b - 2. The row of unrolled step j at base s is
+    at place s + j; it exists while the policy drew all of the tokens s + 1 .. s + j + 1. (With given tokens behind the
+    first drawn one, some bases have no row at all.)
     """
 
     tokens: Tensor  # [T] int64
@@ -30,6 +31,7 @@ class PairBatch:
     starts: list[int]  # [B + 1]
     first: list[int]  # [B], first base of each sequence, >= 1
     offsets: list[int]  # [B], position of each sequence's first token: > 0 for windows of long sequences
+    drawn: np.ndarray  # bool [T], on the host: tokens that the policy drew; the others are context
 
 
 class PairLayout:
@@ -47,7 +49,11 @@ class PairLayout:
         order = np.maximum(0, real.ravel().cumsum() - 1)
         runs = [np.arange(a, a + n) for a, n in zip(batch.offsets, lengths, strict=True)]
         self._bases = ((starts[:-1] + first)[:, None] + query)[real]
-        self._last = np.broadcast_to((starts[1:] - 2)[:, None], real.shape)[real]
+        # For every token the first one behind it that was not drawn or begins a sequence: drafts end before it.
+        ends = np.append(np.where(batch.drawn, starts[-1], np.arange(starts[-1])), starts[-1])
+        ends[starts] = starts
+        ends = np.minimum.accumulate(ends[::-1])[::-1]
+        self._last = ends[self._bases + 1] - 2
         self.longest = int(max(a + n for a, n in zip(batch.offsets, lengths, strict=True)))
         self.latest = int(first.max())  # base of the first query, of any sequence
 
@@ -59,13 +65,13 @@ class PairLayout:
         self.positions = here(np.concatenate(runs))  # [T]
         self.first = here(first)  # [B]
         self.bases = here(self._bases)  # [N], rows of the T
-        self.last = here(self._last)  # [N], last row with something to predict
+        self.last = here(self._last)  # [N], last row of the base's draft; before the base if its token was given
         self.packed = here(np.flatnonzero(real))  # [N], padded -> packed
         self.padded = here(order.reshape(real.shape))  # [B, Q], packed -> padded; padding repeats a real row
         self.keys = here(np.minimum(starts[:-1, None] + key, starts[-1] - 1))  # [B, K], rows of the T
 
     def rows(self, step: int) -> Tensor:
-        """Rows [N] of the T that step `step` reads at each base; beyond a sequence's end its last row."""
+        """Rows [N] of the T that step `step` reads at each base; beyond the draft's end its last row."""
         return torch.minimum(self.bases + step, self.last)
 
     def valid(self, step: int) -> Tensor:

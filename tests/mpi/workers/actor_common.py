@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.algorithm import AlgorithmName
-from megatron_tlt.types import TrainBatch, TrainSequence
+from megatron_tlt.types import TrainBatch, TrainSequence, Trajectory
 from tests.helpers.tiny_models import hf_model
 
 KINDS = ("qwen2", "qwen3", "llama")
@@ -55,25 +55,25 @@ def save_model(kind: str, directory: Path) -> Any:
 
 
 def sequences(count: int, seed: int = 3, longest: int = 40) -> list[TrainSequence]:
-    """Random sequences of uneven lengths, with advantages, partial masks and weights."""
+    """Random sequences of uneven lengths, with advantages, partial masks and weights, many with given tokens."""
     rng = np.random.default_rng(seed)
     made = []
     for i in range(count):
         prompt, response = int(rng.integers(1, 12)), int(rng.integers(1, longest))
         mask = (rng.random(response) < 0.8).astype(np.float32)
         mask[0] = 1.0
-        made.append(
-            TrainSequence(
-                prompt_id=i,
-                sample_index=0,
-                token_ids=rng.integers(0, VOCAB, prompt + response).astype(np.int64),
-                prompt_len=prompt,
-                advantages=rng.normal(size=response).astype(np.float32),
-                loss_mask=mask,
-                rollout_logprobs=np.full(response, -4.5, np.float32),
-                weight=float(rng.uniform(0.5, 1.5)),
-            )
+        trajectory = Trajectory(
+            prompt_id=i,
+            sample_index=0,
+            token_ids=rng.integers(0, VOCAB, prompt + response).astype(np.int32),
+            logprobs=np.full(response, -4.5, np.float32),
+            given=((2, 5), (9, 10)) if response > 10 else (),
         )
+        sequence = TrainSequence.of(trajectory)
+        sequence.advantages = rng.normal(size=response).astype(np.float32)
+        sequence.loss_mask *= mask
+        sequence.weight = float(rng.uniform(0.5, 1.5))
+        made.append(sequence)
     return made
 
 
@@ -83,20 +83,21 @@ def shortened(all_sequences: list[TrainSequence]) -> list[TrainSequence]:
     for i, s in enumerate(all_sequences):
         n = 1 + i // 2 % 2
         if i % 2 and len(s.loss_mask) >= n:
-            arrays = {name: getattr(s, name)[:n] for name in ("advantages", "loss_mask", "rollout_logprobs")}
-            tokens = s.token_ids[s.prompt_len - 1 :][: n + 1]
-            made[i] = replace(s, token_ids=tokens, prompt_len=1, **arrays)
+            t = s.trajectory
+            tokens = t.token_ids[t.response_start - 1 :][: n + 1]
+            short = replace(t, token_ids=tokens, logprobs=t.logprobs[:n], given=())
+            made[i] = TrainSequence(short, s.advantages[:n], s.loss_mask[:n], s.weight)
     return made
 
 
 def with_routed_experts(made: list[TrainSequence], layers: int) -> list[TrainSequence]:
     """The sequences with recorded experts, of which the routers would choose few; every third's first are unknown."""
-    for sequence in made:
-        rng = np.random.default_rng(sequence.prompt_id)
-        shape = (sequence.length - 1, layers, EXPERTS)
-        sequence.routed_experts = rng.random(shape).argsort(-1)[..., :CHOSEN].astype(np.int16)
-        if sequence.prompt_id % 3 == 0:
-            sequence.routed_experts[:2] = -1
+    for trajectory in (sequence.trajectory for sequence in made):
+        rng = np.random.default_rng(trajectory.prompt_id)
+        shape = (trajectory.length - 1, layers, EXPERTS)
+        trajectory.routed_experts = rng.random(shape).argsort(-1)[..., :CHOSEN].astype(np.int16)
+        if trajectory.prompt_id % 3 == 0:
+            trajectory.routed_experts[:2] = -1
     return made
 
 

@@ -25,7 +25,7 @@ def of_engine(directory: Path) -> dict[int, Tensor]:
     config = ModelConfig.from_hf(directory)
     decoder = build_decoder(config, aux_layers=LAYERS)
     decoder.load_weights(iter_weights(directory, config))
-    texts = [s.token_ids[:-1].tolist() for s in sequences(18)]
+    texts = [s.trajectory.token_ids[:-1].tolist() for s in sequences(18)]
     return dict(enumerate(read_hidden_states(decoder, texts, 16, 4096)))
 
 
@@ -51,11 +51,12 @@ def _collect(
     for policy in (collected, plain):
         policy.train_step(batch)
     assert len(taken) == 1, "one pass of each response is read"
-    error = max((float((s.hidden - wanted[s.prompt_id]).abs().max()) for s in taken[0]), default=0.0)
-    tokens = all(np.array_equal(s.token_ids, sequences(18)[s.prompt_id].token_ids) for s in taken[0])
+    error = max((float((s.hidden - wanted[s.trajectory.prompt_id]).abs().max()) for s in taken[0]), default=0.0)
+    found = [s.trajectory for s in taken[0]]
+    tokens = all(np.array_equal(t.token_ids, sequences(18)[t.prompt_id].trajectory.token_ids) for t in found)
     other = copy_of(plain.named_weights())
     same = tokens and all(torch.equal(t, other[n]) for n, t in collected.named_weights())
-    views = world.all_gather_object((error, same, [s.prompt_id for s in taken[0]]))
+    views = world.all_gather_object((error, same, [s.trajectory.prompt_id for s in taken[0]]))
     say(
         world,
         case="hidden_states",
@@ -71,14 +72,14 @@ def _within_budget(world: Any, directory: Path) -> None:
     """Of one step's responses as many as fit, whatever their order; of the next step's, others."""
     policy, every = make_policy(world, directory, loss=WeightedNll(), keep_reference=False), sequences(18)
     row = 64 * 4
-    budget = sum(s.length - 1 for s in every) * row // 3
+    budget = sum(s.trajectory.length - 1 for s in every) * row // 3
     taken: list[Any] = []
     policy.collect_hidden_states(lambda *step: taken.append(step), budget, torch.float32)
-    for order in (every, every[::-1], [s for s in every if s.prompt_id % 2]):
+    for order in (every, every[::-1], [s for s in every if s.trajectory.prompt_id % 2]):
         policy.logprobs(order, 1.0)
         policy.model.collector._seen.clear()
     sizes = [sum(s.hidden.nbytes for s in found) for found, _ in taken]
-    ids = [sorted(s.prompt_id for s in found) for found, _ in taken]
+    ids = [sorted(s.trajectory.prompt_id for s in found) for found, _ in taken]
     full = 0.6 < sizes[0] / budget <= 1 and sizes[2] <= budget
     counted = [len(i) + left for i, (_, left) in zip(ids, taken, strict=True)]
     say(world, case="hidden_states_budget", full=full, same=ids[0] == ids[1], counted=counted)

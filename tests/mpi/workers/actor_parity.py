@@ -88,14 +88,15 @@ def routed(world: World, root: Path) -> None:
     expected = torch.load(root / "qwen3_moe.pt", weights_only=False)
     every = with_routed_experts(sequences(18), 4)
     for sequence, logprobs in zip(every, expected["logprobs"][0.8], strict=True):
-        sequence.rollout_logprobs = logprobs  # of transformers, where no expert is forced
+        sequence.trajectory.logprobs = logprobs  # of transformers, where no expert is forced
     metrics = policy.train_step(train_batch([every], [250.0], temperature=0.8)).metrics
-    known = sum(int((s.routed_experts[:, 0, 0] >= 0).sum()) for s in every if s.routed_experts is not None)
+    recorded = [s.trajectory.routed_experts for s in every]
+    known = sum(int((ids[:, 0, 0] >= 0).sum()) for ids in recorded if ids is not None)
     say(
         world,
         case="routed",
         gradients=relative_error(copy_of(named_gradients(policy)), expected["routed"])[0],
-        known=known / sum(s.length - 1 for s in every),
+        known=known / sum(s.trajectory.length - 1 for s in every),
         metrics=metrics,
     )
 

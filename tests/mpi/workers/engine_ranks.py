@@ -85,10 +85,10 @@ def drafting(world: World, tp: GroupTensorParallel, kernels: str, name: str) -> 
     responses = generate_all(engine, jobs)
     assert engine.blocks.num_free == engine.blocks.num_blocks
     assert len(samples) == sum(len(tokens) > 1 for tokens, _ in responses.values())
-    mine = responses, [(c.prompt_id, c.sample_index, c.token_ids.tolist(), c.hidden.tolist()) for c in samples]
+    mine = responses, [(repr(c.trajectory), c.hidden.tolist()) for c in samples]
     whole = build_decoder(config, "cpu", torch.float32, kernels, 1, None)
     whole.load_weights(weights)
-    texts = [c.token_ids.tolist() for c in samples]
+    texts = [c.trajectory.token_ids.tolist() for c in samples]
 
     def difference(decoder: Any) -> float:
         passed = read_hidden_states(decoder, texts, 16, 512)

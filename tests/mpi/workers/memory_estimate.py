@@ -21,7 +21,7 @@ from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_writer import save_hf
-from megatron_tlt.types import TrainSequence
+from megatron_tlt.types import TrainSequence, Trajectory
 from tests.helpers.live_bytes import live_bytes
 from tests.helpers.tiny_models import random_weights
 from tests.mpi.workers.actor_common import WeightedNll, say, train_batch
@@ -52,7 +52,7 @@ def update(world: World, folder: Path, config: ModelConfig, overrides: list[str]
     def step(micro_batches: int) -> None:
         ones, size = np.ones(LENGTH - 1, np.float32), config.vocab_size
         made = [
-            TrainSequence(i, 0, rng.integers(0, size, LENGTH), 1, ones, ones, -4 * ones)
+            TrainSequence(Trajectory(i, 0, rng.integers(0, size, LENGTH), -4 * ones), ones, ones)
             for i in range(micro_batches * per_batch)
         ]
         policy.train_step(train_batch([made], [1.0]))

@@ -30,8 +30,8 @@ def test_the_ranks_of_a_group_hold_every_row_once(cp, tp):
         assert torch.equal(first.packing.to_whole[first.packing.to_ranks], torch.arange(sum(rows)))
         at = 0
         for sequence, end in zip(first.sequences, first.packing.cu_seqlens_q[1:].tolist(), strict=False):
-            fed = sequence.length - 1
-            assert tokens[at : at + fed] == sequence.token_ids[:-1].tolist()
+            fed = sequence.trajectory.length - 1
+            assert tokens[at : at + fed] == sequence.trajectory.token_ids[:-1].tolist()
             assert not any(tokens[at + fed : end]) and positions[at:end] == list(range(end - at))
             assert (end - at) % (2 * cp) == 0
             at = end

@@ -35,7 +35,7 @@ def test_logits_are_fp32_and_no_copy_of_the_rows_in_fp32_is_kept():
 def test_recorded_experts_come_with_a_forward_each_on_its_tokens_row(cp):
     """An update has all its micro-batches at once, so none of them holds hundreds of bytes a token on the device."""
     every = with_routed_experts(sequences(6), 3)
-    every[1].routed_experts = None
+    every[1].trajectory.routed_experts = None
     layouts = [RowLayout(torch.device("cpu"), "sbhd", 1, cp, rank) for rank in range(cp)]
     for parts in zip(*(pack(every, 200, layout) for layout in layouts), strict=True):
         routed = [with_routing(part, replays=True) for part in parts]
@@ -46,8 +46,8 @@ def test_recorded_experts_come_with_a_forward_each_on_its_tokens_row(cp):
             gathered, is_token = (x[routed[0].packing.to_whole] for x in (gathered, is_token))
         expected = np.full(tuple(gathered.shape), -1)
         for start, sequence in zip(routed[0].packing.starts, routed[0].sequences, strict=False):
-            if sequence.routed_experts is not None:
-                expected[start : start + sequence.length - 1] = sequence.routed_experts
+            if sequence.trajectory.routed_experts is not None:
+                expected[start : start + sequence.trajectory.length - 1] = sequence.trajectory.routed_experts
         assert np.array_equal(gathered.numpy(), expected)
-        assert int(is_token.sum()) == sum(s.length - 1 for s in routed[0].sequences)
+        assert int(is_token.sum()) == sum(s.trajectory.length - 1 for s in routed[0].sequences)
     assert recorded_routed_experts(filler(layouts[0])) is None

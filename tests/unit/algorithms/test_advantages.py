@@ -11,7 +11,7 @@ from megatron_tlt.algorithms import advantages as adv
 from megatron_tlt.algorithms.base import RewardTable
 from megatron_tlt.algorithms.build import ALGORITHMS, build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
-from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup, TrainSequence
+from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup, TrainSequence, Trajectory
 
 PROMPT = np.array([1, 1, 1, 5, 5, 9])
 REWARD = np.array([1.0, 0.0, 0.5, 2.0, 2.0, 7.0])
@@ -33,10 +33,9 @@ def table(**changes: np.ndarray) -> RewardTable:
 def sequences_of(rewards: RewardTable, rows: list[int]) -> list[TrainSequence]:
     made = []
     for row in rows:
-        zeros = np.zeros(rewards.length[row], np.float32)
-        ids = np.zeros(rewards.length[row] + 1, np.int64)
+        logprobs, ids = np.zeros(rewards.length[row], np.float32), np.zeros(rewards.length[row] + 1, np.int32)
         key = int(rewards.prompt_id[row]), int(rewards.sample_index[row])
-        made.append(TrainSequence(*key, ids, 1, zeros, zeros.copy(), zeros.copy()))
+        made.append(TrainSequence.of(Trajectory(*key, ids, logprobs)))
     return made
 
 
@@ -62,6 +61,19 @@ def test_assign_depends_on_the_table_not_on_the_local_share() -> None:
             alone = sequences_of(table(), [row])
             algorithm.assign(alone, table(), None, lambda x: x)
             np.testing.assert_array_equal(alone[0].advantages, whole[row].advantages)
+
+
+def test_masks_multiply() -> None:
+    """Row 2 is truncated, row 0 has tokens that were given, another mask leaves out one of row 1."""
+    algorithm = build_algorithm(AlgorithmSection(mask_truncated=True), 10)
+    rows = sequences_of(table(length=np.array([2, 2, 6, 1, 3, 0])), [2])
+    ids, logprobs = np.zeros(5, np.int32), np.zeros(4, np.float32)
+    rows.append(TrainSequence.of(Trajectory(int(PROMPT[0]), int(table().sample_index[0]), ids, logprobs, ((1, 3),))))
+    rows += sequences_of(table(), [1])
+    rows[2].loss_mask[0] = 0.0
+    algorithm.assign(rows, table(length=np.array([2, 2, 6, 1, 3, 0])), None, lambda x: x)
+    assert [s.loss_mask.tolist() for s in rows] == [[0] * 6, [1, 0, 0, 1], [0, 1]]
+    assert [s.weight for s in rows] == [1 / 6, 1 / 2, 1 / 2], "of drawn tokens"
 
 
 def test_assign_reports_the_step() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_tlt.algorithms.base import Algorithm, LossInputs, RewardTable
 from megatron_tlt.algorithms.build import ALGORITHMS, build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
-from megatron_tlt.types import TrainSequence
+from megatron_tlt.types import TrainSequence, Trajectory
 
 NAMES = sorted(ALGORITHMS)
 MAX_TOKENS = 8
@@ -165,10 +165,11 @@ def make_table(responses: list[Response]) -> RewardTable:
 
 
 def make_sequences(responses: list[Response]) -> list[TrainSequence]:
-    zeros = [np.zeros(len(a), np.float32) for a in responses]
     return [
-        TrainSequence(a.prompt, a.index, np.zeros(2 + len(a), np.int64), 2, z, z.copy(), z.copy())
-        for a, z in zip(responses, zeros)
+        TrainSequence.of(
+            Trajectory(a.prompt, a.index, np.zeros(2 + len(a), np.int32), np.zeros(len(a), np.float32))
+        )
+        for a in responses
     ]
 
 

@@ -54,7 +54,8 @@ def test_hidden_states_are_stamped_with_the_version_that_answered(model_dir: Pat
             backend.update_weights(WeightBucket(version, [(name, tensor)]))
         backend.finish_update()
         backend.generate(PROMPTS, params, 1)
-    assert sorted((c.prompt_id, c.policy_version) for c in chunks) == [(1, 3), (1, 4), (3, 3), (3, 4)]
+    found = sorted((c.trajectory.prompt_id, c.trajectory.policy_version) for c in chunks)
+    assert found == [(1, 3), (1, 4), (3, 3), (3, 4)]
     # 4 MiB hold as many blocks of keys, values and hidden states.
     assert backend.engine.blocks.num_blocks == 4 * 2**20 // (2 * 2 * 16 * 16 * 4 + 16 * 32 * 4)
     assert backend.engine.runner.pages.data.shape == (16 * backend.engine.blocks.num_blocks, 32)

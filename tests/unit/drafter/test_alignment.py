@@ -29,6 +29,11 @@ def responses() -> tuple[EagleModel, tuple[torch.Tensor, torch.Tensor], list[Hid
     return drafter, tables, chunks
 
 
+def num_drawn(chunks) -> int:
+    """Response tokens that a draft may predict."""
+    return sum(c.trajectory.length - max(2, c.trajectory.response_start) for c in chunks)
+
+
 def acceptance(drafter: EagleModel, tables, chunks, window: int = 512) -> Acceptance:
     """What drafts are worth on the responses, as they come out of the buffer."""
     buffer = HiddenStateBuffer(1 << 30, window, max_age=0, seed=0)
@@ -36,7 +41,7 @@ def acceptance(drafter: EagleModel, tables, chunks, window: int = 512) -> Accept
     for chunk in chunks:
         buffer.add(chunk)
     sequences = []
-    while sum(s.num_bases for s in sequences) < sum(len(c.token_ids) - max(2, c.prompt_len) for c in chunks):
+    while sum(s.num_bases for s in sequences) < num_drawn(chunks):
         sequences += buffer.sample(window) or []
     options = {"steps": STEPS, "temperature": 1.0, "batch_tokens": 512, "window": 512}
     return measure(drafter, *tables, sequences, **options)
@@ -48,7 +53,7 @@ def test_an_exact_drafter_is_always_accepted(responses, window: int) -> None:
     got = acceptance(drafter, tables, chunks, window)
     assert got.overlap == pytest.approx([1.0] * STEPS, abs=1e-4)
     assert got.coupled == [1.0] * STEPS
-    assert got.bases == sum(len(c.token_ids) - max(2, c.prompt_len) for c in chunks)
+    assert got.bases == num_drawn(chunks)
 
 
 @pytest.mark.parametrize("shift", [1, -1])

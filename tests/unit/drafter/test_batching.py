@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.drafter.batching import epoch, pack, windows
+from megatron_tlt.drafter.batching import bases_by_step, collate, epoch, pack, windows
+from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers.tiny_drafters import FAMILIES, random_sequence
 
 CONFIG = FAMILIES["qwen3"]
@@ -31,6 +32,26 @@ def test_windows_hold_every_base_once_at_its_position(length: int, prompt_len: i
         assert len(window.hidden) >= window.length - 1
         bases += [window.offset + window.first_base + i for i in range(window.num_bases)]
     assert bases == list(range(whole.first_base, length - 1))
+
+
+def test_given_tokens_are_context() -> None:
+    """A draft begins where the next token was drawn, and ends before a given one."""
+    whole, other = numbered(60, 5), numbered(30, 3)
+    for begin, end in ((12, 20), (33, 34), (50, 60)):
+        whole.drawn[begin:end] = False
+    layout, size = PairLayout(collate([other, whole])), other.length
+    for step in range(4):
+        rows = layout.bases[layout.existing(step)]
+        found = (rows[rows >= size] - size).tolist()
+        assert found == [s for s in range(1, 59 - step) if whole.drawn[s + 1 : s + step + 2].all()]
+        assert len(found) == bases_by_step([whole], 4)[step]
+        assert (layout.valid(step).nonzero()[:, 0] == layout.existing(step)).all()
+    found = []
+    for window in windows(whole, 10):
+        assert window.num_bases
+        layout = PairLayout(collate([window]))
+        found += layout.positions[layout.bases[layout.existing(0)]].tolist()
+    assert found == [s for s in range(1, 59) if whole.drawn[s + 1]]
 
 
 def test_packs_keep_the_padded_budget() -> None:

@@ -102,7 +102,7 @@ def test_matches_are_those_of_real_drafts(eagle: TorchEagle, temperature: float,
         for s in windows(whole, window):
             for base in range(s.first_base, s.length - 1):
                 bases += 1
-                drafted = draft_from(eagle, s, base, whole.prompt_len, temperature)
+                drafted = draft_from(eagle, s, base, whole.response_start, temperature)
                 for step in range(min(STEPS, s.length - 1 - base)):
                     reached[step] += 1
                     if drafted[step] != s.token_ids[base + step + 1]:

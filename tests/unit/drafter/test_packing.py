@@ -77,7 +77,7 @@ def test_sequences_do_not_see_each_other_and_prompts_are_no_targets() -> None:
     starts, row = collate(data).starts, 0
     for start, s in zip(starts, data, strict=False):
         rows = layout.bases[row : row + s.num_bases] - start
-        assert rows.tolist() == list(range(max(1, s.prompt_len - 1), s.length - 1))
+        assert rows.tolist() == list(range(max(1, s.response_start - 1), s.length - 1))
         row += s.num_bases
     long = data[2]
     later = replace(long, hidden=torch.cat([long.hidden[:30], torch.randn(30, long.hidden.shape[1])]))

@@ -55,7 +55,7 @@ def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
     for (_, mine), (_, theirs) in zip(sent, arrived, strict=True):
         assert torch.equal(mine.token_ids, theirs.token_ids) and torch.equal(mine.hidden, theirs.hidden)
         assert theirs.hidden.dtype == dtype
-        names = ("prompt_len", "offset", "key", "response_start", "num_bases")
+        names = ("offset", "key", "response_start", "first_base", "num_bases")
         assert all(getattr(mine, name) == getattr(theirs, name) for name in names)
         assert theirs.hidden.untyped_storage().nbytes() == theirs.hidden.nbytes
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_tlt.models.keys import request_key, row_keys
 from megatron_tlt.models.native.decoder import keyed_sample
 
 U64 = np.uint64
@@ -24,6 +25,12 @@ def gumbel(keys: np.ndarray, vocab: int) -> np.ndarray:
 
 def random_keys(n: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2**64, n, dtype=U64)
+
+
+def test_keys_of_positions_are_those_of_the_first_release() -> None:
+    """A response's tokens depend on these numbers. Positions count all of its tokens, drawn or given."""
+    keys = row_keys(np.array([request_key(7, 3, 1)], U64), np.arange(3))
+    assert keys.tolist() == [0x23E8B06DE37D53AC, 0x47BD0F17724B3D86, 0xC1B8E305C25A5FA4]
 
 
 def run(logits: np.ndarray, temperature: np.ndarray, keys: np.ndarray, threads: int = 1):

@@ -12,15 +12,16 @@ import pytest
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.errors import TrainingError
 from megatron_tlt.resilience.nonfinite import NonFiniteGuard
-from megatron_tlt.types import TrainBatch, TrainOutput, TrainSequence
+from megatron_tlt.types import TrainBatch, TrainOutput, TrainSequence, Trajectory
 
 NAN = float("nan")
 
 
 def sequence(prompt: int, index: int, response: int) -> TrainSequence:
     rng = np.random.default_rng((prompt, index))
-    floats = [rng.random(response).astype(np.float32) for _ in range(3)]
-    return TrainSequence(prompt, index, rng.integers(0, 99, 2 + response), 2, *floats, weight=0.5)
+    logprobs, *floats = (rng.random(response).astype(np.float32) for _ in range(3))
+    tokens = rng.integers(0, 99, 2 + response).astype(np.int32)
+    return TrainSequence(Trajectory(prompt, index, tokens, logprobs), *floats, weight=0.5)
 
 
 BATCH = TrainBatch(
@@ -63,18 +64,21 @@ def test_the_batch_can_be_put_together_again(tmp_path: Path) -> None:
     assert kept == ["step-000002", "step-000003"]
     arrays = np.load(tmp_path / "nonfinite/step-000003/rank-00000.npz", allow_pickle=False)
     assert arrays["denominators"].tolist() == BATCH.denominators
-    responses = arrays["lengths"] - arrays["prompt_lens"]
+    responses = arrays["response_lens"]
     parts: list[list[TrainSequence]] = [[], [], []]
     for i, mini_batch in enumerate(arrays["mini_batch"]):
         token_at, at = arrays["lengths"][:i].sum(), responses[:i].sum()
         here = slice(at, at + responses[i])
         parts[mini_batch].append(
             TrainSequence(
-                int(arrays["prompt_ids"][i]),
-                int(arrays["sample_indices"][i]),
-                arrays["tokens"][token_at : token_at + arrays["lengths"][i]],
-                int(arrays["prompt_lens"][i]),
-                *(arrays[name][here] for name in ("advantages", "loss_mask", "rollout_logprobs")),
+                Trajectory(
+                    int(arrays["prompt_ids"][i]),
+                    int(arrays["sample_indices"][i]),
+                    arrays["tokens"][token_at : token_at + arrays["lengths"][i]],
+                    arrays["rollout_logprobs"][here],
+                ),
+                arrays["advantages"][here],
+                arrays["loss_mask"][here],
                 weight=float(arrays["weights"][i]),
             )
         )

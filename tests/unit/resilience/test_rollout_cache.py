@@ -35,9 +35,9 @@ def response(prompt_id: int, index: int, length: int) -> Sample:
     rng = np.random.default_rng((prompt_id, index))
     logprobs = (-rng.random(length)).astype(np.float32).tolist()
     tokens = rng.integers(0, 2**31 - 1, length).tolist()
-    return Sample(
-        prompt_id, index, tokens, logprobs, "ab\u00e9\U0001f600\udcff\n", ("stop", "length")[index % 2], 7
-    )
+    text, reason = "ab\u00e9\U0001f600\udcff\n", ("stop", "length")[index % 2]
+    given = ((1, 3), (9, 10)) if length > 10 else ()
+    return Sample(prompt_id, index, tokens, logprobs, text, reason, 7, given=given)
 
 
 RESPONSES = [response(p, i, length) for p, i, length in ((0, 0, 3), (0, 5, 1), (2, 1, 40), (3, 0, 2))]

@@ -55,17 +55,21 @@ def check(engine: Engine, jobs: list[Job], samples: list[HiddenStateSample], exa
         for prompt_id, prompt, params, n in jobs
         for r in engine.add(prompt, params, prompt_id, num_samples=n)
     ]
+    requests[0].given = ((0, 1),)
     engine.run()
     assert engine.blocks.num_free == engine.blocks.num_blocks
-    by_request = {(c.prompt_id, c.sample_index): c for c in samples}
+    by_request = {(c.trajectory.prompt_id, c.trajectory.sample_index): c for c in samples}
     expected = [r for r in requests if len(r.output) >= 2]
     assert len(by_request) == len(samples) == len(expected)
     texts = [[*r.prompt.tolist(), *r.output] for r in expected]
     decoder = engine.runner.decoder
     for request, text, want in zip(expected, texts, read_hidden_states(decoder, texts, 16, 512), strict=True):
         sample = by_request[request.prompt_id, request.sample_index]
-        assert sample.token_ids.dtype == np.int32 and sample.token_ids.tolist() == text
-        assert (sample.prompt_len, sample.key) == (len(request.prompt), request.key)
+        trajectory = sample.trajectory
+        assert trajectory.token_ids.dtype == np.int32 and trajectory.token_ids.tolist() == text
+        assert trajectory.given == request.given
+        assert trajectory.logprobs.tolist() == np.float32(request.logprobs).tolist()
+        assert (trajectory.response_start, sample.key) == (len(request.prompt), request.key)
         assert sample.hidden.dtype == decoder.dtype and sample.hidden.shape == (
             len(text) - 1,
             CONFIG.hidden_size,
@@ -106,7 +110,8 @@ def test_accepted_branches_move_with_their_states() -> None:
         check(engine, jobs, samples, exact=True)
         assert selector.emitted > 1.1 * selector.rows
         assert all(
-            c.token_ids[c.prompt_len :].tolist() == known[c.prompt_id, c.sample_index][0] for c in samples
+            t.token_ids[t.response_start :].tolist() == known[t.prompt_id, t.sample_index][0]
+            for t in (sample.trajectory for sample in samples)
         )
 
 
@@ -118,8 +123,8 @@ def test_short_responses_are_left_out() -> None:
         engine = make_engine(CONFIG, WEIGHTS)
         samples = collecting(engine, least)
         generate_all(engine, jobs)
-        assert sorted(len(c.token_ids) - c.prompt_len for c in samples) == lengths
-        texts = [c.token_ids.tolist() for c in samples]
+        assert sorted(len(c.trajectory.logprobs) for c in samples) == lengths
+        texts = [c.trajectory.token_ids.tolist() for c in samples]
         for sample, want in zip(
             samples, read_hidden_states(engine.runner.decoder, texts, 16, 512), strict=True
         ):
@@ -185,6 +190,7 @@ def test_states_that_arrive_late_are_emitted_in_order_and_before_the_engine_is_i
     engine = make_engine(CONFIG, WEIGHTS)
     samples = collecting(engine)
     generate_all(engine, jobs)
-    assert [(s.prompt_id, s.sample_index) for s in samples] == [(s.prompt_id, s.sample_index) for s in plain]
+    orders = ([(s.trajectory.prompt_id, s.trajectory.sample_index) for s in found] for found in (samples, plain))
+    assert next(orders) == next(orders)
     assert all(torch.equal(a.hidden, b.hidden) for a, b in zip(samples, plain, strict=True))
     assert len(waited) == len(samples) and max(waited) >= 0 > min(waited), "some were waited for, most were not"

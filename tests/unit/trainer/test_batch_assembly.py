@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -70,13 +71,13 @@ def test_batch_holds_every_sample_once_with_its_advantage(mini_batches):
     table, parts = assembler.exchange(groups)
     batch = assembler.build_batch(parts, table)
     assert len(batch.mini_batches) == mini_batches and batch.temperature == 0.7
-    seen = {(s.prompt_id, s.sample_index): s for part in batch.mini_batches for s in part}
+    seen = {(s.trajectory.prompt_id, s.trajectory.sample_index): s for part in batch.mini_batches for s in part}
     assert len(seen) == 12 == sum(map(len, batch.mini_batches))
     for group in groups:
         for sample, reward in zip(group.samples, group.rewards, strict=True):
             sequence = seen[sample.prompt_id, sample.sample_index]
-            assert sequence.token_ids.tolist() == [*group.prompt.token_ids, *sample.token_ids]
-            assert sequence.prompt_len == len(group.prompt.token_ids)
+            assert sequence.trajectory.token_ids.tolist() == [*group.prompt.token_ids, *sample.token_ids]
+            assert sequence.trajectory.response_start == len(group.prompt.token_ids)
             expected = (reward.value - 1 / 3) / (np.std([0, 1, 0], ddof=1) + 1e-6)
             np.testing.assert_allclose(sequence.advantages, expected, rtol=1e-4)
     assert all(d > 0 for d in batch.denominators)
@@ -88,7 +89,7 @@ def test_kl_in_the_reward_lowers_the_sample_that_drifted():
 
     def logprobs(sequences, temperature, which):
         drifted = {0: 2.0 if which == "policy" else 0.0}
-        return [np.full(len(s.advantages), drifted.get(s.sample_index, 0.0), np.float32) for s in sequences]
+        return [np.full(len(s.advantages), drifted.get(s.trajectory.sample_index, 0.0), np.float32) for s in sequences]
 
     policy = SimpleNamespace(dims=Dims(), actor=ActorSection(), logprobs=logprobs)
     assembler = BatchAssembler(OneRank(), policy, algorithm, temperature=1.0)
@@ -104,7 +105,7 @@ def test_responses_of_an_engine_without_log_probs_get_those_of_the_policy(has_lo
 
     def logprobs(sequences, temperature, which):
         asked.append((len(sequences), temperature, which))
-        return [np.full(len(s.loss_mask), -float(s.prompt_id)) for s in sequences]
+        return [np.full(len(s.loss_mask), -float(s.trajectory.prompt_id)) for s in sequences]
 
     policy = SimpleNamespace(dims=Dims(), actor=ActorSection(), logprobs=logprobs)
     algorithm = build_algorithm(AlgorithmSection(mini_batches=2), max_tokens=8)
@@ -112,8 +113,8 @@ def test_responses_of_an_engine_without_log_probs_get_those_of_the_policy(has_lo
     table, parts = assembler.exchange(make_groups())
     batch = assembler.build_batch(parts, table)
     for sequence in (s for part in batch.mini_batches for s in part):
-        assert set(sequence.rollout_logprobs.tolist()) == {
-            -0.5 if has_logprobs else -float(sequence.prompt_id)
+        assert set(sequence.trajectory.logprobs.tolist()) == {
+            -0.5 if has_logprobs else -float(sequence.trajectory.prompt_id)
         }
     assert asked == ([] if has_logprobs else [(12, 0.5, "policy")])
 
@@ -127,14 +128,14 @@ def test_responses_without_a_gradient_are_counted_and_not_trained_on(name):
         group.rewards = [RewardResult(reward, False) for _ in group.samples]
 
     def logprobs(sequences, temperature, which):
-        asked.extend(s.prompt_id for s in sequences)
+        asked.extend(s.trajectory.prompt_id for s in sequences)
         return [np.zeros(len(s.loss_mask)) for s in sequences]
 
     policy = SimpleNamespace(dims=Dims(), actor=ActorSection(), logprobs=logprobs)
     assembler = BatchAssembler(OneRank(), policy, algorithm, 1.0, has_logprobs=False)
     table, parts = assembler.exchange(groups)
     batch = assembler.build_batch(parts, table)
-    trained = [[s.prompt_id for s in part] for part in batch.mini_batches]
+    trained = [[s.trajectory.prompt_id for s in part] for part in batch.mini_batches]
     lengths = np.array([[len(s.token_ids) for s in group.samples] for group in groups])
     is_whole_batch = name == "reinforce_pp"  # its baseline is the batch's mean
     expected = [[10] * 3 + [11] * 3, [12] * 3 + [13] * 3] if is_whole_batch else [[11] * 3, [12] * 3]
@@ -147,6 +148,43 @@ def test_responses_without_a_gradient_are_counted_and_not_trained_on(name):
     assert table.metrics()["update/skipped_tokens"] == skipped
     assert table.metrics()["update/skipped_share"] == pytest.approx(skipped / lengths.sum())
     assert table.metrics()["rollout/samples"] == 12
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("kl", [{}, {"kl_coef": 0.5, "kl_in": "reward"}])
+def test_given_tokens_are_positions_and_nothing_else(name, kl):
+    """Responses with two given tokens behind the first drawn one: whatever is not theirs is as without them."""
+
+    def logprobs(sequences, temperature, which):
+        tokens = [s.trajectory.token_ids[s.trajectory.response_start :] for s in sequences]
+        return [ids * (-0.1 if which == "policy" else -0.3) for ids in tokens]
+
+    def built(groups):
+        policy = SimpleNamespace(dims=Dims(), actor=ActorSection(), logprobs=logprobs)
+        algorithm = build_algorithm(AlgorithmSection(name=name, mini_batches=2, **kl), max_tokens=8)
+        assembler = BatchAssembler(OneRank(), policy, algorithm, 1.0, has_logprobs=False)
+        table, parts = assembler.exchange(groups)
+        return table.metrics(), assembler.build_batch(parts, table)
+
+    longer = make_groups()
+    for sample in (sample for group in longer for sample in group.samples):
+        sample.token_ids[1:1], sample.logprobs[1:1] = [900, 901], [0.0, 0.0]
+        sample.given = ((1, 3),)
+    (metrics, plain), (also, batch) = built(make_groups()), built(longer)
+    assert also == metrics and batch.denominators == plain.denominators and batch.metrics == plain.metrics
+    pairs = zip(chain(*plain.mini_batches), chain(*batch.mini_batches), strict=True)
+    for single, sequence in pairs:
+        drawn = sequence.trajectory.drawn
+        assert not sequence.loss_mask[~drawn].any() and not sequence.trajectory.logprobs[~drawn].any()
+        assert single.trajectory.drawn.all() and single.loss_mask.all() and sequence.weight == single.weight
+        for field, values in vars_of(sequence).items():
+            assert np.array_equal(values[drawn], vars_of(single)[field]), field
+
+
+def vars_of(sequence):
+    """Arrays of one value a response token."""
+    values = {"logprobs": sequence.trajectory.logprobs}
+    return values | {name: getattr(sequence, name) for name in ("advantages", "loss_mask")}
 
 
 @pytest.mark.parametrize("losses", [{}, {"load_balancing_loss": 0.01}, {"router_z_loss": 0.01}])
@@ -247,8 +285,8 @@ def test_an_response_crosses_in_eight_bytes_a_token_and_its_experts_in_one_each(
     algorithm = build_algorithm(AlgorithmSection(), max_tokens=1000)
     _, (sequences,) = BatchAssembler(OneRank(), POLICY, algorithm, 1.0).exchange([group])
     assert len(crossed[0]) <= 1040 * 8 + 800 and len(crossed[1]) <= 1040 * (8 + 48 * 8) + 800
-    for sequence in sequences:
-        assert sequence.token_ids.tolist() == [*range(40), *range(1000)] and sequence.prompt_len == 40
-        assert sequence.token_ids.dtype == np.int64 and len(sequence.loss_mask) == 1000
-        assert sequence.rollout_logprobs.tolist() == plain.logprobs
-    assert sequences[0].routed_experts is None and np.array_equal(sequences[1].routed_experts, routed_experts)
+    first, second = (sequence.trajectory for sequence in sequences)
+    for trajectory in (first, second):
+        assert trajectory.token_ids.tolist() == [*range(40), *range(1000)] and trajectory.response_start == 40
+        assert trajectory.logprobs.tolist() == plain.logprobs and trajectory.drawn.all()
+    assert first.routed_experts is None and np.array_equal(second.routed_experts, routed_experts)

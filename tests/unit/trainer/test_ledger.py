@@ -36,6 +36,7 @@ from megatron_tlt.rollout.sampler import SamplingRows
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import device_memory, setup
 from megatron_tlt.types import HiddenStateSample
+from tests.helpers.hidden_states import trajectory
 from tests.helpers.ledger import Ledger, LedgerError
 from tests.helpers.shape_policy import META, ShapePolicy
 
@@ -183,9 +184,8 @@ class Replay:
         size = self.config.drafter.sizes("cuda").micro_step_tokens
         for prompt in range(self.tp.size):
             hidden = torch.zeros(size - 1, self.shape.hidden_size, dtype=torch.bfloat16)
-            tokens = np.zeros(size, np.int64)
-            sample = HiddenStateSample(prompt, 0, self.policy.policy_version, tokens, hidden, 8)
-            trainer.buffer.add(sample)
+            tokens = trajectory(np.zeros(size), 8, prompt, self.policy.policy_version)
+            trainer.buffer.add(HiddenStateSample(tokens, hidden))
         assert self.drafter.train_step() is not None
 
     def step(self):

@@ -27,16 +27,16 @@ def test_the_completion_and_the_end_are_learned(tmp_path):
     )
     tokenizer = CharTokenizer()
     first, second = read_records(path, tokenizer, chat=False, max_context=10)
-    assert first.token_ids.tolist() == [*tokenizer.encode("abcd"), 0]
-    assert (first.prompt_len, first.loss_mask.tolist()) == (2, [1.0, 1.0, 1.0])
-    assert second.token_ids.tolist() == [1, 0] and second.prompt_id == 3  # the line
+    assert first.trajectory.token_ids.tolist() == [*tokenizer.encode("abcd"), 0]
+    assert (first.trajectory.response_start, first.loss_mask.tolist()) == (2, [1.0, 1.0, 1.0])
+    assert second.trajectory.token_ids.tolist() == [1, 0] and second.trajectory.prompt_id == 3  # the line
 
 
 def test_a_chat_template_is_used_where_there_is_one(tmp_path):
     path = write(tmp_path / "r.jsonl", '{"prompt": "b", "completion": "c"}')
     (chat,) = read_records(path, CharTokenizer(), chat=True, max_context=20)
     (plain,) = read_records(path, PlainTokenizer(), chat=True, max_context=20)
-    assert (chat.prompt_len, plain.prompt_len) == (5, 1)
+    assert (chat.trajectory.response_start, plain.trajectory.response_start) == (5, 1)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_an_epoch_holds_every_record_once_within_the_token_budget(tmp_path):
     sequences = read_records(write(tmp_path / "r.jsonl", *lines), CharTokenizer(), chat=False, max_context=10)
     taken, steps = [], steps_of(sequences, tokens_per_step=16, seed=3)
     for step in islice(steps, 12):
-        assert 0 < sum(s.length for s in step) <= 16
-        taken += [s.prompt_id for s in step]
+        assert 0 < sum(s.trajectory.length for s in step) <= 16
+        taken += [s.trajectory.prompt_id for s in step]
     first = taken[:20]
     assert sorted(first) == list(range(1, 21))
     assert first != sorted(first) and first != taken[20:40]
-    again = [s.prompt_id for step in islice(steps_of(sequences, 16, seed=3), 12) for s in step]
+    again = [s.trajectory.prompt_id for step in islice(steps_of(sequences, 16, seed=3), 12) for s in step]
     assert again == taken

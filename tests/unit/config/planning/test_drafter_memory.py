@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str) -> None:
         training.set_policy(table, table)
         hidden = meta(tokens, config.rollout.speculation.state_parts * shape.hidden_size)
         ids = meta(tokens, dtype=torch.int64)
-        training.backward(PairBatch(ids, hidden, [0, tokens], [1], [0]))
+        training.backward(PairBatch(ids, hidden, [0, tokens], [1], [0], np.arange(tokens) > 1))
         norm = state.take_gradients()
         state.step(1e-3, norm)
         state.update_mean(0.9)
