@@ -37,7 +37,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_tlt.actor.device import HAS_CUDA
+from megatron_tlt.actor.compat import HAS_CUDA
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.model import ModelSection

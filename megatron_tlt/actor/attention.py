@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import megatron_tlt.actor.device  # noqa: F401  (before megatron)
+import megatron_tlt.actor.compat  # noqa: F401  (before megatron)
 from megatron_tlt.actor.elementwise import Rotate
 
 # isort: split
-# megatron comes after the device shim.
+# megatron comes after compat.
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 

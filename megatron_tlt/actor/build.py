@@ -6,7 +6,6 @@ Legend: T packed rows, N response rows, V vocabulary columns of this TP rank.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_tlt.actor.attention import SDPACoreAttention, rotation
+from megatron_tlt.actor.compat import HAS_CUDA, cpu_as_cuda, current_device, keep_one_table
 from megatron_tlt.actor.context_parallel import GatheredKeysAttention, HeadExchangeAttention
-from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda, current_device
 from megatron_tlt.actor.elementwise import RMSNorm, swiglu
 from megatron_tlt.actor.experts import ExpertLayer, GroupedExperts, RoutedLayer, expert_config
 from megatron_tlt.actor.groups import ActorGroups
@@ -33,9 +32,8 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.torch.layers import inverse_frequencies
 
 # isort: split
-# megatron comes after the device shim.
+# megatron comes after compat.
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -54,7 +52,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 if TYPE_CHECKING:
-    from megatron_tlt.actor.hidden_states import HiddenStateCollector
+    from megatron_tlt.actor.hidden_states import ForwardStateCollector
 
 
 def uses_transformer_engine(actor: ActorSection) -> bool:
@@ -98,7 +96,7 @@ def _fusions(actor: ActorSection) -> dict[str, bool]:
         "apply_rope_fusion": engine,
         "bias_activation_fusion": engine,
         "bias_dropout_fusion": HAS_CUDA,
-        "gradient_accumulation_fusion": True,  # of Transformer Engine, apex, or `device.py`
+        "gradient_accumulation_fusion": True,  # of Transformer Engine, apex, or `compat.py`
         "use_te_activation_func": not engine,  # takes the spec's, `swiglu`
     }
 
@@ -258,15 +256,6 @@ def _engine_norm() -> Any:
     return TESpecProvider().layer_norm()
 
 
-def keep_one_table(rotary: RotaryEmbedding, rows: int) -> None:
-    """Has megatron ask for a table of `rows` positions, or of a longer sequence's. Mutates.
-
-    It asks for the longest sequence of each micro-batch, and keeps the tables of the last 32 lengths.
-    """
-    longest: Callable[..., int] = rotary.get_rotary_seq_len
-    rotary.get_rotary_seq_len = lambda *args, **kwargs: max(rows, longest(*args, **kwargs))
-
-
 class PolicyModel:
     """One pipeline stage of the model, called with micro-batches instead of megatron's eight arguments."""
 
@@ -274,7 +263,7 @@ class PolicyModel:
         self.config, self.groups = config, groups
         self.megatron_config = transformer_config(config, actor)
         self._rows: Tensor | None = None
-        self.collector: HiddenStateCollector | None = None
+        self.collector: ForwardStateCollector | None = None
         padded = -(-config.vocab_size // actor.tp) * actor.tp
         with cpu_as_cuda():
             self.module = GPTModel(

@@ -12,7 +12,6 @@ Reading goes through megatron's `load`, so another TP x PP x DP can read what th
 
 from __future__ import annotations
 
-import io
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.actor import optimizer_shards
 from megatron_tlt.actor.checkpoint_files import Manifest
-from megatron_tlt.actor.device import cpu_as_cuda, current_device
+from megatron_tlt.actor.compat import cpu_as_cuda, current_device, load_numbers_only
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.shard_writer import ThreadSaveStrategy, ThreadWriter
 from megatron_tlt.actor.torch_dist_reader import METADATA, TorchDistReader, read_metadata
@@ -39,7 +38,7 @@ from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 
 # isort: split
-# megatron comes after the device shim.
+# megatron comes after compat.
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -185,17 +184,11 @@ def _no_pickles(directory: Path) -> Iterator[None]:
     """While megatron loads `directory`: CheckpointError for anything that is not numbers, or cannot be read.
 
     torch unpickles .metadata without a check, so it is read here first, by an unpickler that builds torch's records
-    only; common.pt and layers' extra state get weights_only whatever the caller passes. Use from one thread.
+    only. Use from one thread.
     """
     read_metadata(directory / METADATA)
-    load = torch.load
-
-    def numbers_only(*arguments: Any, **options: Any) -> Any:
-        return load(*arguments, **{**options, "weights_only": True})
-
-    torch.load = numbers_only
     try:
-        with torch.serialization.safe_globals([io.BytesIO]):
+        with load_numbers_only():
             yield
     except pickle.UnpicklingError as error:
         raise CheckpointError(_REFUSED.format(directory)) from error
@@ -204,8 +197,6 @@ def _no_pickles(directory: Path) -> Iterator[None]:
         if any(isinstance(failure, pickle.UnpicklingError) for failure in failures):
             raise CheckpointError(_REFUSED.format(directory)) from error
         raise CheckpointError(f"checkpoint {directory} cannot be read: {failures[0]}") from error
-    finally:
-        torch.load = load
 
 
 def load_model(world: World, module: Any, groups: ActorGroups, path: str, config: ModelConfig) -> None:

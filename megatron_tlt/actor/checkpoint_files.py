@@ -162,10 +162,10 @@ def publish(directory: Path, manifest: Manifest, keep: int | None) -> None:
     sync(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
     if keep is not None:
-        prune(directory.parent, keep, newest=directory)
+        prune_checkpoints(directory.parent, keep, newest=directory)
 
 
-def prune(checkpoints: Path, keep: int, newest: Path) -> None:
+def prune_checkpoints(checkpoints: Path, keep: int, newest: Path) -> None:
     """Removes all but the `keep` newest checkpoints, and leftovers of interrupted saves; never `newest`.
 
     Steps later than that of `newest` are removed first: this run resumed from before them.

@@ -31,7 +31,7 @@ from torch.nn.attention.bias import causal_lower_right
 from megatron_tlt.actor.attention import PackedRows, SDPACoreAttention
 
 # isort: split
-# megatron comes after the device shim.
+# megatron comes after compat.
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_tlt.actor.device import current_device
+from megatron_tlt.actor.compat import current_device
 
 
 class Rotate(torch.autograd.Function):

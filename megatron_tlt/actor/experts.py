@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_tlt.actor.device import current_device
+from megatron_tlt.actor.compat import current_device
 from megatron_tlt.actor.elementwise import swiglu
 from megatron_tlt.actor.hf_names import expert_fields
 from megatron_tlt.models.config import ModelConfig
 
 # isort: split
-# megatron comes after the device shim.
+# megatron comes after compat.
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput

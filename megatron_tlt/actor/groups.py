@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron_tlt.actor import device
+from megatron_tlt.actor.compat import HAS_CUDA
 from megatron_tlt.config.dims import Coordinates, Dims
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import ConfigError
 
 # isort: split
-# megatron comes after the device shim.
+# megatron comes after compat.
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
@@ -39,7 +39,7 @@ class ActorGroups:
         megatron keeps its layout in module globals, so a process holds one layout at a time; a second call
         with the same layout shares the groups (opening them takes seconds), with another one replaces them.
         """
-        if world.device.type == "cpu" and device.HAS_CUDA:
+        if world.device.type == "cpu" and HAS_CUDA:
             allowed = "megatron takes the GPU it sees; to run on CPU, hide it with CUDA_VISIBLE_DEVICES=''"
             raise ConfigError.of("distributed.device", "cpu", allowed)
         global _open  # noqa: PLW0603  (mirrors megatron's own globals)

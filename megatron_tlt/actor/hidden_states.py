@@ -1,4 +1,4 @@
-"""`HiddenStateCollector`: hidden states of a step's responses from the policy's own forward, for engines without them.
+"""`ForwardStateCollector`: hidden states of a step's responses from the policy's own forward, for engines without them.
 
 Every response that is trained on passes the policy with the weights that rolled it out: in the forward that scores it,
 where log-probs are needed before the update (engines without them, several mini-batches), else in the update's. The
@@ -26,14 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_tlt.actor.device import current_device
+from megatron_tlt.actor.compat import current_device
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.microbatch import MicroBatch, response_len
 from megatron_tlt.models.torch.transfer import HostCopies, HostCopy
 from megatron_tlt.types import HiddenStateSample, TrainSequence
 
 # isort: split
-# megatron comes after the device shim.
+# megatron comes after compat.
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ Sink = Callable[[Sequence[HiddenStateSample], int], None]
 """Gets this rank's responses of a step, and how many of its replica's exceeded the budget."""
 
 
-class HiddenStateCollector:
+class ForwardStateCollector:
     """Reads one pipeline stage of the policy. A sample's `hidden` is [L - 1, C], as the rollout engine's."""
 
     def __init__(

@@ -100,7 +100,7 @@ def response_len(sequence: TrainSequence) -> int:
     return len(sequence.trajectory.logprobs)
 
 
-def pack(sequences: Sequence[TrainSequence], budget: int, layout: RowLayout) -> list[MicroBatch]:
+def pack_micro_batches(sequences: Sequence[TrainSequence], budget: int, layout: RowLayout) -> list[MicroBatch]:
     """Packs sequences that have a response into micro-batches of at most `budget` tokens, over all ranks of a replica.
 
     A longer one goes alone. Raises ValueError for a response without a prompt.

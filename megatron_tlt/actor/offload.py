@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda
+from megatron_tlt.actor.compat import HAS_CUDA, cpu_as_cuda
 
 
 class OptimizerOffload:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from megatron_tlt.actor.device import HAS_CUDA, cpu_as_cuda
+from megatron_tlt.actor.compat import HAS_CUDA, cpu_as_cuda, give_sgd_a_state_function
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.models.base import DTYPES
 
 # isort: split
-# megatron comes after the device shim.
+# megatron comes after compat.
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -88,14 +88,12 @@ def build_optimizer(ddp: DistributedDataParallel, section: OptimizerSection, act
     config = optimizer_config(section, actor, ddp.ddp_config)
     with cpu_as_cuda():
         optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
-    for part in optimizer.chained_optimizers:
-        if part.init_state_fn is None:  # SGD: megatron calls it before loading, whether there is one or not
-            part.init_state_fn = lambda optimizer, config=None: None
+    give_sgd_a_state_function(optimizer)
     return optimizer
 
 
 @dataclass(frozen=True)
-class StepResult:
+class OptimizerStep:
     """What one optimizer step did."""
 
     applied: bool
@@ -104,7 +102,7 @@ class StepResult:
     clipped: bool = False
 
 
-def guarded_step(optimizer: Any, section: OptimizerSection, lr: float) -> StepResult:
+def guarded_step(optimizer: Any, section: OptimizerSection, lr: float) -> OptimizerStep:
     """Applies the collected gradients with learning rate `lr`, unless their norm is not finite. Collective.
 
     megatron's own step would multiply an infinite norm into the weights; here such a step leaves weights and
@@ -114,7 +112,7 @@ def guarded_step(optimizer: Any, section: OptimizerSection, lr: float) -> StepRe
         overflow = optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         if overflow or not math.isfinite(norm):
-            return StepResult(applied=False, lr=lr, grad_norm=norm)
+            return OptimizerStep(applied=False, lr=lr, grad_norm=norm)
         clipped = 0.0 < section.clip_grad < norm
         if clipped:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -127,4 +125,4 @@ def guarded_step(optimizer: Any, section: OptimizerSection, lr: float) -> StepRe
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = section.weight_decay * group["wd_mult"]
         applied = bool(optimizer.step_with_ready_grads())
-    return StepResult(applied=applied, lr=lr, grad_norm=norm, clipped=clipped)
+    return OptimizerStep(applied=applied, lr=lr, grad_norm=norm, clipped=clipped)

@@ -13,6 +13,8 @@ megatron reads these checkpoints, and checkpoints that it wrote are read here.
 torch's AdamW (without Transformer Engine and apex, whose FusedAdam is underneath on GPUs) keeps a `step` tensor per
 parameter, which megatron does not expect: before the first step it asserts that a state exists (`prime`), and after
 loading all parameters share one tensor, which AdamW then increments once per parameter (`separate_steps`).
+
+Remove when megatron-core saves and reshards this state without gathering it, and torch's AdamW with it.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import megatron_tlt.actor.device  # noqa: F401  (before megatron)
+import megatron_tlt.actor.compat  # noqa: F401  (before megatron)
 
 # isort: split
-# megatron comes after the device shim.
+# megatron comes after compat.
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories

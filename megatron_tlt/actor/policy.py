@@ -31,9 +31,9 @@ from megatron_tlt.actor.checkpoint_files import (
     read_manifest,
     step_of,
 )
-from megatron_tlt.actor.device import cpu_as_cuda, current_device
+from megatron_tlt.actor.compat import cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
-from megatron_tlt.actor.hidden_states import HiddenStateCollector, Sink
+from megatron_tlt.actor.hidden_states import ForwardStateCollector, Sink
 from megatron_tlt.actor.lr_schedule import learning_rate
 from megatron_tlt.actor.metrics import merge, per_token, reduce_over_world
 from megatron_tlt.actor.microbatch import (
@@ -41,13 +41,13 @@ from megatron_tlt.actor.microbatch import (
     RowLayout,
     filler,
     num_tokens,
-    pack,
+    pack_micro_batches,
     scatter,
     with_routing,
 )
 from megatron_tlt.actor.offload import OptimizerOffload
 from megatron_tlt.actor.optimizer import (
-    StepResult,
+    OptimizerStep,
     build_optimizer,
     ddp_config,
     gather_parameters,
@@ -68,7 +68,7 @@ from megatron_tlt.models.loader import weight_reader
 from megatron_tlt.types import TrainBatch, TrainOutput, TrainSequence
 
 # isort: split
-# megatron comes after the device shim.
+# megatron comes after compat.
 from megatron.core.distributed import finalize_model_grads
 
 _log = logging.getLogger(__name__)
@@ -170,11 +170,11 @@ class MegatronPolicy:
 
     def _optimizer_step(
         self, batches: list[Scored], denominator: float, temperature: float
-    ) -> tuple[StepResult, dict[str, float]]:
+    ) -> tuple[OptimizerStep, dict[str, float]]:
         lr = learning_rate(self.optimizer_section, self.optimizer_steps, self.total_optimizer_steps)
         self.optimizer_steps += 1
         if denominator <= 0:  # no token of any replica is trained: momentum and decay must not act either
-            return StepResult(applied=False, lr=lr), {}
+            return OptimizerStep(applied=False, lr=lr), {}
         with cpu_as_cuda():
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -187,7 +187,7 @@ class MegatronPolicy:
         return result, sums
 
     def _report(
-        self, results: list[StepResult], sums: list[dict[str, float]], objectives: list[float]
+        self, results: list[OptimizerStep], sums: list[dict[str, float]], objectives: list[float]
     ) -> dict[str, float]:
         """Per-token means over the tokens of all mini-batches' sequences, which there may be none of; `loss` is the
         mean objective, which was differentiated."""
@@ -282,7 +282,7 @@ class MegatronPolicy:
         return {name: sums[name] / sums["tokens"]} if sums.get("tokens") else {}
 
     def _pack(self, sequences: list[TrainSequence]) -> list[MicroBatch]:
-        return pack(sequences, self.actor.micro_batch_tokens, self._row_layout)
+        return pack_micro_batches(sequences, self.actor.micro_batch_tokens, self._row_layout)
 
     @property
     def _row_layout(self) -> RowLayout:
@@ -295,10 +295,10 @@ class MegatronPolicy:
         self, sink: Sink, budget_bytes: int, dtype: torch.dtype, layers: Sequence[int] = (), seed: int = 0
     ) -> None:
         """From now on gives `sink` the hidden states of each step's responses that it passes; see
-        `HiddenStateCollector`. Once.
+        `ForwardStateCollector`. Once.
         """
         assert self.model.collector is None
-        self.model.collector = HiddenStateCollector(
+        self.model.collector = ForwardStateCollector(
             self.model.module, self.groups, sink, budget_bytes, dtype, layers, seed
         )
 

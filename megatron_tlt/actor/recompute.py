@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-import megatron_tlt.actor.device  # noqa: F401  (before megatron)
+import megatron_tlt.actor.compat  # noqa: F401  (before megatron)
 
 # isort: split
-# megatron comes after the device shim.
+# megatron comes after compat.
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP

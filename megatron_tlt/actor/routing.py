@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_tlt.actor.device import current_device
+from megatron_tlt.actor.compat import current_device
 
 # isort: split
-# megatron comes after the device shim.
+# megatron comes after compat.
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 

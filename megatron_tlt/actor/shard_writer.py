@@ -4,6 +4,8 @@ megatron's own asynchronous writer starts a Manager process (which imports the m
 forks workers (MPI does not survive a fork), and hangs for ever if a worker dies. On two CPU ranks that is
 worse than the write itself. So the plan and the metadata are megatron's, the file is torch's, and only the copy before
 and the thread are made here. The result is a plain torch_dist checkpoint.
+
+Remove when megatron-core can write from a thread of the rank's own process.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-import megatron_tlt.actor.device  # noqa: F401  (before megatron)
+import megatron_tlt.actor.compat  # noqa: F401  (before megatron)
 from megatron_tlt.actor.checkpoint_files import FileRecord, record_of
 
 # isort: split
-# megatron comes after the device shim.
+# megatron comes after compat.
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import (

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.actor.build import PolicyModel
+from megatron_tlt.actor.compat import cpu_as_cuda
 from megatron_tlt.actor.context_parallel import whole_responses
-from megatron_tlt.actor.device import cpu_as_cuda
 from megatron_tlt.actor.logprob import VocabShard, token_statistics
 from megatron_tlt.actor.microbatch import MicroBatch
 from megatron_tlt.algorithms.base import LossInputs
 
 # isort: split
-# megatron comes after the device shim.
+# megatron comes after compat.
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 Metrics = dict[str, Tensor]

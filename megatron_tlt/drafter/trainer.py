@@ -97,13 +97,13 @@ class DrafterTrainer:
             raise DrafterError(f"the drafter's gradient norm is {size} in step {self.trained_steps}")
         limit = self._section.clip_grad
         factor = torch.clamp(limit / (norm + _NORM_EPS), max=1.0) if limit else None
-        rate = lr_factor * learning_rate(self._section, self.trained_steps)
+        rate = lr_factor * drafter_learning_rate(self._section, self.trained_steps)
         self.state.step(rate, factor)
         self.trained_steps += 1
         return {"grad_norm": size, "lr": rate}
 
 
-def learning_rate(section: DrafterSection, step: int) -> float:
+def drafter_learning_rate(section: DrafterSection, step: int) -> float:
     """The rate of optimizer step `step` (0-based)."""
     if step < section.warmup_steps:
         return section.lr * (step + 1) / section.warmup_steps

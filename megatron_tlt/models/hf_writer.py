@@ -75,7 +75,7 @@ def stored_names(config: ModelConfig, names: Iterable[str]) -> list[str]:
     return [stored for name in names for stored in config.names_on_disk(name)]
 
 
-def pack(sizes: Sequence[int], limit: int) -> list[list[int]]:
+def split_into_files(sizes: Sequence[int], limit: int) -> list[list[int]]:
     """Numbers of the items of each file, in order: at most `limit` bytes, or a larger one by itself."""
     files: list[list[int]] = [[]]
     held = 0
@@ -119,7 +119,7 @@ def save_hf(
     wanted = config.parameter_shapes()
     names = list(wanted)
     sizes = [prod(shape) * dtype.itemsize for shape in wanted.values()]
-    files = [[names[i] for i in held] for held in pack(sizes, max_shard_bytes)]
+    files = [[names[i] for i in held] for held in split_into_files(sizes, max_shard_bytes)]
     with replace_files(Path(directory), CONFIG, stale=("*.safetensors", INDEX)) as scratch:
         with ExitStack() as stack:
             file_of: dict[str, TensorFile] = {}

@@ -21,7 +21,7 @@ from megatron_tlt.checkpoint.convert.hf_dir import choose_dtype, config_with_dty
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import TensorFile, file_name, pack, write_index
+from megatron_tlt.models.hf_writer import TensorFile, file_name, split_into_files, write_index
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def plan(
     chosen = choose_dtype(source.dtypes(), dtype)
     groups, shapes = slots(model, 1), model.parameter_shapes()
     sizes = [sum(prod(shapes[name]) for name in slot.hf_names) * chosen.itemsize for slot in groups]
-    files = [[groups[number] for number in held] for held in pack(sizes, max_file_bytes)]
+    files = [[groups[number] for number in held] for held in split_into_files(sizes, max_file_bytes)]
     return Plan(source, file, model, chosen, files)
 
 

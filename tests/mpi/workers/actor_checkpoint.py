@@ -111,11 +111,11 @@ class _CpuTypes(TorchFunctionMode):
 
 def ledger(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
     """The real save and load of a policy on meta: the save's bytes go nowhere, the load reads what `save` left."""
-    from megatron_tlt.actor import device, optimizer_shards
+    from megatron_tlt.actor import compat, optimizer_shards
     from megatron_tlt.actor.shard_writer import ThreadWriter
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(device, "_CPU", torch.device("meta")))
+        stack.enter_context(mock.patch.object(compat, "_CPU", torch.device("meta")))
         stack.enter_context(mock.patch.object(ThreadWriter, "start", return_value=None))
         # Makes tensors for those on meta, which on a device are there.
         stack.enter_context(mock.patch.object(default_planner, "_init_state_dict", return_value=None))
@@ -235,7 +235,7 @@ def foreign(world: World, root: Path, directory: Path, layout: dict[str, Any]) -
     """What megatron-core writes for another program: weights under its own choice of keys."""
     from megatron.core import dist_checkpointing
 
-    from megatron_tlt.actor.device import cpu_as_cuda
+    from megatron_tlt.actor.compat import cpu_as_cuda
     from megatron_tlt.actor.shard_writer import ThreadSaveStrategy
 
     flags = layout.pop("flags")

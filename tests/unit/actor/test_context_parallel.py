@@ -9,7 +9,7 @@ import torch
 
 from megatron_tlt.actor.build import PolicyModel
 from megatron_tlt.actor.context_parallel import _lower_right
-from megatron_tlt.actor.microbatch import MicroBatch, RowLayout, pack
+from megatron_tlt.actor.microbatch import MicroBatch, RowLayout, pack_micro_batches
 from tests.mpi.workers.actor_common import sequences, shortened
 
 CPU = torch.device("cpu")
@@ -17,7 +17,8 @@ CPU = torch.device("cpu")
 
 def of_ranks(cp: int, tp: int = 1, budget: int = 200) -> list[list[MicroBatch]]:
     """Micro-batches by rank."""
-    return [pack(shortened(sequences(12)), budget, RowLayout(CPU, "thd", tp, cp, rank)) for rank in range(cp)]
+    layouts = [RowLayout(CPU, "thd", tp, cp, rank) for rank in range(cp)]
+    return [pack_micro_batches(shortened(sequences(12)), budget, layout) for layout in layouts]
 
 
 @pytest.mark.parametrize(("cp", "tp"), [(2, 1), (2, 2), (4, 2)])
@@ -56,7 +57,7 @@ def test_transformer_engine_gets_whole_sequences_without_gaps():
         bounds = packing.cu_seqlens_q
         assert packing.cu_seqlens_q_padded is packing.cu_seqlens_kv_padded is packing.cu_seqlens_kv is bounds
         assert int(bounds[-1]) == 2 * len(batch.input_ids[0]) and packing.max_seqlen_q == int(bounds.diff().max())
-    plain = pack(sequences(3), 200, RowLayout(CPU, "thd"))[0]
+    plain = pack_micro_batches(sequences(3), 200, RowLayout(CPU, "thd"))[0]
     assert plain.packing.cu_seqlens_q_padded is None and plain.own is None
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_tlt.actor import build, experts, optimizer
+from megatron_tlt.actor.compat import keep_one_table
 from megatron_tlt.config.load import load_config
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
@@ -183,7 +184,7 @@ def test_micro_batches_of_all_lengths_read_one_table_of_rotations() -> None:
     for is_one in (False, True):
         rotary = RotaryEmbedding(8, 1.0, use_cpu_initialization=True)
         if is_one:
-            build.keep_one_table(rotary, 32)
+            keep_one_table(rotary, 32)
         for longest in (5, 9, 32):
             packing = SimpleNamespace(max_seqlen_q=longest, max_seqlen_kv=longest)
             tables.append(rotary(rotary.get_rotary_seq_len(None, None, None, None, packing), packed_seq=True))

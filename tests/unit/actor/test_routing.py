@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_tlt.actor.microbatch import RowLayout, filler, pack, recorded_routed_experts, with_routing
+from megatron_tlt.actor.microbatch import (
+    RowLayout,
+    filler,
+    pack_micro_batches,
+    recorded_routed_experts,
+    with_routing,
+)
 from megatron_tlt.actor.routing import Router
 from tests.mpi.workers.actor_common import sequences, with_routed_experts
 
@@ -37,7 +43,7 @@ def test_recorded_experts_come_with_a_forward_each_on_its_tokens_row(cp):
     every = with_routed_experts(sequences(6), 3)
     every[1].trajectory.routed_experts = None
     layouts = [RowLayout(torch.device("cpu"), "sbhd", 1, cp, rank) for rank in range(cp)]
-    for parts in zip(*(pack(every, 200, layout) for layout in layouts), strict=True):
+    for parts in zip(*(pack_micro_batches(every, 200, layout) for layout in layouts), strict=True):
         routed = [with_routing(part, replays=True) for part in parts]
         assert all(part.routing.routed_experts is None and part.routing.replays for part in routed)
         gathered = torch.cat([recorded_routed_experts(part) for part in routed])

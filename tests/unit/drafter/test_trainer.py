@@ -7,7 +7,7 @@ import torch
 
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.batching import collate
-from megatron_tlt.drafter.trainer import DrafterTrainer, learning_rate
+from megatron_tlt.drafter.trainer import DrafterTrainer, drafter_learning_rate
 from megatron_tlt.models.eagle.model import EagleModel
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
 
@@ -43,8 +43,8 @@ def test_bf16_arithmetic_keeps_fp32_weights() -> None:
 
 def test_learning_rates() -> None:
     section = DrafterSection(lr=1.0, min_lr=0.1, warmup_steps=4, num_steps=104)
-    assert [learning_rate(section, s) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    assert learning_rate(section, 54) == pytest.approx(0.55)
-    assert learning_rate(section, 29) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
-    assert learning_rate(section, 500) == pytest.approx(0.1)
-    assert learning_rate(section.model_copy(update={"schedule": "constant"}), 500) == 1.0
+    assert [drafter_learning_rate(section, s) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert drafter_learning_rate(section, 54) == pytest.approx(0.55)
+    assert drafter_learning_rate(section, 29) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert drafter_learning_rate(section, 500) == pytest.approx(0.1)
+    assert drafter_learning_rate(section.model_copy(update={"schedule": "constant"}), 500) == 1.0

@@ -1,20 +1,27 @@
-"""Lets megatron-core run where there is no CUDA. Every module that imports megatron imports this one first.
+"""Everything in the actor that changes how a foreign library behaves, each with the condition of its removal.
 
-megatron-core asks `torch.cuda` for devices, streams and random states even in code that means something on a
-CPU. Without CUDA, importing this module replaces those names *in torch.cuda* (no name inside megatron is
-touched), and `cpu_as_cuda()` gives a `TorchFunctionMode`, a public extension point of PyTorch, that reads
-device "cuda" as "cpu"; its fused GPU functions stay uncompiled. With CUDA that is inert. Found by experiment with
-megatron-core 0.16.1.
+Every module that imports megatron imports this one first. Found by experiment with megatron-core 0.16.1. Two modules
+replace a part of megatron-core through its classes and say so at their top: `optimizer_shards.py`, `shard_writer.py`.
+
+| what | where |
+|---|---|
+| megatron's CUDA calls run on a CPU | `cpu_as_cuda`, `_replace_cuda_names` |
+| fused GPU functions stay uncompiled without a GPU | `_import_without_compiler` |
+| gradients go into their buffer without apex | `_offer_gradient_fusion` |
+| SGD has a state to load | `give_sgd_a_state_function` |
+| one RoPE table for all lengths | `keep_one_table` |
+| checkpoints are never unpickled | `load_numbers_only` |
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +30,11 @@ from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
 HAS_CUDA = torch.cuda.is_available()
+
+
+# -- megatron-core without CUDA. A `TorchFunctionMode`, an extension point of PyTorch, reads "cuda" as "cpu". Names are
+# replaced in torch.cuda only, none inside megatron. With CUDA all of it is inert. Remove when megatron-core asks its
+# accelerator, and not `torch.cuda`, for devices, streams and random states.
 
 
 def cpu_as_cuda() -> contextlib.AbstractContextManager[Any]:
@@ -96,16 +108,14 @@ class _NoStream:
         return True
 
 
-def _install() -> None:
+def _replace_cuda_names() -> None:
     """Replaces what megatron uses of torch.cuda.
 
     Must happen before megatron is imported: recompute keeps a reference to `_lazy_call`, and the original
     appends to a queue that nothing ever empties.
     """
     if "megatron.core" in sys.modules:
-        raise RuntimeError(
-            "import megatron_tlt.actor.device before megatron: its CPU names are already bound"
-        )
+        raise RuntimeError("import megatron_tlt.actor.compat before megatron: its CPU names are already bound")
     cuda: Any = torch.cuda
     stream = _NoStream()
     cuda.current_device = lambda: _CPU  # device= of sequence parallel, pipeline receives, DDP buffers, RoPE
@@ -117,6 +127,24 @@ def _install() -> None:
     cuda.Stream = cuda.Event = _NoStream  # checkpoint staging
     cuda.current_stream = cuda.default_stream = lambda device=None: stream
     cuda.stream = lambda wanted=None: stream
+
+
+def _import_without_compiler() -> None:
+    """Imports megatron-core with its fused functions left as they are.
+
+    It passes them to `torch.compile`, which loads PyTorch's compiler at once: a third of a rank's start-up time and
+    80 MiB, for GPU kernels that nothing here calls. Remove when megatron-core compiles at the first call.
+    """
+    compile_, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
+    try:
+        from megatron.core.jit import disable_jit_fuser
+
+        disable_jit_fuser()  # what is imported later
+    finally:
+        torch.compile = compile_
+
+
+# -- apex
 
 
 def _accumulate_weight_gradient(rows: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
@@ -132,30 +160,58 @@ def _offer_gradient_fusion() -> None:
 
     With it (`gradient_accumulation_fusion`) a linear layer adds to the gradient buffer itself. Without, every layer
     writes its gradient to fresh memory, and a hook adds that to the buffer. Transformer Engine's layers have their own;
-    megatron lets them use it only if the LM head, which is megatron's, finds this one.
+    megatron lets them use it only if the LM head, which is megatron's, finds this one. Remove when megatron-core has
+    the function itself.
     """
     module = types.ModuleType("fused_weight_gradient_mlp_cuda")
     module.wgrad_gemm_accum_fp32 = _accumulate_weight_gradient  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
 
 
-def _import_without_compiler() -> None:
-    """Imports megatron-core with its fused functions left as they are.
+# -- single calls
 
-    It passes them to `torch.compile`, which loads PyTorch's compiler at once: a third of a rank's start-up time and
-    80 MiB, for GPU kernels that nothing here calls.
+
+def give_sgd_a_state_function(optimizer: Any) -> None:
+    """megatron calls the function that makes an optimizer's state before loading a checkpoint, and SGD has none.
+
+    Mutates the optimizer. Remove when megatron-core asks whether there is one.
     """
-    compile_, torch.compile = torch.compile, lambda function: function  # type: ignore[assignment]
-    try:
-        from megatron.core.jit import disable_jit_fuser
+    for part in optimizer.chained_optimizers:
+        if part.init_state_fn is None:
+            part.init_state_fn = lambda optimizer, config=None: None
 
-        disable_jit_fuser()  # what is imported later
+
+def keep_one_table(rotary: Any, rows: int) -> None:
+    """Has megatron ask for a RoPE table of `rows` positions, or of a longer sequence's. Mutates.
+
+    It asks for the longest sequence of each micro-batch, and keeps the tables of the last 32 lengths. Remove when it
+    keeps one table.
+    """
+    longest: Callable[..., int] = rotary.get_rotary_seq_len
+    rotary.get_rotary_seq_len = lambda *args, **kwargs: max(rows, longest(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def load_numbers_only() -> Iterator[None]:
+    """Inside, `torch.load` opens with `weights_only` whatever the caller passes: UnpicklingError for anything else.
+
+    megatron-core passes False for common.pt and layers' extra state. Use from one thread. Remove when it passes True.
+    """
+    load = torch.load
+
+    def numbers_only(*arguments: Any, **options: Any) -> Any:
+        return load(*arguments, **{**options, "weights_only": True})
+
+    torch.load = numbers_only
+    try:
+        with torch.serialization.safe_globals([io.BytesIO]):
+            yield
     finally:
-        torch.compile = compile_
+        torch.load = load
 
 
 if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
     _offer_gradient_fusion()
 if not HAS_CUDA:
-    _install()
+    _replace_cuda_names()
     _import_without_compiler()
