@@ -1,6 +1,6 @@
 """Gains and costs of training the drafter in idle time: whole runs of the quickstart, side by side.
 
-    python benchmarks/bench_idle.py [--quick] [--parts windows interference keepup e2e tail] --out r.json
+    python benchmarks/bench_idle.py [--quick] [--parts windows interference keepup e2e tail pull] --out r.json
 
 - windows: one run. Seconds trained over seconds idle, milliseconds from the last rank's end to all stopped, the share
   of a step that merging the replicas and publishing the drafter take.
@@ -9,6 +9,7 @@
   workload of its own (`keepup.yaml`). Writes a picture beside the JSON.
 - e2e: everything on against no drafter at all, same seeds (A B A B): seconds per step, and the same final weights.
 - tail: the same for a policy that does not fit the cache, with few and uneven responses (`tail.yaml`).
+- pull: `rollout.schedule` pull and static, no drafter, engines with room for a few of their requests (A B A B).
 
 Ranks are bound to cores where there are enough. Every run is a process of its own; `--work` keeps them.
 """
@@ -33,6 +34,7 @@ DRAFTER = ROOT / "assets/demo-drafter"
 ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.with_suffix=true", f"{SPEC}.drafter_path={DRAFTER}", "idle.train_drafter=true"]
 OFF = [f"{SPEC}.drafter=none", "idle.train_drafter=false"]
 TAIL = ROOT / "benchmarks/lib/tail.yaml"
+PULL_RUNNING = (8, 32)  # of 128 requests of a rank
 TAIL_MLP = 4096  # units of the wider policy's MLPs: 77 MB of weights, more than a core's share of any cache
 
 
@@ -107,6 +109,17 @@ def tail(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     return rows, {"tail": ratios["step"], "tail_rollout": ratios["rollout"], "tail_identical": 1.0}
 
 
+def pull(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
+    """Rollout and idle time with prompts fetched and dealt out, a few requests running at once; the same weights."""
+    rows, summary = [], {}
+    for running in PULL_RUNNING:
+        few = [*OFF, f"rollout.max_running_requests={running}"]
+        some, ratios = compare(args, f"pull-{running}", few, [*few, "rollout.schedule=static"])
+        rows += [{**row, "running": running} for row in some]
+        summary |= {f"pull_{name}_{running}": ratio for name, ratio in ratios.items()}
+    return rows, summary
+
+
 def compare(
     args: argparse.Namespace,
     part: str,
@@ -139,7 +152,7 @@ def compare(
     return kept, {"step": statistics.median(ratios), "rollout": statistics.median(shares)}
 
 
-PARTS = {part.__name__: part for part in (windows, interference, keepup, e2e, tail)}
+PARTS = {part.__name__: part for part in (windows, interference, keepup, e2e, tail, pull)}
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -60,17 +60,22 @@ class RolloutBackend(Protocol):
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Iterable[Prompt],
         params: SamplingParams,
         num_samples: int,
         on_progress: ProgressCallback | None = None,
     ) -> list[Sample]:
         """All samples of all prompts, sorted by (prompt_id, sample_index).
 
-        Returns when this replica has no live request. `on_progress(running, waiting, generated_tokens)` is
-        called now and then, at the same steps by all ranks of one engine; if it raises, all requests are dropped and
-        the engine is idle again. Mutates the KV cache and `stats`. Raises BackendError while weights are torn.
+        The next prompt is read when the engine has room for more requests, by ranks of one engine at the same step; an
+        engine without keyed sampling reads all at once. Returns when this replica has no live request.
+        `on_progress(running, waiting, generated_tokens)` is called now and then, at the same steps by all ranks of one
+        engine; if it raises, all requests are dropped and the engine is idle again. Mutates the KV cache and `stats`.
+        Raises BackendError while weights are torn.
         """
+
+    def ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """`prompts` in the order in which they should start, the same on every rank. Mutates nothing."""
 
     def running_lengths(self) -> np.ndarray:
         """Tokens that each running response has so far, int [B]. Mutates nothing."""
@@ -135,7 +140,7 @@ class KeyedEngine(Protocol):
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Iterable[Prompt],
         params: SamplingParams,
         num_samples: int,
         on_progress: ProgressCallback | None = None,

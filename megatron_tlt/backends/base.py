@@ -58,8 +58,10 @@ class BaseBackend:
         if self._history is not None and "history" in state:
             self._history.load_state_dict(state["history"])
 
-    def _ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """`prompts` in the order in which they start; it cannot change a keyed response (docs/numerics.md)."""
+    def ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """`prompts` in the order in which they should start, the same on every rank. It changes no keyed response
+        (docs/numerics.md).
+        """
         if self._history is None or not self._longest_first:
             return list(prompts)
         return self._history.longest_first(prompts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.base import BaseBackend
@@ -67,7 +67,7 @@ class EmbeddedBackend(BaseBackend):
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Iterable[Prompt],
         params: SamplingParams,
         num_samples: int,
         on_progress: ProgressCallback | None = None,
@@ -92,21 +92,30 @@ class EmbeddedBackend(BaseBackend):
             if on_response is not None:
                 on_response(samples[-1])
 
+        waiting = iter(prompts)
+        traced: set[int] = set()  # prompts
+
+        def fetch() -> bool:
+            if (prompt := next(waiting, None)) is None:
+                return False
+            if len(traced) < self._traced_prompts:
+                traced.add(prompt.prompt_id)
+            engine.add(
+                prompt.token_ids,
+                params,
+                prompt.prompt_id,
+                num_samples=num_samples,
+                dataset_id=prompt.dataset_id,
+                without=without[prompt.prompt_id],
+            )
+            return True
+
         self.resume()
         if self._traced_prompts and engine.speculator is not None:
-            engine.speculator.start_trace([p.prompt_id for p in prompts[: self._traced_prompts]])
+            engine.speculator.start_trace(traced)
         done = False
         try:
-            for prompt in self._ordered(prompts):
-                engine.add(
-                    prompt.token_ids,
-                    params,
-                    prompt.prompt_id,
-                    num_samples=num_samples,
-                    dataset_id=prompt.dataset_id,
-                    without=without[prompt.prompt_id],
-                )
-            engine.run(on_progress, take)
+            engine.run(on_progress, take, fetch)
             done = True
         finally:
             if not done:  # one refused prompt or an interrupt must not leave others in the engine

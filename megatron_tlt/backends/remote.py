@@ -11,8 +11,7 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 
 from megatron_tlt.backends.base import BaseBackend
 from megatron_tlt.backends.transport import by_cuda_ipc, in_shared_memory
-from megatron_tlt.drafter.kinds.base import engine_names
+from megatron_tlt.drafter.export.engines import layer_names
 from megatron_tlt.errors import BackendError, SyncError, shortened
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD
@@ -82,7 +81,7 @@ class RemoteBackend(BaseBackend):
         self._next_drafter: tuple[Mapping[str, Tensor], int] | None = None  # of the open weight sync
         self._requests = 0
         # Of the generate under way: what waits, in the order in which it starts, and what the engine has.
-        self._queue: deque[tuple[Prompt, int]] = deque()
+        self._wanted: Iterator[tuple[Prompt, int]] = iter(())
         self._pending: dict[int, tuple[int, int]] = {}  # a request's number -> (prompt id, sample index)
         self._prompts: dict[int, Prompt] = {}
         self._arguments: dict[str, Any] = {}
@@ -112,7 +111,7 @@ class RemoteBackend(BaseBackend):
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Iterable[Prompt],
         params: SamplingParams,
         num_samples: int,
         on_progress: ProgressCallback | None = None,
@@ -124,14 +123,13 @@ class RemoteBackend(BaseBackend):
         Those in `have` are neither made nor returned. `on_response` gets each response as soon as it is finished.
         `Sample.logprobs` is empty: see `BackendCapabilities.logprobs`.
         """
-        self._must_serve(prompts, params)
+        self._must_serve(params)
         self.resume()
         started = time.perf_counter()
-        self._prompts, self._seed = {p.prompt_id: p for p in prompts}, params.seed
+        self._seed, self._arguments = params.seed, self._sampling(params)
         self._lengths = np.zeros(0, np.int32)
-        self._arguments, without = self._sampling(params), frozenset(have)
-        wanted = ((prompt, i) for prompt in self._ordered(prompts) for i in range(num_samples))
-        self._queue.extend((prompt, i) for prompt, i in wanted if (prompt.prompt_id, i) not in without)
+        self._prompts.clear()
+        self._wanted = self._requests_of(prompts, params.max_tokens, num_samples, frozenset(have))
         try:
             self._fill()
             samples = self._collect(started, on_progress, on_response)
@@ -140,7 +138,7 @@ class RemoteBackend(BaseBackend):
             raise
         self._stats.seconds += time.perf_counter() - started
         self._stats.finished_requests += len(samples)
-        self._stats.prompt_tokens += sum(len(p.token_ids) for p in prompts)
+        self._stats.prompt_tokens += sum(len(p.token_ids) for p in self._prompts.values())
         self._after_generate()
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
         return samples
@@ -148,35 +146,44 @@ class RemoteBackend(BaseBackend):
     def _after_generate(self) -> None:
         """Called after the last response."""
 
-    def _must_serve(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        """Raises BackendError for a request that cannot be served now, or not with these parameters."""
+    def _must_serve(self, params: SamplingParams) -> None:
+        """Raises BackendError if requests cannot be served now, or not with these parameters."""
         assert self.process
         self._weights.check_ready()
         if params.stop and not self.capabilities.stop_strings:
             raise BackendError(f"stop strings {params.stop!r}: {self._name} stops at tokens only")
+
+    def _requests_of(
+        self, prompts: Iterable[Prompt], max_tokens: int, num_samples: int, have: frozenset[tuple[int, int]]
+    ) -> Iterator[tuple[Prompt, int]]:
+        """The requests that `generate` has to make. Raises BackendError for a prompt that is too long."""
         most = self._max_context
         for prompt in prompts:
-            total = len(prompt.token_ids) + params.max_tokens
+            total = len(prompt.token_ids) + max_tokens
             if total > most:
                 raise BackendError(
                     f"prompt {prompt.prompt_id}: prompt and response of {total} tokens exceed the context of {most}"
                 )
+            self._prompts[prompt.prompt_id] = prompt
+            yield from ((prompt, i) for i in range(num_samples) if (prompt.prompt_id, i) not in have)
 
     def _fill(self) -> None:
-        """Submits queued requests: all, or where a response is keyed, as many as the engine runs at once."""
+        """Submits requests: as many as the engine runs at once where responses are keyed, else all."""
         most = self._rollout.max_running_requests if self.capabilities.keyed_sampling else math.inf
-        while self._queue and len(self._pending) < most:
-            prompt, index = self._queue.popleft()
-            self._requests += 1
-            self._pending[self._requests] = prompt.prompt_id, index
-            request = {
-                "id": self._requests,
-                "key": request_key(self._seed, prompt.prompt_id, index),
-                "prompt_id": prompt.prompt_id,
-                "token_ids": [int(i) for i in prompt.token_ids],
-                "params": self._arguments,
-            }
-            self.process.send({"type": "submit", **request})
+        while len(self._pending) < most and (request := next(self._wanted, None)) is not None:
+            self._submit(*request)
+
+    def _submit(self, prompt: Prompt, index: int) -> None:
+        self._requests += 1
+        self._pending[self._requests] = prompt.prompt_id, index
+        request = {
+            "id": self._requests,
+            "key": request_key(self._seed, prompt.prompt_id, index),
+            "prompt_id": prompt.prompt_id,
+            "token_ids": [int(i) for i in prompt.token_ids],
+            "params": self._arguments,
+        }
+        self.process.send({"type": "submit", **request})
 
     def _collect(
         self, started: float, on_progress: ProgressCallback | None, on_response: Callable[[Sample], None] | None
@@ -204,7 +211,7 @@ class RemoteBackend(BaseBackend):
             running = min(len(self._pending), self._rollout.max_running_requests)
             self._stats.running_curve.append((time.perf_counter() - started, running))
             if on_progress is not None:
-                on_progress(running, len(self._queue) + len(self._pending) - running, tokens)
+                on_progress(running, len(self._pending) - running, tokens)
         return samples
 
     def _take_response(self, message: Mapping[str, Any]) -> Sample:
@@ -228,7 +235,7 @@ class RemoteBackend(BaseBackend):
 
     def _abandon(self) -> None:
         """Drops the queue and what is in flight: the engine responses all of it before its reply to `abort`."""
-        self._queue.clear()
+        self._wanted = iter(())
         try:
             if self._pending and self.process.is_alive:
                 self.process.call("abort")
@@ -309,7 +316,7 @@ class RemoteBackend(BaseBackend):
         self._weights.commit()
 
     def _send_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        tensors = list(engine_names(weights).items())
+        tensors = list(layer_names(weights).items())
         sums = self._send("drafter", tensors)
         if self._weights.keep_checksums and sums != {name: checksum(tensor) for name, tensor in tensors}:
             raise SyncError(f"the engine holds other bytes of the drafter than version {version} has")

@@ -49,7 +49,13 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.sync.push import BucketedSync
     from megatron_tlt.trainer.preflight import check_on, without_checkpoints
-    from megatron_tlt.trainer.setup import build_evaluator, open_backend, open_tokenizer
+    from megatron_tlt.trainer.setup import (
+        build_evaluator,
+        open_backend,
+        open_tokenizer,
+        prompt_queues,
+        tensor_parallel,
+    )
 
     if config.data.eval is None:
         raise ConfigError.of("data.eval", None, "evaluation needs held-out prompts")
@@ -57,11 +63,12 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     tokenizer = open_tokenizer(config)
     prompts = held_out_prompts(config.data, tokenizer, config.eval.num_prompts)
     rewards = RewardPool(config.rewards)
-    backend = open_backend(config, world, tokenizer)
+    tp = tensor_parallel(world, config.rollout.tp)
+    backend = open_backend(config, world, tokenizer, tp)
     world.enter("load")
     sync = BucketedSync(config.sync, backend, world)
     sync.push(iter_weights(config.model.path, ModelConfig.from_hf(config.model.path)), version=0)
-    evaluator = build_evaluator(config, world, prompts, backend, rewards)
+    evaluator = build_evaluator(config, prompts, backend, rewards, prompt_queues(config, world, tp))
     assert evaluator is not None, "data.eval is there"
     world.enter("eval")
     result = evaluator.run(0)

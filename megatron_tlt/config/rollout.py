@@ -70,6 +70,10 @@ class RolloutSection(Section):
     graphs. On CPU a quarter of it."""
     order: Literal["arrival", "longest_first"] = "longest_first"
     """Order in which prompts start: as they come, or longest earlier responses first (where there are any)."""
+    schedule: Literal["pull", "static"] = "pull"
+    """How prompts come to R replicas. pull: a replica with room in its engine fetches the next prompt from a counter
+    that all replicas share. static (always with trtllm, which has no keyed sampling): every R-th prompt, dealt out
+    before the rollout."""
     speculation: SpeculationSection = SpeculationSection()
     """Speculative decoding in the embedded engine."""
     trtllm: TrtllmSection = TrtllmSection()

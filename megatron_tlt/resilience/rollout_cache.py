@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tlt.config.run import RolloutCacheSection
+    from megatron_tlt.data.prompt_queue import PromptQueue
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import KeyedEngine, ProgressCallback, RolloutBackend
     from megatron_tlt.types import SamplingParams
@@ -222,23 +223,27 @@ class RolloutCache:
             name = f"replica-{self._replica:05d}-{self._start_id}.jsonl"
             self._writer.begin(directory / name, self._key)
 
-    def generate(self, prompts: Sequence[Prompt], on_progress: ProgressCallback) -> list[Sample]:
-        """All samples of all prompts, sorted by (prompt id, sample index): cached ones, and the engine's for the rest.
+    def generate(self, queue: PromptQueue, on_progress: ProgressCallback) -> list[Sample]:
+        """All samples of the prompts that this replica fetches from `queue`, sorted by (prompt id, sample index).
+
+        Cached ones, and the engine's for the rest.
 
         Collective while there may be responses of an earlier start.
         """
         if self._keyed is None:
-            return self._backend.generate(prompts, self._params, self._num_samples, on_progress)
-        cached = (
-            {} if self._old_files is None else self._same_in_replica(self._read(self._old_files, prompts))
-        )
+            return self._backend.generate(queue, self._params, self._num_samples, on_progress)
+        found: Responses = {}
+        if self._old_files is not None:  # any replica may fetch any prompt
+            found = self._same_in_replica(self._read(self._old_files, queue.prompts))
         made = self._keyed.generate(
-            prompts, self._params, self._num_samples, on_progress, cached.keys(), self.writer_for(prompts)
+            queue, self._params, self._num_samples, on_progress, found.keys(), self._writer_for(queue.prompts)
         )
-        self._reused += len(cached)
-        return sorted([*cached.values(), *made], key=lambda s: (s.prompt_id, s.sample_index))
+        fetched = {prompt.prompt_id for prompt in queue.fetched}
+        reused = [sample for sample in found.values() if sample.prompt_id in fetched]
+        self._reused += len(reused)
+        return sorted([*reused, *made], key=lambda s: (s.prompt_id, s.sample_index))
 
-    def writer_for(self, prompts: Sequence[Prompt]) -> Callable[[Sample], None] | None:
+    def _writer_for(self, prompts: Sequence[Prompt]) -> Callable[[Sample], None] | None:
         """A callback that stores each finished response to `prompts`; None on ranks that do not write."""
         if (writer := self._writer) is None:
             return None
@@ -295,18 +300,17 @@ class RolloutCache:
             found |= {at: sample for at, sample in responses.items() if at[1] < self._num_samples}
         return found
 
-    def _same_in_replica(self, mine: Responses) -> Responses:
-        """`mine` if all ranks of this replica read the same, else nothing: they must pass their engine the same.
+    def _same_in_replica(self, found: Responses) -> Responses:
+        """`found` if all ranks of this replica read the same, else nothing: they must pass their engine the same.
 
         Collective.
         """
-        digest = zlib.crc32(repr(sorted((at, s.token_ids) for at, s in mine.items())).encode())
-        ranks = self._world.all_gather_object((self._replica, digest, len(mine) * self._is_first))
-        total = sum(count for _, _, count in ranks)
-        if self._world.is_main and total:
-            _log.info("%d responses of this step were in the rollout cache", total)
-        if len({other for replica, other, _ in ranks if replica == self._replica}) == 1:
-            return mine
+        digest = zlib.crc32(repr(sorted((at, s.token_ids) for at, s in found.items())).encode())
+        ranks = self._world.all_gather_object((self._replica, digest))
+        if self._world.is_main and found:
+            _log.info("%d responses of this step were in the rollout cache", len(found))
+        if len({other for replica, other in ranks if replica == self._replica}) == 1:
+            return found
         _log.warning("ranks of replica %d read different cached responses: none is used", self._replica)
         return {}
 

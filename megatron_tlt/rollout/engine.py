@@ -231,15 +231,17 @@ class Engine:
         self,
         on_progress: ProgressCallback | None = None,
         on_finished: Callable[[Request], None] | None = None,
+        fetch: Callable[[], bool] | None = None,
     ) -> list[Request]:
         """Steps until idle; returns all requests that ended, in the order of their arrival.
 
-        `on_finished` is called with each of them after the step in which it ended.
+        `on_finished` is called with each of them after the step in which it ended. `fetch` is called between two steps
+        while there is room: it adds the requests of another prompt, or returns False once there is none left.
         """
         finished: list[Request] = []
         generated, first = self._stats.generated_tokens, self._stats.steps
         reported = 0.0
-        while not self.is_idle:
+        while self._fill(fetch):
             ended = self.step()
             finished += ended
             if on_finished is not None:
@@ -252,6 +254,14 @@ class Engine:
             if due and on_progress is not None:
                 on_progress(self.num_running, self.num_waiting, self._stats.generated_tokens - generated)
         return sorted(finished, key=lambda r: r.order)
+
+    def _fill(self, fetch: Callable[[], bool] | None) -> bool:
+        """Fetches prompts until as many requests live as run at once, unless some are queued; whether any lives."""
+        if fetch is not None and not self.scheduler.has_queue:
+            most = self.scheduler.limits.max_running
+            while self.num_running + self.num_waiting < most and fetch():
+                pass
+        return not self.is_idle
 
     def text_of(self, request: Request) -> str:
         """A finished request's text, cut after its stop string; empty without a tokenizer."""

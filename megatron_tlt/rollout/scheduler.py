@@ -65,6 +65,11 @@ class Scheduler:
         """Whether no request is left."""
         return not (self.rows.requests or self._waiting or self._prefilling or self._ready)
 
+    @property
+    def has_queue(self) -> bool:
+        """Whether a prompt waits for a place or for memory."""
+        return bool(self._waiting)
+
     def add(self, prefill: Prefill) -> None:
         """Queues the samples of one prompt. Raises BackendError if they could never run."""
         self._check(prefill)

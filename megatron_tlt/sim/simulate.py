@@ -48,7 +48,7 @@ class Simulation:
 
     def _rollouts(self, step: int) -> list[ReplicaRollout]:
         lengths, replicas = self._lengths.of(step), self._cluster.replicas
-        # As the loop deals prompts out: every replicas-th one.
+        # As `rollout.schedule: static` deals prompts out: every replicas-th one.
         dealt = [list(lengths[replica::replicas]) for replica in range(replicas)]
         table = self._decider.table(self._drafter.quality)
         return [self._bulk.run(groups, table) for groups in dealt]

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.distributed.exchange import gather_columns
 from megatron_tlt.trainer.batch_assembly import group_samples, share_responses
 
 if TYPE_CHECKING:
     from megatron_tlt.config.run import EvalSection
-    from megatron_tlt.distributed.world import World
+    from megatron_tlt.data.prompt_queue import PromptQueues
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.rewards.pool import RewardPool
@@ -60,7 +59,7 @@ class EvalResult:
 
 
 class Evaluator:
-    """Responses and scores a fixed set of prompts, split over the rollout replicas."""
+    """Generates and scores responses to a fixed set of prompts; the rollout replicas fetch them from one queue."""
 
     def __init__(
         self,
@@ -69,12 +68,10 @@ class Evaluator:
         params: SamplingParams,
         backend: RolloutBackend,
         rewards: RewardPool,
-        world: World,
-        rollout_tp: int,
+        queues: PromptQueues,
     ):
-        replica, self._tp_rank = rollout_replica(world.rank, rollout_tp)
-        self._mine = list(prompts)[replica :: world.size // rollout_tp]
-        self._section, self._backend, self._rewards, self._world = section, backend, rewards, world
+        self._prompts, self._queues = prompts, queues
+        self._section, self._backend, self._rewards, self._world = section, backend, rewards, queues.world
         max_tokens = section.max_tokens or params.max_tokens
         self._params = replace(
             params, temperature=section.temperature, max_tokens=max_tokens, seed=params.seed + _SEED_OFFSET
@@ -82,13 +79,15 @@ class Evaluator:
 
     def run(self, step: int, stop: GracefulShutdown | None = None) -> EvalResult:
         """Evaluates the engine's present policy. Collective. Raises GracefulExit if `stop` cuts it short."""
-        generate = partial(self._backend.generate, self._mine, self._params, self._section.samples_per_prompt)
+        num_samples = self._section.samples_per_prompt
+        queue = self._queues.open(self._backend.ordered(self._prompts), num_samples)
+        generate = partial(self._backend.generate, queue, self._params, num_samples)
         if stop is None:
             samples = generate(self._report)
         else:
             samples, dropped = stop.interruptible(generate, self._report)
             stop.sync("eval", dropped)
-        groups = group_samples(self._mine, samples) if self._tp_rank == 0 else []
+        groups = group_samples(queue.fetched, samples) if self._queues.is_first else []
         self._rewards.score(groups)
         share_responses(self._world, self._backend, groups)  # the same prompts come again
         rows = [

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import RewardError
 from megatron_tlt.resilience.shutdown import GracefulExit
-from megatron_tlt.trainer.batch_assembly import group_samples, share_responses
+from megatron_tlt.trainer.batch_assembly import share_responses
 from megatron_tlt.trainer.evaluation import EvalResult
 from megatron_tlt.trainer.metrics import combined, window_metrics
 from megatron_tlt.types import SampleGroup, TrainBatch, TrainOutput
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from megatron_tlt.trainer.evaluation import Evaluator
     from megatron_tlt.trainer.metrics import RunMetrics
     from megatron_tlt.trainer.rollout_phase import RolloutPhase
-    from megatron_tlt.types import Prompt, Sample
+    from megatron_tlt.types import Prompt
 
 
 @dataclass
@@ -144,9 +144,9 @@ class RLTrainer:
         self.rollout_cache.begin_step(self.progress.step + 1, self.backend.policy_version)
         for _ in range(section.max_sampling_rounds if section.dynamic_sampling else 1):
             prompts = self.prompts.next_batch(num_prompts)
-            samples = self._rollout(prompts)
+            scored = self._rollout(prompts)
             with self._phase("score"):
-                scored = self._score(prompts, samples)
+                self.rewards.score(scored)
                 share_responses(self.world, self.backend, scored)
                 kept += [g for g in scored if self.algorithm.keep_group(self.algorithm.shaped(g))]
                 everywhere = self.world.all_gather_object((_ids(kept), _verdicts(scored)))
@@ -157,24 +157,16 @@ class RLTrainer:
         chosen = set(ids[:num_prompts])
         return [g for g in kept if g.prompt.prompt_id in chosen]
 
-    def _rollout(self, prompts: list[Prompt]) -> list[Sample]:
-        """Samples that this rank generated. Raises GracefulExit if a signal cut any rank's rollout short."""
+    def _rollout(self, prompts: list[Prompt]) -> list[SampleGroup]:
+        """Groups that this rank generated. Raises GracefulExit if a signal cut any rank's rollout short."""
         self.idle_window.begin()
         with self._phase("rollout"):
-            samples = self.rollout.generate(prompts)  # returns when this replica has no request left
+            groups = self.rollout.generate(prompts)  # returns when this replica has no request left
         with self._phase("idle"):
             self.gpu.start()
             report = self.idle_window.run(self.drafter.train_step)  # until every replica is done
-        self._windows.append(window_metrics(report, self.gpu.stop(), self.rollout.is_group_leader))
+        self._windows.append(window_metrics(report, self.gpu.stop(), self.rollout.queues.is_first))
         self.shutdown.sync("rollout", self.rollout.is_cut_short)
-        return samples
-
-    def _score(self, prompts: list[Prompt], samples: list[Sample]) -> list[SampleGroup]:
-        """Groups with rewards. Ranks of one engine hold the same samples: its first one scores them."""
-        if not self.rollout.is_group_leader:
-            return []
-        groups = group_samples(self.rollout.own(prompts), samples)
-        self.rewards.score(groups)
         return groups
 
     def _update_policy(self, batch: TrainBatch) -> TrainOutput:

@@ -1,4 +1,4 @@
-"""The rollout of one rank: samples of its replica's share of the prompts.
+"""The rollout of one rank: samples of the prompts that its replica fetches (`data.prompt_queue`).
 
 Between two engine steps every rank reports its progress (`resilience.heartbeat`) and looks for a signal
 (`resilience.shutdown`), which may cut the rollout short.
@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.idle.policy import tokens_left
+from megatron_tlt.trainer.batch_assembly import group_samples
+from megatron_tlt.types import SampleGroup
 
 if TYPE_CHECKING:
+    from megatron_tlt.data.prompt_queue import PromptQueues
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.controller import OnlineDrafterController
     from megatron_tlt.interfaces import ProgressCallback, RolloutBackend
     from megatron_tlt.resilience.rollout_cache import RolloutCache
     from megatron_tlt.resilience.shutdown import GracefulShutdown
-    from megatron_tlt.types import Prompt, Sample
+    from megatron_tlt.types import Prompt
 
 _FIRST_LENGTH = 256.0  # tokens that a response is expected to have before any has ended
 
@@ -32,38 +34,35 @@ class RolloutPhase:
     def __init__(
         self,
         world: World,
+        queues: PromptQueues,
+        num_samples: int,
         backend: RolloutBackend,
         rollout_cache: RolloutCache,
         drafter: OnlineDrafterController,
         shutdown: GracefulShutdown,
         on_progress: ProgressCallback,
-        rollout_tp: int = 1,
     ):
-        """`rollout_tp`: ranks of one engine."""
-        self._world, self._backend, self._cache, self._drafter = world, backend, rollout_cache, drafter
+        """`num_samples`: of each prompt."""
+        self._world, self.queues, self._num_samples = world, queues, num_samples
+        self._backend, self._cache, self._drafter = backend, rollout_cache, drafter
         self._shutdown, self._on_progress = shutdown, on_progress
-        self._replica, tp_rank = rollout_replica(world.rank, rollout_tp)
-        self.is_group_leader = tp_rank == 0
-        self._num_replicas = world.size // rollout_tp
         self._lengths = np.array([_FIRST_LENGTH])  # tokens of the last rollout's responses, ascending
         self.is_cut_short = False
         """Whether a signal ended this rank's last rollout before its last response."""
 
-    def own(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """This replica's share of a batch."""
-        return list(prompts[self._replica :: self._num_replicas])
+    def generate(self, prompts: Sequence[Prompt]) -> list[SampleGroup]:
+        """Groups of samples of those `prompts` that this replica fetches, without rewards; collects hidden states.
 
-    def generate(self, prompts: Sequence[Prompt]) -> list[Sample]:
-        """Samples of this replica's share of `prompts` (all replicas'); collects hidden states.
-
-        Returns when this replica has no request left. Mutates `is_cut_short`.
+        Returns when this replica has no request left and no prompt is left to fetch. Ranks of one engine have the same
+        samples: its first one returns them. Mutates `is_cut_short`.
         """
-        generate = partial(self._cache.generate, self.own(prompts))
+        queue = self.queues.open(self._backend.ordered(prompts), self._num_samples)
+        generate = partial(self._cache.generate, queue)
         with self._drafter.collecting():
             samples, self.is_cut_short = self._shutdown.interruptible(generate, self._report)
         if samples:
             self._lengths = np.sort(np.array([len(s.token_ids) for s in samples], np.float64))
-        return samples
+        return group_samples(queue.fetched, samples) if self.queues.is_first else []
 
     def _report(self, running: int, waiting: int, generated_tokens: int) -> None:
         """The replica's progress, to watchdog and display."""

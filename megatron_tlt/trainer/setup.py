@@ -21,6 +21,7 @@ from megatron_tlt.backends.vllm.build import build_vllm
 from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data.prompt_queue import PromptQueues
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, TensorParallel
@@ -45,13 +46,13 @@ from megatron_tlt.trainer import device_memory
 from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.preflight import check_on
 from megatron_tlt.trainer.rollout_phase import RolloutPhase
-from megatron_tlt.types import Prompt, SamplingParams
+from megatron_tlt.types import CAPABILITIES, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.algorithms.base import Algorithm
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.kinds.base import SavedDrafter
+    from megatron_tlt.drafter.checkpoint import SavedDrafter
     from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.models.eagle.model import PairModel
@@ -109,14 +110,9 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     idle_window = _idle_window(config, world, tp, drafter, metrics)
     rollout_cache = _rollout_cache(config, world, tokenizer, backend, params)
     shutdown = GracefulShutdown(world, config.stop, signals, tp.largest)
+    queues, num_samples = prompt_queues(config, world, tp), config.rollout.samples_per_prompt
     rollout = RolloutPhase(
-        world,
-        backend,
-        rollout_cache,
-        drafter,
-        shutdown,
-        metrics.on_rollout,
-        rollout_tp=tp.size,
+        world, queues, num_samples, backend, rollout_cache, drafter, shutdown, metrics.on_rollout
     )
     return RLTrainer(
         config=config,
@@ -131,7 +127,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         assembler=BatchAssembler(world, policy, algorithm, config.rollout.temperature, backend.capabilities.logprobs),
         policy=policy,
         sync=BucketedSync(config.sync, backend, world),
-        evaluator=build_evaluator(config, world, held_out, backend, rewards),
+        evaluator=build_evaluator(config, held_out, backend, rewards, queues),
         checkpoints=CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world, lock),
         metrics=metrics,
         gpu=_gpu_monitor(world),
@@ -238,13 +234,20 @@ def open_backend(
     return backend
 
 
+def prompt_queues(config: Config, world: World, tp: TensorParallel) -> PromptQueues:
+    """How prompts of a rollout come to the replicas."""
+    rollout = config.rollout
+    pulls = rollout.schedule == "pull" and CAPABILITIES[rollout.backend].keyed_sampling
+    return PromptQueues(world, tp.size, tp.largest, rollout.max_running_requests if pulls else None)
+
+
 def build_evaluator(
-    config: Config, world: World, prompts: list[Prompt], backend: RolloutBackend, rewards: RewardPool
+    config: Config, prompts: list[Prompt], backend: RolloutBackend, rewards: RewardPool, queues: PromptQueues
 ) -> Evaluator | None:
     """The evaluator on held-out prompts; None without any."""
     if not prompts:
         return None
-    return Evaluator(prompts, config.eval, sampling_params(config), backend, rewards, world, config.rollout.tp)
+    return Evaluator(prompts, config.eval, sampling_params(config), backend, rewards, queues)
 
 
 def _policy(config: Config, world: World, algorithm: Algorithm) -> MegatronPolicy:
@@ -263,7 +266,7 @@ def _policy(config: Config, world: World, algorithm: Algorithm) -> MegatronPolic
 
 def _drafter(config: Config, trainer: OnlineDrafterTrainer | None) -> SavedDrafter | None:
     """The engine's drafter; None without one."""
-    from megatron_tlt.drafter.kinds.base import SavedDrafter
+    from megatron_tlt.drafter.checkpoint import SavedDrafter
 
     if trainer is not None:
         return SavedDrafter(trainer.model.config, trainer.weights())
@@ -295,15 +298,14 @@ def _starting_drafter(config: Config) -> PairModel:
     A policy that starts from a Megatron checkpoint may have no weights in `model.path`: its drafter starts at random.
     """
     from megatron_tlt.drafter.checkpoint import drafter_shape, load_drafter
-    from megatron_tlt.drafter.kinds.registry import KINDS
+    from megatron_tlt.models.eagle.eagle3 import build_model
     from megatron_tlt.models.loader import weight_reader
 
     shape = ModelConfig.from_hf(config.model.path)
     path = config.rollout.speculation.drafter_path
     saved = None if path is None else load_drafter(path, shape, config.rollout.speculation)
     with torch.random.fork_rng(devices=[]):  # the constructor draws weights that are overwritten
-        made = drafter_shape(config.rollout.speculation, shape) if saved is None else saved.config
-        model = KINDS[made.kind].build_model(made)
+        model = build_model(drafter_shape(config.rollout.speculation, shape) if saved is None else saved.config)
     if saved is not None:
         model.load_state_dict(saved.weights)
     else:

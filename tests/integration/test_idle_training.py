@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from make_demo_policy import write_experts
 
 from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_state
 from megatron_tlt.observe.events import read_events
@@ -140,6 +141,22 @@ def test_a_resumed_run_goes_on_with_the_drafter(folder: Path):
 
 def resumed(kind: str, source: str, steps: int) -> list[str]:
     return [*TRAIN, f"{SPEC}.drafter={kind}", f"drafter.online.hidden_states={source}", f"train.num_steps={steps}"]
+
+
+def test_a_rank_with_a_slow_engine_fetches_fewer_prompts(folder: Path):
+    """Both begin with one prompt of eight and fetch the others, experts and all."""
+    write_experts(folder / "model", folder / "experts", seed=0)
+    experts = [f"model.path={folder / 'experts'}", "actor.ep=2", "actor.router_replay=rollout"]
+    few = [*experts, *TRAIN, "rollout.max_running_requests=4"]
+    jobs = {"pull": few, "static": [*few, "rollout.schedule=static"]}
+    run(folder, [*((name, options, "slow engine") for name, options in jobs.items()), ("off-experts", experts, "")])
+    for name in jobs:
+        assert_same_policy(folder, name, "off-experts")
+        assert all((r["policy/replayed_share"], r["policy/replay_flips"]) == (1, 0) for r in rows(folder / name))
+    waited = [sum(row["idle/seconds"] for row in rows(folder / name)) for name in jobs]
+    assert waited[0] < waited[1] / 2, waited
+    digests = [[row["responses"] for row in read_rows(folder / n / ROLLOUTS_FILE)] for n in (*jobs, "off-experts")]
+    assert digests[0] == digests[1] == digests[2]
 
 
 @pytest.mark.nightly

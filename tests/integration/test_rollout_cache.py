@@ -125,6 +125,12 @@ def test_two_ranks_and_one_read_what_the_other_has_cached(one, dead, tmp_path):
     train(config, 2, f"train.run_dir={by_one}")
     assert reused(by_one)[1] == 20
     assert_same_checkpoint(two / LAST, by_one / LAST)
+    # Either rank may fetch the prompts of which the other one has cached responses.
+    pulling = "rollout.max_running_requests=4"
+    again = killed(config, tmp_path / "again", 0, 3, 9, NOW, pulling)
+    train(config, 2, f"train.run_dir={again}", pulling)
+    assert 9 <= reused(again)[3] < 32
+    assert_same_checkpoint(two / LAST, again / LAST)
 
 
 @pytest.mark.nightly

@@ -78,6 +78,10 @@ def test_tlt_changes_no_weight_and_a_resumed_run_ends_at_the_same_bits(tmp_path:
         assert row["drafter/version"] == row["step"]
     assert sum(row["drafter/steps"] for row in rows(on)) > 0, "idle time trained it"
     assert_same(on, off)
+    if kind == "eagle":
+        pulled = tmp_path / "pulled"
+        train(pulled, "rollout.max_running_requests=2", "idle.train_drafter=false")
+        assert_same(pulled, off)
     shutil.copytree(on, resumed, ignore=shutil.ignore_patterns("status"))
     shutil.rmtree(resumed / "checkpoints/step-000003")
     train(resumed, *options)

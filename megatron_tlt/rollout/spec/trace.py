@@ -21,7 +21,8 @@ class DraftTrace:
     """Keeps the runs of every response to some prompts."""
 
     def __init__(self, prompt_ids: Collection[int]):
-        self._prompt_ids = frozenset(prompt_ids)
+        """`prompt_ids` is read at every step: prompts may join."""
+        self._prompt_ids = prompt_ids
         self._runs: dict[tuple[int, int], list[Run]] = {}
 
     def add(self, draft: Draft, accepted: Accepted, rows: RunningRows) -> None:

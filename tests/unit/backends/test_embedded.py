@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +17,15 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection, SuffixSection
-from megatron_tlt.drafter.kinds.base import SavedDrafter
+from megatron_tlt.drafter.checkpoint import SavedDrafter
 from megatron_tlt.errors import ConfigError, SyncError
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.rollout.scheduler import SchedulerLimits
+from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import HiddenStateSample, PastResponse, Prompt, SamplingParams, WeightBucket
-from tests.helpers.fake_decoder import CharTokenizer
+from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
 from tests.helpers.tiny_models import TINY, random_weights
 
 PROMPTS = [Prompt(3, "q3", (4, 5, 6), "def"), Prompt(1, "q1", (7, 8), "gh")]
@@ -126,11 +131,11 @@ def test_a_resumed_backend_orders_prompts_alike(model_dir: Path, drafter: str):
         backend.generate(PROMPTS, PARAMS, 2)
         lengths = {"q3": 4, "q1": 9}
         backend.remember([PastResponse(q, np.zeros(n, np.int32), 1.0, 1) for q, n in lengths.items()])
-    assert [p.dataset_id for p in backends[0]._ordered(PROMPTS)] == ["q1", "q3"]
-    assert [p.dataset_id for p in backends[1]._ordered(PROMPTS)] == ["q3", "q1"]
+    assert [p.dataset_id for p in backends[0].ordered(PROMPTS)] == ["q1", "q3"]
+    assert [p.dataset_id for p in backends[1].ordered(PROMPTS)] == ["q3", "q1"]
     state = json.loads(json.dumps(backends[0].state_dict()))  # it stands in a checkpoint's manifest
     backends[1].load_state_dict(state)
-    assert [p.dataset_id for p in backends[1]._ordered(PROMPTS)] == ["q1", "q3"]
+    assert [p.dataset_id for p in backends[1].ordered(PROMPTS)] == ["q1", "q3"]
     backends[1].load_state_dict({})  # of a checkpoint from before there was any of this
 
 
@@ -151,7 +156,7 @@ def test_history_is_kept_only_where_it_is_read(model_dir: Path, drafter, epochs,
     assert (backend.history_responses or 0) >= (wanted or 0)
     assert (backend.history_responses is None) == (wanted is None)
     backend.remember([PastResponse("q1", np.zeros(9, np.int32), 1.0, 1)])
-    assert [p.dataset_id for p in backend._ordered(PROMPTS[::-1])] == ["q1", "q3"]
+    assert [p.dataset_id for p in backend.ordered(PROMPTS[::-1])] == ["q1", "q3"]
     if wanted is not None:
         assert len(backend._history.of("q1")) == wanted
         assert backend._history.expected_length("q1") == 9
@@ -172,3 +177,33 @@ def test_ranks_of_one_engine_agree_on_its_size(model_dir: Path, tmp_path: Path):
     alone = build_backend(RolloutSection(kv_cache_mib=4), model)
     shared = build_backend(RolloutSection(kv_cache_mib=4, tp=2), split, tp=Rank())
     assert shared.engine.blocks.num_blocks == alone.engine.blocks.num_blocks - 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prompts_are_fetched_when_there_is_room_and_two_engines_give_the_responses_of_one(seed: int):
+    """From pools so small that requests are preempted, too; the other engine has fetched some of the prompts."""
+    rng, params = random.Random(seed), SamplingParams(max_tokens=24, seed=3, stop=("ab",))
+    prompts = [Prompt(10 + i, f"q{i}", tuple(range(1, 3 + 2 * i)), "?") for i in range(8)]
+
+    def backend(max_running: int, num_blocks: int = 400) -> EmbeddedBackend:
+        limits = SchedulerLimits(max_running, 64, 128, 50)
+        engine = Engine(FakeDecoder(50), limits, num_blocks, 4, tokenizer=CharTokenizer(), eos_token_ids=(0,))
+        return EmbeddedBackend(engine, ServedWeights({}, version=0))
+
+    whole = backend(64).generate(prompts, params, 5)
+    first, others, seen = backend(4, rng.choice((18, 30, 400))), [], []
+
+    def fetched() -> Iterator[Prompt]:
+        for prompt in prompts:
+            engine = first.engine
+            seen.append(engine.num_running + engine.num_waiting)
+            if rng.random() < 0.3:
+                others.append(prompt)
+            else:
+                yield prompt
+
+    mine = first.generate(fetched(), params, 5)
+    assert max(seen) < 4 and len(seen) == len(prompts)
+    assert first.engine.blocks.num_free == first.engine.blocks.num_blocks
+    theirs = backend(3).generate(others, params, 5)
+    assert sorted([*mine, *theirs], key=lambda s: (s.prompt_id, s.sample_index)) == whole

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_tlt.config.run import RolloutCacheSection
+from megatron_tlt.data.prompt_queue import PromptQueue
 from megatron_tlt.resilience.rollout_cache import (
     ResponseWriter,
     RolloutCache,
@@ -169,7 +170,8 @@ def run_step(
     list(cache.fingerprint([("w", weight)]))  # type: ignore[list-item]
     cache.begin_step(step, 0)
     try:
-        samples = cache.generate(prompts, None)  # type: ignore[arg-type]
+        queue = PromptQueue(prompts, 0, 1, len(prompts), lambda: 0)
+        samples = cache.generate(queue, None)  # type: ignore[arg-type]
     finally:
         metrics = cache.end_step()
         cache.close()
@@ -192,6 +194,20 @@ def test_responses_of_an_interrupted_step_are_reused_and_only_the_rest_is_genera
     again = Engine()
     assert run_step(tmp_path, again)[0] == whole
     assert again.asked == set()  # of two starts together
+
+
+def test_responses_to_prompts_that_another_replica_fetches_are_left_to_it(tmp_path: Path) -> None:
+    killed(tmp_path, 5)  # four responses to prompt 0, one to prompt 1
+    engine = Engine()
+    cache = make(tmp_path, engine)
+    cache.start(0)
+    list(cache.fingerprint([("w", 1.0)]))  # type: ignore[list-item]
+    cache.begin_step(1, 0)
+    tickets = iter((1, 3, 4))
+    samples = cache.generate(PromptQueue(PROMPTS, 0, 2, 0, lambda: next(tickets)), None)  # type: ignore[arg-type]
+    assert [(s.prompt_id, s.sample_index) for s in samples] == [(p, i) for p in (1, 3) for i in range(SAMPLES)]
+    assert len(engine.asked) == 7
+    assert cache.end_step()["rollout_cache/reused"] == 1.0
 
 
 @pytest.mark.parametrize(

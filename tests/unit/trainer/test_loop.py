@@ -42,13 +42,13 @@ class Backend:
 class Rollout:
     """Two responses of one token to each prompt."""
 
-    is_group_leader, is_cut_short = True, False
+    queues, is_cut_short = SimpleNamespace(is_first=True), False
 
-    def own(self, prompts: list[Prompt]) -> list[Prompt]:
-        return prompts
-
-    def generate(self, prompts: list[Prompt]) -> list[Sample]:
-        return [Sample(p.prompt_id, i, [7], [-1.0], "", "stop", 0) for p in prompts for i in range(2)]
+    def generate(self, prompts: list[Prompt]) -> list[SampleGroup]:
+        return [
+            SampleGroup(p, [Sample(p.prompt_id, i, [7], [-1.0], "", "stop", 0) for i in range(2)])
+            for p in prompts
+        ]
 
 
 class Rewards:

@@ -78,7 +78,7 @@ def test_an_engine_has_as_many_requests_as_it_runs_at_once() -> None:
     backend, process = toy_backend(ToyProcess(), 3)
     seen = []
     assert backend.generate(prompts, params, 5, lambda *figures: seen.append(figures[:2])) == alone
-    assert process.most == 3 and seen[0] == (3, 16) and seen[-1] == (0, 0)
+    assert process.most == 3 and seen[0] == (3, 0) and seen[-1] == (0, 0)
 
 
 class KeepingProcess(ToyProcess):

@@ -1,1 +1,0 @@
-"""EAGLE-1 in TLT's form."""
