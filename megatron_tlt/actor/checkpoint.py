@@ -32,6 +32,7 @@ from megatron_tlt.actor.compat import cpu_as_cuda, current_device, load_numbers_
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.shard_writer import ThreadSaveStrategy, ThreadWriter
 from megatron_tlt.actor.torch_dist_reader import METADATA, TorchDistReader, read_metadata
+from megatron_tlt.actor.weights import trainable
 from megatron_tlt.distributed.together import together
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
@@ -140,7 +141,7 @@ class SaveHandle:
 def sharded_state(
     module: Any, optimizer: Any, groups: ActorGroups, values_of: Callable[[Tensor], Tensor] | None
 ) -> dict[str, Any]:
-    """megatron's description of which part of which global tensor this rank holds.
+    """megatron's description of which part of which global tensor this rank holds, of what is `trainable`.
 
     `values_of`: see `start_save`; None to load, into the state itself.
     """
@@ -148,7 +149,9 @@ def sharded_state(
     read = values_of or (lambda tensor: tensor)
     optimizer_shards.prime(optimizer)
     optimizer_shards.describe_in_place(optimizer, read)
-    model = module.sharded_state_dict(metadata=metadata)
+    frozen = {name for name, _ in module.named_parameters()} - trainable(module).keys()
+    whole = module.sharded_state_dict(metadata=metadata)
+    model = {name: part for name, part in whole.items() if name not in frozen}
     state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     for part in nested_values(extract_sharded_tensors_and_factories(state)[0]):
         part.data = read(part.data)
@@ -174,7 +177,8 @@ def load_state(module: Any, optimizer: Any, groups: ActorGroups, directory: Path
         state = dist_checkpointing.load(
             sharded_state(module, optimizer, groups, None), str(directory)
         )
-        module.load_state_dict(state["model"])
+        left_out = module.load_state_dict(state["model"], strict=False)
+        assert not left_out.unexpected_keys and not trainable(module).keys() & set(left_out.missing_keys)
         optimizer.load_state_dict(state["optimizer"])
         optimizer_shards.separate_steps(optimizer)
 

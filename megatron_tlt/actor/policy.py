@@ -57,7 +57,7 @@ from megatron_tlt.actor.optimizer import (
 )
 from megatron_tlt.actor.routing import Routing, routing_metrics
 from megatron_tlt.actor.train_step import PolicyLoss, Scored, accumulate_gradients, forward_logprobs
-from megatron_tlt.actor.weights import load_weights, named_tensors
+from megatron_tlt.actor.weights import load_weights, named_tensors, value_of
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ModelSection
@@ -311,9 +311,10 @@ class MegatronPolicy:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every full tensor under its Hugging Face name, in one order on every rank; one in memory at a time.
 
-        A tensor may be a view of the live weights: read it before the next step, do not write to it.
+        These are the weights that an engine serves, which need not be parameters. A tensor may be a view of the live
+        weights: read it before the next step, do not write to it.
         """
-        return named_tensors(self.model.module, self.config, self.groups, lambda parameter: parameter.data)
+        return named_tensors(self.model.module, self.config, self.groups, value_of)
 
     # ---- checkpoints
 

@@ -44,6 +44,18 @@ def load_weights(
             parameter.copy_(part)
 
 
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that updates move, by megatron's name. Gradient buffers and optimizer hold these, and of the
+    model's parameters a checkpoint holds no others.
+    """
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def value_of(parameter: nn.Parameter) -> Tensor:
+    """What weight sync and export read of a parameter, in its shape. May be made for this call."""
+    return parameter.data
+
+
 def mark_shards(module: nn.Module, config: ModelConfig, groups: ActorGroups) -> None:
     """Marks parameters that TP cuts, as megatron's initialisation does (we skip that: weights are loaded).
 
@@ -80,9 +92,9 @@ def named_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """`read(parameter)` of every parameter as full Hugging Face tensors, in one order on every rank.
 
-    Collective. `read` gives a tensor of the parameter's shape (its data, its gradient, ...), of one type over all
-    parameters. A yielded tensor may be a view of the parameter: use it before the next step, and do not write
-    to it. At most one parameter is held in full at a time.
+    Collective. `read` gives a tensor of the parameter's shape (`value_of`, its gradient, ...), of one type over all
+    parameters. A yielded tensor may be a view of the parameter or made from several: use it before the next step, and
+    do not write to it. At most one parameter is held in full at a time.
     """
     parameters = dict(module.named_parameters())
     sample = read(next(iter(parameters.values())))

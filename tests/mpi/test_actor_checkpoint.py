@@ -29,7 +29,7 @@ def one_rank(place: Path) -> list[dict[str, Any]]:
     commands = [
         f"{verb} {place}/{name} {layout}" for name, layout in VARIANTS.items() for verb in ("save", "load")
     ]
-    return launch(1, *commands, f"refuse {place}/adam")
+    return launch(1, *commands, f"refuse {place}/adam", f'frozen {place}/frozen {{"model":"llama"}}')
 
 
 VARIANTS = {"adam": "{}", "sgd": '{"sgd":true}', "bf16": '{"dtype":"bf16"}'}
@@ -127,6 +127,13 @@ def test_context_parallel_ranks_divide_the_optimizer_and_other_layouts_read_it(t
     same, other = [r for r in two_ranks if r["case"] == "load"][6:8]
     assert same["same_bits"] and same["grad_norm"] == 0.0
     assert other["weights"] <= 1e-5, other
+
+
+def test_frozen_parameters_stay_and_are_not_saved(one_rank: list[dict[str, Any]]) -> None:
+    (found,) = [r for r in one_rank if r["case"] == "frozen"]
+    assert found["moved"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert found["kept"] == ["linear_proj", "linear_qkv"]
+    assert found["same"]
 
 
 @pytest.mark.parametrize("which", range(len(VARIANTS)))

@@ -8,6 +8,7 @@ ledger LAYOUT: bytes that a save and a load take on the device and on the host, 
 refuse:        checkpoints of another optimizer and another model
 full LAYOUT:   a save whose further file finds a full disk on rank 0, and one whose further file is written
 start LAYOUT:  a policy from Hugging Face's files and one from Megatron's in DIR, one update each: the same bits?
+frozen LAYOUT: an update, a save and a load of a policy that trains its attention only
 once LAYOUT:   one update and a save; its weights beside it in after.pt
 foreign LAYOUT: weights alone, written by megatron-core with other sharding flags ("flags" of the layout)
 """
@@ -231,6 +232,34 @@ def once(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) ->
         torch.save(weights, checkpoints / "after.pt")
 
 
+def frozen(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
+    """A policy that trains its attention only: what an update moves, what a save holds, what a load fills."""
+    from megatron_tlt.actor import policy as module
+    from megatron_tlt.actor.torch_dist_reader import TorchDistReader
+
+    load_weights = module.load_weights
+
+    def load_and_freeze(stage: Any, *rest: Any) -> None:
+        load_weights(stage, *rest)
+        for name, parameter in stage.named_parameters():
+            parameter.requires_grad_("self_attention" in name)
+
+    with mock.patch.object(module, "load_weights", load_and_freeze):
+        policy, other = (build(world, root, dict(layout)) for _ in range(2))
+    before = copy_of(policy.named_weights())
+    update(policy, 1)
+    policy.start_save(checkpoints / "step-000001", {}).wait()
+    other.load(checkpoints / "step-000001")
+    after = copy_of(policy.named_weights())
+    say(
+        world,
+        case="frozen",
+        moved=sorted({name.split(".")[-2] for name, tensor in after.items() if not torch.equal(tensor, before[name])}),
+        kept=sorted({key.split(".")[-2] for key in TorchDistReader(checkpoints / "step-000001").weight_keys()}),
+        same=all(torch.equal(tensor, after[name]) for name, tensor in other.named_weights()),
+    )
+
+
 def foreign(world: World, root: Path, directory: Path, layout: dict[str, Any]) -> None:
     """What megatron-core writes for another program: weights under its own choice of keys."""
     from megatron.core import dist_checkpointing
@@ -254,7 +283,7 @@ def foreign(world: World, root: Path, directory: Path, layout: dict[str, Any]) -
 
 
 VERBS = {"save": save, "load": load, "full": full_disk, "gather": gather, "count": count, "ledger": ledger}
-VERBS |= {"start": start, "once": once, "foreign": foreign}
+VERBS |= {"start": start, "once": once, "foreign": foreign, "frozen": frozen}
 
 
 def main() -> None:
