@@ -17,7 +17,7 @@ import torch
 
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED
 from megatron_tlt.drafter.export.drafter import export_files, write_export
-from megatron_tlt.drafter.export.engines import FORMATS
+from megatron_tlt.drafter.kinds.base import FORMATS
 from megatron_tlt.errors import TltError
 
 if TYPE_CHECKING:

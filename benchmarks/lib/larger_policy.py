@@ -14,7 +14,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.models.loader import iter_weights
 
@@ -81,7 +81,7 @@ def widen_drafter(drafter: Path, small: ModelConfig, large: ModelConfig, folder:
         half = (large.hidden_size, large.hidden_size)
         return torch.cat([_padded(name, part, half) for part in known[name].split(h, dim=1)], dim=1)
 
-    config = DrafterConfig.eagle(large)
+    config = EagleConfig.of(large)
     save_drafter(folder, config, {name: fill(name, shape) for name, shape in config.shapes().items()})
     return folder
 

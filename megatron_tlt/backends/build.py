@@ -11,10 +11,11 @@ from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.drafter.checkpoint import load_drafter
+from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.models.base import DTYPES, empty_routed_experts
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.factory import build_decoder, build_eagle, sample_kernel
+from megatron_tlt.models.factory import build_decoder, sample_kernel
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.engine import Engine, GraphBudget
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.rollout import RolloutSection, SyncSection
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
-    from megatron_tlt.drafter.checkpoint import SavedDrafter
+    from megatron_tlt.drafter.kinds.base import SavedDrafter
     from megatron_tlt.models.base import Decoder
     from megatron_tlt.models.eagle.base import EagleDecoder
     from megatron_tlt.rollout.sampler import NativeSample
@@ -80,7 +81,7 @@ def build_backend(
     history = _history(rollout)
     eagle = None
     if rollout.speculation.trained and drafter is not None:
-        eagle = build_eagle(decoder, drafter.config, rollout.threads)
+        eagle = KINDS[drafter.config.kind].build_decoder(decoder, drafter.config, rollout.threads)
         eagle.load_weights(drafter.weights.items())
     num_blocks = choose_num_blocks(
         _block_bytes(rollout.block_size, decoder, eagle, keep_layers is not None),

@@ -19,7 +19,7 @@ import torch
 
 from megatron_tlt.backends.base import BaseBackend
 from megatron_tlt.backends.transport import by_cuda_ipc, in_shared_memory
-from megatron_tlt.drafter.export.engines import layer_names
+from megatron_tlt.drafter.kinds.base import engine_names
 from megatron_tlt.errors import BackendError, SyncError, shortened
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD
@@ -316,7 +316,7 @@ class RemoteBackend(BaseBackend):
         self._weights.commit()
 
     def _send_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        tensors = list(layer_names(weights).items())
+        tensors = list(engine_names(weights).items())
         sums = self._send("drafter", tensors)
         if self._weights.keep_checksums and sums != {name: checksum(tensor) for name, tensor in tensors}:
             raise SyncError(f"the engine holds other bytes of the drafter than version {version} has")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.checkpoint import SavedDrafter
+    from megatron_tlt.drafter.kinds.base import SavedDrafter
     from megatron_tlt.drafter.pretrain import DrafterPretraining
     from megatron_tlt.types import Prompt
 

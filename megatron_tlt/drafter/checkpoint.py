@@ -1,15 +1,14 @@
 """A drafter directory: `drafter.safetensors` and `config.json`.
 
-config.json is that of the policy, with the drafter's entries before it: `drafter` (eagle or eagle3), `policy_version`,
-`trained_steps`, `policy_fingerprint`, and for eagle3 `eagle3_layers`, `draft_vocab_size`, `norm_before_residual` and
-its `layer`. Directories as others publish EAGLE-3 drafters are read as well (`public.py`).
+config.json is that of the policy, with the drafter's entries before it: `drafter` (its kind), `policy_version`,
+`trained_steps`, `policy_fingerprint`, and what the kind describes. Directories as others publish them are read as well
+(`DrafterKind.read_public`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from torch import Tensor
 from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.fingerprint import other_policy_problem
-from megatron_tlt.drafter.public import is_public, public_config, read_public
+from megatron_tlt.drafter.kinds.base import DrafterKind, SavedDrafter, cast_tensors
+from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
@@ -29,34 +29,24 @@ from megatron_tlt.models.hf_writer import write_tensors
 from megatron_tlt.observe.files import replace_files
 
 WEIGHTS, CONFIG = "drafter.safetensors", "config.json"
-KIND, KIND3 = "eagle", "eagle3"
 
 
-@dataclass(frozen=True, slots=True)
-class SavedDrafter:
-    """All tensors of a drafter, on the CPU, and where they come from."""
-
-    config: DrafterConfig
-    weights: Mapping[str, Tensor]
-    policy_version: int = 0  # of the policy whose hidden states it was last trained on
-    trained_steps: int = 0
-    fingerprint: Mapping[str, str] = field(default_factory=dict)  # `policy_fingerprint` of its policy
-
-    def to_json(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The contents of config.json; `dtype` is that of the weights beside it."""
-        name = str(dtype).removeprefix("torch.")
-        origin = {"policy_version": self.policy_version, "trained_steps": self.trained_steps}
-        made_for = {"policy_fingerprint": dict(self.fingerprint)}
-        return {**describe(self.config), **origin, **made_for, **self.config.policy.to_hf(name)}
+def about_of(drafter: SavedDrafter, dtype: torch.dtype) -> dict[str, Any]:
+    """The contents of config.json; `dtype` is that of the weights beside it."""
+    name = str(dtype).removeprefix("torch.")
+    origin = {"policy_version": drafter.policy_version, "trained_steps": drafter.trained_steps}
+    made_for = {"policy_fingerprint": dict(drafter.fingerprint)}
+    return {**describe(drafter.config), **origin, **made_for, **drafter.config.policy.to_hf(name)}
 
 
 def describe(config: DrafterConfig) -> dict[str, Any]:
-    """What config.json and checkpoints say of a drafter beside its policy's shape; `described` reads it."""
-    if config.kind == KIND:
-        return {"drafter": KIND}
-    layer = config.layer.to_hf() | {"torch_dtype": None}
-    own = {"eagle3_layers": list(config.aux_layers), "draft_vocab_size": config.draft_vocab_size}
-    return {"drafter": KIND3, **own, "norm_before_residual": config.norm_before_residual, "layer": layer}
+    """What config.json and checkpoints say of a drafter beside its policy's shape."""
+    return {"drafter": config.kind, **KINDS[config.kind].describe(config)}
+
+
+def described(about: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
+    """What `describe` was given. Raises ConfigError or CheckpointError for entries that it never returns."""
+    return KINDS[about["drafter"]].described(about, policy)
 
 
 def drafter_shape(section: SpeculationSection, policy: ModelConfig) -> DrafterConfig:
@@ -66,9 +56,7 @@ def drafter_shape(section: SpeculationSection, policy: ModelConfig) -> DrafterCo
     if section.trained is None:
         allowed = f"names no drafter that is trained: {', '.join(map(repr, DRAFTERS))}"
         raise ConfigError.of("rollout.speculation.drafter", section.drafter, allowed)
-    if section.drafter == KIND:
-        return DrafterConfig.eagle(policy)
-    return DrafterConfig.eagle3(policy, section.layers, section.draft_vocab_size)
+    return KINDS[section.drafter].fresh(section, policy)
 
 
 def save_drafter(
@@ -88,7 +76,7 @@ def save_drafter(
     drafter = SavedDrafter(config, weights, policy_version, trained_steps, fingerprint or {})
     config.check(weights)
     write_directory(
-        Path(directory), {WEIGHTS: cast_tensors(weights, dtype)}, {CONFIG: drafter.to_json(dtype)}
+        Path(directory), {WEIGHTS: cast_tensors(weights, dtype)}, {CONFIG: about_of(drafter, dtype)}
     )
 
 
@@ -103,8 +91,8 @@ def load_drafter(
     root = Path(directory)
     about = read_about(root)
     config = _config_of(about, root, policy, wanted)
-    if is_public(about):
-        weights = read_public(root, config)
+    if (kind := _public_kind(about)) is not None:
+        weights = kind.read_public(root, config)
     else:
         try:
             weights = load_file(str(root / WEIGHTS))
@@ -153,13 +141,16 @@ def read_about(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} cannot be read: {e} (megatron-tlt drafter makes such a directory)"
         ) from e
-    if not isinstance(about, dict) or (about.get("drafter") not in (KIND, KIND3) and not is_public(about)):
-        kind = about.get("drafter") if isinstance(about, dict) else None
-        raise CheckpointError(
-            f"{file} describes no drafter: drafter = {kind!r} must be {KIND!r} or {KIND3!r}, or the architecture "
-            "one of EAGLE-3"
-        )
+    name = about.get("drafter") if isinstance(about, dict) else None
+    if not isinstance(about, dict) or (name not in KINDS and _public_kind(about) is None):
+        allowed = f"must be {' or '.join(map(repr, KINDS))}, or the architecture one of EAGLE-3"
+        raise CheckpointError(f"{file} describes no drafter: drafter = {name!r} {allowed}")
     return about
+
+
+def _public_kind(about: Mapping[str, Any]) -> DrafterKind | None:
+    """The kind of a drafter that others made; None for our own directories."""
+    return next((kind for kind in KINDS.values() if kind.is_public(about)), None)
 
 
 def _config_of(
@@ -168,12 +159,12 @@ def _config_of(
     """The drafter that config.json describes. Raises CheckpointError where it is not the one that is wanted."""
     file = root / CONFIG
     try:
-        if is_public(about):
-            if policy is None:
-                raise CheckpointError("has no shape of the policy: it must be given")
-            config = public_config(about, policy, None if wanted is None else wanted.layers)
-        else:
+        if (kind := _public_kind(about)) is None:
             config = described(about, policy or ModelConfig.from_hf(about))
+        elif policy is None:
+            raise CheckpointError("has no shape of the policy: it must be given")
+        else:
+            config = kind.public_config(about, policy, None if wanted is None else wanted.layers)
     except (CheckpointError, ConfigError) as e:
         raise CheckpointError(f"{file}: {e}") from e
     if wanted is None:
@@ -184,32 +175,6 @@ def _config_of(
         if given is not None and given != value:
             raise CheckpointError(f"{file} has {name} = {value}, but rollout.speculation.{name} = {given}")
     return config
-
-
-def described(about: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
-    """What `describe` was given. Raises ConfigError or CheckpointError for what it never returns."""
-    if about["drafter"] == KIND:
-        return DrafterConfig.eagle(policy)
-    layers, size, own = about.get("eagle3_layers"), about.get("draft_vocab_size"), about.get("layer")
-    if not isinstance(layers, list) or not all(isinstance(i, int) for i in layers):
-        raise CheckpointError(f"eagle3_layers = {layers!r} must be a list of three ids")
-    if not isinstance(size, int):
-        raise CheckpointError(f"draft_vocab_size = {size!r} must be an integer")
-    layer = None if own is None else ModelConfig.from_hf(own)
-    return DrafterConfig.eagle3(policy, tuple(layers), size, layer, bool(about.get("norm_before_residual")))
-
-
-def cast_tensors(named: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Contiguous CPU copies; integers keep their type. Raises CheckpointError for a value that is not finite."""
-    out = {}
-    for name, tensor in named.items():
-        stored = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
-        if not bool(torch.isfinite(stored).all()):
-            raise CheckpointError(
-                f"{name} has values that are not finite in {str(dtype).removeprefix('torch.')}"
-            )
-        out[name] = stored.contiguous().clone()
-    return out
 
 
 def write_directory(

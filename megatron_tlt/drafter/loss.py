@@ -1,79 +1,22 @@
-"""The loss of a drafter: the policy's hidden states (kind eagle) and its distributions.
+"""The part of a drafter's loss behind an LM head: cross entropy and total variation against the policy.
 
-For unrolled step j, over the bases that have it, with z = o W^T, through the policy's frozen LM head or, of kind
-eagle3, norm and head of its own, and p, q the softmax of policy and drafter at the rollout temperature:
-
-    gamma^j * mean( w_h * SmoothL1(o, h) + w_ce * CE(p, q) + w_tv * TV(p, q) )
-
-SmoothL1 is a mean over the hidden size; TV = 1/2 sum |p - q| is one minus the share of drafts that ideal verification
-accepts (Leviathan et al., 2211.17192, section 3). SmoothL1 keeps long drafts on course: without it the drafter reads
-hidden states of its own that no policy has, and acceptance falls from position to position. EAGLE-3 (2503.01840,
-section 3) leaves it out. Where the drafter's vocabulary is reduced, p is the policy's over it, renormalised, and rows
-whose most likely token is outside have no loss: they would teach the policy's second choice (SpecForge's rule).
+TV = 1/2 sum |p - q| is one minus the share of drafts that ideal verification accepts (Leviathan et al., 2211.17192,
+section 3). Where the drafter's vocabulary is reduced, p is the policy's over it, renormalised, and rows whose most
+likely token is outside have no loss: they would teach the policy's second choice (SpecForge's rule).
 
 Legend: N rows, H hidden size, V vocabulary, Vd the drafter's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import smooth_l1_loss
 
 from megatron_tlt.config.drafter import DrafterLossSection
-from megatron_tlt.models.eagle.model import PairModel
-from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
 
 _MAX_ELEMENTS = 1 << 25  # of [rows, V] at a time: bounds the temporaries of the LM head
-
-LossParts = dict[str, list[Tensor]]  # means by unrolled step, 0-d
-
-
-def part_names(model: PairModel) -> tuple[str, ...]:
-    """The parts of its loss by step: `hidden` (SmoothL1), `ce`, `accept` (1 - TV)."""
-    return ("hidden", "ce", "accept") if model.imitates_states else ("ce", "accept")
-
-
-def draft_loss(
-    model: PairModel,
-    outputs: Sequence[Tensor],
-    batch: PairBatch,
-    layout: PairLayout,
-    head: Tensor,
-    loss: DrafterLossSection,
-    temperature: float = 1.0,
-    counts: Sequence[int] | None = None,
-) -> tuple[Tensor, LossParts]:
-    """The loss (0-d, differentiable) of `PairModel.unroll`'s outputs [N, H], and its `part_names`.
-
-    The last H columns of `batch.hidden` are the policy's final hidden state; head [V, H] is the policy's. 1 - TV is
-    over the whole vocabulary: a token outside the drafter's cannot be accepted. A step that no sequence is long enough
-    for adds nothing. How sequences are packed does not matter: every term is a sum over rows divided by their number.
-    `counts` are those numbers where the batch is only a share of a
-    larger one: the losses and parts of all shares then add up to that of the whole.
-    """
-    total = torch.zeros((), device=head.device)
-    parts: LossParts = {name: [] for name in part_names(model)}
-    states, ids, own = batch.hidden[:, -head.shape[1] :], model.token_ids(), model.own_head(head)
-    for step, output in enumerate(outputs):
-        valid = layout.existing(step)
-        rows = layout.bases[valid] + step
-        target, drafted = states.index_select(0, rows), output.index_select(0, valid).float()
-        count = max(1, len(rows) if counts is None else counts[step])
-        given = model.before_head(drafted), own, target, head, ids, loss, temperature
-        far, ce, accept = HeadLoss.apply(*given)  # type: ignore[no-untyped-call]
-        means = {"ce": ce / count, "accept": accept / count}
-        value = far / count
-        if model.imitates_states:
-            near = smooth_l1_loss(drafted, target.float(), reduction="sum") / (count * target.shape[1])
-            means, value = {"hidden": near, **means}, loss.hidden_weight * near + value
-        total = total + loss.step_decay**step * value
-        for name, mean in means.items():
-            parts[name].append(mean.detach())
-    return total, parts
 
 
 class HeadLoss(torch.autograd.Function):

@@ -21,15 +21,14 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
-from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.drafter.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafter.buffer import HiddenStateBuffer
 from megatron_tlt.drafter.checkpoint import describe
 from megatron_tlt.drafter.fp8 import use_fp8
-from megatron_tlt.drafter.loss import part_names
+from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.drafter.trainer import DrafterTrainer
-from megatron_tlt.drafter.training_state import KINDS, MEAN, TrainingState
+from megatron_tlt.drafter.training_state import MEAN, STATES, TrainingState
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.eagle.model import PairModel
@@ -75,7 +74,7 @@ class OnlineDrafterTrainer:
         sizes = section.sizes(self._device.type)
         self.model, self._tp = model, tp or TensorParallel()
         self._tokens = sizes.micro_step_tokens
-        self._draft_steps = section.online_draft_steps(DRAFTERS[model.config.kind])
+        self._draft_steps = section.online_draft_steps(KINDS[model.config.kind].facts)
         start_lr = online.start_lr * min(1.0, _START_WIDTH / model.config.policy.hidden_size)
         self._extra_lr = max(0.0, start_lr / online.lr - 1.0)  # of a useless drafter, over lr
         self._decay = online.mean_decay
@@ -181,7 +180,7 @@ class OnlineDrafterTrainer:
         """
         share, counts = self._share(sample), bases_by_step(sample, self._draft_steps)
         steps = range(1, self._draft_steps + 1)
-        names = ["loss", "tokens", *(f"{kind}/{j}" for kind in part_names(self.model) for j in steps)]
+        names = ["loss", "tokens", *(f"{kind}/{j}" for kind in self._trainer.kind.loss_parts for j in steps)]
         metrics: dict[str, float] = dict.fromkeys(names, 0.0)
         failure: DrafterError | None = None
         self._state.free_gradients()
@@ -277,7 +276,7 @@ class OnlineDrafterTrainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` returned. Raises CheckpointError if its tensors do not fit this drafter."""
-        for kind in KINDS:
+        for kind in STATES:
             if kind not in state:
                 raise CheckpointError(f"the drafter's state has no {kind!r}")
             self.model.config.check(self._vocabulary | state[kind])

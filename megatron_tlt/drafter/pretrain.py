@@ -21,15 +21,16 @@ from torch import Tensor
 
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.drafter.batching import DraftSequence, collate, epoch
-from megatron_tlt.drafter.checkpoint import SavedDrafter, save_drafter
+from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
+from megatron_tlt.drafter.kinds.base import SavedDrafter
+from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.drafter.measure import Acceptance, measure
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
-from megatron_tlt.models.eagle.eagle3 import Eagle3Model, build_model, choose_vocabulary
 from megatron_tlt.models.eagle.pairs import PairBatch
 from megatron_tlt.models.loader import iter_weights
 
@@ -59,7 +60,7 @@ class DrafterPretraining:
         """
         self._config, self._world, self._backend, self._params = config, world, backend, params
         self._embed, self._head = lookup_tables(config.model.path, drafter.policy, world.device)
-        self.model = build_model(drafter)
+        self.model = KINDS[drafter.kind].build_model(drafter)
         self._is_fresh, self.trained_steps = start is None, 0
         if start is not None:
             self.model.load_full(start.weights.items())
@@ -100,22 +101,18 @@ class DrafterPretraining:
 
     def _initialise(self, data: Sequence[DraftSequence]) -> None:
         """Fresh weights; a reduced vocabulary is that of the responses of all ranks. Collective."""
-        self.model.initialise(self._config.drafter.seed)
-        if isinstance(self.model, Eagle3Model):
-            if self.model.config.reduced:
-                self.model.set_vocabulary(self._vocabulary(self.model.config, data))
-            self.model.take_head(self._head)
+        counts = self._token_counts(data)
+        self.model.start_fresh(self._config.drafter.seed, self._head, counts)
+        if (chosen := self.model.token_ids()) is not None:
+            share = float(counts[chosen.cpu()].sum() / counts.sum())
+            self._print(f"drafts {len(chosen)} of {len(counts)} tokens: {share:.2%} of the responses' tokens")
 
-    def _vocabulary(self, shape: DrafterConfig, data: Sequence[DraftSequence]) -> Tensor:
-        """The most frequent response tokens of all ranks."""
-        counts = torch.zeros(shape.policy.vocab_size, dtype=torch.int64)
+    def _token_counts(self, data: Sequence[DraftSequence]) -> Tensor:
+        """How often each token is in the responses of all ranks, int64 [V]. Collective."""
+        counts = torch.zeros(self.model.config.policy.vocab_size, dtype=torch.int64)
         for s in data:
             counts += torch.bincount(s.token_ids[torch.from_numpy(s.drawn)], minlength=len(counts))
-        total = torch.stack(self._world.all_gather_object(counts)).sum(0)
-        chosen = choose_vocabulary(total, shape.draft_vocab_size)
-        share = float(total[chosen].sum() / total.sum())
-        self._print(f"drafts {len(chosen)} of {len(total)} tokens: {share:.2%} of the responses' tokens")
-        return chosen
+        return torch.stack(self._world.all_gather_object(counts)).sum(0)
 
     def held_out(self, prompts: Sequence[Prompt]) -> list[DraftSequence]:
         """One response to each of this replica's held-out prompts, with noise that training does not see."""

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
-from megatron_tlt.drafter.loss import draft_loss
+from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.drafter.training_state import WITHOUT_MEAN, TrainingState
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.eagle.model import PairModel
-from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
+from megatron_tlt.models.eagle.pairs import PairBatch
 
 _NORM_EPS = 1e-6  # added to a norm that is divided by, as `torch.nn.utils.clip_grad_norm_` does
 
 
 class DrafterTrainer:
-    """Trains a drafter under the policy's frozen embedding and LM head, of kind eagle3 with a head of its own."""
+    """Trains a drafter under the policy's frozen embedding and LM head; some kinds have a head of their own."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class DrafterTrainer:
         `average` averages gradients over ranks, in place, before `step` applies them. The model's forward passes run
         inside `precision()`. `state` is that of the model's parameters, by default one without a running mean.
         """
-        self._precision = precision
+        self._precision, self.kind = precision, KINDS[model.config.kind]
         self.model, self._section, self._average = model, section, average
         self._temperature = temperature or 1.0
         self.set_policy(embed, head)
@@ -66,18 +66,23 @@ class DrafterTrainer:
         With `counts` (`bases_by_step` of a larger batch that this one is a share of), gradients and metrics of all
         shares add up to those of the larger batch.
         """
-        layout, device = PairLayout(batch), batch.hidden.device.type
+        device = batch.hidden.device.type
         dtype = DTYPES[self._section.sizes(device).dtype]
         needs_cast = next(self.model.parameters()).dtype != dtype
-        with torch.autocast(device, dtype) if needs_cast else nullcontext(), self._precision():
-            outputs = self.model.unroll(self.embed, batch, layout, self._section.draft_steps)
-        section, t = self._section.loss, self._temperature
-        loss, parts = draft_loss(self.model, outputs, batch, layout, self.head, section, t, counts)
+        forward = self._forward(device, dtype if needs_cast else None)
+        tables, t = (self.embed, self.head), self._temperature
+        loss, parts = self.kind.loss(self.model, tables, batch, self._section, t, forward, counts)
         self.state.free_gradients()
         loss.backward()  # type: ignore[no-untyped-call]
         by_name = {f"{name}/{step}": v for name, values in parts.items() for step, v in enumerate(values, 1)}
         numbers = torch.stack([loss.detach(), *by_name.values()]).tolist()
         return {**dict(zip(["loss", *by_name], numbers, strict=True)), "tokens": float(len(batch.tokens))}
+
+    @contextmanager
+    def _forward(self, device: str, dtype: torch.dtype | None) -> Iterator[None]:
+        """Around the model's forward pass; `dtype` where its weights are of another one."""
+        with torch.autocast(device, dtype) if dtype is not None else nullcontext(), self._precision():
+            yield
 
     def apply(self, lr_factor: float = 1.0) -> dict[str, float]:
         """Clips the gradient and takes an optimizer step, at `lr_factor` times the configured rate; frees the gradient.

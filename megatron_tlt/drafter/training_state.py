@@ -27,7 +27,7 @@ from torch.optim.adamw import adamw
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 
 RAW, MEAN = "raw", "model"  # a checkpoint's "model" drafts
-KINDS = (RAW, MEAN, "exp_avg", "exp_avg_sq")
+STATES = (RAW, MEAN, "exp_avg", "exp_avg_sq")
 WITHOUT_MEAN = (RAW, "exp_avg", "exp_avg_sq")
 _PART_ELEMENTS = 1 << 23
 _BETAS, _EPS = (0.9, 0.95), 1e-8  # of Adam
@@ -58,7 +58,7 @@ class TrainingState:
         start: Mapping[str, Tensor] | None = None,
         tp: TensorParallel | None = None,
         part_elements: int = _PART_ELEMENTS,
-        kinds: tuple[str, ...] = KINDS,
+        kinds: tuple[str, ...] = STATES,
     ):
         """`start`: the parameters by name as they were before the model was cast; without it its present ones. Only
         `kinds` are kept: `WITHOUT_MEAN` can step, and no more.
@@ -166,7 +166,7 @@ class TrainingState:
 
         In place, one part at a time. Collective over the ranks that `all_reduce` sums over.
         """
-        for kind in KINDS:
+        for kind in STATES:
             for part in self._parts:
                 flat = torch.zeros_like(part.weight, dtype=torch.float32)
                 if weight and part.kept:
@@ -206,7 +206,7 @@ class TrainingState:
         """
         shapes = {name: p.shape for name, p in self._parameters.items()} if self._tp.rank == 0 else {}
         named = {
-            kind: self._copied(kind, {name: torch.empty(shape) for name, shape in shapes.items()}) for kind in KINDS
+            kind: self._copied(kind, {name: torch.empty(shape) for name, shape in shapes.items()}) for kind in STATES
         }
         return {**named, "steps": self.steps}
 

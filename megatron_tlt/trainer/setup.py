@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.algorithms.base import Algorithm
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.checkpoint import SavedDrafter
+    from megatron_tlt.drafter.kinds.base import SavedDrafter
     from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.models.eagle.model import PairModel
@@ -266,7 +266,7 @@ def _policy(config: Config, world: World, algorithm: Algorithm) -> MegatronPolic
 
 def _drafter(config: Config, trainer: OnlineDrafterTrainer | None) -> SavedDrafter | None:
     """The engine's drafter; None without one."""
-    from megatron_tlt.drafter.checkpoint import SavedDrafter
+    from megatron_tlt.drafter.kinds.base import SavedDrafter
 
     if trainer is not None:
         return SavedDrafter(trainer.model.config, trainer.weights())
@@ -298,14 +298,15 @@ def _starting_drafter(config: Config) -> PairModel:
     A policy that starts from a Megatron checkpoint may have no weights in `model.path`: its drafter starts at random.
     """
     from megatron_tlt.drafter.checkpoint import drafter_shape, load_drafter
-    from megatron_tlt.models.eagle.eagle3 import build_model
+    from megatron_tlt.drafter.kinds.registry import KINDS
     from megatron_tlt.models.loader import weight_reader
 
     shape = ModelConfig.from_hf(config.model.path)
     path = config.rollout.speculation.drafter_path
     saved = None if path is None else load_drafter(path, shape, config.rollout.speculation)
     with torch.random.fork_rng(devices=[]):  # the constructor draws weights that are overwritten
-        model = build_model(drafter_shape(config.rollout.speculation, shape) if saved is None else saved.config)
+        made = drafter_shape(config.rollout.speculation, shape) if saved is None else saved.config
+        model = KINDS[made.kind].build_model(made)
     if saved is not None:
         model.load_state_dict(saved.weights)
     else:

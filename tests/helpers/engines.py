@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import DrafterConfig, EagleConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.native.decoder import keyed_sample
@@ -125,7 +125,7 @@ def speculating_engine(
     """As `make_engine`, with the fields of `rollout.speculation`; a trained drafter, of kind eagle by default, is
     random unless given.
     """
-    drafter = shape or DrafterConfig.eagle(config)
+    drafter = shape or EagleConfig.of(config)
 
     def drafting(decoder: Decoder) -> Drafting:
         section = SpeculationSection(drafter_path="(in memory)", **speculation)

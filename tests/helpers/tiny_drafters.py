@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_tlt.drafter.batching import DraftSequence
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import DrafterConfig, EagleConfig
 from megatron_tlt.types import HiddenStateSample
 from tests.helpers.hidden_states import trajectory
 from tests.helpers.tiny_models import random_tensors
@@ -21,7 +21,7 @@ FAMILIES = {
 
 def random_drafter(config: ModelConfig | DrafterConfig, seed: int = 0) -> dict[str, Tensor]:
     """Full tensors of a drafter, of kind eagle for a policy; a reduced vocabulary is a random subset."""
-    made = DrafterConfig.eagle(config) if isinstance(config, ModelConfig) else config
+    made = EagleConfig.of(config) if isinstance(config, ModelConfig) else config
     shapes = {name: shape for name, shape in made.shapes().items() if name not in ("d2t", "t2d")}
     out = dict(random_tensors(shapes, seed))
     if made.reduced:

@@ -21,7 +21,7 @@ from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.drafter.export.drafter import export_drafter
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model, build_model, choose_vocabulary
 from megatron_tlt.models.eagle.model import PairModel
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
@@ -65,7 +65,7 @@ def jobs() -> list:
 
 def trained(shape: ModelConfig, tokens: int | None) -> PairModel:
     """A drafter that drafts some tokens right and some not."""
-    config = DrafterConfig.eagle(shape) if tokens is None else DrafterConfig.eagle3(shape, (0, 2, 3), tokens)
+    config = EagleConfig.of(shape) if tokens is None else Eagle3Config.of(shape, (0, 2, 3), tokens)
     weights, data = dict(random_weights(shape)), collected(shape, config.aux_layers)
     embed, head, model = weights[EMBED], weights.get(HEAD, weights[EMBED]), build_model(config)
     model.initialise(0)

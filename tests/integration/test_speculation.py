@@ -9,7 +9,7 @@ from make_demo_policy import write_experts
 
 from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import EagleConfig
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import checkpoint_tensors, rows, write_config
 from tests.helpers.tiny_drafters import random_drafter
@@ -22,7 +22,7 @@ SAME = ("reward/mean", "length/mean", "policy/loss", "policy/grad_norm", "engine
 def test_weights_are_the_same_with_and_without_speculation(tmp_path: Path):
     config = write_config(tmp_path, train={"num_steps": 4, "prompts_per_step": 8}, checkpoint={"every": 4})
     model = ModelConfig.from_hf(tmp_path / "model")
-    save_drafter(tmp_path / "drafter", DrafterConfig.eagle(model), random_drafter(model))
+    save_drafter(tmp_path / "drafter", EagleConfig.of(model), random_drafter(model))
     spec, at = "rollout.speculation", f"rollout.speculation.drafter_path={tmp_path / 'drafter'}"
     runs = {
         "off": [],

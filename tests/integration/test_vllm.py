@@ -22,11 +22,12 @@ from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafter.batching import DraftSequence, collate, epoch
-from megatron_tlt.drafter.checkpoint import SavedDrafter, load_drafter
+from megatron_tlt.drafter.checkpoint import load_drafter
+from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import DrafterConfig, Eagle3Config, EagleConfig
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model, choose_vocabulary
 from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.types import (
@@ -215,7 +216,7 @@ def test_eagle3_and_experts_as_in_the_embedded_engine(
 ) -> None:
     write_experts(Path(MODEL.path), tmp_path / "experts", seed=0)
     policy = ModelSection(path=str(tmp_path / "experts"), max_context=MODEL.max_context)
-    config = DrafterConfig.eagle3(ModelConfig.from_hf(policy.path), draft_vocab_size=60)
+    config = Eagle3Config.of(ModelConfig.from_hf(policy.path), draft_vocab_size=60)
     plain = build_backend(RolloutSection(), policy, tokenizer=tokenizer, keep_layers=config.aux_layers)
     push(plain, 1, None, model=policy)
     states = collect(plain, prompts)
@@ -259,7 +260,7 @@ def test_other_families_with_experts(
         shape = replace(shape, intermediate_size=shape.moe_intermediate_size, moe_layers=(0, 1))
     save_hf(tmp_path, shape, random_weights(shape), torch.float32)
     policy = ModelSection(path=str(tmp_path), tokenizer=MODEL.path, max_context=256)
-    drafter = SavedDrafter(DrafterConfig.eagle(shape), random_drafter(shape))
+    drafter = SavedDrafter(EagleConfig.of(shape), random_drafter(shape))
     ours = build_backend(RolloutSection(), policy, tokenizer=tokenizer)
     ours.record_routed_experts()
     theirs = start_vllm(drafter, SpeculationSection(drafter="eagle"), policy, keep_routed_experts=True)

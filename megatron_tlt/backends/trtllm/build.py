@@ -14,7 +14,7 @@ from megatron_tlt.backends.process import EngineLaunch, EngineProcess
 from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
 from megatron_tlt.drafter.checkpoint import write_directory
-from megatron_tlt.drafter.export.engines import engine_files
+from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.sync.served_weights import ServedWeights
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.rollout import RolloutSection, SyncSection
     from megatron_tlt.config.trtllm import TrtllmSection
     from megatron_tlt.data.tokenizer import HFTokenizer
-    from megatron_tlt.drafter.checkpoint import SavedDrafter
+    from megatron_tlt.drafter.kinds.base import SavedDrafter
 
 _PACKAGE = "tlt_backends"  # what backends/ is called in the other environment
 # From TensorRT-LLM's Ray executor, and from verl and NeMo-RL, which all set them.
@@ -88,6 +88,6 @@ def launch_of(section: TrtllmSection) -> EngineLaunch:
 
 def _write(drafter: SavedDrafter, folder: Path, dtype: torch.dtype) -> Eagle3Files:
     """The drafter as the engine reads it at its start. Raises ConfigError for a form that it does not have."""
-    files = engine_files(drafter, "trtllm", dtype)
+    files = KINDS[drafter.config.kind].engine_files(drafter, "trtllm", dtype)
     write_directory(folder, files.tensors, files.json)
     return Eagle3Files(folder, tuple(files.json["speculative.json"]["eagle3_layers_to_capture"]))

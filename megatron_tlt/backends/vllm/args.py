@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.process import with_more
-from megatron_tlt.drafter.checkpoint import SavedDrafter, cast_tensors
-from megatron_tlt.drafter.export.engines import ExportFiles, engine_files, layer_names
+from megatron_tlt.drafter.kinds.base import ExportFiles, SavedDrafter, cast_tensors, engine_names
+from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.models.base import DTYPES, ENGINE_DTYPES
 
 if TYPE_CHECKING:
@@ -89,12 +89,12 @@ def drafter_files(drafter: SavedDrafter, dtype: str) -> ExportFiles:
     queries and keys, for the plugin's class. Raises ConfigError for a form that neither has.
     """
     policy = drafter.config.policy
-    if drafter.config.kind == "eagle3" or not policy.qk_norm:
-        return engine_files(drafter, "vllm", DTYPES[dtype])
+    if not drafter.config.layer.qk_norm:
+        return KINDS[drafter.config.kind].engine_files(drafter, "vllm", DTYPES[dtype])
     about = policy.dense_sibling.to_hf(ENGINE_DTYPES[dtype]) | {
         "architectures": ["Qwen3ForCausalLM"],  # vLLM puts Eagle before it
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,  # a drafter without tables shares the policy's
     }
-    tensors = cast_tensors(layer_names(drafter.weights), DTYPES[dtype])
+    tensors = cast_tensors(engine_names(drafter.weights), DTYPES[dtype])
     return ExportFiles({"model.safetensors": tensors}, {"config.json": about})

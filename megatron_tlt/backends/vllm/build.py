@@ -14,7 +14,8 @@ from megatron_tlt.backends.process import EngineProcess
 from megatron_tlt.backends.vllm.args import drafter_files, engine_args, speculative_config
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.launch import launch_of
-from megatron_tlt.drafter.checkpoint import SavedDrafter, write_directory
+from megatron_tlt.drafter.checkpoint import write_directory
+from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.experts import route_type

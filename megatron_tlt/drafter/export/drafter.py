@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_tlt.drafter.checkpoint import CONFIG, WEIGHTS, cast_tensors, load_drafter, write_directory
-from megatron_tlt.drafter.export.engines import ExportFiles, Format, engine_files
+from megatron_tlt.drafter.checkpoint import CONFIG, WEIGHTS, about_of, load_drafter, write_directory
 from megatron_tlt.drafter.export.model_card import model_card
+from megatron_tlt.drafter.kinds.base import ExportFiles, Format, cast_tensors
+from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.errors import ConfigError
 
 
@@ -51,7 +52,7 @@ def export_files(directory: str | Path, out: str | Path, form: Format, dtype: to
         raise ConfigError.of("--out", str(out), "exists: it is not written over, name a new directory")
     drafter = load_drafter(directory)
     if form == "hf":
-        files = ExportFiles({WEIGHTS: cast_tensors(drafter.weights, dtype)}, {CONFIG: drafter.to_json(dtype)})
+        files = ExportFiles({WEIGHTS: cast_tensors(drafter.weights, dtype)}, {CONFIG: about_of(drafter, dtype)})
     else:
-        files = engine_files(drafter, form, dtype)
+        files = KINDS[drafter.config.kind].engine_files(drafter, form, dtype)
     return replace(files, card=model_card(drafter, form, dtype))

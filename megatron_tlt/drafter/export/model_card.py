@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_tlt.drafter.export.engines import ENGINES, Format
+from megatron_tlt.drafter.kinds.base import ENGINES, Format
+from megatron_tlt.drafter.kinds.registry import KINDS
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_tlt.drafter.checkpoint import SavedDrafter
+    from megatron_tlt.drafter.kinds.base import SavedDrafter
 
 _HEAD = """---
 tags:
@@ -77,12 +78,12 @@ directory itself has not been run, and none on a GPU.
 
 def model_card(drafter: SavedDrafter, form: Format, dtype: torch.dtype) -> str:
     """The README.md of an export."""
-    config, policy, layers = drafter.config, drafter.config.policy, ""
-    kind, is_eagle3 = config.kind, config.kind == "eagle3"
+    config, policy = drafter.config, drafter.config.policy
+    kind, name = KINDS[config.kind], config.kind
     card = _HEAD.format(
-        kind=kind,
-        title="EAGLE-3" if is_eagle3 else "EAGLE",
-        paper="EAGLE-3" if is_eagle3 else "EAGLE-1",
+        kind=name,
+        title=kind.title,
+        paper=kind.paper,
         policy=f"{policy.family}, {policy.num_layers} layers, hidden size {policy.hidden_size}, "
         f"vocabulary {policy.vocab_size}",
         version=drafter.policy_version,
@@ -90,12 +91,10 @@ def model_card(drafter: SavedDrafter, form: Format, dtype: torch.dtype) -> str:
         dtype=str(dtype).removeprefix("torch."),
         format=form,
     )
-    if is_eagle3:
-        layers = ", ".join(map(str, config.aux_layers))
-        card += f"| reads the outputs of policy layers | {layers} (from 0) |\n"
-        card += f"| drafts | {config.draft_vocab_size} of the policy's {policy.vocab_size} tokens |\n"
+    card += kind.card_rows(config)
     if form == "hf":
         return card + _HF
-    about = "" if is_eagle3 else _SHARED_TABLES[form]
-    card += _USAGE[form].format(about=about, algorithm=kind.upper(), kind=kind, layers=layers)
+    about = _SHARED_TABLES[form] if kind.shares_tables else ""
+    layers = ", ".join(map(str, config.aux_layers))
+    card += _USAGE[form].format(about=about, algorithm=name.upper(), kind=name, layers=layers)
     return card + (_TRIED if form == "vllm" else _UNTRIED.format(engine=ENGINES[form]))

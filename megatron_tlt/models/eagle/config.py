@@ -1,4 +1,4 @@
-"""What a drafter of a policy is: its kind, its one layer, the tensors that it trains, saves and loads.
+"""What a drafter of a policy is: its one layer, the tensors that it trains, saves and loads.
 
 | kind | reads of the policy | its layer | its LM head |
 |---|---|---|---|
@@ -10,10 +10,11 @@ Legend: H hidden size, V vocabulary, Vd the drafter's.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -21,77 +22,26 @@ from torch import Tensor
 from megatron_tlt.errors import CheckpointError, ConfigError, shortened
 from megatron_tlt.models.config import ModelConfig
 
-Kind = Literal["eagle", "eagle3"]
-
 
 @dataclass(frozen=True, slots=True)
-class DrafterConfig:
-    """A drafter of `policy`. Build it with `eagle` or `eagle3`, which check."""
+class DrafterConfig(ABC):
+    """A drafter of `policy`, of any kind. Subclasses are built with `of`, which checks."""
 
-    kind: Kind
+    kind: ClassVar[str]  # a name of `config.drafter_kinds.DRAFTERS`
+
     policy: ModelConfig
     layer: ModelConfig  # of its one layer: heads, width of the MLP, rotary embedding, norms' epsilon
     draft_vocab_size: int
     aux_layers: tuple[int, ...] = ()  # policy layers, from 0, whose outputs (residual stream) are read; ascending
-    norm_before_residual: bool = False  # eagle3: the layer's residual stream begins behind `hidden_norm`
-
-    @classmethod
-    def eagle(cls, policy: ModelConfig) -> DrafterConfig:
-        """TLT's form of EAGLE: no norm before the layer's attention, none behind it."""
-        return cls("eagle", policy, replace(policy.dense_sibling, num_layers=1), policy.vocab_size)
-
-    @classmethod
-    def eagle3(
-        cls,
-        policy: ModelConfig,
-        layers: tuple[int, ...] | None = None,
-        draft_vocab_size: int | None = None,
-        layer: ModelConfig | None = None,
-        norm_before_residual: bool = False,
-    ) -> DrafterConfig:
-        """By default the engines' own choice of layers, the whole vocabulary, a layer of the policy's sizes.
-
-        Raises ConfigError for layers that the engines cannot collect: they collect a layer's input, so the
-        last one's output is out of reach.
-        """
-        chosen = default_layers(policy.num_layers) if layers is None else tuple(layers)
-        last = policy.num_layers - 2
-        rising = all(a < b for a, b in pairwise(chosen))
-        if len(chosen) != 3 or not rising or chosen[0] < 0 or chosen[2] > last:
-            raise ConfigError.of(
-                "rollout.speculation.layers", list(chosen), f"must be three ascending layers of 0 .. {last}"
-            )
-        size = policy.vocab_size if draft_vocab_size is None else draft_vocab_size
-        if not 1 <= size <= policy.vocab_size:
-            raise ConfigError.of("rollout.speculation.draft_vocab_size", size, f"must be 1 .. {policy.vocab_size}")
-        own = policy.dense_sibling if layer is None else layer
-        own = replace(own, family="llama", num_layers=1, qkv_bias=False, qk_norm=False)
-        return cls("eagle3", policy, own, size, chosen, norm_before_residual)
 
     @property
     def reduced(self) -> bool:
         """Whether the drafter's vocabulary is a part of the policy's (`d2t`, `t2d`)."""
         return self.draft_vocab_size != self.policy.vocab_size
 
+    @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor; never the policy's embedding or LM head.
-
-        eagle: `fc` joins [embedding of the token at s ; hidden state of s - 1], in this order. eagle3: the names that
-        serving engines read.
-        """
-        h = self.policy.hidden_size
-        layer = self.layer.layer_shapes(0)
-        if self.kind == "eagle":
-            kept = {f"layer.{name}": s for name, s in layer.items() if name != "input_layernorm.weight"}
-            return {"fc.weight": (h, 2 * h), **kept}
-        inputs = {"self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"}
-        wide = {name: (s[0], 2 * h) if name in inputs else s for name, s in layer.items()}
-        out: dict[str, tuple[int, ...]] = {"fc.weight": (h, 3 * h)}
-        out |= {f"midlayer.{name}": s for name, s in (wide | {"hidden_norm.weight": (h,)}).items()}
-        out |= {"norm.weight": (h,), "lm_head.weight": (self.draft_vocab_size, h)}
-        if self.reduced:
-            out |= {"d2t": (self.draft_vocab_size,), "t2d": (self.policy.vocab_size,)}
-        return out
+        """Name -> shape of every tensor; never the policy's embedding or LM head."""
 
     def check(self, given: Mapping[str, Tensor]) -> None:
         """Raises CheckpointError that names every missing, unexpected, misshapen tensor, or a wrong `d2t`."""
@@ -110,6 +60,71 @@ class DrafterConfig:
             if name in given and given[name] != shape
         ]
         _refuse(problems)
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig(DrafterConfig):
+    """TLT's form of EAGLE: no norm before the layer's attention, none behind it."""
+
+    kind = "eagle"
+
+    @classmethod
+    def of(cls, policy: ModelConfig) -> Self:
+        """The drafter of `policy`."""
+        return cls(policy, replace(policy.dense_sibling, num_layers=1), policy.vocab_size)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """`fc` joins [embedding of the token at s ; hidden state of s - 1], in this order."""
+        h, layer = self.policy.hidden_size, self.layer.layer_shapes(0)
+        kept = {f"layer.{name}": s for name, s in layer.items() if name != "input_layernorm.weight"}
+        return {"fc.weight": (h, 2 * h), **kept}
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config(DrafterConfig):
+    """EAGLE-3."""
+
+    kind = "eagle3"
+
+    norm_before_residual: bool = False  # the layer's residual stream begins behind `hidden_norm`
+
+    @classmethod
+    def of(
+        cls,
+        policy: ModelConfig,
+        layers: tuple[int, ...] | None = None,
+        draft_vocab_size: int | None = None,
+        layer: ModelConfig | None = None,
+        norm_before_residual: bool = False,
+    ) -> Self:
+        """By default the engines' own choice of layers, the whole vocabulary, a layer of the policy's sizes.
+
+        Raises ConfigError for layers that the engines cannot collect: they collect a layer's input, so the
+        last one's output is out of reach.
+        """
+        chosen = default_layers(policy.num_layers) if layers is None else tuple(layers)
+        last, at = policy.num_layers - 2, "rollout.speculation"
+        rising = all(a < b for a, b in pairwise(chosen))
+        if len(chosen) != 3 or not rising or chosen[0] < 0 or chosen[2] > last:
+            raise ConfigError.of(f"{at}.layers", list(chosen), f"must be three ascending layers of 0 .. {last}")
+        size = policy.vocab_size if draft_vocab_size is None else draft_vocab_size
+        if not 1 <= size <= policy.vocab_size:
+            raise ConfigError.of(f"{at}.draft_vocab_size", size, f"must be 1 .. {policy.vocab_size}")
+        own = policy.dense_sibling if layer is None else layer
+        own = replace(own, family="llama", num_layers=1, qkv_bias=False, qk_norm=False)
+        return cls(policy, own, size, chosen, norm_before_residual)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The names that serving engines read."""
+        h, layer = self.policy.hidden_size, self.layer.layer_shapes(0)
+        inputs = {"self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"}
+        wide = {name: (s[0], 2 * h) if name in inputs else s for name, s in layer.items()}
+        out: dict[str, tuple[int, ...]] = {"fc.weight": (h, 3 * h)}
+        out |= {f"midlayer.{name}": s for name, s in (wide | {"hidden_norm.weight": (h,)}).items()}
+        out |= {"norm.weight": (h,), "lm_head.weight": (self.draft_vocab_size, h)}
+        if self.reduced:
+            out |= {"d2t": (self.draft_vocab_size,), "t2d": (self.policy.vocab_size,)}
+        return out
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

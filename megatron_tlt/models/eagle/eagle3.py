@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import DrafterConfig, Eagle3Config
 from megatron_tlt.models.eagle.model import Attention, EagleModel, Mlp, Norm, PairModel
 from megatron_tlt.models.torch.layers import rms_norm
 
@@ -44,7 +44,9 @@ class Eagle3Model(PairModel):
     d2t: Tensor | None
     t2d: Tensor | None
 
-    def __init__(self, config: DrafterConfig):
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config):
         super().__init__(config)
         h = config.policy.hidden_size
         self.fc = nn.Linear(3 * h, h, bias=False)
@@ -67,6 +69,13 @@ class Eagle3Model(PairModel):
                     scale = 0.2 if "o_proj" in name or "down_proj" in name or name == "fc.weight" else 1.0
                     p.copy_(torch.randn(p.shape, generator=generator) * scale * p.shape[1] ** -0.5)
             self.fc.weight[:, 2 * h :] += torch.eye(h, device=self.fc.weight.device)
+
+    def start_fresh(self, seed: int, head: Tensor, counts: Tensor) -> None:
+        """See `PairModel.start_fresh`."""
+        self.initialise(seed)
+        if self.config.reduced:
+            self.set_vocabulary(choose_vocabulary(counts, self.config.draft_vocab_size))
+        self.take_head(head)
 
     def start_from_policy(self, read: Callable[[str], Tensor]) -> None:
         """Replaces the weights of `initialise` by those of the policy's second layer, final norm and LM head.
@@ -137,7 +146,7 @@ class Eagle3Model(PairModel):
 
 def build_model(config: DrafterConfig) -> PairModel:
     """A drafter's weights and arithmetic; the weights are not set."""
-    return EagleModel(config.policy) if config.kind == "eagle" else Eagle3Model(config)
+    return Eagle3Model(config) if isinstance(config, Eagle3Config) else EagleModel(config.policy)
 
 
 def choose_vocabulary(counts: Tensor, size: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch.nn.functional import linear, silu
 from torch.utils.checkpoint import checkpoint
 
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import DrafterConfig, EagleConfig
 from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout, attend, take
 from megatron_tlt.models.torch.layers import rms_norm, rope_table, rotate
 
@@ -98,6 +98,12 @@ class PairModel(nn.Module, ABC):
     @abstractmethod
     def initialise(self, seed: int) -> None:
         """Random weights."""
+
+    def start_fresh(self, seed: int, head: Tensor, counts: Tensor) -> None:
+        """`initialise`, and an LM head of its own from the policy's `head` [V, H]; a reduced vocabulary is that of the
+        most frequent tokens of `counts` int64 [V].
+        """
+        self.initialise(seed)
 
     @abstractmethod
     def start_from_policy(self, read: Callable[[str], Tensor]) -> None:
@@ -235,7 +241,7 @@ class EagleModel(PairModel):
     """The EAGLE drafter's weights and arithmetic."""
 
     def __init__(self, policy: ModelConfig):
-        config = DrafterConfig.eagle(policy)
+        config = EagleConfig.of(policy)
         super().__init__(config)
         self.fc = nn.Linear(2 * policy.hidden_size, policy.hidden_size, bias=False)
         self.layer = Layer(config.layer)

@@ -127,7 +127,7 @@ class TorchEagle:
         residual = self.model.residual(x, hidden)
         x, h = ops.add_norm(residual, part, layer.post_attention_layernorm.weight, eps)
         out = x + linear(ops.gated_silu(linear(h, self._gate_up)), layer.mlp.down_proj.weight)
-        if self.config.kind == "eagle":  # through the policy's LM head, which may be sharded
+        if self.model.imitates_states:  # through the policy's LM head, which may be sharded
             return self.policy.logits(out), out
         return self.model.full_logits(out), out
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache, Shard
 from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, MAX_CANDIDATES, Chains, DraftingRows, Pairs
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import DrafterConfig, Eagle3Config
 from megatron_tlt.models.native.abi import (
     ERRORS,
     Eagle,
@@ -52,7 +52,7 @@ class NativeEagle:
         """The policy's embedding and LM head are read where they are, so it must stay alive."""
         self._lib, self.policy, self.threads = library(), policy, max(1, threads)
         self.config, self.dtype = config, policy.dtype
-        h, is_eagle3 = config.policy.hidden_size, config.kind == "eagle3"
+        h, is_eagle3 = config.policy.hidden_size, isinstance(config, Eagle3Config)
         positions = config.policy.max_position_embeddings
         self._one = replace(
             config.layer, vocab_size=config.draft_vocab_size, max_position_embeddings=positions
@@ -75,8 +75,8 @@ class NativeEagle:
         self.structure = Eagle(self._forward.model, self._layers.extra.data_ptr())
         self.structure.pair = self._forward.buffer(pad(3 * h) + 64)
         self.structure.vocab, self.structure.state_width = config.policy.vocab_size, policy.state_size
-        self.structure.norm_before_residual = config.norm_before_residual
-        if is_eagle3:
+        if isinstance(config, Eagle3Config):
+            self.structure.norm_before_residual = config.norm_before_residual
             self.structure.hidden_norm = self._own["hidden_norm"].data_ptr()
         self._loaded = False
 

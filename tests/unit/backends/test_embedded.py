@@ -17,7 +17,7 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection, SuffixSection
-from megatron_tlt.drafter.checkpoint import SavedDrafter
+from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.errors import ConfigError, SyncError
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.hf_writer import save_hf

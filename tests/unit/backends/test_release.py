@@ -12,7 +12,7 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.drafter.checkpoint import SavedDrafter
+from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.types import HiddenStateSample, Prompt, SamplingParams
 from tests.helpers.mpi import run_one

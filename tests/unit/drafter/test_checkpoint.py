@@ -13,7 +13,7 @@ from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_drafters import FAMILIES, random_drafter
 from tests.helpers.tiny_eagle3 import POLICIES
@@ -23,19 +23,19 @@ CONFIG = FAMILIES["qwen2"]
 
 def test_what_is_saved_is_loaded(tmp_path) -> None:
     weights = random_drafter(CONFIG)
-    save_drafter(tmp_path / "d", DrafterConfig.eagle(CONFIG), weights, policy_version=3, trained_steps=70)
+    save_drafter(tmp_path / "d", EagleConfig.of(CONFIG), weights, policy_version=3, trained_steps=70)
     saved = load_drafter(tmp_path / "d", CONFIG)
     assert (saved.policy_version, saved.trained_steps) == (3, 70)
     assert all(torch.equal(saved.weights[n], w) for n, w in weights.items())
     assert sorted(p.name for p in (tmp_path / "d").iterdir()) == ["config.json", "drafter.safetensors"]
-    assert set(load_file(tmp_path / "d" / "drafter.safetensors")) == set(DrafterConfig.eagle(CONFIG).shapes())
+    assert set(load_file(tmp_path / "d" / "drafter.safetensors")) == set(EagleConfig.of(CONFIG).shapes())
     about = json.loads((tmp_path / "d" / "config.json").read_text())
     assert about["drafter"] == "eagle"
     assert ModelConfig.from_hf(about).hidden_size == CONFIG.hidden_size
 
 
 def test_another_policys_drafter_is_refused_by_name(tmp_path) -> None:
-    save_drafter(tmp_path, DrafterConfig.eagle(CONFIG), random_drafter(CONFIG))
+    save_drafter(tmp_path, EagleConfig.of(CONFIG), random_drafter(CONFIG))
     with pytest.raises(
         CheckpointError, match=r"mlp\.down_proj\.weight has shape \(64, 96\), the policy needs \(64, 80\)"
     ):
@@ -47,7 +47,7 @@ def test_another_policys_drafter_is_refused_by_name(tmp_path) -> None:
 
 
 def test_a_crash_leaves_the_old_drafter_or_a_refused_directory(tmp_path, monkeypatch) -> None:
-    save_drafter(tmp_path, DrafterConfig.eagle(CONFIG), random_drafter(CONFIG), trained_steps=1)
+    save_drafter(tmp_path, EagleConfig.of(CONFIG), random_drafter(CONFIG), trained_steps=1)
 
     def fail(*_, **__):
         raise OSError("disk full")
@@ -56,9 +56,9 @@ def test_a_crash_leaves_the_old_drafter_or_a_refused_directory(tmp_path, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(f"megatron_tlt.{name}", fail)
             with pytest.raises(CheckpointError, match="cannot be written: disk full"):
-                save_drafter(tmp_path, DrafterConfig.eagle(CONFIG), random_drafter(CONFIG, 1), trained_steps=2)
+                save_drafter(tmp_path, EagleConfig.of(CONFIG), random_drafter(CONFIG, 1), trained_steps=2)
             with pytest.raises(CheckpointError, match="cannot be written: disk full"):
-                save_drafter(tmp_path / "new", DrafterConfig.eagle(CONFIG), random_drafter(CONFIG))
+                save_drafter(tmp_path / "new", EagleConfig.of(CONFIG), random_drafter(CONFIG))
         assert not (tmp_path / "new").exists()
         if is_whole:
             assert load_drafter(tmp_path, CONFIG).trained_steps == 1
@@ -82,7 +82,7 @@ def test_other_directories_are_refused(tmp_path) -> None:
 
 def test_eagle3_is_loaded_as_saved_and_only_where_it_is_wanted(tmp_path) -> None:
     layer = replace(POLICIES["qwen3"], num_kv_heads=2, rope_theta=500.0)
-    shape = DrafterConfig.eagle3(POLICIES["qwen3"], (0, 2, 6), 40, layer, norm_before_residual=True)
+    shape = Eagle3Config.of(POLICIES["qwen3"], (0, 2, 6), 40, layer, norm_before_residual=True)
     save_drafter(tmp_path, shape, random_drafter(shape), policy_version=7, trained_steps=30)
     saved = load_drafter(tmp_path)
     assert (saved.config, saved.policy_version, saved.trained_steps) == (shape, 7, 30)

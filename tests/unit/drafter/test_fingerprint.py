@@ -13,7 +13,7 @@ import torch
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.checkpoint import drafter_problems, load_drafter, save_drafter
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.hf_writer import save_hf
 from tests.helpers.tiny_drafters import FAMILIES, random_drafter
 from tests.helpers.tiny_models import random_weights
@@ -36,7 +36,7 @@ def problems(drafter: Path, model: Path, **options) -> list[str]:
 def drafter(tmp_path) -> Path:
     """A drafter of the policy in `mine`."""
     made_for = policy_fingerprint(policy(tmp_path / "mine"))
-    save_drafter(tmp_path / "drafter", DrafterConfig.eagle(CONFIG), random_drafter(CONFIG), fingerprint=made_for)
+    save_drafter(tmp_path / "drafter", EagleConfig.of(CONFIG), random_drafter(CONFIG), fingerprint=made_for)
     assert load_drafter(tmp_path / "drafter").fingerprint == made_for
     return tmp_path / "drafter"
 

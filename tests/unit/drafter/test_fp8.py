@@ -17,7 +17,7 @@ from megatron_tlt.drafter.batching import collate
 from megatron_tlt.drafter.fp8 import use_fp8
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
@@ -128,7 +128,7 @@ def test_transformer_engine_runs_the_layers_linears_where_it_has_fp8(monkeypatch
     fake.available = (True, "")
     m, exact = model(), model()
     precision = use_fp8(m, CUDA)
-    assert {n: tuple(p.shape) for n, p in m.named_parameters()} == DrafterConfig.eagle(CONFIG).shapes()
+    assert {n: tuple(p.shape) for n, p in m.named_parameters()} == EagleConfig.of(CONFIG).shapes()
     got = outputs(m, precision)
     # The base pass: k, v for all rows; then per step q, o, gate, up, down, and k, v of the chain from the second on.
     assert fake.calls == 2 + 3 * 5 + 2 * 2

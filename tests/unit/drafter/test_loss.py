@@ -8,8 +8,8 @@ import torch
 from megatron_tlt.config.drafter import DrafterLossSection
 from megatron_tlt.drafter import loss as module
 from megatron_tlt.drafter.batching import DraftSequence, collate
-from megatron_tlt.drafter.loss import draft_loss
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.drafter.kinds.eagle.loss import draft_loss
+from megatron_tlt.models.eagle.config import Eagle3Config
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
@@ -83,7 +83,7 @@ def test_loss_and_gradients_equal_a_loop_over_tokens(monkeypatch, weights, t: fl
 def test_eagle3_is_taught_over_its_own_vocabulary(monkeypatch, weights, t: float, size: int) -> None:
     """Norm and head are trained, too; rows whose most likely token is unknown teach nothing, but count in `accept`."""
     monkeypatch.setattr(module, "_MAX_ELEMENTS", 700)
-    config = DrafterConfig.eagle3(POLICIES["qwen3"], draft_vocab_size=size)
+    config = Eagle3Config.of(POLICIES["qwen3"], draft_vocab_size=size)
     embed, head = lookup_tables(config.policy)
     model = Eagle3Model(config)
     model.load_full(random_drafter(config).items())

@@ -10,11 +10,11 @@ import torch
 
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.batching import DraftSequence, collate, windows
-from megatron_tlt.drafter.loss import draft_loss
+from megatron_tlt.drafter.kinds.eagle.loss import draft_loss
 from megatron_tlt.drafter.measure import Acceptance, measure
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, DraftingRows, Pairs
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
@@ -34,7 +34,7 @@ STEPS = 4
 def eagle() -> TorchEagle:
     policy = build_decoder(CONFIG, kernels="torch")
     policy.load_weights(random_weights(CONFIG))
-    eagle = TorchEagle(policy, DrafterConfig.eagle(policy.config))
+    eagle = TorchEagle(policy, EagleConfig.of(policy.config))
     eagle.load_weights(random_drafter(CONFIG).items())
     return eagle
 
@@ -125,7 +125,7 @@ def test_overlap_by_hand() -> None:
     for base in range(s.first_base, s.length - 1):
         pairs = s.token_ids[1 : base + 1].tolist(), s.hidden[:base]
         weights = random_weights(CONFIG), [*random_drafter(CONFIG).items()]
-        logits = expected(DrafterConfig.eagle(CONFIG), *weights, *pairs, 1)[0][-1]
+        logits = expected(EagleConfig.of(CONFIG), *weights, *pairs, 1)[0][-1]
         q, p = (logits / temperature).softmax(0), (head @ s.hidden[base] / temperature).softmax(0)
         sums += [1, 1 - 0.5 * float((p - q).abs().sum())]
     np.testing.assert_allclose(got.sums[0, :2], sums, rtol=1e-5)
@@ -134,7 +134,7 @@ def test_overlap_by_hand() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_overlap_of_a_reduced_vocabulary_is_the_losses(temperature: float) -> None:
     """Two ways to 1 - TV over the whole vocabulary: scattered logits, and sums over the drafter's tokens."""
-    shape = DrafterConfig.eagle3(POLICIES["qwen3"], draft_vocab_size=70)
+    shape = Eagle3Config.of(POLICIES["qwen3"], draft_vocab_size=70)
     sequences = [random_sequence3(shape, n, 3, seed=n) for n in (12, 20, 26)]
     (embed, head), model = lookup_tables(shape.policy), Eagle3Model(shape)
     model.load_full(random_drafter(shape).items())

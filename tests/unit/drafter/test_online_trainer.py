@@ -9,7 +9,7 @@ from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.drafter.training_state import TrainingState
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import EagleConfig
 from tests.helpers.hidden_states import random_chunk
 from tests.helpers.online import CONFIG, everything, online_trainer
 from tests.helpers.tiny_drafters import lookup_tables
@@ -178,7 +178,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(dtype: str) -> None:
         one.state_dict()
     one.merge(alone)
     state = one.state_dict()
-    assert {name: tuple(w.shape) for name, w in state["model"].items()} == DrafterConfig.eagle(CONFIG).shapes()
+    assert {name: tuple(w.shape) for name, w in state["model"].items()} == EagleConfig.of(CONFIG).shapes()
     two.load_state_dict(state)
     assert two.version == 1
     fresh = [random_chunk(CONFIG, n, 50 + n, 1) for n in (20, 31)]

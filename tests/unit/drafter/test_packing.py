@@ -10,7 +10,7 @@ import torch
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafter.trainer import DrafterTrainer
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
@@ -18,8 +18,8 @@ from tests.helpers.tiny_eagle3 import POLICIES, random_sequence3
 
 STEPS = 4
 SHAPES = ((9, 4), (4, 1), (61, 2), (6, 4), (3, 2), (30, 17), (17, 17), (18, 17))  # (L, prompt); some teach nothing
-DRAFTERS = {name: DrafterConfig.eagle(policy) for name, policy in FAMILIES.items()}
-DRAFTERS["eagle3"] = DrafterConfig.eagle3(POLICIES["qwen3"], draft_vocab_size=40)
+DRAFTERS = {name: EagleConfig.of(policy) for name, policy in FAMILIES.items()}
+DRAFTERS["eagle3"] = Eagle3Config.of(POLICIES["qwen3"], draft_vocab_size=40)
 
 
 def sequences(name: str) -> list[DraftSequence]:

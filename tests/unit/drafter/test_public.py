@@ -14,13 +14,13 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
 from megatron_tlt.drafter.export.drafter import export_drafter
 from megatron_tlt.errors import CheckpointError
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import Eagle3Config
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_eagle3 import POLICIES
 
 POLICY = POLICIES["qwen3"]
 LAYER = replace(POLICIES["llama"], num_kv_heads=2, intermediate_size=72, rope_theta=700.0, rms_norm_eps=1e-5)
-SHAPE = DrafterConfig.eagle3(POLICY, (0, 2, 6), 40, LAYER)
+SHAPE = Eagle3Config.of(POLICY, (0, 2, 6), 40, LAYER)
 WANTED = SpeculationSection(drafter="eagle3")
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from megatron_tlt.config.planning.graphs import batch_buckets
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.models.inputs import DecoderInput, HostLengths
 from megatron_tlt.models.torch.decoder import TorchDecoder
@@ -126,7 +126,7 @@ def test_a_ragged_step_waits_for_nothing(counts: list[int]) -> None:
 def test_a_position_of_a_draft_is_few_launches_and_waits_for_nothing(family: str) -> None:
     is_qwen3 = family == "qwen3"
     config = replace(CONFIG, num_layers=1, family=family, qkv_bias=not is_qwen3, qk_norm=is_qwen3)
-    eagle = TorchEagle(decoder_of(config), DrafterConfig.eagle(config))
+    eagle = TorchEagle(decoder_of(config), EagleConfig.of(config))
     eagle.model.reserve_positions(512, META)
     kv, batch = eagle.new_kv_cache(8, 16), batch_of([1] * 8)
     hidden = torch.empty(8, config.hidden_size, dtype=torch.bfloat16, device=META)

@@ -9,16 +9,16 @@ import export_drafter
 import pytest
 
 from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
-from megatron_tlt.drafter.export.engines import FORMATS
+from megatron_tlt.drafter.kinds.base import FORMATS
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import EagleConfig
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_drafters import FAMILIES, random_drafter
 
 
 @pytest.fixture
 def drafter(tmp_path):
-    save_drafter(tmp_path / "d", DrafterConfig.eagle(FAMILIES["qwen2"]), random_drafter(FAMILIES["qwen2"]))
+    save_drafter(tmp_path / "d", EagleConfig.of(FAMILIES["qwen2"]), random_drafter(FAMILIES["qwen2"]))
     return tmp_path / "d"
 
 

@@ -12,7 +12,7 @@ from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.hf_files import INDEX
 from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.trainer.preflight import (
@@ -97,11 +97,11 @@ def test_a_drafter_that_is_not_there_is_missing(tmp_path):
 
 def test_a_drafter_of_another_policy_is_found_before_a_run(tmp_path):
     config = with_drafter(tmp_path)
-    save_drafter(tmp_path / "drafter", DrafterConfig.eagle(EAGLE), random_drafter(EAGLE))
+    save_drafter(tmp_path / "drafter", EagleConfig.of(EAGLE), random_drafter(EAGLE))
     assert missing_files(config) == []
     assert "Ranks: 1" in check_report(config, 1)
     wider = replace(EAGLE, intermediate_size=64)
-    save_drafter(tmp_path / "drafter", DrafterConfig.eagle(wider), random_drafter(wider))
+    save_drafter(tmp_path / "drafter", EagleConfig.of(wider), random_drafter(wider))
     with pytest.raises(ConfigError, match=r"drafter_path.*layer\.mlp\.up_proj\.weight has shape \(64, 32\)"):
         check_report(config, 1)
     (tmp_path / "drafter" / "config.json").unlink()

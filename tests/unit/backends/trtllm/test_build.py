@@ -21,9 +21,9 @@ from megatron_tlt.config.load import build_config
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.drafter.checkpoint import SavedDrafter
+from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.errors import BackendError, ConfigError
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import Eagle3Config
 from megatron_tlt.observe.gpu import index_of
 from megatron_tlt.trainer.preflight import missing_files
 from megatron_tlt.types import Prompt, SamplingParams, WeightBucket
@@ -104,7 +104,7 @@ def test_it_starts_with_the_drafter_in_its_own_layout(
 ) -> None:
     """Tensors and config.json that EAGLE-3's loader reads, the layers as an argument; each weight sync brings all
     tensors."""
-    shape, seen, calls = DrafterConfig.eagle3(replace(TINY, num_layers=4), (0, 1, 2), 20), {}, []
+    shape, seen, calls = Eagle3Config.of(replace(TINY, num_layers=4), (0, 1, 2), 20), {}, []
     drafter = SavedDrafter(shape, random_drafter(shape))
     real = trtllm_build.EngineProcess.call
 

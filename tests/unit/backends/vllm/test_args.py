@@ -19,10 +19,10 @@ from megatron_tlt.backends.vllm.launch import launch_of
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.drafter.checkpoint import SavedDrafter
+from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.types import SamplingParams
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_drafters import random_drafter
@@ -74,13 +74,13 @@ def test_a_drafter_is_written_as_vllm_or_the_plugin_reads_it() -> None:
     qwen2 = replace(policy, family="qwen2", qk_norm=False, qkv_bias=True)
     for config, architecture, names in (
         (
-            DrafterConfig.eagle(policy),
+            EagleConfig.of(policy),
             "Qwen3ForCausalLM",
             {"layers.0.mlp.up_proj.weight", "layers.0.self_attn.q_norm.weight"},
         ),
-        (DrafterConfig.eagle(qwen2), "LlamaForCausalLM", {"layers.0.self_attn.q_proj.bias"}),
+        (EagleConfig.of(qwen2), "LlamaForCausalLM", {"layers.0.self_attn.q_proj.bias"}),
         (
-            DrafterConfig.eagle3(policy),
+            Eagle3Config.of(policy),
             "LlamaForCausalLMEagle3",
             {"midlayer.hidden_norm.weight", "lm_head.weight"},
         ),

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from megatron_tlt.drafter.batching import collate
 from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
 from megatron_tlt.drafter.export.drafter import export_drafter
-from megatron_tlt.drafter.export.engines import Format, _eagle_config
+from megatron_tlt.drafter.kinds.base import Format
+from megatron_tlt.drafter.kinds.eagle.kind import _config
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig, RopeScaling
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers import engine_drafters
@@ -51,7 +52,7 @@ def engine_logits(engine: engine_drafters.Drafter, config: ModelConfig, base: in
 
 
 def export(tmp_path: Path, config: ModelConfig, kind: Format, dtype: torch.dtype = torch.float32) -> Path:
-    shape = DrafterConfig.eagle(config)
+    shape = EagleConfig.of(config)
     save_drafter(tmp_path / "drafter", shape, random_drafter(config), policy_version=7, trained_steps=30)
     export_drafter(tmp_path / "drafter", tmp_path / "out", kind, dtype)
     return tmp_path / "out"
@@ -119,7 +120,7 @@ def test_wrong_weights_are_named(tmp_path) -> None:
     config = FAMILIES["llama"]
     huge = random_drafter(config)
     huge["fc.weight"][0, 0] = 1e6
-    save_drafter(tmp_path / "drafter", DrafterConfig.eagle(config), huge)
+    save_drafter(tmp_path / "drafter", EagleConfig.of(config), huge)
     with pytest.raises(CheckpointError, match=r"fc\.weight has values that are not finite in float16"):
         export_drafter(tmp_path / "drafter", tmp_path / "out", "vllm", torch.float16)
     assert not (tmp_path / "out").exists()
@@ -133,5 +134,5 @@ def test_a_drafter_of_a_mixture_of_experts_is_dense() -> None:
         "qwen2_moe", 64, 32, 2, 4, 2, 8, 48, qkv_bias=True, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=16, shared_expert_intermediate_size=16, moe_layers=(0, 1),
     )  # fmt: skip
-    written = _eagle_config(policy, "sglang", "float32")
+    written = _config(policy, "sglang", "float32")
     assert ModelConfig.from_hf(written | {"architectures": ["Qwen2ForCausalLM"]}).num_experts == 0

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from megatron_tlt.drafter.batching import collate
 from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.drafter.export.drafter import export_drafter
-from megatron_tlt.drafter.export.engines import FORMATS, Format
+from megatron_tlt.drafter.kinds.base import FORMATS, Format
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import RopeScaling
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import DrafterConfig, Eagle3Config
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers import engine_drafters
@@ -27,11 +27,11 @@ from tests.helpers.tiny_eagle3 import LAYERS, POLICIES, layer_outputs, random_se
 STEPS, LENGTH = 4, 20
 LLAMA3 = replace(POLICIES["llama"], rope_theta=5000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8))
 CONFIGS = {
-    "qwen2": DrafterConfig.eagle3(POLICIES["qwen2"]),
-    "qwen3": DrafterConfig.eagle3(POLICIES["qwen3"], draft_vocab_size=40),
-    "llama": DrafterConfig.eagle3(POLICIES["llama"], draft_vocab_size=64),
-    "llama3": DrafterConfig.eagle3(LLAMA3),
-    "own layers": DrafterConfig.eagle3(replace(POLICIES["qwen3"], tie_word_embeddings=True), (0, 2, 6), 40),
+    "qwen2": Eagle3Config.of(POLICIES["qwen2"]),
+    "qwen3": Eagle3Config.of(POLICIES["qwen3"], draft_vocab_size=40),
+    "llama": Eagle3Config.of(POLICIES["llama"], draft_vocab_size=64),
+    "llama3": Eagle3Config.of(LLAMA3),
+    "own layers": Eagle3Config.of(replace(POLICIES["qwen3"], tie_word_embeddings=True), (0, 2, 6), 40),
 }
 ENGINES = {
     "sglang": engine_drafters.SglangEagle3,

@@ -12,7 +12,7 @@ import torch
 from megatron_tlt.errors import BackendError, CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, Chains, EagleDecoder
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import DrafterConfig, Eagle3Config, EagleConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.inputs import DecoderInput
 from tests.helpers.pairs import Rows, check_row, of_row, states
@@ -24,11 +24,11 @@ from tests.helpers.tiny_models import random_weights
 def drafter_config(config: ModelConfig) -> DrafterConfig:
     """Policies of five layers have a drafter of kind eagle3: of a reduced vocabulary, or with the norm first."""
     if config.num_layers < 5:
-        return DrafterConfig.eagle(config)
+        return EagleConfig.of(config)
     if config.qkv_bias:
-        return DrafterConfig.eagle3(config, (0, 1, 3), norm_before_residual=True)
+        return Eagle3Config.of(config, (0, 1, 3), norm_before_residual=True)
     layer = replace(config, num_kv_heads=4, intermediate_size=72, rope_theta=500.0, rms_norm_eps=1e-3)
-    return DrafterConfig.eagle3(config, (1, 2, 3), 60, layer)
+    return Eagle3Config.of(config, (1, 2, 3), 60, layer)
 
 
 def eagle_weights(config: ModelConfig, seed: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -189,7 +189,7 @@ def test_tensor_parallel_ranks_draft_what_one_rank_drafts(size: int) -> None:
     def run(kernels: str, tp) -> Chains:
         policy = build_decoder(config, kernels=kernels, tp=tp)
         policy.load_weights(weights[0])
-        eagle = build_eagle(policy, DrafterConfig.eagle(config))
+        eagle = build_eagle(policy, EagleConfig.of(config))
         eagle.load_weights(weights[1])
         return rows_of(eagle, [21, 33]).draft([5, 3], 2)
 
@@ -256,7 +256,7 @@ def test_copied_blocks_serve_another_row(kernels: str) -> None:
 def test_weights_are_checked_and_replaced_and_a_push_to_the_policy_shows_at_once(kernels: str) -> None:
     config = CONFIGS["llama"]
     policy = build_decoder(config, kernels=kernels)
-    eagle, weights = build_eagle(policy, DrafterConfig.eagle(config)), eagle_weights(config, seed=4)
+    eagle, weights = build_eagle(policy, EagleConfig.of(config)), eagle_weights(config, seed=4)
     rows = rows_of(eagle, [20])
     for wrong in (
         weights[1:],
@@ -280,7 +280,7 @@ def test_positions_beyond_the_first_rotary_table(kernels: str) -> None:
     config = replace(CONFIGS["qwen3"], max_position_embeddings=9000)
     policy = build_decoder(config, kernels=kernels)
     policy.load_weights(random_weights(config))
-    eagle = build_eagle(policy, DrafterConfig.eagle(config))
+    eagle = build_eagle(policy, EagleConfig.of(config))
     eagle.load_weights(eagle_weights(config))
     for length in (4094, 4200):
         rows = rows_of(eagle, [length], window=12)

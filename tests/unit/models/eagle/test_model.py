@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from megatron_tlt.drafter.batching import DraftSequence, collate
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
@@ -33,7 +31,7 @@ def draft_one_by_one(
     hidden, out = s.hidden[:base], []
     for step in range(steps):
         tokens = s.token_ids[1 : base + step + 1].tolist()
-        out.append(expected(DrafterConfig.eagle(config), policy, drafter, tokens, hidden, s.offset + 1)[1][-1])
+        out.append(expected(EagleConfig.of(config), policy, drafter, tokens, hidden, s.offset + 1)[1][-1])
         hidden = torch.cat([hidden, out[-1][None]])
     return out
 
@@ -85,8 +83,9 @@ def test_a_drafter_started_from_the_policy_is_its_second_layer_and_near_the_iden
 def test_a_policys_layer_with_experts_gives_all_but_the_mlp(kind: str) -> None:
     config = moe_config("qwen3_moe", 60)
     policy = dict(random_tensors(config.parameter_shapes(), 3))
-    made = DrafterConfig.eagle(config)
-    model = build_model(made if kind == "eagle" else replace(made, kind="eagle3", aux_layers=(0, 0, 0)))
+    made = EagleConfig.of(config)
+    three = Eagle3Config(config, made.layer, made.draft_vocab_size, (0, 0, 0))
+    model = build_model(made if kind == "eagle" else three)
     model.initialise(0)
     before = model.block.mlp.up_proj.weight.clone()
     model.start_from_policy(policy.__getitem__)

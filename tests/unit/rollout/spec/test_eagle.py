@@ -12,7 +12,7 @@ import torch
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.base import EagleDecoder
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.rollout.batch import Batch, Chunk
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
@@ -33,7 +33,7 @@ TREE = DraftStrategy("trained", 4, 3)
 def make_decoder(kernels: str = "native", dtype: torch.dtype = torch.float32) -> EagleDecoder:
     policy = build_decoder(CONFIG, dtype=dtype, kernels=kernels)
     policy.load_weights(random_weights(CONFIG))
-    decoder = build_eagle(policy, DrafterConfig.eagle(policy.config))
+    decoder = build_eagle(policy, EagleConfig.of(policy.config))
     decoder.load_weights(random_drafter(CONFIG).items())
     return decoder
 

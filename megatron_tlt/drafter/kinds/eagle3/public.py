@@ -8,7 +8,7 @@
 
 The policy's embedding is used whatever copy the file has (all of them train with it frozen). Layer ids in
 `eagle_config` mean a layer's output (SpecForge, SGLang), those at the top level the number of layers before (vLLM,
-speculators); without ids they are the engines' default (`DrafterConfig.eagle3`). Forms with other norms (EAGLE-3.1),
+speculators); without ids they are the engines' default (`Eagle3Config.of`). Forms with other norms (EAGLE-3.1),
 biases or a hidden size that is not the policy's are refused by name.
 """
 
@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.config import DrafterConfig, Eagle3Config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ def is_public(about: Mapping[str, Any]) -> bool:
 
 def public_config(
     about: Mapping[str, Any], policy: ModelConfig, layers: tuple[int, ...] | None = None
-) -> DrafterConfig:
+) -> Eagle3Config:
     """The drafter of config.json `about`; `layers` where it names none. Raises CheckpointError or ConfigError."""
     own = dict(about.get("transformer_layer_config") or about)
     eagle = about.get("eagle_config") or {}
@@ -64,7 +64,7 @@ def public_config(
         found = tuple(i - 1 for i in about[_IDS])
     size = about.get("draft_vocab_size") or policy.vocab_size
     is_normed = bool(given.get("norm_before_residual", "speculators_model_type" in about))
-    return DrafterConfig.eagle3(policy, found, int(size), layer, is_normed)
+    return Eagle3Config.of(policy, found, int(size), layer, is_normed)
 
 
 def read_public(directory: Path, config: DrafterConfig) -> dict[str, Tensor]:

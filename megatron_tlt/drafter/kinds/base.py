@@ -1,0 +1,153 @@
+"""`DrafterKind`: all that depends on the kind of a trained drafter, in one object. `registry` finds it by name.
+
+What configuration, planning and simulation need of it is torch-free: `config.drafter_kinds.DrafterFacts`.
+
+Legend: H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.drafter_kinds import DrafterFacts
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.errors import CheckpointError
+from megatron_tlt.models.base import Decoder
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle.base import EagleDecoder
+from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.eagle.model import PairModel
+from megatron_tlt.models.eagle.pairs import PairBatch
+
+Format = Literal["hf", "sglang", "trtllm", "vllm"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+ENGINES = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "vllm": "vLLM"}
+
+LossParts = dict[str, list[Tensor]]  # means by drafted position, 0-d
+
+
+@dataclass(frozen=True, slots=True)
+class SavedDrafter:
+    """All tensors of a drafter, on the CPU, and where they come from."""
+
+    config: DrafterConfig
+    weights: Mapping[str, Tensor]
+    policy_version: int = 0  # of the policy whose hidden states it was last trained on
+    trained_steps: int = 0
+    fingerprint: Mapping[str, str] = field(default_factory=dict)  # `policy_fingerprint` of its policy
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFiles:
+    """One export, in memory: tensor files and JSON files by file name, and its README.md."""
+
+    tensors: dict[str, dict[str, Tensor]]
+    json: dict[str, dict[str, Any]]
+    card: str = ""
+
+
+class DrafterKind(ABC):
+    """One kind of trained drafter."""
+
+    facts: DrafterFacts
+    title: str  # in model cards
+    paper: str
+    shares_tables: bool  # whether embedding and LM head of a served drafter are the policy's
+
+    # -- its shape, in configurations and in config.json ------------------------------------------------------
+
+    @abstractmethod
+    def fresh(self, section: SpeculationSection, policy: ModelConfig) -> DrafterConfig:
+        """A drafter of `policy` that is not trained yet. Raises ConfigError for what the policy does not have."""
+
+    def describe(self, config: DrafterConfig) -> dict[str, Any]:
+        """The entries of config.json beside the policy's shape; `described` reads them."""
+        return {}
+
+    @abstractmethod
+    def described(self, about: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
+        """What `describe` was given. Raises ConfigError or CheckpointError for entries that it never returns."""
+
+    # -- directories that others publish ----------------------------------------------------------------------
+
+    def is_public(self, about: Mapping[str, Any]) -> bool:
+        """Whether config.json `about` is that of a drafter of this kind that others made."""
+        return False
+
+    def public_config(
+        self, about: Mapping[str, Any], policy: ModelConfig, layers: tuple[int, ...] | None
+    ) -> DrafterConfig:
+        """The drafter of such a config.json; `layers` where it names none. Raises CheckpointError or ConfigError."""
+        raise NotImplementedError(f"{self.facts.name} drafters have no public form")
+
+    def read_public(self, directory: Path, config: DrafterConfig) -> dict[str, Tensor]:
+        """All tensors of such a directory under our names, floating ones in fp32. Raises CheckpointError."""
+        raise NotImplementedError(f"{self.facts.name} drafters have no public form")
+
+    # -- in rollouts and in training --------------------------------------------------------------------------
+
+    @abstractmethod
+    def build_decoder(self, policy: Decoder, config: DrafterConfig, threads: int = 1) -> EagleDecoder:
+        """The drafter beside the policy's decoder in the rollout engine; load weights next. Raises BackendError for a
+        decoder that it does not go with.
+        """
+
+    @abstractmethod
+    def build_model(self, config: DrafterConfig) -> PairModel:
+        """The drafter in training; its weights are not set."""
+
+    @property
+    @abstractmethod
+    def loss_parts(self) -> tuple[str, ...]:
+        """Names of the loss's parts; `accept`, 1 - TV, is one of them."""
+
+    @abstractmethod
+    def loss(
+        self,
+        model: PairModel,
+        tables: tuple[Tensor, Tensor],
+        batch: PairBatch,
+        section: DrafterSection,
+        temperature: float,
+        forward: AbstractContextManager[object],
+        counts: Sequence[int] | None = None,
+    ) -> tuple[Tensor, LossParts]:
+        """The loss (0-d, differentiable) of a batch and its parts by drafted position. `tables`: the policy's embedding
+        and LM head [V, H]. The model's forward runs inside `forward`. `counts` are the rows of each position of a
+        larger batch, of which this one is a share: the losses and parts of all shares add up to that of the whole.
+        """
+
+    # -- exports ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
+        """The files that `engine` reads. Raises ConfigError where it cannot run such a drafter."""
+
+    def card_rows(self, config: DrafterConfig) -> str:
+        """More rows of the table in a model card."""
+        return ""
+
+
+def engine_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names of serving engines: a `layer` is their first; others are as they are."""
+    return {n.replace("layer.", "layers.0.", 1) if n.startswith("layer.") else n: t for n, t in weights.items()}
+
+
+def cast_tensors(named: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Contiguous CPU copies; integers keep their type. Raises CheckpointError for a value that is not finite."""
+    out = {}
+    for name, tensor in named.items():
+        stored = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+        if not bool(torch.isfinite(stored).all()):
+            raise CheckpointError(f"{name} has values that are not finite in {str(dtype).removeprefix('torch.')}")
+        out[name] = stored.contiguous().clone()
+    return out

@@ -1,0 +1,1 @@
+"""EAGLE-1 in TLT's form."""

@@ -1,0 +1,136 @@
+"""`EagleKind`: EAGLE-1 in TLT's form. vLLM and SGLang run it for Llama and Qwen2 policies, TensorRT-LLM does not.
+
+Engines leave a tensor that they do not find at its random start, or skip one that they do not know, without a message:
+so names and config keys follow each engine's own loader; `docs/export_drafter.md` says where each rule was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.drafter_kinds import DRAFTERS
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.drafter.kinds.base import (
+    ENGINES,
+    DrafterKind,
+    ExportFiles,
+    Format,
+    LossParts,
+    SavedDrafter,
+    cast_tensors,
+    engine_names,
+)
+from megatron_tlt.drafter.kinds.eagle.loss import draft_loss
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.base import Decoder
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle.base import EagleDecoder
+from megatron_tlt.models.eagle.config import DrafterConfig, EagleConfig
+from megatron_tlt.models.eagle.eagle3 import build_model
+from megatron_tlt.models.eagle.model import PairModel
+from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
+from megatron_tlt.models.factory import build_eagle
+
+_INSTEAD = "train a drafter of kind eagle3, which every format takes, or use --format"
+
+
+class PairKind(DrafterKind):
+    """What EAGLE and EAGLE-3 share: one layer over pairs, which drafts position by position."""
+
+    def build_decoder(self, policy: Decoder, config: DrafterConfig, threads: int = 1) -> EagleDecoder:
+        """See `DrafterKind.build_decoder`."""
+        return build_eagle(policy, config, threads)
+
+    def build_model(self, config: DrafterConfig) -> PairModel:
+        """See `DrafterKind.build_model`."""
+        return build_model(config)
+
+    def loss(
+        self,
+        model: PairModel,
+        tables: tuple[Tensor, Tensor],
+        batch: PairBatch,
+        section: DrafterSection,
+        temperature: float,
+        forward: AbstractContextManager[object],
+        counts: Sequence[int] | None = None,
+    ) -> tuple[Tensor, LossParts]:
+        """See `DrafterKind.loss`: drafts of `section.draft_steps` positions from every base."""
+        layout, (embed, head) = PairLayout(batch), tables
+        with forward:
+            outputs = model.unroll(embed, batch, layout, section.draft_steps)
+        return draft_loss(model, outputs, batch, layout, head, section.loss, temperature, counts)
+
+
+class EagleKind(PairKind):
+    """See `DrafterKind`."""
+
+    facts = DRAFTERS["eagle"]
+    title, paper = "EAGLE", "EAGLE-1"
+    shares_tables = True
+    loss_parts = ("hidden", "ce", "accept")
+
+    def fresh(self, section: SpeculationSection, policy: ModelConfig) -> EagleConfig:
+        """See `DrafterKind.fresh`."""
+        return EagleConfig.of(policy)
+
+    def described(self, about: Mapping[str, Any], policy: ModelConfig) -> EagleConfig:
+        """See `DrafterKind.described`."""
+        return EagleConfig.of(policy)
+
+    def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
+        """See `DrafterKind.engine_files`."""
+        policy, named = drafter.config.policy, engine_names(drafter.weights)
+        _check_engine(policy, engine)
+        if engine == "sglang":  # its fc always has a bias, and one that the file lacks stays random
+            named["fc.bias"] = torch.zeros(policy.hidden_size)
+        about = _config(policy, engine, str(dtype).removeprefix("torch."))
+        return ExportFiles({"model.safetensors": cast_tensors(named, dtype)}, {"config.json": about})
+
+
+def _check_engine(policy: ModelConfig, engine: Format) -> None:
+    """Raises ConfigError where the engine has no model that computes what a drafter of kind eagle computes."""
+    if engine == "trtllm":
+        raise ConfigError.of(
+            "format",
+            engine,
+            "TensorRT-LLM's PyTorch backend runs EAGLE-3 drafters only, and this one is of kind eagle (EAGLE-1): "
+            f"{_INSTEAD} sglang, vllm (Llama and Qwen2 policies) or hf",
+        )
+    if policy.qk_norm:
+        raise ConfigError.of(
+            "format",
+            engine,
+            f"{ENGINES[engine]} has no EAGLE-1 drafter whose attention normalises queries and keys, as that of a "
+            f"{policy.family} policy does: {_INSTEAD} hf",
+        )
+    if engine == "sglang" and policy.qkv_bias and policy.head_dim * policy.num_heads != policy.hidden_size:
+        wanted = (
+            f"SGLang's Qwen2 computes it as hidden_size / heads = {policy.hidden_size / policy.num_heads:g}"
+        )
+        raise ConfigError.of("head_dim", policy.head_dim, f"{wanted}: {_INSTEAD} vllm or hf")
+
+
+def _config(policy: ModelConfig, engine: Format, dtype: str) -> dict[str, Any]:
+    """config.json; `to_hf` has both old and new rope keys."""
+    out = (
+        policy.dense_sibling.to_hf(dtype)  # drafters are dense
+        | {
+            "num_hidden_layers": 1,
+            "tie_word_embeddings": False,  # both engines put the policy's tables in; a tied head would go with them
+            "bias": False,
+            "attention_bias": False,
+        }
+    )
+    if engine == "sglang":
+        return out | {
+            "architectures": ["Qwen2ForCausalLMEagle" if policy.qkv_bias else "LlamaForCausalLMEagle"]
+        }
+    # vLLM puts "Eagle" before it and has EagleLlamaForCausalLM; `qkv_bias` gives q, k and v a bias and o_proj none.
+    return out | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "qkv_bias": policy.qkv_bias}

@@ -1,0 +1,9 @@
+"""All kinds of trained drafters by name. A new kind is a folder beside this file, a line here, and its facts."""
+
+from __future__ import annotations
+
+from megatron_tlt.drafter.kinds.base import DrafterKind
+from megatron_tlt.drafter.kinds.eagle.kind import EagleKind
+from megatron_tlt.drafter.kinds.eagle3.kind import Eagle3Kind
+
+KINDS: dict[str, DrafterKind] = {kind.facts.name: kind for kind in (EagleKind(), Eagle3Kind())}
