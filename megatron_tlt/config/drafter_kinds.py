@@ -47,6 +47,11 @@ class DrafterFacts:
         """Elements of its own LM head; 0 without one."""
         return self.has_own_head * (draft_vocab_size or shape.vocab_size) * shape.hidden_size
 
+    def largest_parameter(self, shape: ArchitectureConfig, draft_vocab_size: int | None) -> int:
+        """Elements of its largest tensor: `fc`, one of the MLP's or its LM head."""
+        h, head = shape.hidden_size, self.head_elements(shape, draft_vocab_size)
+        return max((self.layers_read or 2) * h * h, h * shape.intermediate_size, head)
+
     def passes(self, length: int) -> int:
         """Forward passes of a draft of `length` tokens: one a position."""
         return length

@@ -43,7 +43,7 @@ class DrafterTrainer:
         self.model, self._section, self._average = model, section, average
         self._temperature = temperature or 1.0
         self.set_policy(embed, head)
-        self.state = TrainingState(model, kinds=WITHOUT_MEAN) if state is None else state
+        self.state = TrainingState(model, states=WITHOUT_MEAN) if state is None else state
         self.trained_steps = 0
 
     def set_policy(self, embed: Tensor, head: Tensor) -> None:

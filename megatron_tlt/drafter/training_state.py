@@ -3,25 +3,23 @@
 Engines draft with the running mean: at a constant learning rate the weights themselves jump about the place they
 are drawn to, and their mean is nearer to it (Polyak and Juditsky, 1992).
 
-    parameters  =========|======|==|=====    in the model's type, whole on every rank; forward and backward use them
-    parts       [ 0 ][ 1 |  2 ] |3 |  4      of one parameter each, with a bounded number of elements
-    kept on       r0   r1   r0   r1  r1      fp32 state, divided among the ranks of a tensor-parallel group
+    parameter   [=============]      in the model's type, whole on every rank; forward and backward use it
+    kept on     [ r0 | r1 | r2 ]     fp32 state, an equal share on each rank of a tensor-parallel group
 
-The ranks of a group train one drafter, so each keeps the state of its own parts only (ZeRO, 1910.02054, section 5).
-Whatever crosses ranks or types does so part by part: nothing of the drafter's size is ever allocated for it. Where
-a parameter is fp32 it is its own master.
+The ranks of a group train one drafter, so each keeps the state of its own share only (ZeRO, 1910.02054, section 5).
+Collectives are over one parameter at a time. An fp32 parameter of a group of one rank is its own master.
 
-Legend: P parameters of the drafter, n elements of a part.
+Legend: n elements of this rank's share of a parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
@@ -29,24 +27,7 @@ from megatron_tlt.distributed.tensor_parallel import TensorParallel
 RAW, MEAN = "raw", "model"  # a checkpoint's "model" drafts
 STATES = (RAW, MEAN, "exp_avg", "exp_avg_sq")
 WITHOUT_MEAN = (RAW, "exp_avg", "exp_avg_sq")
-_PART_ELEMENTS = 1 << 23
 _BETAS, _EPS = (0.9, 0.95), 1e-8  # of Adam
-
-
-@dataclass(slots=True)
-class _Part:
-    """Elements `begin` .. `begin` + n - 1 of a parameter."""
-
-    name: str
-    parameter: nn.Parameter
-    begin: int
-    weight: Tensor  # [n], a view of the parameter
-    kept: dict[str, Tensor] = field(default_factory=dict)  # float32 [n] by kind; empty: another rank keeps them
-    gradient: Tensor | None = None  # [n], of the whole group; on the rank that keeps the part
-
-    def of(self, whole: Tensor) -> Tensor:
-        """This part [n] of a tensor of the parameter's shape."""
-        return whole.reshape(-1)[self.begin : self.begin + len(self.weight)]
 
 
 class TrainingState:
@@ -57,45 +38,39 @@ class TrainingState:
         model: nn.Module,
         start: Mapping[str, Tensor] | None = None,
         tp: TensorParallel | None = None,
-        part_elements: int = _PART_ELEMENTS,
-        kinds: tuple[str, ...] = STATES,
+        states: tuple[str, ...] = STATES,
     ):
         """`start`: the parameters by name as they were before the model was cast; without it its present ones. Only
-        `kinds` are kept: `WITHOUT_MEAN` can step, and no more.
+        `states` are kept: `WITHOUT_MEAN` can step, and no more.
         """
         self.steps = 0  # that Adam corrects its moments for
         self._tp = tp or TensorParallel()
         self._parameters = dict(model.named_parameters())
         sources = self._parameters if start is None else start
-        self._parts = [
-            _Part(name, parameter, part_elements * i, weight)
-            for name, parameter in self._parameters.items()
-            for i, weight in enumerate(parameter.detach().view(-1).split(part_elements))
-        ]
-        keepers = _dealt([len(part.weight) for part in self._parts], self._tp.size)
-        self._own = [part for part, keeper in zip(self._parts, keepers, strict=True) if keeper == self._tp.rank]
-        for part in self._own:
-            source = part.of(sources[part.name].detach())
-            part.kept = {kind: _fresh(kind, part.weight, source) for kind in kinds}
+        self._kept: dict[str, dict[str, Tensor]] = {state: {} for state in states}  # float32 [n] by state and name
+        for name, parameter in self._parameters.items():
+            weight, source = self._own(parameter.detach()), self._own(sources[name].detach())
+            for state in states:
+                self._kept[state][name] = _fresh(state, weight, source)
+        self._gradients: list[Tensor] = []  # float32 [n] by parameter, of the whole group
         self._host: list[tuple[Tensor, Tensor]] = []  # what `restore` overwrites, and its copies
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """This rank's share [n] of a tensor of a parameter's shape, a view."""
+        return whole.reshape(-1).tensor_split(self._tp.size)[self._tp.rank]
 
     # -- a step ---------------------------------------------------------------------------------------------
 
     def take_gradients(self) -> Tensor:
         """Takes the parameters' gradients, summed over the group. Collective in the group. Returns their norm (0-d)."""
-        for part in self._parts:
-            gradient = part.parameter.grad
-            taken = torch.zeros_like(part.weight) if gradient is None else part.of(gradient)
-            if self._tp.size > 1:
-                taken = taken.to(torch.float32, copy=True)
-                self._tp.all_reduce(taken)
-            part.gradient = taken if part.kept else None
-        if self._tp.size > 1:
-            self._free_parameter_gradients()
-        squares = torch.zeros((), device=self._parts[0].weight.device)
-        for part in self._own:
-            assert part.gradient is not None
-            squares += torch.linalg.vector_norm(part.gradient, dtype=torch.float32).square()
+        self._gradients.clear()
+        for parameter in self._parameters.values():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = None
+            gradient = gradient.float()
+            self._tp.all_reduce(gradient)
+            self._gradients.append(self._own(gradient) if self._tp.size == 1 else self._own(gradient).clone())
+        squares = get_total_norm(self._gradients).square()
         self._tp.all_reduce(squares)
         return squares.sqrt()
 
@@ -104,23 +79,16 @@ class TrainingState:
 
         Collective in the group. Mutates weights, moments and `steps`.
         """
-        for part in self._own:
-            self._adam(part, lr, factor)
-        self.steps += 1
-        self.free_gradients()
-        for part in self._parts:
-            part.weight.copy_(self._gathered(part, RAW))
-
-    def _adam(self, part: _Part, lr: float, factor: Tensor | None) -> None:
-        assert part.gradient is not None
-        gradient = part.gradient.float()
+        if factor is not None:
+            torch._foreach_mul_(self._gradients, factor)
+        weights, first, second = (list(self._kept[state].values()) for state in (RAW, "exp_avg", "exp_avg_sq"))
         adamw(
-            [part.kept[RAW]],
-            [gradient if factor is None else gradient * factor],
-            [part.kept["exp_avg"]],
-            [part.kept["exp_avg_sq"]],
+            weights,
+            self._gradients,
+            first,
+            second,
             [],
-            [torch.full((), float(self.steps), device=gradient.device)],
+            [torch.full((), float(self.steps), device=weight.device) for weight in weights],
             fused=True,  # the step of a small drafter is mostly overhead
             amsgrad=False,
             beta1=_BETAS[0],
@@ -130,59 +98,72 @@ class TrainingState:
             eps=_EPS,
             maximize=False,
         )
+        self.steps += 1
+        self.free_gradients()
+        for name, values in self._gathered(RAW):
+            self._parameters[name].detach().copy_(values)
 
     def free_gradients(self) -> None:
         """Frees what a micro-step leaves."""
-        for part in self._own:
-            part.gradient = None
-        self._free_parameter_gradients()
-
-    def _free_parameter_gradients(self) -> None:
+        self._gradients.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def _gathered(self, part: _Part, kind: str) -> Tensor:
-        """A part's `kind` [n], on every rank of the group; the state itself where one rank keeps all. Collective."""
-        if self._tp.size == 1:
-            return part.kept[kind]
-        flat = part.kept[kind].clone() if part.kept else torch.zeros_like(part.weight, dtype=torch.float32)
-        self._tp.all_reduce(flat)
-        return flat
+    def _gathered(self, state: str) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole value of each parameter's state, float32; the state itself where one rank keeps all.
+
+        Collective in the group.
+        """
+        for name, kept in self._kept[state].items():
+            parameter = self._parameters[name]
+            if self._tp.size == 1:
+                yield name, kept.view_as(parameter)
+                continue
+            whole = self._weighted(kept, parameter, 1.0)
+            self._tp.all_reduce(whole)
+            yield name, whole
 
     def update_mean(self, decay: float) -> None:
         """mean <- decay * mean + (1 - decay) * weights; 0: it becomes them."""
-        for part in self._own:
-            part.kept[MEAN].lerp_(part.kept[RAW], 1 - decay)
+        mean, raw = (list(self._kept[state].values()) for state in (MEAN, RAW))
+        torch._foreach_lerp_(mean, raw, 1 - decay)
 
     # -- between windows ------------------------------------------------------------------------------------
 
     def is_finite(self) -> bool:
         """Whether all that this rank keeps is finite."""
-        return all(bool(torch.isfinite(kept).all()) for part in self._own for kept in part.kept.values())
+        return all(bool(torch.isfinite(t).all()) for kept in self._kept.values() for t in kept.values())
 
     def merge(self, weight: float, all_reduce: Callable[[Tensor], None]) -> None:
         """Everything becomes the sum of all ranks' `weight` times it: a mean, as the groups' weights add up to 1. What
         has weight 0 does not enter, whatever it is.
 
-        In place, one part at a time. Collective over the ranks that `all_reduce` sums over.
+        In place, one parameter at a time. Collective over the ranks that `all_reduce` sums over.
         """
-        for kind in STATES:
-            for part in self._parts:
-                flat = torch.zeros_like(part.weight, dtype=torch.float32)
-                if weight and part.kept:
-                    flat.add_(part.kept[kind], alpha=weight)
-                all_reduce(flat)
-                if part.kept:
-                    part.kept[kind].copy_(flat)
-                if kind == RAW:
-                    part.weight.copy_(flat)
+        for state, kept in self._kept.items():
+            for name, parameter in self._parameters.items():
+                whole = self._weighted(kept[name], parameter, weight)
+                all_reduce(whole)
+                kept[name].copy_(self._own(whole))
+                if state == RAW:
+                    parameter.detach().copy_(whole)
+                del whole  # before the next one is there
+
+    def _weighted(self, kept: Tensor, parameter: Tensor, weight: float) -> Tensor:
+        """Float32 like `parameter`: `weight` times this rank's share [n], 0 elsewhere."""
+        whole = torch.zeros_like(parameter, dtype=torch.float32)
+        if weight:
+            self._own(whole).add_(kept, alpha=weight)
+        return whole
 
     def remember(self) -> None:
         """Copies weights, mean and moments to the host (pinned if they are on a GPU), for `restore`."""
         if not self._host:
-            kept = [tensor for part in self._own for tensor in part.kept.values()]
-            kept += [part.weight for part in self._parts if part.weight is not part.kept.get(RAW)]
-            self._host = [(t, torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)) for t in kept]
+            changing = [tensor for kept in self._kept.values() for tensor in kept.values()]
+            is_whole = self._tp.size == 1  # then fp32 parameters are their own masters
+            parameters = [p.detach() for p in self._parameters.values()]
+            changing += [p for p in parameters if not (is_whole and p.dtype == torch.float32)]
+            self._host = [(t, torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)) for t in changing]
         for tensor, copy in self._host:
             copy.copy_(tensor, non_blocking=True)
         _wait_for_copies(self._host)
@@ -197,50 +178,35 @@ class TrainingState:
 
     def mean(self) -> dict[str, Tensor]:
         """A copy of the running mean by name, in the parameters' type. Collective in the group."""
-        return self._copied(MEAN, {name: torch.empty_like(p) for name, p in self._parameters.items()})
+        return {name: t.to(self._parameters[name].dtype, copy=True) for name, t in self._gathered(MEAN)}
 
     def named(self) -> dict[str, Any]:
-        """{kind: {name: float32 tensor}} and "steps": copies in the host's memory, on the group's first rank only.
+        """{state: {name: float32 tensor}} and "steps": copies in the host's memory, on the group's first rank only.
 
         Collective in the group.
         """
-        shapes = {name: p.shape for name, p in self._parameters.items()} if self._tp.rank == 0 else {}
-        named = {
-            kind: self._copied(kind, {name: torch.empty(shape) for name, shape in shapes.items()}) for kind in STATES
-        }
+        named: dict[str, Any] = {state: {} for state in self._kept}
+        for state, into in named.items():
+            for name, whole in self._gathered(state):
+                if self._tp.rank == 0:
+                    into[name] = whole.to("cpu", copy=True)
         return {**named, "steps": self.steps}
-
-    def _copied(self, kind: str, into: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`into`, if it has tensors, filled with a kind. Collective in the group."""
-        for part in self._parts:
-            values = self._gathered(part, kind)
-            if into:
-                part.of(into[part.name]).copy_(values)
-        return into
 
     def load(self, named: Mapping[str, Any]) -> None:
         """Takes what `named` returned."""
-        for part in self._parts:
-            for kind, kept in part.kept.items():
-                kept.copy_(part.of(named[kind][part.name]))
-            part.weight.copy_(part.of(named[RAW][part.name]))
+        for state, kept in self._kept.items():
+            for name, tensor in kept.items():
+                tensor.copy_(self._own(named[state][name]))
+        for name, parameter in self._parameters.items():
+            parameter.detach().copy_(named[RAW][name])
         self.steps = int(named["steps"])
 
 
-def _dealt(sizes: list[int], ranks: int) -> list[int]:
-    """The rank that keeps each part: the largest first, each by the rank that has least so far."""
-    keepers, loads = [0] * len(sizes), [0] * ranks
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        keepers[i] = loads.index(min(loads))
-        loads[keepers[i]] += sizes[i]
-    return keepers
-
-
-def _fresh(kind: str, weight: Tensor, source: Tensor) -> Tensor:
-    """A kind's starting values, float32 [n], where `weight` [n] is, which may be its own master."""
-    if kind == RAW and weight.dtype == torch.float32:
+def _fresh(state: str, weight: Tensor, source: Tensor) -> Tensor:
+    """A state's starting values, float32 [n], where `weight` [n] is, which may be its own master."""
+    if state == RAW and weight.dtype == torch.float32:
         return weight
-    if kind in (RAW, MEAN):
+    if state in (RAW, MEAN):
         return source.to(weight.device, torch.float32, copy=True)
     return torch.zeros_like(weight, dtype=torch.float32)
 

@@ -37,9 +37,5 @@ def online_trainer(
 
 def everything(trainer: OnlineDrafterTrainer) -> Tensor:
     """Weights, their mean and moments, flat, before or after a merge. Collective in a tensor-parallel group."""
-    parts = []
-    for kind in STATES:
-        found = {name: torch.zeros(p.shape) for name, p in trainer.model.named_parameters()}
-        trainer._state._copied(kind, found)
-        parts += [tensor.flatten() for tensor in found.values()]
-    return torch.cat(parts)
+    state = trainer._state
+    return torch.cat([whole.flatten().clone() for kind in STATES for _, whole in state._gathered(kind)])

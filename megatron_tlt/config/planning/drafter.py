@@ -8,7 +8,7 @@ queries and of keys; t = rollout.tp; e bytes of an element of the drafter in tra
 * A micro-step, in idle windows only: hidden states `T*H*s`; what the layer keeps for backward, `T*e*(10H + 3A + 2K +
   3F)` a drafted position, with a norm's input and output in fp32 of 4H; and the largest of (1) the loss: outputs,
   targets and gradient, `T*H*(12 + e)`, and four fp32 blocks of the LM head; (2) the MLP's way back, `T*e*(3F + H)` and
-  the gradient of its last weight; (3) all gradients, summed in fp32 over t where there are several ranks.
+  the gradient of its last weight; (3) all gradients in fp32; with several ranks as they are, one in fp32 for the sum.
 * Embedding and LM head are the engine's own tables. From a window to its merge the head is gathered with t > 1, and the
   C decoder's packed one is unpacked.
 * Kind eagle3: hidden states of 4H; kept for backward `T*e*28H` more, of the first position 11H; the loss of normed
@@ -32,7 +32,6 @@ from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config
 
 HEAD_BLOCK = 1 << 25  # elements of [rows, V] that `drafter.loss` computes at a time; a test compares
-_PART_BYTES = 4 << 23  # of `drafter.training_state`: fp32
 
 
 def drafter_state_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
@@ -63,7 +62,7 @@ def drafter_step_bytes(config: Config, shape: ArchitectureConfig, device: Device
         loss = kept + tokens * hidden * (20 + element) + max(blocks + head, 2 * head)
     back = kept + element * (tokens * (3 * inter + hidden) + inter * hidden)
     count = drafter_parameters(config, shape)
-    gradients = element * count + several * 4 * count // config.rollout.tp + 2 * min(_PART_BYTES, 4 * count)
+    gradients = element * count + _summed_bytes(config, shape) if several else 4 * count
     states = kind.state_parts * tokens * hidden * element_bytes(config.rollout.dtype)
     return states + max(loss, back, gradients)
 
@@ -78,10 +77,15 @@ def drafter_head_bytes(config: Config, shape: ArchitectureConfig, device: Device
 
 
 def drafter_merge_bytes(config: Config, shape: ArchitectureConfig) -> int:
-    """The part that replicas' drafters are merged by, and the one before it."""
-    if not config.idle.train_drafter:
-        return 0
-    return 2 * min(_PART_BYTES, 4 * drafter_parameters(config, shape))
+    """The parameter that replicas' drafters are merged by."""
+    return _summed_bytes(config, shape) if config.idle.train_drafter else 0
+
+
+def _summed_bytes(config: Config, shape: ArchitectureConfig) -> int:
+    """The largest parameter in fp32: ranks are summed over parameter by parameter."""
+    speculation = config.rollout.speculation
+    kind = speculation.trained
+    return 0 if kind is None else 4 * kind.largest_parameter(shape, speculation.draft_vocab_size)
 
 
 def drafter_push_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:

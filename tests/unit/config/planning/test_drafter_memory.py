@@ -105,11 +105,10 @@ def test_every_rank_keeps_as_much_as_is_planned(name: str, tp: int) -> None:
         model = build_model(drafter_shape(config.rollout.speculation, shape)).bfloat16()
     weights = sum(2 * p.numel() for p in model.parameters())
     for rank in range(tp):
-        parts = training_state.TrainingState(model, tp=OneRank(rank, tp))._own
-        held = weights + sum(4 * kept.numel() for part in parts for kept in part.kept.values())
+        state = training_state.TrainingState(model, tp=OneRank(rank, tp))
+        held = weights + sum(4 * t.numel() for kept in state._kept.values() for t in kept.values())
         assert held == pytest.approx(plan.drafter_state_bytes(config, shape, "cuda"), rel=0.05), rank
 
 
 def test_the_plans_figures_are_the_trainers() -> None:
     assert plan.HEAD_BLOCK == loss._MAX_ELEMENTS
-    assert plan._PART_BYTES == 4 * training_state._PART_ELEMENTS
