@@ -77,7 +77,6 @@ def two_ranks(place: Path) -> list[dict[str, Any]]:
         2,
         f"gather {place}/gathered {ZERO}",
         f"load {place}/gathered {ZERO}",
-        f"ledger {place}/gathered {ZERO}",
         f"count {place}/host {HOST}",
         *(f"{verb} {place}/{name} {layout}" for name, verb, layout in EXPERTS),
         f"save {place}/divided {DIVIDED}",
@@ -103,18 +102,6 @@ def test_a_save_of_offloaded_state_takes_a_share_of_it_and_no_gradients(two_rank
         assert 0.9 * share < rank["written"] < 1.2 * share + 64 * 1024, counted
         assert rank["gradients"] == 0
     assert [r for r in two_ranks if r["case"] == "load"][-1]["same_bits"]
-
-
-def test_a_save_takes_a_share_on_the_host_and_a_bucket_on_the_device(two_ranks: list[dict[str, Any]]) -> None:
-    """megatron's own planning and loading, with a ledger for the device. A bucket: the largest parameter in fp32, which
-    `optimizer_shards` makes without memory and the ledger counts."""
-    (seen,) = [r for r in two_ranks if r["case"] == "ledger"]
-    share = (2 + 12) * seen["parameters"] / 2
-    for rank in seen["ranks"]:
-        assert rank["all"] > (2 + 4 + 6) * seen["parameters"]  # weights, gradients, half of the state: it counts
-        assert 0.9 * share < rank["save"]["host"] < 1.1 * share, seen
-        for act in (rank["save"], rank["load"]):
-            assert act["peak"] <= rank["largest"] and act["kept"] <= 4096, seen
 
 
 def test_experts_resume_bit_for_bit_and_in_other_layouts(two_ranks: list[dict[str, Any]]) -> None:

@@ -4,7 +4,6 @@ save LAYOUT:   two updates, save, a third while that is under way; leaves the ou
 load LAYOUT:   load what save left, do the third update, compare
 gather LAYOUT: save in megatron's own form for the distributed optimizer, which gathers its state
 count LAYOUT:  bytes of tensors that a save takes, and of the files that the ranks write
-ledger LAYOUT: bytes that a save and a load take on the device and on the host, of a policy whose device is a ledger
 refuse:        checkpoints of another optimizer and another model
 full LAYOUT:   a save whose further file finds a full disk on rank 0, and one whose further file is written
 start LAYOUT:  a policy from Hugging Face's files and one from Megatron's in DIR, one update each: the same bits?
@@ -20,20 +19,16 @@ import json
 import os
 import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.checkpoint import default_planner
-from torch.overrides import TorchFunctionMode
 
 from megatron_tlt.actor.checkpoint_files import read_manifest
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
-from tests.helpers.ledger import Ledger
 from tests.helpers.live_bytes import live_bytes
 from tests.mpi.workers.actor_common import WeightedNll, relative_error, say, sequences, share, train_batch
 from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy
@@ -100,44 +95,6 @@ def count(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -
     parameters = sum(p.numel() for p in policy.model.module.parameters())
     ranks = world.all_gather_object({"peak": taken.peak, "written": written, "gradients": gradients})
     say(world, case="count", layout=layout, ranks=ranks, parameters=parameters)
-
-
-class _CpuTypes(TorchFunctionMode):
-    """A tensor on meta has the type of one on the device: megatron's optimizer compares names."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return out.replace("meta.", "") if func is torch.Tensor.type and isinstance(out, str) else out
-
-
-def ledger(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
-    """The real save and load of a policy on meta: the save's bytes go nowhere, the load reads what `save` left."""
-    from megatron_tlt.actor import compat, optimizer_shards
-    from megatron_tlt.actor.shard_writer import ThreadWriter
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(compat, "_CPU", torch.device("meta")))
-        stack.enter_context(mock.patch.object(ThreadWriter, "start", return_value=None))
-        # Makes tensors for those on meta, which on a device are there.
-        stack.enter_context(mock.patch.object(default_planner, "_init_state_dict", return_value=None))
-        stack.enter_context(_CpuTypes())
-        seen = stack.enter_context(Ledger(1 << 40))
-        with torch.device("meta"):
-            policy = build(world, root, dict(layout))
-        optimizer_shards.prime(policy.optimizer)  # as after an update
-        shapes = [p.shape for p in policy.model.module.parameters()]
-        found: dict[str, Any] = {"all": seen.live, "largest": max(4 * shape.numel() for shape in shapes)}
-        for name, act in (
-            ("save", lambda: policy.start_save(checkpoints / "step-000009", {})),
-            ("load", lambda: policy.load(checkpoints / "step-000002")),
-        ):
-            seen.phase(name)
-            before, host = seen.live, seen.host
-            kept = act()
-            found[name] = {"peak": seen.peak - before, "kept": seen.live - before, "host": seen.host - host}
-            del kept
-    parameters = sum(shape.numel() for shape in shapes)
-    say(world, case="ledger", ranks=world.all_gather_object(found), parameters=parameters)
 
 
 def load(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
@@ -282,7 +239,7 @@ def foreign(world: World, root: Path, directory: Path, layout: dict[str, Any]) -
             finish()
 
 
-VERBS = {"save": save, "load": load, "full": full_disk, "gather": gather, "count": count, "ledger": ledger}
+VERBS = {"save": save, "load": load, "full": full_disk, "gather": gather, "count": count}
 VERBS |= {"start": start, "once": once, "foreign": foreign, "frozen": frozen}
 
 

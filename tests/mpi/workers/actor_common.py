@@ -21,15 +21,12 @@ _SP = {"tp": 2, "sequence_parallel": True}
 # By ranks: layouts with the forward that hands hidden states out. How ranks that share a response gather them is
 # independent of it.
 HIDDEN: dict[int, list[tuple[dict[str, Any], str]]] = {
-    1: [*(({}, forward) for forward in ("update", "old log-probs", "scoring")), ({"recompute": "full"}, "update")],
-    2: [
-        *(({"pp": 2}, "update"), ({"pp": 2}, "scoring"), ({}, "update")),
-        *(({**_SP, "recompute": "full"}, "update"), ({"cp": 2}, "old log-probs")),
-    ],
+    1: [({}, forward) for forward in ("update", "old log-probs", "scoring")],
+    2: [({}, "update"), ({"pp": 2}, "scoring"), ({**_SP, "recompute": "full"}, "update"), ({"cp": 2}, "old log-probs")],
     4: [({**_SP, "pp": 2}, "update"), ({**_SP, "cp": 2}, "update")],
 }
 # Which responses an algorithm leaves out: tests/unit/algorithms and test_batch_assembly.py, for all of them.
-ZERO_ADVANTAGES: dict[int, tuple[AlgorithmName, ...]] = {2: ("grpo", "gspo"), 4: ("grpo",)}
+ZERO_ADVANTAGES: dict[int, tuple[AlgorithmName, ...]] = {2: ("gspo",), 4: ("grpo",)}
 VOCAB = 131  # prime: no TP size divides it, so every TP test also tests vocabulary padding
 EXPERTS, CHOSEN = 8, 2  # as `tiny_models` has them
 # Sizes that 4 ranks of any kind divide; one of four layers of qwen2_moe has no experts.
