@@ -35,13 +35,12 @@ class PackedRows(PackedSeqParams):
     `runs` are (count, length) of neighbouring sequences of one length: they go through attention as one batch.
     `rotation` is RoPE's cos and sin of the rows, see there. Under context parallelism (`context_parallel.py`) runs and
     bounds are those of all ranks' rows: `to_whole` puts these rows, one rank after the other, into the micro-batch's
-    order, and `to_ranks` back; `masks` are what layers share. `routing`: what routers of experts read (`routing.py`).
+    order; `masks` are what layers share. `routing`: what routers of experts read (`routing.py`).
     """
 
     runs: tuple[tuple[int, int], ...] = ()
     rotation: tuple[Tensor, Tensor] | None = None
     to_whole: Tensor | None = None  # int64 [T]
-    to_ranks: Tensor | None = None  # int64 [T]
     masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     routing: Any = None
 

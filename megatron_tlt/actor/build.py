@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_tlt.actor.attention import SDPACoreAttention, rotation
 from megatron_tlt.actor.compat import HAS_CUDA, cpu_as_cuda, current_device, keep_one_table
-from megatron_tlt.actor.context_parallel import GatheredKeysAttention, HeadExchangeAttention
+from megatron_tlt.actor.context_parallel import GatheredKeysAttention
 from megatron_tlt.actor.elementwise import RMSNorm, swiglu
 from megatron_tlt.actor.experts import ExpertLayer, GroupedExperts, RoutedLayer, expert_config
 from megatron_tlt.actor.groups import ActorGroups
@@ -127,7 +127,7 @@ def transformer_config(config: ModelConfig, actor: ActorSection) -> TransformerC
         pipeline_model_parallel_size=actor.pp,
         context_parallel_size=actor.cp,
         # megatron indexes a list by layers from 1: a string
-        cp_comm_type=actor.cp_comm(config.num_kv_heads, uses_transformer_engine(actor)) if actor.cp > 1 else None,
+        cp_comm_type=actor.cp_comm(uses_transformer_engine(actor)) if actor.cp > 1 else None,
         sequence_parallel=actor.sequence_parallel,
         perform_initialization=False,  # every tensor is loaded or drawn by name, the same in every layout
         use_cpu_initialization=not HAS_CUDA,
@@ -150,16 +150,6 @@ _NAMES_IN_CHECKPOINTS = {
 }
 
 
-def _core_attention(config: ModelConfig, actor: ActorSection) -> type[SDPACoreAttention]:
-    if actor.cp == 1:
-        return SDPACoreAttention
-    kind = actor.cp_comm(config.num_kv_heads, engine=False)
-    if kind == "p2p":  # `check` may not know that Transformer Engine is missing where the run will be
-        allowed = "needs Transformer Engine, which is not used here; local layers take a2a, all_gather or auto"
-        raise ConfigError.of("actor.cp_comm_type", kind, allowed)
-    return HeadExchangeAttention if kind == "a2a" else GatheredKeysAttention
-
-
 def _local_layer(config: ModelConfig, actor: ActorSection) -> ModuleSpec:
     norm = RMSNorm if config.qk_norm else IdentityOp
     return ModuleSpec(
@@ -171,7 +161,7 @@ def _local_layer(config: ModelConfig, actor: ActorSection) -> ModuleSpec:
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
-                    core_attention=_core_attention(config, actor),
+                    core_attention=SDPACoreAttention if actor.cp == 1 else GatheredKeysAttention,
                     linear_proj=RowParallelLinear,
                     q_layernorm=norm,
                     k_layernorm=norm,

@@ -9,12 +9,8 @@ causal attention costs the same everywhere (the layout that Transformer Engine t
     cp 2, rows of a sequence   | 0 1 | 2 3 | 4 5 | 6 7 |      rank 0: 0 1 6 7      rank 1: 2 3 4 5
 
 Everything but core attention works on rows alone. Padding lies behind a sequence's last token, where causal attention
-keeps it from every real row. Two forms of attention, of which `actor.cp_comm_type` chooses:
-
-* a2a (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509): an all-to-all gives every rank all rows of n / cp heads, and
-  the plain causal attention runs on them. Needs g divisible by cp.
-* all_gather: keys and values of all rows are gathered, and a rank's two chunks look at what lies before them. Takes any
-  g, and more memory.
+keeps it from every real row. Keys and values of all rows are gathered, and a rank's two chunks look at what lies before
+them. Transformer Engine's layers have forms of their own (`actor.cp_comm_type`).
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from megatron_tlt.actor.attention import PackedRows, SDPACoreAttention
 
 # isort: split
 # megatron comes after compat.
-from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 
 def rows_of_rank(sizes: list[int], cp: int, rank: int) -> np.ndarray:
@@ -45,24 +41,8 @@ def rows_of_rank(sizes: list[int], cp: int, rank: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-class HeadExchangeAttention(SDPACoreAttention):
-    """a2a: see the module."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedRows) -> Tensor:
-        """query [T / cp, 1, n, d], key and value [T / cp, 1, g, d], rotated -> [T / cp, 1, n * d]."""
-        assert packing.to_whole is not None and packing.to_ranks is not None
-        cp = self.cp.size()
-        parts = [x.squeeze(1).unflatten(1, (cp, -1)) for x in (query, key, value)]  # [T / cp, cp, heads / cp, d]
-        sent = torch.cat(parts, 2).transpose(0, 1).contiguous()
-        rows = all_to_all(self.cp, sent).flatten(0, 1).index_select(0, packing.to_whole).unsqueeze(1)
-        query, key, value = rows.split([part.shape[2] for part in parts], 2)
-        whole = super().attend(query, key, value, packing)  # [T, 1, n / cp * d]
-        by_rank = whole.squeeze(1).index_select(0, packing.to_ranks).unflatten(0, (cp, -1))
-        return all_to_all(self.cp, by_rank).transpose(0, 1).flatten(1).unsqueeze(1)
-
-
 class GatheredKeysAttention(SDPACoreAttention):
-    """all_gather: see the module. The gradients of keys and values return by a reduce-scatter."""
+    """Attention of a rank's rows to the keys of all. The gradients of keys and values return by a reduce-scatter."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedRows) -> Tensor:
         """query [T / cp, 1, n, d], key and value [T / cp, 1, g, d], rotated -> [T / cp, 1, n * d]."""

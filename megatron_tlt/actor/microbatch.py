@@ -175,7 +175,7 @@ def _of_rank(whole: MicroBatch, sizes: list[int], layout: RowLayout) -> MicroBat
     here = tensor(by_rank[layout.cp_rank * count :][:count])
     rows = tensor(place)[whole.rows] - layout.cp_rank * count
     own = ((rows >= 0) & (rows < count)).nonzero().flatten()
-    packing = replace(whole.packing, to_whole=tensor(place), to_ranks=tensor(by_rank))
+    packing = replace(whole.packing, to_whole=tensor(place))
     input_ids, positions = whole.input_ids[:, here], whole.positions[:, here]
     return replace(
         whole, input_ids=input_ids, positions=positions, packing=packing, rows=rows[own], own=own, here=here

@@ -20,9 +20,9 @@ class ActorSection(Section):
     """Context parallel size: so many ranks divide the rows of every sequence, and with them the activations. For
     sequences that one GPU cannot hold."""
     cp_comm_type: Literal["auto", "p2p", "a2a", "all_gather"] = "auto"
-    """How attention meets rows of other ranks (cp > 1): p2p passes keys and values around (Transformer Engine only),
-    a2a exchanges heads for rows (key/value heads of a TP rank must be divisible by cp), all_gather gathers keys and
-    values. auto: p2p with Transformer Engine, else a2a where heads allow, else all_gather."""
+    """How Transformer Engine's attention meets rows of other ranks (cp > 1): p2p passes keys and values around, a2a
+    exchanges heads for rows (key/value heads of a TP rank must be divisible by cp), all_gather gathers keys and values.
+    auto: p2p. megatron's local layers always gather."""
     ep: PositiveInt = 1
     """Expert parallel size of a mixture of experts: every rank holds 1/ep of each layer's experts, and tokens travel to
     them. Its ranks are taken from tp x cp x dp."""
@@ -67,13 +67,11 @@ class ActorSection(Section):
         """Whether routers have losses of their own, which every token of the update takes part in."""
         return bool(self.load_balancing_loss or self.router_z_loss)
 
-    def cp_comm(self, num_kv_heads: int, engine: bool) -> Literal["p2p", "a2a", "all_gather"]:
-        """`cp_comm_type` without auto, for so many key/value heads; `engine`: with Transformer Engine's layers."""
-        if self.cp_comm_type != "auto":
-            return self.cp_comm_type
-        if engine:
-            return "p2p"
-        return "all_gather" if num_kv_heads % (self.tp * self.cp) else "a2a"
+    def cp_comm(self, engine: bool) -> Literal["p2p", "a2a", "all_gather"]:
+        """The form of context parallel attention, with Transformer Engine's layers (`engine`) or local ones."""
+        if not engine:
+            return "all_gather"
+        return "p2p" if self.cp_comm_type == "auto" else self.cp_comm_type
 
 
 class OptimizerSection(Section):

@@ -130,7 +130,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_pp2_sp_recompute": (4, {**SP, "pp": 2, "recompute": "full"}),
     "pp2_dp2_overlap": (4, {"pp": 2, "overlap": "on", **FEW}),
     "tp2_cp2_sp_selective": (4, {**SP, "cp": 2, "recompute": "selective"}),
-    "pp2_cp2_gather": (4, {"pp": 2, "cp": 2, "cp_comm_type": "all_gather", "recompute": "full"}),
+    "pp2_cp2_recompute": (4, {"pp": 2, "cp": 2, "recompute": "full"}),
     "tp2_dp2_zero": (4, {"tp": 2, "distributed_optimizer": "on"}),
     "cp2_zero_overlap": (4, {"cp": 2, "distributed_optimizer": "on", "overlap": "on"}),
     "pp2_ep2": (4, {"pp": 2, "ep": 2, "recompute": "selective", "recompute_modules": ["mlp"], **FEW}),
@@ -145,7 +145,7 @@ SGD += [(name, "qwen2_moe") for name in ("tp2_sp_ep2", "pp2_ep2")]
 ADAM = [(name, "qwen3") for name in ("dp2_zero_overlap", "tp2_dp2_zero", "cp2_zero_overlap")]
 ROUTED = [("tp2_sp_ep2", "qwen3_moe"), ("pp2_recompute", "qwen2_moe")]
 REPLAYED = [("cp2_ep2", "qwen3_moe")]  # its micro-batches are others, and load balancing is of each micro-batch
-WHOLE_RESPONSES = [("cp2_alone", "qwen3"), ("pp2_cp2_gather", "qwen3")]
+WHOLE_RESPONSES = [("cp2_alone", "qwen3"), ("pp2_cp2_recompute", "qwen3")]
 
 
 @once

@@ -65,10 +65,7 @@ def cp_problems(
         yield ConfigProblem("actor.dtype", "fp32", allowed)
     local = device == "cpu" or actor.layer_spec == "local"
     heads = shape.num_kv_heads if shape is not None else 0  # 0: unknown, taken to be divisible
-    kind = actor.cp_comm(heads, not local)
-    if local and kind == "p2p":
-        allowed = "is Transformer Engine's; local layers take a2a, all_gather or auto"
-        yield ConfigProblem("actor.cp_comm_type", kind, allowed)
+    kind = actor.cp_comm(not local)
     if kind == "a2a" and heads % (actor.tp * actor.cp):
         allowed = f"needs key/value heads ({heads}) divisible by actor.tp * actor.cp; all_gather, p2p or auto"
         yield ConfigProblem("actor.cp_comm_type", kind, allowed)

@@ -61,7 +61,7 @@ def activation_bytes(
     """
     actor = config.actor
     engines = {actor.layer_spec != "local", actor.layer_spec == "transformer_engine"} if device == "cuda" else {False}
-    forms = {actor.cp_comm(shape.num_kv_heads, engine) for engine in engines}
+    forms = {actor.cp_comm(engine) for engine in engines}
     per_stage = shape.num_layers / dims.pp
     sparse = sum(layer // per_stage == stage for layer in shape.moe_layers)
     at = Slice(

@@ -17,7 +17,6 @@ import torch
 from megatron_tlt.actor import build, experts, optimizer
 from megatron_tlt.actor.compat import keep_one_table
 from megatron_tlt.config.load import load_config
-from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
 
 # isort: split
@@ -146,12 +145,6 @@ def test_transformer_engine_gets_its_own_context_parallelism(gpu: None) -> None:
     ring = {"context_parallel_size": 8, "cp_comm_type": "p2p"}
     assert transformer == COMMON | FULL | ring | {"add_qkv_bias": True, "tensor_model_parallel_size": 8}
     assert ddp == DDP, "ranks of a replica's contexts share gradients and optimizer, too"
-
-
-def test_local_layers_refuse_the_ring() -> None:
-    """Also where `check` could not know of them: on a GPU without Transformer Engine."""
-    with pytest.raises(ConfigError, match=r"actor\.cp_comm_type"):
-        resolved("grpo-qwen2.5-32b-128k-8n8g", "actor.cp_comm_type=p2p")
 
 
 def test_layers_with_experts_have_their_norm_apart(gpu: None) -> None:

@@ -67,7 +67,6 @@ def test_a_good_configuration_has_no_problems():
         (["actor.sequence_parallel=true"], "actor.sequence_parallel"),
         (["actor.cp=3"], "actor.tp * actor.pp * actor.cp"),
         (["actor.cp=2", "actor.cp_comm_type=a2a", "actor.tp=4"], "actor.cp_comm_type"),
-        (["actor.cp=2", "actor.cp_comm_type=p2p", "actor.layer_spec=local"], "actor.cp_comm_type"),
         (["actor.distributed_optimizer=on", "optimizer.name=sgd"], "actor.distributed_optimizer"),
         (["cluster.nodes=2", "cluster.ranks_per_node=2", "actor.tp=4"], "actor.tp"),
         (["rollout.max_running_requests=4000"], "rollout.max_running_requests"),
