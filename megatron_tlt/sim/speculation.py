@@ -51,7 +51,7 @@ class Speculation:
 
     def __init__(self, config: SimConfig, costs: CostModel, seed: tuple[int, ...]):
         section = config.rollout.speculation
-        self._costs = costs
+        self._costs, self._trained = costs, section.trained
         self._rng = np.random.default_rng(seed)
         self._selector: StrategySelector | None = None
         if section.drafter != "none":
@@ -88,7 +88,8 @@ class Speculation:
         share = max(0, self._most_rows // running - 1) // strategy.topk
         lengths = np.full(running, min(strategy.draft_len, share), np.int64)
         draft = self.acceptance[strategy.kind].draft(strategy, lengths, self._rng)
-        drafting = self._costs.draft(strategy.kind, running, draft.passes, draft.num_nodes)
+        passes = draft.passes if self._trained is None else self._trained.passes(draft.passes)
+        drafting = self._costs.draft(strategy.kind, running, passes, draft.num_nodes)
         emitted, fed = np.ones(running, np.int64), running
         reached = accepted = np.zeros(strategy.draft_len, np.int64)
         if draft.num_nodes:

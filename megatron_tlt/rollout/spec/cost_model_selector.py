@@ -2,14 +2,15 @@
 
     tokens(L)  = 1 + sum over k <= L of a_1 a_2 .. a_k               a_k: acceptance rate of draft position k
     seconds(L) = c_0 + c_B B + c_T T(L)                              a step of T rows, and, if L > 0,
-                 + c_V  +  d_0 + d_L L + d_N B L                     verification and drafting
+                 + c_V  +  d_0 + d_P P + d_N B P                     verification, and drafting in P passes
     candidate  = argmax of B tokens(L) / seconds(L)                  L = 0: plain decoding
 
-A candidate is a kind of drafter and a draft length: lengths of the configured drafter, and of a mixed drafter also
-those of its trained part alone. Acceptance is counted by kind. Batch sizes that have the same power of two below them
-form a regime. Each regime measures the candidates that it uses, fits the costs to the measurements of all regimes, near
-ones first, and corrects the fit where it has measurements of its own. A drafted token is verified only if its
-cumulative acceptance is worth the seconds of one more row.
+P is L for a drafter that drafts position by position, 1 for one that drafts a block. A candidate is what drafts and a
+draft length: lengths of the configured drafter, and of a mixed drafter also those of its trained part alone. Acceptance
+is counted by what drafts. Batch sizes that have the same power of two below them form a regime. Each regime measures
+the candidates that it uses, fits the costs to the measurements of all regimes, near ones first, and corrects the fit
+where it has measurements of its own. A drafted token is verified only if its cumulative acceptance is worth the seconds
+of one more row.
 
 A regime uses its best candidate. The others are tried for a few steps now and then: what the last trial of a candidate
 lost decides when it is tried next, so that all trials lose `exploration` of the time at most. Candidates that lose much
@@ -20,7 +21,7 @@ Torch-free, no clock of its own. Legend: B running requests, T rows fed to the p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -61,19 +62,25 @@ class CostModelSelector:
     """See `StrategySelector`."""
 
     def __init__(
-        self, kind: DraftedBy, draft_len: int, topk: int = 1, hysteresis: float = 0.03, exploration: float = 0.01
+        self,
+        kind: DraftedBy,
+        draft_len: int,
+        topk: int = 1,
+        hysteresis: float = 0.03,
+        exploration: float = 0.01,
+        passes: Callable[[int], int] = int,
     ):
         """For a drafter of `kind` that drafts `draft_len` tokens in a row at most, with `topk` siblings each.
 
         `hysteresis`: gain in tokens per second from which on another candidate replaces the best one. `exploration`:
-        share of the time that trials may lose.
+        share of the time that trials may lose. `passes`: forward passes of a draft by its length.
         """
         lengths = sorted({1 << i for i in range(draft_len.bit_length())} | {draft_len})
         self._candidates = [(NO_DRAFT.kind, 0), *((kind, n) for n in lengths)]
         if kind == "mixed":
             self._candidates += [("trained", n) for n in lengths if n > 1]
         self._draft_len, self._topk = draft_len, topk
-        self._hysteresis, self._exploration = hysteresis, exploration
+        self._hysteresis, self._exploration, self._passes = hysteresis, exploration, passes
         self._regimes: dict[int, _Regime] = {}
         self._acceptance = self._no_counts()  # of all regimes
         self._drift = 1.0  # seconds now, over seconds at the machine's usual speed
@@ -105,7 +112,7 @@ class CostModelSelector:
 
     def _open(self, num_running: int) -> _Regime:
         """A regime at its first step: what other regimes have measured decides how it starts."""
-        cells = [Cell(*candidate) for candidate in self._candidates]
+        cells = [Cell(kind, n, self._passes(n) if n else 0) for kind, n in self._candidates]
         regime = _Regime(num_running.bit_length(), num_running, cells, self._no_counts())
         self._regimes[regime.key] = regime
         self._decide(regime)
@@ -208,7 +215,7 @@ class CostModelSelector:
             verifies = float(cell.length > 0)
             step.append(((1.0, cell.running, cell.rows, verifies), cell.step_seconds, weight))
             if cell.length:
-                draft.append(((1.0, cell.length, cell.running * cell.length), cell.draft_seconds, weight))
+                draft.append(((1.0, cell.passes, cell.running * cell.passes), cell.draft_seconds, weight))
         return Costs(least_squares(step, 4), least_squares(draft, 3))
 
     # State

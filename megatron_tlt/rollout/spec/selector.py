@@ -62,4 +62,7 @@ def build_selector(section: SpeculationSection) -> StrategySelector:
         return BucketedEpsilonGreedy(
             arms, bandit.thresholds, bandit.epsilon, bandit.epsilon_decay, bandit.window
         )
-    return CostModelSelector(kind, section.draft_len, section.topk, section.hysteresis, section.exploration)
+    passes = int if section.trained is None else section.trained.passes
+    return CostModelSelector(
+        kind, section.draft_len, section.topk, section.hysteresis, section.exploration, passes
+    )

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_tlt.types import DraftedBy
+
 _CELL_STEPS = 128  # measured steps that the means of a cell fade over
 _TOKEN_STEPS = 2048  # request-steps that acceptance counts fade over
 _PRIOR_STEPS = 16.0  # request-steps that a rate's prior weighs
@@ -22,8 +24,9 @@ _RIDGE = 0.01  # weight of a fit's prior, by which all terms have equal shares o
 class Cell:
     """Fading means of the steps of one candidate in one regime; seconds at the machine's usual speed."""
 
-    kind: str
+    kind: DraftedBy
     length: int
+    passes: int  # of the drafter, to draft `length` tokens
     steps: float = 0.0  # 0: never measured
     running: float = 0.0
     rows: float = 0.0
@@ -50,7 +53,7 @@ class Cell:
 
 @dataclass(slots=True)
 class Costs:
-    """Seconds of a step, c_0 + c_B B + c_T T (+ c_V if it verifies), and of drafting, d_0 + d_L L + d_N B L."""
+    """Seconds of a step, c_0 + c_B B + c_T T (+ c_V, verifying), and of P drafting passes, d_0 + d_P P + d_N B P."""
 
     step: list[float] = field(default_factory=lambda: [1.0, 0.0, 0.0, 0.0])
     draft: list[float] = field(default_factory=lambda: [1.0, 0.0, 0.0])
@@ -60,18 +63,18 @@ class Costs:
         base, per_request, per_row, verifying = self.step
         return base + per_request * running + per_row * rows + (verifying if length else 0.0)
 
-    def draft_seconds(self, running: float, length: int) -> float:
-        """Of drafting `length` tokens for each request."""
-        return self.draft[0] + self.draft[1] * length + self.draft[2] * running * length if length else 0.0
+    def draft_seconds(self, running: float, passes: int) -> float:
+        """Of drafting for each request in so many passes; 0: nothing is drafted."""
+        return self.draft[0] + self.draft[1] * passes + self.draft[2] * running * passes if passes else 0.0
 
     def seconds(self, cell: Cell, running: float, rows: float) -> float:
         """Of step and drafting with a cell's draft length, corrected by what the cell has measured."""
         step = float(self.step_seconds(running, rows, cell.length))
-        draft = self.draft_seconds(running, cell.length)
+        draft = self.draft_seconds(running, cell.passes)
         if cell.steps:
             step *= cell.step_seconds / self.step_seconds(cell.running, cell.rows, cell.length)
         if cell.steps and cell.length:
-            draft *= cell.draft_seconds / self.draft_seconds(cell.running, cell.length)
+            draft *= cell.draft_seconds / self.draft_seconds(cell.running, cell.passes)
         return step + draft
 
 

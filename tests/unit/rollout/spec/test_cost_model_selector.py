@@ -161,3 +161,22 @@ def test_the_state_of_another_selector_or_drafter_is_ignored():
         other = CostModelSelector(kind, length)
         other.load_state_dict(saved)
         assert other.state_dict() == CostModelSelector(kind, length).state_dict()
+
+
+def test_a_drafter_of_one_pass_is_used_at_its_full_length():
+    """A pass takes a third of the policy's step: position by position long drafts do not pay, as a block they do."""
+    chosen = {}
+    for passes in (int, lambda length: 1):
+
+        class World(SpecWorld):
+            def draft(self, strategy, passes=passes):
+                emitted, rows, _ = super().draft(strategy)
+                return emitted, rows, 1e-3 * passes(strategy.draft_len)
+
+        selector, world = CostModelSelector("trained", 8, passes=passes), World(seed=1, **GPU)
+        world.run(selector, 3000, 4)
+        regime = selector._regimes[3]
+        chosen[passes(8)] = regime.cells[regime.best].length
+        predicted = regime.costs.draft_seconds(4, passes(8))
+        assert predicted == pytest.approx(1e-3 * passes(8), rel=0.2)
+    assert chosen[8] < chosen[1] == 8
