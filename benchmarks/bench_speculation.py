@@ -50,7 +50,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "eagle 5": {"drafter": "eagle", "selector": "fixed", "draft_len": 5},
     "eagle 8": {"drafter": "eagle", "selector": "fixed", "draft_len": 8},
     "eagle 11": {"drafter": "eagle", "selector": "fixed", "draft_len": 11},
-    "eagle 4 top2": {"drafter": "eagle", "selector": "fixed", "draft_len": 4, "topk": 2},
     "mixed 5": {"drafter": "eagle", "with_suffix": True, "selector": "fixed", "draft_len": 5},
     "mixed 11": {"drafter": "eagle", "with_suffix": True, "selector": "fixed", "draft_len": 11},
 }

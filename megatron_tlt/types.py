@@ -284,24 +284,19 @@ CAPABILITIES: dict[BackendName, BackendCapabilities] = {
 class DraftStrategy:
     """How one step speculates.
 
-    `kind` says what drafts; "none" is plain decoding. Each request drafts up to `draft_len` tokens in a row, with
-    `topk - 1` siblings beside each of them, and feeds at most `num_verify_tokens` tokens (its last token, the root,
-    included) to the policy. Drafters may stop a request's draft early once a token's cumulative acceptance, the
-    estimated probability that the policy emits it, falls below `min_cumulative_acceptance`.
+    `kind` says what drafts; "none" is plain decoding. Each request drafts up to `draft_len` tokens in a row. The draft
+    ends before a token whose cumulative acceptance, the estimated probability that the policy emits it, is below
+    `min_cumulative_acceptance`.
     """
 
     kind: DraftedBy
     draft_len: int
-    topk: int = 1
-    num_verify_tokens: int = 0  # 0: all that were drafted
     min_cumulative_acceptance: float = 0.0
 
     @property
     def name(self) -> str:
-        """`kind_len_topk_verify`, as in reports; "none" for plain decoding."""
-        if self.kind == "none":
-            return "none"
-        return f"{self.kind}_{self.draft_len}_{self.topk}_{self.num_verify_tokens}"
+        """`kind_len`, as in reports; "none" for plain decoding."""
+        return "none" if self.kind == "none" else f"{self.kind}_{self.draft_len}"
 
 
 NO_DRAFT = DraftStrategy("none", 0)
@@ -313,12 +308,12 @@ class StepMeasurement:
 
     strategy: DraftStrategy
     num_running: int  # B, requests in the step
-    num_rows: int  # rows fed to the policy: B and the drafted nodes that were verified
+    num_rows: int  # rows fed to the policy: B and the drafted tokens that were verified
     draft_seconds: float  # of proposing; 0 for plain decoding
     step_seconds: float  # of the policy's forward, sampling and verification; scheduling and commit are in neither
     num_emitted: int  # tokens emitted by all B requests
-    reached: np.ndarray  # int64 [L], drafted nodes at each position (from 0) whose parent was emitted; plain: [0]
-    accepted: np.ndarray  # int64 [L], drafted nodes at each position that were emitted; plain: [0]
+    reached: np.ndarray  # int64 [L], drafted tokens at each position (from 0) behind an emitted one; plain: [0]
+    accepted: np.ndarray  # int64 [L], drafted tokens at each position that were emitted; plain: [0]
 
 
 @dataclass(slots=True)

@@ -47,16 +47,14 @@ def distance(got: Tensor, want: Tensor) -> float:
     return off if math.isfinite(off) else math.inf
 
 
-def attention(
-    check: Check, sequences: int, tokens: int, context: int, dtype: torch.dtype, tree: bool = False
-) -> Found:
+def attention(check: Check, sequences: int, tokens: int, context: int, dtype: torch.dtype) -> Found:
     """Triton's paged attention against gathered attention in float64."""
     from megatron_tlt.models.torch.kernels.attention import attend
 
     if check.smoke:
         context = min(context, 40)
     dtype = dtype if check.is_cuda else FP32  # Triton's interpreter multiplies no bf16
-    batch = chains(sequences, tokens, context, 1000, check.device, tree)
+    batch = chains(sequences, tokens, context, 1000, check.device)
     q, keys, values = _cache(check, sequences, tokens, context, dtype)
     plan = PagedPlan(attend, batch, BLOCK, (KV_HEADS, GROUP))
     want = AttentionPlan(batch, BLOCK).attend(q.double(), keys.double(), values.double())
@@ -200,8 +198,6 @@ CASES: dict[str, Callable[[Check], Found]] = {
     "attention wide batch": lambda c: attention(c, 128 if c.is_cuda else 4, 1, 300, BF16),
     "attention prefill": lambda c: attention(c, 2, 500 if c.is_cuda else 40, 0, BF16),
     "attention verify chain": lambda c: attention(c, 4, 12, 333, BF16),
-    "attention verify tree": lambda c: attention(c, 4, 15, 333, BF16, tree=True),
-    "attention verify tree fp32": lambda c: attention(c, 4, 15, 333, FP32, tree=True),
     "decoder decode fp32": lambda c: decoder(c, FP32, 1, static=False),
     "decoder decode bf16": lambda c: decoder(c, BF16, 1, static=False),
     "decoder static verify fp32": lambda c: decoder(c, FP32, 5, static=True),

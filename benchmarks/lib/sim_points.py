@@ -98,7 +98,7 @@ def table2() -> Iterator[Check]:
     config = paper("paper-7b")
     model = _model(config)
     for name, (plain, drafted) in TABLE2.items():
-        costs = Roofline(model, GPUS[name], 1, SimCostSection(), topk=4)
+        costs = Roofline(model, GPUS[name], 1, SimCostSection())
         seconds = costs.step(1, 1, 1000.0, False)
         yield Check("table 2", f"{name}, tokens/s without drafts", plain, 1 / seconds, "input")
         seconds = costs.step(1, 48, 1000.0, True) + costs.draft("trained", 1, 8, 47)
@@ -114,7 +114,7 @@ def _speedup(costs: Roofline, batch: int, depth: int, verify: int, accepted: flo
 
 
 def _study() -> Roofline:
-    return Roofline(_model(paper("paper-32b")), GPUS["h100"], 4, SimCostSection(), topk=8)
+    return Roofline(_model(paper("paper-32b")), GPUS["h100"], 4, SimCostSection())
 
 
 def figure13() -> Iterator[Check]:

@@ -75,8 +75,6 @@ class AcceptanceSection(Section):
     """Share of requests and steps in which it proposes anything."""
     reach: float = Field(default=1.0, gt=0, le=1)
     """Chance that a proposal goes on behind each of its tokens: the suffix drafter's end where its match does."""
-    siblings: float = Field(default=0.35, ge=0, le=1)
-    """Where a token is wrong: chance that the second best candidate is right; a third has half of it, and so on."""
     spread: PositiveFloat = 2.0
     """Spread of its confidence: the chance of one token is drawn from a beta distribution of this concentration around
     the position's. Small: near 0 or 1; large: always the same."""
@@ -106,7 +104,7 @@ class SimCostSection(Section):
     step_ms: NonNegativeFloat = 1.2
     """What every engine step takes besides: scheduling, launch, sampling."""
     speculation_ms: NonNegativeFloat = 3.0
-    """What a step with drafts takes besides: trees, verification, the drafter's catch-up."""
+    """What a step with drafts takes besides: verification, the drafter's catch-up."""
     pass_ms: NonNegativeFloat = 0.25
     """What every pass of the trained drafter takes besides reading its weights."""
     lookup_us: NonNegativeFloat = 20.0

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.drafter_kinds import DRAFTERS, DrafterFacts, DrafterName
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.types import DraftedBy
 
 
@@ -31,8 +30,8 @@ class SuffixSection(Section):
 class BanditSection(Section):
     """TLT's bucketed epsilon-greedy bandit (`selector: beg_mab`)."""
 
-    arms: tuple[str, ...] = ("6_2_12", "6_1_7", "4_1_5", "3_1_4", "2_1_3", "1_1_2", "0_1_1")
-    """Strategies as DRAFT-LENGTH_TOPK_TOKENS-TO-VERIFY (the request's last token included); 0_1_1 is plain decoding."""
+    arms: tuple[Annotated[int, Field(ge=0, le=32)], ...] = (6, 4, 3, 2, 1, 0)
+    """Draft lengths to choose from; 0 is plain decoding."""
     thresholds: tuple[PositiveInt, ...] = (1, 3, 9, 17)
     """Running requests at which the buckets begin."""
     epsilon: float = Field(default=0.1, ge=0, le=1)
@@ -66,7 +65,7 @@ class SpeculationSection(Section):
     """Accept a drafter that was made for another policy than model.path, as its fingerprint of embedding and tokenizer
     says. Responses stay the same; drafts are accepted less."""
     selector: Literal["fixed", "beg_mab", "cost_model"] = "cost_model"
-    """fixed: always draft_len and topk. beg_mab: a bandit picks among strategies by running requests. cost_model: the
+    """fixed: always draft_len. beg_mab: a bandit picks among draft lengths by running requests. cost_model: the
     draft length with the most expected tokens per second, by measured step costs and acceptance rates; 0 where plain
     decoding is faster."""
     hysteresis: float = Field(default=0.03, ge=0, lt=1)
@@ -75,8 +74,6 @@ class SpeculationSection(Section):
     """Share of the time that cost_model may lose by trying other draft lengths."""
     draft_len: PositiveInt = Field(default=11, le=32)
     """Most tokens drafted in a row."""
-    topk: PositiveInt = Field(default=1, le=4)
-    """Candidates at each drafted position: 1 is a chain, more make a small tree."""
     window: PositiveInt = 256
     """Most positions that a trained drafter catches up with when it starts late; it sees nothing before them."""
     min_cumulative_acceptance: NonNegativeFloat = Field(default=0.0, lt=1)
@@ -106,14 +103,14 @@ class SpeculationSection(Section):
     @property
     def rows_each(self) -> int:
         """Most rows that a request has in a forward: its last token and what was drafted."""
-        return 1 + self.draft_len * self.topk * (self.drafter != "none")
+        return 1 + self.draft_len * (self.drafter != "none")
 
     @property
     def longest_draft(self) -> int:
         """Most tokens drafted in a row, by any strategy of the selector."""
         if self.selector != "beg_mab":
             return self.draft_len
-        return max(parse_arm(text)[0] for text in self.bandit.arms)
+        return max(self.bandit.arms, default=0)
 
     @property
     def uses_suffix(self) -> bool:
@@ -121,33 +118,9 @@ class SpeculationSection(Section):
         return self.drafts_by in ("suffix", "mixed")
 
 
-def parse_arm(text: str) -> tuple[int, int, int]:
-    """`LENGTH_TOPK_VERIFY` as three numbers; 0_1_1 is plain decoding. Raises ConfigError for anything else."""
-    where = "rollout.speculation.bandit.arms"
-    match = re.fullmatch(r"(\d+)_(\d+)_(\d+)", text)
-    if match is None:
-        raise ConfigError.of(where, text, "must be DRAFT-LENGTH_TOPK_TOKENS-TO-VERIFY, such as 4_1_5")
-    length, topk, verify = (int(group) for group in match.groups())
-    if length == 0:
-        if (topk, verify) != (1, 1):
-            raise ConfigError.of(where, text, "an arm that drafts nothing is written 0_1_1")
-        return 0, 1, 1
-    if not (length <= 32 and 1 <= topk <= 4):
-        raise ConfigError.of(where, text, "draft length must be at most 32 and topk 1 to 4")
-    if not 2 <= verify <= length * topk + 1:
-        most = length * topk + 1
-        raise ConfigError.of(where, text, f"tokens to verify, the last one included, must be 2 to {most}")
-    return length, topk, verify
-
-
 def _check_bandit(bandit: BanditSection) -> Iterator[ConfigProblem]:
-    at, arms = "rollout.speculation.bandit", []
-    for text in bandit.arms:
-        try:
-            arms.append(parse_arm(text))
-        except ConfigError as error:
-            yield from error.problems
-    if not bandit.arms or len(set(arms)) < len(arms):
+    at = "rollout.speculation.bandit"
+    if not bandit.arms or len(set(bandit.arms)) < len(bandit.arms):
         yield ConfigProblem(f"{at}.arms", list(bandit.arms), "must be one arm at least, none twice")
     if not bandit.thresholds or any(b <= a for a, b in pairwise(bandit.thresholds)):
         yield ConfigProblem(f"{at}.thresholds", list(bandit.thresholds), "must rise")

@@ -91,11 +91,6 @@ class Decoder(Protocol):
     def copy_blocks(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copies block src[i] to dst[i] in every layer, in order of i (copy-on-write)."""
 
-    def copy_slots(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Copies the keys and values of slot src[i] (block * block_size + offset) to dst[i] in every layer, in order
-        of i: the accepted path of a draft tree moves to where plain decoding would have put it.
-        """
-
     def load_weights(self, named: NamedTensors, partial: bool = False) -> None:
         """Loads full (unsharded) Hugging Face tensors, one at a time, over the present weights.
 

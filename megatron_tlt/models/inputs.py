@@ -37,19 +37,13 @@ class DecoderInput:
     context_lens: Tensor  # [S] int32, cached tokens of the sequence after this forward
     block_tables: Tensor  # [S, max_blocks] int32
     logit_rows: Tensor  # [R] int32 ascending, each once: rows of the T hidden states that go through the LM head
-    # Draft trees. [T] int32: the row (of this batch) whose token precedes this row's token, or -1 where that token is
-    # cached already (a sequence's first row). A row then attends to the positions before its sequence's first row
-    # and to its ancestors among the rows, itself included; `positions` are root position + depth, while
-    # `slot_mapping` gives every node a slot (siblings share a position). Parents precede children.
-    # None: rows of a sequence follow each other.
-    parents: Tensor | None = None
     all_hidden: bool = False  # also return the rows' states
     lengths: HostLengths | None = None  # where the batch is not in the host's memory
     all_routed_experts: bool = False  # also return the experts of all T rows, of a model that has some
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> DecoderInput:
-        """From the first seven fields in order, or eight: `parents`, too."""
+        """From the first seven fields in order."""
         return cls(*tensors)  # type: ignore[arg-type]  # never as many as to reach the last three
 
 

@@ -1,6 +1,6 @@
 """`GraphPool`: the policy's decoding and verifying forwards in fixed shapes, captured as CUDA graphs where there are.
 
-A forward is padded to a bucket of sequences and of rows for each (1: plain decoding; the root and its drafts:
+A forward is padded to a bucket of sequences and of rows for each (1: plain decoding; a last token and its draft:
 verifying). Strategies that verify equally many tokens share graphs, and contexts of all lengths. All graphs read one
 set of input buffers, write one set of output buffers and share one pool of temporary memory, since one runs at a
 time. They are captured at the engine's start, as many as the budget has room for (`config/planning/graphs.py`), and
@@ -123,7 +123,7 @@ class GraphPool:
     def run(self, batch: DecoderInput) -> DecoderOutput:
         """Logits come in the compute type, and all in fresh tensors. See `Decoder.forward`.
 
-        `batch` is in CPU memory: S sequences of one or more rows each, chains or trees, that have a `key`. The host
+        `batch` is in CPU memory: S sequences of one or more rows each, that have a `key`. The host
         memory that it is copied to is written again by the next call: by then this call's results must have come to the
         host.
         """
@@ -152,12 +152,12 @@ class GraphPool:
 class _Staging:
     """One host and one device buffer of int32; every key's inputs are views of their beginnings.
 
-    Of a key (B, k): token, position, slot and parent of B * k rows, context lengths [B], tables [B, M]; behind them,
+    Of a key (B, k): token, position and slot of B * k rows, context lengths [B], tables [B, M]; behind them,
     outside the graph, where the batch's T rows were put and which rows are wanted.
     """
 
     def __init__(self, max_rows: int, max_batch: int, max_blocks: int, device: torch.device):
-        size, self._blocks = 6 * max_rows + max_batch * (1 + max_blocks), max_blocks
+        size, self._blocks = 5 * max_rows + max_batch * (1 + max_blocks), max_blocks
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._array = self._host.numpy()
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
@@ -171,19 +171,19 @@ class _Staging:
     def blank(self, key: GraphKey, scratch_block: int, block_size: int) -> DecoderInput:
         """Static inputs of padding only, copied to the device."""
         _, lengths, tables = self._padding(key, scratch_block, block_size)
-        end = 4 * key.batch_size * key.tokens + lengths.size + tables.size
+        end = 3 * key.batch_size * key.tokens + lengths.size + tables.size
         self._device[:end].copy_(self._host[:end])
         return self._input(key)
 
     def _padding(
         self, key: GraphKey, scratch_block: int, block_size: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Views of the host's buffer, filled with padding: by row [4, B * k], lengths [B], tables [B, M]."""
+        """Views of the host's buffer, filled with padding: by row [3, B * k], lengths [B], tables [B, M]."""
         rows = key.batch_size * key.tokens
-        by_row = self._array[: 4 * rows].reshape(4, rows)
-        by_row[:2], by_row[2], by_row[3] = 0, scratch_block * block_size, -1
+        by_row = self._array[: 3 * rows].reshape(3, rows)
+        by_row[:2], by_row[2] = 0, scratch_block * block_size
         lengths, tables = np.split(
-            self._array[4 * rows :][: key.batch_size * (1 + self._blocks)], [key.batch_size]
+            self._array[3 * rows :][: key.batch_size * (1 + self._blocks)], [key.batch_size]
         )
         lengths[:], tables[:] = 1, scratch_block
         return by_row, lengths, tables.reshape(key.batch_size, self._blocks)
@@ -200,14 +200,13 @@ class _Staging:
         sequences = len(counts)
         first = np.arange(sequences) * key.tokens
         place = np.repeat(first - starts[:-1], counts) + np.arange(total)
-        (tokens, positions, slots, parents), lengths, tables = self._padding(key, scratch_block, block_size)
+        (tokens, positions, slots), lengths, tables = self._padding(key, scratch_block, block_size)
         tokens[place], positions[place] = batch.token_ids.numpy(), batch.positions.numpy()
         slots[place] = batch.slot_mapping.numpy()
-        parents[place] = _parents(batch, place, first)
         lengths[:sequences] = batch.context_lens.numpy()
         known = batch.block_tables.numpy()
         tables[:sequences, : known.shape[1]] = known
-        at = 4 * key.batch_size * key.tokens + lengths.size + tables.size
+        at = 3 * key.batch_size * key.tokens + lengths.size + tables.size
         wanted = place[batch.logit_rows.numpy()]
         end = at + total + len(wanted)
         self._array[at : at + total], self._array[at + total : end] = place, wanted
@@ -219,22 +218,11 @@ class _Staging:
         if known is not None:
             return known
         rows = key.batch_size * key.tokens
-        by_row = self._device[: 4 * rows].view(4, rows)
-        lengths, tables = self._device[4 * rows :][: key.batch_size * (1 + self._blocks)].split(
+        by_row = self._device[: 3 * rows].view(3, rows)
+        lengths, tables = self._device[3 * rows :][: key.batch_size * (1 + self._blocks)].split(
             [key.batch_size, key.batch_size * self._blocks]
         )
         every = torch.arange(rows + 1, dtype=torch.int32, device=self._device.device)
         shaped = tables.view(key.batch_size, self._blocks)
-        token_ids, positions, slots, parents = by_row
-        made = DecoderInput(
-            token_ids, positions, slots, every[:: key.tokens], lengths, shaped, every[:rows], parents
-        )
+        made = DecoderInput.of([*by_row, every[:: key.tokens], lengths, shaped, every[:rows]])
         return self._inputs.setdefault(key, made)
-
-
-def _parents(batch: DecoderInput, place: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Parents of the placed rows, as rows of the padded batch; of a chain the row before."""
-    if batch.parents is None:
-        return np.where(np.isin(place, first), -1, place - 1)
-    parents = batch.parents.numpy()
-    return np.where(parents < 0, -1, place[parents])

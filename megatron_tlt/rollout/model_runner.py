@@ -25,7 +25,7 @@ from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.rollout.spec.draft import Draft
-from megatron_tlt.rollout.spec.verify import Accepted, accept_matches
+from megatron_tlt.rollout.spec.verify import accept_matches
 
 _NOTHING = StepResult(np.empty(0, np.int32), np.empty(0, np.float32))
 
@@ -130,10 +130,10 @@ class ModelRunner:
             pages.copy_blocks(src, dst)
 
     def verify(self, draft: Draft) -> StepResult:
-        """Feeds every row's last token and its drafted nodes; keeps the nodes that are accepted (`spec.verify`).
+        """Feeds every row's last token and its draft; keeps the tokens that are accepted (`spec.verify`).
 
-        The cache ends as plain decoding would have left it (slots behind the accepted tokens are
-        never read). Mutates the cache.
+        The cache ends as plain decoding would have left it: slots behind the accepted tokens are written again before
+        they are read. Mutates the cache.
         """
         fed, pool = _FedRows.of(draft), self.pool
         if pool is not None and pool.key(len(draft.counts), int(draft.counts.max()) + 1) is None:
@@ -142,26 +142,18 @@ class ModelRunner:
         output = self._run(self._verify_input(draft, fed, to_pool=pool is not None), pool)
         drawn, scores = self._draw(output.logits, self._running_rows(fed.request, fed.depth))
         accepted = accept_matches(drawn, draft)
-        if draft.parents is not None:
-            self._compact(draft, accepted)
         return StepResult(drawn[accepted.index], scores[accepted.index], accepted.counts, accepted)
 
     def _verify_input(self, draft: Draft, fed: _FedRows, to_pool: bool) -> DecoderInput:
-        """The roots and their nodes as one ragged batch."""
+        """Last tokens and their drafts as one ragged batch."""
         rows, size, count, total = self.rows, self._block_size, len(draft.counts), len(fed.request)
-        tokens, root = rows.token_ids[fed.request], rows.positions[fed.request]
-        tokens[fed.is_node] = draft.tokens
-        first = fed.start[fed.request]
-        block, inside = np.divmod(root + self._one_each[:total] - first, size)
+        tokens, positions = rows.token_ids[fed.request], rows.positions[fed.request] + fed.depth
+        tokens[fed.depth > 0] = draft.tokens
+        block, inside = np.divmod(positions, size)
         slots = rows.block_tables[fed.request, block] * size + inside
         context_lens = rows.positions[:count] + draft.counts + 1
-        arrays = [tokens, root + fed.depth, slots, fed.start, context_lens, rows.block_tables[:count]]
-        arrays.append(self._one_each[:total])
-        if draft.parents is not None:
-            parents = np.full(total, -1, np.int32)
-            parents[fed.is_node] = draft.parents + 1 + first[fed.is_node]
-            arrays.append(parents)
-        return self._to_input(arrays, to_pool)
+        seen = (context_lens, rows.block_tables[:count])
+        return self._to_input([tokens, positions, slots, fed.start, *seen, self._one_each[:total]], to_pool)
 
     def _running_rows(self, at: slice | np.ndarray, depth: np.ndarray | int = 0) -> SamplingRows:
         """How running rows `at` sample the token `depth` positions after their next one."""
@@ -170,30 +162,6 @@ class ModelRunner:
         return SamplingRows(
             keys, rows.temperature[at], rows.top_k[at], rows.top_p[at], rows.min_p[at], rows.num_masked > 0
         )
-
-    def _compact(self, draft: Draft, accepted: Accepted) -> None:
-        """Moves the accepted path of each tree to where plain decoding would have written it."""
-        rows, size, count = self.rows, self._block_size, len(draft.counts)
-        starts = np.cumsum(draft.counts + 1) - (draft.counts + 1)
-        within = np.arange(len(accepted.index)) - np.repeat(
-            np.cumsum(accepted.counts) - accepted.counts, accepted.counts
-        )
-        row = np.repeat(np.arange(count), accepted.counts)
-        laid = accepted.index - starts[row]
-        moved = np.flatnonzero(laid != within)
-        if not len(moved):
-            return
-        row, base = row[moved], rows.positions[row[moved]]
-
-        def slot(offset: np.ndarray) -> list[int]:
-            block, inside = np.divmod(base + offset, size)
-            flat: list[int] = (rows.block_tables[row, block] * size + inside).tolist()
-            return flat
-
-        src, dst = slot(laid[moved]), slot(within[moved])
-        self.decoder.copy_slots(self.kv, src, dst)
-        for pages in self._kept:  # a branch only moves up: nothing is read after it was written
-            pages.copy_slots(src, dst)
 
     def _decode_input(self, count: int) -> DecoderInput:
         """Views of the rows' arrays: the same memory every step, so they are made once for each row count."""
@@ -250,7 +218,7 @@ class ModelRunner:
         return self._to_input([*fed, query_start, *seen, logit_rows], to_pool)
 
     def _to_input(self, arrays: list[np.ndarray], to_pool: bool) -> DecoderInput:
-        """A `DecoderInput` of seven or eight int32 arrays: views (for the CPU, the pool) or one copy to the device."""
+        """A `DecoderInput` of seven int32 arrays: views (for the CPU, the pool) or one copy to the device."""
         if to_pool or not self._uploads:
             return DecoderInput.of([torch.from_numpy(a) for a in arrays])
         starts, lens, tables = arrays[3:6]
@@ -291,23 +259,19 @@ class ModelRunner:
 
 @dataclass(slots=True)
 class _FedRows:
-    """The T rows that a draft feeds: each request's last token (the root), then its nodes."""
+    """The T rows that a draft feeds: each request's last token, then its drafted ones."""
 
     start: np.ndarray  # int32 [D + 1], where each request's rows begin
     request: np.ndarray  # int64 [T], the running row
-    depth: np.ndarray  # int32 [T], below the root: a node draws the token of output position t + depth
-    is_node: np.ndarray  # bool [T]
+    depth: np.ndarray  # int32 [T], 0 for the last token: the row draws the token of output position t + depth
 
     @classmethod
     def of(cls, draft: Draft) -> _FedRows:
         sizes = draft.counts + 1
         start = np.zeros(len(sizes) + 1, np.int32)
         sizes.cumsum(out=start[1:])
-        total = int(start[-1])
-        is_node, depth = np.ones(total, bool), np.zeros(total, np.int32)
-        is_node[start[:-1]] = False
-        depth[is_node] = draft.depths
-        return cls(start, np.arange(len(sizes)).repeat(sizes), depth, is_node)
+        depth = np.arange(start[-1], dtype=np.int32) - np.repeat(start[:-1], sizes)
+        return cls(start, np.arange(len(sizes)).repeat(sizes), depth)
 
 
 def _first_rows(requests: list[Request]) -> SamplingRows:

@@ -57,11 +57,6 @@ class PagedHiddenStates:
             device = self.data.device
             blocks[indices(dst, device)] = blocks[indices(src, device)]
 
-    def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Copies slot src[i] to dst[i]; all sources are read before anything is written."""
-        device = self.data.device
-        self.data[indices(dst, device)] = self.data[indices(src, device)]
-
     def read(self, blocks: Sequence[int], count: int) -> Tensor:
         """The first `count` positions [count, W] of a request with these `blocks`: a copy, on the CPU."""
         return self.start_read(blocks, count).wait()

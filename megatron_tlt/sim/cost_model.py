@@ -61,8 +61,8 @@ class CostModel(Protocol):
     def step(self, B: int, T: int, C: float, speculating: bool) -> float:
         """Everything but the draft: schedule, forward, sampling or verification, commit."""
 
-    def draft(self, kind: str, B: int, passes: int, nodes: int) -> float:
-        """Proposing `nodes` tokens in all, in `passes` passes of a trained drafter."""
+    def draft(self, kind: str, B: int, passes: int, tokens: int) -> float:
+        """Proposing `tokens` tokens in all, in `passes` passes of a trained drafter."""
 
     def prefill(self, tokens: int) -> float:
         """A step of prompt tokens only."""
@@ -71,8 +71,8 @@ class CostModel(Protocol):
 class Roofline:
     """See the module."""
 
-    def __init__(self, model: ArchitectureConfig, gpu: Gpu, tp: int, section: SimCostSection, topk: int = 1):
-        self._model, self._gpu, self._tp, self._section, self._topk = model, gpu, tp, section, topk
+    def __init__(self, model: ArchitectureConfig, gpu: Gpu, tp: int, section: SimCostSection):
+        self._model, self._gpu, self._tp, self._section = model, gpu, tp, section
         head = model.vocab_size * model.hidden_size
         self._dense = decoder_parameters(model, 0) + head
         self._expert = len(model.moe_layers) * expert_parameters(model, 1)  # one of each layer
@@ -89,12 +89,12 @@ class Roofline:
             self._section.step_ms + (self._section.speculation_ms if speculating else 0.0)
         )
 
-    def draft(self, kind: str, B: int, passes: int, nodes: int) -> float:
+    def draft(self, kind: str, B: int, passes: int, tokens: int) -> float:
         """See `CostModel.draft`."""
         lookup = 1e-6 * self._section.lookup_us * B if kind in ("suffix", "mixed") else 0.0
         if kind == "suffix" or not passes:
             return lookup
-        one = self._forward(self._drafter, B * self._topk, 0.0, 0.0, 1)
+        one = self._forward(self._drafter, B, 0.0, 0.0, 1)
         return lookup + passes * (one + 1e-3 * self._section.pass_ms)
 
     def prefill(self, tokens: int) -> float:
@@ -132,7 +132,7 @@ class MeasuredCosts:
     """Lines fitted to a real engine's steps by `tools/fit_cost_model.py`; the file says on which machine.
 
     A plain step: c0 + cB B + cC C; one with drafts: c0 + cB B + cT T + cC C + cA C T / B (its rows look at C T / B
-    positions); a draft of a kind: a + b B + c nodes; a prompt step: p0 + pT tokens.
+    positions); a draft of a kind: a + b B + c tokens; a prompt step: p0 + pT tokens.
     """
 
     def __init__(self, table: dict[str, Any]):
@@ -156,12 +156,12 @@ class MeasuredCosts:
         c0, per_request, per_row, per_cached, per_attended = self._verify
         return float(c0 + per_request * B + per_row * T + per_cached * C + per_attended * C * T / max(1, B))
 
-    def draft(self, kind: str, B: int, passes: int, nodes: int) -> float:
+    def draft(self, kind: str, B: int, passes: int, tokens: int) -> float:
         """See `CostModel.draft`. Raises ConfigError for a kind that was not measured."""
         if kind not in self._drafts:
             raise ConfigError.of("costs.table", kind, f"measured were drafters {', '.join(self._drafts)}")
-        base, per_request, per_node = self._drafts[kind]
-        return float(base + per_request * B + per_node * nodes)
+        base, per_request, per_token = self._drafts[kind]
+        return float(base + per_request * B + per_token * tokens)
 
     def prefill(self, tokens: int) -> float:
         """See `CostModel.prefill`."""
@@ -179,8 +179,7 @@ def build_costs(config: SimConfig) -> CostModel:
     if config.costs.table is not None:
         return MeasuredCosts.load(config.costs.table)
     assert config.model is not None, "checked by check_sim"
-    spec = config.rollout.speculation
-    return Roofline(config.model, GPUS[config.cluster.gpu], config.rollout.tp, config.costs, spec.topk)
+    return Roofline(config.model, GPUS[config.cluster.gpu], config.rollout.tp, config.costs)
 
 
 def cache_tokens(config: SimConfig) -> int | None:

@@ -1,9 +1,9 @@
 """A decoding step with the production selector: what it decides, what that costs, what comes out. Torch-free.
 
-    select -> draft -> prune -> record          the order of `rollout.spec.speculator.Speculator`
+    select -> draft -> record          the order of `rollout.spec.speculator.Speculator`
 
 The selector is `rollout.spec.selector.build_selector`'s own, with virtual seconds; only the drafts are drawn
-(`acceptance`), and only their costs are a model (`cost_model`). Legend: B running rows, N drafted nodes.
+(`acceptance`), and only their costs are a model (`cost_model`). Legend: B running rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.rollout.spec.draft import prune
 from megatron_tlt.rollout.spec.selector import StrategySelector, build_selector
 from megatron_tlt.sim.acceptance import Acceptance
 from megatron_tlt.sim.cost_model import CostModel
@@ -85,18 +84,14 @@ class Speculation:
     def _draft(
         self, selector: StrategySelector, strategy: DraftStrategy, running: int, cached: float
     ) -> tuple[float, np.ndarray]:
-        share = max(0, self._most_rows // running - 1) // strategy.topk
+        share = max(0, self._most_rows // running - 1)
         lengths = np.full(running, min(strategy.draft_len, share), np.int64)
         draft = self.acceptance[strategy.kind].draft(strategy, lengths, self._rng)
+        drafted = int(draft.counts.sum())
         passes = draft.passes if self._trained is None else self._trained.passes(draft.passes)
-        drafting = self._costs.draft(strategy.kind, running, passes, draft.num_nodes)
-        emitted, fed = np.ones(running, np.int64), running
-        reached = accepted = np.zeros(strategy.draft_len, np.int64)
-        if draft.num_nodes:
-            keep = prune(strategy, draft.cumulative_acceptance, draft.counts)
-            fed += int(np.count_nonzero(keep))
-            emitted = draft.emitted(keep)
-            reached, accepted = draft.by_position(keep, emitted, strategy.draft_len)
+        drafting = self._costs.draft(strategy.kind, running, passes, drafted)
+        emitted, fed = draft.emitted, running + drafted
+        reached, accepted = draft.reached(strategy.draft_len), draft.accepted(strategy.draft_len)
         verifying = self._costs.step(running, fed, cached, fed > running)
         tokens = int(emitted.sum())
         selector.record(

@@ -57,7 +57,7 @@ def named(launch: Launch) -> str:
     if launch.name != "_attend":
         return launch.name
     given = launch.arguments
-    more = [name for name in ("IS_TREE", "HAS_LOW") if given[name]]
+    more = [name for name in ("HAS_LOW",) if given[name]]
     return " ".join(["_attend", _TYPES[given["keys"].dtype], str(given["M"]), *more])
 
 
@@ -127,17 +127,17 @@ def _launch_experts() -> None:
 
 
 def _launch_attention(sequences: int, heads: int, kv_heads: int, d: int) -> None:
-    """Decoding, verification of trees, the drafter's window, split, and prefill, whose tiles have one query head."""
+    """Decoding, verification, the drafter's window, split, and prefill, whose tiles have one query head."""
     from megatron_tlt.models.torch.kernels.attention import attend
 
     low, bf16 = empty(sequences, dtype=torch.int32), torch.bfloat16
-    forms = [(bf16, 1, False, None, 1), (bf16, 1, False, low, 4), (bf16, 8, True, None, 1), (bf16, 512, False, None, 1)]
-    forms.append((torch.float32, 512, False, None, 1))
-    for dtype, rows, is_tree, first, splits in forms:
+    forms = [(bf16, 1, None, 1), (bf16, 1, low, 4), (bf16, 8, None, 1), (bf16, 512, None, 1)]
+    forms.append((torch.float32, 512, None, 1))
+    for dtype, rows, first, splits in forms:
         total, cache = sequences * rows, empty(2, 4096, kv_heads, d, dtype=dtype)
         row, starts = empty(total, dtype=torch.int32), empty(sequences + 1, dtype=torch.int32)
         tables, lengths = empty(sequences, 64, dtype=torch.int32), empty(sequences, dtype=torch.int32)
-        batch = DecoderInput(row, row, row, starts, lengths, tables, row, row if is_tree else None)
+        batch = DecoderInput(row, row, row, starts, lengths, tables, row)
         plan = PagedPlan(attend, batch, 16, (kv_heads, heads // kv_heads), rows, first, splits)
         plan.attend(empty(total, heads, d, dtype=dtype), cache[0], cache[1])
 

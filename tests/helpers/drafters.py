@@ -18,16 +18,12 @@ from tests.helpers.engines import Responses
 
 
 class OracleDrafter:
-    """Proposes the known response of each request, each token spoiled with probability `spoil`.
-
-    With `tree`, siblings (wrong, or right where the trunk is spoiled) stand beside the trunk, some of them with
-    children of their own, in a random shape.
-    """
+    """Proposes the known response of each request, each token spoiled with probability `spoil`."""
 
     kind = "oracle"
 
-    def __init__(self, responses: Responses, vocab: int, spoil: float, tree: bool, seed: int = 0):
-        self.responses, self.vocab, self.spoil, self.tree = responses, vocab, spoil, tree
+    def __init__(self, responses: Responses, vocab: int, spoil: float, seed: int = 0):
+        self.responses, self.vocab, self.spoil = responses, vocab, spoil
         self.random = random.Random(seed)
         self.live: dict[int, list[int]] = {}  # Request.order -> tokens so far
 
@@ -59,65 +55,40 @@ class OracleDrafter:
         pass
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
-        counts, tokens, depths, parents = [], [], [], []
+        counts, tokens, likely = [], [], []
         for row, length in enumerate(lengths.tolist()):
             request = rows.requests[row]
             done = int(rows.output_len[row])
             assert self.live[request.order] == rows.outputs[request.slot, :done].tolist()
-            known = self.responses.get((request.prompt_id, request.sample_index), ([], []))[0]
-            nodes = self._nodes(known[done:], length, strategy.topk if self.tree else 1)
-            counts.append(len(nodes))
-            for token, depth, parent in nodes:
-                tokens.append(token)
-                depths.append(depth)
-                parents.append(parent)
-        cumulative_acceptance = 0.7 ** np.asarray(depths, np.float32)
-        made = [np.asarray(x, np.int32) for x in (counts, tokens, depths, parents)]
-        return Draft(
-            made[0],
-            made[1],
-            cumulative_acceptance.astype(np.float32),
-            made[2],
-            made[3] if self.tree else None,
-        )
+            known = self.responses.get((request.prompt_id, request.sample_index), ([], []))[0][done:]
+            drafted = [self._token(known, at) for at in range(length)]
+            counts.append(length)
+            tokens += drafted
+            likely += [0.7**at for at in range(1, length + 1)]
+        return Draft(np.array(counts, np.int32), np.array(tokens, np.int32), np.array(likely, np.float32))
 
-    def _nodes(self, truth: list[int], length: int, topk: int) -> list[tuple[int, int, int]]:
-        rng = self.random
-        trunk = []
-        for depth in range(1, length + 1):
-            right = truth[depth - 1] if depth <= len(truth) else rng.randrange(self.vocab)
-            token = rng.randrange(self.vocab) if rng.random() < self.spoil else right
-            trunk.append((token, depth, depth - 2))
-        nodes = list(trunk)
-        for _ in range(length * (topk - 1)):
-            parent = rng.randrange(-1, len(nodes)) if nodes else -1
-            depth = 1 if parent < 0 else nodes[parent][1] + 1
-            taken = {n[0] for n in nodes if n[2] == parent}
-            right = truth[depth - 1] if depth <= len(truth) else 0
-            token = right if rng.random() < 0.5 else rng.randrange(self.vocab)
-            if token not in taken and depth <= length:
-                nodes.append((token, depth, parent))
-        return nodes
+    def _token(self, truth: list[int], at: int) -> int:
+        if at < len(truth) and self.random.random() >= self.spoil:
+            return truth[at]
+        return self.random.randrange(self.vocab)
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
-        assert len(reached) == len(accepted) == draft.num_nodes
+        assert len(reached) == len(accepted) == draft.num_tokens
         assert not (accepted & ~reached).any()
 
 
 class RandomSelector:
-    """Any length, any width, any pruning, at random; sometimes plain decoding."""
+    """Any length and any least acceptance, at random; sometimes plain decoding."""
 
-    def __init__(self, kind: str, longest: int, topk: int, seed: int = 0):
-        self.kind, self.longest, self.topk = kind, longest, topk
+    def __init__(self, kind: str, longest: int, seed: int = 0):
+        self.kind, self.longest = kind, longest
         self.random = random.Random(seed)
         self.emitted = self.rows = 0
 
     def select(self, num_running: int) -> DraftStrategy:
         if self.random.random() < 0.2:
             return NO_DRAFT
-        length, topk = self.random.randint(1, self.longest), self.random.randint(1, self.topk)
-        verified = self.random.choice((0, self.random.randint(2, length * topk + 1)))
-        return DraftStrategy(self.kind, length, topk, verified)
+        return DraftStrategy(self.kind, self.random.randint(1, self.longest), self.random.choice((0.0, 0.3)))
 
     def record(self, measurement: StepMeasurement) -> None:
         assert measurement.num_emitted >= measurement.num_running

@@ -1,6 +1,6 @@
 """One replica, token by token: the production scheduler and selector under a virtual clock; `sim.bulk` is held to it.
 
-    schedule -> select, draft, prune -> (virtual seconds) -> record -> commit       as `rollout.engine.Engine`
+    schedule -> select, draft -> (virtual seconds) -> record -> commit       as `rollout.engine.Engine`
 
 Nothing is approximated but costs and acceptance: every block, chunk of a prompt, preemption and decision is made by
 production code.

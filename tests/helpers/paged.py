@@ -31,8 +31,7 @@ def _slots(plan: PagedPlan, sequence: int, row: int, start: int, count: int, fir
     low = 0 if plan.low is None else int(plan.low[sequence])
     table, size = plan.tables[sequence].tolist(), plan.block_size
     found = [table[p // size] * size + p % size for p in range(low, first)]
-    for j in range(count):
-        seen = j <= row if plan.sees is None else bool(plan.sees[sequence, row, j])
-        if seen and (first + j >= low or j == row):
+    for j in range(min(count, row + 1)):
+        if first + j >= low or j == row:
             found.append(int(plan.slots[start + j]))
     return found

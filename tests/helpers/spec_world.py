@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_tlt.rollout.spec.draft import prune
 from megatron_tlt.rollout.spec.selector import FixedSelector
 from megatron_tlt.types import DraftStrategy, StepMeasurement
 
@@ -100,11 +99,9 @@ class SpecWorld:
         chance = self.quality ** np.exp(0.6 * self.level)[:, None] * np.ones(L)
         likely = np.cumprod(chance, axis=1)
         drafted = (likely >= strategy.min_cumulative_acceptance) & (np.arange(L) < self.lengths[:, None] - 1)
-        fed = drafted.copy()
-        fed[drafted] = prune(strategy, likely[drafted].astype(np.float32), drafted.sum(1))
-        accepted = np.logical_and.accumulate(fed & (self.rng.random(fed.shape) < chance), axis=1)
+        accepted = np.logical_and.accumulate(drafted & (self.rng.random(drafted.shape) < chance), axis=1)
         seconds = self.draft_call + self.draft_node * (B + int(drafted.sum()))
-        return accepted.sum(1) + 1, B + int(fed.sum()), seconds
+        return accepted.sum(1) + 1, B + int(drafted.sum()), seconds
 
     def run(self, selector, steps, running=None):
         """`steps` steps with `running` requests that never end (None: those that run). Returns tokens per second."""

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_tlt.config.speculation import SuffixSection
 from megatron_tlt.models.native.abi import library
-from megatron_tlt.models.native.suffix_abi import STEPS, TRUNK
+from megatron_tlt.models.native.suffix_abi import STEPS
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.draft import Draft
@@ -125,16 +125,13 @@ def repetitive(rng: random.Random, length: int) -> list[int]:
 
 
 def check_against_naive(table: Table, draft: Draft, strategy: DraftStrategy, noisy_ok: bool = True) -> int:
-    """Every node's token, depth, parent and kind, from the naive distribution. Returns how many were compared."""
+    """Every token and its kind, from the naive distribution. Returns how many were compared."""
     at, rates = 0, table.drafter._calibration.rates
     for row, request in enumerate(table.rows.requests):
         count = int(draft.counts[row])
-        nodes = range(at, at + count)
-        trunk = [i for i in nodes if i - at == draft.depths[i] - 1]
         text, hidden = table.text(row), max(0, len(request.prompt) - table.tail)
-        siblings = []
         cumulative_acceptance = 1.0
-        for place, i in enumerate(trunk):
+        for place, i in enumerate(range(at, at + count)):
             shares, longest = distribution(table.naive[request.dataset_id], table.common, text, hidden)
             position = int(table.rows.output_len[row]) + place
             noisy = noisy_ok and request.params.temperature > 0
@@ -144,34 +141,12 @@ def check_against_naive(table: Table, draft: Draft, strategy: DraftStrategy, noi
             context = sum(longest >= bound for bound in (3, 5, 8, 12))
             size = sum(len(shares) >= bound for bound in (2, 3, 5, 9))
             assert draft.feature[i] % (STEPS * STEPS) == context * STEPS + size
-            rate = float(rates[draft.feature[i]])
-            for rank, (s, _) in list(enumerate(ranked))[1 : strategy.topk]:
-                siblings.append(
-                    (
-                        place + 1,
-                        place - 1,
-                        s,
-                        cumulative_acceptance * float(rates[TRUNK + (rank - 1) * 8 + min(7, int(rate * 8))]),
-                    )
-                )
-            cumulative_acceptance *= rate
+            cumulative_acceptance *= float(rates[draft.feature[i]])
             assert draft.cumulative_acceptance[i] == pytest.approx(cumulative_acceptance, rel=1e-5)
             text.append(int(draft.tokens[i]))
-            for k in range(at + len(trunk), at + count):
-                if draft.depths[k] == place + 1:
-                    assert (
-                        draft.tokens[k] in [t for _, t in ranked[1 : strategy.topk]]
-                        or abs(ranked[0][0] - ranked[-1][0]) < 1e-3
-                    )
-        if len(trunk) < strategy.draft_len:
+        if count < strategy.draft_len:
             assert not distribution(table.naive[request.dataset_id], table.common, text, hidden)[0], (
                 "stopped too early"
             )
-        assert count - len(trunk) == len(siblings)
-        for i, (depth, parent, _, survives) in zip(range(at + len(trunk), at + count), siblings, strict=True):
-            assert draft.depths[i] == depth
-            assert draft.parents is not None
-            assert draft.parents[i] == parent
-            assert draft.cumulative_acceptance[i] == pytest.approx(survives, rel=1e-5)
         at += count
     return at

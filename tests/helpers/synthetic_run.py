@@ -150,7 +150,7 @@ def _rollouts(step: int, speculation: bool, responses: str) -> dict[str, Any]:
     row: dict[str, Any] = {"step": step, "samples": sum(counts), "longest": 448, "lengths": counts}
     row |= {"responses": f"{responses}{step:015x}", "rewards": f"b{step:015x}"}
     if speculation:
-        row |= {"strategies": {"none": 40, "mixed_11_1_0": 60 + step, "trained_5_1_0": 20}}
+        row |= {"strategies": {"none": 40, "mixed_11": 60 + step, "trained_5": 20}}
         row |= {"drafted_at": [100, 80, 60, 40], "accepted_at": [90, 60, 35, 20]}
         row |= {"by_batch": {"1": [50, 200], "2": [40, 130], "128": [200, 400]}}
     return row

@@ -29,7 +29,7 @@ def test_weights_are_the_same_with_and_without_speculation(tmp_path: Path):
         "adaptive": [f"{spec}.drafter=suffix"],  # may find that drafts do not pay
         "suffix": [f"{spec}.drafter=suffix", f"{spec}.selector=fixed", f"{spec}.draft_len=4"],
         "eagle": [f"{spec}.drafter=eagle", f"{spec}.selector=fixed", f"{spec}.draft_len=3", at],
-        "mixed": [f"{spec}.drafter=eagle", f"{spec}.with_suffix=true", f"{spec}.selector=fixed", f"{spec}.topk=2", at],
+        "mixed": [f"{spec}.drafter=eagle", f"{spec}.with_suffix=true", f"{spec}.selector=fixed", at],
     }
     write_experts(tmp_path / "model", tmp_path / "experts", seed=0)
     experts = [f"model.path={tmp_path / 'experts'}", "actor.ep=2", "actor.router_replay=rollout"]

@@ -131,7 +131,7 @@ def test_responses_are_the_embedded_engines_after_every_push(
         for params in SAMPLING if version == 1 else SAMPLING[:1]:
             assert responses(vllm, prompts, params) == responses(ours, prompts, params), (version, params)
         made = drafts(vllm, prompts)
-        assert min(made.steps_by_strategy[name] for name in ("trained_4_1_5", "trained_2_1_3", "none")) > 5
+        assert min(made.steps_by_strategy[name] for name in ("trained_4", "trained_2", "none")) > 5
         assert (made.accept_length > 1.5) == (new is not bad), "the drafter that was pushed drafts"
     assert responses(vllm, prompts[::-1], SAMPLING[0]) == responses(ours, prompts, SAMPLING[0])
 

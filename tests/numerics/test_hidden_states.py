@@ -15,12 +15,12 @@ from tests.helpers.tiny_models import hf_model, model_config, named_weights
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize(("family", "aux"), [("qwen2", ()), ("qwen3", (0, 1)), ("llama", (1,))])
 def test_kept_states_equal_transformers(family: str, aux: tuple[int, ...], kernels: str) -> None:
-    """After plain decoding and after trees of drafts, in little memory, prompts in chunks."""
+    """After plain decoding and after drafts, in little memory, prompts in chunks."""
     model, jobs = hf_model(family), random_jobs(131, 8, seed=8)
     made = {"num_blocks": 10, "max_running": 8, "budget": 50, "aux_layers": aux}
     engines = [make_engine(model_config(model), named_weights(model), kernels, **made) for _ in range(2)]
     known = generate_all(make_engine(model_config(model), named_weights(model), kernels), jobs)
-    attach(engines[1], OracleDrafter(known, 131, 0.3, True), RandomSelector("oracle", 5, 3))
+    attach(engines[1], OracleDrafter(known, 131, 0.3), RandomSelector("oracle", 12))
     for engine in engines:
         chunks: list[HiddenStateSample] = []
         engine.collect_hidden_states(HiddenStateCollector(chunks.append))

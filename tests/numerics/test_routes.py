@@ -54,12 +54,11 @@ def test_every_fed_token_has_the_experts_of_transformers(how: tuple[str, str]) -
             assert np.array_equal(routed_experts, want.numpy())
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_rejected_drafts_leave_nothing_and_preempted_requests_lose_nothing(tree: bool) -> None:
+def test_rejected_drafts_leave_nothing_and_preempted_requests_lose_nothing() -> None:
     want, responses = recorded(engine("native")), generate_all(engine("native"), JOBS)
     for blocks in (200, 8):
         other = engine("native", num_blocks=blocks)
-        attach(other, OracleDrafter(responses, 131, 0.3, tree), RandomSelector("oracle", 6, 3))
+        attach(other, OracleDrafter(responses, 131, 0.3), RandomSelector("oracle", 6))
         assert_equal(recorded(other), want)
         stats = other.take_stats()
         assert stats.speculation.row_steps > 0 and (stats.preemptions > 0) == (blocks == 8)
@@ -75,5 +74,5 @@ def test_steps_in_fixed_shapes_record_the_same() -> None:
     decoder = plain.runner.decoder
     graphs = GraphBudget(decoder, None, 64)
     pooled = Engine(decoder, limits, 200, 16, eos_token_ids=(0,), graphs=graphs)
-    attach(pooled, OracleDrafter(generate_all(plain, JOBS), 131, 0.3, True), RandomSelector("oracle", 6, 3))
+    attach(pooled, OracleDrafter(generate_all(plain, JOBS), 131, 0.3), RandomSelector("oracle", 6))
     assert_equal(recorded(pooled), recorded(plain))

@@ -41,21 +41,17 @@ def plain(family: str, jobs, **options) -> tuple[Responses, list]:
 
 
 @pytest.mark.parametrize(
-    ("family", "tree", "spoil"),
-    [
-        *(("llama", tree, spoil) for tree in (False, True) for spoil in (0.0, 0.3, 1.0)),
-        *((family, tree, 0.3) for family in ("qwen2", "qwen2_moe") for tree in (False, True)),
-    ],
+    ("family", "spoil"), [("llama", 0.0), ("llama", 0.3), ("llama", 1.0), ("qwen2", 0.3), ("qwen2_moe", 0.3)]
 )
-def test_equal_whatever_is_drafted(family, tree, spoil):
+def test_equal_whatever_is_drafted(family, spoil):
     jobs = random_jobs(131, 8, seed=3)
     expected, weights = plain(family, jobs)
     engine = make_engine(small_config(family), weights)
-    selector = RandomSelector("oracle", 6, 3)
-    attach(engine, OracleDrafter(expected, 131, spoil, tree), selector)
+    selector = RandomSelector("oracle", 6)
+    attach(engine, OracleDrafter(expected, 131, spoil), selector)
     assert generate_all(engine, jobs) == expected
     assert engine.blocks.num_free == engine.blocks.num_blocks
-    if spoil < 1 or tree:  # a spoiled trunk still has right siblings
+    if spoil < 1:
         assert selector.emitted > 1.1 * selector.rows
     else:
         assert selector.emitted < 1.1 * selector.rows
@@ -67,21 +63,20 @@ def test_logprobs_of_accepted_drafts_equal_a_scoring_pass(family: str, kernels: 
     """`transformers` scores the responses: an accepted token's log-probability is the policy's, not the drafter's."""
     model = hf_model(family)
     config, weights, jobs = model_config(model), named_weights(model), random_jobs(131, 6, seed=11)
-    oracle = OracleDrafter(generate_all(make_engine(config, weights), jobs), 131, 0.2, tree=True)
+    oracle = OracleDrafter(generate_all(make_engine(config, weights), jobs), 131, 0.2)
     engine = make_engine(config, weights, kernels)
-    selector = RandomSelector("oracle", 6, 3)
+    selector = RandomSelector("oracle", 6)
     attach(engine, oracle, selector)
     responses = generate_all(engine, jobs)
     assert selector.emitted > 1.1 * selector.rows
     assert_scored(model, jobs, responses)
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_equal_under_memory_pressure(tree):
+def test_equal_under_memory_pressure():
     jobs = random_jobs(131, 14, seed=4)
     expected, weights = plain("qwen3", jobs)
     engine = make_engine(small_config("qwen3"), weights, num_blocks=14, max_running=8)
-    attach(engine, OracleDrafter(expected, 131, 0.2, tree), RandomSelector("oracle", 8, 2))
+    attach(engine, OracleDrafter(expected, 131, 0.2), RandomSelector("oracle", 8))
     assert generate_all(engine, jobs) == expected
     assert engine.scheduler.num_preemptions > 0
     assert engine.blocks.num_free == engine.blocks.num_blocks
@@ -92,7 +87,7 @@ def test_equal_in_small_batches_and_budgets():
     expected, weights = plain("qwen2", jobs)
     for max_running, budget in ((1, 16), (3, 7), (16, 40)):
         engine = make_engine(small_config("qwen2"), weights, max_running=max_running, budget=budget)
-        attach(engine, OracleDrafter(expected, 131, 0.2, True), RandomSelector("oracle", 8, 3))
+        attach(engine, OracleDrafter(expected, 131, 0.2), RandomSelector("oracle", 8))
         assert generate_all(engine, jobs) == expected
 
 
@@ -111,18 +106,18 @@ def test_equal_across_chunk_borders():
 
     expected = generate_all(long_engine(), jobs)
     other = long_engine()
-    attach(other, OracleDrafter(expected, 131, 0.2, True), RandomSelector("oracle", 12, 3))
+    attach(other, OracleDrafter(expected, 131, 0.2), RandomSelector("oracle", 12))
     assert generate_all(other, jobs) == expected
 
 
 DRAFTERS = [
     {"drafter": "suffix", "selector": "fixed", "draft_len": 5},
-    {"drafter": "suffix", "selector": "cost_model", "topk": 2},
+    {"drafter": "suffix", "selector": "cost_model"},
     {"drafter": "eagle", "selector": "fixed", "draft_len": 4},
-    {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "topk": 3, "window": 16},
+    {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "window": 16},
     {"drafter": "eagle", "selector": "cost_model"},
     {"drafter": "eagle", "with_suffix": True, "selector": "beg_mab"},
-    {"drafter": "eagle", "with_suffix": True, "selector": "fixed", "draft_len": 4, "topk": 2},
+    {"drafter": "eagle", "with_suffix": True, "selector": "fixed", "draft_len": 4},
 ]
 
 
@@ -152,7 +147,7 @@ def test_torch_kernels(drafter):
     jobs = random_jobs(131, 5, seed=10, longest=24)
     config = small_config("qwen3")
     weights = random_weights(config, seed=5)
-    spec = {"drafter": drafter, "selector": "fixed", "draft_len": 3, "topk": 2}
+    spec = {"drafter": drafter, "selector": "fixed", "draft_len": 3}
     off = {"drafter": "none"}
     made = [
         generate_all(speculating_engine(config, weights, "torch", speculation=s, numerics="invariant"), jobs)
@@ -189,13 +184,12 @@ def test_stop_strings_cut_a_run():
     expected = run(build())
     known = {(0, i): (output, logprobs) for i, (_, output, logprobs, _) in enumerate(expected)}
     engine = build()
-    attach(engine, OracleDrafter(known, config.vocab_size, 0.0, False), RandomSelector("oracle", 8, 1))
+    attach(engine, OracleDrafter(known, config.vocab_size, 0.0), RandomSelector("oracle", 8))
     assert run(engine) == expected
     assert any(reason == "stop" for *_, reason in expected)
 
 
-@pytest.mark.parametrize("topk", [1, 2], ids=["chain", "tree"])
-def test_trained_drafter_of_the_demo_policy(topk):
+def test_trained_drafter_of_the_demo_policy():
     """The asset belongs to the policy (accept length far above 1), and changes nothing."""
     config = load_config(ROOT / "configs/quickstart.yaml", [f"model.path={ROOT / 'assets/demo-policy'}"])
     model = ModelConfig.from_hf(config.model.path)
@@ -208,7 +202,7 @@ def test_trained_drafter_of_the_demo_policy(topk):
         speculating_engine(model, weights, speculation={"drafter": "none"}, budget=256), jobs
     )
     saved = load_drafter(ROOT / "assets/demo-drafter", model)
-    options = {"drafter": "eagle", "selector": "fixed", "draft_len": 5, "topk": topk}
+    options = {"drafter": "eagle", "selector": "fixed", "draft_len": 5}
     engine = speculating_engine(model, weights, "native", saved.weights, speculation=options, budget=256)
     assert generate_all(engine, jobs) == expected
     assert engine.take_stats().speculation.accept_length > 3

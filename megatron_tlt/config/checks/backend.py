@@ -71,13 +71,7 @@ def _check_drafting(config: Config) -> Problems:
 def _check_vllm(config: Config, device: str | None) -> Problems:
     section, speculation = config.rollout.vllm, config.rollout.speculation
     if speculation.drafter != "none":
-        chains = "with rollout.backend: vllm, where every token is drafted behind one other (topk 1)"
-        if speculation.topk > 1:
-            yield ConfigProblem("rollout.speculation.topk", speculation.topk, f"must be 1 {chains}")
-        trees = [arm for arm in speculation.bandit.arms if "_1_" not in arm]
-        if speculation.selector == "beg_mab" and trees:
-            yield ConfigProblem("rollout.speculation.bandit.arms", trees, f"cannot be played {chains}")
-        if speculation.selector == "beg_mab" and set(speculation.bandit.arms) == {"0_1_1"}:
+        if speculation.selector == "beg_mab" and set(speculation.bandit.arms) == {0}:
             allowed = "must have an arm that drafts with rollout.backend: vllm (none drafts: drafter: none)"
             yield ConfigProblem("rollout.speculation.bandit.arms", speculation.bandit.arms, allowed)
         least = speculation.min_cumulative_acceptance

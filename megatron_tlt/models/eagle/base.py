@@ -8,7 +8,7 @@ layer, so a cached pair costs the projections to its key and value and nothing e
 
 Under tensor parallelism every rank holds and runs the whole drafter.
 
-Legend: T pairs, B running rows, S slots of the engine, N drafted tokens of all rows, W width of a state, K candidates.
+Legend: T pairs, B running rows, S slots of the engine, N drafted tokens of all rows, W width of a state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from megatron_tlt.models.eagle.config import DrafterConfig
 DEPTHS = 8  # draft positions of the match-rate table; the last row stands for all deeper ones
 BUCKETS = 32  # of the gap between the scores of the best and the second candidate
 BUCKET_WIDTH = 0.25  # score; bucket of a gap: min(BUCKETS - 1, floor(gap / BUCKET_WIDTH))
-MAX_CANDIDATES = 4  # K is at most this
 
 
 @dataclass(slots=True)
@@ -55,16 +54,13 @@ class DraftingRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Chains:
-    """Drafted chains of B rows, flat in row order. Candidates are the K largest of logits / T + keyed noise."""
+class DraftedRows:
+    """Drafts of B rows, flat in row order. A drafted token has the largest of logits / T + keyed noise."""
 
     counts: np.ndarray  # int32 [B], tokens of each row
-    tokens: np.ndarray  # int32 [N], the best candidates
+    tokens: np.ndarray  # int32 [N]
     cumulative_acceptance: np.ndarray  # float32 [N], product of the match rates up to the token
-    depths: np.ndarray  # int32 [N], from 1
-    feature: np.ndarray  # int32 [N], min(depth - 1, DEPTHS - 1) * BUCKETS + bucket of the gap to the second
-    sibling_tokens: np.ndarray  # int32 [N, K - 1], the other candidates, best first
-    sibling_gaps: np.ndarray  # float32 [N, K - 1], best score minus theirs
+    feature: np.ndarray  # int32 [N], min(position, DEPTHS - 1) * BUCKETS + bucket of the gap to the second candidate
 
 
 class RowDrafter(Protocol):
@@ -74,12 +70,12 @@ class RowDrafter(Protocol):
         """Uses this memory from now on (empty after a release: no draft may follow then)."""
 
     def draft(
-        self, outputs: np.ndarray, wanted: np.ndarray, topk: int, rates: np.ndarray, min_acceptance: float
-    ) -> Chains:
+        self, outputs: np.ndarray, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float
+    ) -> DraftedRows:
         """Caches the missing pairs of each row, at most the window's, and drafts up to `wanted` int [B] tokens for it.
 
         `outputs` int32 [S, any] holds the tokens drawn so far; `rates` float32 [DEPTHS, BUCKETS] estimates P(match); a
-        chain ends before a token whose cumulative acceptance is below `min_acceptance`. A row whose last pair is cached
+        draft ends before a token whose cumulative acceptance is below `min_acceptance`. A row whose last pair is cached
         has nothing to start from and gets no draft. Writes the cache, at drafted positions too, and `synced` and
         `first`. Raises BackendError for arguments that do not fit and before all weights are loaded.
         """

@@ -28,8 +28,7 @@ from megatron_tlt.models.eagle.base import (
     BUCKET_WIDTH,
     BUCKETS,
     DEPTHS,
-    MAX_CANDIDATES,
-    Chains,
+    DraftedRows,
     DraftingRows,
     Pairs,
 )
@@ -163,7 +162,7 @@ class TorchRowDrafter:
         self._temperature = torch.zeros(most, device=device)
         self._hidden = torch.zeros(most, hidden, dtype=eagle.dtype, device=device)
         self._next_hidden = torch.zeros_like(self._hidden)
-        self._candidates = min(MAX_CANDIDATES, eagle.config.draft_vocab_size)
+        self._candidates = min(2, eagle.config.draft_vocab_size)  # the second gives the gap
         self._best = torch.zeros(2, most, self._candidates, dtype=torch.float64, device=device)
         eagle.model.reserve_positions(self._max_blocks * self._size, device)
 
@@ -182,13 +181,13 @@ class TorchRowDrafter:
 
     @torch.inference_mode()
     def draft(
-        self, outputs: np.ndarray, wanted: np.ndarray, topk: int, rates: np.ndarray, min_acceptance: float
-    ) -> Chains:
+        self, outputs: np.ndarray, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float
+    ) -> DraftedRows:
         """See `RowDrafter.draft`."""
         rows, count = self._rows, len(wanted)
         fresh = rows.synced[rows.slot[:count]] < rows.positions[:count]
         active = np.flatnonzero((wanted > 0) & fresh)
-        recorder = _Recorder(count, topk, rates, min_acceptance)
+        recorder = _Recorder(count, rates, min_acceptance)
         if len(active):
             self._catch_up(outputs, active)
             self._draft(outputs, active, wanted[active], recorder)
@@ -308,12 +307,10 @@ class TorchRowDrafter:
 class _Recorder:
     """Collects the drafted tokens position by position, and decides which chains go on."""
 
-    def __init__(self, rows: int, topk: int, rates: np.ndarray, min_acceptance: float):
-        if not 1 <= topk <= MAX_CANDIDATES:
-            raise BackendError(f"drafts of {topk} candidates: there may be 1 to {MAX_CANDIDATES}")
-        self._rows, self._topk, self._rates, self._least = rows, topk, rates, min_acceptance
+    def __init__(self, rows: int, rates: np.ndarray, min_acceptance: float):
+        self._rows, self._rates, self._least = rows, rates, min_acceptance
         self._acceptance = np.ones(rows, np.float32)  # of each row's chain so far
-        self._parts: list[tuple[np.ndarray, ...]] = []  # of each position: rows, then the columns of `Chains`
+        self._parts: list[tuple[np.ndarray, ...]] = []  # of each position: rows, then the columns of `DraftedRows`
 
     def reachable(self, steps: int) -> int:
         """How many of `steps` positions a chain can reach that keeps the best match rates all along."""
@@ -332,28 +329,24 @@ class _Recorder:
         Returns bool [A']: chains that go on. A chain whose next token could not reach the least cumulative acceptance,
         however large that token's gap, ends here.
         """
-        gaps = scores[:, :1] - scores
-        gap = gaps[:, 1] if gaps.shape[1] > 1 else np.full(len(rows), np.inf, np.float32)
+        gap = scores[:, 0] - scores[:, 1] if scores.shape[1] > 1 else np.full(len(rows), np.inf, np.float32)
         depth = min(step, DEPTHS - 1)
         bucket = np.minimum(gap / BUCKET_WIDTH, BUCKETS - 1).astype(np.int32)
         self._acceptance[rows] *= self._rates[depth, bucket]
         acceptance = self._acceptance[rows]
         kept = acceptance >= self._least
-        own, others = rows[kept], slice(1, self._topk)
-        columns = (candidates[kept, 0], acceptance[kept], np.full(len(own), step + 1, np.int32))
-        siblings = (candidates[kept, others], gaps[kept, others])
-        self._parts.append((own, *columns, depth * BUCKETS + bucket[kept], *siblings))
+        feature = (depth * BUCKETS + bucket[kept]).astype(np.int32)
+        self._parts.append((rows[kept], candidates[kept, 0], acceptance[kept], feature))
         most = self._rates[min(step + 1, DEPTHS - 1)].max()
         goes_on: np.ndarray = kept & may_go_on & (acceptance * most >= self._least)
         return goes_on
 
-    def result(self) -> Chains:
+    def result(self) -> DraftedRows:
         """The drafts so far."""
         if not self._parts:
-            none, siblings = np.empty(0, np.int32), np.empty((0, self._topk - 1), np.int32)
-            columns = (none, none.view(np.float32), none, none, siblings, siblings.view(np.float32))
-            return Chains(np.zeros(self._rows, np.int32), *columns)
+            none = np.empty(0, np.int32)
+            return DraftedRows(np.zeros(self._rows, np.int32), none, none.view(np.float32), none)
         rows, *drafted = (np.concatenate(part) for part in zip(*self._parts, strict=True))
         order = np.argsort(rows, kind="stable")
         counts = np.bincount(rows, minlength=self._rows).astype(np.int32)
-        return Chains(counts, *(column[order] for column in drafted))
+        return DraftedRows(counts, *(column[order] for column in drafted))

@@ -23,9 +23,7 @@ ERRORS = {
     5: "a logit row outside the batch, or not above the one before",
     6: "query_start does not cover the rows, or a shape the native decoder cannot hold",
     7: "the tensor-parallel all-reduce failed",
-    8: "a parent that is not an earlier row of the sequence at the position before, or a first row with a parent",
-    9: "a branch of a draft tree that is more than 64 rows deeper than its root",
-    10: "no memory left",
+    8: "no memory left",
 }
 
 
@@ -66,7 +64,7 @@ class Step(Structure):
     _fields_ = [
         *fields_of(c_int32, "tokens seqs logits_rows max_blocks num_blocks block_size"),
         *fields_of(c_void_p, "token_ids positions slots query_start block_tables logit_rows"),
-        *fields_of(c_void_p, "parents branch kv logits hidden routed_experts"),
+        *fields_of(c_void_p, "kv logits hidden routed_experts"),
     ]
 
 
@@ -93,12 +91,11 @@ class EagleDraft(Structure):
     """`TltDraft`."""
 
     _fields_ = [
-        *fields_of(c_int32, "rows slots window width max_blocks num_blocks block_size topk depth"),
+        *fields_of(c_int32, "rows slots window width max_blocks num_blocks block_size depth"),
         ("min_acceptance", c_float),
         *fields_of(c_void_p, "slot positions output_len block_tables keys temperature outputs wanted"),
-        *fields_of(c_void_p, "synced first pages kv rates out"),
-        ("nodes", c_int32),
-        ("scratch", c_void_p),
+        *fields_of(c_void_p, "synced first pages kv rates"),
+        *fields_of(c_void_p, "counts tokens feature cumulative_acceptance scratch"),
     ]
 
 
@@ -107,7 +104,6 @@ _SAMPLE = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4, c_int]
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # functions `tlt_`...: result and argument types
     "panel_width": (c_int, []),
     "forward": (c_int, _FORWARD),
-    "copy_slots": (c_int, [c_void_p, POINTER(Model), c_int64, c_int64, c_void_p, c_void_p, c_int64]),
     "keyed_sample": (c_int, _SAMPLE),
     "eagle_feed": (c_int, [POINTER(Eagle), POINTER(EaglePairs), c_int]),
     "draft_scratch_bytes": (c_int64, [c_void_p, c_void_p]),

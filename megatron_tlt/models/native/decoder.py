@@ -136,23 +136,13 @@ class NativeDecoder:
         """Copies block src[i] to dst[i] in every layer, in order of i. Raises BackendError on wrong numbers."""
         copy_blocks(kv, src, dst, self.config.num_layers)
 
-    def copy_slots(self, kv: KVCache, src: Numbers, dst: Numbers) -> None:
-        """See `base.Decoder.copy_slots`. Raises BackendError on wrong numbers; nothing is copied then."""
-        a, b = _numbers(src), _numbers(dst)
-        where = (kv.data.data_ptr(), self._forward.model, kv.num_blocks, kv.block_size)
-        if a.shape != b.shape or self._lib.tlt_copy_slots(*where, a.ctypes.data, b.ctypes.data, a.size):
-            raise BackendError(
-                f"copy_slots: slots {a.tolist()} -> {b.tolist()} of {kv.num_blocks * kv.block_size}"
-            )
-
     # -- forward --------------------------------------------------------------------------------------------
 
     def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
         """See `base.Decoder.forward`.
 
-        A branch of a draft tree may be up to 64 rows deeper than its root; chains that lie where the block table says
-        may have any length. Raises BackendError for weights that are missing and for a batch that C could not
-        read safely: its tensors must be contiguous int32 on CPU, of the shapes in `DecoderInput`.
+        Raises BackendError for weights that are missing and for a batch that C could not read safely: its tensors must
+        be contiguous int32 on CPU, of the shapes in `DecoderInput`.
         """
         if not self._ledger.complete:
             raise BackendError("forward before all weights were loaded")
@@ -161,9 +151,7 @@ class NativeDecoder:
         wanted, tokens, width = step.logits_rows, step.tokens, self.state_size
         logits = torch.empty(wanted, self.config.vocab_size)
         hidden = torch.empty(tokens, width) if batch.all_hidden else None
-        branch = torch.empty(tokens, dtype=torch.uint8) if batch.parents is not None else None
         step.logits, step.hidden = logits.data_ptr(), None if hidden is None else hidden.data_ptr()
-        step.branch = None if branch is None else branch.data_ptr()
         routed_experts = empty_routed_experts(tokens, self.config) if batch.all_routed_experts else None
         step.routed_experts = None if routed_experts is None else routed_experts.data_ptr()
         forward = self._forward

@@ -4,7 +4,7 @@ One call makes the drafts of all running rows from the engine's own arrays: whic
 values, every drafted token's forward, LM head and keyed candidates. Results do not depend on batch or threads, bit for
 bit, as the policy's do not.
 
-Legend: T pairs, B running rows, S slots, N drafted tokens, H hidden size, D longest draft, K candidates.
+Legend: T pairs, B running rows, S slots, N drafted tokens, H hidden size, D longest draft.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache, Shard
-from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, MAX_CANDIDATES, Chains, DraftingRows, Pairs
+from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, DraftedRows, DraftingRows, Pairs
 from megatron_tlt.models.eagle.config import DrafterConfig, Eagle3Config
 from megatron_tlt.models.native.abi import (
     ERRORS,
@@ -160,11 +160,14 @@ class NativeRowDrafter:
         sizes = {"max_blocks": max_blocks, "num_blocks": kv.num_blocks, "block_size": kv.block_size}
         self._call = EagleDraft(slots=slots, window=window, **sizes)
         point_at_arrays(self._call, rows)
-        self._wanted, self._rates = np.zeros(slots, np.int32), np.zeros((DEPTHS, BUCKETS), np.float32)
-        self._call.wanted, self._call.rates = self._wanted.ctypes.data, self._rates.ctypes.data
-        self._outputs = self._out = np.zeros(0, np.int32)
+        self._wanted, self._counts = np.zeros((2, slots), np.int32)
+        self._rates = np.zeros((DEPTHS, BUCKETS), np.float32)
+        for name in ("wanted", "counts", "rates"):
+            setattr(self._call, name, getattr(self, f"_{name}").ctypes.data)
+        self._outputs = self._tokens = self._feature = np.zeros(0, np.int32)
+        self._cumulative_acceptance = np.zeros(0, np.float32)
         self._scratch = np.zeros(0, np.uint8)
-        self._shape = (0, 0, 0)
+        self._shape = (0, 0)
         self._arguments = byref(eagle.structure), byref(self._call)
         self._in_c = partial(self._lib.tlt_draft_rows, *self._arguments, eagle.threads)
         self.point_at(kv, pages)
@@ -175,43 +178,35 @@ class NativeRowDrafter:
         self._call.pages, self._call.kv = pages.data_ptr(), kv.data.data_ptr()
 
     def draft(
-        self, outputs: np.ndarray, wanted: np.ndarray, topk: int, rates: np.ndarray, min_acceptance: float
-    ) -> Chains:
+        self, outputs: np.ndarray, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float
+    ) -> DraftedRows:
         """See `RowDrafter.draft`."""
-        call, count, depth = self._call, len(wanted), max(wanted.tolist(), default=0)
-        most = min(MAX_CANDIDATES, self._eagle.config.draft_vocab_size)
-        if count > self._slots or not 1 <= topk <= most or rates.shape != self._rates.shape:
+        count, longest = len(wanted), max(wanted.tolist(), default=0)
+        if count > self._slots or rates.shape != self._rates.shape:
             raise BackendError(
-                f"drafts for {count} rows of {topk} candidates with match rates {list(rates.shape)}: there may be "
-                f"{self._slots} rows of 1 to {most} candidates, and rates are {list(self._rates.shape)}"
+                f"drafts for {count} rows with match rates {list(rates.shape)}: there may be {self._slots} rows, and "
+                f"rates are {list(self._rates.shape)}"
             )
         if outputs is not self._outputs:
             self._point_at_outputs(outputs)
-        if self._shape != (count, depth, topk):
-            self._make_room(count, depth, topk)
+        if self._shape != (count, longest):
+            self._make_room(count, longest)
         self._wanted[:count], self._rates[:] = wanted, rates
-        call.min_acceptance = min_acceptance
+        self._call.min_acceptance = min_acceptance
         self._eagle.run(self._in_c)
-        n = call.nodes
-        out = self._out[: count + n * (2 + 2 * topk)].copy()
-        a, b, c, d = (count + i * n for i in range(1, 5))
-        tokens, gaps = out[d:].reshape(2, n, topk - 1)
-        return Chains(
-            out[:count],
-            out[count:a],
-            out[a:b].view(np.float32),
-            out[b:c],
-            out[c:d],
-            tokens,
-            gaps.view(np.float32),
-        )
+        counts = self._counts[:count].copy()
+        total = int(counts.sum())
+        drafted = (self._tokens, self._cumulative_acceptance, self._feature)
+        return DraftedRows(counts, *(column[:total].copy() for column in drafted))
 
-    def _make_room(self, count: int, depth: int, topk: int) -> None:
+    def _make_room(self, count: int, longest: int) -> None:
         call = self._call
-        self._shape = call.rows, call.depth, call.topk = count, depth, topk
-        if len(self._out) < (needed := count * (1 + depth * (2 + 2 * topk))):
-            self._out = np.zeros(2 * needed, np.int32)
-            call.out = self._out.ctypes.data
+        self._shape = call.rows, call.depth = count, longest
+        if len(self._tokens) < count * longest:
+            self._tokens, self._feature = np.zeros((2, 2 * count * longest), np.int32)
+            self._cumulative_acceptance = np.zeros(2 * count * longest, np.float32)
+            for name in ("tokens", "feature", "cumulative_acceptance"):
+                setattr(call, name, getattr(self, f"_{name}").ctypes.data)
         if len(self._scratch) < (size := self._lib.tlt_draft_scratch_bytes(*self._arguments)):
             self._scratch = np.empty(2 * size, np.uint8)
             call.scratch = self._scratch.ctypes.data

@@ -192,7 +192,7 @@ class Forward:
             q=self.buffer(shard.heads * padded),
             att=self.buffer(pad(shard.heads * c.head_dim)),
             mid=self.buffer(pad(max(shard.inter, shard.shared_inter))),
-            units=self.buffer(4),
+            units=self.buffer(3),
         )
         if c.num_experts:
             self._add_experts(c, shard)
@@ -252,7 +252,6 @@ def fill_step(step: Step, batch: DecoderInput, kv: KVCache) -> None:
     step.query_start = address("query_start", batch.query_start, seqs + 1)
     step.block_tables = address("block_tables", batch.block_tables, seqs)
     step.logit_rows = address("logit_rows", batch.logit_rows, wanted)
-    step.parents = None if batch.parents is None else address("parents", batch.parents, tokens)
     step.tokens, step.seqs = tokens, seqs
     step.logits_rows, step.max_blocks = wanted, batch.block_tables.shape[1]
     step.num_blocks, step.block_size, step.kv = kv.num_blocks, kv.block_size, kv.data.data_ptr()

@@ -8,10 +8,8 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.models.native.abi import fields_of
 
 MAX_DEPTH = 64
-MAX_TOPK = 8
 MAX_LENGTH = 64
-ODDS, STEPS, RATES = 8, 5, 8  # buckets of the table of match rates
-TRUNK = ODDS * STEPS * STEPS
+ODDS, STEPS = 8, 5  # buckets of the table of match rates
 
 BAD_TOKEN, BAD_HANDLE, NO_MEMORY = -1, -2, -3
 _ERRORS = {
@@ -26,8 +24,8 @@ class Ask(Structure):
 
     _fields_ = [
         *fields_of(c_void_p, "slots handles keys positions temperature lengths rates"),
-        *fields_of(c_void_p, "counts tokens depths parents feature cumulative_acceptance"),
-        *fields_of(c_int32, "rows topk longest budget"),
+        *fields_of(c_void_p, "counts tokens feature cumulative_acceptance"),
+        *fields_of(c_int32, "rows longest"),
         ("min_cumulative_acceptance", c_float),
     ]
 

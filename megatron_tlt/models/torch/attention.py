@@ -1,7 +1,7 @@
 """Paged attention in PyTorch: gathers keys and values by block table, then `scaled_dot_product_attention`.
 
-Keys of a row are the cached positions before its sequence's first row, by block table, and rows of the batch: those
-before it in a chain, its ancestors in a draft tree (whose nodes share positions, so slots name them).
+Keys of a row are the cached positions before its sequence's first row, by block table, and the sequence's rows of the
+batch up to itself, by their slots.
 
 Legend: T packed rows, S sequences, Q rows of one sequence, C longest context, K keys gathered for a sequence,
 Hq/Hkv query and kv heads, D head size, M blocks of a static table.
@@ -50,18 +50,12 @@ class AttentionPlan:
             at, first = torch.tensor(group, device=device), torch.tensor([starts[s] for s in group], device=device)
             rows = (first[:, None] + torch.arange(each, device=device)).flatten()
             blocks = -(-(max(contexts[s] for s in group) - each) // block_size)
-            parents = None
-            if batch.parents is not None:
-                moved = torch.arange(0, len(rows), each, device=device) - first
-                found = batch.parents[rows].view(-1, each).long()
-                parents = torch.where(found < 0, -1, found + moved[:, None]).flatten()
             part = replace(
                 batch,
                 positions=batch.positions[rows],
                 slot_mapping=batch.slot_mapping[rows],
                 context_lens=batch.context_lens[at],
                 block_tables=batch.block_tables[at, :blocks],
-                parents=parents,
             )
             self._parts.append((rows, StaticPlan(part, block_size, each)))
 
@@ -88,12 +82,7 @@ class StaticPlan:
         assert batch.positions.shape[0] == sequences * rows_each, "a static batch is full"
         first = batch.positions.view(sequences, rows_each)[:, 0]
         length = batch.block_tables.shape[1] * block_size
-        if batch.parents is None:
-            among = torch.ones(rows_each, rows_each, dtype=torch.bool, device=first.device).tril()[None]
-        else:
-            rows = torch.arange(sequences * rows_each, device=first.device).view(sequences, rows_each)
-            parents = batch.parents.view(sequences, rows_each).long()
-            among = ancestors(torch.where(parents < 0, -1, parents - rows[:, :1]))
+        among = torch.ones(rows_each, rows_each, dtype=torch.bool, device=first.device).tril()[None]
         own = batch.slot_mapping.view(sequences, rows_each).long()
         self._slots = torch.cat([table_slots(batch.block_tables, length, block_size), own], 1)
         at = torch.arange(length, device=first.device)
@@ -120,16 +109,3 @@ def table_slots(tables: Tensor, length: int, block_size: int) -> Tensor:
 def gather_heads(cache: Tensor, slots: Tensor) -> Tensor:
     """Rows `slots` [S, K] of one layer's cache [slots, Hkv, D] -> [S, Hkv, K, D]."""
     return cache.index_select(0, slots.reshape(-1)).view(*slots.shape, *cache.shape[1:]).transpose(1, 2)
-
-
-def ancestors(parents: Tensor) -> Tensor:
-    """[S, Q] int64, the parent's row within the sequence or -1 -> bool [S, Q, Q]: j is i or above it.
-
-    Reachability by repeated squaring: each product doubles the depth that is covered.
-    """
-    width = parents.shape[1]
-    at = torch.arange(width, device=parents.device)
-    reach = ((parents[..., None] == at) | (at[:, None] == at)).float()
-    for _ in range((width - 1).bit_length()):
-        reach = (reach @ reach).clamp_(max=1)
-    return reach > 0

@@ -32,7 +32,6 @@ from megatron_tlt.models.torch.experts import empty_experts, mix_alike
 from megatron_tlt.models.torch.invariant import TILE, TilePlan, by_tiles, check_rows_alike, rowwise, tiles
 from megatron_tlt.models.torch.layers import PLAIN, HeadNorms, LayerOps, rope_table
 from megatron_tlt.models.torch.paged import PagedPlan, PagedRun
-from megatron_tlt.models.torch.transfer import indices
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
@@ -154,14 +153,6 @@ class TorchDecoder:
         blocks = kv.data.unflatten(2, (-1, kv.block_size))
         for a, b in zip(src, dst, strict=True):
             blocks[:, :, b] = blocks[:, :, a]
-
-    def copy_slots(self, kv: KVCache, src: Sequence[int], dst: Sequence[int]) -> None:
-        """See `base.Decoder.copy_slots`."""
-        held: dict[int, int] = {}  # slot -> whose present contents it has in the end
-        for a, b in zip(src, dst, strict=True):
-            held[b] = held.get(a, a)
-        to, origin = list(held), list(held.values())
-        kv.data[:, :, indices(to, self.device)] = kv.data[:, :, indices(origin, self.device)]
 
     def reserve_positions(self, count: int) -> None:
         """Makes the rotary table long enough for `count` positions; CUDA graphs keep its address."""

@@ -70,16 +70,11 @@ def tiles(batch: DecoderInput, block_size: int, scratch_slot: int) -> Iterator[T
     starts, tokens = batch.query_start.tolist(), batch.token_ids.tolist()
     owner = [s for s, (a, b) in enumerate(pairwise(starts)) for _ in range(a, b)]
     positions, own = batch.positions.tolist(), batch.slot_mapping.tolist()
-    paths = [[slot] for slot in own]  # of a chain the earlier rows are where the block table says
-    if batch.parents is not None:
-        for row, parent in enumerate(batch.parents.tolist()):
-            paths[row] = [*(paths[parent] if parent >= 0 else ()), own[row]]
     device = batch.positions.device
 
     def keys_of(row: int) -> Tensor:
-        cached = positions[row] + 1 - len(paths[row])
         table = batch.block_tables[owner[row] : owner[row] + 1]
-        return torch.cat([table_slots(table, cached, block_size)[0], torch.tensor(paths[row], device=device)])
+        return table_slots(table, positions[row] + 1, block_size)[0]
 
     for begin in range(0, len(own), TILE):
         rows = range(begin, min(begin + TILE, len(own)))

@@ -4,7 +4,7 @@ The cache is walked block by block, so nothing is gathered and a step's work fol
 one of the batch or the bucket of a graph. `kernels.attention` is the kernel, chosen in `models/factory.py`.
 
     keys of row i of a sequence:  cached positions [low, first)  by its block table
-                                  rows j of the sequence         by their slots, where `sees`[i, j] (chains: j <= i)
+                                  rows j of the sequence         by their slots, j <= i
 
 One program has the rows of one *tile* and one *split* of the cached positions; the last split also takes the rows' own
 keys. Tiles of few rows (decoding, verifying) have all query heads of a kv head folded in, so that its keys are read
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.torch.attention import ancestors
 
 _MOST_FOLDED = 64  # rows times query heads of one tile; sequences of so many rows have tiles of one head
 _LEAST_FOLDED = 16  # of a matrix product
@@ -85,7 +84,6 @@ class PagedPlan:
         kinds = ((few, folded, group), (many, _MOST_FOLDED, 1))
         self.tiles = [_tiles(self.starts, *kind, rows_each is not None) for kind in kinds if any(kind[0])]
         programs = sum(len(t.at) * kv_heads * (group // t.heads) for t in self.tiles)
-        self.sees = None if batch.parents is None else _sees(batch, max(counts), rows_each)
         longest = self.tables.shape[1] * block_size
         self.splits = splits or _splits(programs, longest, _processors(device))
 
@@ -122,22 +120,6 @@ def _tiles(starts: Tensor, rows: Sequence[int], folded: int, heads: int, is_stat
     sequence = torch.repeat_interleave(tiles, output_size=sum(numbers))
     nth = torch.arange(sum(numbers), device=starts.device) - (tiles.cumsum(0) - tiles)[sequence]
     return Tiles(torch.stack((sequence, nth * each), 1).to(torch.int32), folded, heads)
-
-
-def _sees(batch: DecoderInput, width: int, rows_each: int | None) -> Tensor:
-    """uint8 [S, W, W]: row j of a sequence is row i or an ancestor of it."""
-    assert batch.parents is not None
-    parents, starts = batch.parents.long(), batch.query_start.long()
-    if rows_each is not None:
-        shaped = parents.view(-1, rows_each)
-        local = torch.where(shaped < 0, -1, shaped - starts[:-1, None])
-    else:
-        counts = starts[1:] - starts[:-1]
-        owner = torch.repeat_interleave(counts, output_size=len(parents))
-        local = torch.full((len(counts), width), -1, device=parents.device)
-        within = torch.arange(len(parents), device=parents.device) - starts[owner]
-        local[owner, within] = torch.where(parents < 0, -1, parents - starts[owner])
-    return ancestors(local).to(torch.uint8).contiguous()
 
 
 def _splits(programs: int, longest: int, processors: int) -> int:

@@ -1,4 +1,4 @@
-"""The interface of drafters. Legend: B running rows, N drafted nodes."""
+"""The interface of drafters. Legend: B running rows, N drafted tokens."""
 
 from __future__ import annotations
 
@@ -37,10 +37,13 @@ class Drafter(Protocol):
         return
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
-        """Up to `lengths` int32 [B] tokens in a row for each row (0: none), with `strategy.topk` candidates."""
+        """Up to `lengths` int32 [B] tokens in a row for each row (0: none)."""
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
-        """Verdict on `draft` (as verified): bool [N] node's parent was emitted; bool [N] node was emitted."""
+        """Learns from the verified `draft`: bool [N], all before the token were emitted; bool [N], it was too.
+
+        Mutates the calibration.
+        """
 
     def end_generate(self) -> None:
         """The engine is idle: per-call state may go. Mutates, but for the default."""

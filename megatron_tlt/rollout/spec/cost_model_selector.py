@@ -65,12 +65,11 @@ class CostModelSelector:
         self,
         kind: DraftedBy,
         draft_len: int,
-        topk: int = 1,
         hysteresis: float = 0.03,
         exploration: float = 0.01,
         passes: Callable[[int], int] = int,
     ):
-        """For a drafter of `kind` that drafts `draft_len` tokens in a row at most, with `topk` siblings each.
+        """For a drafter of `kind` that drafts `draft_len` tokens in a row at most.
 
         `hysteresis`: gain in tokens per second from which on another candidate replaces the best one. `exploration`:
         share of the time that trials may lose. `passes`: forward passes of a draft by its length.
@@ -79,7 +78,7 @@ class CostModelSelector:
         self._candidates = [(NO_DRAFT.kind, 0), *((kind, n) for n in lengths)]
         if kind == "mixed":
             self._candidates += [("trained", n) for n in lengths if n > 1]
-        self._draft_len, self._topk = draft_len, topk
+        self._draft_len = draft_len
         self._hysteresis, self._exploration, self._passes = hysteresis, exploration, passes
         self._regimes: dict[int, _Regime] = {}
         self._acceptance = self._no_counts()  # of all regimes
@@ -125,7 +124,7 @@ class CostModelSelector:
     def _play(self, regime: _Regime, candidate: int) -> None:
         kind, length = self._candidates[candidate]
         price, usual = regime.price, max(_TRIAL, int(_SPAN / regime.running))
-        regime.strategy = DraftStrategy(kind, length, self._topk, 0, price) if length else NO_DRAFT
+        regime.strategy = DraftStrategy(kind, length, price) if length else NO_DRAFT
         regime.span = min(_TRIAL << regime.spans, usual) if candidate == regime.best else _TRIAL
         regime.is_changed = candidate != regime.playing
         regime.playing = candidate
@@ -224,7 +223,7 @@ class CostModelSelector:
         """Measurements and decisions; of the present spans those of no step."""
         return {
             "selector": "cost_model",
-            "candidates": [[*candidate, self._topk] for candidate in self._candidates],
+            "candidates": [list(candidate) for candidate in self._candidates],
             "drift": self._drift,
             "acceptance": {kind: asdict(counts) for kind, counts in self._acceptance.items()},
             "regimes": [asdict(regime) | {"measured": []} for regime in self._regimes.values()],

@@ -18,7 +18,7 @@ class SpeculationCounters:
         self._has_drafted = False  # whether the last decoding step had drafted tokens
 
     def add(self, step: StepMeasurement, draft: Draft | None, accepted: np.ndarray | None = None) -> None:
-        """A decoding step that verified `draft`, of whose nodes `accepted` (bool [N]) were emitted; None: a plain one.
+        """A decoding step that verified `draft`, of whose tokens `accepted` (bool [N]) were emitted; None: a plain one.
         Mutates the counters.
         """
         stats = self._stats
@@ -31,7 +31,7 @@ class SpeculationCounters:
         if draft is None:
             return
         stats.row_steps += step.num_running
-        stats.drafted_tokens += draft.num_nodes
+        stats.drafted_tokens += draft.num_tokens
         stats.emitted_tokens += step.num_emitted
         stats.verify_seconds += step.step_seconds
         batch = stats.by_batch.setdefault(step.num_running, [0, 0])
@@ -41,7 +41,7 @@ class SpeculationCounters:
             from_eagle = draft.source == TRAINED
             stats.passed_over_tokens += float(draft.passed_over[from_eagle].sum())
             stats.instead_tokens += int(accepted[from_eagle[draft.row_of]].sum())
-        drafted = np.bincount(draft.depths[draft.is_trunk] - 1)
+        drafted = np.bincount(draft.positions)
         _accumulate(stats.drafted_at, drafted)
         _accumulate(stats.accepted_at, step.accepted[: len(drafted)])
 

@@ -5,7 +5,7 @@ states. Prompts are fed to it while they are prefilled, the pairs behind the las
 is made. So plain decoding costs nothing, and drafting may begin at any time: if more than `window` positions have
 passed, the drafter starts with the window and attends to nothing before it.
 
-Legend: B rows, T pairs, N drafted nodes, K candidates.
+Legend: B rows, T pairs, N drafted tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from megatron_tlt.models.eagle.base import (
     BUCKET_WIDTH,
     BUCKETS,
     DEPTHS,
-    Chains,
     DraftingRows,
     EagleDecoder,
     Pairs,
@@ -51,7 +50,7 @@ class EagleDrafter(Drafter):
         here = (rows.slots, rows.positions, rows.output_len, rows.block_tables, rows.keys, rows.temperature)
         running = DraftingRows(*here, self._synced, self._first)
         self._drafts = decoder.row_drafter(self.kv, running, pages.data, window)
-        self._trunk, self._siblings = _match_rates()
+        self._match_rates = _match_rates()
 
     def release(self) -> None:
         """Gives the cache's memory back until `resume`, after the runner has given its own. Mutates."""
@@ -93,66 +92,32 @@ class EagleDrafter(Drafter):
 
     def state_dict(self) -> dict[str, Any]:
         """Match rates by gap."""
-        return {"trunk": self._trunk.state_dict(), "siblings": self._siblings.state_dict()}
+        return self._match_rates.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`'s match rates. Mutates."""
-        self._trunk.load_state_dict(state["trunk"])
-        self._siblings.load_state_dict(state["siblings"])
+        self._match_rates.load_state_dict(state)
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         """See `Drafter.propose`."""
         if not lengths.any():
             return Draft.empty(rows.num_rows)
-        rates, least = self._trunk.rates, strategy.min_cumulative_acceptance
-        chains = self._drafts.draft(rows.outputs, lengths, strategy.topk, rates, least)
-        if strategy.topk > 1:
-            return self._with_siblings(chains)
-        return Draft(
-            chains.counts, chains.tokens, chains.cumulative_acceptance, chains.depths, None, chains.feature
-        )
-
-    def _with_siblings(self, chains: Chains) -> Draft:
-        """Adds the second to K-th candidates beside every token of the trunk, as leaves behind the row's trunk."""
-        topk = 1 + chains.sibling_tokens.shape[1]
-        rank = np.arange(topk - 1)[:, None]
-        bucket = np.minimum(chains.sibling_gaps.T / BUCKET_WIDTH, BUCKETS - 1).astype(np.int32)  # [K - 1, N]
-        trunk = chains.cumulative_acceptance
-        parent = np.where(chains.depths > 1, np.roll(trunk, 1), np.float32(1))
-        beside = (parent * self._siblings.rates[rank, bucket]).astype(np.float32)
-        feature = ((DEPTHS + rank) * BUCKETS + bucket).astype(np.int32)
-        row = np.repeat(np.arange(len(chains.counts)), chains.counts)
-        order = np.argsort(np.tile(row, topk), kind="stable")  # by row: the trunk, then rank by rank
-        depths = np.tile(chains.depths, topk)[order]
-        return Draft(
-            chains.counts * np.int32(topk),
-            np.concatenate((chains.tokens, chains.sibling_tokens.T.ravel()))[order],
-            np.concatenate((trunk, beside.ravel()))[order],
-            depths,
-            depths - np.int32(2),
-            np.concatenate((chains.feature, feature.ravel()))[order],
-        )
+        rates, least = self._match_rates.rates, strategy.min_cumulative_acceptance
+        drafted = self._drafts.draft(rows.outputs, lengths, rates, least)
+        return Draft(drafted.counts, drafted.tokens, drafted.cumulative_acceptance, drafted.feature)
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
         """See `Drafter.observe`."""
-        if draft.feature is None:
-            return
-        cells, matched = draft.feature[reached], accepted[reached]
-        if draft.parents is not None:
-            is_trunk = cells < DEPTHS * BUCKETS
-            if not is_trunk.all():
-                self._siblings.observe(cells[~is_trunk] - DEPTHS * BUCKETS, matched[~is_trunk])
-            cells, matched = cells[is_trunk], matched[is_trunk]
-        self._trunk.observe(cells, matched)
+        if draft.feature is not None:
+            self._match_rates.observe(draft.feature[reached], accepted[reached])
 
 
-def _match_rates() -> tuple[MatchRates, MatchRates]:
-    """Rates of best candidates by depth and by their gap to the second one, and of their siblings by rank and by gap.
+def _match_rates() -> MatchRates:
+    """Rates of drafted tokens by position and by the gap of their score to that of the second candidate.
 
     A token whose score exceeds the second best by much is seldom wrong; of two near-equal ones each is right half of
-    the time. The last depth stands for all deeper ones.
+    the time. The last position stands for all later ones.
     """
     gaps = (np.arange(BUCKETS) + 0.5) * BUCKET_WIDTH
-    best = np.broadcast_to(1.0 - 0.55 * np.exp(-gaps), (DEPTHS, BUCKETS))
-    siblings = 0.35 * np.exp(-gaps) / np.arange(1, 4)[:, None]  # at most 4 candidates
-    return MatchRates(best, 16.0, 4096.0, pool=True, rising=True), MatchRates(siblings, 16.0, 4096.0, rising=False)
+    prior = np.broadcast_to(1.0 - 0.55 * np.exp(-gaps), (DEPTHS, BUCKETS))
+    return MatchRates(prior, strength=16.0, memory=4096.0, is_ordered=True)

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 _LOWEST, _HIGHEST = 1e-3, 0.999  # no token is certain: a product of rates must stay open to counts
-_REFRESH_EVERY = 16  # calls of `observe` between two estimates (sooner at first, and if many nodes came)
+_REFRESH_EVERY = 16  # calls of `observe` between two estimates (sooner at first, and if many tokens came)
 
 
 class MatchRates:
-    """P(a drafted token is the policy's, given that its parent was emitted) of a table of cells.
+    """P(a drafted token is the policy's, given that all before it were emitted) of a table of cells.
 
-    Products along a path are cumulative acceptance probabilities. Nothing here sees the drafted token of the step that
+    Products along a draft are cumulative acceptance probabilities. Nothing here sees the drafted token of the step that
     it prices: rates come from earlier steps.
     """
 
@@ -28,29 +28,28 @@ class MatchRates:
         prior: np.ndarray,
         strength: float,
         memory: float,
-        pool: bool = False,
-        rising: bool | None = None,
+        is_ordered: bool = False,
     ):
         """`prior` float [rows, columns] or [cells] weighs as much as `strength` observations of each cell.
 
-        `memory`: observations of the table after which a count weighs 1/e. `pool`: rows lean on the rates of all rows
-        together. `rising`: rates grow with the column, or fall; None: columns have no order.
+        `memory`: observations of the table after which a count weighs 1/e. `is_ordered`: rows lean on the rates of all
+        rows together, and rates grow with the column.
         """
         self._prior = np.array(prior, np.float64)
-        self._strength, self._memory, self._pool, self._rising = strength, memory, pool, rising
+        self._strength, self._memory, self._is_ordered = strength, memory, is_ordered
         self._counts = np.zeros((*self._prior.shape, 2))  # [.., 0] missed, [.., 1] matched
         self._waiting: list[np.ndarray] = []
-        self._waiting_nodes = self._calls = 0
+        self._waiting_tokens = self._calls = 0
         self.rates = np.empty(self._prior.shape, np.float32)  # written in place: C may keep its address
         self._estimate()
 
     def observe(self, cells: np.ndarray, matched: np.ndarray) -> None:
-        """Counts n nodes whose parent was emitted: flat cells int [n], matched bool [n]. Mutates counts and rates."""
+        """Counts n drafted tokens behind emitted ones: cells int [n], matched bool [n]. Mutates counts and rates."""
         self._waiting.append(2 * cells + matched)
-        self._waiting_nodes += len(cells)
+        self._waiting_tokens += len(cells)
         self._calls += 1
         due = min(_REFRESH_EVERY, 1 + self._calls // 8)
-        if len(self._waiting) >= due or self._waiting_nodes >= 16 * _REFRESH_EVERY:
+        if len(self._waiting) >= due or self._waiting_tokens >= 16 * _REFRESH_EVERY:
             self._refresh()
 
     def _refresh(self) -> None:
@@ -58,7 +57,7 @@ class MatchRates:
         new = np.bincount(np.concatenate(self._waiting), minlength=self._counts.size)
         self._counts *= math.exp(-float(new.sum()) / self._memory)
         self._counts += new.reshape(self._counts.shape)
-        self._waiting, self._waiting_nodes = [], 0
+        self._waiting, self._waiting_tokens = [], 0
         self._estimate()
 
     def _estimate(self) -> None:
@@ -68,16 +67,14 @@ class MatchRates:
         # A drafter that is better or worse than the prior has it is so everywhere: a few counts show it.
         expected = float((tried * self._prior).sum()) + strength
         base = np.minimum(self._prior * ((float(matched.sum()) + strength) / expected), _HIGHEST)
-        if self._pool:
+        if self._is_ordered:
             base = (matched.sum(0) + strength * base) / (tried.sum(0) + strength)
         rates = (matched + strength * base) / (tried + strength)
-        if self._rising is not None:
+        if self._is_ordered:
             # A monotone sequence from above and one from below; their mean leans to neither side.
-            upward = rates if self._rising else rates[:, ::-1]
-            above = np.maximum.accumulate(upward, axis=1)
-            below = np.minimum.accumulate(upward[:, ::-1], axis=1)[:, ::-1]
-            mean = (above + below) / 2
-            rates = mean if self._rising else mean[:, ::-1]
+            above = np.maximum.accumulate(rates, axis=1)
+            below = np.minimum.accumulate(rates[:, ::-1], axis=1)[:, ::-1]
+            rates = (above + below) / 2
         np.clip(rates, _LOWEST, _HIGHEST, out=self.rates, casting="same_kind")
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,5 +89,5 @@ class MatchRates:
         if counts.shape != self._counts.shape:
             raise ValueError(f"match counts have shape {counts.shape}, not {self._counts.shape}")
         self._counts, self._calls = counts, int(state["calls"])
-        self._waiting, self._waiting_nodes = [], 0
+        self._waiting, self._waiting_tokens = [], 0
         self._estimate()

@@ -4,8 +4,8 @@ The suffix draft costs next to nothing, so it is made first, for every row. The 
 where it is likely to do clearly better, judged by the value of its own latest drafts of that request. Whether that pays
 in time is not judged here: a selector that measures it may choose the trained part alone, by the strategy's kind.
 
-A draft's value is in tokens: the sum of its nodes' cumulative acceptances, each less the strategy's minimum.
-Legend: B rows, N nodes.
+A draft's value is in tokens: the sum of its tokens' cumulative acceptances, each less the strategy's minimum.
+Legend: B rows, N drafted tokens.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class MixedDrafter:
 
 
 def _value(draft: Draft, least: float) -> np.ndarray:
-    """Float64 [B]: the sum over each row's nodes of their cumulative acceptance beyond `least`."""
+    """Float64 [B]: the sum over each row's tokens of their cumulative acceptance beyond `least`."""
     values = np.maximum(draft.cumulative_acceptance - least, 0.0)
     return np.bincount(draft.row_of, values, minlength=len(draft.counts))
 
@@ -119,7 +119,7 @@ def _merge(suffix: Draft, trained: Draft, use_trained: np.ndarray) -> Draft:
     a = suffix.select(~use_trained[suffix.row_of])
     b = trained.select(use_trained[trained.row_of])
     a.source = np.where(use_trained, TRAINED, SUFFIX).astype(np.int8)
-    if not b.num_nodes:
+    if not b.num_tokens:
         return a
     order = np.argsort(np.concatenate((a.row_of, b.row_of)), kind="stable")
     assert a.feature is not None and b.feature is not None
@@ -128,18 +128,10 @@ def _merge(suffix: Draft, trained: Draft, use_trained: np.ndarray) -> Draft:
         joined: np.ndarray = np.concatenate((x, y))[order]
         return joined
 
-    is_chain = a.parents is None and b.parents is None
     return Draft(
         a.counts + b.counts,
         join(a.tokens, b.tokens),
         join(a.cumulative_acceptance, b.cumulative_acceptance),
-        join(a.depths, b.depths),
-        None if is_chain else join(_parents(a), _parents(b)),
         join(a.feature, b.feature),
         a.source,
     )
-
-
-def _parents(draft: Draft) -> np.ndarray:
-    """Parents of a draft that may be all chains: each node follows the one before it."""
-    return draft.depths - 2 if draft.parents is None else draft.parents

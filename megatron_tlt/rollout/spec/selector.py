@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from megatron_tlt.config.speculation import SpeculationSection, parse_arm
+from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.rollout.spec.bandit import BucketedEpsilonGreedy
 from megatron_tlt.rollout.spec.cost_model_selector import CostModelSelector
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
@@ -52,17 +52,12 @@ def build_selector(section: SpeculationSection) -> StrategySelector:
     """The configured selector; `section` has been checked."""
     kind, least = section.drafts_by, section.min_cumulative_acceptance
     if section.selector == "fixed":
-        return FixedSelector(
-            DraftStrategy(kind, section.draft_len, section.topk, min_cumulative_acceptance=least)
-        )
+        return FixedSelector(DraftStrategy(kind, section.draft_len, least))
     if section.selector == "beg_mab":
         bandit = section.bandit
-        shapes = [parse_arm(text) for text in bandit.arms]
-        arms = [DraftStrategy(kind, *shape, least) if shape[0] else NO_DRAFT for shape in shapes]
+        arms = [DraftStrategy(kind, length, least) if length else NO_DRAFT for length in bandit.arms]
         return BucketedEpsilonGreedy(
             arms, bandit.thresholds, bandit.epsilon, bandit.epsilon_decay, bandit.window
         )
     passes = int if section.trained is None else section.trained.passes
-    return CostModelSelector(
-        kind, section.draft_len, section.topk, section.hysteresis, section.exploration, passes
-    )
+    return CostModelSelector(kind, section.draft_len, section.hysteresis, section.exploration, passes)

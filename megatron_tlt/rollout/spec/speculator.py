@@ -1,6 +1,6 @@
 """Speculation in the engine: proposes drafts and records what came of them.
 
-    schedule -> propose (select, reserve, draft, prune) -> verify -> truncate -> record -> commit
+    schedule -> propose (select, reserve, draft) -> verify -> truncate -> record -> commit
 
 Responses cannot depend on anything decided here (docs/numerics.md): it only chooses which tokens the policy is fed.
 Legend: B running rows, N drafted nodes.
@@ -19,7 +19,7 @@ from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.counters import SpeculationCounters
-from megatron_tlt.rollout.spec.draft import Draft, prune
+from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.trace import DraftTrace
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
@@ -79,19 +79,16 @@ class Speculator:
             draft = self._draft(strategy)
             self._draft_seconds = self._clock() - started
         self._proposed = self._clock()
-        return draft if draft is not None and draft.num_nodes else None
+        return draft if draft is not None and draft.num_tokens else None
 
     def _draft(self, strategy: DraftStrategy) -> Draft:
-        """The pruned draft. A response's last token is never drafted but drawn."""
+        """The draft, without unlikely tokens. A response's last token is never drafted but drawn."""
         rows, running = self._rows, self._rows.num_rows
         left = rows.limit[:running] - rows.output_len[:running] - 1
-        share = max(0, self._max_tokens // running - 1) // strategy.topk
-        nodes = np.minimum(left, min(strategy.draft_len, share)) * strategy.topk
-        lengths = self._reserve(nodes) // strategy.topk
+        share = max(0, self._max_tokens // running - 1)
+        lengths = self._reserve(np.minimum(left, min(strategy.draft_len, share)))
         draft = self._tp.broadcast_object(self.drafter.propose(rows, lengths, strategy))
-        if not draft.num_nodes:
-            return draft
-        return draft.select(prune(strategy, draft.cumulative_acceptance, draft.counts))
+        return draft.likely(strategy.min_cumulative_acceptance) if draft.num_tokens else draft
 
     def record(self, batch: Batch, draft: Draft | None, result: StepResult) -> None:
         """The step of `batch` gave `result`, truncated and not yet committed. Mutates drafter, selector and counters.
@@ -103,20 +100,20 @@ class Speculator:
         if not batch.is_decode:
             return
         step_seconds = self._clock() - self._proposed
-        nodes, reached, accepted, verdict = 0, _NO_POSITIONS, _NO_POSITIONS, None
+        drafted, reached, accepted, verified = 0, _NO_POSITIONS, _NO_POSITIONS, None
         if draft is not None:
             assert result.accepted is not None
-            verdict, longest = result.accepted, self._strategy.draft_len
-            nodes = draft.num_nodes
-            reached = np.bincount(draft.depths[verdict.reached] - 1, minlength=longest)
-            accepted = np.bincount(draft.depths[verdict.accepted] - 1, minlength=longest)
-            self.drafter.observe(draft, verdict.reached, verdict.accepted)
+            verified, longest = result.accepted, self._strategy.draft_len
+            drafted, at = draft.num_tokens, draft.positions
+            reached = np.bincount(at[verified.reached], minlength=longest)
+            accepted = np.bincount(at[verified.accepted], minlength=longest)
+            self.drafter.observe(draft, verified.reached, verified.accepted)
             if self.trace is not None:
-                self.trace.add(draft, verdict, self._rows)
-        rows, seconds = (batch.num_decode, batch.num_decode + nodes), (self._draft_seconds, step_seconds)
+                self.trace.add(draft, verified, self._rows)
+        rows, seconds = (batch.num_decode, batch.num_decode + drafted), (self._draft_seconds, step_seconds)
         measurement = StepMeasurement(self._strategy, *rows, *seconds, len(result.tokens), reached, accepted)
         self.selector.record(measurement)
-        self.counters.add(measurement, draft, None if verdict is None else verdict.accepted)
+        self.counters.add(measurement, draft, None if verified is None else verified.accepted)
 
     def start_trace(self, prompt_ids: Collection[int]) -> None:
         """From now on `trace` keeps what is drafted for responses to these prompts, in place of what it kept."""

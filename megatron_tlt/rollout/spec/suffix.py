@@ -4,7 +4,7 @@ Every prompt has a trie of its own over its prompt, the responses in progress (a
 responses of earlier epochs, weighted by score. One more trie is common to all prompts and outlives `generate`: form is
 alike in all responses, and a new prompt has nothing of its own yet. How both become a draft: `csrc/suffix_draft.c`.
 
-Legend: B rows, N drafted nodes.
+Legend: B rows, N drafted tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.models.native.suffix_abi import (
     MAX_DEPTH,
     MAX_LENGTH,
-    MAX_TOPK,
     NO_MEMORY,
     ODDS,
-    RATES,
     STEPS,
     Ask,
     check,
@@ -79,8 +77,8 @@ class SuffixDrafter:
         self._counts, self._lengths = np.empty((2, len(rows.limit)), np.int32)
         self._read_at = self._num_read.ctypes.data
         self._outputs_at = rows.outputs.ctypes.data
-        # tokens, depths, parents, features, cumulative acceptance (float32's bits)
-        self._nodes = np.empty((5, 0), np.int32)
+        self._tokens, self._feature = np.empty((2, 0), np.int32)
+        self._cumulative_acceptance = np.empty(0, np.float32)
         self._ask = self._make_ask()
         self._ask_at = ctypes.byref(self._ask)
         self._follow, self._propose = self._lib.tlt_suffix_follow, self._lib.tlt_suffix_propose
@@ -127,26 +125,22 @@ class SuffixDrafter:
             self._num_read[request.slot] = len(output)
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
-        """See `Drafter.propose`. Siblings stand beside the trunk only, up to its end."""
-        count, topk = rows.num_rows, strategy.topk
-        longest = min(strategy.draft_len, MAX_LENGTH)
-        assert rows is self._rows and 0 < topk <= MAX_TOPK
-        if count * longest * topk > self._nodes.shape[1]:
-            self._make_room(count * longest * topk)
+        """See `Drafter.propose`."""
+        assert rows is self._rows
+        count, longest = rows.num_rows, min(strategy.draft_len, MAX_LENGTH)
+        if count * longest > len(self._tokens):
+            self._make_room(count * longest)
         self._lengths[:count] = lengths
         ask = self._ask
-        ask.rows, ask.topk, ask.longest = count, topk, longest
+        ask.rows, ask.longest = count, longest
         ask.min_cumulative_acceptance = strategy.min_cumulative_acceptance
-        ask.budget = strategy.num_verify_tokens - 1 if strategy.num_verify_tokens else longest * topk
         total = check(self._propose(self._pool, self._ask_at))
-        tokens, depths, parents, feature, cumulative_acceptance = self._nodes[:, :total].copy()
-        counts = self._counts[:count].copy()
-        cumulative_acceptance = cumulative_acceptance.view(np.float32)
-        return Draft(counts, tokens, cumulative_acceptance, depths, parents if topk > 1 else None, feature)
+        drafted = (self._tokens, self._cumulative_acceptance, self._feature)
+        return Draft(self._counts[:count].copy(), *(column[:total].copy() for column in drafted))
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
         """See `Drafter.observe`."""
-        if draft.num_nodes:
+        if draft.num_tokens:
             assert draft.feature is not None
             self._calibration.observe(draft.feature[reached], accepted[reached])
 
@@ -228,10 +222,11 @@ class SuffixDrafter:
             setattr(ask, name, array.ctypes.data)
         return ask
 
-    def _make_room(self, nodes: int) -> None:
-        self._nodes = np.empty((5, 2 * nodes), np.int32)
-        for row, name in enumerate(("tokens", "depths", "parents", "feature", "cumulative_acceptance")):
-            setattr(self._ask, name, self._nodes[row].ctypes.data)
+    def _make_room(self, tokens: int) -> None:
+        self._tokens, self._feature = np.empty((2, 2 * tokens), np.int32)
+        self._cumulative_acceptance = np.empty(2 * tokens, np.float32)
+        for name in ("tokens", "feature", "cumulative_acceptance"):
+            setattr(self._ask, name, getattr(self, f"_{name}").ctypes.data)
 
 
 def _weights(past: Sequence[PastResponse]) -> list[int]:
@@ -246,15 +241,13 @@ def _weights(past: Sequence[PastResponse]) -> list[int]:
 def _prior() -> np.ndarray:
     """Match rates by kind of token before anything was seen: a logistic fit to replays of the demo policy's responses.
 
-    Trunk tokens by the log odds of their share in the interpolated distribution, by the longest context and by the
-    number of candidates (`csrc/suffix_draft.c`); siblings by their rank and by the trunk token's own rate.
+    By the log odds of the token's share in the interpolated distribution, by the longest context and by the number of
+    candidates (`csrc/suffix_draft.c`).
     """
     odds = 0.6 * (np.arange(ODDS) - 1.5)
     context = np.array([-1.4, 0.0, 0.4, 0.4, 0.5])  # contexts of 1-2, 3-4, 5-7, 8-11, 12 or more tokens
     candidates = np.array([0.0, -0.8, -1.2, -1.3, -1.4])  # 1, 2, 3-4, 5-8, 9 or more
     assert len(context) == len(candidates) == STEPS
     logit = odds[:, None, None] + context[:, None] + candidates
-    trunk = 1 / (1 + np.exp(-logit))
-    missed = 1 - (np.arange(RATES) + 0.5) / RATES  # of the trunk's token
-    ranks = 0.35 / np.arange(1, MAX_TOPK)
-    return np.concatenate((trunk.ravel(), (ranks[:, None] * missed).ravel()))
+    prior: np.ndarray = (1 / (1 + np.exp(-logit))).ravel()
+    return prior

@@ -1,6 +1,6 @@
 """What was drafted for a few responses, token by token, for the report. Numpy only.
 
-Legend: B running rows, N drafted nodes.
+Legend: B running rows, N drafted tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.verify import Accepted
 
 Run = tuple[int, int, list[int]]
-"""Output position of the first drafted token, how many were accepted, and the trunk's tokens that were not."""
+"""Output position of the first drafted token, how many were accepted, and the tokens that were not."""
 
 
 class DraftTrace:
@@ -31,12 +31,11 @@ class DraftTrace:
         if not traced:
             return
         ends = np.cumsum(draft.counts).tolist()
-        is_refused = draft.is_trunk & ~accepted.accepted
         for request in traced:
             row = request.row
-            nodes = slice(ends[row] - int(draft.counts[row]), ends[row])
-            if nodes.start < nodes.stop:
-                refused = draft.tokens[nodes][is_refused[nodes]].tolist()
+            drafted = slice(ends[row] - int(draft.counts[row]), ends[row])
+            if drafted.start < drafted.stop:
+                refused = draft.tokens[drafted][~accepted.accepted[drafted]].tolist()
                 run = int(rows.output_len[row]), int(accepted.counts[row]) - 1, refused
                 self._runs.setdefault((request.prompt_id, request.sample_index), []).append(run)
 

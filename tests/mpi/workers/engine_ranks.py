@@ -39,13 +39,12 @@ from tests.helpers.whole_texts import read_hidden_states
 DRAFTING: dict[str, dict[str, Any]] = {
     "none": {"drafter": "none"},
     "adaptive": {"drafter": "suffix", "selector": "cost_model"},
-    "suffix tree": {"drafter": "suffix", "selector": "fixed", "draft_len": 4, "topk": 2},
+    "suffix": {"drafter": "suffix", "selector": "fixed", "draft_len": 4},
     "eagle": {"drafter": "eagle", "selector": "fixed", "draft_len": 3},
-    "eagle tree": {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "topk": 2},
     "mixed": {"drafter": "eagle", "with_suffix": True, "selector": "beg_mab"},
 }
 CASES = [("native", name) for name in DRAFTING]
-CASES += [("torch", "none"), ("torch", "suffix tree"), ("graphs", "suffix tree"), ("graphs", "eagle tree")]
+CASES += [("torch", "none"), ("torch", "suffix"), ("graphs", "suffix"), ("graphs", "eagle")]
 
 
 def main() -> None:

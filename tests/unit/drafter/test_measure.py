@@ -88,9 +88,9 @@ def draft_from(
         first=one(s.offset + 1),
     )
     rates = np.ones((DEPTHS, BUCKETS), np.float32)
-    chains = eagle.row_drafter(kv, rows, pages, 4).draft(outputs, one(STEPS), 1, rates, 0.0)
-    drafted: list[int] = chains.tokens.tolist()
-    return drafted
+    drafted = eagle.row_drafter(kv, rows, pages, 4).draft(outputs, one(STEPS), rates, 0.0)
+    tokens: list[int] = drafted.tokens.tolist()
+    return tokens
 
 
 @pytest.mark.parametrize(("temperature", "window"), [(1.0, 512), (0.6, 16), (0.0, 16)])

@@ -58,11 +58,11 @@ def test_digests_see_every_token_reward_and_place():
 def test_speculation_is_summed_over_ranks():
     stats = [
         SpeculationStats(
-            {"none": 3, "a_1_1_0": 2}, drafted_at=[5, 4], accepted_at=[3], by_batch={3: [3, 7], 4: [4, 5]}
+            {"none": 3, "a_1": 2}, drafted_at=[5, 4], accepted_at=[3], by_batch={3: [3, 7], 4: [4, 5]}
         ),
-        SpeculationStats({"a_1_1_0": 5}, drafted_at=[1, 1, 1], accepted_at=[1, 1], by_batch={1: [9, 20]}),
+        SpeculationStats({"a_1": 5}, drafted_at=[1, 1, 1], accepted_at=[1, 1], by_batch={1: [9, 20]}),
     ]
     row = step_row([rank_row(EngineStats(speculation=s), [], 90) for s in stats])
-    assert row["strategies"] == {"a_1_1_0": 7, "none": 3}
+    assert row["strategies"] == {"a_1": 7, "none": 3}
     assert row["drafted_at"] == [6, 5, 1] and row["accepted_at"] == [4, 1]
     assert row["by_batch"] == {1: [9, 20], 4: [7, 12]}

@@ -52,11 +52,11 @@ def decoder_of(config: ModelConfig, tp: CountingTp | None = None) -> TorchDecode
     return decoder
 
 
-def batch_of(counts: list[int], is_tree: bool = False) -> DecoderInput:
+def batch_of(counts: list[int]) -> DecoderInput:
     rows = torch.empty(sum(counts), dtype=torch.int32, device=META)
     lengths, tables = rows.new_empty(len(counts)), rows.new_empty(len(counts), 16)
     starts = rows.new_empty(len(counts) + 1)
-    batch = DecoderInput(rows, rows, rows, starts, lengths, tables, lengths, rows if is_tree else None)
+    batch = DecoderInput(rows, rows, rows, starts, lengths, tables, lengths)
     batch.lengths = HostLengths(counts, 200)
     return batch
 
@@ -64,7 +64,7 @@ def batch_of(counts: list[int], is_tree: bool = False) -> DecoderInput:
 def static(config: ModelConfig, sequences: int, rows_each: int, tp: CountingTp | None = None) -> Cost:
     decoder = decoder_of(config, tp)
     kv = decoder.new_kv_cache(64, 16)
-    batch = batch_of([rows_each] * sequences, rows_each > 1)
+    batch = batch_of([rows_each] * sequences)
     with cost() as counted:
         decoder.forward_static(batch, kv, rows_each)
     return counted
@@ -114,7 +114,7 @@ def test_a_ragged_step_waits_for_nothing(counts: list[int]) -> None:
     decoder = decoder_of(CONFIG)
     kv = decoder.new_kv_cache(64, 16)
     with cost() as counted:
-        decoder.forward(batch_of(counts, counts[0] == 5), kv)
+        decoder.forward(batch_of(counts), kv)
     assert counted.copies == 0
     assert counted.launches <= CONFIG.num_layers * 10 + 60
     tiles = [n.arguments for n in counted.kernels if n.name == "_attend"]

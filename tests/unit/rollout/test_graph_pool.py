@@ -30,12 +30,12 @@ from megatron_tlt.rollout.graph_capture import Captured
 from megatron_tlt.rollout.graph_pool import GraphKey, GraphPool, PoolSizes
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import SamplingParams
+from tests.helpers.batches import copy_of, rows_input
 from tests.helpers.driver_memory import HostMemory, build_driver
 from tests.helpers.engines import make_engine, small_config
 from tests.helpers.graphs import Fake
 from tests.helpers.ledger import Ledger
 from tests.helpers.tiny_models import Driver, random_weights
-from tests.helpers.trees import Tree, copy_of, random_tree, tree_input
 
 CONFIG = ModelConfig("qwen2", 101, 64, 2, 6, 2, 16, 96, qkv_bias=True, max_position_embeddings=256)
 SIZES = PoolSizes(max_batch=12, max_context=200, block_size=16, verify_rows=96)
@@ -60,12 +60,8 @@ def setup():
     return decoder, driver, lengths
 
 
-def batch_of(driver: Driver, lengths: list[int], seqs: list[int], trees: list[Tree]) -> DecoderInput:
-    return tree_input(trees, [lengths[s] for s in seqs], [driver.tables[s] for s in seqs])
-
-
-def chain(ids: list[int]) -> Tree:
-    return Tree(ids, list(range(-1, len(ids) - 1)))
+def batch_of(driver: Driver, lengths: list[int], seqs: list[int], rows: list[list[int]]) -> DecoderInput:
+    return rows_input(rows, [lengths[s] for s in seqs], [driver.tables[s] for s in seqs])
 
 
 def test_buckets() -> None:
@@ -112,15 +108,15 @@ def test_invariant_numerics_have_no_static_forward(setup) -> None:
     decoder = TorchDecoder(CONFIG, invariant=True)
     decoder.load_weights(random_weights(CONFIG))
     with pytest.raises(BackendError, match="invariant"):
-        GraphPool(decoder, driver.kv, SIZES).run(batch_of(driver, lengths, [3], [chain([1])]))
+        GraphPool(decoder, driver.kv, SIZES).run(batch_of(driver, lengths, [3], [[1]]))
 
 
 @pytest.mark.parametrize("seqs", [[3], [0, 1, 2], [5, 6, 0, 3, 1], [6, 5, 4, 3, 2, 1, 0]])
 def test_plain_decoding_equals_the_ragged_forward(setup, seqs: list[int]) -> None:
     decoder, driver, lengths = setup
     pool = GraphPool(decoder, driver.kv, SIZES)
-    batch = batch_of(driver, lengths, seqs, [chain([7 + s]) for s in seqs])
-    batch.parents, batch.all_hidden = None, True
+    batch = batch_of(driver, lengths, seqs, [[7 + s] for s in seqs])
+    batch.all_hidden = True
     kv = copy_of(driver.kv)
     want = decoder.forward(batch, kv)
     got = pool.run(batch)
@@ -130,18 +126,11 @@ def test_plain_decoding_equals_the_ragged_forward(setup, seqs: list[int]) -> Non
     torch.testing.assert_close(driver.kv.data[:, :, :used], kv.data[:, :, :used], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", ["chains", "trees"])
-def test_verification_equals_the_ragged_forward(setup, shape: str) -> None:
+def test_verification_equals_the_ragged_forward(setup) -> None:
     """Sequences of 1 to 7 rows padded to 8, some wanted rows in any order, hidden states of all rows."""
     decoder, driver, lengths = setup
     pool, seqs, sizes = GraphPool(decoder, driver.kv, SIZES), [5, 0, 3, 1, 6], [7, 2, 1, 5, 3]
-    trees = [
-        chain(tokens(n, n)) if shape == "chains" else random_tree(n, 101, 10 + s)
-        for s, n in zip(seqs, sizes, strict=True)
-    ]
-    batch = batch_of(driver, lengths, seqs, trees)
-    if shape == "chains":
-        batch.parents = None
+    batch = batch_of(driver, lengths, seqs, [tokens(n, n) for n in sizes])
     batch.all_hidden, batch.logit_rows = True, torch.tensor([17, 0, 3, 3, 9], dtype=torch.int32)
     want = decoder.forward(batch, copy_of(driver.kv))
     got = pool.run(batch)
@@ -155,10 +144,10 @@ def test_a_replay_sees_the_new_inputs_and_leaves_old_results_alone(setup) -> Non
     decoder, driver, lengths = setup
     pool = GraphPool(decoder, driver.kv, SIZES, capturer=Fake())
     pool.capture(4)
-    first = batch_of(driver, lengths, [5, 6, 3], [chain(tokens(4, 1)) for _ in range(3)])
+    first = batch_of(driver, lengths, [5, 6, 3], [tokens(4, 1) for _ in range(3)])
     kept = pool.run(first)
     logits = kept.logits.clone()
-    second = batch_of(driver, lengths, [1, 2, 5], [random_tree(n, 101, n) for n in (2, 4, 1)])
+    second = batch_of(driver, lengths, [1, 2, 5], [tokens(n, n) for n in (2, 4, 1)])
     got = pool.run(second)
     want = decoder.forward(second, copy_of(driver.kv))
     torch.testing.assert_close(got.logits, want.logits, atol=1e-5, rtol=1e-5)
@@ -200,9 +189,7 @@ def test_graphs_captured_at_the_start_give_what_ragged_forwards_do(setup) -> Non
     assert shapes == {(b, k) for b in (1, 2, 4, 8, 12) for k in (1, 2, 3, 4)}
     assert pool.graphs.keys[0] == GraphKey(12, 4), "the largest makes the shared memory"
     for seed in range(3):
-        batch = batch_of(
-            driver, lengths, [5, 3], [random_tree(4, 101, seed), chain(tokens(2 + seed % 2, seed))]
-        )
+        batch = batch_of(driver, lengths, [5, 3], [tokens(4, seed), tokens(2 + seed % 2, seed)])
         want = decoder.forward(batch, copy_of(driver.kv))
         torch.testing.assert_close(pool.run(batch).logits, want.logits, atol=1e-5, rtol=1e-5)
     assert pool.graphs.stats.replays == 3 and pool.graphs.stats.eager == 0
@@ -263,10 +250,10 @@ def test_strategies_with_equally_many_tokens_share_graphs(setup) -> None:
     decoder, driver, lengths = setup
     pool = GraphPool(decoder, driver.kv, SIZES, capturer=Fake())
     pool.capture(6)
-    for tree in (chain(tokens(6, 1)), random_tree(6, 101, 2), Tree(tokens(6, 3), [-1, 0, 0, 1, 1, 1])):
-        pool.run(batch_of(driver, lengths, [3], [tree]))
-    assert pool.graphs.stats.replays == 3
-    pool.run(batch_of(driver, lengths, [3], [chain(tokens(8, 1))]))
+    for rows in (5, 6):
+        pool.run(batch_of(driver, lengths, [3], [tokens(rows, 1)]))
+    assert pool.graphs.stats.replays == 2
+    pool.run(batch_of(driver, lengths, [3], [tokens(8, 1)]))
     assert pool.graphs.stats.eager == 1, "longer than any draft"
 
 

@@ -31,13 +31,11 @@ from tests.helpers.whole_texts import read_hidden_states
 
 CONFIG = small_config("qwen3")
 WEIGHTS = random_weights(CONFIG, seed=5)
-CHAIN = {"drafter": "eagle", "selector": "fixed", "draft_len": 4}
-TREE = {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "topk": 3, "window": 16}
+CHAIN = {"drafter": "eagle", "selector": "fixed", "draft_len": 4, "window": 16}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"drafter": "none"},
     "chain": CHAIN,
-    "tree": TREE,
-    "suffix": {"drafter": "suffix", "selector": "fixed", "draft_len": 4, "topk": 2},
+    "suffix": {"drafter": "suffix", "selector": "fixed", "draft_len": 4},
     "mixed": {"drafter": "eagle", "with_suffix": True, "selector": "cost_model"},
 }
 
@@ -104,8 +102,8 @@ def test_accepted_branches_move_with_their_states() -> None:
     known = generate_all(make_engine(CONFIG, WEIGHTS), jobs)
     for blocks in (200, 14):
         engine = make_engine(CONFIG, WEIGHTS, num_blocks=blocks, max_running=8)
-        selector = RandomSelector("oracle", 6, 3)
-        attach(engine, OracleDrafter(known, 131, 0.3, True), selector)
+        selector = RandomSelector("oracle", 6)
+        attach(engine, OracleDrafter(known, 131, 0.3), selector)
         samples = collecting(engine)
         check(engine, jobs, samples, exact=True)
         assert selector.emitted > 1.1 * selector.rows
@@ -174,7 +172,7 @@ def test_graphs_write_their_states_too() -> None:
     for attached in (False, True):
         engine = Engine(decoder, limits, 20, 16, eos_token_ids=(0,), graphs=GraphBudget(decoder, None, 512))
         if attached:
-            attach(engine, OracleDrafter({}, 131, 0.0, True), RandomSelector("oracle", 4, 3))
+            attach(engine, OracleDrafter({}, 131, 0.0), RandomSelector("oracle", 4))
         assert check(engine, jobs, collecting(engine), exact=False) > 200
         assert engine.runner.pool.graphs.stats.eager > 0
 

@@ -29,17 +29,13 @@ def test_pages_hold_what_was_written_last(dtype: torch.dtype) -> None:
             index = torch.tensor(slots, dtype=rng.choice([torch.int32, torch.int64]))
             pages.write(index, torch.tensor(states, dtype=dtype))
             known |= dict(zip(slots, states, strict=True))
-        elif kind == "blocks":
+        else:
             src, dst = rng.sample(range(BLOCKS), 2), rng.sample(range(BLOCKS), 2)
             pages.copy_blocks(src, dst)
             copied = {
                 b * SIZE + i: known[a * SIZE + i] for a, b in zip(src, dst, strict=True) for i in range(SIZE)
             }
             known |= copied
-        else:
-            src, dst = (rng.sample(range(BLOCKS * SIZE), 5) for _ in range(2))
-            pages.copy_slots(src, dst)
-            known |= {b: known[a] for a, b in zip(src, dst, strict=True)}
         blocks, count = rng.sample(range(BLOCKS), 3), rng.randint(0, 3 * SIZE)
         want = [known[blocks[p // SIZE] * SIZE + p % SIZE] for p in range(count)]
         got = pages.read(blocks, count)
@@ -73,7 +69,6 @@ def test_the_host_waits_for_no_index_on_its_way_to_the_device(monkeypatch: pytes
     with cost() as counted:
         pages.write(torch.tensor([3, 1], dtype=torch.int32), torch.empty(2, WIDTH, device=meta))
         pages.copy_blocks([0, 1], [2, 3])
-        pages.copy_slots([0, 1], [2, 3])
     assert counted.copies == 0 and counted.launches > 0
 
 

@@ -76,8 +76,7 @@ class StepDrafting:
         """How many tokens the proposal that begins now drafts for each row; 0: none."""
         self._strategy = strategy = self._selector.select(self._rows)
         self._started = self._clock()
-        most = strategy.num_verify_tokens - 1 if strategy.num_verify_tokens else strategy.draft_len
-        return min(strategy.draft_len, most)
+        return strategy.draft_len
 
     def end(self, names: list[str], proposed: Tensor) -> Tensor:
         """The proposal [B, K] of the trained drafter, or the suffix drafter's where that is worth more."""

@@ -111,8 +111,8 @@ class SuffixBridge:
         counts = [fed.get(name, (0, 0)) for name in names]
         drafted = np.array([c[0] for c in counts])[draft.row_of]
         accepted = np.array([c[1] for c in counts])[draft.row_of]
-        reached = taken[draft.row_of] & (draft.depths <= np.minimum(drafted, accepted + 1))
-        self._drafter.observe(draft, reached, reached & (draft.depths <= accepted))
+        reached = taken[draft.row_of] & (draft.positions < np.minimum(drafted, accepted + 1))
+        self._drafter.observe(draft, reached, reached & (draft.positions < accepted))
         for name, is_suffix, (count, ok) in zip(names, taken, counts, strict=True):
             if not is_suffix and count and name in self._live:
                 slot = self._live[name].slot

@@ -7,10 +7,6 @@
  * A row's result depends on its own query and the cache up to its position only: the context is walked in chunks
  * that start at absolute positions 0, 512, 1024, ..., the maximum is carried from chunk to chunk, sums run in
  * ascending position, and positions past a row's own contribute exact zeros.
- *
- * A branch of a draft tree is cached in spare slots. Its rows are computed one by one over copies of the last tiles,
- * in which the row's path is laid out as plain decoding would have cached it: then the very same instructions run on
- * the very same numbers, and the row's result equals plain decoding's bit for bit.
  */
 #include "attention.h"
 
@@ -25,7 +21,6 @@
 #define VALUE_VECTORS 4  /* vectors of D a value kernel takes at once */
 #define MAX_V (SCORE_TILES * TV) /* vectors of sums for each query */
 #define AHEAD 6          /* value tiles to prefetch ahead */
-#define PATH_TILES ((TLT_MAX_BRANCH + TILE) / TILE + 1) /* tiles that a root and a branch under it may touch */
 
 typedef struct {
     float score[MQ][CHUNK];
@@ -39,12 +34,6 @@ typedef struct {
     const float *tile[2 * CHUNK_TILES + 2 * SCORE_TILES];
     long tiles;
 } __attribute__((aligned(64))) Work;
-
-/* Copies of the tiles from `first` on, with a branch's path in place. */
-typedef struct {
-    long first, count;
-    float key[PATH_TILES][TILE * TLT_MAX_HEAD_DIM], value[PATH_TILES][TILE * TLT_MAX_HEAD_DIM];
-} __attribute__((aligned(64))) Overlay;
 
 /* One step over K of M queries, `stride` apart, times V vectors that lie where `column` says. The shorter side is held in
  * registers, the longer one passes through. */
@@ -176,8 +165,7 @@ INLINE long tile_of(const Attention *a, const int32_t *table, long head, long po
                       position % a->block_size / TILE);
 }
 
-static void find_tiles(const Attention *a, Work *w, long head, long start, long tiles, const int32_t *table,
-                       const Overlay *over) {
+static void find_tiles(const Attention *a, Work *w, long head, long start, long tiles, const int32_t *table) {
     const long size = tile_size(a->padded_dim);
     w->tiles = tiles;
     for (long t = 0; t < tiles; t++) {
@@ -185,37 +173,11 @@ static void find_tiles(const Attention *a, Work *w, long head, long start, long 
         w->tile[t] = a->k_plane + index * size;
         w->tile[tiles + t] = a->v_plane + index * size;
     }
-    for (long t = 0; over && t < tiles; t++) {
-        long i = start / TILE + t - over->first;
-        if (i < 0 || i >= over->count) continue;
-        w->tile[t] = over->key[i];
-        w->tile[tiles + t] = over->value[i];
-    }
     for (long i = 0; i < 2 * SCORE_TILES; i++) w->tile[2 * tiles + i] = w->tile[2 * tiles - 1];
 }
 
-/* Copies the tiles from the lowest misplaced position of the path to the row's own, then the path into them. */
-static void lay_path(const Attention *a, long head, const Span *s, Overlay *over) {
-    const long size = tile_size(a->padded_dim);
-    over->first = s->path[2 * (s->path_len - 1)] / TILE;
-    over->count = s->positions[0] / TILE - over->first + 1;
-    for (long i = 0; i < over->count; i++) {
-        long from = tile_of(a, s->block_table, head, (over->first + i) * TILE) * size;
-        memcpy(over->key[i], a->k_plane + from, (size_t)size * sizeof(float));
-        memcpy(over->value[i], a->v_plane + from, (size_t)size * sizeof(float));
-    }
-    for (long n = 0; n < s->path_len; n++) {
-        const long position = s->path[2 * n], slot = s->path[2 * n + 1], i = position / TILE - over->first;
-        const long block = slot / a->block_size, lane = slot % TILE;
-        const long from = tile_index(a->kv_heads, a->block_size, head, block, slot % a->block_size / TILE) * size;
-        tlt_copy_key(over->key[i], position % TILE, a->k_plane + from, lane, a->padded_dim);
-        tlt_copy_value(over->value[i], position % TILE, a->v_plane + from, lane, a->padded_dim);
-    }
-}
-
 /* `queries` queries: rows x heads of one group; query m belongs to row m / group_heads. */
-static void attend_group(const Attention *a, Work *w, long queries, long group_heads, long head, const Span *s,
-                         const Overlay *over) {
+static void attend_group(const Attention *a, Work *w, long queries, long group_heads, long head, const Span *s) {
     const long rows = queries / group_heads, dim = a->padded_dim;
     const float scale = 1.44269504088896341f / sqrtf((float)a->head_dim); /* scores in powers of two */
     long context = 0;
@@ -230,7 +192,7 @@ static void attend_group(const Attention *a, Work *w, long queries, long group_h
         if (end > context) end = context;
         long count = end - start, tiles = (count + TILE - 1) / TILE;
         long from = s->first_visible > start ? s->first_visible - start : 0;
-        find_tiles(a, w, head, start, tiles, s->block_table, over);
+        find_tiles(a, w, head, start, tiles, s->block_table);
         SCORE[queries - 1](w, tiles, dim);
         for (long m = 0; m < queries; m++) {
             long valid = s->positions[m / group_heads] + 1 - start;
@@ -251,7 +213,7 @@ static void write_out(const Attention *a, const Work *w, long row, long queries,
     }
 }
 
-static void attend(const Attention *a, long row, long rows, long head, const Span *span, const Overlay *over) {
+void tlt_attend(const Attention *a, long row, long rows, long head, const Span *span) {
     Work w;
     const long group = a->heads / a->kv_heads;
     const long most = group < MQ ? group : MQ;
@@ -261,19 +223,9 @@ static void attend(const Attention *a, long row, long rows, long head, const Spa
             long at = ((row + m / now) * a->heads + first_head + m % now) * a->padded_dim;
             memcpy(w.query[m], a->q + at, (size_t)a->padded_dim * sizeof(float));
         }
-        attend_group(a, &w, rows * now, now, head, span, over);
+        attend_group(a, &w, rows * now, now, head, span);
         write_out(a, &w, row, rows * now, first_head, now);
     }
-}
-
-void tlt_attend(const Attention *a, long row, long rows, long head, const Span *span) {
-    static __thread Overlay over; /* large, and plain decoding has no use for it: not on the stack */
-    if (!span->path_len) {
-        attend(a, row, rows, head, span, NULL);
-        return;
-    }
-    lay_path(a, head, span, &over);
-    attend(a, row, 1, head, span, &over);
 }
 
 void tlt_store_key(float *tile, long lane, long padded_dim, const float *key) {
@@ -282,12 +234,4 @@ void tlt_store_key(float *tile, long lane, long padded_dim, const float *key) {
 
 void tlt_store_value(float *tile, long lane, long padded_dim, const float *value) {
     memcpy(tile + lane * padded_dim, value, (size_t)padded_dim * sizeof(float));
-}
-
-void tlt_copy_key(float *tile, long lane, const float *from_tile, long from_lane, long padded_dim) {
-    for (long d = 0; d < padded_dim; d++) tile[d * TILE + lane] = from_tile[d * TILE + from_lane];
-}
-
-void tlt_copy_value(float *tile, long lane, const float *from_tile, long from_lane, long padded_dim) {
-    tlt_store_value(tile, lane, padded_dim, from_tile + from_lane * padded_dim);
 }

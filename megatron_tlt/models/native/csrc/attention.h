@@ -26,22 +26,13 @@ typedef struct {
     const int32_t *positions;   /* of the rows */
     const int32_t *block_table; /* of the sequence */
     long first_visible;         /* lower positions are neither read nor counted */
-    /* One row of a draft tree: ancestors (the row itself included) that are cached elsewhere than the block table says,
-     * as (position, slot), deepest first. Their keys and values are put in place in copies of the tiles. */
-    const int32_t *path;
-    long path_len; /* 0: everything is in place */
 } Span;
 
-/* Rows [row, row + rows), all of one sequence (one row if the span has a path), for kv head `head` and its query
- * heads. */
+/* Rows [row, row + rows), all of one sequence, for kv head `head` and its query heads. */
 void tlt_attend(const Attention *a, long row, long rows, long head, const Span *span);
 
 /* Writes one head of one row into the cache; key and value are float [padded_dim], zero-padded. */
 void tlt_store_key(float *tile, long lane, long padded_dim, const float *key);
 void tlt_store_value(float *tile, long lane, long padded_dim, const float *value);
-
-/* Copies one position of one head from tile to tile, bit for bit. */
-void tlt_copy_key(float *tile, long lane, const float *from_tile, long from_lane, long padded_dim);
-void tlt_copy_value(float *tile, long lane, const float *from_tile, long from_lane, long padded_dim);
 
 #endif

@@ -98,13 +98,12 @@ static void attention_unit(void *arg, long unit) {
     const Run *r = arg;
     const TltModel *m = r->m;
     const TltStep *s = r->s;
-    const int32_t *u = m->units + unit / m->kv_heads * 4;
+    const int32_t *u = m->units + unit / m->kv_heads * 3;
     const long row = r->first + u[0];
-    int32_t path[2 * (TLT_MAX_BRANCH + 1)];
     Attention a = {m->heads, m->kv_heads, m->head_dim, r->dp, s->num_blocks, s->block_size,
                    kv_plane(r, r->layer, 0), kv_plane(r, r->layer, 1), m->q, m->att, r->att_stride};
     Span span = {s->positions + row, s->block_tables + (long)u[2] * s->max_blocks,
-                 r->first_visible ? r->first_visible[u[2]] : 0, path, u[3] ? tlt_branch_path(s, u[2], row, path) : 0};
+                 r->first_visible ? r->first_visible[u[2]] : 0};
     tlt_attend(&a, u[0], u[1], unit % m->kv_heads, &span);
 }
 
@@ -247,27 +246,6 @@ int tlt_forward(const TltModel *m, const TltStep *s, int threads, TltAllReduce a
     run_chunks(&r);
     tlt_team_close();
     return r.failed ? TLT_REDUCE_FAILED : TLT_OK;
-}
-
-int tlt_copy_slots(float *kv, const TltModel *m, int64_t num_blocks, int64_t block_size, const int32_t *src,
-                   const int32_t *dst, int64_t count) {
-    const long dp = (m->head_dim + TILE - 1) / TILE * TILE, size = tile_size(dp);
-    const long plane = num_blocks * m->kv_heads * (block_size / TILE) * size, slots = num_blocks * block_size;
-    for (int64_t i = 0; i < count; i++)
-        if (src[i] < 0 || src[i] >= slots || dst[i] < 0 || dst[i] >= slots) return TLT_BAD_SLOT;
-    for (long p = 0; p < 2L * m->layers; p++)
-        for (long i = 0; i < count; i++)
-            for (long h = 0; h < m->kv_heads; h++) {
-                float *base = kv + p * plane;
-                const long from_lane = src[i] % TILE, to_lane = dst[i] % TILE;
-                const float *from = base + size * tile_index(m->kv_heads, block_size, h, src[i] / block_size,
-                                                             src[i] % block_size / TILE);
-                float *to = base + size * tile_index(m->kv_heads, block_size, h, dst[i] / block_size,
-                                                     dst[i] % block_size / TILE);
-                if (p % 2) tlt_copy_value(to, to_lane, from, from_lane, dp);
-                else tlt_copy_key(to, to_lane, from, from_lane, dp);
-            }
-    return TLT_OK;
 }
 
 int tlt_panel_width(void) { return NR; }

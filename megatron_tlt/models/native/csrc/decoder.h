@@ -27,15 +27,11 @@ INLINE long state_width(const TltModel *m) { return (m->aux_count + 1L) * m->hid
 
 INLINE long pad64(long n) { return (n + 63) / 64 * 64; }
 
-/* Everything that could make C read or write outside its memory. Fills step->branch. See step.c. */
+/* Everything that could make C read or write outside its memory. See step.c. */
 int tlt_check_step(const TltModel *m, const TltStep *s);
 
-/* Cuts the chunk into attention units: up to MR / (query heads per kv head) rows of one sequence, or one branch row. */
+/* Cuts the chunk into attention units: up to MR / (query heads per kv head) rows of one sequence. */
 void tlt_plan_chunk(Run *r);
-
-/* The ancestors of a branch row, itself included, that are not where the block table says: (position, slot), deepest
- * first, at most TLT_MAX_BRANCH + 1. Returns their number. */
-long tlt_branch_path(const TltStep *s, long seq, long row, int32_t *path);
 
 void tlt_run_setup(Run *r, const TltModel *m, const TltStep *s, int threads, TltAllReduce all_reduce);
 

@@ -143,8 +143,8 @@ typedef struct {
     /* [B] the rows that still draft: number, row of logits and hidden states, and their next pair */
     int32_t *row, *at, *next_token, *next_position, *next_slot;
     int32_t *identity, *visible; /* [B] 0, 1, ...; first visible position by row */
-    int32_t *tokens;             /* [B][D][K] */
-    float *gaps, *acceptance;      /* [B][D][K], [B][D] */
+    int32_t *tokens, *feature;   /* [B][D] */
+    float *acceptance;           /* [B][D] */
     float *logits, *own;         /* [B][V]; [B][Vd] of a reduced vocabulary */
     float *hidden;               /* [B][H] */
     Best *best;
@@ -162,14 +162,14 @@ static void *take(char **at, size_t bytes) {
 /* Lays the scratch out from `base` on; returns its end. */
 static char *lay_out(const TltEagle *e, const TltDraft *d, char *base, Scratch *c) {
     const TltModel *m = &e->model;
-    const size_t b = (size_t)d->rows, pairs = b * (size_t)d->window, nodes = b * (size_t)d->depth;
+    const size_t b = (size_t)d->rows, pairs = b * (size_t)d->window, drafted = b * (size_t)d->depth;
     int32_t **by_pair[] = {&c->token, &c->position, &c->slot, &c->state};
     int32_t **by_row[] = {&c->row, &c->at, &c->next_token, &c->next_position, &c->next_slot, &c->identity, &c->visible};
     for (size_t i = 0; i < sizeof by_pair / sizeof *by_pair; i++) *by_pair[i] = take(&base, 4 * pairs);
     for (size_t i = 0; i < sizeof by_row / sizeof *by_row; i++) *by_row[i] = take(&base, 4 * b);
-    c->tokens = take(&base, 4 * nodes * (size_t)d->topk);
-    c->gaps = take(&base, 4 * nodes * (size_t)d->topk);
-    c->acceptance = take(&base, 4 * nodes);
+    c->tokens = take(&base, 4 * drafted);
+    c->feature = take(&base, 4 * drafted);
+    c->acceptance = take(&base, 4 * drafted);
     c->logits = take(&base, 4 * b * (size_t)e->vocab);
     c->own = e->ids ? take(&base, 4 * b * (size_t)m->vocab) : c->logits;
     c->hidden = take(&base, 4 * b * (size_t)m->hidden);
@@ -242,17 +242,14 @@ static int bucket_of(float gap) {
 
 /* Whether a token is kept whose best candidates are `best`, at draft position l of a row, and drafted on from. */
 static int record(const TltDraft *d, const Scratch *c, long row, long l, const Best *best, int has_second) {
-    const float *rates = d->rates + (l < TLT_DEPTHS ? l : TLT_DEPTHS - 1) * TLT_BUCKETS;
-    const long at = row * d->depth + l;
-    const float gap = has_second ? best->score[0] - best->score[1] : INFINITY;
-    const float acceptance = (l ? c->acceptance[at - 1] : 1.0f) * rates[bucket_of(gap)];
+    const long at = row * d->depth + l, depth = l < TLT_DEPTHS ? l : TLT_DEPTHS - 1;
+    const long feature = depth * TLT_BUCKETS + bucket_of(has_second ? best->score[0] - best->score[1] : INFINITY);
+    const float acceptance = (l ? c->acceptance[at - 1] : 1.0f) * d->rates[feature];
     if (acceptance < d->min_acceptance) return 0;
     c->acceptance[at] = acceptance;
-    d->out[row] = (int32_t)l + 1;
-    for (int k = 0; k < d->topk; k++) {
-        c->tokens[at * d->topk + k] = best->token[k];
-        c->gaps[at * d->topk + k] = k ? best->score[0] - best->score[k] : gap;
-    }
+    c->tokens[at] = best->token[0];
+    c->feature[at] = (int32_t)feature;
+    d->counts[row] = (int32_t)l + 1;
     if (l + 1 == d->wanted[row]) return 0;
     /* Whatever the next gap: if even the best rate is too low, its pair need not be computed. */
     const float *next = d->rates + (l + 1 < TLT_DEPTHS ? l + 1 : TLT_DEPTHS - 1) * TLT_BUCKETS;
@@ -263,7 +260,7 @@ static int record(const TltDraft *d, const Scratch *c, long row, long l, const B
 
 /* The candidates at draft position l of the active rows; those that go on stay active. */
 static void draw(const TltDraft *d, const TltEagle *e, Scratch *c, long l) {
-    const int n = d->topk > 1 ? d->topk : (e->model.vocab > 1 ? 2 : 1);
+    const int n = e->model.vocab > 1 ? 2 : 1;
     const long before = c->active;
     for (long i = 0; i < before; i++) {
         const long row = c->row[i];
@@ -316,8 +313,8 @@ static void step(EagleRun *g, const TltDraft *d, const Scratch *c) {
         join_pairs(g, first);
         r->units = r->rows;
         for (long i = 0; i < r->rows; i++) {
-            int32_t *u = r->m->units + 4 * i;
-            u[0] = (int32_t)i, u[1] = 1, u[2] = c->row[first + i], u[3] = 0;
+            int32_t *u = r->m->units + 3 * i;
+            u[0] = (int32_t)i, u[1] = 1, u[2] = c->row[first + i];
         }
         tlt_run_layer(r, 0);
         tlt_parallel(r->rows, output_unit, g);
@@ -329,36 +326,24 @@ static void step(EagleRun *g, const TltDraft *d, const Scratch *c) {
     g->is_output = 1;
 }
 
-/* The drafts as `out` holds them, row after row. */
+/* The drafts row after row, without gaps. */
 static void flatten(TltDraft *d, const Scratch *c) {
-    const long others = d->topk - 1;
-    d->nodes = 0;
-    for (long row = 0; row < d->rows; row++) d->nodes += d->out[row];
-    const long n = d->nodes;
-    int32_t *token = d->out + d->rows, *depth = token + 2 * n, *feature = depth + n, *sibling = feature + n;
-    float *acceptance = (float *)(token + n), *gap = (float *)(sibling + n * others);
-    for (long row = 0, i = 0; row < d->rows; row++)
-        for (long l = 0; l < d->out[row]; l++, i++) {
-            const long at = row * d->depth + l;
-            const float *gaps = c->gaps + at * d->topk;
-            token[i] = c->tokens[at * d->topk];
-            acceptance[i] = c->acceptance[at];
-            depth[i] = (int32_t)l + 1;
-            feature[i] = (int32_t)(l < TLT_DEPTHS ? l : TLT_DEPTHS - 1) * TLT_BUCKETS + bucket_of(gaps[0]);
-            memcpy(sibling + i * others, c->tokens + at * d->topk + 1, (size_t)others * sizeof *sibling);
-            memcpy(gap + i * others, gaps + 1, (size_t)others * sizeof *gap);
-        }
+    for (long row = 0, to = 0; row < d->rows; to += d->counts[row++]) {
+        const size_t bytes = 4 * (size_t)d->counts[row];
+        memcpy(d->tokens + to, c->tokens + row * d->depth, bytes);
+        memcpy(d->feature + to, c->feature + row * d->depth, bytes);
+        memcpy(d->cumulative_acceptance + to, c->acceptance + row * d->depth, bytes);
+    }
 }
 
 int tlt_draft_rows(const TltEagle *e, TltDraft *d, int threads) {
     const TltModel *m = &e->model;
     Scratch c = {0};
     if (d->rows > d->slots || d->block_size < TILE || d->block_size % TILE) return TLT_BAD_SHAPE;
-    if (d->topk < 1 || d->topk > TOPK_MOST || d->topk > m->vocab) return TLT_BAD_SHAPE;
     lay_out(e, d, (char *)(((uintptr_t)d->scratch + 63) / 64 * 64), &c);
     int bad = TLT_OK;
     for (long row = 0; row < d->rows && !bad; row++) {
-        d->out[row] = 0;
+        d->counts[row] = 0;
         c.identity[row] = (int32_t)row;
         if (d->wanted[row] > 0) bad = lay_row(e, d, &c, row);
     }

@@ -28,9 +28,9 @@ typedef struct {
 } TltPairs;
 
 /* Drafts for B rows (running requests). S slots: a request keeps its slot, rows are dense. D = depth is the longest draft,
- * K = topk the candidates at each position, W = window. The field order is repeated in abi.py. */
+ * W = window. The field order is repeated in abi.py. */
 typedef struct {
-    int32_t rows, slots, window, width, max_blocks, num_blocks, block_size, topk, depth;
+    int32_t rows, slots, window, width, max_blocks, num_blocks, block_size, depth;
     float min_acceptance; /* a chain ends before a token whose cumulative acceptance (product of rates) is below */
     /* The rows, as the engine keeps them. */
     const int32_t *slot, *positions, *output_len, *block_tables; /* [B], [B] of the last token, [B], [B][max_blocks] */
@@ -42,10 +42,10 @@ typedef struct {
     const float *pages;      /* [.][W] */
     float *kv;
     const float *rates; /* [TLT_DEPTHS][TLT_BUCKETS] */
-    /* Out: counts [B]; then, of all N drafted tokens, tokens, cumulative acceptance (float), depths and features [N]; then the siblings'
-     * tokens and gaps (float) [N][K - 1]. */
-    int32_t *out;
-    int32_t nodes; /* out: N */
+    /* Out, of N drafted tokens row after row; room for B * D. */
+    int32_t *counts;              /* [B] */
+    int32_t *tokens, *feature;    /* [N] */
+    float *cumulative_acceptance; /* [N] */
     void *scratch; /* tlt_draft_scratch_bytes */
 } TltDraft;
 

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#define TOPK_MOST 4
+#define TOPK_MOST 2
 
 typedef struct {
     float score[TOPK_MOST]; /* best first; of equal scores the lower token first */

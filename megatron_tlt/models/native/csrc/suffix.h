@@ -15,14 +15,10 @@
 #include <stdint.h>
 
 #define SUFFIX_MAX_DEPTH 64
-#define SUFFIX_MAX_TOPK 8
-/* The table of match rates: trunk tokens by share, longest context and candidates, then siblings by rank and the
- * trunk token's rate. */
+/* The table of match rates: by share, longest context and candidates. */
 #define SUFFIX_ODDS 8  /* log odds of the share, one wide, from -2 on */
 #define SUFFIX_STEPS 5 /* of the context's length and of the number of candidates */
-#define SUFFIX_RATES 8
-#define SUFFIX_TRUNK (SUFFIX_ODDS * SUFFIX_STEPS * SUFFIX_STEPS)
-#define SUFFIX_FEATURES (SUFFIX_TRUNK + (SUFFIX_MAX_TOPK - 1) * SUFFIX_RATES)
+#define SUFFIX_FEATURES (SUFFIX_ODDS * SUFFIX_STEPS * SUFFIX_STEPS)
 
 enum { SUFFIX_OK = 0, SUFFIX_BAD_TOKEN = -1, SUFFIX_BAD_HANDLE = -2, SUFFIX_NO_MEMORY = -3 };
 
@@ -64,13 +60,12 @@ typedef struct {
     const uint64_t *keys;      /* [rows] request keys */
     const int32_t *positions;  /* [rows] output position of the first drafted token */
     const float *temperature;  /* [rows] 0: no noise */
-    const int32_t *lengths;    /* [rows] longest trunk of each */
+    const int32_t *lengths;    /* [rows] longest draft of each */
     const float *rates;        /* [SUFFIX_FEATURES] probability that a token of this kind is the policy's */
     int32_t *counts;           /* [rows] */
-    int32_t *tokens, *depths, *parents, *feature; /* [nodes] */
-    float *cumulative_acceptance;           /* [nodes] */
-    int32_t rows, topk;        /* candidates at a position */
-    int32_t longest, budget;   /* trunk of any row, all nodes of a row */
+    int32_t *tokens, *feature; /* of all drafted tokens, row after row */
+    float *cumulative_acceptance;
+    int32_t rows, longest;     /* longest: draft of any row */
     float min_cumulative_acceptance;
 } SuffixAsk;
 

@@ -33,11 +33,6 @@ typedef struct { /* one of a request's two tries, and where it stands in it */
     uint32_t at;
 } Place;
 
-typedef struct {
-    int32_t token, depth, parent, feature;
-    float cumulative_acceptance;
-} Node;
-
 static void add(Candidates *c, int32_t token, float share) {
     for (int i = 0; i < c->size; i++)
         if (c->item[i].token == token) {
@@ -87,23 +82,17 @@ static uint32_t follow(SuffixPool *pool, SuffixTrie *t, uint32_t v, int32_t toke
     }
 }
 
-/* Brings the `k` best candidates to the front, best first; equal scores: the smaller token. */
-static int rank(Candidates *c, int k, int is_noisy, uint64_t key) {
+/* Brings the best candidate to the front; of equal scores the smaller token is best. */
+static void rank(Candidates *c, int is_noisy, uint64_t key) {
+    int best = 0;
     for (int i = 0; i < c->size; i++) {
         Candidate *x = &c->item[i];
         x->score = logf(x->share) + (is_noisy && c->size > 1 ? gumbel(key, x->token)[0] : 0);
+        const float more = x->score - c->item[best].score;
+        if (more > 0 || (more == 0 && x->token < c->item[best].token)) best = i;
     }
-    if (k > c->size) k = c->size;
-    for (int i = 0; i < k; i++) {
-        int best = i;
-        for (int j = i + 1; j < c->size; j++) {
-            const float more = c->item[j].score - c->item[best].score;
-            if (more > 0 || (more == 0 && c->item[j].token < c->item[best].token)) best = j;
-        }
-        const Candidate x = c->item[i];
-        c->item[i] = c->item[best], c->item[best] = x;
-    }
-    return k;
+    const Candidate x = c->item[0];
+    c->item[0] = c->item[best], c->item[best] = x;
 }
 
 static int step_of(int x, const int *bounds) {
@@ -112,8 +101,8 @@ static int step_of(int x, const int *bounds) {
     return i;
 }
 
-/* Table index of a trunk token: by its share, the longest context, and how many candidates there were. */
-static int trunk_feature(const Candidates *c) {
+/* Table index of a drafted token: by its share, the longest context, and how many candidates there were. */
+static int feature_of(const Candidates *c) {
     static const int contexts[] = {3, 5, 8, 12}, sizes[] = {2, 3, 5, 9};
     const float share = c->item[0].share, other = 1 - share;
     const float odds = logf(share / (other > 1e-4f ? other : 1e-4f)) + SUFFIX_ODDS / 4;
@@ -121,65 +110,32 @@ static int trunk_feature(const Candidates *c) {
     return (i * SUFFIX_STEPS + step_of(c->longest, contexts)) * SUFFIX_STEPS + step_of(c->size, sizes);
 }
 
-/* Table index of a sibling: by its rank and by how likely the trunk's token is the policy's. */
-static int sibling_feature(float rate, int rank) {
-    const int i = (int)(rate * SUFFIX_RATES);
-    return SUFFIX_TRUNK + (rank - 1) * SUFFIX_RATES + (i < SUFFIX_RATES ? i : SUFFIX_RATES - 1);
-}
-
-/* Drops nodes until `budget` are left, the least likely to be emitted first; among equals the deepest, then the last.
- * A node's children survive at most as often and lie deeper, so what goes is always a leaf. */
-static int prune(Node *node, int trunk, int count, int budget) {
-    while (count > budget) {
-        int worst = 0;
-        for (int i = 1; i < count; i++)
-            if (node[i].cumulative_acceptance < node[worst].cumulative_acceptance ||
-                (node[i].cumulative_acceptance == node[worst].cumulative_acceptance && node[i].depth >= node[worst].depth))
-                worst = i;
-        if (worst < trunk) trunk--;
-        count--;
-        for (int i = worst; i < count; i++) node[i] = node[i + 1];
-        while (count > trunk && node[count - 1].depth > trunk) count--; /* no siblings without a trunk token */
+/* Drafts for one row, behind `total` tokens of the rows before; returns the number of its tokens. */
+static int draft_row(SuffixPool *pool, Place *place, const SuffixAsk *q, int32_t row, int total) {
+    const int is_noisy = q->temperature[row] > 0;
+    const int length = q->lengths[row] < q->longest ? q->lengths[row] : q->longest;
+    float cumulative_acceptance = 1;
+    int count = 0;
+    for (; count < length; count++, total++) {
+        Candidates c;
+        gather(pool, place, &c);
+        if (!c.size) break;
+        rank(&c, is_noisy, row_key(q->keys[row], q->positions[row] + count));
+        const int feature = feature_of(&c);
+        cumulative_acceptance *= q->rates[feature];
+        if (cumulative_acceptance < q->min_cumulative_acceptance) break;
+        q->tokens[total] = c.item[0].token, q->feature[total] = feature;
+        q->cumulative_acceptance[total] = cumulative_acceptance;
+        for (int k = 0; k < 2; k++)
+            if (place[k].trie) place[k].at = follow(pool, place[k].trie, place[k].at, c.item[0].token);
     }
     return count;
 }
 
-/* Drafts for one row; returns the number of nodes. */
-static int draft_row(SuffixPool *pool, Place *place, const SuffixAsk *q, int32_t row, Node *node) {
-    const int is_noisy = q->temperature[row] > 0;
-    Node sibling[MOST_LENGTH * (SUFFIX_MAX_TOPK - 1)];
-    int trunk = 0, siblings = 0;
-    float cumulative_acceptance = 1;
-    const int length = q->lengths[row] < q->longest ? q->lengths[row] : q->longest;
-    while (trunk < length) {
-        Candidates c;
-        gather(pool, place, &c);
-        if (!c.size) break;
-        const int ranked = rank(&c, q->topk, is_noisy, row_key(q->keys[row], q->positions[row] + trunk));
-        const int feature = trunk_feature(&c);
-        for (int i = 1; i < ranked; i++) {
-            const int f = sibling_feature(q->rates[feature], i);
-            const float survives = cumulative_acceptance * q->rates[f];
-            if (survives >= q->min_cumulative_acceptance)
-                sibling[siblings++] = (Node){c.item[i].token, trunk + 1, trunk - 1, f, survives};
-        }
-        cumulative_acceptance *= q->rates[feature];
-        if (cumulative_acceptance < q->min_cumulative_acceptance) break;
-        node[trunk] = (Node){c.item[0].token, trunk + 1, trunk - 1, feature, cumulative_acceptance};
-        trunk++;
-        for (int k = 0; k < 2; k++)
-            if (place[k].trie) place[k].at = follow(pool, place[k].trie, place[k].at, c.item[0].token);
-    }
-    while (siblings && sibling[siblings - 1].depth > trunk) siblings--;
-    for (int i = 0; i < siblings; i++) node[trunk + i] = sibling[i];
-    return prune(node, trunk, trunk + siblings, q->budget);
-}
-
-/* Drafts for all rows, node after node, row after row; returns the number of nodes, or a negative error. */
+/* Drafts for all rows, row after row; returns the number of tokens, or a negative error. */
 int tlt_suffix_propose(SuffixPool *pool, const SuffixAsk *q) {
-    Node node[MOST_LENGTH * SUFFIX_MAX_TOPK];
     int total = 0;
-    if (q->topk < 1 || q->topk > SUFFIX_MAX_TOPK || q->longest > MOST_LENGTH) return SUFFIX_BAD_HANDLE;
+    if (q->longest > MOST_LENGTH) return SUFFIX_BAD_HANDLE;
     for (int32_t row = 0; row < q->rows; row++) {
         Place place[2];
         for (int k = 0; k < 2; k++) {
@@ -188,13 +144,8 @@ int tlt_suffix_propose(SuffixPool *pool, const SuffixAsk *q) {
             if (t && (handle[1] < 0 || handle[1] >= (int32_t)t->texts)) t = NULL;
             place[k] = (Place){t, t ? t->text[handle[1]].at : 0};
         }
-        const int count = draft_row(pool, place, q, row, node);
-        q->counts[row] = count;
-        for (int i = 0; i < count; i++, total++) {
-            q->tokens[total] = node[i].token, q->cumulative_acceptance[total] = node[i].cumulative_acceptance;
-            q->depths[total] = node[i].depth, q->parents[total] = node[i].parent;
-            q->feature[total] = node[i].feature;
-        }
+        q->counts[row] = draft_row(pool, place, q, row, total);
+        total += q->counts[row];
     }
     return total;
 }

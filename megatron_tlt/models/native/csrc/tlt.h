@@ -16,7 +16,6 @@
 #define TLT_MAX_HEAD_DIM 256
 #define TLT_MAX_THREADS 256
 #define TLT_MAX_AUX 3
-#define TLT_MAX_BRANCH 64 /* rows that a branch of a draft tree may be deeper than its root */
 
 typedef struct {
     const float *qkv, *o, *gate_up, *down; /* packed panels, see gemm.c */
@@ -44,7 +43,7 @@ typedef struct {
     /* Buffers of max_rows rows; row lengths are padded to a multiple of 64 floats. */
     float *resid, *part, *qkv_out;
     float *x, *q, *att, *mid; /* inputs of matrix products */
-    int32_t *units;          /* [max_rows][4]: first row, rows, sequence, whether a branch of a draft tree */
+    int32_t *units;          /* [max_rows][3]: first row, rows, sequence */
     /* Of layers with experts, see experts.c; N = max_rows * k pairs of a row and an expert. */
     float *scores, *gates, *shared; /* [max_rows][E + 1 padded], [max_rows][k + 1], [max_rows][Hp] */
     float *pair_x, *pair_mid, *pair_out; /* [N][Hp], [N][F padded], [N][Hp] */
@@ -56,8 +55,6 @@ typedef struct {
     int32_t tokens, seqs, logits_rows, max_blocks, num_blocks, block_size;
     const int32_t *token_ids, *positions, *slots, *query_start, *block_tables;
     const int32_t *logit_rows; /* [R] ascending */
-    const int32_t *parents; /* [T] row whose token precedes, -1 for a sequence's first row; NULL: rows follow each other */
-    uint8_t *branch;        /* [T] scratch with parents: the row's path lies where the block table does not say */
     float *kv;     /* [L][2][num_blocks][kv_heads][block_size / 16] tiles of 16 * Dp elements */
     float *logits; /* [R][V] */
     float *hidden; /* [T][W] states, or NULL */
@@ -76,15 +73,11 @@ enum {
     TLT_BAD_ROW = 5,
     TLT_BAD_SHAPE = 6,
     TLT_REDUCE_FAILED = 7,
-    TLT_BAD_PARENT = 8,
-    TLT_BAD_BRANCH = 9,
-    TLT_NO_MEMORY = 10
+    TLT_NO_MEMORY = 8
 };
 
 int tlt_panel_width(void);
 int tlt_forward(const TltModel *model, const TltStep *step, int threads, TltAllReduce all_reduce);
-int tlt_copy_slots(float *kv, const TltModel *model, int64_t num_blocks, int64_t block_size, const int32_t *src,
-                   const int32_t *dst, int64_t count);
 int tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t stride, const float *temperature,
                      const uint64_t *keys, int32_t *token, float *logprob, int threads);
 

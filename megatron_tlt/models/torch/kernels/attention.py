@@ -1,4 +1,4 @@
-"""The Triton kernel of paged attention: flash decoding over block tables, for chains and draft trees (`paged.py`).
+"""The Triton kernel of paged attention: flash decoding over block tables (`paged.py`).
 
 Scores are folded block by block with a running maximum and sum in float32 (Milakov and Gimelshein, arXiv 1805.02867);
 splits of the context are combined afterwards by the same rule. Products are of the cache's type, summed in float32;
@@ -38,15 +38,13 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan) -> Tensor:
         part = torch.empty(splits, rows, heads, d, dtype=torch.float32, device=q.device)
         tops, totals = torch.empty(2, splits, rows, heads, dtype=torch.float32, device=q.device)
     low = plan.first if plan.low is None else plan.low
-    sees = plan.starts if plan.sees is None else plan.sees
     padded = triton.next_power_of_2(d)
     fold, warps = _TILE_FP32 if keys.dtype is torch.float32 else _TILE
     for tiles in plan.tiles:
         _attend[(len(tiles.at), heads // tiles.heads, splits)](
             *(q, keys, values, out, part, tops, totals, tiles.at, plan.starts, plan.first, low),
-            *(plan.tables, plan.slots, sees, d**-0.5, rows, plan.tables.shape[1], sees.shape[-1]),
+            *(plan.tables, plan.slots, d**-0.5, rows, plan.tables.shape[1]),
             HAS_LOW=plan.low is not None,
-            IS_TREE=plan.sees is not None,
             FOLD=tiles.heads,
             HEADS=heads,
             KV=kv_heads,
@@ -98,8 +96,8 @@ def _fold(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
 
 @jit
 def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
-    q, keys, values, out, part, tops, totals, tiles, starts, firsts, lows, tables, slots, sees, scale,
-    num_rows, table_width, sees_width, HAS_LOW: tl.constexpr, IS_TREE: tl.constexpr, FOLD: tl.constexpr,
+    q, keys, values, out, part, tops, totals, tiles, starts, firsts, lows, tables, slots, scale,
+    num_rows, table_width, HAS_LOW: tl.constexpr, FOLD: tl.constexpr,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, PAGE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -137,12 +135,7 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
             j = j0 + n
             is_key = j < count
             slot = tl.load(slots + start + j, mask=is_key, other=0).to(tl.int64)
-            seen = is_key[None, :] & is_row[:, None]
-            if IS_TREE:
-                among = sees + (sequence * sees_width + row)[:, None] * sees_width + j[None, :]
-                seen = seen & (tl.load(among, mask=seen, other=0) != 0)
-            else:
-                seen = seen & (j[None, :] <= row[:, None])
+            seen = is_key[None, :] & is_row[:, None] & (j[None, :] <= row[:, None])
             if HAS_LOW:
                 seen = seen & (((first + j) >= low)[None, :] | (j[None, :] == row[:, None]))
             top, total, mixed = _fold(

@@ -65,7 +65,7 @@ def test_steps_are_counted_and_those_with_prompts_not_measured() -> None:
         assert m.num_emitted == m.num_running + m.accepted.sum()
         assert (m.reached[1:] == m.accepted[:-1]).all()
     stats = engine.drafting.take_stats()
-    assert stats["steps_by_strategy"] == {f"trained_{LENGTH}_1_0": 5}
+    assert stats["steps_by_strategy"] == {f"trained_{LENGTH}": 5}
     assert stats["drafted_at"] == [17] * LENGTH
     assert stats["row_steps"] == 17, "without those in the middle of their prompts"
     assert stats["emitted_tokens"] == stats["row_steps"] + sum(stats["accepted_at"])

@@ -104,7 +104,7 @@ STATES = "drafter.online.hidden_states"
 LEAST = "rollout.speculation.min_cumulative_acceptance"
 EAGLE_ARMS = [
     *("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d"),
-    *("rollout.speculation.selector=beg_mab", "rollout.speculation.bandit.arms=['4_1_5', '0_1_1']"),
+    *("rollout.speculation.selector=beg_mab", "rollout.speculation.bandit.arms=[4, 0]"),
 ]
 
 
@@ -135,16 +135,11 @@ def test_trtllm_gives_no_hidden_states_and_the_actor_does() -> None:
 @pytest.mark.parametrize(
     ("overrides", "path"),
     [
-        (["rollout.speculation.drafter=suffix", "rollout.speculation.topk=2"], "rollout.speculation.topk"),
-        (
-            ["rollout.speculation.drafter=suffix", "rollout.speculation.selector=beg_mab"],
-            "rollout.speculation.bandit.arms",
-        ),
         (["rollout.tp=2"], "rollout.tp"),
         (["rollout.numerics=invariant"], "rollout.numerics"),
         (["rollout.release_cache=true"], "rollout.release_cache"),
         (["rollout.kernels=torch"], "rollout.kernels"),
-        ([*EAGLE_ARMS, "rollout.speculation.bandit.arms=['0_1_1']"], "rollout.speculation.bandit.arms"),
+        ([*EAGLE_ARMS, "rollout.speculation.bandit.arms=[0]"], "rollout.speculation.bandit.arms"),
         ([*EAGLE_ARMS, f"{LEAST}=0.1"], LEAST),
         (["rollout.vllm.version=0.33.0"], "rollout.vllm.version"),
         (["algorithm.importance_cap=2"], "algorithm.importance_cap"),

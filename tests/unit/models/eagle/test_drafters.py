@@ -11,7 +11,7 @@ import torch
 
 from megatron_tlt.errors import BackendError, CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, Chains, EagleDecoder
+from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, DraftedRows, EagleDecoder
 from megatron_tlt.models.eagle.config import DrafterConfig, Eagle3Config, EagleConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.inputs import DecoderInput
@@ -68,28 +68,28 @@ def rows_of(eagle: EagleDecoder, lengths: list[int], **more) -> Rows:
     return Rows(eagle, tokens, [states(n - 1, eagle.config, n) for n in lengths], **more)
 
 
-def check(chains: Chains, rows: Rows, name: str, **more) -> None:
+def check(drafted: DraftedRows, rows: Rows, name: str, **more) -> None:
     for row in range(len(rows.tokens)):
-        check_row(chains, rows, row, random_weights(CONFIGS[name]), eagle_weights(CONFIGS[name]), **more)
+        check_row(drafted, rows, row, random_weights(CONFIGS[name]), eagle_weights(CONFIGS[name]), **more)
 
 
-def assert_same(a: Chains, b: Chains) -> None:
-    for name in Chains.__slots__:
+def assert_same(a: DraftedRows, b: DraftedRows) -> None:
+    for name in DraftedRows.__slots__:
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
 
 
 @both
-@pytest.mark.parametrize(("name", "topk"), [*((name, 3) for name in CONFIGS), ("qwen2", 1), ("eagle3", 1)])
-def test_drafts_equal_plain_pytorch(kernels: str, name: str, topk: int) -> None:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_drafts_equal_plain_pytorch(kernels: str, name: str) -> None:
     """Prompts fed before, in pieces or not at all; rows that want nothing; drafts across blocks; greedy rows."""
     rows = rows_of(loaded(name, kernels), [40, 515, 3, 2, 18], temperature=[1.0, 0.7, 0.0, 1.0, 0.0])
     rows.feed(0, 1, 20)
     rows.feed(1, 1, 500)
     rows.feed(1, 500, 510)
     rates = np.linspace(0.95, 0.6, DEPTHS * BUCKETS, dtype=np.float32).reshape(DEPTHS, BUCKETS)
-    chains = rows.draft([9, 5, 3, 0, 4], topk, rates)
-    assert chains.counts.tolist() == [9, 5, 3, 0, 4]
-    check(chains, rows, name, rates=rates)
+    drafted = rows.draft([9, 5, 3, 0, 4], rates)
+    assert drafted.counts.tolist() == [9, 5, 3, 0, 4]
+    check(drafted, rows, name, rates=rates)
     assert rows.draft(3).counts.tolist() == [0, 0, 0, 3, 0]  # the others have no new pair
 
 
@@ -111,7 +111,7 @@ def test_steps_that_no_chain_can_reach_are_not_taken(name: str) -> None:
     eagle, taken = loaded(name, "torch"), list[object]()
     eagle.use_graphs(lambda key, step: (taken.append(key), step()))
     rows, rates = rows_of(eagle, [40, 18]), np.full((DEPTHS, BUCKETS), 0.5, np.float32)
-    assert rows.draft(9, 1, rates, 0.1).counts.tolist() == [3, 3]
+    assert rows.draft(9, rates, 0.1).counts.tolist() == [3, 3]
     assert len(taken) == 3 and len(set(taken)) == 1
     assert taken[0] in [key for key, _ in rows.drafts.steps()], "a step that was captured at the start"
 
@@ -127,13 +127,13 @@ def test_only_the_window_is_caught_up_with(kernels: str) -> None:
 
 
 @both
-def test_chains_end_where_cumulative_acceptance_falls_too_low(kernels: str) -> None:
+def test_drafts_end_where_cumulative_acceptance_falls_too_low(kernels: str) -> None:
     eagle = loaded("qwen2", kernels)
     rates = np.sort(np.random.default_rng(0).uniform(0.3, 1.0, (DEPTHS, BUCKETS)).astype(np.float32), axis=1)
     lengths, totals = list(range(5, 17)), []
-    free = rows_of(eagle, lengths).draft(12, 2, rates)
+    free = rows_of(eagle, lengths).draft(12, rates)
     for limit in (0.05, 0.3, 0.6, 0.95):
-        cut = rows_of(eagle, lengths).draft(12, 2, rates, limit)
+        cut = rows_of(eagle, lengths).draft(12, rates, limit)
         for row in range(12):
             a, b = of_row(free, row), of_row(cut, row)
             n = int((a.cumulative_acceptance >= limit).sum())
@@ -150,7 +150,7 @@ def test_bf16_is_close() -> None:
     weights = (
         [(n, w.bfloat16().float()) for n, w in f(CONFIGS["qwen2"])] for f in (random_weights, eagle_weights)
     )
-    check_row(rows.draft(1, 2), rows, 0, *weights, atol=6e-2)
+    check_row(rows.draft(1), rows, 0, *weights, atol=6e-2)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -159,14 +159,14 @@ def test_a_native_draft_ignores_its_neighbours_and_the_threads(name: str) -> Non
     lengths = [2 + (i * 7) % 40 for i in range(300)] if name == "qwen3" else [3, 270, 17, 256, 388, 2]
     one, two = loaded(name, "native"), loaded(name, "native", threads=2)
     wanted = [1 + i % 5 for i in range(len(lengths))]
-    together = [rows_of(eagle, lengths, seed=i).draft(wanted, 2) for i, eagle in enumerate((one, two))]
+    together = [rows_of(eagle, lengths, seed=i).draft(wanted) for i, eagle in enumerate((one, two))]
     assert_same(*together)
     for row in range(0, len(lengths), 1 + len(lengths) // 20):
         alone = rows_of(one, lengths[row : row + 1], seed=5)
         alone.rows.keys[:] = rows_of(one, lengths).rows.keys[row]
         for start in range(1, lengths[row] - 1, 7):  # fed in other pieces
             alone.feed(0, start, min(start + 7, lengths[row] - 1))
-        assert_same(of_row(together[0], row), alone.draft(wanted[row], 2))
+        assert_same(of_row(together[0], row), alone.draft(wanted[row]))
 
 
 @pytest.mark.parametrize("window", [1, 16, 17])
@@ -175,9 +175,9 @@ def test_native_drafts_read_nothing_that_was_not_cached(window: int) -> None:
     for fill in (0.0, float("nan")):
         rows = rows_of(loaded("qwen2", "native"), [522], window=window)
         rows.kv.data.fill_(fill)
-        results.append(rows.draft(5, 2))
+        results.append(rows.draft(5))
     assert_same(*results)
-    assert np.isfinite(results[0].sibling_gaps).all()
+    assert np.isfinite(results[0].cumulative_acceptance).all()
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -186,17 +186,16 @@ def test_tensor_parallel_ranks_draft_what_one_rank_drafts(size: int) -> None:
     config = replace(CONFIGS["qwen2"], num_heads=8, num_kv_heads=4, head_dim=16)
     weights = random_weights(config), eagle_weights(config)
 
-    def run(kernels: str, tp) -> Chains:
+    def run(kernels: str, tp) -> DraftedRows:
         policy = build_decoder(config, kernels=kernels, tp=tp)
         policy.load_weights(weights[0])
         eagle = build_eagle(policy, EagleConfig.of(config))
         eagle.load_weights(weights[1])
-        return rows_of(eagle, [21, 33]).draft([5, 3], 2)
+        return rows_of(eagle, [21, 33]).draft([5, 3])
 
     want, native = run("torch", None), run("native", None)
-    for chains in on_ranks(size, lambda rank: run("torch", rank)):
-        np.testing.assert_array_equal(chains.tokens, want.tokens)
-        np.testing.assert_allclose(chains.sibling_gaps, want.sibling_gaps, atol=1e-3)
+    for drafted in on_ranks(size, lambda rank: run("torch", rank)):
+        np.testing.assert_array_equal(drafted.tokens, want.tokens)
     for rank in range(size):  # no collective: no rank waits for another
         assert_same(run("native", ThreadRank(rank, [None] * size, threading.Barrier(size, timeout=20))), native)
 
@@ -216,7 +215,7 @@ def test_captured_steps_draft_the_same(name: str) -> None:
         eagle = loaded(name, "torch")
         if captured:
             eagle.use_graphs(run_step)
-        results.append(rows_of(eagle, [21, 40, 16]).draft([3, 7, 0], 2))
+        results.append(rows_of(eagle, [21, 40, 16]).draft([3, 7, 0]))
     assert_same(*results)
     assert ran == [("drafter", 2)] * 7
 
@@ -243,8 +242,8 @@ def test_copied_blocks_serve_another_row(kernels: str) -> None:
     rows.feed(0, 1, 69)
     rows.rows.synced[rows.rows.slot[1]] = 68
     rows.drafter.copy_blocks(rows.kv, rows.tables[0].tolist(), rows.tables[1].tolist())
-    chains = rows.draft(4, 2)
-    assert_same(of_row(chains, 0), of_row(chains, 1))
+    drafted = rows.draft(4)
+    assert_same(of_row(drafted, 0), of_row(drafted, 1))
     scratch = 1 if kernels == "torch" else 0
     assert rows.kv.nbytes == (rows.kv.num_blocks + scratch) * rows.drafter.kv_bytes_per_block(16)
     if kernels == "native":
@@ -272,7 +271,7 @@ def test_weights_are_checked_and_replaced_and_a_push_to_the_policy_shows_at_once
         policy.load_weights(pushed)
         eagle.load_weights(drafter)
         rows = rows_of(eagle, [20])
-        check_row(rows.draft(3, 2), rows, 0, pushed, drafter)
+        check_row(rows.draft(3), rows, 0, pushed, drafter)
 
 
 @both
@@ -285,7 +284,7 @@ def test_positions_beyond_the_first_rotary_table(kernels: str) -> None:
     for length in (4094, 4200):
         rows = rows_of(eagle, [length], window=12)
         rows.feed(0, 4000, 4080)
-        check_row(rows.draft(4, 2), rows, 0, random_weights(config), eagle_weights(config), atol=2e-3)
+        check_row(rows.draft(4), rows, 0, random_weights(config), eagle_weights(config), atol=2e-3)
 
 
 def test_native_refuses_what_it_cannot_read() -> None:
@@ -299,8 +298,6 @@ def test_native_refuses_what_it_cannot_read() -> None:
                 rows.draft(wanted)
     rows = rows_of(eagle, [9])
     for arguments, error in (
-        ({"topk": 0}, "1 to 4"),
-        ({"topk": 5}, "1 to 4"),
         ({"rates": np.ones((DEPTHS, BUCKETS - 1), np.float32)}, "match rates"),
     ):
         with pytest.raises(BackendError, match=error):

@@ -20,7 +20,6 @@ from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.models.torch.paged import PagedPlan
 from tests.helpers.paged import attend_rows
 from tests.helpers.tiny_models import Driver, random_weights
-from tests.helpers.trees import random_tree, tree_input
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -85,41 +84,12 @@ def test_ragged_batches_equal_gathered_attention(run, splits, heads, kv_heads, d
 
 
 @runs()
-@pytest.mark.parametrize("splits", [1, 2])
-def test_trees_equal_gathered_attention(run, splits):
-    trees, roots = [random_tree(n, 101, n) for n in (9, 1, 17)], [40, 3, 0]
-    batch = tree_input(trees, roots, [[5, 2, 9, 11], [7, 1, 0, 0], [3, 4, 6, 8]])
-    batch = DecoderInput.of([t.to(DEVICE) for t in (*_parts(batch), batch.parents)])
-    q, keys, values = cache_and_queries(27, 4, 2, 16, 12 * 16)
-    plan = PagedPlan(run_of(run), batch, 16, (2, 2), splits=splits)
-    want = AttentionPlan(batch, 16).attend(q, keys, values)
-    torch.testing.assert_close(plan.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
-
-
-def _parts(b: DecoderInput):
-    return (
-        b.token_ids,
-        b.positions,
-        b.slot_mapping,
-        b.query_start,
-        b.context_lens,
-        b.block_tables,
-        b.logit_rows,
-    )
-
-
-@runs()
-@pytest.mark.parametrize("tree", [False, True])
-def test_static_batches_equal_gathered_attention(run, tree):
+def test_static_batches_equal_gathered_attention(run):
     """Tables wider than any context, as a graph's bucket is; the padding names a scratch block."""
     batch = ragged([(70, 5), (0, 5), (33, 5)], 16)
     scratch = torch.full((3, 8), 64, dtype=torch.int32, device=DEVICE)
     scratch[:, : batch.block_tables.shape[1]] = batch.block_tables
     batch.block_tables = scratch
-    if tree:
-        batch.parents = torch.tensor(
-            [-1, 0, 0, 1, 1, -1, 5, 6, 7, 8, -1, -1, 10, 10, -1], dtype=torch.int32, device=DEVICE
-        )
     q, keys, values = cache_and_queries(15, 6, 2, 32, 65 * 16)
     want = StaticPlan(batch, 16, 5).attend(q, keys, values)
     got = PagedPlan(run_of(run), batch, 16, (2, 3), rows_each=5).attend(q, keys, values)

@@ -10,7 +10,7 @@ from megatron_tlt.rollout.spec.bandit import BucketedEpsilonGreedy
 from megatron_tlt.types import NO_DRAFT, DraftStrategy
 from tests.helpers.spec_world import measured
 
-ARMS = [NO_DRAFT, *(DraftStrategy("trained", *shape) for shape in ((2, 1, 3), (4, 1, 5), (6, 2, 12)))]
+ARMS = [NO_DRAFT, *(DraftStrategy("trained", length) for length in (2, 4, 6))]
 
 
 def bandit(**kw):

@@ -27,7 +27,6 @@ from tests.helpers.tiny_models import random_weights
 CONFIG = ModelConfig("qwen3", 77, 64, 1, 4, 2, 16, 90, qk_norm=True, tie_word_embeddings=True)
 SIZE, BLOCKS, WINDOW, MOST = 16, 20, 8, 5
 CHAIN = DraftStrategy("trained", 5)
-TREE = DraftStrategy("trained", 4, 3)
 
 
 def make_decoder(kernels: str = "native", dtype: torch.dtype = torch.float32) -> EagleDecoder:
@@ -87,12 +86,8 @@ class Twins:
         wanted = np.asarray(lengths, np.int32)
         a, b = (d.propose(self.rows, wanted, strategy) for d in (self.native, self.torch))
         np.testing.assert_array_equal(a.counts, b.counts)
-        for name in ("tokens", "depths", "parents") if a.num_nodes else ():
-            one, two = getattr(a, name), getattr(b, name)
-            assert (one is None) == (two is None)
-            if one is not None:
-                assert one.dtype == two.dtype, name
-                np.testing.assert_array_equal(one, two, err_msg=name)
+        assert a.tokens.dtype == b.tokens.dtype
+        np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_allclose(a.cumulative_acceptance, b.cumulative_acceptance, atol=0.05)
         return a
 
@@ -106,8 +101,7 @@ class Twins:
         self.rows.advance_many(tokens, np.zeros(total, np.float32), counts, SIZE)
 
 
-@pytest.mark.parametrize("strategy", [CHAIN, TREE], ids=["chain", "tree"])
-def test_drafts_are_the_same(strategy: DraftStrategy) -> None:
+def test_drafts_are_the_same() -> None:
     """Requests come, go, draft or not, and fall behind by more than the window."""
     twins = Twins()
     running: list[Request] = []
@@ -120,10 +114,10 @@ def test_drafts_are_the_same(strategy: DraftStrategy) -> None:
             twins.stop(running.pop(step % len(running)))
         running = [r for r in running if twins.rows.output_len[r.row] < 50 or twins.stop(r)]
         count = len(running)
-        lengths = twins.random.integers(0, strategy.draft_len + 1, count)
+        lengths = twins.random.integers(0, CHAIN.draft_len + 1, count)
         if step % 10 > 6:
             lengths[:] = 0  # plain decoding
-        drafted += twins.propose(lengths, strategy).num_nodes
+        drafted += twins.propose(lengths).num_tokens
         late += int((twins.native._first > 1).sum())
         twins.advance(twins.random.integers(1, 5, count))
     assert drafted > 200 and late
@@ -139,11 +133,9 @@ def test_a_row_without_new_pairs_is_left_out() -> None:
     twins.advance([1, 1, 1])
     assert (twins.propose([0, 2, 0]).counts > 0).tolist() == [False, True, False]
     twins.advance([2, 2, 2])
-    assert twins.propose([0, 0, 0]).num_nodes == 0
-    for strategy in (CHAIN, TREE):
-        twins.propose([4, 4, 4], strategy)
-        assert twins.propose([4, 4, 4], strategy).num_nodes == 0
-        twins.advance([1, 1, 1])
+    assert twins.propose([0, 0, 0]).num_tokens == 0
+    twins.propose([4, 4, 4])
+    assert twins.propose([4, 4, 4]).num_tokens == 0
 
 
 def test_drafts_do_not_depend_on_how_the_prompt_came() -> None:
@@ -156,7 +148,7 @@ def test_drafts_do_not_depend_on_how_the_prompt_came() -> None:
         table = twins.rows.block_tables[0].tolist()
         slots = [table[p // SIZE] * SIZE + p % SIZE for p in range(40)]
         drafts.append((twins.pages.data[slots], twins.native.kv.data.clone()))
-        assert twins.propose([5]).num_nodes > 0
+        assert twins.propose([5]).num_tokens > 0
     for states, cache in drafts[1:]:
         assert torch.equal(states, drafts[0][0]) and torch.equal(cache, drafts[0][1])
 
@@ -165,12 +157,12 @@ def test_at_most_the_window_is_caught_up_with() -> None:
     twins = Twins()
     twins.start(twins.request(0, 4))
     twins.advance([WINDOW - 1])
-    assert twins.propose([2]).num_nodes == 2 and twins.native._first[twins.rows.slots[0]] == 1
+    assert twins.propose([2]).num_tokens == 2 and twins.native._first[twins.rows.slots[0]] == 1
     twins.advance([WINDOW + 1])
     last = int(twins.rows.positions[0])
     unread = twins.rows.block_tables[0, (last - WINDOW - 1) // SIZE] * SIZE + (last - WINDOW - 1) % SIZE
     twins.pages.data[unread] = torch.nan  # the state before the window
-    assert twins.propose([2]).num_nodes == 2
+    assert twins.propose([2]).num_tokens == 2
     assert twins.native._first[twins.rows.slots[0]] == last - WINDOW + 1
 
 
@@ -180,8 +172,6 @@ def test_wrong_input_is_refused() -> None:
     native, rows, ones = twins.native, twins.rows, np.ones(1, np.int32)
     with pytest.raises(BackendError, match="drafts for"):
         native.propose(rows, np.ones(MOST + 1, np.int32), CHAIN)
-    with pytest.raises(BackendError, match="1 to 4"):
-        native.propose(rows, ones, DraftStrategy("trained", 2, 5))
     rows.block_tables[0, 0] = MOST * BLOCKS
     with pytest.raises(BackendError, match="block table"):
         native.propose(rows, ones, CHAIN)

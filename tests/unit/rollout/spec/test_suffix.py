@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 
 from megatron_tlt.types import DraftStrategy
@@ -45,12 +44,11 @@ def test_counts_equal_a_naive_reference(seed: int) -> None:
         assert pool.count(string) == naive.count(string)
 
 
-@pytest.mark.parametrize("topk", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_drafts_equal_a_naive_reference_with_keyed_noise(seed: int, topk: int) -> None:
+def test_drafts_equal_a_naive_reference_with_keyed_noise(seed: int) -> None:
     rng = random.Random(seed)
     table = Table(depth=rng.randint(1, 6))
-    strategy = DraftStrategy("suffix", 5, topk)
+    strategy = DraftStrategy("suffix", 5)
     prompts = {name: repetitive(rng, rng.randint(1, 25)) for name in "ab"}
     source = {name: repetitive(rng, 300) for name in "ab"}
     for order in range(6):
@@ -67,39 +65,13 @@ def test_drafts_equal_a_naive_reference_with_keyed_noise(seed: int, topk: int) -
     assert compared > 500
 
 
-def test_the_shape_of_a_tree_and_its_limits() -> None:
+def test_drafts_end_at_their_lengths_and_at_the_least_acceptance() -> None:
     table, rng = Table(), random.Random(2)
     for order in range(4):
         table.admit(make_request(order, [1, 2], [0]))
     table.extend([repetitive(rng, 200) for _ in range(4)])
     lengths = [0, 3, 6, 1]
-    full = table.propose(DraftStrategy("suffix", 6, 3), lengths)
-    assert full.counts[0] == 0
-    assert full.counts[3] > 1
-    for strategy in (DraftStrategy("suffix", 6, 3, 6), DraftStrategy("suffix", 6, 3, 0, 0.2)):
-        draft = table.propose(strategy, lengths)
-        assert draft.num_nodes < full.num_nodes
-        at = 0
-        for row, count in enumerate(draft.counts.tolist()):
-            nodes = slice(at, at + count)
-            depths, parents, cumulative_acceptance = (
-                draft.depths[nodes],
-                draft.parents[nodes],
-                draft.cumulative_acceptance[nodes],
-            )
-            trunk = int(depths.max(initial=0))
-            assert trunk <= lengths[row]
-            assert depths[:trunk].tolist() == list(range(1, trunk + 1))
-            assert parents[:trunk].tolist() == list(range(-1, trunk - 1))
-            for i in range(count):
-                assert parents[i] < i
-                assert depths[i] == (depths[parents[i]] + 1 if parents[i] >= 0 else 1)
-                assert parents[i] < 0 or cumulative_acceptance[i] <= cumulative_acceptance[parents[i]]
-            if strategy.num_verify_tokens:
-                assert count <= 5
-            assert (cumulative_acceptance >= strategy.min_cumulative_acceptance).all()
-            at += count
-    # What a smaller budget leaves are the nodes most likely to be emitted.
-    best = np.sort(full.cumulative_acceptance[: full.counts[1]])[::-1][:3]
-    small = table.propose(DraftStrategy("suffix", 6, 3, 4), lengths)
-    assert np.sort(small.cumulative_acceptance[: small.counts[1]])[::-1] == pytest.approx(best)
+    full = table.propose(DraftStrategy("suffix", 6), lengths)
+    assert (full.counts <= lengths).all() and full.counts[3] == 1
+    cut = table.propose(DraftStrategy("suffix", 6, 0.6), lengths)
+    assert 0 < cut.num_tokens < full.num_tokens and (cut.cumulative_acceptance >= 0.6).all()

@@ -121,7 +121,7 @@ def test_memory_is_bounded() -> None:
             counts = np.array([100, 100], np.int32)
             table.rows.advance_many(tokens, np.zeros(200, np.float32), counts, 1 << 14)
             draft = table.propose()
-            drafted += draft.num_nodes
+            drafted += draft.num_tokens
             peak = max(peak, table.drafter.num_bytes)
         for request in requests:
             table.stop(request)
@@ -184,13 +184,13 @@ def test_cumulative_acceptance_learns_from_verdicts() -> None:
     first = table.propose()
     for _ in range(200):
         draft = table.propose()
-        everything = np.ones(draft.num_nodes, bool)
+        everything = np.ones(draft.num_tokens, bool)
         table.drafter.observe(draft, everything, everything)
     assert table.propose().cumulative_acceptance[-1] > max(0.85, float(first.cumulative_acceptance[-1]))
     learned = table.drafter.state_dict()
     for _ in range(400):
         draft = table.propose()
-        table.drafter.observe(draft, np.ones(draft.num_nodes, bool), np.zeros(draft.num_nodes, bool))
+        table.drafter.observe(draft, np.ones(draft.num_tokens, bool), np.zeros(draft.num_tokens, bool))
     assert table.propose().cumulative_acceptance[0] < 0.5
     table.drafter.load_state_dict({"rates": {"tried": [1.0], "matched": [1.0]}})  # an earlier version's: ignored
     assert table.propose().cumulative_acceptance[0] < 0.5

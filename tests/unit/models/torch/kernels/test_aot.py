@@ -21,7 +21,6 @@ _REGISTERS = {  # a thread; what a kernel takes now, and a little more
     "_gated_silu": 40,
     "_attend bf16 16": 152,
     "_attend bf16 16 HAS_LOW": 120,
-    "_attend bf16 64 IS_TREE": 252,
     "_attend bf16 64": 244,
     "_attend fp32 64": 160,
     "_combine": 32,

@@ -1,0 +1,29 @@
+"""Ragged batches of a few rows a sequence, behind cached positions."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_tlt.models.base import KVCache
+from megatron_tlt.models.inputs import DecoderInput
+
+
+def rows_input(rows: list[list[int]], firsts: list[int], tables: list[list[int]], block_size: int = 16) -> DecoderInput:
+    """Sequence s feeds the tokens `rows[s]` at positions `firsts[s]`, ... of its block table; logits of every row."""
+    tokens, positions, slots, starts, contexts = [], [], [], [0], []
+    for ids, first, table in zip(rows, firsts, tables, strict=True):
+        at = range(first, first + len(ids))
+        positions += at
+        slots += [table[p // block_size] * block_size + p % block_size for p in at]
+        tokens += ids
+        starts.append(len(tokens))
+        contexts.append(first + len(ids))
+    width = max(map(len, tables))
+    padded = [list(t) + [0] * (width - len(t)) for t in tables]
+    data = (tokens, positions, slots, starts, contexts, padded, list(range(len(tokens))))
+    return DecoderInput.of([torch.tensor(x, dtype=torch.int32) for x in data])
+
+
+def copy_of(kv: KVCache) -> KVCache:
+    """The same cache in other memory."""
+    return KVCache(kv.num_blocks, kv.block_size, kv.data.clone())
