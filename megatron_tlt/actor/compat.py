@@ -11,6 +11,8 @@ replace a part of megatron-core through its classes and say so at their top: `op
 | SGD has a state to load | `give_sgd_a_state_function` |
 | one RoPE table for all lengths | `keep_one_table` |
 | checkpoints are never unpickled | `load_numbers_only` |
+| routers without Transformer Engine | `_define_te_general_gemm` |
+| a warning of every layer | `_quiet_a_warning` |
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import logging
 import sys
 import types
 from collections import defaultdict
@@ -210,8 +213,29 @@ def load_numbers_only() -> Iterator[None]:
         torch.load = load
 
 
+def _quiet_a_warning() -> None:
+    """megatron logs, once a layer, that it does not know `RecomputedActivationMLP`, and treats it as other MLPs.
+
+    Remove when it recognises subclasses.
+    """
+    layers = logging.getLogger("megatron.core.transformer.transformer_layer")
+    layers.addFilter(lambda record: "Unknown MLP type" not in str(record.msg))
+
+
+def _define_te_general_gemm() -> None:
+    """megatron's router defines the name with Transformer Engine only, and reads it always.
+
+    Remove when it defines it always.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+
+
 if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
     _offer_gradient_fusion()
 if not HAS_CUDA:
     _replace_cuda_names()
     _import_without_compiler()
+_quiet_a_warning()
+_define_te_general_gemm()

@@ -1,4 +1,4 @@
-"""The actor's process groups, taken once from megatron and handed around: no global getters elsewhere."""
+"""The actor's process groups, read once from megatron's globals; no other module reads those."""
 
 from __future__ import annotations
 

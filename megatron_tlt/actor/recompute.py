@@ -7,7 +7,6 @@ elementwise pass. megatron has this for experts (`moe_act`); `layernorm` and `ml
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import Tensor
@@ -37,8 +36,3 @@ class RecomputedActivationMLP(MLP):
             return self.activation_func(wide)  # type: ignore[no-any-return]
         return bias_swiglu_impl(wide, None)  # type: ignore[no-any-return]
 
-
-# megatron logs, once a layer, that it does not know this class of MLP; it gives it what it gives others.
-logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(
-    lambda record: "Unknown MLP type" not in str(record.msg)
-)

@@ -4,8 +4,8 @@ Router replay (R3, arXiv 2510.11370): which experts a token takes is what the ro
 counts stays the softmax of this policy's own logits, so gradients reach the router. A choice of -1 is unknown (a prefix
 from the cache, padding) and left to the router.
 
-`Routing` rides in the micro-batch's `PackedRows`, which megatron hands to every layer, also when it recomputes one: so
-the right micro-batch's choices are there under 1F1B and under recompute.
+`Routing` is part of the micro-batch's `PackedRows`, which megatron passes to every layer, also when it recomputes one.
+So a layer reads the choices of its own micro-batch under 1F1B and under recompute.
 
 Legend: R rows of a micro-batch on this rank (a slice under sequence or context parallel), E experts, k chosen a token,
 L layers with experts.
@@ -28,9 +28,6 @@ from megatron_tlt.actor.compat import current_device
 # megatron comes after compat.
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
-
-# 0.16.1 defines the name with Transformer Engine only, and reads it always.
-moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 
 @dataclass
@@ -102,7 +99,7 @@ class Router(TopKRouter):
 
 
 class _AddLoss(torch.autograd.Function):
-    """`x` as it is; backward adds the gradient of `loss`."""
+    """The identity of `x`; backward adds the gradient of `loss`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
 
-class Layer(nn.Module):
+class DrafterLayer(nn.Module):
     """The layer of EAGLE: one of the policy's without the norm before its attention."""
 
     def __init__(self, config: ModelConfig):
@@ -244,7 +244,7 @@ class EagleModel(PairModel):
         config = EagleConfig.of(policy)
         super().__init__(config)
         self.fc = nn.Linear(2 * policy.hidden_size, policy.hidden_size, bias=False)
-        self.layer = Layer(config.layer)
+        self.layer = DrafterLayer(config.layer)
 
     def initialise(self, seed: int) -> None:
         """Random weights under which o_s is almost h_{s-1}, a better first guess than noise."""
@@ -274,7 +274,7 @@ class EagleModel(PairModel):
             self.fc.weight[:, :h] = torch.eye(h, device=self.fc.weight.device)
 
     @property
-    def block(self) -> Layer:
+    def block(self) -> DrafterLayer:
         """See `PairModel.block`."""
         return self.layer
 
