@@ -39,13 +39,14 @@ def responses(settings: list[str], args: argparse.Namespace) -> list[list[int]]:
     from megatron_tlt.data.prompts import build_prompts
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.trainer.setup import sampling_params
+    from megatron_tlt.types import GenerateCall
 
     config = load_config(ROOT / "configs/quickstart.yaml", [f"model.path={args.model}", *settings])
     tokenizer = HFTokenizer(args.model)
     prompts = build_prompts(config.data, "train", tokenizer, config.train.seed).next_batch(args.prompts)
     params = replace(sampling_params(config), max_tokens=args.max_tokens)
     backend = build_backend(config.rollout, config.model, tokenizer=tokenizer, load_weights=True)
-    return [s.token_ids for s in backend.generate(prompts, params, 8)]
+    return [s.token_ids for s in backend.generate(GenerateCall(prompts, params, 8))]
 
 
 def compare(first: list[list[int]], second: list[list[int]]) -> dict[str, float]:
@@ -59,9 +60,7 @@ def compare(first: list[list[int]], second: list[list[int]]) -> dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2 prompts, 64 tokens")
     parser.add_argument("--model", type=Path, default=ROOT / "assets/demo-policy")
     parser.add_argument("--prompts", type=int, default=8)

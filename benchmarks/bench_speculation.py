@@ -76,10 +76,12 @@ class Side:
 
     def run(self, prompts: list[Prompt], params: SamplingParams, running: int) -> Turn:
         """Responses with at most `running` requests at a time, and what they took."""
+        from megatron_tlt.types import GenerateCall
+
         scheduler = self.backend.engine.scheduler
         scheduler.limits = replace(scheduler.limits, max_running=running)
         wall, cpu = time.perf_counter(), time.process_time()
-        samples = self.backend.generate(prompts, params, SAMPLES)
+        samples = self.backend.generate(GenerateCall(prompts, params, SAMPLES))
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         stats = self.backend.take_stats()
         if stats.speculation.row_steps:
@@ -198,12 +200,8 @@ def summarize(rows: list[dict[str, Any]], batches: list[int]) -> dict[str, float
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="batch 1 and 8, the tail, few strategies, 3 rounds"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="batch 1 and 8, the tail, few strategies, 3 rounds")
     parser.add_argument("--model", type=Path, default=ROOT / "assets/demo-policy")
     parser.add_argument("--drafter", type=Path, default=ROOT / "assets/demo-drafter")
     parser.add_argument("--config", type=Path, default=ROOT / "configs/quickstart.yaml")
@@ -221,9 +219,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     if args.strategies[0] != "plain" or "ours" not in args.strategies:
-        raise SystemExit(
-            "--strategies: plain comes first, as what the others are compared with, and ours is needed"
-        )
+        raise SystemExit("--strategies: plain comes first, as what the others are compared with, and ours is needed")
     import torch
 
     torch.set_num_threads(1)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
     from torch import Tensor
@@ -14,17 +13,13 @@ if TYPE_CHECKING:
     from megatron_tlt.types import (
         BackendCapabilities,
         EngineStats,
+        GenerateCall,
         HiddenStateSample,
         PastResponse,
         Prompt,
         Sample,
-        SamplingParams,
         WeightBucket,
     )
-
-ProgressCallback = Callable[[int, int, int], None]
-"""Called during a rollout with (running requests, waiting requests, tokens generated so far)."""
-
 
 RankOutcome = Literal["done", "saved", "left", "failed", "timeout"]
 """How a rank ends; saved, left: before the run's end, with and without a checkpoint."""
@@ -58,20 +53,12 @@ class RolloutBackend(Protocol):
     @property
     def policy_version(self) -> int: ...
 
-    def generate(
-        self,
-        prompts: Iterable[Prompt],
-        params: SamplingParams,
-        num_samples: int,
-        on_progress: ProgressCallback | None = None,
-    ) -> list[Sample]:
-        """All samples of all prompts, sorted by (prompt_id, sample_index).
+    def generate(self, call: GenerateCall) -> list[Sample]:
+        """All samples of all prompts of the call, sorted by (prompt_id, sample_index).
 
-        The next prompt is read when the engine has room for more requests, by ranks of one engine at the same step; an
-        engine without keyed sampling reads all at once. Returns when this replica has no live request.
-        `on_progress(running, waiting, generated_tokens)` is called now and then, at the same steps by all ranks of one
-        engine; if it raises, all requests are dropped and the engine is idle again. Mutates the KV cache and `stats`.
-        Raises BackendError while weights are torn.
+        The engine reads the next prompt when it has room for more requests, ranks of one engine at the same step; an
+        engine without keyed sampling reads all at once. Returns when this replica has no live request. Mutates the KV
+        cache and `stats`. Raises BackendError while weights are torn.
         """
 
     def ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -133,21 +120,3 @@ class RolloutBackend(Protocol):
 
     def close(self) -> None:
         """Frees memory, processes and sockets. The backend cannot be used afterwards."""
-
-
-class KeyedEngine(Protocol):
-    """A backend with keyed sampling: its responses do not depend on the engine, so some may come from elsewhere."""
-
-    def generate(
-        self,
-        prompts: Iterable[Prompt],
-        params: SamplingParams,
-        num_samples: int,
-        on_progress: ProgressCallback | None = None,
-        have: Iterable[tuple[int, int]] = (),
-        on_response: Callable[[Sample], None] | None = None,
-    ) -> list[Sample]:
-        """As `RolloutBackend.generate`, without the responses (prompt id, sample index) in `have`.
-
-        `on_response` gets each finished response.
-        """

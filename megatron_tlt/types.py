@@ -5,19 +5,22 @@ Legend: P prompt tokens, R response tokens, L = P + R.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
 BackendName = Literal["embedded", "trtllm", "vllm"]
 FinishReason = Literal["stop", "length", "abort"]
 Span = tuple[int, int]  # half-open, of response positions
+ProgressCallback = Callable[[int, int, int], None]
+"""Called during a rollout with (running requests, waiting requests, tokens generated so far)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,23 @@ class Sample:
     def num_drawn(self) -> int:
         """Response tokens that the policy drew."""
         return len(self.token_ids) - sum(end - begin for begin, end in self.given)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """What one `RolloutBackend.generate` generates, and the callbacks that it calls meanwhile."""
+
+    prompts: Iterable[Prompt]
+    params: SamplingParams
+    num_samples: int = 1  # of each prompt
+    on_progress: ProgressCallback | None = None
+    """Called now and then, at the same steps by all ranks of one engine. If it raises, all requests are dropped and the
+    engine is idle again.
+    """
+    have: Collection[tuple[int, int]] = ()
+    """Responses (prompt id, sample index) that are neither generated nor returned; equal on ranks of one engine."""
+    on_response: Callable[[Sample], None] | None = None
+    """Called with each response as soon as it is finished."""
 
 
 @dataclass(slots=True)

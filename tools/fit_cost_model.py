@@ -104,9 +104,7 @@ class Recorder:
         return {
             "rates": [round(min(float(r), 0.995), 4) for r in rates],
             "coverage": round(len(drafted) / max(1, self.asked), 4),
-            "reach": round(
-                1 - ends / max(1, int(drafted.sum()) - int(np.count_nonzero(drafted == whole))), 4
-            ),
+            "reach": round(1 - ends / max(1, int(drafted.sum()) - int(np.count_nonzero(drafted == whole))), 4),
             "spread": round(max(0.2, mean * (1 - mean) / max(spread, 1e-6) - 1), 2),
         }
 
@@ -138,14 +136,13 @@ def open_engine(config: Config, kind: str) -> tuple[EmbeddedBackend, Recorder | 
     return backend, recorder
 
 
-def measure(
-    config: Config, kind: str, stream: PromptStream, most: int, seconds: float
-) -> tuple[Recorder, list[int]]:
+def measure(config: Config, kind: str, stream: PromptStream, most: int, seconds: float) -> tuple[Recorder, list[int]]:
     """Responses prompts for `seconds`, up to `most` at a time; returns what was recorded and the responses' lengths.
 
     Every batch takes new prompts: a repeated one has the same response, which a suffix drafter would draft in full.
     """
     from megatron_tlt.trainer.setup import sampling_params
+    from megatron_tlt.types import GenerateCall
 
     backend, recorder = open_engine(config, kind)
     assert recorder is not None
@@ -155,7 +152,7 @@ def measure(
     while time.process_time() - started < seconds or turn < len(sizes):
         size = sizes[turn % len(sizes)]
         samples = 8 if turn % 3 else 1
-        responses = backend.generate(stream.next_batch(size), params, samples)
+        responses = backend.generate(GenerateCall(stream.next_batch(size), params, samples))
         lengths += [len(sample.token_ids) for sample in responses] if size == most else []
         turn += 1
     backend.close()
@@ -167,6 +164,7 @@ def measure_prefill(config: Config, prompts: list[Prompt]) -> list[tuple[int, fl
     from dataclasses import replace
 
     from megatron_tlt.trainer.setup import sampling_params
+    from megatron_tlt.types import GenerateCall
 
     backend, _ = open_engine(config, "suffix")
     params = replace(sampling_params(config), max_tokens=1)
@@ -174,7 +172,7 @@ def measure_prefill(config: Config, prompts: list[Prompt]) -> list[tuple[int, fl
     for turn in range(40):
         size = 1 + turn * len(prompts) // 40
         started = time.thread_time()
-        backend.generate(prompts[:size], params, 1)
+        backend.generate(GenerateCall(prompts[:size], params, 1))
         tokens = sum(len(p.token_ids) for p in prompts[:size])
         if tokens <= config.rollout.max_batched_tokens:
             rows.append((tokens, time.thread_time() - started))
@@ -200,9 +198,7 @@ def fit(features: np.ndarray, seconds: np.ndarray) -> tuple[list[float], float]:
     return weights.tolist(), float(np.median(error))
 
 
-def fit_table(
-    recorders: list[Recorder], prefill: list[tuple[int, float]]
-) -> tuple[dict[str, Any], dict[str, float]]:
+def fit_table(recorders: list[Recorder], prefill: list[tuple[int, float]]) -> tuple[dict[str, Any], dict[str, float]]:
     """The table that `sim.cost_model.MeasuredCosts` reads, and the median relative error of each fit."""
     rows = np.array([step for recorder in recorders for step in recorder.steps], np.float64)
     drafted, B, T, C, _, _, seconds = rows.T
@@ -216,9 +212,7 @@ def fit_table(
         steps = np.array([s for s in recorder.steps if s[0]], np.float64)
         if len(steps):
             features = np.stack([np.ones(len(steps)), steps[:, 1], steps[:, 4]], axis=1)
-            table["drafts"][recorder.kind], errors[recorder.kind] = fit(
-                features, np.maximum(steps[:, 5], 1e-7)
-            )
+            table["drafts"][recorder.kind], errors[recorder.kind] = fit(features, np.maximum(steps[:, 5], 1e-7))
     tokens = np.array(prefill, np.float64)
     features = np.stack([np.ones(len(tokens)), tokens[:, 0]], axis=1)
     table["prefill"], errors["prefill"] = fit(features, tokens[:, 1])
@@ -231,9 +225,7 @@ def main() -> None:
     from megatron_tlt.data.prompts import build_prompts
     from megatron_tlt.data.tokenizer import HFTokenizer
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, help="YAML file of an RL run")
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values that replace the file's")
     parser.add_argument("--drafters", nargs="+", default=["none", "suffix", "trained", "mixed"])

@@ -20,7 +20,7 @@ from benchmarks.gpu.decode import open_engine, pool_of
 from benchmarks.lib.larger_policy import widen, widen_drafter
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.types import Prompt, SamplingParams
+from megatron_tlt.types import GenerateCall, Prompt, SamplingParams
 
 DRAFTER = ROOT / "assets/demo-drafter"
 WIDE = (2048, 6144)  # hidden and MLP size: 600M parameters, whose reading bounds small batches
@@ -48,14 +48,12 @@ class Side:
         self.samples = SMOKE_SAMPLES if check.smoke else SAMPLES
         self.name, self.backend = name, open_engine(check, folders[0], max(batches), 512, **speculation)
 
-    def run(
-        self, prompts: list[Prompt], params: SamplingParams, running: int
-    ) -> tuple[float, Responses, float]:
+    def run(self, prompts: list[Prompt], params: SamplingParams, running: int) -> tuple[float, Responses, float]:
         """Tokens a second, responses and accept length with at most `running` requests at a time."""
         scheduler = self.backend.engine.scheduler
         scheduler.limits = replace(scheduler.limits, max_running=running)
         started = time.perf_counter()
-        samples = self.backend.generate(prompts, params, self.samples)
+        samples = self.backend.generate(GenerateCall(prompts, params, self.samples))
         seconds = time.perf_counter() - started
         stats = self.backend.take_stats()
         rate = stats.generated_tokens / seconds
@@ -151,7 +149,5 @@ def summarize(found: Result, sides: list[Side], check: Check) -> None:
     if not check.smoke and min(r["speedup"] for r in ours) < WORST:
         found.failures.append(f"the mixed drafter is {min(r['speedup'] for r in ours):.2f} of plain decoding")
     found.failures += [
-        f"{s.name}: no step went through the graph pool"
-        for s in sides
-        if not pool_of(s.backend).graphs.stats.replays
+        f"{s.name}: no step went through the graph pool" for s in sides if not pool_of(s.backend).graphs.stats.replays
     ]

@@ -29,6 +29,7 @@ from megatron_tlt.idle.window import IdleWindow
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.trainer.setup import sampling_params
+from megatron_tlt.types import GenerateCall
 
 
 def trainer_of(config: Config, backend: EmbeddedBackend) -> OnlineDrafterTrainer:
@@ -48,12 +49,10 @@ def main() -> None:
     tokenizer = HFTokenizer(config.model.path)
     prompts = build_prompts(config.data, "train", tokenizer, 0).next_batch(16)
     params = sampling_params(config)
-    backend = build_backend(
-        config.rollout, config.model, tokenizer=tokenizer, load_weights=True, keep_layers=()
-    )
+    backend = build_backend(config.rollout, config.model, tokenizer=tokenizer, load_weights=True, keep_layers=())
     trainer = trainer_of(config, backend)
     backend.collect_hidden_states(trainer.buffer.add)
-    backend.generate(prompts, params, 8)  # both have something to train on, and are warm
+    backend.generate(GenerateCall(prompts, params, 8))  # both have something to train on, and are warm
     backend.collect_hidden_states(None)
     rows = []
     for turn in range(2 * int(sys.argv[2])):
@@ -65,7 +64,7 @@ def main() -> None:
                 window.begin()
                 started = time.perf_counter()
                 if world.is_main:
-                    backend.generate(prompts, params, 8)
+                    backend.generate(GenerateCall(prompts, params, 8))
                     seconds[kind] = time.perf_counter() - started
                 window.run(trainer.train_step if world.rank else lambda: None)
         if world.is_main:

@@ -13,12 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Work = dict[
-    str, Any
-]  # {"first_id": int, "prompts": [[ids]], "samples": responses to each, "max_tokens", "eos": [ids]}
-Response = dict[
-    str, Any
-]  # {"seconds", "outputs": [[ids]], prompts' samples side by side, "drafts", "accepted"}
+Work = dict[str, Any]  # {"first_id": int, "prompts": [[ids]], "samples": responses to each, "max_tokens", "eos": [ids]}
+Response = dict[str, Any]  # {"seconds", "outputs": [[ids]], prompts' samples side by side, "drafts", "accepted"}
 Run = Callable[[Work], Response]
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -36,10 +32,15 @@ def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: 
     from megatron_tlt.config.rollout import RolloutSection, SyncSection
     from megatron_tlt.drafter.checkpoint import load_drafter
     from megatron_tlt.models.loader import iter_weights
-    from megatron_tlt.types import Prompt, SamplingParams, WeightBucket
+    from megatron_tlt.types import GenerateCall, Prompt, SamplingParams, WeightBucket
 
     speculation = {"drafter": kind, "with_suffix": True, "drafter_path": None if kind == "none" else drafter}
-    settings = {"backend": engine, "dtype": dtype, "max_running_requests": MAX_RUNNING, "speculation": speculation}
+    settings = {
+        "backend": engine,
+        "dtype": dtype,
+        "max_running_requests": MAX_RUNNING,
+        "speculation": speculation,
+    }
     vllm_settings = {"python": python, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0"}}
     section = RolloutSection.model_validate({**settings, "vllm": vllm_settings})
     policy = ModelSection(path=model, max_context=context)
@@ -59,7 +60,7 @@ def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: 
         ids = range(work["first_id"], work["first_id"] + len(work["prompts"]))
         prompts = [Prompt(i, str(i), tuple(p), "") for i, p in zip(ids, work["prompts"])]
         started = time.perf_counter()
-        samples = backend.generate(prompts, params, work["samples"])
+        samples = backend.generate(GenerateCall(prompts, params, work["samples"]))
         seconds = time.perf_counter() - started
         spec = backend.take_stats().speculation
         outputs = [s.token_ids for s in sorted(samples, key=lambda s: (s.prompt_id, s.sample_index))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.base import BaseBackend
@@ -13,10 +13,9 @@ from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import (
     CAPABILITIES,
     EngineStats,
+    GenerateCall,
     HiddenStateSample,
-    Prompt,
     Sample,
-    SamplingParams,
     WeightBucket,
 )
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from megatron_tlt.interfaces import ProgressCallback
     from megatron_tlt.rollout.engine import Engine
     from megatron_tlt.rollout.request import Request
     from megatron_tlt.rollout.spec.history import ResponseHistory
@@ -65,57 +63,25 @@ class EmbeddedBackend(BaseBackend):
             raise BackendError("the rollout backend is closed")
         return self._engine
 
-    def generate(
-        self,
-        prompts: Iterable[Prompt],
-        params: SamplingParams,
-        num_samples: int,
-        on_progress: ProgressCallback | None = None,
-        have: Iterable[tuple[int, int]] = (),
-        on_response: Callable[[Sample], None] | None = None,
-    ) -> list[Sample]:
-        """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`.
-
-        Those in `have` are neither made nor returned; ranks of one engine must pass the same. `on_response` gets each
-        response as soon as it is finished.
-        """
+    def generate(self, call: GenerateCall) -> list[Sample]:
+        """See `RolloutBackend.generate`."""
         engine = self.engine
         self._weights.check_ready()
         assert engine.is_idle, "generate is not re-entrant"
-        without: dict[int, set[int]] = defaultdict(set)
-        for prompt_id, sample_index in have:
-            without[prompt_id].add(sample_index)
         samples: list[Sample] = []
 
         def take(request: Request) -> None:
             samples.append(self._sample(request))
-            if on_response is not None:
-                on_response(samples[-1])
+            if call.on_response is not None:
+                call.on_response(samples[-1])
 
-        waiting = iter(prompts)
         traced: set[int] = set()  # prompts
-
-        def fetch() -> bool:
-            if (prompt := next(waiting, None)) is None:
-                return False
-            if len(traced) < self._traced_prompts:
-                traced.add(prompt.prompt_id)
-            engine.add(
-                prompt.token_ids,
-                params,
-                prompt.prompt_id,
-                num_samples=num_samples,
-                dataset_id=prompt.dataset_id,
-                without=without[prompt.prompt_id],
-            )
-            return True
-
         self.resume()
         if self._traced_prompts and engine.speculator is not None:
             engine.speculator.start_trace(traced)
         done = False
         try:
-            engine.run(on_progress, take, fetch)
+            engine.run(call.on_progress, take, self._fetching(call, traced))
             done = True
         finally:
             if not done:  # one refused prompt or an interrupt must not leave others in the engine
@@ -126,6 +92,33 @@ class EmbeddedBackend(BaseBackend):
                 self.release()
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
         return samples
+
+    def _fetching(self, call: GenerateCall, traced: set[int]) -> Callable[[], bool]:
+        """A function that adds the requests of the next prompt to the engine; it returns False once there is none.
+
+        `traced` gets the first prompts, as many as are traced.
+        """
+        without: dict[int, set[int]] = defaultdict(set)
+        for prompt_id, sample_index in call.have:
+            without[prompt_id].add(sample_index)
+        waiting = iter(call.prompts)
+
+        def fetch() -> bool:
+            if (prompt := next(waiting, None)) is None:
+                return False
+            if len(traced) < self._traced_prompts:
+                traced.add(prompt.prompt_id)
+            self.engine.add(
+                prompt.token_ids,
+                call.params,
+                prompt.prompt_id,
+                num_samples=call.num_samples,
+                dataset_id=prompt.dataset_id,
+                without=without[prompt.prompt_id],
+            )
+            return True
+
+        return fetch
 
     def release(self) -> None:
         """Gives the memory of KV cache, hidden states and graphs back until `resume`. A second call does nothing."""

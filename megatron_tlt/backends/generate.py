@@ -19,7 +19,7 @@ from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, Dat
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import safetensors_problems
 from megatron_tlt.observe.files import write_atomically
-from megatron_tlt.types import Prompt
+from megatron_tlt.types import GenerateCall, Prompt
 
 if TYPE_CHECKING:
     from megatron_tlt.backends.embedded import EmbeddedBackend
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from megatron_tlt.types import EngineStats, Sample, SamplingParams
 
 
-def generate_problems(
-    model_dir: Path, in_jsonl: Path, speculation: SpeculationSection
-) -> list[ConfigProblem]:
+def generate_problems(model_dir: Path, in_jsonl: Path, speculation: SpeculationSection) -> list[ConfigProblem]:
     """Input of `megatron-tlt generate` that is missing or damaged, and a drafter that does not fit the model."""
     problems = []
     if not (model_dir / "config.json").is_file():
@@ -81,7 +79,7 @@ def generate_file(
     )
     try:
         started = time.perf_counter()
-        samples = backend.generate(prompts, params, n)
+        samples = backend.generate(GenerateCall(prompts, params, n))
         stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
         if tp is None or tp.rank == 0:
             write_atomically(out_jsonl, response_lines(samples, logprobs))
@@ -101,9 +99,7 @@ def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: Path)
     if room < 1:
         raise DataError(f"{longest.dataset_id}: {count} tokens, but the model has {limit} positions")
     if params.max_tokens > room:
-        allowed = (
-            f"at most {room}: the longest prompt and its response must fit in the model's {limit} positions"
-        )
+        allowed = f"at most {room}: the longest prompt and its response must fit in the model's {limit} positions"
         raise ConfigError.of("max_tokens", params.max_tokens, allowed)
     return count + params.max_tokens
 
@@ -174,9 +170,7 @@ def _parse(line: str, where: str, tokenizer: HFTokenizer | None, chat: bool) -> 
         raise DataError(f"{where}: not JSON: {e}") from e
     keys = {"prompt", "token_ids"} & record.keys() if isinstance(record, dict) else set()
     if len(keys) != 1:
-        raise DataError(
-            f'{where}: an object with either "prompt" or "token_ids" is needed, got {line.strip()[:80]}'
-        )
+        raise DataError(f'{where}: an object with either "prompt" or "token_ids" is needed, got {line.strip()[:80]}')
     key = keys.pop()
     value = record[key]
     if key == "prompt" and isinstance(value, str):

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from megatron_tlt.types import (
     BackendCapabilities,
     EngineStats,
     FinishReason,
+    GenerateCall,
     Prompt,
     Sample,
     SamplingParams,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from megatron_tlt.backends.process import EngineProcess
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.data.tokenizer import HFTokenizer
-    from megatron_tlt.interfaces import ProgressCallback
     from megatron_tlt.sync.served_weights import ServedWeights
 
 logger = logging.getLogger(__name__)
@@ -109,31 +109,19 @@ class RemoteBackend(BaseBackend):
 
     # -- responses ----------------------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        prompts: Iterable[Prompt],
-        params: SamplingParams,
-        num_samples: int,
-        on_progress: ProgressCallback | None = None,
-        have: Iterable[tuple[int, int]] = (),
-        on_response: Callable[[Sample], None] | None = None,
-    ) -> list[Sample]:
-        """All samples of all prompts, sorted by (prompt_id, sample_index); see `RolloutBackend.generate`.
-
-        Those in `have` are neither made nor returned. `on_response` gets each response as soon as it is finished.
-        `Sample.logprobs` is empty: see `BackendCapabilities.logprobs`.
-        """
-        self._must_serve(params)
+    def generate(self, call: GenerateCall) -> list[Sample]:
+        """See `RolloutBackend.generate`. `Sample.logprobs` is empty: see `BackendCapabilities.logprobs`."""
+        self._must_serve(call.params)
         self.resume()
         started = time.perf_counter()
-        self._seed, self._arguments = params.seed, self._sampling(params)
+        self._seed, self._arguments = call.params.seed, self._sampling(call.params)
         self._lengths = np.zeros(0, np.int32)
         self._prompts.clear()
-        self._wanted = self._requests_of(prompts, params.max_tokens, num_samples, frozenset(have))
+        self._wanted = self._requests_of(call)
         try:
             self._fill()
-            samples = self._collect(started, on_progress, on_response)
-        except BaseException:  # also an interrupt: what runs must not run on, or response the next call
+            samples = self._collect(started, call)
+        except BaseException:  # also an interrupt: what runs must not run on, or respond to the next call
             self._abandon()
             raise
         self._stats.seconds += time.perf_counter() - started
@@ -153,19 +141,17 @@ class RemoteBackend(BaseBackend):
         if params.stop and not self.capabilities.stop_strings:
             raise BackendError(f"stop strings {params.stop!r}: {self._name} stops at tokens only")
 
-    def _requests_of(
-        self, prompts: Iterable[Prompt], max_tokens: int, num_samples: int, have: frozenset[tuple[int, int]]
-    ) -> Iterator[tuple[Prompt, int]]:
+    def _requests_of(self, call: GenerateCall) -> Iterator[tuple[Prompt, int]]:
         """The requests that `generate` has to make. Raises BackendError for a prompt that is too long."""
         most = self._max_context
-        for prompt in prompts:
-            total = len(prompt.token_ids) + max_tokens
+        for prompt in call.prompts:
+            total = len(prompt.token_ids) + call.params.max_tokens
             if total > most:
                 raise BackendError(
                     f"prompt {prompt.prompt_id}: prompt and response of {total} tokens exceed the context of {most}"
                 )
             self._prompts[prompt.prompt_id] = prompt
-            yield from ((prompt, i) for i in range(num_samples) if (prompt.prompt_id, i) not in have)
+            yield from ((prompt, i) for i in range(call.num_samples) if (prompt.prompt_id, i) not in call.have)
 
     def _fill(self) -> None:
         """Submits requests: as many as the engine runs at once where responses are keyed, else all."""
@@ -185,9 +171,7 @@ class RemoteBackend(BaseBackend):
         }
         self.process.send({"type": "submit", **request})
 
-    def _collect(
-        self, started: float, on_progress: ProgressCallback | None, on_response: Callable[[Sample], None] | None
-    ) -> list[Sample]:
+    def _collect(self, started: float, call: GenerateCall) -> list[Sample]:
         """Waits until nothing is queued or in flight by our own count."""
         samples: list[Sample] = []
         tokens = idle_beats = 0
@@ -200,8 +184,8 @@ class RemoteBackend(BaseBackend):
                 tokens += len(samples[-1].token_ids)
                 self._stats.generated_tokens += len(samples[-1].token_ids)
                 self._fill()
-                if on_response is not None:
-                    on_response(samples[-1])
+                if call.on_response is not None:
+                    call.on_response(samples[-1])
             else:
                 has_none = message.get("in_flight") == 0 and message.get("last_request") == self._requests
                 idle_beats = idle_beats + 1 if has_none else 0
@@ -210,8 +194,8 @@ class RemoteBackend(BaseBackend):
                 self._lengths = np.array(message.get("lengths", ()), np.int32)
             running = min(len(self._pending), self._rollout.max_running_requests)
             self._stats.running_curve.append((time.perf_counter() - started, running))
-            if on_progress is not None:
-                on_progress(running, len(self._pending) - running, tokens)
+            if call.on_progress is not None:
+                call.on_progress(running, len(self._pending) - running, tokens)
         return samples
 
     def _take_response(self, message: Mapping[str, Any]) -> Sample:
@@ -226,9 +210,7 @@ class RemoteBackend(BaseBackend):
         text: str | None = message.get("text")  # cut behind the stop string that ended it
         stops = self._arguments["stop_token_ids"] or ()
         if reason == "stop" and text is None and (not token_ids or token_ids[-1] not in stops):
-            raise BackendError(
-                f"prompt {key[0]}: the engine stopped at a token that it left out, or at none of ours"
-            )
+            raise BackendError(f"prompt {key[0]}: the engine stopped at a token that it left out, or at none of ours")
         if text is None:
             text = self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
         return Sample(key[0], key[1], token_ids, [], text, reason, self._weights.version)
@@ -301,9 +283,7 @@ class RemoteBackend(BaseBackend):
             raise SyncError(f"a drafter of version {version} came to an engine that has none")
         if weights.keys() != names:
             wrong = shortened(sorted(weights.keys() ^ names))
-            raise SyncError(
-                f"the drafter of version {version} has not the tensors it was started with: {wrong}"
-            )
+            raise SyncError(f"the drafter of version {version} has not the tensors it was started with: {wrong}")
 
     def finish_update(self) -> None:
         """Closes the weight sync; the engine serves the new version. Raises SyncError if a tensor has not come."""

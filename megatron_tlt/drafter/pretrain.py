@@ -33,6 +33,7 @@ from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.eagle.pairs import PairBatch
 from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.types import GenerateCall
 
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
@@ -153,9 +154,7 @@ class DrafterPretraining:
             text = json.dumps(result.to_json(), indent=2)
             (out / "eval.json").write_text(text + "\n", encoding="utf-8")
 
-    def _responses(
-        self, prompts: Sequence[Prompt], samples: int, params: SamplingParams
-    ) -> list[DraftSequence]:
+    def _responses(self, prompts: Sequence[Prompt], samples: int, params: SamplingParams) -> list[DraftSequence]:
         """This replica's share of the prompts, answered, with the policy's hidden states. On the CPU.
 
         All ranks of a replica call this together and get the same.
@@ -164,7 +163,7 @@ class DrafterPretraining:
         replica, _ = rollout_replica(self._world.rank, tp)
         collected: list[HiddenStateSample] = []
         self._backend.collect_hidden_states(collected.append)
-        self._backend.generate(list(prompts)[replica :: self._world.size // tp], params, samples)
+        self._backend.generate(GenerateCall(list(prompts)[replica :: self._world.size // tp], params, samples))
         self._backend.collect_hidden_states(None)
         collected.sort(key=lambda sample: (sample.trajectory.prompt_id, sample.trajectory.sample_index))
         return [DraftSequence.of(sample) for sample in collected]
@@ -188,9 +187,7 @@ class DrafterPretraining:
 def lookup_tables(path: str | Path, config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """The policy's embedding and LM head, float32 [V, H] each (the same tensor when tied)."""
     tables = {
-        name: tensor.to(device, torch.float32)
-        for name, tensor in iter_weights(path, config)
-        if name in (EMBED, HEAD)
+        name: tensor.to(device, torch.float32) for name, tensor in iter_weights(path, config) if name in (EMBED, HEAD)
     }
     return tables[EMBED], tables.get(HEAD, tables[EMBED])
 

@@ -24,22 +24,22 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 
+from megatron_tlt.data.prompt_queue import PromptQueue
 from megatron_tlt.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tlt.config.run import RolloutCacheSection
-    from megatron_tlt.data.prompt_queue import PromptQueue
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.interfaces import KeyedEngine, ProgressCallback, RolloutBackend
-    from megatron_tlt.types import SamplingParams
+    from megatron_tlt.interfaces import RolloutBackend
+    from megatron_tlt.types import GenerateCall
 
 _log = logging.getLogger(__name__)
 _MIB = 1 << 20
@@ -169,28 +169,26 @@ class RolloutCache:
         run_dir: Path,
         world: World,
         backend: RolloutBackend,
-        keyed: KeyedEngine | None,
-        params: SamplingParams,
-        num_samples: int,
         weights: Fingerprint,
         *,
         identity: Mapping[str, Any],
         tp: int,
         fresh: bool,
     ):
-        """`keyed`: `backend`, if its responses can be kept; None: nothing is kept or reused.
+        """Without keyed sampling in `backend` nothing is kept or reused.
 
         `identity`: what a response depends on besides prompt and weights, JSON-able. `fresh`: ignore old responses.
         """
         self._directory, self._world = run_dir / "rollout_cache", world
-        self._backend, self._keyed, self._params, self._num_samples = backend, keyed, params, num_samples
+        self._backend = backend
+        self._keeps = section.enabled and backend.capabilities.keyed_sampling
         self._weights, self._identity, self._fresh = weights, dict(identity), fresh
         self._replica, self._is_first = world.rank // tp, world.rank % tp == 0
         self._start_id = os.urandom(4).hex()
         self._writer: ResponseWriter | None = None
-        if self._is_first and keyed is not None:
+        if self._is_first and self._keeps:
             self._writer = ResponseWriter(section.max_mib * _MIB)
-        if section.enabled and keyed is None and world.is_main:
+        if section.enabled and not self._keeps and world.is_main:
             _log.info("no rollout cache without keyed sampling: a restart generates an unfinished step again")
         self._old_steps: set[int] = set()  # steps with responses of earlier starts, seen by any rank
         self._old_files: list[Path] | None = None  # those of the present step; None: no rank has any
@@ -199,7 +197,7 @@ class RolloutCache:
 
     def start(self, steps_done: int) -> None:
         """Removes what a checkpoint of `steps_done` steps covers, or all for a fresh run. Collective."""
-        if self._keyed is None:
+        if not self._keeps:
             return
         if self._world.is_main and self._fresh:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -209,12 +207,12 @@ class RolloutCache:
 
     def fingerprint(self, weights: Weights) -> Weights:
         """Yields a weight sync's weights unchanged; their checksum becomes part of the key."""
-        return weights if self._keyed is None else self._weights.watch(weights)
+        return self._weights.watch(weights) if self._keeps else weights
 
     def begin_step(self, step: int, policy_version: int) -> None:
         """Begins the rollouts of `step` (1-based) with the weights of the last `fingerprint`. Collective."""
         self._reused = 0
-        if self._keyed is None:
+        if not self._keeps:
             return
         self._key = {**self._identity, "policy_version": policy_version, "weights": self._weights.take()}
         directory = self._directory / f"step-{step:06d}"
@@ -223,21 +221,20 @@ class RolloutCache:
             name = f"replica-{self._replica:05d}-{self._start_id}.jsonl"
             self._writer.begin(directory / name, self._key)
 
-    def generate(self, queue: PromptQueue, on_progress: ProgressCallback) -> list[Sample]:
-        """All samples of the prompts that this replica fetches from `queue`, sorted by (prompt id, sample index).
-
-        Cached ones, and the engine's for the rest.
+    def generate(self, call: GenerateCall) -> list[Sample]:
+        """As the backend's `generate`, with cached responses in place of new ones; `call.prompts` is a `PromptQueue`.
 
         Collective while there may be responses of an earlier start.
         """
-        if self._keyed is None:
-            return self._backend.generate(queue, self._params, self._num_samples, on_progress)
+        if not self._keeps:
+            return self._backend.generate(call)
+        queue = call.prompts
+        assert isinstance(queue, PromptQueue)
         found: Responses = {}
         if self._old_files is not None:  # any replica may fetch any prompt
-            found = self._same_in_replica(self._read(self._old_files, queue.prompts))
-        made = self._keyed.generate(
-            queue, self._params, self._num_samples, on_progress, found.keys(), self._writer_for(queue.prompts)
-        )
+            found = self._same_in_replica(self._read(self._old_files, queue.prompts, call.num_samples))
+        writer = self._writer_for(queue.prompts)
+        made = self._backend.generate(replace(call, have=found.keys(), on_response=writer))
         fetched = {prompt.prompt_id for prompt in queue.fetched}
         reused = [sample for sample in found.values() if sample.prompt_id in fetched]
         self._reused += len(reused)
@@ -262,14 +259,14 @@ class RolloutCache:
 
     def remove_until(self, step: int | None) -> None:
         """Removes the steps up to `step`, that of this run's newest complete checkpoint."""
-        if self._world.is_main and self._keyed is not None and step is not None:
+        if self._world.is_main and self._keeps and step is not None:
             for number, directory in self._steps().items():
                 if number <= step:
                     shutil.rmtree(directory, ignore_errors=True)
 
     def clear(self) -> None:
         """Removes everything, where responses are kept: the run has done its last step. Collective."""
-        if self._keyed is None:
+        if not self._keeps:
             return
         self.close()
         self._world.barrier()  # every file is closed
@@ -285,7 +282,7 @@ class RolloutCache:
         found = {path.name.removeprefix("step-"): path for path in sorted(self._directory.glob("step-*"))}
         return {int(name): path for name, path in found.items() if name.isdigit()}
 
-    def _read(self, files: Sequence[Path], prompts: Sequence[Prompt]) -> Responses:
+    def _read(self, files: Sequence[Path], prompts: Sequence[Prompt], num_samples: int) -> Responses:
         """Responses to these prompts in files with the present key."""
         found: Responses = {}
         for path in files:
@@ -297,7 +294,7 @@ class RolloutCache:
             if responses is None:
                 _log.info("%s has responses of other weights or settings: not used", path)
                 continue
-            found |= {at: sample for at, sample in responses.items() if at[1] < self._num_samples}
+            found |= {at: sample for at, sample in responses.items() if at[1] < num_samples}
         return found
 
     def _same_in_replica(self, found: Responses) -> Responses:

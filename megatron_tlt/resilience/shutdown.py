@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from signal import Signals
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,7 @@ from megatron_tlt.resilience.signals import StopSignals
 if TYPE_CHECKING:
     from megatron_tlt.config.run import ShutdownSection
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.interfaces import ProgressCallback
-    from megatron_tlt.types import Sample
+    from megatron_tlt.types import GenerateCall, Sample
 
 STORE_KEY = "shutdown"  # a line for each signal: its count, and the seconds until the deadline
 _LOOK_EVERY_S = 0.25  # between looks at the store in a rollout: a look is a round trip to rank 0
@@ -81,21 +81,18 @@ class GracefulShutdown:
 
     def interruptible(
         self,
-        generate: Callable[[ProgressCallback], list[Sample]],
-        on_progress: ProgressCallback | None = None,
+        generate: Callable[[GenerateCall], list[Sample]],
+        call: GenerateCall,
     ) -> tuple[list[Sample], bool]:
-        """(responses, False), or ([], True) if a signal interrupted the rollout.
-
-        `generate` gets the callback that the engine calls between its steps; the callback calls `on_progress`, too.
-        """
+        """(`generate(call)`, False), or ([], True) if a signal interrupted it, which is seen between two steps."""
 
         def check_and_report(running: int, waiting: int, generated_tokens: int) -> None:
             self.check_rollout()
-            if on_progress is not None:
-                on_progress(running, waiting, generated_tokens)
+            if call.on_progress is not None:
+                call.on_progress(running, waiting, generated_tokens)
 
         try:
-            return generate(check_and_report), False
+            return generate(replace(call, on_progress=check_and_report)), False
         except RolloutInterrupted:
             return [], True
         except BackendError:

@@ -22,11 +22,10 @@ from megatron_tlt.rollout.sampler import NativeSample, Sampler
 from megatron_tlt.rollout.scheduler import Scheduler, SchedulerLimits
 from megatron_tlt.rollout.spec.build import Drafting, build_speculator
 from megatron_tlt.rollout.stops import StopStringFinder
-from megatron_tlt.types import EngineStats, SamplingParams
+from megatron_tlt.types import EngineStats, ProgressCallback, SamplingParams
 
 if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
-    from megatron_tlt.interfaces import ProgressCallback
     from megatron_tlt.models.base import Decoder
     from megatron_tlt.models.keyed_noise import SampleKernel
     from megatron_tlt.models.torch.decoder import TorchDecoder
@@ -211,9 +210,7 @@ class Engine:
             assert self.runner.pages is not None
             self._collector.collect(request, self.runner.pages)
 
-    def _count(
-        self, batch: Batch, result: StepResult, num_finished: int, started: float, scheduled: float
-    ) -> None:
+    def _count(self, batch: Batch, result: StepResult, num_finished: int, started: float, scheduled: float) -> None:
         """Counts a step that was begun and scheduled at these seconds."""
         stats, committed = self._stats, time.perf_counter()
         stats.seconds += committed - started

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_tlt.distributed.exchange import gather_columns
 from megatron_tlt.trainer.batch_assembly import group_samples, share_responses
+from megatron_tlt.types import GenerateCall
 
 if TYPE_CHECKING:
     from megatron_tlt.config.run import EvalSection
@@ -81,11 +81,11 @@ class Evaluator:
         """Evaluates the engine's present policy. Collective. Raises GracefulExit if `stop` cuts it short."""
         num_samples = self._section.samples_per_prompt
         queue = self._queues.open(self._backend.ordered(self._prompts), num_samples)
-        generate = partial(self._backend.generate, queue, self._params, num_samples)
+        call = GenerateCall(queue, self._params, num_samples, self._report)
         if stop is None:
-            samples = generate(self._report)
+            samples = self._backend.generate(call)
         else:
-            samples, dropped = stop.interruptible(generate, self._report)
+            samples, dropped = stop.interruptible(self._backend.generate, call)
             stop.sync("eval", dropped)
         groups = group_samples(queue.fetched, samples) if self._queues.is_first else []
         self._rewards.score(groups)

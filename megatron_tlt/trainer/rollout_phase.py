@@ -7,23 +7,22 @@ Between two engine steps every rank reports its progress (`resilience.heartbeat`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.batch_assembly import group_samples
-from megatron_tlt.types import SampleGroup
+from megatron_tlt.types import GenerateCall, SampleGroup
 
 if TYPE_CHECKING:
     from megatron_tlt.data.prompt_queue import PromptQueues
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.controller import OnlineDrafterController
-    from megatron_tlt.interfaces import ProgressCallback, RolloutBackend
+    from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.resilience.rollout_cache import RolloutCache
     from megatron_tlt.resilience.shutdown import GracefulShutdown
-    from megatron_tlt.types import Prompt
+    from megatron_tlt.types import ProgressCallback, Prompt, SamplingParams
 
 _FIRST_LENGTH = 256.0  # tokens that a response is expected to have before any has ended
 
@@ -35,6 +34,7 @@ class RolloutPhase:
         self,
         world: World,
         queues: PromptQueues,
+        params: SamplingParams,
         num_samples: int,
         backend: RolloutBackend,
         rollout_cache: RolloutCache,
@@ -43,7 +43,8 @@ class RolloutPhase:
         on_progress: ProgressCallback,
     ):
         """`num_samples`: of each prompt."""
-        self._world, self.queues, self._num_samples = world, queues, num_samples
+        self._world, self.queues = world, queues
+        self._params, self._num_samples = params, num_samples
         self._backend, self._cache, self._drafter = backend, rollout_cache, drafter
         self._shutdown, self._on_progress = shutdown, on_progress
         self._lengths = np.array([_FIRST_LENGTH])  # tokens of the last rollout's responses, ascending
@@ -57,9 +58,9 @@ class RolloutPhase:
         samples: its first one returns them. Mutates `is_cut_short`.
         """
         queue = self.queues.open(self._backend.ordered(prompts), self._num_samples)
-        generate = partial(self._cache.generate, queue)
+        call = GenerateCall(queue, self._params, self._num_samples, self._report)
         with self._drafter.collecting():
-            samples, self.is_cut_short = self._shutdown.interruptible(generate, self._report)
+            samples, self.is_cut_short = self._shutdown.interruptible(self._cache.generate, call)
         if samples:
             self._lengths = np.sort(np.array([len(s.token_ids) for s in samples], np.float64))
         return group_samples(queue.fetched, samples) if self.queues.is_first else []

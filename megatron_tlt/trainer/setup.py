@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.trtllm.build import build_trtllm
-from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.build import build_vllm
 from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.dims import rollout_replica
@@ -90,7 +89,6 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
 
     tp = tensor_parallel(world, config.rollout.tp)
     policy, drafter_trainer, backend = build_models(config, world, algorithm, tokenizer, tp)
-    params = sampling_params(config)
     metrics = RunMetrics(config, world, _traced_drafts(config, world, backend))
 
     # What happens around rollout and update.
@@ -108,11 +106,19 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         policy.collect_hidden_states(drafter_trainer.take_step, budget, dtype, layers, seed)
 
     idle_window = _idle_window(config, world, tp, drafter, metrics)
-    rollout_cache = _rollout_cache(config, world, tokenizer, backend, params)
+    rollout_cache = _rollout_cache(config, world, tokenizer, backend)
     shutdown = GracefulShutdown(world, config.stop, signals, tp.largest)
     queues, num_samples = prompt_queues(config, world, tp), config.rollout.samples_per_prompt
     rollout = RolloutPhase(
-        world, queues, num_samples, backend, rollout_cache, drafter, shutdown, metrics.on_rollout
+        world,
+        queues,
+        sampling_params(config),
+        num_samples,
+        backend,
+        rollout_cache,
+        drafter,
+        shutdown,
+        metrics.on_rollout,
     )
     return RLTrainer(
         config=config,
@@ -361,14 +367,11 @@ def _gpu_monitor(world: World) -> GpuMonitor:
     return GpuMonitor(str(torch.cuda.get_device_properties(world.device).uuid) if is_gpu else None)
 
 
-def _rollout_cache(
-    config: Config, world: World, tokenizer: HFTokenizer, backend: RolloutBackend, params: SamplingParams
-) -> RolloutCache:
+def _rollout_cache(config: Config, world: World, tokenizer: HFTokenizer, backend: RolloutBackend) -> RolloutCache:
     """The cache of finished responses; without keyed sampling nothing is kept."""
     rollout = config.rollout
-    keyed = backend if isinstance(backend, EmbeddedBackend | VllmBackend) else None
     identity = {
-        **asdict(params),
+        **asdict(sampling_params(config)),
         "eos": list(tokenizer.eos_token_ids),
         "device": world.device.type,
         **{name: getattr(rollout, name) for name in ("dtype", "kernels", "numerics", "tp")},
@@ -380,9 +383,6 @@ def _rollout_cache(
         Path(config.train.run_dir),
         world,
         backend,
-        keyed if config.rollout_cache.enabled else None,
-        params,
-        rollout.samples_per_prompt,
         WeightFingerprint(world),
         identity=identity,
         tp=rollout.tp,

@@ -21,7 +21,7 @@ from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.sync.buckets import checksum
-from megatron_tlt.types import Prompt, Sample, SamplingParams, WeightBucket
+from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.trtllm_engines import DRAFTER as TOY_DRAFTER
 from tests.helpers.trtllm_engines import PROMPTS, SHAPES, start_backend, tensors
@@ -45,7 +45,7 @@ ENGINES = ["embedded", "trtllm 1.2.1", "trtllm 1.3.0rc27", pytest.param("vllm", 
 class Served:
     """An engine with what is needed to use it."""
 
-    backend: Any  # RolloutBackend, and `KeyedEngine.generate`
+    backend: Any  # RolloutBackend
     prompts: list[Prompt]
     tokenizer: Any
     ends: set[int]
@@ -67,7 +67,7 @@ class Served:
         return version
 
     def responses(self, params: SamplingParams = PARAMS, **options: Any) -> dict[tuple[int, int], tuple[int, ...]]:
-        samples = self.backend.generate(self.prompts, params, SAMPLES, **options)
+        samples = self.backend.generate(GenerateCall(self.prompts, params, SAMPLES, **options))
         return {(s.prompt_id, s.sample_index): tuple(s.token_ids) for s in samples}
 
 
@@ -117,7 +117,7 @@ def test_responses_are_complete_in_order_and_counted(served: Served) -> None:
     version, backend = served.push(), served.backend
     backend.take_stats()
     seen: list[tuple[int, int, int]] = []
-    samples = backend.generate(served.prompts, PARAMS, SAMPLES, lambda *figures: seen.append(figures))
+    samples = backend.generate(GenerateCall(served.prompts, PARAMS, SAMPLES, lambda *figures: seen.append(figures)))
     ids = sorted(p.prompt_id for p in served.prompts)
     assert [(s.prompt_id, s.sample_index) for s in samples] == [(p, i) for p in ids for i in range(SAMPLES)]
     for s in samples:
@@ -145,7 +145,7 @@ def test_responses_end_at_their_stops(served: Served) -> None:
     served.push()
 
     def response(**params: Any) -> list[Sample]:
-        found: list[Sample] = served.backend.generate(served.prompts, SamplingParams(**params), SAMPLES)
+        found: list[Sample] = served.backend.generate(GenerateCall(served.prompts, SamplingParams(**params), SAMPLES))
         return found
 
     samples = response(max_tokens=40)
@@ -231,7 +231,7 @@ def test_what_fails_leaves_nothing_behind(served: Served, how: str) -> None:
     else:
         long = Prompt(77, "q", served.prompts[0].token_ids[:1] * (served.context - 5), "")
         with pytest.raises(BackendError, match=f"prompt 77: .* exceed the context of {served.context}"):
-            served.backend.generate([*served.prompts, long], PARAMS, 2)
+            served.backend.generate(GenerateCall([*served.prompts, long], PARAMS, 2))
     seen: list[tuple[int, int, int]] = []
     assert served.responses(on_progress=lambda *figures: seen.append(figures)) == whole
     assert sum(seen[0][:2]) <= len(whole), "requests of the call before are gone"

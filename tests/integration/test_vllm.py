@@ -31,6 +31,7 @@ from megatron_tlt.models.eagle.config import DrafterConfig, Eagle3Config, EagleC
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model, choose_vocabulary
 from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.types import (
+    GenerateCall,
     HiddenStateSample,
     Prompt,
     Sample,
@@ -102,13 +103,12 @@ def noisy(drafter: dict[str, Tensor]) -> dict[str, Tensor]:
     """A drafter of the same form that drafts nothing right."""
     generator = torch.Generator().manual_seed(0)
     return {
-        n: torch.randn(t.shape, generator=generator) * 0.05 if t.is_floating_point() else t
-        for n, t in drafter.items()
+        n: torch.randn(t.shape, generator=generator) * 0.05 if t.is_floating_point() else t for n, t in drafter.items()
     }
 
 
 def responses(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt], params: SamplingParams) -> Responses:
-    samples = backend.generate(prompts, params, 4)
+    samples = backend.generate(GenerateCall(prompts, params, 4))
     return {(s.prompt_id, s.sample_index): (s.token_ids, s.finish_reason) for s in samples}
 
 
@@ -152,7 +152,7 @@ def test_a_drafter_is_swapped_while_requests_run(
             before.append(vllm.take_stats().speculation)
 
     vllm.take_stats()
-    samples = vllm.generate(prompts, SAMPLING[0], 4, swap)
+    samples = vllm.generate(GenerateCall(prompts, SAMPLING[0], 4, swap))
     assert left[0] >= 2, "requests ran on with the other drafter"
     assert {(s.prompt_id, s.sample_index): (s.token_ids, s.finish_reason) for s in samples} == responses(
         ours, prompts, SAMPLING[0]
@@ -162,9 +162,7 @@ def test_a_drafter_is_swapped_while_requests_run(
     assert vllm.take_stats().speculation.accept_length > 1.5
 
 
-def collect(
-    backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt]
-) -> dict[tuple[int, int], HiddenStateSample]:
+def collect(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt]) -> dict[tuple[int, int], HiddenStateSample]:
     got: list[HiddenStateSample] = []
     backend.collect_hidden_states(got.append)
     responses(backend, prompts, SAMPLING[0])
@@ -195,9 +193,7 @@ def test_hidden_states_are_the_embedded_engines(
     assert_same_states(collect(ours, prompts), collect(vllm, prompts))
 
 
-def trained3(
-    config: DrafterConfig, samples: list[HiddenStateSample], tables: tuple[Tensor, Tensor]
-) -> Eagle3Model:
+def trained3(config: DrafterConfig, samples: list[HiddenStateSample], tables: tuple[Tensor, Tensor]) -> Eagle3Model:
     """A drafter of kind eagle3 over part of the vocabulary that drafts some tokens right and some not."""
     model, data = Eagle3Model(config), [DraftSequence.of(s) for s in samples]
     model.initialise(0)
@@ -237,7 +233,7 @@ def test_eagle3_and_experts_as_in_the_embedded_engine(
     lengths = [backend.take_stats().speculation.accept_length for backend in (ours, theirs)]
     assert lengths[0] > 1.4, "a drafter that says nothing of acceptance"
     assert lengths[1] == pytest.approx(lengths[0], rel=0.03)
-    assert_same_routed_experts(*(backend.generate(prompts, SAMPLING[0], 4) for backend in (ours, theirs)))
+    assert_same_routed_experts(*(backend.generate(GenerateCall(prompts, SAMPLING[0], 4)) for backend in (ours, theirs)))
     theirs.close()
 
 
@@ -267,7 +263,7 @@ def test_other_families_with_experts(
     for version, seed in enumerate((7, None)):
         for backend in (ours, theirs):
             push(backend, version, seed, model=policy)
-    mine, found = (backend.generate(prompts, SAMPLING[0], 4) for backend in (ours, theirs))
+    mine, found = (backend.generate(GenerateCall(prompts, SAMPLING[0], 4)) for backend in (ours, theirs))
     assert [s.token_ids for s in found] == [s.token_ids for s in mine]
     assert_same_routed_experts(mine, found)
     theirs.close()
@@ -298,5 +294,5 @@ def test_a_killed_engine_is_named(vllm: VllmBackend, prompts: list[Prompt]) -> N
     assert left == {"socket", "megatron_tlt"}, "files of hidden states are read once and removed"
     os.kill(vllm.process.pid, signal.SIGKILL)
     with pytest.raises(BackendError, match=r"the vLLM engine .* was ended by signal 9; the end of its log"):
-        vllm.generate(prompts, SAMPLING[0], 4)
+        vllm.generate(GenerateCall(prompts, SAMPLING[0], 4))
     assert not directory.exists()

@@ -24,7 +24,14 @@ from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.sync.served_weights import ServedWeights
-from megatron_tlt.types import HiddenStateSample, PastResponse, Prompt, SamplingParams, WeightBucket
+from megatron_tlt.types import (
+    GenerateCall,
+    HiddenStateSample,
+    PastResponse,
+    Prompt,
+    SamplingParams,
+    WeightBucket,
+)
 from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
 from tests.helpers.tiny_models import TINY, random_weights
 
@@ -32,17 +39,16 @@ PROMPTS = [Prompt(3, "q3", (4, 5, 6), "def"), Prompt(1, "q1", (7, 8), "gh")]
 PARAMS = SamplingParams(max_tokens=12)
 
 
-
 def test_built_from_a_directory_and_pushed_to(model_dir: Path):
     rollout, model = RolloutSection(kv_cache_mib=4), ModelSection(path=str(model_dir), max_context=64)
     loaded = build_backend(rollout, model, tokenizer=CharTokenizer(), load_weights=True)
-    expected = loaded.generate(PROMPTS, PARAMS, 2)
+    expected = loaded.generate(GenerateCall(PROMPTS, PARAMS, 2))
     pushed = build_backend(rollout, model, SyncSection(verify=True), tokenizer=CharTokenizer())
     pushed.begin_update(0)
     for name, tensor in random_weights(TINY):
         pushed.update_weights(WeightBucket(0, [(name, tensor)]))
     pushed.finish_update()
-    assert pushed.generate(PROMPTS, PARAMS, 2) == expected
+    assert pushed.generate(GenerateCall(PROMPTS, PARAMS, 2)) == expected
     assert pushed.weight_checksums().keys() == TINY.parameter_shapes().keys()
     assert loaded.engine.blocks.num_blocks == 4 * 2**20 // (2 * 2 * 16 * 16 * 4)
 
@@ -58,7 +64,7 @@ def test_hidden_states_are_stamped_with_the_version_that_answered(model_dir: Pat
         for name, tensor in random_weights(TINY):
             backend.update_weights(WeightBucket(version, [(name, tensor)]))
         backend.finish_update()
-        backend.generate(PROMPTS, params, 1)
+        backend.generate(GenerateCall(PROMPTS, params, 1))
     found = sorted((c.trajectory.prompt_id, c.trajectory.policy_version) for c in chunks)
     assert found == [(1, 3), (1, 4), (3, 3), (3, 4)]
     # 4 MiB hold as many blocks of keys, values and hidden states.
@@ -91,15 +97,13 @@ def push(backend: EmbeddedBackend, version: int, drafter: EagleModel | None = No
 def test_a_published_drafter_drafts_and_garbage_changes_nothing(model_dir: Path, garbage: float | None):
     drafter = EagleModel(TINY)
     backend = drafting_backend(model_dir, drafter)
-    expected = backend.generate(PROMPTS, PARAMS, 4)
+    expected = backend.generate(GenerateCall(PROMPTS, PARAMS, 4))
     with torch.no_grad():
         for parameter in drafter.parameters():
-            parameter.copy_(
-                torch.randn_like(parameter) if garbage is None else torch.full_like(parameter, garbage)
-            )
+            parameter.copy_(torch.randn_like(parameter) if garbage is None else torch.full_like(parameter, garbage))
     push(backend, 7, drafter)
     assert backend.drafter_version == 7
-    responses = backend.generate(PROMPTS, PARAMS, 4)
+    responses = backend.generate(GenerateCall(PROMPTS, PARAMS, 4))
     assert [(s.token_ids, s.logprobs) for s in responses] == [(s.token_ids, s.logprobs) for s in expected]
     stats = backend.take_stats().speculation
     assert stats.drafted_tokens > 0 or garbage is not None
@@ -128,7 +132,7 @@ def test_a_resumed_backend_orders_prompts_alike(model_dir: Path, drafter: str):
     model = ModelSection(path=str(model_dir), max_context=64)
     backends = [build_backend(rollout, model, load_weights=True) for _ in range(2)]
     for backend in backends[:1]:
-        backend.generate(PROMPTS, PARAMS, 2)
+        backend.generate(GenerateCall(PROMPTS, PARAMS, 2))
         lengths = {"q3": 4, "q1": 9}
         backend.remember([PastResponse(q, np.zeros(n, np.int32), 1.0, 1) for q, n in lengths.items()])
     assert [p.dataset_id for p in backends[0].ordered(PROMPTS)] == ["q1", "q3"]
@@ -190,7 +194,7 @@ def test_prompts_are_fetched_when_there_is_room_and_two_engines_give_the_respons
         engine = Engine(FakeDecoder(50), limits, num_blocks, 4, tokenizer=CharTokenizer(), eos_token_ids=(0,))
         return EmbeddedBackend(engine, ServedWeights({}, version=0))
 
-    whole = backend(64).generate(prompts, params, 5)
+    whole = backend(64).generate(GenerateCall(prompts, params, 5))
     first, others, seen = backend(4, rng.choice((18, 30, 400))), [], []
 
     def fetched() -> Iterator[Prompt]:
@@ -202,8 +206,8 @@ def test_prompts_are_fetched_when_there_is_room_and_two_engines_give_the_respons
             else:
                 yield prompt
 
-    mine = first.generate(fetched(), params, 5)
+    mine = first.generate(GenerateCall(fetched(), params, 5))
     assert max(seen) < 4 and len(seen) == len(prompts)
     assert first.engine.blocks.num_free == first.engine.blocks.num_blocks
-    theirs = backend(3).generate(others, params, 5)
+    theirs = backend(3).generate(GenerateCall(others, params, 5))
     assert sorted([*mine, *theirs], key=lambda s: (s.prompt_id, s.sample_index)) == whole

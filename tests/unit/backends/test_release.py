@@ -14,7 +14,7 @@ from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.models.eagle.model import EagleModel
-from megatron_tlt.types import HiddenStateSample, Prompt, SamplingParams
+from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, SamplingParams
 from tests.helpers.mpi import run_one
 from tests.helpers.tiny_models import TINY
 
@@ -22,13 +22,9 @@ PROMPTS = [Prompt(i, f"q{i}", tuple(range(4 + i)), "d") for i in range(4)]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
-def backend_of(
-    model_dir: Path, release_cache: bool, kernels: str = "auto", drafter: str = "none", mib: int = 4
-):
+def backend_of(model_dir: Path, release_cache: bool, kernels: str = "auto", drafter: str = "none", mib: int = 4):
     speculation = SpeculationSection(drafter=drafter, with_suffix=kernels == "native", selector="fixed", draft_len=3)
-    rollout = RolloutSection(
-        kv_cache_mib=mib, kernels=kernels, speculation=speculation, release_cache=release_cache
-    )
+    rollout = RolloutSection(kv_cache_mib=mib, kernels=kernels, speculation=speculation, release_cache=release_cache)
     model = ModelSection(path=str(model_dir), max_context=128)
     trained = None
     if speculation.trained:
@@ -39,7 +35,7 @@ def backend_of(
 
 
 def responses(backend: EmbeddedBackend) -> list[tuple[list[int], list[float]]]:
-    return [(list(s.token_ids), list(s.logprobs)) for s in backend.generate(PROMPTS, PARAMS, 3)]
+    return [(list(s.token_ids), list(s.logprobs)) for s in backend.generate(GenerateCall(PROMPTS, PARAMS, 3))]
 
 
 def held(backend: EmbeddedBackend) -> int:
@@ -53,9 +49,7 @@ def held(backend: EmbeddedBackend) -> int:
     return sum(c.untyped_storage().nbytes() for c in caches)
 
 
-@pytest.mark.parametrize(
-    ("kernels", "drafter"), [("native", "none"), ("native", "eagle"), ("torch", "eagle")]
-)
+@pytest.mark.parametrize(("kernels", "drafter"), [("native", "none"), ("native", "eagle"), ("torch", "eagle")])
 def test_responses_are_the_same_with_the_cache_released_between_rollouts(model_dir, kernels, drafter):
     kept, released = (backend_of(model_dir, on, kernels, drafter) for on in (False, True))
     assert held(released) == 0 < held(kept)

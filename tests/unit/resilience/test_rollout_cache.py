@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from megatron_tlt.resilience.rollout_cache import (
     prompt_crc,
     read_responses,
 )
-from megatron_tlt.types import Prompt, Sample, SamplingParams
+from megatron_tlt.types import CAPABILITIES, GenerateCall, Prompt, Sample, SamplingParams
 from tests.helpers.keys import row_key
 
 PARAMS, SAMPLES = SamplingParams(seed=3), 4
@@ -124,34 +124,28 @@ class Weights:
 class Engine:
     """Responses are a function of the keys; `asked` is what had to be generated."""
 
+    capabilities = CAPABILITIES["embedded"]
+
     def __init__(self, dies_after: int | None = None):
         self.asked: set[tuple[int, int]] = set()
         self._dies_after = dies_after
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        num_samples: int,
-        on_progress: Any = None,
-        have: Iterable[tuple[int, int]] = (),
-        on_response: Any = None,
-    ) -> list[Sample]:
+    def generate(self, call: GenerateCall) -> list[Sample]:
         made = []
-        for prompt, index in ((p, i) for p in prompts for i in range(num_samples)):
-            if (prompt.prompt_id, index) in have:
+        for prompt, index in ((p, i) for p in call.prompts for i in range(call.num_samples)):
+            if (prompt.prompt_id, index) in call.have:
                 continue
             if len(made) == self._dies_after:
                 raise KeyboardInterrupt
-            tokens = [row_key(params.seed, prompt.prompt_id, index, t) % 1000 for t in range(3)]
+            tokens = [row_key(call.params.seed, prompt.prompt_id, index, t) % 1000 for t in range(3)]
             made.append(Sample(prompt.prompt_id, index, tokens, [-0.5] * 3, "t", "stop", 0))
-            on_response(made[-1])
+            call.on_response(made[-1])
         self.asked = {(s.prompt_id, s.sample_index) for s in made}
         return made
 
 
 def make(run_dir: Path, engine: Engine, seed: int = 3, fresh: bool = False) -> RolloutCache:
-    parts: Any = (run_dir, WORLD, engine, engine, PARAMS, SAMPLES, Weights())
+    parts: Any = (run_dir, WORLD, engine, Weights())
     return RolloutCache(RolloutCacheSection(), *parts, identity={"seed": seed}, tp=1, fresh=fresh)
 
 
@@ -171,7 +165,7 @@ def run_step(
     cache.begin_step(step, 0)
     try:
         queue = PromptQueue(prompts, 0, 1, len(prompts), lambda: 0)
-        samples = cache.generate(queue, None)  # type: ignore[arg-type]
+        samples = cache.generate(GenerateCall(queue, PARAMS, SAMPLES))
     finally:
         metrics = cache.end_step()
         cache.close()
@@ -204,7 +198,8 @@ def test_responses_to_prompts_that_another_replica_fetches_are_left_to_it(tmp_pa
     list(cache.fingerprint([("w", 1.0)]))  # type: ignore[list-item]
     cache.begin_step(1, 0)
     tickets = iter((1, 3, 4))
-    samples = cache.generate(PromptQueue(PROMPTS, 0, 2, 0, lambda: next(tickets)), None)  # type: ignore[arg-type]
+    queue = PromptQueue(PROMPTS, 0, 2, 0, lambda: next(tickets))
+    samples = cache.generate(GenerateCall(queue, PARAMS, SAMPLES))
     assert [(s.prompt_id, s.sample_index) for s in samples] == [(p, i) for p in (1, 3) for i in range(SAMPLES)]
     assert len(engine.asked) == 7
     assert cache.end_step()["rollout_cache/reused"] == 1.0
@@ -251,6 +246,6 @@ def test_covered_steps_are_removed_at_the_start_and_on_the_way(tmp_path: Path) -
 
 def test_a_cache_that_is_off_leaves_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "rollout_cache/step-000001").mkdir(parents=True)
-    parts: Any = (tmp_path, WORLD, Engine(), None, PARAMS, SAMPLES, Weights())
+    parts: Any = (tmp_path, WORLD, Engine(), Weights())
     RolloutCache(RolloutCacheSection(enabled=False), *parts, identity={}, tp=1, fresh=False).clear()
     assert (tmp_path / "rollout_cache/step-000001").exists()

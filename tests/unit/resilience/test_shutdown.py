@@ -8,6 +8,7 @@ from megatron_tlt.config.run import ShutdownSection
 from megatron_tlt.errors import BackendError
 from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown, RolloutInterrupted
 from megatron_tlt.resilience.signals import ECHO_S, TERM, WARNING, StopSignals
+from megatron_tlt.types import GenerateCall, SamplingParams
 
 
 class Clock:
@@ -147,20 +148,21 @@ def test_interruptible_returns_responses_or_that_there_are_none(clock):
     stop, signals = make(clock)
     seen = []
 
-    def generate(on_progress):
-        on_progress(3, 2, 1)
-        return ["answer"]
+    def generate(call):
+        call.on_progress(3, 2, 1)
+        return ["a response"]
 
-    def dies(on_progress):
+    def dies(call):
         raise BackendError("gone")
 
-    assert stop.interruptible(generate, lambda *now: seen.append(now)) == (["answer"], False)
+    call = GenerateCall((), SamplingParams(), on_progress=lambda *now: seen.append(now))
+    assert stop.interruptible(generate, call) == (["a response"], False)
     assert seen == [(3, 2, 1)]
     with pytest.raises(BackendError):
-        stop.interruptible(dies)
+        stop.interruptible(dies, call)
     signals.note(TERM)
-    assert stop.interruptible(dies) == ([], True)  # the same signal may have killed the engine
+    assert stop.interruptible(dies, call) == ([], True)  # the same signal may have killed the engine
     clock.now += 15
-    assert stop.interruptible(generate) == ([], True)
+    assert stop.interruptible(generate, call) == ([], True)
     with pytest.raises(GracefulExit):
         stop.sync("rollout", interrupted=True)

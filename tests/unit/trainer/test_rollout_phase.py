@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tlt.data.prompt_queue import PromptQueue, PromptQueues
+from megatron_tlt.data.prompt_queue import PromptQueues
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.rollout_phase import RolloutPhase
-from megatron_tlt.types import Prompt, Sample
+from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams
 
 PROMPTS = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(5)]
 
@@ -30,9 +30,9 @@ class Recorder:
     def heartbeat(self, **figures: Any) -> None:
         self.heartbeats.append(figures)
 
-    def generate(self, queue: PromptQueue, on_progress: Any) -> list[Sample]:
-        self.asked += [p.prompt_id for p in queue]
-        on_progress(2, 1, 10)
+    def generate(self, call: GenerateCall) -> list[Sample]:
+        self.asked += [p.prompt_id for p in call.prompts]
+        call.on_progress(2, 1, 10)
         return [Sample(self.asked[0], i, [1] * length, [], "", "stop", 0) for i, length in enumerate(self.lengths)]
 
 
@@ -40,10 +40,18 @@ def make(lengths: list[int]) -> tuple[RolloutPhase, Recorder]:
     seen = Recorder(lengths)
     backend = SimpleNamespace(running_lengths=lambda: np.array([3, 5]), ordered=lambda prompts: prompts[::-1])
     drafter = SimpleNamespace(collecting=nullcontext)
-    shutdown = SimpleNamespace(interruptible=lambda generate, on_progress: (generate(on_progress), False))
+    shutdown = SimpleNamespace(interruptible=lambda generate, call: (generate(call), False))
     queues = PromptQueues(seen, 1, lambda ticket: ticket, None)  # type: ignore[arg-type]
     phase = RolloutPhase(
-        seen, queues, 2, backend, seen, drafter, shutdown, lambda *figures: seen.shown.append(figures)
+        seen,
+        queues,
+        SamplingParams(),
+        2,
+        backend,
+        seen,
+        drafter,
+        shutdown,
+        lambda *figures: seen.shown.append(figures),
     )  # type: ignore[arg-type]
     return phase, seen
 

@@ -16,7 +16,7 @@ from megatron_tlt.backends import remote
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.sync.buckets import checksum
-from megatron_tlt.types import Prompt, SamplingParams
+from megatron_tlt.types import GenerateCall, Prompt, SamplingParams
 from tests.helpers.mpi import start_one
 from tests.helpers.trtllm_engines import (
     DRAFTER,
@@ -42,7 +42,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrtllmBackend]
 def test_steps_and_drafts_are_counted_by_the_engine(backend: TrtllmBackend) -> None:
     push(backend, 3)
     backend.take_stats()
-    samples, stats = backend.generate(PROMPTS, PARAMS, 6), backend.take_stats()
+    samples, stats = backend.generate(GenerateCall(PROMPTS, PARAMS, 6)), backend.take_stats()
     # The toy's drafter: three drafted and one accepted in each step.
     assert stats.steps == sum(-(-len(s.token_ids) // 2) for s in samples)
     assert stats.speculation.row_steps == stats.steps
@@ -54,15 +54,13 @@ def test_steps_and_drafts_are_counted_by_the_engine(backend: TrtllmBackend) -> N
 def test_memory_is_given_back_between_rollouts(backend: TrtllmBackend) -> None:
     push(backend, 17)
     for _ in range(2):  # the second wakes it
-        backend.generate(PROMPTS, PARAMS, 1)
+        backend.generate(GenerateCall(PROMPTS, PARAMS, 1))
         assert backend._asleep
 
 
 def test_a_drafter_comes_whole_with_a_push(backend: TrtllmBackend) -> None:
     policy = push(backend, 15, drafter=tensors(DRAFTER, 0))
-    assert backend.weight_checksums() == {n: checksum(t) for n, t in policy.items()}, (
-        "norm.weight is the policy's"
-    )
+    assert backend.weight_checksums() == {n: checksum(t) for n, t in policy.items()}, "norm.weight is the policy's"
     backend.begin_update(16)
     for bad in ({**tensors(DRAFTER, 0), "embed_tokens.weight": torch.ones(2)}, {"d2t": torch.ones(5)}):
         with pytest.raises(SyncError, match="not the tensors it was started with"):
@@ -82,7 +80,7 @@ def test_a_drafter_of_a_push_that_was_given_up_is_forgotten(
     with pytest.raises(SyncError, match="other bytes of the drafter than version 20 has"):
         push(backend, 20, drafter=tensors(DRAFTER, 1))
     with pytest.raises(BackendError, match="torn"):
-        backend.generate(PROMPTS, PARAMS, 1)
+        backend.generate(GenerateCall(PROMPTS, PARAMS, 1))
     push(backend, 21)
 
 
@@ -91,8 +89,8 @@ def test_a_refused_request_leaves_nothing_behind(backend: TrtllmBackend) -> None
     refused, endless = Prompt(1, "q", (REFUSED,), ""), Prompt(9, "q9", (ENDLESS,), "")
     message = "could not generate a response to prompt 1: ValueError: this prompt is refused"
     with pytest.raises(BackendError, match=message):
-        backend.generate([*PROMPTS, endless, refused], PARAMS, 2)
-    assert len(backend.generate(PROMPTS, PARAMS, 2)) == 4
+        backend.generate(GenerateCall([*PROMPTS, endless, refused], PARAMS, 2))
+    assert len(backend.generate(GenerateCall(PROMPTS, PARAMS, 2))) == 4
 
 
 def test_weights_go_through_shared_memory_and_close_leaves_nothing(tmp_path: Path) -> None:
@@ -108,7 +106,7 @@ def test_weights_go_through_shared_memory_and_close_leaves_nothing(tmp_path: Pat
         os.kill(pid, 0)
     assert not folder.exists()
     with pytest.raises(BackendError, match="closed"):
-        backend.generate(PROMPTS, PARAMS, 1)
+        backend.generate(GenerateCall(PROMPTS, PARAMS, 1))
 
 
 def test_an_engine_without_a_drafter_refuses_one_and_its_death_is_reported(tmp_path: Path) -> None:
@@ -121,9 +119,11 @@ def test_an_engine_without_a_drafter_refuses_one_and_its_death_is_reported(tmp_p
     push(plain, 2)
     pid = plain.process.pid
     with pytest.raises(BackendError, match=rf"process {pid}\) was ended by signal 9.*log"):
-        plain.generate([Prompt(9, "q9", (ENDLESS,), "")], PARAMS, 1, lambda *_: os.kill(pid, signal.SIGKILL))
+        plain.generate(
+            GenerateCall([Prompt(9, "q9", (ENDLESS,), "")], PARAMS, 1, lambda *_: os.kill(pid, signal.SIGKILL))
+        )
     with pytest.raises(BackendError, match="killed or closed"):
-        plain.generate(PROMPTS, PARAMS, 1)
+        plain.generate(GenerateCall(PROMPTS, PARAMS, 1))
     plain.close()
 
 

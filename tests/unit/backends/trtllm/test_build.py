@@ -26,7 +26,7 @@ from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.eagle.config import Eagle3Config
 from megatron_tlt.observe.gpu import index_of
 from megatron_tlt.trainer.preflight import missing_files
-from megatron_tlt.types import Prompt, SamplingParams, WeightBucket
+from megatron_tlt.types import GenerateCall, Prompt, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import TINY
@@ -68,7 +68,7 @@ def test_it_is_built_synced_and_generates(tmp_path: Path, monkeypatch: pytest.Mo
     backend.update_weights(WeightBucket(4, weights))
     backend.finish_update()
     assert backend.weight_checksums().keys() == TINY.parameter_shapes().keys()
-    samples = backend.generate(PROMPTS, SamplingParams(max_tokens=8), 3)
+    samples = backend.generate(GenerateCall(PROMPTS, SamplingParams(max_tokens=8), 3))
     assert [s.policy_version for s in samples] == [4] * 3
     backend.close()
 
@@ -99,9 +99,7 @@ def test_errors_are_reported_and_no_process_stays(
     assert list(logs.iterdir()) == []
 
 
-def test_it_starts_with_the_drafter_in_its_own_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_starts_with_the_drafter_in_its_own_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors and config.json that EAGLE-3's loader reads, the layers as an argument; each weight sync brings all
     tensors."""
     shape, seen, calls = Eagle3Config.of(replace(TINY, num_layers=4), (0, 1, 2), 20), {}, []

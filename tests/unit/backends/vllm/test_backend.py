@@ -14,7 +14,7 @@ from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.models.config import EMBED, HEAD
 from megatron_tlt.sync.served_weights import ServedWeights
-from megatron_tlt.types import Prompt, SamplingParams, WeightBucket
+from megatron_tlt.types import GenerateCall, Prompt, SamplingParams, WeightBucket
 
 
 def test_kept_tables_are_copied_in_place_from_the_second_push_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,10 +74,10 @@ def toy_backend(process: ToyProcess, most: int) -> tuple[VllmBackend, ToyProcess
 def test_an_engine_has_as_many_requests_as_it_runs_at_once() -> None:
     prompts = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(4)]
     params = SamplingParams(max_tokens=4, seed=3)
-    alone = toy_backend(ToyProcess(), 64)[0].generate(prompts, params, 5)
+    alone = toy_backend(ToyProcess(), 64)[0].generate(GenerateCall(prompts, params, 5))
     backend, process = toy_backend(ToyProcess(), 3)
     seen = []
-    assert backend.generate(prompts, params, 5, lambda *figures: seen.append(figures[:2])) == alone
+    assert backend.generate(GenerateCall(prompts, params, 5, lambda *figures: seen.append(figures[:2]))) == alone
     assert process.most == 3 and seen[0] == (3, 0) and seen[-1] == (0, 0)
 
 
@@ -112,7 +112,7 @@ def test_an_interrupted_rollout_leaves_no_queue_no_response_and_no_file(tmp_path
     response = process.next_response
     process.next_response = lambda: response() | ended  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt if kind == "length" else BackendError):
-        backend.generate([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), 9, interrupt)
+        backend.generate(GenerateCall([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), 9, interrupt))
     assert not process.requests and not process.responses
     assert list(tmp_path.iterdir()) == []
 
@@ -123,13 +123,20 @@ def test_an_engine_without_the_requests_that_wait_ends_the_rollout() -> None:
     response, beat = process.next_response, {"type": "beat", "lengths": [], "in_flight": 0}
     process.failure = BackendError  # type: ignore[attr-defined]
     old = [{**beat, "last_request": 1}] * 3
-    seen: list[Any] = [*old, {**beat, "last_request": 2}, response, {**beat, "last_request": 3}, response, response]
+    seen: list[Any] = [
+        *old,
+        {**beat, "last_request": 2},
+        response,
+        {**beat, "last_request": 3},
+        response,
+        response,
+    ]
     last: list[Any] = [*old, *[{**beat, "last_request": 6}] * 2]
 
     def play(messages: list[Any], num_samples: int) -> None:
         left = iter(messages)
         process.next_response = lambda: m() if callable(m := next(left)) else m  # type: ignore[method-assign]
-        backend.generate([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), num_samples)
+        backend.generate(GenerateCall([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), num_samples))
 
     play(seen, 3)
     assert process.hidden is False, "without a sink no hidden states are kept"
