@@ -40,8 +40,8 @@ from megatron_tlt.drafter.batching import DraftSequence, collate, pack
 from megatron_tlt.drafter.pretrain import lookup_tables
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.drafters import DraftBatch
 from megatron_tlt.models.eagle.model import EagleModel
-from megatron_tlt.models.eagle.pairs import PairBatch
 
 POLICY = ROOT / "assets" / "demo-policy"
 TOKENS = 2048  # of a packed batch: the demo drafter's own training has 1536
@@ -78,7 +78,7 @@ def make_sequences(shapes: list[tuple[int, int]], config: ModelConfig) -> list[D
     ]
 
 
-def padded(sequences: list[DraftSequence]) -> PairBatch:
+def padded(sequences: list[DraftSequence]) -> DraftBatch:
     """All as long as the longest; padding counts as response, so that its rows are computed."""
     longest = max(s.length for s in sequences)
     wide = []
@@ -91,7 +91,7 @@ def padded(sequences: list[DraftSequence]) -> PairBatch:
     return collate(wide)
 
 
-def batches(sequences: list[DraftSequence]) -> dict[str, list[PairBatch]]:
+def batches(sequences: list[DraftSequence]) -> dict[str, list[DraftBatch]]:
     """The three kinds, over the same responses."""
     mean = sum(s.length for s in sequences) / len(sequences)
     each = max(1, round(TOKENS / mean))
@@ -103,7 +103,7 @@ def batches(sequences: list[DraftSequence]) -> dict[str, list[PairBatch]]:
     }
 
 
-def seconds_of(step: Callable[[PairBatch], object], data: list[PairBatch]) -> float:
+def seconds_of(step: Callable[[DraftBatch], object], data: list[DraftBatch]) -> float:
     """One pass over the batches."""
     started = time.process_time()
     for batch in data:

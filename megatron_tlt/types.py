@@ -278,14 +278,13 @@ class BackendCapabilities:
     stop_strings: bool  # responses can end at a string, whatever its tokens
     tensor_parallel: bool  # one engine on several ranks
     routed_experts: bool  # responses can name the experts that their tokens chose
-    drafters: tuple[str, ...]  # kinds of `rollout.speculation.drafter` that draft in it
+    drafters: tuple[str, ...] | None = None  # values of `rollout.speculation.drafter` that it has; None: all
 
 
 DraftedBy = Literal["none", "suffix", "trained", "mixed"]
 """What drafts a step: nothing, the suffix drafter, the trained one, or for each request the better of the two."""
-_DRAFTERS = ("none", "suffix", "eagle", "eagle3")
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
-    "embedded": BackendCapabilities(True, True, True, True, True, True, True, drafters=_DRAFTERS),
+    "embedded": BackendCapabilities(True, True, True, True, True, True, True),
     "trtllm": BackendCapabilities(False, False, False, False, False, False, False, drafters=("none", "eagle3")),
     "vllm": BackendCapabilities(
         keyed_sampling=True,
@@ -295,7 +294,7 @@ CAPABILITIES: dict[BackendName, BackendCapabilities] = {
         stop_strings=True,
         tensor_parallel=False,
         routed_experts=True,
-        drafters=_DRAFTERS,
+        drafters=("none", "suffix", "eagle", "eagle3"),
     ),
 }
 

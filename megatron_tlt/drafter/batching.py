@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_tlt.models.eagle.pairs import PairBatch
+from megatron_tlt.models.drafters import DraftBatch
 from megatron_tlt.types import HiddenStateSample
 
 
@@ -123,7 +123,7 @@ def bases_by_step(sequences: Sequence[DraftSequence], steps: int) -> list[int]:
     return [int(np.maximum(0, runs - step).sum()) for step in range(steps)]
 
 
-def collate(sequences: Sequence[DraftSequence], device: torch.device | str | None = None) -> PairBatch:
+def collate(sequences: Sequence[DraftSequence], device: torch.device | str | None = None) -> DraftBatch:
     """One packed batch, on `device` (default: where the sequences are)."""
     starts = [0]
     hidden = []
@@ -132,7 +132,7 @@ def collate(sequences: Sequence[DraftSequence], device: torch.device | str | Non
         hidden.append(s.hidden[: s.length])
         if len(s.hidden) < s.length:
             hidden.append(s.hidden.new_zeros(1, s.hidden.shape[1]))
-    return PairBatch(
+    return DraftBatch(
         torch.cat([s.token_ids for s in sequences]).to(device),
         torch.cat(hidden).to(device),
         starts,

@@ -24,7 +24,7 @@ from megatron_tlt.drafter.kinds.base import DrafterKind, SavedDrafter, cast_tens
 from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.hf_writer import write_tensors
 from megatron_tlt.observe.files import replace_files
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.eagle.model import PairModel
+from megatron_tlt.models.drafters import DrafterModel
 
 Precision = Callable[[], AbstractContextManager[object]]
 
@@ -29,7 +29,7 @@ _FIELD = "drafter.online.fp8"
 _MULTIPLE = 16  # of all sizes of an FP8 product, in elements
 
 
-def use_fp8(model: PairModel, device: torch.device) -> Precision:
+def use_fp8(model: DrafterModel, device: torch.device) -> Precision:
     """Puts the layer's linears on FP8; returns the context in which the model's forward passes must run.
 
     Names and values of the parameters stay. Raises ConfigError if this machine, what is installed, or the
@@ -47,7 +47,7 @@ def use_fp8(model: PairModel, device: torch.device) -> Precision:
     available, reason = te.is_fp8_available(return_reason=True)
     if not available:
         raise ConfigError.of(_FIELD, "te", f"is refused by Transformer Engine: {reason}")
-    for parent, name, old in _linears(model):
+    for parent, name, old in model.linears():
         sizes, bias = (old.in_features, old.out_features), old.bias is not None
         new = te.Linear(*sizes, bias=bias, params_dtype=old.weight.dtype, device=device)
         _replace(parent, name, old, new)
@@ -55,16 +55,10 @@ def use_fp8(model: PairModel, device: torch.device) -> Precision:
     return partial(te.autocast, enabled=True, recipe=Float8CurrentScaling())
 
 
-def _linears(model: PairModel) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """(parent, attribute, linear) of the layer's linears."""
-    parents = (model.block.self_attn, model.block.mlp)
-    return [(p, n, m) for p in parents for n, m in p.named_children() if isinstance(m, nn.Linear)]
-
-
-def _check_sizes(model: PairModel) -> None:
+def _check_sizes(model: DrafterModel) -> None:
     odd = [
         f"{name} ({m.out_features} x {m.in_features})"
-        for _, name, m in _linears(model)
+        for _, name, m in model.linears()
         if m.in_features % _MULTIPLE or m.out_features % _MULTIPLE
     ]
     if odd:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.drafter.batching import DraftSequence, collate, pack, windows
-from megatron_tlt.models.eagle.model import PairModel
-from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
+from megatron_tlt.models.drafters import DraftBatch, DrafterModel
+from megatron_tlt.models.eagle.pairs import PairLayout
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.keys import row_keys
 
@@ -84,7 +84,7 @@ class Acceptance:
 
 @torch.no_grad()
 def measure(
-    model: PairModel,
+    model: DrafterModel,
     embed: Tensor,
     head: Tensor,
     sequences: Sequence[DraftSequence],
@@ -126,7 +126,7 @@ def measure(
 
 def _compare(
     rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    batch: PairBatch,
+    batch: DraftBatch,
     drafted: Callable[[Tensor], Tensor],
     head: Tensor,
     temperature: float,

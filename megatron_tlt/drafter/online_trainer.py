@@ -31,7 +31,7 @@ from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.drafter.training_state import MEAN, STATES, TrainingState
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.eagle.model import PairModel
+from megatron_tlt.models.drafters import DrafterModel
 from megatron_tlt.types import HiddenStateSample
 
 Tables = Callable[[], tuple[Tensor, Tensor]]  # the engine's embedding and LM head [V, H]
@@ -58,7 +58,7 @@ class OnlineDrafterTrainer:
 
     def __init__(
         self,
-        model: PairModel,
+        model: DrafterModel,
         section: DrafterSection,
         *,
         temperature: float = 1.0,

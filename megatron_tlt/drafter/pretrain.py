@@ -30,8 +30,7 @@ from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig
-from megatron_tlt.models.eagle.pairs import PairBatch
+from megatron_tlt.models.drafters import DraftBatch, DrafterConfig
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.types import GenerateCall
 
@@ -168,7 +167,7 @@ class DrafterPretraining:
         collected.sort(key=lambda sample: (sample.trajectory.prompt_id, sample.trajectory.sample_index))
         return [DraftSequence.of(sample) for sample in collected]
 
-    def _batches(self, data: Sequence[DraftSequence]) -> Iterator[PairBatch]:
+    def _batches(self, data: Sequence[DraftSequence]) -> Iterator[DraftBatch]:
         """Epoch after epoch, without end."""
         if not any(s.num_bases for s in data):
             allowed = "must give every engine replica responses of two tokens or more"

@@ -14,8 +14,7 @@ from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.drafter.training_state import WITHOUT_MEAN, TrainingState
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.eagle.model import PairModel
-from megatron_tlt.models.eagle.pairs import PairBatch
+from megatron_tlt.models.drafters import DraftBatch, DrafterModel
 
 _NORM_EPS = 1e-6  # added to a norm that is divided by, as `torch.nn.utils.clip_grad_norm_` does
 
@@ -25,7 +24,7 @@ class DrafterTrainer:
 
     def __init__(
         self,
-        model: PairModel,
+        model: DrafterModel,
         embed: Tensor,
         head: Tensor,
         section: DrafterSection,
@@ -50,7 +49,7 @@ class DrafterTrainer:
         """Sets the embedding and LM head [V, H] through which the next batches are read."""
         self.embed, self.head = embed, head
 
-    def step(self, batch: PairBatch) -> dict[str, float]:
+    def step(self, batch: DraftBatch) -> dict[str, float]:
         """One optimizer step on one batch. Returns metrics. Mutates weights and optimizer.
 
         Raises DrafterError, and leaves weights and optimizer alone, if the gradient is not finite.
@@ -60,7 +59,7 @@ class DrafterTrainer:
             self._average([p.grad for p in self.model.parameters() if p.grad is not None])
         return metrics | self.apply()
 
-    def backward(self, batch: PairBatch, counts: Sequence[int] | None = None) -> dict[str, float]:
+    def backward(self, batch: DraftBatch, counts: Sequence[int] | None = None) -> dict[str, float]:
         """Sets the parameters' `grad` to the loss's gradient; returns loss and parts. Weights stay as they are.
 
         With `counts` (`bases_by_step` of a larger batch that this one is a share of), gradients and metrics of all

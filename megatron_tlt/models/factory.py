@@ -12,8 +12,8 @@ from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError, ConfigError, ConfigProblem
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.base import EagleDecoder
-from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.keyed_noise import SampleKernel
 from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.models.torch.decoder import TorchDecoder

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from megatron_tlt.drafter.kinds.base import SavedDrafter
     from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
     from megatron_tlt.interfaces import RolloutBackend
-    from megatron_tlt.models.eagle.model import PairModel
+    from megatron_tlt.models.drafters import DrafterModel
     from megatron_tlt.observe.rollouts import DraftsOf
     from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.trainer.loop import RLTrainer
@@ -298,7 +298,7 @@ def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> Online
     )
 
 
-def _starting_drafter(config: Config) -> PairModel:
+def _starting_drafter(config: Config) -> DrafterModel:
     """The configured drafter, or, where none is named, one made from the policy's weights: the same on every rank.
 
     A policy that starts from a Megatron checkpoint may have no weights in `model.path`: its drafter starts at random.

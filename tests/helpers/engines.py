@@ -13,7 +13,8 @@ from torch import Tensor
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig, EagleConfig
+from megatron_tlt.models.drafters import DrafterConfig
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.native.decoder import keyed_sample

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from megatron_tlt.models.base import KVCache
+from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.base import (
     BUCKET_WIDTH,
     BUCKETS,
@@ -19,7 +20,6 @@ from megatron_tlt.models.eagle.base import (
     EagleDecoder,
     Pairs,
 )
-from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.torch.layers import rope_table

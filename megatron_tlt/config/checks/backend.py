@@ -59,7 +59,7 @@ def _check_drafting(config: Config) -> Problems:
     """Our drafters and selectors, and drafter training in idle time."""
     backend, section = config.rollout.backend, config.rollout.speculation
     can, name, at = CAPABILITIES[backend], f"rollout.backend: {backend}", "rollout.speculation"
-    if section.drafter not in can.drafters:
+    if can.drafters is not None and section.drafter not in can.drafters:
         allowed = f"must be {', '.join(map(repr, can.drafters))} with {name}"
         yield ConfigProblem(f"{at}.drafter", section.drafter, allowed)
     chosen = section.drafter != "none" and "selector" in section.model_fields_set

@@ -23,10 +23,8 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.drafters import DraftBatch, DrafterConfig, DrafterModel
 from megatron_tlt.models.eagle.base import EagleDecoder
-from megatron_tlt.models.eagle.config import DrafterConfig
-from megatron_tlt.models.eagle.model import PairModel
-from megatron_tlt.models.eagle.pairs import PairBatch
 
 Format = Literal["hf", "sglang", "trtllm", "vllm"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -102,7 +100,7 @@ class DrafterKind(ABC):
         """
 
     @abstractmethod
-    def build_model(self, config: DrafterConfig) -> PairModel:
+    def build_model(self, config: DrafterConfig) -> DrafterModel:
         """The drafter in training; its weights are not set."""
 
     @property
@@ -113,9 +111,9 @@ class DrafterKind(ABC):
     @abstractmethod
     def loss(
         self,
-        model: PairModel,
+        model: DrafterModel,
         tables: tuple[Tensor, Tensor],
-        batch: PairBatch,
+        batch: DraftBatch,
         section: DrafterSection,
         temperature: float,
         forward: AbstractContextManager[object],

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.eagle.config import DrafterConfig
+from megatron_tlt.models.drafters import DrafterConfig
 
 DEPTHS = 8  # draft positions of the match-rate table; the last row stands for all deeper ones
 BUCKETS = 32  # of the gap between the scores of the best and the second candidate

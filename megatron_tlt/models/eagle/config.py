@@ -10,56 +10,13 @@ Legend: H hidden size, V vocabulary, Vd the drafter's.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar, Self
+from typing import Self
 
-import torch
-from torch import Tensor
-
-from megatron_tlt.errors import CheckpointError, ConfigError, shortened
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterConfig(ABC):
-    """A drafter of `policy`, of any kind. Subclasses are built with `of`, which checks."""
-
-    kind: ClassVar[str]  # a name of `config.drafter_kinds.DRAFTERS`
-
-    policy: ModelConfig
-    layer: ModelConfig  # of its one layer: heads, width of the MLP, rotary embedding, norms' epsilon
-    draft_vocab_size: int
-    aux_layers: tuple[int, ...] = ()  # policy layers, from 0, whose outputs (residual stream) are read; ascending
-
-    @property
-    def reduced(self) -> bool:
-        """Whether the drafter's vocabulary is a part of the policy's (`d2t`, `t2d`)."""
-        return self.draft_vocab_size != self.policy.vocab_size
-
-    @abstractmethod
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor; never the policy's embedding or LM head."""
-
-    def check(self, given: Mapping[str, Tensor]) -> None:
-        """Raises CheckpointError that names every missing, unexpected, misshapen tensor, or a wrong `d2t`."""
-        self.check_shapes({name: tuple(tensor.shape) for name, tensor in given.items()})
-        if self.reduced:
-            _refuse(_vocabulary_problems(given["d2t"], given["t2d"]))
-
-    def check_shapes(self, given: Mapping[str, tuple[int, ...]]) -> None:
-        """As `check`, from the shapes alone."""
-        wanted = self.shapes()
-        problems = [f"{name} is missing" for name in wanted if name not in given]
-        problems += [f"{name} is not part of the drafter" for name in given if name not in wanted]
-        problems += [
-            f"{name} has shape {given[name]}, the policy needs {shape}"
-            for name, shape in wanted.items()
-            if name in given and given[name] != shape
-        ]
-        _refuse(problems)
+from megatron_tlt.models.drafters import DrafterConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +93,3 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
             "num_hidden_layers", num_layers, "EAGLE-3 reads three layers below the last: 4 or more"
         )
     return 0, num_layers // 2 - 1, num_layers - 2
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise CheckpointError(f"the drafter does not fit the policy: {shortened(problems, separator='; ')}")
-
-
-def _vocabulary_problems(d2t: Tensor, t2d: Tensor) -> list[str]:
-    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
-        return [f"d2t and t2d are {d2t.dtype} and {t2d.dtype}, they must be int64 and bool"]
-    known = t2d.nonzero().flatten()
-    if not torch.equal(torch.arange(len(d2t)) + d2t.cpu(), known.cpu()):
-        return ["d2t[i] + i does not name the tokens that t2d marks, in ascending order"]
-    return []

@@ -21,7 +21,8 @@ from torch.nn.functional import linear
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig, Eagle3Config
+from megatron_tlt.models.drafters import DrafterConfig
+from megatron_tlt.models.eagle.config import Eagle3Config
 from megatron_tlt.models.eagle.model import Attention, EagleModel, Mlp, Norm, PairModel
 from megatron_tlt.models.torch.layers import rms_norm
 

@@ -10,8 +10,8 @@ Legend: T rows or packed tokens, B sequences, N bases, H hidden size, D head siz
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from torch.nn.functional import linear, silu
 from torch.utils.checkpoint import checkpoint
 
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig, EagleConfig
-from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout, attend, take
+from megatron_tlt.models.drafters import DraftBatch, DrafterConfig, DrafterModel
+from megatron_tlt.models.eagle.config import EagleConfig
+from megatron_tlt.models.eagle.pairs import PairLayout, attend, take
 from megatron_tlt.models.torch.layers import rms_norm, rope_table, rotate
 
 _FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
@@ -75,41 +76,20 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
-class PairModel(nn.Module, ABC):
-    """A drafter of one layer over pairs: the one interface of both kinds, their arithmetic and training unroll.
-
-    The policy's embedding and LM head are given at every call. All tensors (`DrafterConfig.shapes`) are its
-    `state_dict`; what is trained are its parameters.
-    """
+class PairModel(DrafterModel):
+    """A drafter of one layer over pairs: arithmetic and training unroll of both kinds."""
 
     imitates_states = True  # its outputs stand for the policy's hidden states, behind the same LM head
 
     def __init__(self, config: DrafterConfig):
-        super().__init__()
-        self.config, shape = config, config.layer
-        self._config = shape
+        super().__init__(config)
+        self._config = shape = config.layer
         self._rope = rope_table(shape, min(shape.max_position_embeddings, _FIRST_POSITIONS))
 
     @property
     @abstractmethod
     def block(self) -> Any:
         """The layer: `self_attn`, `mlp` and `post_attention_layernorm`."""
-
-    @abstractmethod
-    def initialise(self, seed: int) -> None:
-        """Random weights."""
-
-    def start_fresh(self, seed: int, head: Tensor, counts: Tensor) -> None:
-        """`initialise`, and an LM head of its own from the policy's `head` [V, H]; a reduced vocabulary is that of the
-        most frequent tokens of `counts` int64 [V].
-        """
-        self.initialise(seed)
-
-    @abstractmethod
-    def start_from_policy(self, read: Callable[[str], Tensor]) -> None:
-        """Replaces weights of `initialise` by the policy's, which learn faster. `read` gives tensors by their Hugging
-        Face names.
-        """
 
     def take_layer(self, read: Callable[[str], Tensor]) -> None:
         """The layer becomes the policy's second one, what it adds scaled down; inputs twice as wide are read alike.
@@ -139,11 +119,12 @@ class PairModel(nn.Module, ABC):
     def residual(self, x: Tensor, previous: Tensor) -> Tensor:
         """The residual stream [T, H] that attention's output is added to."""
 
-    # -- behind the layer: here those of kind eagle
+    def linears(self) -> list[tuple[nn.Module, str, nn.Linear]]:
+        """See `DrafterModel.linears`: the layer's, not `fc`."""
+        parents = (self.block.self_attn, self.block.mlp)
+        return [(p, n, m) for p in parents for n, m in p.named_children() if isinstance(m, nn.Linear)]
 
-    def token_ids(self) -> Tensor | None:
-        """The policy's ids [Vd] of the drafter's tokens; None: all, in order."""
-        return None
+    # -- behind the layer: here those of kind eagle
 
     def own_head(self, head: Tensor | None) -> Tensor:
         """The LM head [Vd, H] of the drafter; `head` [V, H] is the policy's, which kind eagle needs."""
@@ -161,14 +142,6 @@ class PairModel(nn.Module, ABC):
             return own
         out = own.new_full((*own.shape[:-1], self.config.policy.vocab_size), float("-inf"))
         return out.index_copy_(-1, ids, own)
-
-    def load_full(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes all tensors. Raises CheckpointError unless they are all of `DrafterConfig.shapes`."""
-        given = dict(named)
-        self.config.check(given)
-        with torch.no_grad():
-            for name, target in self.state_dict(keep_vars=True).items():
-                target.copy_(given[name])
 
     def reserve_positions(self, count: int, device: torch.device) -> None:
         """Makes the rotary table long enough for `count` positions; CUDA graphs keep its address."""
@@ -207,7 +180,7 @@ class PairModel(nn.Module, ABC):
         out: Tensor = x + mlp.down_proj(wide)
         return out
 
-    def unroll(self, embed: Tensor, batch: PairBatch, layout: PairLayout, steps: int) -> list[Tensor]:
+    def unroll(self, embed: Tensor, batch: DraftBatch, layout: PairLayout, steps: int) -> list[Tensor]:
         """Drafts `steps` tokens ahead from every base, fed with the true tokens: [N, H] for each step.
 
         Step 0 reads the policy's hidden states. Step j >= 1 reads the output of step j - 1 at the same base instead,

@@ -1,4 +1,4 @@
-"""What the drafter trains on and how its rows attend: packed sequences, their layout, attention to two sets of keys.
+"""How the rows of a packed batch attend in training: its layout, and attention to two sets of keys.
 
 Legend: T packed tokens of B sequences, N bases, D head size, K longest sequence, Q most bases of one, Hq/Hkv query and
 kv heads, G = Hq / Hkv, j steps of a draft.
@@ -7,40 +7,24 @@ kv heads, G = Hq / Hkv, j steps of a draft.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_tlt.models.drafters import DraftBatch
+
 _MAX_SCORES = 1 << 25  # attention scores (float32) that are there at a time, of a block of queries
 
 
-@dataclass(slots=True)
-class PairBatch:
-    """B sequences of L_b tokens, packed, and where drafts begin in them. Places count from a sequence's first token.
-
-    A *base* is a place s at which a draft may begin: s = first[b] .. L_b - 2. The row of unrolled step j at base s is
-    at place s + j; it exists while the policy drew all of the tokens s + 1 .. s + j + 1. (With given tokens behind the
-    first drawn one, some bases have no row at all.)
-    """
-
-    tokens: Tensor  # [T] int64
-    hidden: Tensor  # [T, H], the policy's hidden state after its final norm at the same positions
-    starts: list[int]  # [B + 1]
-    first: list[int]  # [B], first base of each sequence, >= 1
-    offsets: list[int]  # [B], position of each sequence's first token: > 0 for windows of long sequences
-    drawn: np.ndarray  # bool [T], on the host: tokens that the policy drew; the others are context
-
-
 class PairLayout:
-    """Index tensors of a `PairBatch`: attention is computed on padded sequences, everything else on packed rows.
+    """Index tensors of a `DraftBatch`: attention is computed on padded sequences, everything else on packed rows.
 
     All of it is computed on the host: no value comes back from the device.
     """
 
-    def __init__(self, batch: PairBatch):
+    def __init__(self, batch: DraftBatch):
         starts, first = np.array(batch.starts), np.array(batch.first)
         lengths = np.diff(starts)
         counts = np.maximum(0, lengths - 1 - first)

@@ -24,6 +24,7 @@ from torch.nn.functional import linear
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache
+from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.base import (
     BUCKET_WIDTH,
     BUCKETS,
@@ -32,7 +33,6 @@ from megatron_tlt.models.eagle.base import (
     DraftingRows,
     Pairs,
 )
-from megatron_tlt.models.eagle.config import DrafterConfig
 from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.keyed_noise import Candidates, best_candidates

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache, Shard
+from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, DraftedRows, DraftingRows, Pairs
-from megatron_tlt.models.eagle.config import DrafterConfig, Eagle3Config
+from megatron_tlt.models.eagle.config import Eagle3Config
 from megatron_tlt.models.native.abi import (
     ERRORS,
     Eagle,

@@ -30,11 +30,12 @@ from megatron_tlt.drafter.kinds.eagle.loss import draft_loss
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.drafters import DraftBatch, DrafterConfig, DrafterModel
 from megatron_tlt.models.eagle.base import EagleDecoder
-from megatron_tlt.models.eagle.config import DrafterConfig, EagleConfig
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.eagle.model import PairModel
-from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
+from megatron_tlt.models.eagle.pairs import PairLayout
 from megatron_tlt.models.factory import build_eagle
 
 _INSTEAD = "train a drafter of kind eagle3, which every format takes, or use --format"
@@ -53,15 +54,16 @@ class PairKind(DrafterKind):
 
     def loss(
         self,
-        model: PairModel,
+        model: DrafterModel,
         tables: tuple[Tensor, Tensor],
-        batch: PairBatch,
+        batch: DraftBatch,
         section: DrafterSection,
         temperature: float,
         forward: AbstractContextManager[object],
         counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, LossParts]:
         """See `DrafterKind.loss`: drafts of `section.draft_steps` positions from every base."""
+        assert isinstance(model, PairModel)
         layout, (embed, head) = PairLayout(batch), tables
         with forward:
             outputs = model.unroll(embed, batch, layout, section.draft_steps)

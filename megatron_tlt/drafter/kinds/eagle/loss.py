@@ -23,14 +23,15 @@ from torch.nn.functional import smooth_l1_loss
 from megatron_tlt.config.drafter import DrafterLossSection
 from megatron_tlt.drafter.kinds.base import LossParts
 from megatron_tlt.drafter.loss import HeadLoss
+from megatron_tlt.models.drafters import DraftBatch
 from megatron_tlt.models.eagle.model import PairModel
-from megatron_tlt.models.eagle.pairs import PairBatch, PairLayout
+from megatron_tlt.models.eagle.pairs import PairLayout
 
 
 def draft_loss(
     model: PairModel,
     outputs: Sequence[Tensor],
-    batch: PairBatch,
+    batch: DraftBatch,
     layout: PairLayout,
     head: Tensor,
     loss: DrafterLossSection,

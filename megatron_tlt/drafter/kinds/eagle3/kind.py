@@ -20,7 +20,8 @@ from megatron_tlt.drafter.kinds.eagle.kind import PairKind
 from megatron_tlt.drafter.kinds.eagle3 import public
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig, Eagle3Config
+from megatron_tlt.models.drafters import DrafterConfig
+from megatron_tlt.models.eagle.config import Eagle3Config
 
 
 class Eagle3Kind(PairKind):

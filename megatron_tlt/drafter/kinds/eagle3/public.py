@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import DrafterConfig, Eagle3Config
+from megatron_tlt.models.drafters import DrafterConfig
+from megatron_tlt.models.eagle.config import Eagle3Config
 
 if TYPE_CHECKING:
     from torch import Tensor

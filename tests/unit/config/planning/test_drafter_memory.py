@@ -15,9 +15,9 @@ from megatron_tlt.drafter import loss, training_state
 from megatron_tlt.drafter.checkpoint import drafter_shape
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.drafters import DraftBatch
 from megatron_tlt.models.eagle import model as eagle
 from megatron_tlt.models.eagle.eagle3 import build_model
-from megatron_tlt.models.eagle.pairs import PairBatch
 from tests.helpers.ledger import Ledger
 
 GIB = 1 << 30
@@ -74,7 +74,7 @@ def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str) -> None:
         training.set_policy(table, table)
         hidden = meta(tokens, config.rollout.speculation.state_parts * shape.hidden_size)
         ids = meta(tokens, dtype=torch.int64)
-        training.backward(PairBatch(ids, hidden, [0, tokens], [1], [0], np.arange(tokens) > 1))
+        training.backward(DraftBatch(ids, hidden, [0, tokens], [1], [0], np.arange(tokens) > 1))
         norm = state.take_gradients()
         state.step(1e-3, norm)
         state.update_mean(0.9)

@@ -17,7 +17,8 @@ from megatron_tlt.drafter.export.drafter import export_drafter
 from megatron_tlt.drafter.kinds.base import FORMATS, Format
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import RopeScaling
-from megatron_tlt.models.eagle.config import DrafterConfig, Eagle3Config
+from megatron_tlt.models.drafters import DrafterConfig
+from megatron_tlt.models.eagle.config import Eagle3Config
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers import engine_drafters

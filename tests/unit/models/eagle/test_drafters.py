@@ -11,8 +11,9 @@ import torch
 
 from megatron_tlt.errors import BackendError, CheckpointError
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, DraftedRows, EagleDecoder
-from megatron_tlt.models.eagle.config import DrafterConfig, Eagle3Config, EagleConfig
+from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.inputs import DecoderInput
 from tests.helpers.pairs import Rows, check_row, of_row, states
