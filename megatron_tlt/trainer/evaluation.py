@@ -91,7 +91,7 @@ class Evaluator:
         self._rewards.score(groups)
         share_responses(self._world, self._backend, groups)  # the same prompts come again
         rows = [
-            (g.prompt.prompt_id, r.correct, r.value, len(s.token_ids), s.finish_reason == "length")
+            (g.prompt.prompt_id, r.correct, r.value, s.num_drawn, s.finish_reason == "length")
             for g in groups
             for s, r in zip(g.samples, g.rewards, strict=True)
         ]

@@ -269,7 +269,7 @@ def test_the_table_and_the_row_of_a_step_do_not_grow_with_tokens():
     assert sizes[0] < 24 * 100 + 1000
 
 
-def test_an_response_crosses_in_eight_bytes_a_token_and_its_experts_in_one_each(monkeypatch):
+def test_a_response_crosses_in_eight_bytes_a_token_and_its_experts_in_one_each(monkeypatch):
     routed_experts = np.zeros((1039, 48, 8), np.uint8)
     plain = Sample(1, 0, list(range(1000)), [-0.5] * 1000, "", "stop", 0)
     samples = [plain, replace(plain, sample_index=1, routed_experts=routed_experts)]
