@@ -7,7 +7,7 @@ import os
 import sys
 
 from megatron_tlt.cli.check import add_check
-from megatron_tlt.cli.doctor.command import add_doctor
+from megatron_tlt.cli.doctor import add_doctor
 from megatron_tlt.cli.drafter import add_drafter
 from megatron_tlt.cli.evaluate import add_eval
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED

@@ -1,1 +1,0 @@
-"""Is this machine fit to run Megatron-TLT? Small checks that change nothing, and hints."""

@@ -1,0 +1,136 @@
+"""What the doctor makes of a machine: real programs that stand in for the machine's own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from importlib.metadata import requires
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from megatron_tlt.cli import doctor
+from megatron_tlt.cli.main import main
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts a shell script of a name first in PATH."""
+
+    def put(name: str, script: str) -> str:
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
+        return str(path)
+
+    return put
+
+
+@pytest.mark.parametrize(("device", "status"), [(["nvidia0"], "FAILED"), ([], "absent")])
+def test_a_driver_without_an_answer_counts_where_there_is_a_device(device, status, program, monkeypatch):
+    program("nvidia-smi", "echo NVIDIA-SMI has failed >&2; exit 9")
+    monkeypatch.setattr(doctor.Path, "glob", lambda path, pattern: iter(device))
+    assert doctor.check_gpu().status == status
+
+
+@pytest.mark.parametrize(
+    ("script", "job", "status", "said"),
+    [
+        ("case $1 in --version) echo slurm 22.05;; *) echo pmix pmi2 >&2;; esac", None, "ok", "pmi2, pmix"),
+        ("case $1 in --version) echo slurm 22.05;; *) echo none;; esac", None, "FAILED", "MPI: none"),
+        ("echo srun: fatal: no configuration >&2; exit 1", "7", "FAILED", "no configuration"),
+        ("echo srun: fatal: no configuration >&2; exit 1", None, "warning", "no configuration"),
+    ],
+)
+def test_slurm_needs_a_plugin_for_mpi(script, job, status, said, program, monkeypatch):
+    program("srun", script)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if job:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    found = doctor.check_slurm()
+    assert found.status == status and said in found.detail
+
+
+def test_a_disk_without_room_and_a_folder_without_rights(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30, total=2**25))
+    disk, shm, *_ = doctor.check_machine(tmp_path / "not" / "there" / "yet")
+    assert (disk.status, shm.status) == ("warning", "warning") and disk.detail.endswith(str(tmp_path))
+
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
+    assert next(doctor.check_machine(tmp_path)).status == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [(None, "warning"), ("2.8.0", "warning"), ("2.9.0", "ok"), ("2.12.0", "warning")]
+)
+def test_transformer_engine_is_of_a_version_that_megatron_accepts(version, status, monkeypatch):
+    monkeypatch.setattr(doctor, "version_of", lambda name: version)
+    assert doctor.check_transformer_engine(has_gpu=True).status == status
+
+
+def test_requirements_pin_what_megatron_accepts():
+    """Against the metadata of the megatron-core that is installed."""
+    accepted = next(
+        Requirement(r) for r in requires("megatron-core") or [] if r.startswith("transformer-engine")
+    )
+    lines = Path("requirements-gpu.txt").read_text(encoding="utf-8").splitlines()
+    pin = next(Requirement(line) for line in lines if line.startswith("transformer-engine"))
+    (exact,) = [specifier.version for specifier in pin.specifier]
+    assert accepted.specifier.contains(exact)
+    for number, is_in in zip(doctor.TRANSFORMER_ENGINE, (True, False), strict=True):
+        assert accepted.specifier.contains(".".join(map(str, number)), prereleases=True) == is_in
+
+
+def test_a_foreign_apex_on_the_path_is_found_without_importing_it(tmp_path, monkeypatch):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex/__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    foreign = doctor.check_apex()
+    assert foreign.status == "FAILED" and "pip uninstall apex" in foreign.hint
+    (tmp_path / "apex/multi_tensor_apply").mkdir()
+    assert doctor.check_apex().status == "ok"
+
+
+def test_a_build_of_torch_without_cuda_is_wrong_where_there_is_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert (doctor.check_torch(False).status, doctor.check_torch(True).status) == ("ok", "FAILED")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "sees no GPU" in doctor.check_torch(True).detail
+
+
+def test_tensorrt_llm_is_looked_for_in_its_own_environment(program, tmp_path):
+    assert doctor.check_trtllm(program("python", "echo 1.2.1 with ray 2.55")).status == "ok"
+    assert doctor.check_trtllm(program("python", "echo PackageNotFoundError >&2; exit 1")).status == "FAILED"
+    assert doctor.check_trtllm(str(tmp_path / "none")).status == "FAILED"
+
+
+@pytest.mark.mpi
+def test_the_doctor_passes_where_the_tests_run_and_names_what_is_required(capsys, tmp_path, monkeypatch):
+    assert main(["doctor", "--json", "--run-dir", str(tmp_path)]) == 0
+    found = {row["name"]: row["status"] for row in json.loads(capsys.readouterr().out)}
+    assert found["two ranks"] == found["MPI"] == found["libraries"] == "ok" and len(found) == 13
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    assert main(["doctor", "--launcher", "/no/such/launcher -n 2"]) == 1
+    said = capsys.readouterr().out
+    assert said.endswith("required: MPI, two ranks\n") and "-> pip install mpi4py" in said
+
+
+@pytest.mark.mpi
+def test_a_launcher_of_another_mpi_is_found_out(tmp_path):
+    """It starts two worlds of one rank, and promises two."""
+    launcher = tmp_path / "launcher"
+    launcher.write_text('#!/bin/sh\nOMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0 exec "$@"\n')
+    launcher.chmod(0o755)
+    found = doctor.check_two_ranks(str(launcher))
+    assert found.status == "FAILED" and "started 2 ranks, but MPI has 1" in found.detail, found
