@@ -9,10 +9,11 @@ import torch
 
 from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.embedded import EmbeddedBackend
-from megatron_tlt.config.speculation import check_speculation
+from megatron_tlt.config.checks.rollout import check_positions
+from megatron_tlt.config.checks.speculation import check_speculation
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.drafter.kinds.registry import KINDS
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES, empty_routed_experts
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.factory import build_decoder, sample_kernel
@@ -62,9 +63,15 @@ def build_backend(
     """
     device = torch.device(device)
     config = ModelConfig.from_hf(model.path)
-    _check(rollout, model, config, tp, drafter is not None)
+    problems = [
+        *check_positions(model.max_context, config.max_position_embeddings),
+        *check_speculation(rollout.speculation, drafter is not None),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    assert rollout.tp == (1 if tp is None else tp.size), "the caller made the group"
     if rollout.speculation.trained and drafter is None:
-        assert rollout.speculation.drafter_path is not None  # `_check`
+        assert rollout.speculation.drafter_path is not None  # `check_speculation`
         drafter = load_drafter(rollout.speculation.drafter_path, config, rollout.speculation)
     decoder = build_decoder(
         config,
@@ -159,23 +166,3 @@ def _native_sample(decoder: Decoder, threads: int) -> NativeSample | None:
     from megatron_tlt.models.native.decoder import keyed_sample
 
     return partial(keyed_sample, threads=threads)
-
-
-def _check(
-    rollout: RolloutSection,
-    model: ModelSection,
-    config: ModelConfig,
-    tp: TensorParallel | None,
-    has_drafter: bool,
-) -> None:
-    """Raises ConfigError with every setting that no engine can be built with."""
-    section = rollout.speculation
-    problems = list(check_speculation(section, has_drafter))
-    if model.max_context > config.max_position_embeddings:
-        allowed = f"at most {config.max_position_embeddings}, the positions of the model in {model.path}"
-        problems.append(ConfigProblem("model.max_context", model.max_context, allowed))
-    size = tp.size if tp is not None else 1
-    if size != rollout.tp:
-        problems.append(ConfigProblem("rollout.tp", rollout.tp, f"the engine's group has {size} ranks"))
-    if problems:
-        raise ConfigError(problems)

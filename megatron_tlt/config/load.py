@@ -14,11 +14,11 @@ from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 
 from megatron_tlt.config.base import Section
+from megatron_tlt.config.checks.speculation import check_speculation
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.config.schema import SYNONYMS, element_of, field_allowed, nearest_path, section_of
 from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.config.speculation import check_speculation
 from megatron_tlt.config.yaml_reader import parse_yaml, read_config_file
 from megatron_tlt.errors import ConfigError, ConfigProblem
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.drafter_kinds import DRAFTERS, DrafterFacts, DrafterName
-from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.types import DraftedBy
 
 
@@ -116,24 +113,3 @@ class SpeculationSection(Section):
     def uses_suffix(self) -> bool:
         """Whether the suffix drafter is part of it."""
         return self.drafts_by in ("suffix", "mixed")
-
-
-def _check_bandit(bandit: BanditSection) -> Iterator[ConfigProblem]:
-    at = "rollout.speculation.bandit"
-    if not bandit.arms or len(set(bandit.arms)) < len(bandit.arms):
-        yield ConfigProblem(f"{at}.arms", list(bandit.arms), "must be one arm at least, none twice")
-    if not bandit.thresholds or any(b <= a for a, b in pairwise(bandit.thresholds)):
-        yield ConfigProblem(f"{at}.thresholds", list(bandit.thresholds), "must rise")
-
-
-def check_speculation(section: SpeculationSection, has_drafter: bool = False) -> Iterator[ConfigProblem]:
-    """What does not go together.
-
-    `has_drafter`: weights come from elsewhere than `drafter_path`.
-    """
-    at = "rollout.speculation"
-    if section.trained and section.drafter_path is None and not has_drafter:
-        allowed = f"drafter {section.drafter!r} needs a directory made by megatron-tlt drafter"
-        yield ConfigProblem(f"{at}.drafter_path", None, allowed)
-    if section.selector == "beg_mab" and section.drafter != "none":
-        yield from _check_bandit(section.bandit)

@@ -20,7 +20,8 @@ from megatron_tlt.config.checks.layout import (
     tp_problems,
 )
 from megatron_tlt.config.checks.learning import check_algorithm, check_data, check_optimizer, check_rewards
-from megatron_tlt.config.checks.rollout import check_context, check_idle, check_positions, check_rollout
+from megatron_tlt.config.checks.rollout import check_context, check_positions, check_rollout
+from megatron_tlt.config.checks.speculation import check_idle, check_speculation
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import ConfigProblem
@@ -58,6 +59,7 @@ def check_config(
     return [
         *problems,
         *check_rollout(config, shape, num_ranks, device),
+        *check_speculation(config.rollout.speculation, has_drafter=config.idle.train_drafter),
         *check_idle(config, shape, num_ranks, device),
         *check_backend(config, device),
         *check_batch(config, num_ranks),

@@ -73,9 +73,10 @@ def test_hidden_states_are_stamped_with_the_version_that_answered(model_dir: Pat
 
 
 def test_wrong_sizes_are_found_together(model_dir: Path):
+    without_weights = RolloutSection(speculation=SpeculationSection(drafter="eagle"))
     with pytest.raises(ConfigError) as caught:
-        build_backend(RolloutSection(tp=2), ModelSection(path=str(model_dir), max_context=257))
-    assert [p.path for p in caught.value.problems] == ["model.max_context", "rollout.tp"]
+        build_backend(without_weights, ModelSection(path=str(model_dir), max_context=257))
+    assert [p.path for p in caught.value.problems] == ["model.max_context", "rollout.speculation.drafter_path"]
 
 
 def drafting_backend(model_dir: Path, drafter: EagleModel) -> EmbeddedBackend:

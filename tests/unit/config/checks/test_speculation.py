@@ -1,6 +1,7 @@
 """Rules about speculation: the bandit's arms and buckets."""
 
-from megatron_tlt.config.speculation import BanditSection, SpeculationSection, check_speculation
+from megatron_tlt.config.checks.speculation import check_speculation
+from megatron_tlt.config.speculation import BanditSection, SpeculationSection
 
 
 def test_every_problem_of_the_bandit_is_found():

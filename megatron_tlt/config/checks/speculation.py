@@ -1,0 +1,102 @@
+"""Cross-checks of speculative decoding: drafter, bandit, and training the drafter in idle time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from megatron_tlt.config.checks.layout import Device
+from megatron_tlt.config.drafter_kinds import DRAFTERS
+from megatron_tlt.config.model import ArchitectureConfig
+from megatron_tlt.config.root import Config
+from megatron_tlt.config.speculation import BanditSection, SpeculationSection
+from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.types import CAPABILITIES
+
+Problems = Iterator[ConfigProblem]
+
+
+def check_speculation(section: SpeculationSection, has_drafter: bool = False) -> Problems:
+    """A trained drafter without weights, and a bandit whose arms or buckets are no choice.
+
+    `has_drafter`: the weights come from elsewhere than `drafter_path`.
+    """
+    at = "rollout.speculation"
+    if section.trained and section.drafter_path is None and not has_drafter:
+        allowed = f"drafter {section.drafter!r} needs a directory made by megatron-tlt drafter"
+        yield ConfigProblem(f"{at}.drafter_path", None, allowed)
+    if section.selector == "beg_mab" and section.drafter != "none":
+        yield from _check_bandit(section.bandit)
+
+
+def _check_bandit(bandit: BanditSection) -> Problems:
+    at = "rollout.speculation.bandit"
+    if not bandit.arms or len(set(bandit.arms)) < len(bandit.arms):
+        yield ConfigProblem(f"{at}.arms", list(bandit.arms), "must be one arm at least, none twice")
+    if not bandit.thresholds or any(b <= a for a, b in pairwise(bandit.thresholds)):
+        yield ConfigProblem(f"{at}.thresholds", list(bandit.thresholds), "must rise")
+
+
+def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None) -> Problems:
+    """Training the drafter needs a trainable drafter, at least two replicas, and room for hidden states."""
+    yield from _check_kind(config)
+    if not config.idle.train_drafter:
+        return
+    section, online = config.rollout.speculation, config.drafter.online
+    if section.trained is None:
+        kinds = " or ".join(map(repr, DRAFTERS))
+        allowed = f"needs rollout.speculation.drafter {kinds}: {section.drafter!r} has nothing to train"
+        yield ConfigProblem("idle.train_drafter", True, allowed)
+    elif _never_trains(config, num_ranks) and section.drafter_path is None:
+        allowed = (
+            "is required with one rollout replica: it has no idle time, so random weights would stay random (or "
+            "idle.min_steps_per_window above 0, or rollout.speculation.drafter=suffix or none with "
+            "idle.train_drafter=false)"
+        )
+        yield ConfigProblem("rollout.speculation.drafter_path", None, allowed)
+    yield from _check_hidden_states(config)
+    if online.fp8 == "te" and device == "cpu":
+        yield ConfigProblem("drafter.online.fp8", online.fp8, "must be 'off' on CPU")
+    if shape is not None:
+        size = section.state_parts * shape.hidden_size * (4 if config.rollout.dtype == "fp32" else 2) + 8
+        sizes = config.drafter.sizes(device or "cpu")
+        needed = min(config.drafter.window, sizes.micro_step_tokens) * size / 2**20
+        if sizes.buffer_mib < needed:
+            allowed = f"must be >= {needed:.2f}, or no long response fits"
+            yield ConfigProblem("drafter.online.buffer_mib", sizes.buffer_mib, allowed)
+
+
+def _check_hidden_states(config: Config) -> Problems:
+    """Their source: an engine that has them, or an actor that can give them to the ranks that train."""
+    at, chosen = "drafter.online.hidden_states", config.drafter.online.hidden_states
+    if config.hidden_states_of == "engine":
+        if not CAPABILITIES[config.rollout.backend].hidden_states:
+            allowed = f"must be 'actor' or 'auto' with rollout.backend: {config.rollout.backend}, which gives none"
+            yield ConfigProblem(at, chosen, allowed)
+        return
+    if config.rollout.tp > 1:
+        allowed = "must be 'engine' with rollout.tp above 1: ranks of one engine train on the same responses"
+        yield ConfigProblem(at, chosen, allowed)
+    if config.drafter.online.max_age == 0:
+        allowed = f"must be above 0 with {at} = {chosen}: the actor's hidden states are of the step before"
+        yield ConfigProblem("drafter.online.max_age", 0, allowed)
+
+
+def _check_kind(config: Config) -> Problems:
+    """Settings that the kind of drafter does not have, and what a drafter made from the policy cannot have."""
+    section, at = config.rollout.speculation, "rollout.speculation"
+    for name, has in (("layers", "layers_read"), ("draft_vocab_size", "has_own_head")):
+        value, kind = getattr(section, name), section.trained
+        if kind is not None and value is not None and not getattr(kind, has):
+            kinds = ", ".join(facts.name for facts in DRAFTERS.values() if getattr(facts, has))
+            allowed = f"must be null with drafter: {kind.name}; a drafter that has it: {kinds}"
+            yield ConfigProblem(f"{at}.{name}", value, allowed)
+    is_fresh = config.idle.train_drafter and section.drafter_path is None
+    if is_fresh and section.draft_vocab_size is not None:
+        allowed = f"must be null without {at}.drafter_path: megatron-tlt drafter train chooses the tokens"
+        yield ConfigProblem(f"{at}.draft_vocab_size", section.draft_vocab_size, allowed)
+
+
+def _never_trains(config: Config, num_ranks: int) -> bool:
+    """Whether there is no idle time (one replica) and no configured micro-step either."""
+    return num_ranks // config.rollout.tp == 1 and config.idle.min_steps_per_window == 0
