@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from megatron_tlt.backends.embedded import EmbeddedBackend
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.prompts import PromptStream
+    from megatron_tlt.models.draft import Draft
     from megatron_tlt.rollout.rows import RunningRows
-    from megatron_tlt.rollout.spec.draft import Draft
     from megatron_tlt.types import DraftedBy, DraftStrategy, Prompt, StepMeasurement
 
 LENGTHS = (0, 1, 2, 3, 5, 8, 11)  # drafted in turn; 0: plain decoding

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.drafter.kinds.base import SavedDrafter
     from megatron_tlt.models.base import Decoder
-    from megatron_tlt.models.eagle.base import EagleDecoder
+    from megatron_tlt.models.drafter_decoder import DrafterDecoder
     from megatron_tlt.rollout.sampler import NativeSample
 
 
@@ -147,7 +147,7 @@ def _history(rollout: RolloutSection) -> ResponseHistory | None:
     return ResponseHistory(max(1, section.history_epochs), responses, section.history_mib)
 
 
-def _block_bytes(size: int, decoder: Decoder, eagle: EagleDecoder | None, keep_hidden_states: bool) -> int:
+def _block_bytes(size: int, decoder: Decoder, eagle: DrafterDecoder | None, keep_hidden_states: bool) -> int:
     """Memory of one block: the policy's cache, the drafter's, the hidden states that it reads or that are kept, and the
     tokens' experts (well under 1 %, whether or not they are recorded).
     """

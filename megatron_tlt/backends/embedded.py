@@ -181,10 +181,10 @@ class EmbeddedBackend(BaseBackend):
         """
         self._weights.require_open(f"a drafter of version {version}")
         speculator = self.engine.speculator
-        if speculator is None or speculator.eagle is None:
+        if speculator is None or speculator.trained is None:
             raise SyncError(f"a drafter of version {version} came to an engine that has none")
         try:
-            speculator.eagle.decoder.load_weights(weights.items())
+            speculator.trained.decoder.load_weights(weights.items())
         except CheckpointError as error:
             raise SyncError(f"the drafter of version {version} does not fit: {error}") from error
         self._weights.accept_drafter(version)

@@ -12,8 +12,8 @@ from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError, ConfigError, ConfigProblem
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.drafter_decoder import DrafterDecoder
 from megatron_tlt.models.drafters import DrafterConfig
-from megatron_tlt.models.eagle.base import EagleDecoder
 from megatron_tlt.models.keyed_noise import SampleKernel
 from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.models.torch.decoder import TorchDecoder
@@ -79,7 +79,7 @@ def _has_triton(kernels: Kernels, device: torch.device) -> bool:
     return kernels == "auto" and device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-def build_eagle(policy: Decoder, config: DrafterConfig, threads: int = 1) -> EagleDecoder:
+def build_eagle(policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:
     """An empty drafter in the form, precision and place of the policy's decoder; load weights next.
 
     Under tensor parallelism it is whole on every rank. Raises BackendError for a decoder that no drafter goes with, and

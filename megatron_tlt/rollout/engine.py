@@ -98,11 +98,11 @@ class Engine:
         `keep_address`: caches move to memory that keeps its address through `release`. Collective. Mutates.
         """
         assert self.runner.pool is not None and self.is_idle
-        eagle = None if self.speculator is None else self.speculator.eagle
+        trained = None if self.speculator is None else self.speculator.trained
         if keep_address:
-            for kv in (self.runner.kv, *([] if eagle is None else [eagle.kv])):
+            for kv in (self.runner.kv, *([] if trained is None else [trained.kv])):
                 kv.fix_address()
-        self.runner.pool.capture(rows_each, [] if eagle is None else eagle.steps())
+        self.runner.pool.capture(rows_each, [] if trained is None else trained.steps())
 
     def drop_graphs(self) -> None:
         """Drops captured graphs, before the process groups whose collectives they hold are destroyed. Mutates."""
@@ -118,7 +118,7 @@ class Engine:
         if collector is not None:
             self.resume()
             self.runner.keep_pages()
-        elif self.speculator is None or self.speculator.eagle is None:
+        elif self.speculator is None or self.speculator.trained is None:
             self.runner.drop_pages()
 
     def record_routed_experts(self) -> None:

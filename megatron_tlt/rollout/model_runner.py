@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.models.base import Decoder, empty_routed_experts
+from megatron_tlt.models.draft import Draft
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.torch.transfer import upload
@@ -24,7 +25,6 @@ from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
-from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.verify import accept_matches
 
 _NOTHING = StepResult(np.empty(0, np.int32), np.empty(0, np.float32))

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
 from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.drafters import DrafterConfig
-from megatron_tlt.models.eagle.base import (
+from megatron_tlt.models.draft import Draft
+from megatron_tlt.models.drafter_decoder import (
     BUCKET_WIDTH,
     BUCKETS,
     DEPTHS,
-    DraftedRows,
+    DrafterDecoder,
     DraftingRows,
-    EagleDecoder,
     Pairs,
 )
+from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.torch.layers import rope_table
@@ -40,7 +38,7 @@ class Rows:
 
     def __init__(
         self,
-        drafter: EagleDecoder,
+        drafter: DrafterDecoder,
         tokens: list[list[int]],
         states: list[Tensor],
         *,
@@ -83,21 +81,21 @@ class Rows:
 
     def draft(
         self, wanted: int | list[int], rates: np.ndarray = ONES, min_acceptance: float = 0.0
-    ) -> DraftedRows:
+    ) -> Draft:
         most = np.broadcast_to(np.asarray(wanted, np.int32), len(self.tokens)).copy()
         return self.drafts.draft(self.outputs, most, rates, min_acceptance)
 
 
-def of_row(drafted: DraftedRows, row: int) -> DraftedRows:
+def of_row(drafted: Draft, row: int) -> Draft:
     """The part of one row."""
     end = int(drafted.counts[: row + 1].sum())
     at = slice(end - int(drafted.counts[row]), end)
-    names = [f.name for f in fields(DraftedRows) if f.name != "counts"]
-    return DraftedRows(drafted.counts[row : row + 1], *(getattr(drafted, name)[at] for name in names))
+    names = ("tokens", "cumulative_acceptance", "feature")
+    return Draft(drafted.counts[row : row + 1], *(getattr(drafted, name)[at] for name in names))
 
 
 def check_row(
-    drafted: DraftedRows,
+    drafted: Draft,
     rows: Rows,
     row: int,
     policy: list[tuple[str, Tensor]],

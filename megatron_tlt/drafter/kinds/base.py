@@ -23,8 +23,8 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.drafter_decoder import DrafterDecoder
 from megatron_tlt.models.drafters import DraftBatch, DrafterConfig, DrafterModel
-from megatron_tlt.models.eagle.base import EagleDecoder
 
 Format = Literal["hf", "sglang", "trtllm", "vllm"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -94,7 +94,7 @@ class DrafterKind(ABC):
     # -- in rollouts and in training --------------------------------------------------------------------------
 
     @abstractmethod
-    def build_decoder(self, policy: Decoder, config: DrafterConfig, threads: int = 1) -> EagleDecoder:
+    def build_decoder(self, policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:
         """The drafter beside the policy's decoder in the rollout engine; load weights next. Raises BackendError for a
         decoder that it does not go with.
         """

@@ -24,15 +24,18 @@ from torch.nn.functional import linear
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.drafters import DrafterConfig
-from megatron_tlt.models.eagle.base import (
+from megatron_tlt.models.draft import Draft
+from megatron_tlt.models.drafter_decoder import (
     BUCKET_WIDTH,
     BUCKETS,
     DEPTHS,
-    DraftedRows,
+    DrafterDecoder,
     DraftingRows,
     Pairs,
+    RowDrafter,
+    RunStep,
 )
+from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.keyed_noise import Candidates, best_candidates
@@ -42,11 +45,9 @@ from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.models.torch.paged import PagedPlan
 from megatron_tlt.models.torch.transfer import upload
 
-RunStep = Callable[[Hashable, Callable[[], object]], object]
 
-
-class TorchEagle:
-    """See `EagleDecoder`. Cache layout: [2, (num_blocks + 1) * block_size, kv heads, D]; the last block is scratch."""
+class TorchEagle(DrafterDecoder):
+    """See `DrafterDecoder`. Cache: [2, (num_blocks + 1) * block_size, kv heads, D]; the last block is scratch."""
 
     kind = "torch"
 
@@ -86,13 +87,13 @@ class TorchEagle:
             blocks[:, b] = blocks[:, a]
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """See `EagleDecoder.load_weights`."""
+        """See `DrafterDecoder.load_weights`."""
         self.model.load_full(named)
         self._loaded = True
 
     @torch.inference_mode()
     def feed(self, pairs: Pairs, pages: Tensor, kv: KVCache) -> None:
-        """See `EagleDecoder.feed`. Raises BackendError before weights were loaded."""
+        """See `DrafterDecoder.feed`. Raises BackendError before weights were loaded."""
         if not self._loaded:
             raise BackendError("the drafter is used before its weights were loaded")
         arrays = (pairs.tokens, pairs.positions, pairs.slots, pairs.state_slots)
@@ -104,7 +105,7 @@ class TorchEagle:
         kv.data[0][slots], kv.data[1][slots] = self.model.keys_values(x, rope)
 
     def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int) -> TorchRowDrafter:
-        """See `EagleDecoder.row_drafter`."""
+        """See `DrafterDecoder.row_drafter`."""
         return TorchRowDrafter(self, kv, rows, pages, window)
 
     def step(
@@ -146,7 +147,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return joined
 
 
-class TorchRowDrafter:
+class TorchRowDrafter(RowDrafter):
     """See `RowDrafter`. The buffers stay where they are, so that CUDA graphs may keep their addresses."""
 
     def __init__(self, eagle: TorchEagle, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int):
@@ -182,15 +183,33 @@ class TorchRowDrafter:
     @torch.inference_mode()
     def draft(
         self, outputs: np.ndarray, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float
-    ) -> DraftedRows:
+    ) -> Draft:
         """See `RowDrafter.draft`."""
         rows, count = self._rows, len(wanted)
         fresh = rows.synced[rows.slot[:count]] < rows.positions[:count]
         active = np.flatnonzero((wanted > 0) & fresh)
         recorder = _Recorder(count, rates, min_acceptance)
-        if len(active):
-            self._catch_up(outputs, active)
-            self._draft(outputs, active, wanted[active], recorder)
+        if not len(active):
+            return recorder.result()
+        self._catch_up(outputs, active)
+        wanted = wanted[active]
+        planned, blocks = self._begin(outputs, active, wanted, recorder.reachable(int(wanted.max())))
+        run = self._static(planned.shape[2], blocks)
+        found: list[Tensor] = []
+        for step in planned:
+            self._set_inputs(step, found[-1] if found else None)
+            self._eagle.run_step(*run)
+            found.append(self._best[:, : step.shape[1]].clone())
+            if (tp := self._eagle.policy.tp) is not None:
+                tp.broadcast(found[-1])  # all ranks go on with the same tokens
+        # The draft's one wait for the device: scores and candidates float64 [2, P, C] of each step, best first.
+        results = torch.stack(found).cpu().numpy() if found else ()
+        at = np.arange(len(active))  # of the chains that go on
+        for number, (scores, candidates) in enumerate(results):
+            best, score = candidates[at].astype(np.int32), scores[at].astype(np.float32)
+            at = at[recorder.record(number, active[at], best, score, wanted[at] > number + 1)]
+            if not len(at):
+                break
         return recorder.result()
 
     def _catch_up(self, outputs: np.ndarray, active: np.ndarray) -> None:
@@ -209,24 +228,6 @@ class TorchRowDrafter:
             pairs = Pairs(*(np.asarray(a, np.int32) for a in (tokens, positions, *places)))
             self._eagle.feed(pairs, self._pages, self._kv)
         rows.synced[slots] = last
-
-    def _draft(
-        self, outputs: np.ndarray, active: np.ndarray, wanted: np.ndarray, recorder: _Recorder
-    ) -> None:
-        steps = recorder.reachable(int(wanted.max()))
-        planned, blocks = self._begin(outputs, active, wanted, steps)
-        found: list[Tensor] = []
-        for step in range(steps):
-            found.append(self._step(planned[step], blocks, found[-1] if found else None))
-        if not found:
-            return
-        results = torch.stack(found).cpu().numpy()  # [N, 2, P, C]: the draft's one wait for the device
-        at = np.arange(len(active))  # of the chains that go on
-        for step, (scores, candidates) in enumerate(results):
-            best, score = candidates[at].astype(np.int32), scores[at].astype(np.float32)
-            at = at[recorder.record(step, active[at], best, score, wanted[at] > step + 1)]
-            if not len(at):
-                return
 
     def _table_width(self, length: int) -> int:
         """Blocks of each table that a draft up to `length` positions reads: all with the paged kernel, whose captured
@@ -272,20 +273,15 @@ class TorchRowDrafter:
         self._inputs[5 : 5 + blocks, :batch] = given[4 + 3 * steps :]
         return given[4 : 4 + 3 * steps].view(steps, 3, batch), blocks
 
-    def _step(self, planned: Tensor, blocks: int, last: Tensor | None) -> Tensor:
-        """One position of all chains, `planned` int64 [3, P], behind the candidates `last`: scores and candidates
-        float64 [2, P, C], best first. No value comes to the host.
+    def _set_inputs(self, planned: Tensor, last: Tensor | None) -> None:
+        """Sets what the step of one position reads: `planned` int64 [3, P], and the candidates `last` float64 [2, P, C]
+        of the step before. No value comes to the host.
         """
         batch = planned.shape[1]
         self._inputs[1:4, :batch] = planned
         if last is not None:
             self._inputs[0, :batch] = last[1, :, 0]
         self._hidden[:batch] = self._next_hidden[:batch]
-        self._eagle.run_step(*self._static(batch, blocks))
-        found = self._best[:, :batch].clone()
-        if (tp := self._eagle.policy.tp) is not None:
-            tp.broadcast(found)  # all ranks go on with the same tokens
-        return found
 
     def _static(self, batch: int, blocks: int) -> tuple[Hashable, Callable[[], object]]:
         """The step of so many padded chains, with its key: `blocks` is the same wherever there are graphs."""
@@ -310,7 +306,7 @@ class _Recorder:
     def __init__(self, rows: int, rates: np.ndarray, min_acceptance: float):
         self._rows, self._rates, self._least = rows, rates, min_acceptance
         self._acceptance = np.ones(rows, np.float32)  # of each row's chain so far
-        self._parts: list[tuple[np.ndarray, ...]] = []  # of each position: rows, then the columns of `DraftedRows`
+        self._parts: list[tuple[np.ndarray, ...]] = []  # of each position: rows, then the columns of `Draft`
 
     def reachable(self, steps: int) -> int:
         """How many of `steps` positions a chain can reach that keeps the best match rates all along."""
@@ -341,12 +337,12 @@ class _Recorder:
         goes_on: np.ndarray = kept & may_go_on & (acceptance * most >= self._least)
         return goes_on
 
-    def result(self) -> DraftedRows:
+    def result(self) -> Draft:
         """The drafts so far."""
         if not self._parts:
             none = np.empty(0, np.int32)
-            return DraftedRows(np.zeros(self._rows, np.int32), none, none.view(np.float32), none)
+            return Draft(np.zeros(self._rows, np.int32), none, none.view(np.float32), none)
         rows, *drafted = (np.concatenate(part) for part in zip(*self._parts, strict=True))
         order = np.argsort(rows, kind="stable")
         counts = np.bincount(rows, minlength=self._rows).astype(np.int32)
-        return DraftedRows(counts, *(column[order] for column in drafted))
+        return Draft(counts, *(column[order] for column in drafted))

@@ -20,8 +20,16 @@ from torch import Tensor
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache, Shard
+from megatron_tlt.models.draft import Draft
+from megatron_tlt.models.drafter_decoder import (
+    BUCKETS,
+    DEPTHS,
+    DrafterDecoder,
+    DraftingRows,
+    Pairs,
+    RowDrafter,
+)
 from megatron_tlt.models.drafters import DrafterConfig
-from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, DraftedRows, DraftingRows, Pairs
 from megatron_tlt.models.eagle.config import Eagle3Config
 from megatron_tlt.models.native.abi import (
     ERRORS,
@@ -44,8 +52,8 @@ from megatron_tlt.models.native.parts import (
 )
 
 
-class NativeEagle:
-    """See `EagleDecoder`."""
+class NativeEagle(DrafterDecoder):
+    """See `DrafterDecoder`."""
 
     kind = "native"
 
@@ -82,7 +90,7 @@ class NativeEagle:
         self._loaded = False
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """See `EagleDecoder.load_weights`; nothing changes if it raises."""
+        """See `DrafterDecoder.load_weights`; nothing changes if it raises."""
         given = dict(named)
         self.config.check(given)
         for name, tensor in given.items():
@@ -120,7 +128,7 @@ class NativeEagle:
         copy_blocks(kv, src, dst, 1)
 
     def feed(self, pairs: Pairs, pages: Tensor, kv: KVCache) -> None:
-        """See `EagleDecoder.feed`. Raises BackendError for pairs or pages that C could not read."""
+        """See `DrafterDecoder.feed`. Raises BackendError for pairs or pages that C could not read."""
         self.check_pages(pages, kv)
         call = EaglePairs(count=len(pairs.tokens), num_blocks=kv.num_blocks, block_size=kv.block_size)
         lengths = [len(getattr(pairs, field.name)) for field in fields(pairs)]
@@ -131,7 +139,7 @@ class NativeEagle:
         self.run(partial(self._lib.tlt_eagle_feed, self.structure, call, self.threads))
 
     def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int) -> NativeRowDrafter:
-        """See `EagleDecoder.row_drafter`. Raises BackendError for arrays that C could not read."""
+        """See `DrafterDecoder.row_drafter`. Raises BackendError for arrays that C could not read."""
         return NativeRowDrafter(self, kv, rows, pages, window)
 
     def check_pages(self, pages: Tensor, kv: KVCache) -> None:
@@ -151,7 +159,7 @@ class NativeEagle:
             raise BackendError(f"native drafter refused: {ERRORS.get(code, code)}")
 
 
-class NativeRowDrafter:
+class NativeRowDrafter(RowDrafter):
     """See `RowDrafter`. Buffers grow with the largest draft."""
 
     def __init__(self, eagle: NativeEagle, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int):
@@ -180,7 +188,7 @@ class NativeRowDrafter:
 
     def draft(
         self, outputs: np.ndarray, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float
-    ) -> DraftedRows:
+    ) -> Draft:
         """See `RowDrafter.draft`."""
         count, longest = len(wanted), max(wanted.tolist(), default=0)
         if count > self._slots or rates.shape != self._rates.shape:
@@ -198,7 +206,7 @@ class NativeRowDrafter:
         counts = self._counts[:count].copy()
         total = int(counts.sum())
         drafted = (self._tokens, self._cumulative_acceptance, self._feature)
-        return DraftedRows(counts, *(column[:total].copy() for column in drafted))
+        return Draft(counts, *(column[:total].copy() for column in drafted))
 
     def _make_room(self, count: int, longest: int) -> None:
         call = self._call

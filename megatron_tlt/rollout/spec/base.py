@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.types import DraftStrategy
 
 

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.rollout.scheduler import Scheduler
 from megatron_tlt.rollout.spec.base import Drafter
-from megatron_tlt.rollout.spec.eagle import EagleDrafter
 from megatron_tlt.rollout.spec.mixed import MixedDrafter
 from megatron_tlt.rollout.spec.selector import build_selector
 from megatron_tlt.rollout.spec.speculator import Speculator
 from megatron_tlt.rollout.spec.suffix import SuffixDrafter
+from megatron_tlt.rollout.spec.trained import TrainedDrafter
 
 if TYPE_CHECKING:
-    from megatron_tlt.models.eagle.base import EagleDecoder
+    from megatron_tlt.models.drafter_decoder import DrafterDecoder
     from megatron_tlt.rollout.model_runner import ModelRunner
     from megatron_tlt.rollout.spec.history import ResponseHistory
 
@@ -28,7 +27,7 @@ class Drafting:
     """What an engine needs to speculate: the configuration, and the parts made outside of it."""
 
     section: SpeculationSection
-    eagle: EagleDecoder | None = None  # the trained drafter, where the configuration names one
+    decoder: DrafterDecoder | None = None  # the trained drafter, where the configuration names one
     history: ResponseHistory | None = None  # earlier responses, for the suffix drafter
 
 
@@ -40,33 +39,31 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
     section = drafting.section
     if section.drafter == "none":
         return None
-    eagle = _eagle(drafting, scheduler, runner) if section.trained else None
-    drafter = _drafter(drafting, scheduler, eagle)
+    trained = _trained(drafting, scheduler, runner) if section.trained else None
+    drafter = _drafter(drafting, scheduler, trained)
     selector = build_selector(section)
     # On CPU strategies are compared by this thread's own time, however busy the machine is.
     clock = time.thread_time if runner.device.type == "cpu" else time.perf_counter
-    return Speculator(drafter, selector, scheduler.rows, scheduler.reserve, runner.tp, eagle, clock)
+    return Speculator(drafter, selector, scheduler.rows, scheduler.reserve, runner.tp, trained, clock)
 
 
-def _eagle(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> EagleDrafter:
+def _trained(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> TrainedDrafter:
     """The trained drafter; its steps run by the policy's pool where there is one."""
-    section, decoder = drafting.section, drafting.eagle
+    section, decoder = drafting.section, drafting.decoder
     if decoder is None:
-        raise ConfigError.of(
-            "rollout.speculation.drafter", section.drafter, "the engine got no eagle decoder"
-        )
-    eagle = EagleDrafter(decoder, scheduler.rows, runner.keep_pages(), section.window)
-    if runner.pool is not None and isinstance(decoder, TorchEagle):
+        raise ConfigError.of("rollout.speculation.drafter", section.drafter, "the engine got no drafter")
+    trained = TrainedDrafter(decoder, scheduler.rows, runner.keep_pages(), section.window)
+    if runner.pool is not None:
         decoder.use_graphs(runner.pool.graphs.run)
-    return eagle
+    return trained
 
 
-def _drafter(drafting: Drafting, scheduler: Scheduler, eagle: EagleDrafter | None) -> Drafter:
+def _drafter(drafting: Drafting, scheduler: Scheduler, trained: TrainedDrafter | None) -> Drafter:
     section = drafting.section
     if section.drafts_by == "trained":
-        assert eagle is not None
-        return eagle
+        assert trained is not None
+        return trained
     suffix = SuffixDrafter(section.suffix, scheduler.rows, drafting.history)
-    if eagle is None:
+    if trained is None:
         return suffix
-    return MixedDrafter(suffix, eagle, len(scheduler.rows.limit))
+    return MixedDrafter(suffix, trained, len(scheduler.rows.limit))

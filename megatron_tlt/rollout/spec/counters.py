@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from megatron_tlt.rollout.spec.draft import TRAINED, Draft
+from megatron_tlt.models.draft import TRAINED, Draft
 from megatron_tlt.types import NO_DRAFT, SpeculationStats, StepMeasurement
 
 

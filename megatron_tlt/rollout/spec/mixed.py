@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_tlt.models.draft import SUFFIX, TRAINED, Draft
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.draft import SUFFIX, TRAINED, Draft
-from megatron_tlt.rollout.spec.eagle import EagleDrafter
 from megatron_tlt.rollout.spec.suffix import SuffixDrafter
+from megatron_tlt.rollout.spec.trained import TrainedDrafter
 from megatron_tlt.types import DraftStrategy
 
 _MEMORY = 0.8  # weight of the past in a request's running mean value of trained drafts
@@ -32,7 +32,7 @@ class MixedDrafter:
 
     kind = "mixed"
 
-    def __init__(self, suffix: SuffixDrafter, trained: EagleDrafter, slots: int):
+    def __init__(self, suffix: SuffixDrafter, trained: TrainedDrafter, slots: int):
         """For requests in `slots` slots."""
         self.suffix, self.trained = suffix, trained
         self._value = np.full(slots, 4.0, np.float32)  # of a trained draft, by slot

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.counters import SpeculationCounters
-from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.trace import DraftTrace
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 if TYPE_CHECKING:
-    from megatron_tlt.rollout.spec.eagle import EagleDrafter
     from megatron_tlt.rollout.spec.selector import StrategySelector
+    from megatron_tlt.rollout.spec.trained import TrainedDrafter
 
 _NO_POSITIONS = np.zeros(0, np.int64)
 
@@ -40,14 +40,14 @@ class Speculator:
         rows: RunningRows,
         reserve: Callable[[np.ndarray], np.ndarray],
         tp: TensorParallel,
-        eagle: EagleDrafter | None = None,
+        trained: TrainedDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """`reserve`: see `Scheduler.reserve`. `eagle` is the drafter, or the part of it, that is trained.
+        """`reserve`: see `Scheduler.reserve`. `trained` is the drafter, or the part of it, that is trained.
 
         `clock`: seconds that strategies are compared by.
         """
-        self.drafter, self.selector, self.eagle = drafter, selector, eagle
+        self.drafter, self.selector, self.trained = drafter, selector, trained
         self.trace: DraftTrace | None = None  # keeps what is drafted for some responses
         self.counters = SpeculationCounters()
         self._rows, self._reserve, self._tp, self._clock = rows, reserve, tp, clock
@@ -62,8 +62,8 @@ class Speculator:
         """
         for request in batch.started:
             self.drafter.start(request)
-        if batch.copies and self.eagle is not None:
-            self.eagle.copy_blocks(batch.copies)
+        if batch.copies and self.trained is not None:
+            self.trained.copy_blocks(batch.copies)
         if not batch.is_decode:
             return None
         rows, last_kind = self._rows, self._strategy.kind
@@ -72,31 +72,28 @@ class Speculator:
         if strategy.kind != "none":
             started = self._clock()
             self.drafter.sync_context(rows, strategy)
-            if (
-                strategy.kind != last_kind
-            ):  # reading what other steps emitted is a cost of the switch, not of a step
+            if strategy.kind != last_kind:  # to read what other steps emitted is a cost of the switch, not of a step
                 started = self._clock()
-            draft = self._draft(strategy)
+            draft = self._tp.broadcast_object(self.drafter.propose(rows, self._lengths(strategy), strategy))
+            draft = draft.likely(strategy.min_cumulative_acceptance) if draft.num_tokens else None
             self._draft_seconds = self._clock() - started
         self._proposed = self._clock()
         return draft if draft is not None and draft.num_tokens else None
 
-    def _draft(self, strategy: DraftStrategy) -> Draft:
-        """The draft, without unlikely tokens. A response's last token is never drafted but drawn."""
+    def _lengths(self, strategy: DraftStrategy) -> np.ndarray:
+        """Most tokens of each row's draft, for which blocks are reserved. A response's last token is never drafted."""
         rows, running = self._rows, self._rows.num_rows
         left = rows.limit[:running] - rows.output_len[:running] - 1
         share = max(0, self._max_tokens // running - 1)
-        lengths = self._reserve(np.minimum(left, min(strategy.draft_len, share)))
-        draft = self._tp.broadcast_object(self.drafter.propose(rows, lengths, strategy))
-        return draft.likely(strategy.min_cumulative_acceptance) if draft.num_tokens else draft
+        return self._reserve(np.minimum(left, min(strategy.draft_len, share)))
 
     def record(self, batch: Batch, draft: Draft | None, result: StepResult) -> None:
         """The step of `batch` gave `result`, truncated and not yet committed. Mutates drafter, selector and counters.
 
         Steps with prefill chunks are not measured.
         """
-        if batch.chunks and self.eagle is not None:
-            self.eagle.feed_chunks(batch)
+        if batch.chunks and self.trained is not None:
+            self.trained.feed_chunks(batch)
         if not batch.is_decode:
             return
         step_seconds = self._clock() - self._proposed
@@ -121,13 +118,13 @@ class Speculator:
 
     def release(self) -> None:
         """Frees the drafter's cache until `resume`, after the runner's."""
-        if self.eagle is not None:
-            self.eagle.release()
+        if self.trained is not None:
+            self.trained.release()
 
     def resume(self) -> None:
         """Allocates the drafter's cache again, after the runner's."""
-        if self.eagle is not None:
-            self.eagle.resume()
+        if self.trained is not None:
+            self.trained.resume()
 
     def state_dict(self) -> dict[str, Any]:
         """What selector and calibrators have learned."""

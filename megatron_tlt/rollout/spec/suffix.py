@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_tlt.config.speculation import SuffixSection
 from megatron_tlt.errors import BackendError, ConfigError
+from megatron_tlt.models.draft import Draft
 from megatron_tlt.models.native.abi import library
 from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.models.native.suffix_abi import (
@@ -31,7 +32,6 @@ from megatron_tlt.models.native.suffix_abi import (
 )
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.history import ResponseHistory
 from megatron_tlt.rollout.spec.match_rates import MatchRates
 from megatron_tlt.types import DraftStrategy, PastResponse

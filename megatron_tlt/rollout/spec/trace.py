@@ -9,8 +9,8 @@ from collections.abc import Collection
 
 import numpy as np
 
+from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.verify import Accepted
 
 Run = tuple[int, int, list[int]]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.models.draft import Draft
 
 
 @dataclass(slots=True)

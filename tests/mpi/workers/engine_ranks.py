@@ -130,8 +130,8 @@ def use_graphs(engine: Engine, rank: int) -> GraphPool:
     probe = GraphPool(decoder, runner.kv, sizes, capturer=UnevenCapturer(0))
     budget = probe.graphs.memory_bytes + 2000
     pool = runner.pool = GraphPool(decoder, runner.kv, sizes, budget, UnevenCapturer(rank))
-    if engine.speculator is not None and engine.speculator.eagle is not None:
-        engine.speculator.eagle.decoder.use_graphs(pool.graphs.run)
+    if engine.speculator is not None and engine.speculator.trained is not None:
+        engine.speculator.trained.decoder.use_graphs(pool.graphs.run)
     engine.capture_graphs(4)
     return pool
 

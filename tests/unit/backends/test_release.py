@@ -44,8 +44,8 @@ def held(backend: EmbeddedBackend) -> int:
     caches = [engine.runner.kv.data]
     if engine.runner.pages is not None:
         caches.append(engine.runner.pages.data)
-    if engine.speculator is not None and engine.speculator.eagle is not None:
-        caches.append(engine.speculator.eagle.kv.data)
+    if engine.speculator is not None and engine.speculator.trained is not None:
+        caches.append(engine.speculator.trained.kv.data)
     return sum(c.untyped_storage().nbytes() for c in caches)
 
 

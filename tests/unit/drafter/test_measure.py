@@ -13,7 +13,7 @@ from megatron_tlt.drafter.batching import DraftSequence, collate, windows
 from megatron_tlt.drafter.kinds.eagle.loss import draft_loss
 from megatron_tlt.drafter.measure import Acceptance, measure
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, DraftingRows, Pairs
+from megatron_tlt.models.drafter_decoder import BUCKETS, DEPTHS, DraftingRows, Pairs
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle.model import EagleModel

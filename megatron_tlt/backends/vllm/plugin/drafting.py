@@ -24,8 +24,8 @@ from torch import Tensor
 
 from megatron_tlt.backends.vllm.plugin.suffix import Lists, SuffixBridge
 from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.spec.counters import SpeculationCounters
-from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.selector import build_selector
 from megatron_tlt.types import NO_DRAFT, StepMeasurement
 

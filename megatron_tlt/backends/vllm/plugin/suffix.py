@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.speculation import SuffixSection
+from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.suffix import SuffixDrafter
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams
 

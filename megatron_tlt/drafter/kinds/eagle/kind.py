@@ -30,8 +30,8 @@ from megatron_tlt.drafter.kinds.eagle.loss import draft_loss
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.drafter_decoder import DrafterDecoder
 from megatron_tlt.models.drafters import DraftBatch, DrafterConfig, DrafterModel
-from megatron_tlt.models.eagle.base import EagleDecoder
 from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.eagle.model import PairModel
@@ -44,7 +44,7 @@ _INSTEAD = "train a drafter of kind eagle3, which every format takes, or use --f
 class PairKind(DrafterKind):
     """What EAGLE and EAGLE-3 share: one layer over pairs, which drafts position by position."""
 
-    def build_decoder(self, policy: Decoder, config: DrafterConfig, threads: int = 1) -> EagleDecoder:
+    def build_decoder(self, policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:
         """See `DrafterKind.build_decoder`."""
         return build_eagle(policy, config, threads)
 

@@ -11,8 +11,9 @@ import torch
 
 from megatron_tlt.errors import BackendError, CheckpointError
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.draft import Draft
+from megatron_tlt.models.drafter_decoder import BUCKETS, DEPTHS, DrafterDecoder
 from megatron_tlt.models.drafters import DrafterConfig
-from megatron_tlt.models.eagle.base import BUCKETS, DEPTHS, DraftedRows, EagleDecoder
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.models.inputs import DecoderInput
@@ -50,7 +51,7 @@ CONFIGS = {
 
 def loaded(
     name: str, kernels: str = "native", dtype: torch.dtype = torch.float32, threads: int = 1, tp=None
-) -> EagleDecoder:
+) -> DrafterDecoder:
     drafter = drafter_config(CONFIGS[name])
     policy = build_decoder(CONFIGS[name], dtype=dtype, kernels=kernels, tp=tp, aux_layers=drafter.aux_layers)
     policy.load_weights(random_weights(CONFIGS[name]))
@@ -60,7 +61,7 @@ def loaded(
     return eagle
 
 
-def rows_of(eagle: EagleDecoder, lengths: list[int], **more) -> Rows:
+def rows_of(eagle: DrafterDecoder, lengths: list[int], **more) -> Rows:
     """Row i has the same content whatever the other rows are."""
     generators = [torch.Generator().manual_seed(n) for n in lengths]
     tokens = [
@@ -69,13 +70,13 @@ def rows_of(eagle: EagleDecoder, lengths: list[int], **more) -> Rows:
     return Rows(eagle, tokens, [states(n - 1, eagle.config, n) for n in lengths], **more)
 
 
-def check(drafted: DraftedRows, rows: Rows, name: str, **more) -> None:
+def check(drafted: Draft, rows: Rows, name: str, **more) -> None:
     for row in range(len(rows.tokens)):
         check_row(drafted, rows, row, random_weights(CONFIGS[name]), eagle_weights(CONFIGS[name]), **more)
 
 
-def assert_same(a: DraftedRows, b: DraftedRows) -> None:
-    for name in DraftedRows.__slots__:
+def assert_same(a: Draft, b: Draft) -> None:
+    for name in ("counts", "tokens", "cumulative_acceptance", "feature"):
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
 
 
@@ -187,7 +188,7 @@ def test_tensor_parallel_ranks_draft_what_one_rank_drafts(size: int) -> None:
     config = replace(CONFIGS["qwen2"], num_heads=8, num_kv_heads=4, head_dim=16)
     weights = random_weights(config), eagle_weights(config)
 
-    def run(kernels: str, tp) -> DraftedRows:
+    def run(kernels: str, tp) -> Draft:
         policy = build_decoder(config, kernels=kernels, tp=tp)
         policy.load_weights(weights[0])
         eagle = build_eagle(policy, EagleConfig.of(config))

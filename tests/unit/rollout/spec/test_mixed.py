@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.spec.counters import SpeculationCounters
-from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.mixed import SUFFIX, TRAINED, MixedDrafter
 from megatron_tlt.types import DraftStrategy, StepMeasurement
 

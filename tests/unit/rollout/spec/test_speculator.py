@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.speculator import Speculator
 from megatron_tlt.rollout.spec.verify import Accepted
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams, StepMeasurement

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_tlt.models.draft import Draft
 from megatron_tlt.models.keyed_noise import gumbel_noise
 from megatron_tlt.models.keys import request_key, row_keys
-from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.verify import accept_matches
 
 

@@ -16,31 +16,30 @@ from typing import Any
 import numpy as np
 
 from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.eagle.base import (
+from megatron_tlt.models.draft import Draft
+from megatron_tlt.models.drafter_decoder import (
     BUCKET_WIDTH,
     BUCKETS,
     DEPTHS,
+    DrafterDecoder,
     DraftingRows,
-    EagleDecoder,
     Pairs,
 )
-from megatron_tlt.models.eagle.torch_drafter import TorchRowDrafter
 from megatron_tlt.rollout.batch import Batch
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.base import Drafter
-from megatron_tlt.rollout.spec.draft import Draft
 from megatron_tlt.rollout.spec.match_rates import MatchRates
 from megatron_tlt.types import DraftStrategy
 
 
-class EagleDrafter(Drafter):
-    """A drafter around an `EagleDecoder`. `propose` caches the missing pairs."""
+class TrainedDrafter(Drafter):
+    """A drafter around an `DrafterDecoder`. `propose` caches the missing pairs."""
 
     kind = "trained"
 
-    def __init__(self, decoder: EagleDecoder, rows: RunningRows, pages: PagedHiddenStates, window: int):
+    def __init__(self, decoder: DrafterDecoder, rows: RunningRows, pages: PagedHiddenStates, window: int):
         """`pages` are written by the model runner. Allocates the drafter's cache, of as many blocks."""
         self.decoder, self._rows, self._pages = decoder, rows, pages
         self.kv: KVCache = decoder.new_kv_cache(pages.num_blocks, pages.block_size)
@@ -63,8 +62,8 @@ class EagleDrafter(Drafter):
         self._drafts.point_at(self.kv, self._pages.data)
 
     def steps(self) -> list[tuple[Hashable, Callable[[], object]]]:
-        """What the pool of the policy captures; see `TorchRowDrafter.steps`."""
-        return self._drafts.steps() if isinstance(self._drafts, TorchRowDrafter) else []
+        """What the pool of the policy captures; see `RowDrafter.steps`."""
+        return self._drafts.steps()
 
     def feed_chunks(self, batch: Batch) -> None:
         """Caches the pairs of the prefill chunks of `batch`, which the policy has computed. Mutates the cache."""
@@ -102,9 +101,9 @@ class EagleDrafter(Drafter):
         """See `Drafter.propose`."""
         if not lengths.any():
             return Draft.empty(rows.num_rows)
-        rates, least = self._match_rates.rates, strategy.min_cumulative_acceptance
-        drafted = self._drafts.draft(rows.outputs, lengths, rates, least)
-        return Draft(drafted.counts, drafted.tokens, drafted.cumulative_acceptance, drafted.feature)
+        return self._drafts.draft(
+            rows.outputs, lengths, self._match_rates.rates, strategy.min_cumulative_acceptance
+        )
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
         """See `Drafter.observe`."""

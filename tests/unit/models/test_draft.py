@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from megatron_tlt.rollout.spec.draft import Draft
+from megatron_tlt.models.draft import Draft
 
 
 def test_no_other_first_tokens_are_worth_more_less_the_price_of_their_rows():

@@ -1,4 +1,4 @@
-"""A trained drafter in rollouts: what its PyTorch (`torch_drafter.py`) and C (`native/eagle.py`) forms have in common.
+"""A trained drafter in rollouts: what its PyTorch (`eagle/torch_drafter.py`) and C (`native/eagle.py`) forms share.
 
 A drafter of kind eagle or eagle3 reads pairs: at position s, the token there and what it takes from the policy's state
 (`models.base.Decoder`) of position s - 1. Its output at s gives the distribution of the token at s + 1 and stands in
@@ -13,7 +13,7 @@ Legend: T pairs, B running rows, S slots of the engine, N drafted tokens of all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,10 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.models.base import KVCache
+from megatron_tlt.models.draft import Draft
 from megatron_tlt.models.drafters import DrafterConfig
+
+RunStep = Callable[[Hashable, Callable[[], object]], object]
 
 DEPTHS = 8  # draft positions of the match-rate table; the last row stands for all deeper ones
 BUCKETS = 32  # of the gap between the scores of the best and the second candidate
@@ -53,16 +56,6 @@ class DraftingRows:
     first: np.ndarray  # int32 [S], first position that the drafter attends to; written by drafts
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedRows:
-    """Drafts of B rows, flat in row order. A drafted token has the largest of logits / T + keyed noise."""
-
-    counts: np.ndarray  # int32 [B], tokens of each row
-    tokens: np.ndarray  # int32 [N]
-    cumulative_acceptance: np.ndarray  # float32 [N], product of the match rates up to the token
-    feature: np.ndarray  # int32 [N], min(position, DEPTHS - 1) * BUCKETS + bucket of the gap to the second candidate
-
-
 class RowDrafter(Protocol):
     """Drafts for one set of running rows over one cache. Not thread-safe."""
 
@@ -71,17 +64,23 @@ class RowDrafter(Protocol):
 
     def draft(
         self, outputs: np.ndarray, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float
-    ) -> DraftedRows:
+    ) -> Draft:
         """Caches the missing pairs of each row, at most the window's, and drafts up to `wanted` int [B] tokens for it.
 
         `outputs` int32 [S, any] holds the tokens drawn so far; `rates` float32 [DEPTHS, BUCKETS] estimates P(match); a
-        draft ends before a token whose cumulative acceptance is below `min_acceptance`. A row whose last pair is cached
+        draft ends before a token whose cumulative acceptance (the product of the match rates up to it) is below
+        `min_acceptance`. A drafted token has the largest of logits / T + keyed noise; its `feature` is
+        min(position, DEPTHS - 1) * BUCKETS + bucket of the gap to the second candidate. A row whose last pair is cached
         has nothing to start from and gets no draft. Writes the cache, at drafted positions too, and `synced` and
         `first`. Raises BackendError for arguments that do not fit and before all weights are loaded.
         """
 
+    def steps(self) -> list[tuple[Hashable, Callable[[], object]]]:
+        """What a pool of graphs may capture, by key, the largest first; none where nothing can be captured."""
+        return []
 
-class EagleDecoder(Protocol):
+
+class DrafterDecoder(Protocol):
     """A drafter in the engine. Embedding and, of kind eagle, LM head are the policy decoder's, read at every call."""
 
     config: DrafterConfig
@@ -102,6 +101,10 @@ class EagleDecoder(Protocol):
 
     def feed(self, pairs: Pairs, pages: Tensor, kv: KVCache) -> None:
         """Caches `pairs`; `pages` [slots, W] are the policy's states. Mutates `kv`."""
+
+    def use_graphs(self, run_step: RunStep) -> None:
+        """From now on steps run by `run_step(key, step)` (`GraphCache.run`), where they can be captured. Mutates."""
+        return
 
     def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int) -> RowDrafter:
         """Drafts for `rows`, which catch up with at most their last `window` pairs."""

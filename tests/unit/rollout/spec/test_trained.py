@@ -11,15 +11,15 @@ import torch
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.base import EagleDecoder
+from megatron_tlt.models.draft import Draft
+from megatron_tlt.models.drafter_decoder import DrafterDecoder
 from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
 from megatron_tlt.rollout.batch import Batch, Chunk
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.draft import Draft
-from megatron_tlt.rollout.spec.eagle import EagleDrafter
+from megatron_tlt.rollout.spec.trained import TrainedDrafter
 from megatron_tlt.types import DraftStrategy, SamplingParams
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
@@ -29,7 +29,7 @@ SIZE, BLOCKS, WINDOW, MOST = 16, 20, 8, 5
 CHAIN = DraftStrategy("trained", 5)
 
 
-def make_decoder(kernels: str = "native", dtype: torch.dtype = torch.float32) -> EagleDecoder:
+def make_decoder(kernels: str = "native", dtype: torch.dtype = torch.float32) -> DrafterDecoder:
     policy = build_decoder(CONFIG, dtype=dtype, kernels=kernels)
     policy.load_weights(random_weights(CONFIG))
     decoder = build_eagle(policy, EagleConfig.of(policy.config))
@@ -44,7 +44,7 @@ class Twins:
         self.random = np.random.default_rng(seed)
         self.rows = RunningRows(MOST, 64, blocks, CONFIG.vocab_size, max_output=128)
         self.pages = PagedHiddenStates(MOST * blocks, SIZE, CONFIG.hidden_size)
-        make = partial(EagleDrafter, rows=self.rows, pages=self.pages, window=WINDOW)
+        make = partial(TrainedDrafter, rows=self.rows, pages=self.pages, window=WINDOW)
         self.native, self.torch = (make(make_decoder(kernels)) for kernels in ("native", "torch"))
         self.free = [list(range(i * blocks, (i + 1) * blocks)) for i in range(MOST)]
         for own in self.free:
