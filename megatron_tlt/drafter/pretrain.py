@@ -10,6 +10,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.drafters import DraftBatch, DrafterConfig
 from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.types import GenerateCall
 
 if TYPE_CHECKING:
@@ -85,14 +87,16 @@ class DrafterPretraining:
         trainer = DrafterTrainer(self.model, self._embed, self._head, section, temperature, average)
         batches = self._batches(data)
         result = Acceptance.empty(section.eval_steps)
-        for step in range(1, section.num_steps + 1):
-            self._world.enter("drafter train", step)
-            metrics = trainer.step(next(batches))
-            if step % section.eval_every == 0 or step == section.num_steps:
-                result = self.measure(tests)
-                shown = " ".join(f"{x:.3f}" for x in result.overlap)
-                text = f"loss {metrics['loss']:.3f}  lr {metrics['lr']:.2e}  held-out 1-TV {shown}"
-                self._print(f"step {step}/{section.num_steps}  {text}  {_since(started)}")
+        with closing(build_progress("auto", section.num_steps, self._world.rank)) as progress:
+            for step in range(1, section.num_steps + 1):
+                self._world.enter("drafter train", step)
+                progress.work("drafter: steps", step - 1, section.num_steps)
+                metrics = trainer.step(next(batches))
+                if step % section.eval_every == 0 or step == section.num_steps:
+                    result = self.measure(tests)
+                    shown = " ".join(f"{x:.3f}" for x in result.overlap)
+                    text = f"loss {metrics['loss']:.3f}  lr {metrics['lr']:.2e}  held-out 1-TV {shown}"
+                    self._print(f"step {step}/{section.num_steps}  {text}  {_since(started)}")
         self.trained_steps += trainer.trained_steps
         if self._world.is_main:
             self._save(out, result)
@@ -162,7 +166,14 @@ class DrafterPretraining:
         replica, _ = rollout_replica(self._world.rank, tp)
         collected: list[HiddenStateSample] = []
         self._backend.collect_hidden_states(collected.append)
-        self._backend.generate(GenerateCall(list(prompts)[replica :: self._world.size // tp], params, samples))
+        mine = list(prompts)[replica :: self._world.size // tp]
+        with closing(build_progress("auto", 0, self._world.rank)) as progress:
+
+            def show(*_: object) -> None:
+                progress.work("drafter: responses of this rank", len(collected), len(mine) * samples)
+
+            show()
+            self._backend.generate(GenerateCall(mine, params, samples, on_progress=show))
         self._backend.collect_hidden_states(None)
         collected.sort(key=lambda sample: (sample.trajectory.prompt_id, sample.trajectory.sample_index))
         return [DraftSequence.of(sample) for sample in collected]

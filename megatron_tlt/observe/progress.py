@@ -77,6 +77,21 @@ class Progress:
         if self._live is None and now - self._last_line >= _LINE_S:
             self.note(f"step {self._step + 1}/{self._num_steps} rollout: {counts}")
 
+    def work(self, name: str, done: int, total: int) -> None:
+        """`done` of `total` of the work `name`, and the time that the rest takes at its mean speed so far.
+
+        The clock of a piece of work starts at its first call, which comes before anything is done.
+        """
+        now = time.monotonic()
+        if name != self._phase:
+            self._phase, self._phase_start, self._last_line = name, now, now
+        left = (now - self._phase_start) * (total - done) / done if done else None
+        remaining = "" if left is None else f", about {left / 60:.1f} minutes left"
+        text = f"{name} {done}/{total}{remaining}"
+        self._show(text)
+        if self._live is None and now - self._last_line >= _LINE_S:
+            self.note(text)
+
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step number `step` (from 1) is done; its metrics over all ranks."""
         values = [f"{head} {form.format(metrics[name])}" for head, name, form in _COLUMNS if name in metrics]
@@ -94,11 +109,15 @@ class Progress:
             self._live.stop()
 
     def _draw(self, counts: str = "") -> None:
+        step = min(self._step + 1, self._num_steps)
+        self._show(f"step {step}/{self._num_steps}  {self._phase}  {counts}")
+
+    def _show(self, text: str) -> None:
+        """Redraws the live line, if there is one and it is not too new."""
         now = time.monotonic()
         if self._live is not None and now - self._drawn >= _REDRAW_S:
             self._drawn = now
-            step = min(self._step + 1, self._num_steps)
-            self._live.update(Text(f"step {step}/{self._num_steps}  {self._phase}  {counts}"), refresh=True)
+            self._live.update(Text(text), refresh=True)
 
 
 def build_progress(mode: Mode, num_steps: int, rank: int, stream: TextIO | None = None) -> Progress:

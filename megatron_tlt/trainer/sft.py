@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from megatron_tlt.data.packing import balance
 from megatron_tlt.data.sources import read_completions
 from megatron_tlt.distributed.exchange import sum_over_replicas
 from megatron_tlt.errors import DataError
+from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.types import TrainBatch, TrainSequence, Trajectory
 
 if TYPE_CHECKING:
@@ -97,16 +99,18 @@ class SftTrainer:
         sft = self._config.sft
         steps = steps_of(self._train, sft.tokens_per_step, sft.seed)
         started, tokens = time.perf_counter(), 0
-        for step in range(1, sft.num_steps + 1):
-            self._world.enter("update", step)
-            sequences = next(steps)
-            tokens += sum(s.trajectory.length for s in sequences)
-            out = self.policy.train_step(self._share(sequences))
-            if step % sft.eval_every == 0 or step == sft.num_steps:
-                self._report(step, out.metrics, tokens / (time.perf_counter() - started))
-            if step == sft.num_steps or (sft.save_every and step % sft.save_every == 0):
-                self._world.enter("save", step)
-                self._save()
+        with closing(build_progress("auto", sft.num_steps, self._world.rank)) as progress:
+            for step in range(1, sft.num_steps + 1):
+                progress.work("sft: steps", step - 1, sft.num_steps)
+                self._world.enter("update", step)
+                sequences = next(steps)
+                tokens += sum(s.trajectory.length for s in sequences)
+                out = self.policy.train_step(self._share(sequences))
+                if step % sft.eval_every == 0 or step == sft.num_steps:
+                    self._report(step, out.metrics, tokens / (time.perf_counter() - started))
+                if step == sft.num_steps or (sft.save_every and step % sft.save_every == 0):
+                    self._world.enter("save", step)
+                    self._save()
 
     def _save(self) -> None:
         config = self._config

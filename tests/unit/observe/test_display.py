@@ -53,6 +53,19 @@ def shown(mode, rank=0):
     return stream.getvalue()
 
 
+def test_work_of_known_size_says_what_is_done_and_how_long_the_rest_takes(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("megatron_tlt.observe.progress.time.monotonic", lambda: now[0])
+    for mode, wanted in (("plain", "sft: steps 5/20, about 1.5 minutes left\n"), ("none", "")):
+        stream = io.StringIO()
+        display = build_progress(mode, 20, 0, stream)
+        for done in range(6):  # a step takes 6 seconds: a line after half a minute
+            display.work("sft: steps", done, 20)
+            now[0] += 6
+        display.close()
+        assert stream.getvalue() == wanted
+
+
 def test_a_step_is_a_line_and_a_terminal_has_a_live_one_under_it(monkeypatch):
     assert shown("auto") == shown("plain") == STEP_3
     assert shown("auto", rank=1) == shown("none") == ""
