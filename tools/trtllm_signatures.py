@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,19 +106,6 @@ def _replaced(method: ast.AST) -> Iterator[tuple[str, int]]:
                 yield text[len("self.") :], place.value  # type: ignore[union-attr]
 
 
-def index(tree: Path) -> dict[str, list[Signature]]:
-    """Every class of the sources below `tree` by its name; files that do not parse are left out."""
-    found: dict[str, list[Signature]] = {}
-    for path in sorted((tree / "tensorrt_llm").rglob("*.py")):
-        try:
-            classes = read_module(path.read_text(encoding="utf-8"))["classes"]
-        except (SyntaxError, UnicodeDecodeError):
-            continue
-        for name, entry in classes.items():
-            found.setdefault(name, []).append(entry)
-    return found
-
-
 def names_of(name: str, classes: dict[str, list[Signature]], seen: tuple[str, ...] = ()) -> dict[str, Any]:
     """Fields with aliases, defaults by field, and methods (name -> signature) of a class with those of its bases in the
     same sources.
@@ -139,98 +125,6 @@ def names_of(name: str, classes: dict[str, list[Signature]], seen: tuple[str, ..
         aliases |= {*entry["aliases"]}
         methods = {**methods, **entry["methods"]}
     return {"fields": {*fields, *aliases}, "defaults": fields, "methods": methods}
-
-
-def source_differences(contract: Signature, tree: Path) -> Iterator[str]:
-    """Fields, methods and parameters of the contract that the sources below `tree` do not have, a line each."""
-    classes = index(tree)
-    for name, entry in contract["classes"].items():
-        if "module" not in entry:
-            continue
-        if name not in classes:
-            yield f"class {name}: in no file"
-            continue
-        found = names_of(name, classes)
-        fields = found["fields"] | set(found["methods"].get("__init__", {"params": {}})["params"])
-        if name == "AsyncLLM":  # what it does not name itself, it passes on
-            fields |= names_of("TorchLlmArgs", classes)["fields"]
-        yield from (
-            f"{name}.{field}: no such field" for field in entry.get("fields", {}) if field not in fields
-        )
-        for method, said in entry.get("methods", {}).items():
-            there = found["methods"].get(method)
-            if there is None:
-                yield f"{name}.{method}(): missing"
-            elif "takes_more" not in there:
-                missing = [p for p in said["params"] if p not in there["params"]]
-                yield from (f"{name}.{method}({p}): no such parameter" for p in missing)
-
-
-def contract_from(contract: Signature, tree: Path, commit: str) -> Signature:
-    """`contract` with the fields, parameters and defaults that the sources below `tree` have, at `commit`.
-
-    What sources do not say in a form that can be read stays as it was recorded: types, accepted values, what only a
-    running engine shows. Classes and methods that are in no source are left out.
-    """
-    classes, made = index(tree), dict(contract["classes"])
-    for name, entry in contract["classes"].items():
-        if "module" not in entry:
-            continue
-        if name not in classes:
-            del made[name]
-            continue
-        found = names_of(name, classes)
-        made[name] = {**entry, "source": commit, "trust": "R"}
-        fields = {
-            **_arguments(found["methods"].get("__init__", {"params": {}})["params"]),
-            **found["defaults"],
-        }
-        if name == "AsyncLLM":
-            fields |= names_of("TorchLlmArgs", classes)["defaults"]
-        if "fields" in entry:
-            made[name]["fields"] = {f: _field(entry["fields"].get(f), d) for f, d in fields.items()}
-        said = entry.get("methods", {})
-        if "methods" in entry:
-            made[name]["methods"] = {
-                m: {"params": {p: said[m]["params"].get(p, {}) for p in found["methods"][m]["params"]}}
-                for m in said
-                if m in found["methods"]
-            }
-    how = "Names, parameters and defaults by ast from the sources at the commit; the rest as recorded before."
-    version = _version(tree) or contract["version"]
-    return {**contract, "version": version, "how": how, "commit": commit, "classes": made}
-
-
-def _arguments(params: dict[str, str | None]) -> dict[str, str | None]:
-    """Parameters of a constructor that are no field by another name."""
-    return {name: value for name, value in params.items() if not name.startswith("_")}
-
-
-def _field(said: Signature | None, default: str | None) -> Signature:
-    """A contract's entry of a field whose default has this text."""
-    entry = dict(said or {"type": "any"})
-    entry.pop("default", None)
-    entry.pop("required", None)
-    called = re.match(
-        r"\w+\((?:.*, )?default=([^,()]+)", default or ""
-    )  # Field(default=3, ...), which may be cut
-    try:
-        entry["default"] = ast.literal_eval(called[1] if called else default or "")
-    except (SyntaxError, ValueError):  # none, or one that only running code gives
-        if default is None:
-            entry["required"] = True
-    return entry
-
-
-def _version(tree: Path) -> str | None:
-    path = tree / "tensorrt_llm" / "version.py"
-    body = ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else []
-    named = (
-        item
-        for item in body
-        if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "__version__"
-    )
-    return next((ast.literal_eval(item.value) for item in named), None)
 
 
 def main() -> int:

@@ -10,8 +10,9 @@ from megatron_tlt.config.base import Section
 
 
 class TrtllmSection(Section):
-    """The TensorRT-LLM engine (`rollout.backend: trtllm`); set up as in docs/operations.md. Its responses depend
-    on the machine's timing, with speculation and without, and have the same distribution."""
+    """The TensorRT-LLM engine (`rollout.backend: trtllm`), experimental: it has run with a toy engine only.
+    docs/trtllm.md sets it up. Its responses depend on the machine's timing, with speculation and without, and have the
+    same distribution."""
 
     python: str | None = None
     """Python executable of the environment with TensorRT-LLM. Required."""
@@ -19,12 +20,8 @@ class TrtllmSection(Section):
     """Version of TensorRT-LLM in it (1.2.x or 1.3.x); another one is refused."""
     transport: Literal["cuda_ipc", "shared_memory"] = "cuda_ipc"
     """How weights get there: handles of GPU memory or files in /dev/shm. Never chosen for you."""
-    speculation: Literal["none", "ngram"] = "none"
-    """Who drafts where rollout.speculation.drafter is none. ngram: the engine, from the request's own text."""
     draft_len: PositiveInt = Field(default=4, le=32)
     """Tokens drafted in a row, the same for all requests."""
-    ngram_size: PositiveInt = 4
-    """Longest text that ngram looks up."""
     kv_cache_fraction: float = Field(default=0.5, gt=0, lt=1)
     """Share of the GPU memory left beside the engine's weights that its KV cache takes."""
     sleep: Literal["none", "kv_cache"] = "kv_cache"

@@ -23,7 +23,6 @@ from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.mpi import ROOT
 
 FAKE = ROOT / "tests" / "helpers" / "trtllm_environment"
-CONTRACTS = ROOT / "tests" / "contracts" / "trtllm"
 SHAPES = {"a.weight": (3,), "b.weight": (2, 2), "norm.weight": (4,)}
 DRAFTER = {"fc.weight": (2, 3), "norm.weight": (2,), "d2t": (5,)}
 PROMPTS = [Prompt(3, "q3", (4, 5, 6), "def"), Prompt(1, "q1", (7, 8), "gh")]
@@ -39,9 +38,9 @@ def python_with(folder: Path, script: str) -> str:
 
 def fake_python(folder: Path, version: str = "1.2.1") -> str:
     """The Python of an environment that has the fake package."""
-    contract, fake = (shlex.quote(str(p)) for p in (CONTRACTS / f"{version}.json", FAKE))
     run = f'exec {shlex.quote(sys.executable)} "$@"'
-    return python_with(folder, f'export TRTLLM_CONTRACT={contract} PYTHONPATH={fake}:"$PYTHONPATH"\n{run}')
+    paths = f'{shlex.quote(str(FAKE))}:"$PYTHONPATH"'
+    return python_with(folder, f"export TRTLLM_VERSION={version} PYTHONPATH={paths}\n{run}")
 
 
 def section(python: str, **fields: Any) -> TrtllmSection:
@@ -50,9 +49,7 @@ def section(python: str, **fields: Any) -> TrtllmSection:
     return TrtllmSection(python=python, **{**defaults, **fields})
 
 
-def start_backend(
-    folder: Path, *, version: str = "1.2.1", eagle: bool = False, **fields: Any
-) -> TrtllmBackend:
+def start_backend(folder: Path, *, version: str = "1.2.1", eagle: bool = False, **fields: Any) -> TrtllmBackend:
     """A backend whose engine stands, with a drafter for `eagle`, and has no weights. `fields`: of `rollout.trtllm`."""
     settings = section(fake_python(folder, version), version=version, **fields)
     drafting = SpeculationSection(drafter="eagle" if eagle else "none")

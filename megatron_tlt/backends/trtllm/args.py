@@ -1,7 +1,7 @@
 """Arguments for TensorRT-LLM by version: of the engine, of speculation, of one request. Pure functions.
 
-Everything is plain data that crosses the socket (see `server.instantiate`). Names and defaults are held to the recorded
-contracts in tests/contracts/trtllm.
+Everything is plain data that crosses the socket (see `server.instantiate`). Names are held to the signatures
+in tests/contracts/trtllm.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ def build_spec_config(section: TrtllmSection, drafter: Eagle3Files | None) -> di
     but only with `allow_advanced_sampling`: without it the temperature is ignored and every response is greedy.
     """
     if drafter is None:
-        if section.speculation == "none":
-            return None
-        sizes = {"max_draft_len": section.draft_len, "max_matching_ngram_size": section.ngram_size}
-        return {CLASS: "NGramDecodingConfig", **sizes}
+        return None
     fields: dict[str, Any] = {
         "max_draft_len": section.draft_len,
         "speculative_model": str(drafter.folder.resolve()),

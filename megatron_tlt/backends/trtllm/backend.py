@@ -1,7 +1,7 @@
 """The TensorRT-LLM backend: the rank's side of an engine in another process.
 
-Nothing here has met a real TensorRT-LLM (docs/operations.md says what has been run). Responses are sampled by the
-engine in its own way: they depend on timing, so runs agree in distribution and not token by token.
+Experimental: it has never run with a real TensorRT-LLM (docs/trtllm.md). The engine's own sampler draws responses,
+which depend on timing: runs agree in distribution and not token by token.
 """
 
 from __future__ import annotations

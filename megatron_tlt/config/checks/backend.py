@@ -103,10 +103,7 @@ def _check_trtllm(config: Config, device: str | None) -> Problems:
     if rollout.speculation.drafts_by == "mixed":
         allowed = "must be false with rollout.backend: trtllm: one drafter drafts"
         yield ConfigProblem("rollout.speculation.with_suffix", True, allowed)
-    if rollout.speculation.trained and section.speculation != "none":
-        allowed = f"must be 'none' with rollout.speculation.drafter: {rollout.speculation.drafter}: one of them drafts"
-        yield ConfigProblem(f"{at}.speculation", section.speculation, allowed)
-    if (rollout.speculation.trained or section.speculation != "none") and rollout.min_p > 0:
+    if rollout.speculation.trained and rollout.min_p > 0:
         allowed = "must be 0 with speculation, whose sampler has no min_p"
         yield ConfigProblem("rollout.min_p", rollout.min_p, allowed)
     if rollout.kv_cache_mib is not None:

@@ -1,4 +1,4 @@
-"""Stands for TensorRT-LLM in a child process of the tests: made from the contract that TRTLLM_CONTRACT names."""
+"""Stands for TensorRT-LLM in a child process of the tests: the toy, of the version that TRTLLM_VERSION names."""
 
 import os
 import sys
@@ -8,8 +8,7 @@ if any(name.split(".")[0] == "megatron_tlt" for name in sys.modules):
     raise ImportError("megatron_tlt was imported in the engine's process")
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from trtllm_fake.contract import Contract
-from trtllm_fake.package import install
+from trtllm_toy import install
 
 del sys.path[0]
-install(Contract.load(os.environ["TRTLLM_CONTRACT"]), os.environ)
+install(os.environ["TRTLLM_VERSION"])

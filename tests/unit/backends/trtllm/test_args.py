@@ -1,4 +1,4 @@
-"""Arguments for TensorRT-LLM by version. test_contract.py checks that the names exist."""
+"""Arguments for TensorRT-LLM by version. test_signatures.py checks that the names exist."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tests.helpers.trtllm_engines import (
     start_backend,
     tensors,
 )
-from tests.helpers.trtllm_fake.toy import ENDLESS, REFUSED
+from tests.helpers.trtllm_toy import ENDLESS, REFUSED
 
 PARAMS = SamplingParams(max_tokens=12)
 EAGLE: dict[str, Any] = {"eagle": True, "draft_len": 3}

@@ -56,7 +56,7 @@ def test_it_is_built_synced_and_generates(tmp_path: Path, monkeypatch: pytest.Mo
     noted = lambda self, kind, **fields: calls.append(kind) or real(self, kind, **fields)  # noqa: E731
     monkeypatch.setattr(trtllm_build.EngineProcess, "call", noted)
     backend = build_trtllm(
-        *settings(tmp_path, speculation="ngram", engine={"attn_backend": "FLASHINFER"}),
+        *settings(tmp_path, engine={"attn_backend": "FLASHINFER"}),
         SyncSection(verify=True),
         device="cpu",
         tokenizer=CharTokenizer(),

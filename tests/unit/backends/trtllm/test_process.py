@@ -97,12 +97,8 @@ def test_without_shared_memory_no_child_is_started(tmp_path: Path, monkeypatch: 
 
 def test_the_child_inherits_nothing_of_the_launcher_or_of_our_python() -> None:
     ours = {
-        **dict.fromkeys(
-            ("PMI_RANK", "PMIX_ID", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID"), "1"
-        ),
-        **dict.fromkeys(
-            ("HYDI_CONTROL_FD", "MPICH_X", "PMI2_X", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"), "1"
-        ),
+        **dict.fromkeys(("PMI_RANK", "PMIX_ID", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID"), "1"),
+        **dict.fromkeys(("HYDI_CONTROL_FD", "MPICH_X", "PMI2_X", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"), "1"),
         "PATH": "/bin",
         "HF_HOME": "/hf",
         "MPIEXEC_LIKE": "stays: no launcher's prefix",
@@ -126,9 +122,7 @@ def test_the_child_inherits_nothing_of_the_launcher_or_of_our_python() -> None:
 
 
 def test_the_server_ends_with_its_parent_also_while_it_is_busy(tmp_path: Path) -> None:
-    program = (
-        "from megatron_tlt.backends.serving import end_with_parent\nend_with_parent(0)\nwhile True: pass"
-    )
+    program = "from megatron_tlt.backends.serving import end_with_parent\nend_with_parent(0)\nwhile True: pass"
     script = f"{shlex.quote(sys.executable)} -c '{program}' & echo $!; sleep 2"
     parent = subprocess.run(["sh", "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
     pid, deadline = int(parent.stdout), time.monotonic() + 60
