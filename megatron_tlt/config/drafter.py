@@ -44,13 +44,12 @@ class OnlineSection(Section):
     are those of `drafter`."""
 
     lr: PositiveFloat = 3e-4
-    """Learning rate, after warm-up, of a drafter that drafts well: the demo drafter got worse with 1e-3 and kept its
-    level with 3e-4. It does not fall with time, because the policy keeps changing."""
+    """Learning rate after warm-up of an already trained drafter. Use 3e-4 or less; 1e-3 made the demo drafter worse. It
+    stays constant, because the policy keeps changing."""
     start_lr: PositiveFloat = 1e-2
-    """Learning rate of a drafter that drafts nothing right, for hidden sizes up to 128; of wider ones it falls with
-    1 / hidden size (Yang et al., arXiv 2203.03466, for Adam). Below lr: lr. In between it is
-    lr + (start - lr) (1 - a), with the overlap a of drafter and policy (1 - TV, 0 to 1) at the first drafted
-    position of the micro-step."""
+    """Learning rate of an untrained drafter with a hidden size of at most 128; wider drafters divide it by
+    hidden size / 128 (Yang et al., arXiv 2203.03466, for Adam), down to lr. The rate of a micro-step is
+    lr + (start - lr) (1 - a). a is the overlap of drafter and policy (1 - TV, 0 to 1) at the first drafted position."""
     warmup_steps: NonNegativeInt = 10
     """Optimizer steps of linear warm-up, once in a run."""
     clip_grad: NonNegativeFloat = 1.0
@@ -59,9 +58,9 @@ class OnlineSection(Section):
     """The engines draft with a running mean of the weights in training: its decay per micro-step; 0: the
     weights themselves."""
     draft_steps: Literal["auto"] | Annotated[int, Field(ge=1, le=16)] = "auto"
-    """Positions that are drafted in a row in training. With 1 a micro-step takes a third of the time that it takes with
-    3, and a good drafter of kind eagle, whose outputs are drawn to the policy's hidden states, stays as good. One of
-    kind eagle3 drafts further positions right only if they are trained. auto: 1 for eagle, 3 for eagle3."""
+    """Positions drafted in a row in training. A micro-step with 1 takes a third of the time of one with 3. A trained
+    eagle drafter keeps its acceptance with 1. An eagle3 drafter needs training at every position that it drafts. auto:
+    1 for eagle, 3 for eagle3."""
     micro_step_tokens: Literal["auto"] | Annotated[int, Field(ge=16)] = "auto"
     """Token budget of one micro-step of one rank, padding included; a rank can stop training between two micro-steps.
     Longer responses are cut into windows of so many tokens. auto: 192 on CPU, 4096 on CUDA."""
