@@ -2,7 +2,7 @@
 
 `DRAFTERS` is the one table of names. `drafter/kinds/` has the object that builds, trains, reads and exports a kind.
 
-Legend: H hidden size, F intermediate size, V vocabulary, Vd the drafter's, T tokens of a micro-step.
+Legend: H hidden size, V vocabulary, Vd the drafter's. A kind whose sizes follow other formulas overrides the methods.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class DrafterFacts:
     # Kept for backward beyond eagle's layer: multiples of H, a token and drafted position; fewer of the first position.
     more_kept: int = 0
     less_first: int = 0
+
+    cached_layers: int = 1  # its layers with keys and values in the cache
 
     @property
     def state_parts(self) -> int:
@@ -51,6 +53,12 @@ class DrafterFacts:
         """Elements of its largest tensor: `fc`, one of the MLP's or its LM head."""
         h, head = shape.hidden_size, self.head_elements(shape, draft_vocab_size)
         return max((self.layers_read or 2) * h * h, h * shape.intermediate_size, head)
+
+    def kept_elements(self, shape: ArchitectureConfig, steps: int) -> int:
+        """What a training micro-step that drafts `steps` positions keeps of a token for backward, but for the loss."""
+        heads = (3 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        layer = 10 * shape.hidden_size + heads + 3 * shape.intermediate_size
+        return layer * steps + (self.more_kept * steps - self.less_first) * shape.hidden_size
 
     def passes(self, length: int) -> int:
         """Forward passes of a draft of `length` tokens: one a position."""

@@ -52,12 +52,10 @@ def drafter_step_bytes(config: Config, shape: ArchitectureConfig, device: Device
     steps = config.drafter.online_draft_steps(kind)
     sizes, hidden, several = config.drafter.sizes(device), shape.hidden_size, config.rollout.tp > 1
     tokens, element, inter = sizes.micro_step_tokens, element_bytes(sizes.dtype), shape.intermediate_size
-    heads = (3 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    kept = tokens * element * (10 * hidden + heads + 3 * inter) * steps
+    kept = tokens * element * kind.kept_elements(shape, steps)
     blocks = 4 * 4 * min(HEAD_BLOCK, tokens * shape.vocab_size)
     loss = kept + tokens * hidden * (12 + element) + blocks
     if kind.has_own_head:
-        kept += tokens * hidden * element * (kind.more_kept * steps - kind.less_first)
         head = 4 * kind.head_elements(shape, config.rollout.speculation.draft_vocab_size)
         loss = kept + tokens * hidden * (20 + element) + max(blocks + head, 2 * head)
     back = kept + element * (tokens * (3 * inter + hidden) + inter * hidden)

@@ -88,9 +88,9 @@ def drafter_parameters(config: Config, shape: ArchitectureConfig) -> int:
 def kv_bytes_per_token(config: Config, shape: ArchitectureConfig) -> int:
     """KV cache of one token of context on one rank of an engine; with a trained drafter its own, and what it reads."""
     heads, speculation = -(-shape.num_kv_heads // config.rollout.tp), config.rollout.speculation
-    trained = speculation.trained is not None
-    keys_values = 2 * (shape.num_layers * heads + trained * shape.num_kv_heads) * shape.head_dim
-    is_read = trained and config.rollout.backend == "embedded"
+    own = 0 if speculation.trained is None else speculation.trained.cached_layers
+    keys_values = 2 * (shape.num_layers * heads + own * shape.num_kv_heads) * shape.head_dim
+    is_read = own > 0 and config.rollout.backend == "embedded"
     states = speculation.state_parts * is_read * shape.hidden_size
     # The cache has room for the experts' numbers, recorded or not.
     return (keys_values + states) * element_bytes(config.rollout.dtype) + route_bytes(shape)
