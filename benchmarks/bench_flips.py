@@ -35,6 +35,7 @@ KINDS = [("native", "default"), ("torch", "default"), ("torch", "invariant")]
 def responses(settings: list[str], args: argparse.Namespace) -> list[list[int]]:
     """Token ids of every response of one run."""
     from megatron_tlt.backends.build import build_backend
+    from megatron_tlt.backends.options import EngineOptions
     from megatron_tlt.config.load import load_config
     from megatron_tlt.data.prompts import build_prompts
     from megatron_tlt.data.tokenizer import HFTokenizer
@@ -45,7 +46,7 @@ def responses(settings: list[str], args: argparse.Namespace) -> list[list[int]]:
     tokenizer = HFTokenizer(args.model)
     prompts = build_prompts(config.data, "train", tokenizer, config.train.seed).next_batch(args.prompts)
     params = replace(sampling_params(config), max_tokens=args.max_tokens)
-    backend = build_backend(config.rollout, config.model, tokenizer=tokenizer, load_weights=True)
+    backend = build_backend(EngineOptions(config.rollout, config.model, tokenizer=tokenizer, load_weights=True))
     return [s.token_ids for s in backend.generate(GenerateCall(prompts, params, 8))]
 
 

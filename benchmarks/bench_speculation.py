@@ -92,6 +92,7 @@ class Side:
 def open_side(name: str, args: argparse.Namespace) -> Side:
     """An engine with the policy's weights and one strategy."""
     from megatron_tlt.backends.build import build_backend
+    from megatron_tlt.backends.options import EngineOptions
     from megatron_tlt.config.load import load_config
 
     overrides = [f"model.path={args.model}", "rollout.max_running_requests=64", f"rollout.dtype={args.dtype}"]
@@ -100,7 +101,7 @@ def open_side(name: str, args: argparse.Namespace) -> Side:
         spec["drafter_path"] = str(args.drafter)
     overrides += [f"rollout.speculation.{key}={value}" for key, value in spec.items()]
     config = load_config(args.config, overrides)
-    return Side(name, build_backend(config.rollout, config.model, tokenizer=None, load_weights=True))
+    return Side(name, build_backend(EngineOptions(config.rollout, config.model, tokenizer=None, load_weights=True)))
 
 
 def open_prompts(args: argparse.Namespace) -> tuple[PromptStream, SamplingParams]:

@@ -81,6 +81,14 @@ class RolloutBackend(Protocol):
         Raises BackendError where the engine was started without.
         """
 
+    def trace_drafts(self, num_prompts: int) -> None:
+        """From the next `generate` on keeps the drafts of its first `num_prompts` prompts, for `drafts_of`. Raises
+        BackendError from an engine without `capabilities.draft_traces`.
+        """
+
+    def drafts_of(self, sample: Sample) -> dict[str, Any] | None:
+        """Drafts of a response of the last `generate`, as `observe.rollouts` writes them; None: not known."""
+
     @property
     def history_responses(self) -> int | None:
         """Responses of a prompt whose tokens `remember` keeps; 0: lengths only; None: the engine keeps no history."""

@@ -278,14 +278,15 @@ class BackendCapabilities:
     stop_strings: bool  # responses can end at a string, whatever its tokens
     tensor_parallel: bool  # one engine on several ranks
     routed_experts: bool  # responses can name the experts that their tokens chose
+    draft_traces: bool  # the drafts of single responses are known, for samples.jsonl
     drafters: tuple[str, ...] | None = None  # values of `rollout.speculation.drafter` that it has; None: all
 
 
 DraftedBy = Literal["none", "suffix", "trained", "mixed"]
 """What drafts a step: nothing, the suffix drafter, the trained one, or for each request the better of the two."""
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
-    "embedded": BackendCapabilities(True, True, True, True, True, True, True),
-    "trtllm": BackendCapabilities(False, False, False, False, False, False, False, drafters=("none", "eagle3")),
+    "embedded": BackendCapabilities(True, True, True, True, True, True, True, True),
+    "trtllm": BackendCapabilities(False, False, False, False, False, False, False, False, ("none", "eagle3")),
     "vllm": BackendCapabilities(
         keyed_sampling=True,
         selectors=True,
@@ -294,6 +295,7 @@ CAPABILITIES: dict[BackendName, BackendCapabilities] = {
         stop_strings=True,
         tensor_parallel=False,
         routed_experts=True,
+        draft_traces=False,
         drafters=("none", "suffix", "eagle", "eagle3"),
     ),
 }

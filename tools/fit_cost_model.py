@@ -114,13 +114,12 @@ def open_engine(config: Config, kind: str) -> tuple[EmbeddedBackend, Recorder | 
     of the kinds "trained" and "mixed".
     """
     from megatron_tlt.backends.build import build_backend
-    from megatron_tlt.backends.embedded import EmbeddedBackend
+    from megatron_tlt.backends.options import EngineOptions
 
     changed = {"drafter": "suffix"} if kind in ("none", "suffix") else {"with_suffix": kind == "mixed"}
     spec = config.rollout.speculation.model_copy(update=changed)
     rollout = config.rollout.model_copy(update={"speculation": spec})
-    backend = build_backend(rollout, config.model, tokenizer=None, load_weights=True)
-    assert isinstance(backend, EmbeddedBackend)
+    backend = build_backend(EngineOptions(rollout, config.model, tokenizer=None, load_weights=True))
     speculator = backend.engine.speculator
     assert speculator is not None
     recorder = Recorder(kind, backend.engine.scheduler.rows)

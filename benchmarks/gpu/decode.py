@@ -21,6 +21,7 @@ from benchmarks.gpu.bounds import bound, mean_context
 from benchmarks.gpu.check import Check, Result, Row
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.models.factory import sample_kernel
@@ -44,7 +45,7 @@ def open_engine(check: Check, policy: Any, batch: int, context: int, **speculati
         }
     )
     section = ModelSection(path=str(policy), max_context=context)
-    backend = build_backend(rollout, section, device=check.device, load_weights=True)
+    backend = build_backend(EngineOptions(rollout, section, device=check.device, load_weights=True))
     runner = backend.engine.runner
     if runner.pool is None:
         assert isinstance(runner.decoder, TorchDecoder)
@@ -89,9 +90,7 @@ def run(check: Check) -> Result:
     return found
 
 
-def measure(
-    check: Check, backend: EmbeddedBackend, batch: int, prompt: int, tokens: int, repeats: int
-) -> Row:
+def measure(check: Check, backend: EmbeddedBackend, batch: int, prompt: int, tokens: int, repeats: int) -> Row:
     """One batch size: medians of `repeats` rounds after one that warms up and captures."""
     rng, vocab = np.random.default_rng(batch), check.shape().vocab_size
     seconds, engine = [], backend.engine

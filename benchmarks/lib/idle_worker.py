@@ -16,6 +16,7 @@ import torch
 
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.run import DistributedSection
@@ -49,7 +50,9 @@ def main() -> None:
     tokenizer = HFTokenizer(config.model.path)
     prompts = build_prompts(config.data, "train", tokenizer, 0).next_batch(16)
     params = sampling_params(config)
-    backend = build_backend(config.rollout, config.model, tokenizer=tokenizer, load_weights=True, keep_layers=())
+    backend = build_backend(
+        EngineOptions(config.rollout, config.model, tokenizer=tokenizer, load_weights=True, keep_layers=())
+    )
     trainer = trainer_of(config, backend)
     backend.collect_hidden_states(trainer.buffer.add)
     backend.generate(GenerateCall(prompts, params, 8))  # both have something to train on, and are warm

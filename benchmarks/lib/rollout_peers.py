@@ -27,6 +27,7 @@ def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: 
     """This project's rollouts with a drafter of `kind`: `embedded` with its default selector, or inside `vllm`, the one
     of the environment of `python`."""
     from megatron_tlt.backends.build import build_backend
+    from megatron_tlt.backends.options import EngineOptions
     from megatron_tlt.backends.vllm.build import build_vllm
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection, SyncSection
@@ -46,10 +47,10 @@ def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: 
     policy = ModelSection(path=model, max_context=context)
     backend: Any
     if engine == "embedded":
-        backend = build_backend(section, policy, load_weights=True)
+        backend = build_backend(EngineOptions(section, policy, load_weights=True))
     else:
         given = load_drafter(drafter) if section.speculation.trained else None
-        backend = build_vllm(section, policy, SyncSection(), device="cpu", drafter=given)
+        backend = build_vllm(EngineOptions(section, policy, SyncSection(), device="cpu", drafter=given))
         backend.begin_update(0)
         backend.update_weights(WeightBucket(0, list(iter_weights(model))))
         backend.finish_update()

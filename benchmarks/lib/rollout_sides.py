@@ -25,13 +25,14 @@ Side = Callable[[str, str, int], Callable[[Work], float]]  # (model directory, f
 def embedded(model: str, dtype: str, threads: int) -> Callable[[Work], float]:
     """This repository's engine."""
     from megatron_tlt.backends.build import build_backend
+    from megatron_tlt.backends.options import EngineOptions
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.types import SamplingParams
 
     rollout = RolloutSection(dtype=dtype, threads=threads)  # type: ignore[arg-type]
     section = ModelSection(path=model, max_context=CONTEXT)
-    engine = build_backend(rollout, section, load_weights=True).engine
+    engine = build_backend(EngineOptions(rollout, section, load_weights=True)).engine
 
     def run(work: Work) -> float:
         started = time.perf_counter()
@@ -187,9 +188,7 @@ class LlamaContext:
         params.n_seq_max, params.n_ctx = sequences, sequences * CONTEXT
         params.n_batch = params.n_ubatch = 512
         params.n_threads = params.n_threads_batch = threads
-        params.type_k = params.type_v = {"fp32": llama_cpp.GGML_TYPE_F32, "bf16": llama_cpp.GGML_TYPE_F16}[
-            dtype
-        ]
+        params.type_k = params.type_v = {"fp32": llama_cpp.GGML_TYPE_F32, "bf16": llama_cpp.GGML_TYPE_F16}[dtype]
         self._context = llama_cpp.llama_init_from_model(model, params)
         self._batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)
         self._room = params.n_batch
@@ -239,9 +238,7 @@ def llamacpp(model: str, dtype: str, threads: int) -> Callable[[Work], float]:
         order = sorted(range(len(work["prompts"])), key=lambda i: -work["lengths"][i])
         prompts, lengths = [work["prompts"][i] for i in order], [work["lengths"][i] for i in order]
         rows = [
-            (s, at, token, at == len(prompt) - 1)
-            for s, prompt in enumerate(prompts)
-            for at, token in enumerate(prompt)
+            (s, at, token, at == len(prompt) - 1) for s, prompt in enumerate(prompts) for at, token in enumerate(prompt)
         ]
         outputs: list[list[int]] = [[] for _ in prompts]
         while rows:

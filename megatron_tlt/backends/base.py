@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.errors import BackendError
+
 if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.rollout.spec.history import ResponseHistory
     from megatron_tlt.sync.served_weights import ServedWeights
-    from megatron_tlt.types import PastResponse, Prompt
+    from megatron_tlt.types import PastResponse, Prompt, Sample
 
 
 def end_tokens(policy: ModelConfig, tokenizer: HFTokenizer | None) -> list[int]:
@@ -38,6 +40,14 @@ class BaseBackend:
     def weight_checksums(self) -> dict[str, int]:
         """CRC-32 of every tensor as received in the last weight sync; empty unless the backend keeps them."""
         return dict(self._weights.checksums)
+
+    def trace_drafts(self, num_prompts: int) -> None:
+        """See `RolloutBackend.trace_drafts`. Raises BackendError: this engine has no trace."""
+        raise BackendError("this kind of engine does not trace its drafts")
+
+    def drafts_of(self, sample: Sample) -> dict[str, Any] | None:
+        """See `RolloutBackend.drafts_of`. None: this engine has no trace."""
+        return None
 
     @property
     def history_responses(self) -> int | None:

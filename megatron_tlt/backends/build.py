@@ -9,6 +9,7 @@ import torch
 
 from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.checks.rollout import check_positions
 from megatron_tlt.config.checks.speculation import check_speculation
 from megatron_tlt.drafter.checkpoint import load_drafter
@@ -28,40 +29,18 @@ from megatron_tlt.rollout.spec.history import ResponseHistory
 from megatron_tlt.sync.served_weights import NO_WEIGHTS, ServedWeights
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.model import ModelSection
-    from megatron_tlt.config.rollout import RolloutSection, SyncSection
-    from megatron_tlt.data.tokenizer import HFTokenizer
-    from megatron_tlt.distributed.tensor_parallel import TensorParallel
-    from megatron_tlt.drafter.kinds.base import SavedDrafter
+    from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.models.base import Decoder
     from megatron_tlt.models.drafter_decoder import DrafterDecoder
     from megatron_tlt.rollout.sampler import NativeSample
 
 
-def build_backend(
-    rollout: RolloutSection,
-    model: ModelSection,
-    sync: SyncSection | None = None,
-    *,
-    device: torch.device | str = "cpu",
-    tokenizer: HFTokenizer | None = None,
-    tp: TensorParallel | None = None,
-    local_ranks: int = 1,
-    load_weights: bool = False,
-    drafter: SavedDrafter | None = None,
-    keep_layers: tuple[int, ...] | None = None,
-    kv_cache_bytes: int | None = None,
-) -> EmbeddedBackend:
-    """The rollout engine of this rank, without weights unless `load_weights` (then at policy version 0).
-
-    `drafter`: a trained drafter, instead of that in `rollout.speculation.drafter_path`.
-    All ranks of the tensor-parallel group `tp` (of `rollout.tp` ranks) call this together; `local_ranks` ranks
-    share this machine's memory. With `sync.verify` it keeps checksums. `keep_layers`: states of responses will
-    be collected, of these layers (a drafter's own) and the final one, so the cache leaves room for them.
-    `kv_cache_bytes`: the cache of the memory plan, by default `rollout.kv_cache_mib`. Raises ConfigError,
-    CheckpointError or BackendError.
+def build_backend(options: EngineOptions) -> EmbeddedBackend:
+    """The rollout engine of this rank. Collective in the tensor-parallel group. Raises ConfigError, CheckpointError or
+    BackendError.
     """
-    device = torch.device(device)
+    rollout, model, tp, drafter = options.rollout, options.model, options.tp, options.drafter
+    device = torch.device(options.device)
     config = ModelConfig.from_hf(model.path)
     problems = [
         *check_positions(model.max_context, config.max_position_embeddings),
@@ -81,9 +60,9 @@ def build_backend(
         rollout.threads,
         tp,
         rollout.numerics,
-        (keep_layers or ()) if drafter is None else drafter.config.aux_layers,
+        (options.keep_layers or ()) if drafter is None else drafter.config.aux_layers,
     )
-    if load_weights:
+    if options.load_weights:
         decoder.load_weights(iter_weights(model.path, config))
     history = _history(rollout)
     eagle = None
@@ -91,27 +70,25 @@ def build_backend(
         eagle = KINDS[drafter.config.kind].build_decoder(decoder, drafter.config, rollout.threads)
         eagle.load_weights(drafter.weights.items())
     num_blocks = choose_num_blocks(
-        _block_bytes(rollout.block_size, decoder, eagle, keep_layers is not None),
+        _block_bytes(rollout.block_size, decoder, eagle, options.keep_layers is not None),
         block_size=rollout.block_size,
         max_running=rollout.max_running_requests,
         max_context=model.max_context,
-        budget_bytes=kv_cache_bytes or rollout.kv_cache_bytes,
+        budget_bytes=options.kv_cache_bytes or rollout.kv_cache_bytes,
         device=device,
-        local_ranks=local_ranks,
+        local_ranks=options.local_ranks,
     )
-    if tp is not None and tp.size > 1 and kv_cache_bytes is None:
+    if tp is not None and tp.size > 1 and options.kv_cache_bytes is None:
         # Ranks see different amounts of free memory, and their schedulers must decide alike; a plan is the same on all.
         num_blocks = int(tp.all_gather(torch.tensor([num_blocks], device=device)).min())
     graphs = _graphs(rollout, decoder)
     engine = Engine(
         decoder,
-        SchedulerLimits(
-            rollout.max_running_requests, rollout.max_batched_tokens, model.max_context, config.vocab_size
-        ),
+        SchedulerLimits(rollout.max_running_requests, rollout.max_batched_tokens, model.max_context, config.vocab_size),
         num_blocks,
         rollout.block_size,
-        tokenizer=tokenizer,
-        eos_token_ids=end_tokens(config, tokenizer),
+        tokenizer=options.tokenizer,
+        eos_token_ids=end_tokens(config, options.tokenizer),
         tp=tp,
         native_sample=_native_sample(decoder, rollout.threads),
         drafting=Drafting(rollout.speculation, eagle, history),
@@ -120,9 +97,11 @@ def build_backend(
     )
     if graphs is not None:
         engine.capture_graphs(graphs.rows_each, rollout.release_cache and device.type == "cuda")
+    if options.keep_routed_experts:
+        engine.record_routed_experts()
     return EmbeddedBackend(
         engine,
-        ServedWeights.of_policy(config, sync is not None and sync.verify, 0 if load_weights else NO_WEIGHTS),
+        ServedWeights.of_policy(config, options.sync.verify, 0 if options.load_weights else NO_WEIGHTS),
         history=history,
         longest_first=rollout.order == "longest_first",
         release_cache=rollout.release_cache,

@@ -141,10 +141,6 @@ class EmbeddedBackend(BaseBackend):
         collector = None if sink is None else HiddenStateCollector(sink, lambda: self._weights.version)
         self.engine.collect_hidden_states(collector)
 
-    def record_routed_experts(self) -> None:
-        """From now on samples have `routed_experts`. Only without live requests, with a model that has experts."""
-        self.engine.record_routed_experts()
-
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
         """See `RolloutBackend.lookup_tables`."""
         return self.engine.runner.decoder.lookup_tables()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_tlt.backends.build import build_backend
+from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.drafter.checkpoint import drafter_problems
@@ -75,7 +76,7 @@ def generate_file(
     section = (rollout or RolloutSection()).model_copy(update={"tp": ranks})
     model = ModelSection(path=str(model_dir), max_context=_context(prompts, params, model_dir))
     backend = build_backend(
-        section, model, device=device, tokenizer=tokenizer, tp=tp, local_ranks=ranks, load_weights=True
+        EngineOptions(section, model, device=device, tokenizer=tokenizer, tp=tp, local_ranks=ranks, load_weights=True)
     )
     try:
         started = time.perf_counter()

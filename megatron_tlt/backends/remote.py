@@ -63,19 +63,19 @@ class RemoteBackend(BaseBackend):
         eos_token_ids: Sequence[int] = (),
         drafter_names: frozenset[str] = frozenset(),
         tokenizer: HFTokenizer | None = None,
-        keeps_tables: bool = False,
+        keep_tables: bool = False,
     ):
         """`process` has a started engine. Without weights it refuses to generate until a weight sync has arrived.
 
         `max_context`: tokens of the longest prompt and response. `drafter_names`: the tensors that the drafter was
-        started with. `keeps_tables`: `lookup_tables` will be read.
+        started with. `keep_tables`: `lookup_tables` will be read.
         """
         longest_first = rollout.order == "longest_first"
         super().__init__(weights, ResponseHistory(1, 0, _HISTORY_MIB) if longest_first else None, longest_first)
         self._process: EngineProcess | None = process
         self._tokenizer, self._rollout = tokenizer, rollout
         self._max_context, self._eos_token_ids = max_context, tuple(eos_token_ids)
-        self._drafter_names, self._keeps_tables = drafter_names, keeps_tables
+        self._drafter_names, self._keep_tables = drafter_names, keep_tables
         self._tables: dict[str, Tensor] = {}
         self._name = process.launch.name
         self._next_drafter: tuple[Mapping[str, Tensor], int] | None = None  # of the open weight sync
@@ -253,7 +253,7 @@ class RemoteBackend(BaseBackend):
         tensors = self._weights.accept(bucket)
         if tensors:
             self._weights.open_checksums |= self._send("weights", tensors)
-        if self._keeps_tables:
+        if self._keep_tables:
             for name, tensor in bucket.tensors:
                 if name in (EMBED, HEAD):
                     if name not in self._tables:  # the copy stays: two at once would be of the tables' size

@@ -6,6 +6,7 @@ Order matters: configuration errors are found before weights are loaded, and wei
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.backends.build import build_backend
-from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.trtllm.build import build_trtllm
 from megatron_tlt.backends.vllm.build import build_vllm
 from megatron_tlt.config.checks.files import output_directory_problems
@@ -29,6 +30,7 @@ from megatron_tlt.drafter.sharing import HiddenStateSharing
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
+from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.gpu import GpuMonitor
@@ -45,7 +47,7 @@ from megatron_tlt.trainer import device_memory
 from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.preflight import check_on
 from megatron_tlt.trainer.rollout_phase import RolloutPhase
-from megatron_tlt.types import CAPABILITIES, Prompt, SamplingParams
+from megatron_tlt.types import CAPABILITIES, BackendName, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
@@ -53,13 +55,18 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.kinds.base import SavedDrafter
     from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
-    from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.models.drafters import DrafterModel
     from megatron_tlt.observe.rollouts import DraftsOf
     from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.trainer.loop import RLTrainer
     from megatron_tlt.trainer.metrics import RunMetrics
     from megatron_tlt.trainer.sft import SftTrainer
+
+_BUILDERS: dict[BackendName, Callable[[EngineOptions], RolloutBackend]] = {
+    "embedded": build_backend,
+    "trtllm": build_trtllm,
+    "vllm": build_vllm,
+}
 
 
 def build_trainer(config: Config, world: World, signals: StopSignals | None = None) -> RLTrainer:
@@ -200,43 +207,28 @@ def open_backend(
     """The rollout engine of this rank, without weights; with the drafter of `drafter_trainer`, if there is one.
 
     A run that trains its drafter may name none: without a trainer the engine then has the random one that training
-    would start from. `keep_layers`: see `build_backend`. `kv_cache_bytes`: see `device_memory.cache_bytes`. Collective,
+    would start from. `keep_layers`: see `EngineOptions`. `kv_cache_bytes`: see `device_memory.cache_bytes`. Collective,
     unless `tp` (see `tensor_parallel`) is given.
     """
-    sections, is_trained = (config.rollout, config.model, config.sync), drafter_trainer is not None
-    drafter = _drafter(config, drafter_trainer)
-    if config.rollout.backend == "trtllm":
-        return build_trtllm(
-            *sections, device=world.device, tokenizer=tokenizer, drafter=drafter, keeps_tables=is_trained
-        )
     if drafter_trainer is not None and config.hidden_states_of == "engine":
         keep_layers = drafter_trainer.model.config.aux_layers
-    if config.rollout.backend == "vllm":
-        return build_vllm(
-            *sections,
-            device=world.device,
-            tokenizer=tokenizer,
-            local_ranks=world.local_size,
-            drafter=drafter,
-            keep_hidden_states=keep_layers is not None,
-            keep_routed_experts=config.actor.router_replay == "rollout",
-            keeps_tables=is_trained,
-            kv_cache_bytes=kv_cache_bytes,
-        )
-    backend = build_backend(
-        *sections,
+    options = EngineOptions(
+        config.rollout,
+        config.model,
+        config.sync,
         device=world.device,
         tokenizer=tokenizer,
         tp=tp if tp is not None else tensor_parallel(world, config.rollout.tp),
         local_ranks=world.local_size,
-        load_weights=False,  # the first weight sync brings them, in the same way as every later one
-        drafter=drafter,
+        drafter=_drafter(config, drafter_trainer),
         keep_layers=keep_layers,
+        keep_routed_experts=config.actor.router_replay == "rollout",
+        keep_tables=drafter_trainer is not None,
         kv_cache_bytes=kv_cache_bytes,
     )
-    world.at_close(backend.close)
-    if config.actor.router_replay == "rollout":
-        backend.record_routed_experts()
+    backend = _BUILDERS[config.rollout.backend](options)
+    if backend.capabilities.tensor_parallel:  # captured graphs hold collectives of groups that end with the world
+        world.at_close(backend.close)
     return backend
 
 
@@ -355,7 +347,7 @@ def _idle_window(
 
 def _traced_drafts(config: Config, world: World, backend: RolloutBackend) -> DraftsOf | None:
     """Rank 0's drafts of the samples that are logged; None: this rank logs no samples, or its engine traces none."""
-    if not (world.is_main and isinstance(backend, EmbeddedBackend)):
+    if not (world.is_main and backend.capabilities.draft_traces):
         return None
     # Samples are written in pairs of one prompt: its best response and its worst.
     backend.trace_drafts((config.observe.samples_per_step + 1) // 2)

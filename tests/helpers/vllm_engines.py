@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.build import build_vllm
 from megatron_tlt.backends.vllm.launch import ENVIRONMENTS, find_python
@@ -83,15 +84,17 @@ def start_vllm(
         vllm=VllmSection(engine=engine),  # type: ignore[arg-type]
     )
     started = build_vllm(
-        rollout,
-        model,
-        SyncSection(verify=True),
-        device="cpu",
-        tokenizer=HFTokenizer(MODEL.path),
-        drafter=drafter,
-        keep_hidden_states=True,
-        keep_routed_experts=keep_routed_experts,
-        keeps_tables=True,
+        EngineOptions(
+            rollout,
+            model,
+            SyncSection(verify=True),
+            device="cpu",
+            tokenizer=HFTokenizer(MODEL.path),
+            drafter=drafter,
+            keep_layers=(),
+            keep_routed_experts=keep_routed_experts,
+            keep_tables=True,
+        )
     )
     atexit.register(started.close)
     return started

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.backends.build import build_backend
+from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -89,7 +90,7 @@ def _demo(kind: str) -> Served:
     else:
         speculation = SpeculationSection(drafter="eagle", drafter_path=str(DRAFTER), selector="fixed", draft_len=3)
         rollout = RolloutSection(max_running_requests=RUNNING, speculation=speculation)
-        backend = build_backend(rollout, MODEL, SyncSection(verify=True), tokenizer=tokenizer)
+        backend = build_backend(EngineOptions(rollout, MODEL, SyncSection(verify=True), tokenizer=tokenizer))
     prompts, ends = demo_prompts(tokenizer), set(tokenizer.eos_token_ids)
     return Served(backend, prompts, tokenizer, ends, demo_weights, _demo_drafter, RUNNING, MODEL.max_context)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.model import ModelSection
@@ -76,7 +77,7 @@ def prompts(tokenizer: HFTokenizer) -> list[Prompt]:
 @pytest.fixture(scope="module")
 def ours(tokenizer: HFTokenizer) -> EmbeddedBackend:
     """The embedded engine, without speculation."""
-    return build_backend(RolloutSection(), MODEL, tokenizer=tokenizer, load_weights=True)
+    return build_backend(EngineOptions(RolloutSection(), MODEL, tokenizer=tokenizer, load_weights=True))
 
 
 @pytest.fixture(scope="module")
@@ -214,15 +215,18 @@ def test_eagle3_and_experts_as_in_the_embedded_engine(
     write_experts(Path(MODEL.path), tmp_path / "experts", seed=0)
     policy = ModelSection(path=str(tmp_path / "experts"), max_context=MODEL.max_context)
     config = Eagle3Config.of(ModelConfig.from_hf(policy.path), draft_vocab_size=60)
-    plain = build_backend(RolloutSection(), policy, tokenizer=tokenizer, keep_layers=config.aux_layers)
+    plain = build_backend(EngineOptions(RolloutSection(), policy, tokenizer=tokenizer, keep_layers=config.aux_layers))
     push(plain, 1, None, model=policy)
     states = collect(plain, prompts)
     model = trained3(config, list(states.values()), plain.lookup_tables())
     good = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     start = SavedDrafter(config, noisy(good))
     section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=4)
-    ours = build_backend(RolloutSection(speculation=section), policy, tokenizer=tokenizer, drafter=start)
-    ours.record_routed_experts()
+    ours = build_backend(
+        EngineOptions(
+            RolloutSection(speculation=section), policy, tokenizer=tokenizer, drafter=start, keep_routed_experts=True
+        )
+    )
     theirs = start_vllm(start, section, policy, keep_routed_experts=True)
     for backend in (ours, theirs):
         push(backend, 0, 7, model=policy)
@@ -258,8 +262,7 @@ def test_other_families_with_experts(
     save_hf(tmp_path, shape, random_weights(shape), torch.float32)
     policy = ModelSection(path=str(tmp_path), tokenizer=MODEL.path, max_context=256)
     drafter = SavedDrafter(EagleConfig.of(shape), random_drafter(shape))
-    ours = build_backend(RolloutSection(), policy, tokenizer=tokenizer)
-    ours.record_routed_experts()
+    ours = build_backend(EngineOptions(RolloutSection(), policy, tokenizer=tokenizer, keep_routed_experts=True))
     theirs = start_vllm(drafter, SpeculationSection(drafter="eagle"), policy, keep_routed_experts=True)
     for version, seed in enumerate((7, None)):
         for backend in (ours, theirs):

@@ -10,6 +10,7 @@ import torch
 
 from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.devices import visible_device
+from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.process import EngineLaunch, EngineProcess
 from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
@@ -20,10 +21,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.sync.served_weights import ServedWeights
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.model import ModelSection
-    from megatron_tlt.config.rollout import RolloutSection, SyncSection
     from megatron_tlt.config.trtllm import TrtllmSection
-    from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.drafter.kinds.base import SavedDrafter
 
 _PACKAGE = "tlt_backends"  # what backends/ is called in the other environment
@@ -36,36 +34,28 @@ _ENGINE = {
 }
 
 
-def build_trtllm(
-    rollout: RolloutSection,
-    model: ModelSection,
-    sync: SyncSection,
-    *,
-    device: torch.device | str,
-    tokenizer: HFTokenizer | None = None,
-    drafter: SavedDrafter | None = None,
-    keeps_tables: bool = False,
-) -> TrtllmBackend:
-    """The engine of this rank, started on its GPU, without the policy's weights (version -1), with `drafter`.
+def build_trtllm(options: EngineOptions) -> TrtllmBackend:
+    """The engine of this rank, started on its GPU, without the policy's weights (version -1), with the drafter.
 
-    With `rollout.trtllm.sleep` it has given its KV cache's memory back. `keeps_tables`: see `RemoteBackend`. The
-    settings have passed `config.checks.backend`. Raises ConfigError, CheckpointError or BackendError.
+    With `rollout.trtllm.sleep` it has given its KV cache's memory back. Raises ConfigError, CheckpointError or
+    BackendError.
     """
+    rollout, model, drafter = options.rollout, options.model, options.drafter
     section, policy = rollout.trtllm, ModelConfig.from_hf(model.path)
     with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
         files = None if drafter is None else _write(drafter, Path(folder) / "drafter", DTYPES[rollout.dtype])
         arguments = build_llm_kwargs(rollout, model, files)
-        process = EngineProcess(launch_of(section), visible_device(torch.device(device), "trtllm"))
+        process = EngineProcess(launch_of(section), visible_device(torch.device(options.device), "trtllm"))
         process.start(llm=arguments)
     backend = TrtllmBackend(
         process,
-        ServedWeights.of_policy(policy, sync.verify),
+        ServedWeights.of_policy(policy, options.sync.verify),
         rollout,
         max_context=model.max_context,
-        eos_token_ids=end_tokens(policy, tokenizer),
+        eos_token_ids=end_tokens(policy, options.tokenizer),
         drafter_names=frozenset(() if drafter is None else drafter.weights),
-        tokenizer=tokenizer,
-        keeps_tables=keeps_tables,
+        tokenizer=options.tokenizer,
+        keep_tables=options.keep_tables,
     )
     if section.sleep != "none":
         backend.release()  # the engine took its KV cache at the start; the policy, built next, needs that memory

@@ -4,93 +4,67 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.devices import visible_device
+from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.process import EngineProcess
 from megatron_tlt.backends.vllm.args import drafter_files, engine_args, speculative_config
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.launch import launch_of
 from megatron_tlt.drafter.checkpoint import write_directory
-from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.experts import route_type
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.sync.served_weights import ServedWeights
 
-if TYPE_CHECKING:
-    from megatron_tlt.config.model import ModelSection
-    from megatron_tlt.config.rollout import RolloutSection, SyncSection
-    from megatron_tlt.data.tokenizer import HFTokenizer
-
 _BLOCK = 128  # tokens: vLLM's own block on CPUs, a multiple of those on GPUs
 
 
-def build_vllm(
-    rollout: RolloutSection,
-    model: ModelSection,
-    sync: SyncSection,
-    *,
-    device: torch.device | str,
-    tokenizer: HFTokenizer | None = None,
-    local_ranks: int = 1,
-    drafter: SavedDrafter | None = None,
-    keep_hidden_states: bool = False,
-    keep_routed_experts: bool = False,
-    keeps_tables: bool = False,
-    kv_cache_bytes: int | None = None,
-) -> VllmBackend:
+def build_vllm(options: EngineOptions) -> VllmBackend:
     """The engine of this rank, started on its device, without weights (version -1).
 
-    `drafter`: the trained drafter, where `rollout.speculation` drafts with one.
-    `keep_hidden_states`: those of responses will be collected. `keep_routes`: samples get `routed_experts`.
-    `keeps_tables`: see `RemoteBackend`. `kv_cache_bytes`: the cache of the memory plan. The settings have passed
-    `config.checks.backend`. Raises ConfigError, CheckpointError or BackendError.
+    Raises ConfigError, CheckpointError or BackendError.
     """
-    device = torch.device(device)
+    rollout, model, drafter = options.rollout, options.model, options.drafter
+    device = torch.device(options.device)
     policy = ModelConfig.from_hf(model.path)
     assert (drafter is not None) == (rollout.speculation.trained is not None)
     with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
-        arguments = _arguments(rollout, model, drafter, device, local_ranks, kv_cache_bytes, Path(folder))
+        arguments = _arguments(options, Path(folder))
         process = EngineProcess(launch_of(rollout), visible_device(device, "vllm"))
         process.start(
             llm=arguments,
-            hidden_bytes=rollout.vllm.hidden_mib << 20 if keep_hidden_states else 0,
+            hidden_bytes=rollout.vllm.hidden_mib << 20 if options.keep_layers is not None else 0,
             max_len=arguments["max_model_len"],
             max_requests=rollout.max_running_requests,
             speculation=rollout.speculation.model_dump(),
-            routed_experts=route_type(policy.num_experts) if keep_routed_experts else None,
+            routed_experts=route_type(policy.num_experts) if options.keep_routed_experts else None,
             directory=str(process.shared.path),
             tokenizer=str(Path(model.tokenizer or model.path).resolve()),
             stop=list(rollout.stop),
         )
     return VllmBackend(
         process,
-        ServedWeights.of_policy(policy, sync.verify),
+        ServedWeights.of_policy(policy, options.sync.verify),
         rollout,
         max_context=model.max_context,
-        eos_token_ids=end_tokens(policy, tokenizer),
-        tokenizer=tokenizer,
+        eos_token_ids=end_tokens(policy, options.tokenizer),
+        tokenizer=options.tokenizer,
         experts_per_token=policy.num_experts_per_tok,
         drafter_names=frozenset(() if drafter is None else drafter.weights),
-        keeps_tables=keeps_tables,
+        keep_tables=options.keep_tables,
     )
 
 
-def _arguments(
-    rollout: RolloutSection,
-    model: ModelSection,
-    drafter: SavedDrafter | None,
-    device: torch.device,
-    local_ranks: int,
-    cache_bytes: int | None,
-    folder: Path,
-) -> dict[str, Any]:
+def _arguments(options: EngineOptions, folder: Path) -> dict[str, Any]:
     """The engine's arguments; writes the drafter into `folder`, which the engine reads at its start."""
+    rollout, model, drafter = options.rollout, options.model, options.drafter
+    device = torch.device(options.device)
     policy = ModelConfig.from_hf(model.path)
     cached = policy.num_layers * policy.num_kv_heads * policy.head_dim
     if drafter is not None:
@@ -105,9 +79,9 @@ def _arguments(
         block_size=_BLOCK,
         max_running=rollout.max_running_requests,
         max_context=context,
-        budget_bytes=cache_bytes or rollout.kv_cache_bytes,
+        budget_bytes=options.kv_cache_bytes or rollout.kv_cache_bytes,
         device=device,
-        local_ranks=local_ranks,
+        local_ranks=options.local_ranks,
     )
     is_eager = device.type != "cuda" or not rollout.cuda_graphs
     method, read = ("", None) if drafter is None else (drafter.config.kind, folder)

@@ -14,6 +14,7 @@ import torch
 
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection, SuffixSection
@@ -41,9 +42,9 @@ PARAMS = SamplingParams(max_tokens=12)
 
 def test_built_from_a_directory_and_pushed_to(model_dir: Path):
     rollout, model = RolloutSection(kv_cache_mib=4), ModelSection(path=str(model_dir), max_context=64)
-    loaded = build_backend(rollout, model, tokenizer=CharTokenizer(), load_weights=True)
+    loaded = build_backend(EngineOptions(rollout, model, tokenizer=CharTokenizer(), load_weights=True))
     expected = loaded.generate(GenerateCall(PROMPTS, PARAMS, 2))
-    pushed = build_backend(rollout, model, SyncSection(verify=True), tokenizer=CharTokenizer())
+    pushed = build_backend(EngineOptions(rollout, model, SyncSection(verify=True), tokenizer=CharTokenizer()))
     pushed.begin_update(0)
     for name, tensor in random_weights(TINY):
         pushed.update_weights(WeightBucket(0, [(name, tensor)]))
@@ -55,7 +56,7 @@ def test_built_from_a_directory_and_pushed_to(model_dir: Path):
 
 def test_hidden_states_are_stamped_with_the_version_that_answered(model_dir: Path):
     model = ModelSection(path=str(model_dir), max_context=64)
-    backend = build_backend(RolloutSection(kv_cache_mib=4), model, keep_layers=())
+    backend = build_backend(EngineOptions(RolloutSection(kv_cache_mib=4), model, keep_layers=()))
     chunks: list[HiddenStateSample] = []
     backend.collect_hidden_states(chunks.append)
     params = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -75,7 +76,7 @@ def test_hidden_states_are_stamped_with_the_version_that_answered(model_dir: Pat
 def test_wrong_sizes_are_found_together(model_dir: Path):
     without_weights = RolloutSection(speculation=SpeculationSection(drafter="eagle"))
     with pytest.raises(ConfigError) as caught:
-        build_backend(without_weights, ModelSection(path=str(model_dir), max_context=257))
+        build_backend(EngineOptions(without_weights, ModelSection(path=str(model_dir), max_context=257)))
     assert [p.path for p in caught.value.problems] == ["model.max_context", "rollout.speculation.drafter_path"]
 
 
@@ -83,7 +84,9 @@ def drafting_backend(model_dir: Path, drafter: EagleModel) -> EmbeddedBackend:
     speculation = SpeculationSection(drafter="eagle", selector="fixed", draft_len=3)
     rollout = RolloutSection(kv_cache_mib=4, speculation=speculation)
     model = ModelSection(path=str(model_dir), max_context=64)
-    return build_backend(rollout, model, load_weights=True, drafter=SavedDrafter(drafter.config, drafter.state_dict()))
+    return build_backend(
+        EngineOptions(rollout, model, load_weights=True, drafter=SavedDrafter(drafter.config, drafter.state_dict()))
+    )
 
 
 def push(backend: EmbeddedBackend, version: int, drafter: EagleModel | None = None) -> None:
@@ -120,7 +123,7 @@ def test_a_drafter_of_other_shapes_is_refused(model_dir: Path):
 
 def test_an_engine_that_does_not_draft_refuses_a_drafter(model_dir: Path):
     model = ModelSection(path=str(model_dir), max_context=64)
-    plain = build_backend(RolloutSection(kv_cache_mib=4), model)
+    plain = build_backend(EngineOptions(RolloutSection(kv_cache_mib=4), model))
     plain.begin_update(1)
     with pytest.raises(SyncError, match="engine that has none"):
         plain.update_drafter({}, 1)
@@ -131,7 +134,7 @@ def test_a_resumed_backend_orders_prompts_alike(model_dir: Path, drafter: str):
     """The order is part of what a PyTorch decoder rounds by: a resumed run must repeat it."""
     rollout = RolloutSection(kv_cache_mib=4, speculation=SpeculationSection(drafter=drafter))
     model = ModelSection(path=str(model_dir), max_context=64)
-    backends = [build_backend(rollout, model, load_weights=True) for _ in range(2)]
+    backends = [build_backend(EngineOptions(rollout, model, load_weights=True)) for _ in range(2)]
     for backend in backends[:1]:
         backend.generate(GenerateCall(PROMPTS, PARAMS, 2))
         lengths = {"q3": 4, "q1": 9}
@@ -157,7 +160,7 @@ def test_a_resumed_backend_orders_prompts_alike(model_dir: Path, drafter: str):
 def test_history_is_kept_only_where_it_is_read(model_dir: Path, drafter, epochs, order, wanted):
     speculation = SpeculationSection(drafter=drafter, suffix=SuffixSection(history_epochs=epochs))
     rollout = RolloutSection(kv_cache_mib=4, order=order, speculation=speculation)
-    backend = build_backend(rollout, ModelSection(path=str(model_dir), max_context=64))
+    backend = build_backend(EngineOptions(rollout, ModelSection(path=str(model_dir), max_context=64)))
     assert (backend.history_responses or 0) >= (wanted or 0)
     assert (backend.history_responses is None) == (wanted is None)
     backend.remember([PastResponse("q1", np.zeros(9, np.int32), 1.0, 1)])
@@ -179,8 +182,8 @@ def test_ranks_of_one_engine_agree_on_its_size(model_dir: Path, tmp_path: Path):
     two_heads = replace(TINY, num_kv_heads=2)  # one on each of two ranks, as in the other model on one
     save_hf(tmp_path, two_heads, random_weights(two_heads))
     model, split = (ModelSection(path=str(path), max_context=64) for path in (model_dir, tmp_path))
-    alone = build_backend(RolloutSection(kv_cache_mib=4), model)
-    shared = build_backend(RolloutSection(kv_cache_mib=4, tp=2), split, tp=Rank())
+    alone = build_backend(EngineOptions(RolloutSection(kv_cache_mib=4), model))
+    shared = build_backend(EngineOptions(RolloutSection(kv_cache_mib=4, tp=2), split, tp=Rank()))
     assert shared.engine.blocks.num_blocks == alone.engine.blocks.num_blocks - 3
 
 

@@ -9,6 +9,7 @@ import torch
 
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
@@ -31,7 +32,7 @@ def backend_of(model_dir: Path, release_cache: bool, kernels: str = "auto", draf
         torch.manual_seed(0)
         made = EagleModel(TINY)
         trained = SavedDrafter(made.config, made.state_dict())
-    return build_backend(rollout, model, load_weights=True, drafter=trained, keep_layers=())
+    return build_backend(EngineOptions(rollout, model, load_weights=True, drafter=trained, keep_layers=()))
 
 
 def responses(backend: EmbeddedBackend) -> list[tuple[list[int], list[float]]]:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from megatron_tlt.backends import devices
 from megatron_tlt.backends.devices import visible_device
+from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.trtllm import build as trtllm_build
 from megatron_tlt.backends.trtllm.build import build_trtllm
 from megatron_tlt.config.load import build_config
@@ -56,10 +57,12 @@ def test_it_is_built_synced_and_generates(tmp_path: Path, monkeypatch: pytest.Mo
     noted = lambda self, kind, **fields: calls.append(kind) or real(self, kind, **fields)  # noqa: E731
     monkeypatch.setattr(trtllm_build.EngineProcess, "call", noted)
     backend = build_trtllm(
-        *settings(tmp_path, engine={"attn_backend": "FLASHINFER"}),
-        SyncSection(verify=True),
-        device="cpu",
-        tokenizer=CharTokenizer(),
+        EngineOptions(
+            *settings(tmp_path, engine={"attn_backend": "FLASHINFER"}),
+            SyncSection(verify=True),
+            device="cpu",
+            tokenizer=CharTokenizer(),
+        )
     )
     assert backend.policy_version == -1
     assert calls == ["start", "release"], "the policy is built next, on the same GPU"
@@ -94,7 +97,7 @@ def test_errors_are_reported_and_no_process_stays(
     message: str,
 ) -> None:
     with pytest.raises(error, match=message):
-        build_trtllm(*settings(tmp_path, **fields), SyncSection(), device="cpu")
+        build_trtllm(EngineOptions(*settings(tmp_path, **fields), SyncSection(), device="cpu"))
     assert not any(process.is_alive or process.shared.path.exists() for process in started)
     assert list(logs.iterdir()) == []
 
@@ -118,7 +121,7 @@ def test_it_starts_with_the_drafter_in_its_own_layout(tmp_path: Path, monkeypatc
     monkeypatch.setattr(trtllm_build.EngineProcess, "call", call)
     rollout, model = settings(tmp_path, draft_len=3, sleep="none")
     rollout = rollout.model_copy(update={"speculation": SpeculationSection(drafter="eagle")})
-    backend = build_trtllm(rollout, model, SyncSection(verify=True), device="cpu", drafter=drafter)
+    backend = build_trtllm(EngineOptions(rollout, model, SyncSection(verify=True), device="cpu", drafter=drafter))
     assert seen["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (seen["eagle3_layers_to_capture"], seen["max_draft_len"]) == ([0, 1, 2], 3)
     assert seen["tensors"].keys() == drafter.weights.keys() >= {"lm_head.weight", "d2t", "t2d"}

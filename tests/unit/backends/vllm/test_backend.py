@@ -21,7 +21,7 @@ def test_kept_tables_are_copied_in_place_from_the_second_push_on(monkeypatch: py
     process = SimpleNamespace(launch=SimpleNamespace(name="vLLM"))
     weights = ServedWeights({EMBED: (5, 2), HEAD: (5, 2)}, (), False)
     rollout = RolloutSection(order="arrival", dtype="bf16")
-    backend = VllmBackend(process, weights, rollout, max_context=8, keeps_tables=True)
+    backend = VllmBackend(process, weights, rollout, max_context=8, keep_tables=True)
     monkeypatch.setattr(backend, "_send", lambda kind, tensors: {})
     addresses = set()
     for version in (0, 1):

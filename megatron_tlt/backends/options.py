@@ -1,0 +1,48 @@
+"""What a rollout engine of any kind is built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatron_tlt.config.rollout import SyncSection
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_tlt.config.model import ModelSection
+    from megatron_tlt.config.rollout import RolloutSection
+    from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.distributed.tensor_parallel import TensorParallel
+    from megatron_tlt.drafter.kinds.base import SavedDrafter
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The configuration of one rank's engine, and what the run adds. `config.checks.backend` has passed: an option that
+    a kind of engine does not support is at its default.
+    """
+
+    rollout: RolloutSection
+    model: ModelSection
+    sync: SyncSection = field(default_factory=SyncSection)
+    device: torch.device | str = "cpu"
+    tokenizer: HFTokenizer | None = None
+    tp: TensorParallel | None = None
+    """The tensor-parallel group of `rollout.tp` ranks, which build the engine together; None: one rank."""
+    local_ranks: int = 1
+    """Ranks that share this machine's memory."""
+    load_weights: bool = False
+    """Load the weights in `model.path` (policy version 0); else the first weight sync brings them."""
+    drafter: SavedDrafter | None = None
+    """A trained drafter in place of that in `rollout.speculation.drafter_path`."""
+    keep_layers: tuple[int, ...] | None = None
+    """Hidden states of responses will be collected: of these layers (a drafter's own) and the final one. The cache
+    leaves room for them. None: none will be.
+    """
+    keep_routed_experts: bool = False
+    """Samples get `routed_experts`."""
+    keep_tables: bool = False
+    """`lookup_tables` will be read."""
+    kv_cache_bytes: int | None = None
+    """The KV cache of the memory plan, by default `rollout.kv_cache_mib`."""
