@@ -7,10 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
+from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
@@ -95,6 +97,10 @@ def test_eagle3_is_loaded_as_saved_and_only_where_it_is_wanted(tmp_path) -> None
         with pytest.raises(CheckpointError, match=error):
             load_drafter(tmp_path, shape.policy, SpeculationSection(**wanted))
     load_drafter(tmp_path, shape.policy, SpeculationSection(drafter="eagle3", draft_vocab_size=40))
+
+
+def test_every_kind_of_the_configuration_is_an_object_of_that_name() -> None:
+    assert {name: kind.facts for name, kind in KINDS.items()} == DRAFTERS
 
 
 def test_the_demo_drafter_fits_its_policy_and_its_page_shows_the_measurement() -> None:
