@@ -92,9 +92,9 @@ def vllm(
     if speculation is not None and is_repaired:
         repair_expand()
     if speculation is not None and speculation["method"] == "eagle":
-        from megatron_tlt.backends.vllm.plugin import door
+        from megatron_tlt.backends.vllm.plugin import adapter
 
-        door.register()  # vLLM has no EAGLE drafter of a Qwen3 policy
+        adapter.register()  # vLLM has no EAGLE drafter of a Qwen3 policy
         speculation = {**speculation, "model": drafter}
     llm = LLM(
         model,

@@ -22,9 +22,8 @@ def test_a_run_trains_on_an_engine_in_another_process(tmp_path: Path) -> None:
         rollout={
             "backend": "trtllm",
             "trtllm": {"python": fake_python(tmp_path), "transport": "shared_memory", "start_s": 120.0},
-            "speculation": {"drafter": "eagle"},
+            "speculation": {"drafter": "eagle3"},
         },
-        drafter={"kind": "eagle3"},
         idle={"train_drafter": True, "min_steps_per_window": 2},
         # With an entropy bonus responses of equal rewards are trained on, too.
         algorithm={"importance_cap": 0, "entropy_coef": 0.001},

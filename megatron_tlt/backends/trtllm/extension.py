@@ -17,7 +17,7 @@ from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension
 from ..entries import DEVICE, Location, Sums, checksums, load_tensors
 
 
-class TltWorkerExtension(WorkerExtension):  # type: ignore[misc]  # of another environment: untyped here
+class TrtllmWorkerExtension(WorkerExtension):  # type: ignore[misc]  # of another environment: untyped here
     """The engine's own update of the policy, fed from plain data, and an update of the drafter beside it."""
 
     def tlt_update(self, location: Location, verify: bool) -> Sums:

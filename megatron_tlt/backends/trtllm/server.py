@@ -21,7 +21,7 @@ from ..serving import EngineHost, main
 
 Message = dict[str, Any]
 CLASS = "$class"  # marks a map that is an instance of that class of `tensorrt_llm.llmapi`
-_EXTENSION = "extension.TltWorkerExtension"  # below the name that process.py gives this package here
+_EXTENSION = "extension.TrtllmWorkerExtension"  # below the name that process.py gives this package here
 _STATS_EVERY_S = 2.0
 _STATS_WAIT_S = 0.2
 _DRAFTING = ("numDraftTokens", "numAcceptedTokens", "numRequestsWithDraftTokens")

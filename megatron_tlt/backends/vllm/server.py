@@ -32,7 +32,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from megatron_tlt.backends.serving import EngineHost, main
-from megatron_tlt.backends.vllm.plugin import door
+from megatron_tlt.backends.vllm.plugin import adapter
 from megatron_tlt.backends.vllm.plugin.hidden import HIDDEN
 from megatron_tlt.backends.vllm.plugin.keyed import ARGUMENT
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -81,7 +81,7 @@ class Host(EngineHost):
     @staticmethod
     def engine_version() -> str:
         """Version of the vLLM in this environment."""
-        return door.version()
+        return adapter.version()
 
     def progress(self) -> Message:
         """Output tokens of the running requests so far."""
@@ -103,7 +103,7 @@ class Host(EngineHost):
         """Starts the engine with our extension."""
         self._directory, self._tokenizer_at = Path(message["directory"]), Path(message["tokenizer"])
         self._stop_finder(message["stop"])  # a tokenizer that cannot be read ends the start, not a response
-        self._engine = await self._in_thread(door.start_engine, message["llm"])
+        self._engine = await self._in_thread(adapter.start_engine, message["llm"])
         names = ("hidden_bytes", "max_len", "max_requests", "speculation", "routed_experts")
         await self._rpc("tlt_install", *(message[name] for name in names))
         return {}
@@ -144,7 +144,7 @@ class Host(EngineHost):
         number, prompt, params = message["id"], message["token_ids"], message["params"]
         sampled = [message["key"], *params["sampling"], message["prompt_id"]]
         extra = {ARGUMENT: sampled, HIDDEN: params["hidden"]}
-        sampling = door.sampling_params(params, extra)
+        sampling = adapter.sampling_params(params, extra)
         internal = self._engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
         self._live[str(number)] = _Live(number, internal, len(prompt), self._stop_finder(params["stop"]))
 

@@ -11,7 +11,7 @@ from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.types import CAPABILITIES
 
 Problems = Iterator[ConfigProblem]
-_VLLM_SERIES = "0.32."  # the versions that backends/vllm/plugin/internals.py supports
+_VLLM_SERIES = "0.32."  # the versions that backends/vllm/plugin/compat.py supports
 _VERSIONS = re.compile(r"1\.[23]\.\d+(rc\d+)?(\.post\d+)?")
 
 

@@ -49,9 +49,7 @@ class StepDrafting:
         self._is_decode = self._is_measured = False  # the last step; whether that and the proposal behind it were
         self._started = self._proposed = self._draft_seconds = 0.0
 
-    def record(
-        self, drafted: np.ndarray, accepted: np.ndarray, is_drawn: np.ndarray, is_decode: bool
-    ) -> None:
+    def record(self, drafted: np.ndarray, accepted: np.ndarray, is_drawn: np.ndarray, is_decode: bool) -> None:
         """A step of B rows was sampled, of whose `drafted` int [B] tokens the first `accepted` int [B] were right.
 
         Only rows of `is_drawn` bool [B] are counted: those in the middle of their prompts emit nothing. Steps that

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.backends.entries import Location, Sums, checksums, load_tensors
-from megatron_tlt.backends.vllm.plugin import internals
+from megatron_tlt.backends.vllm.plugin import compat
 from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
 from megatron_tlt.backends.vllm.plugin.hidden import HIDDEN, PositionTap
 from megatron_tlt.backends.vllm.plugin.keyed import KeyedSampling
@@ -19,7 +19,7 @@ from megatron_tlt.backends.vllm.plugin.suffix import SuffixBridge
 from megatron_tlt.config.speculation import SpeculationSection
 
 
-class TltWorkerExtension:
+class VllmWorkerExtension:
     """Methods of the worker that the server calls."""
 
     model_runner: Any
@@ -57,10 +57,10 @@ class TltWorkerExtension:
                 max_len,
                 max_requests,
                 hidden_bytes,
-                is_taken=lambda request: bool(internals.extra_args(runner, request)[HIDDEN]),
+                is_taken=lambda request: bool(compat.extra_args(runner, request)[HIDDEN]),
             )
         if routed_experts is not None:
-            chosen = internals.watch_routers(runner, getattr(torch, routed_experts))
+            chosen = compat.watch_routers(runner, getattr(torch, routed_experts))
             self.tlt_routed_experts = PositionTap(runner, max_len, max_requests, states=chosen)
         self._tlt_is_loading = False
 
@@ -89,8 +89,8 @@ class TltWorkerExtension:
         next."""
         model = self.model_runner.get_model()
         if self._tlt_is_loading:
-            internals.end_reload(self, model, is_draft=False)
-        internals.begin_reload(self, model)
+            compat.end_reload(self, model, is_draft=False)
+        compat.begin_reload(self, model)
         self._tlt_is_loading = True
 
     def tlt_update(self, location: Location, verify: bool) -> Sums:
@@ -99,17 +99,17 @@ class TltWorkerExtension:
 
     def tlt_finish_update(self) -> None:
         """All tensors of the policy have come: it serves them."""
-        internals.end_reload(self, self.model_runner.get_model(), is_draft=False)
+        compat.end_reload(self, self.model_runner.get_model(), is_draft=False)
         self._tlt_is_loading = False
 
     def tlt_update_drafter(self, location: Location, verify: bool) -> Sums:
         """Loads all tensors of the drafter, in place; its tables are the policy's. Raises ValueError without one."""
-        model = internals.draft_model(self)
+        model = compat.draft_model(self)
         if model is None:
             raise ValueError("this engine has no trained drafter")
-        internals.begin_reload(self, model)
+        compat.begin_reload(self, model)
         sums = self._tlt_load(model, location, verify)
-        internals.end_reload(self, model, is_draft=True)
+        compat.end_reload(self, model, is_draft=True)
         return sums
 
     def _tlt_load(self, model: Any, location: Location, verify: bool) -> Sums:
@@ -119,5 +119,5 @@ class TltWorkerExtension:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         sums = checksums(tensors) if verify else {}
-        internals.load(self, model, list(tensors.items()))
+        compat.load(self, model, list(tensors.items()))
         return sums

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_tlt.backends.vllm.plugin import internals
+from megatron_tlt.backends.vllm.plugin import compat
 
 HIDDEN = "tlt_hidden"  # in `SamplingParams.extra_args`: whether somebody takes the request's hidden states
 
@@ -30,7 +30,7 @@ class PositionTap:
         max_len: int,
         max_requests: int,
         budget_bytes: int | None = None,
-        states: Callable[[Any], Tensor] = internals.states,
+        states: Callable[[Any], Tensor] = compat.states,
         is_taken: Callable[[str], bool] = lambda request: True,
     ):
         """`states` reads those of a forward's tokens [T, W] from its output. Without a budget there is room for all.
@@ -43,16 +43,16 @@ class PositionTap:
         self._free: list[int] = []
         self._slots: dict[str, int] = {}
         self._refused: set[str] = set()
-        internals.hook_forward(runner, self._seen)
+        compat.hook_forward(runner, self._seen)
 
     def _seen(self, output: Any, positions: Tensor) -> None:
         states = self._states(output)
         if self._pool is None:
             self._make_pool(states)
         assert self._pool is not None
-        starts = internals.row_starts(self._runner)
+        starts = compat.row_starts(self._runner)
         total = int(starts[-1])
-        requests = internals.request_ids(self._runner)
+        requests = compat.request_ids(self._runner)
         trash = len(self._pool) - 1
         bases = np.array([self._base(request) for request in requests])
         if (bases < 0).all():

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_tlt.backends.vllm.plugin import internals
+from megatron_tlt.backends.vllm.plugin import compat
 from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting, chains
 from megatron_tlt.models.factory import sample_kernel
 from megatron_tlt.models.keys import row_keys
@@ -46,10 +46,10 @@ class KeyedSampling:
         # For the proposal after a sample: positions of the requests' next tokens, and tokens proposed.
         self._next = np.zeros(0, np.int64)
         self._proposed = 0
-        internals.replace_sampler(runner, self._sample)
+        compat.replace_sampler(runner, self._sample)
         if drafting is None:
             return
-        has_logits = internals.replace_draft_sampler(
+        has_logits = compat.replace_draft_sampler(
             runner, self._begin_proposal, self._sample_draft, lambda drafts: drafting.end(self._names, drafts)
         )
         if not has_logits:
@@ -69,13 +69,13 @@ class KeyedSampling:
     def _arguments_of(self, request: str) -> Arguments:
         found = self._arguments.get(request)
         if found is None:
-            given = internals.extra_args(self._runner, request)[ARGUMENT]
+            given = compat.extra_args(self._runner, request)[ARGUMENT]
             found = self._arguments[request] = tuple(given)
         return found
 
     def _sample(self, logits: Tensor, metadata: Any) -> Any:
         """logits [T, V]: of each request one row, or one for each drafted token and a bonus row after them."""
-        names, done = internals.request_ids(self._runner), internals.output_lengths(self._runner)
+        names, done = compat.request_ids(self._runner), compat.output_lengths(self._runner)
         if names != self._names:  # how rows are sampled changes with the batch only
             self._names, self._batch = names, _rows([self._arguments_of(request) for request in names])
         self._steps += 1
@@ -84,7 +84,7 @@ class KeyedSampling:
             drafted = accepted = np.zeros(count, np.int64)
             out = self._draw(logits, self._batch.part(slice(None)), done)[:, None]
         else:
-            drafted, draft_tokens = internals.drafts(metadata)
+            drafted, draft_tokens = compat.drafts(metadata)
             rows = drafted + 1
             owner, starts = np.repeat(np.arange(count), rows), np.cumsum(rows) - rows
             within = np.arange(len(owner)) - starts[owner]
@@ -94,23 +94,23 @@ class KeyedSampling:
         self._next = done + accepted + 1
         if self._drafting is not None:
             self._record(self._drafting, out, drafted, accepted, done)
-        return internals.sampler_output(out)
+        return compat.sampler_output(out)
 
     def _record(
         self, drafting: StepDrafting, out: Tensor, drafted: np.ndarray, accepted: np.ndarray, done: np.ndarray
     ) -> None:
-        is_drawn = internals.is_drawn(self._runner)
+        is_drawn = compat.is_drawn(self._runner)
         if drafting.suffix is not None:
             tokens = out.cpu().numpy()
             batch = self._names, self._prompt_of, self._batch.keys, self._batch.temperature
             drafting.suffix.note(*batch, done, drafted, accepted, tokens, is_drawn)
-        fed = int(internals.row_starts(self._runner)[-1])
+        fed = int(compat.row_starts(self._runner)[-1])
         is_decode = bool(is_drawn.all()) and fed == len(drafted) + int(drafted.sum())
         drafting.record(drafted, accepted, is_drawn, is_decode)
 
     def _prompt_of(self, request: str) -> tuple[list[int], int]:
         """A request's prompt, and the id that its siblings share."""
-        return internals.prompt_tokens(self._runner, request), self._arguments_of(request)[-1]
+        return compat.prompt_tokens(self._runner, request), self._arguments_of(request)[-1]
 
     def _begin_proposal(self) -> int:
         assert self._drafting is not None

@@ -34,7 +34,7 @@ def recorded(path: Path) -> dict[str, Any]:
 
 
 def ours() -> dict[str, Any]:
-    return read_module((HERE / "extension.py").read_text())["classes"]["TltWorkerExtension"]
+    return read_module((HERE / "extension.py").read_text())["classes"]["TrtllmWorkerExtension"]
 
 
 def rpcs() -> set[str]:

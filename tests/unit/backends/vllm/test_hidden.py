@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.backends.vllm.plugin import internals
+from megatron_tlt.backends.vllm.plugin import compat
 from megatron_tlt.backends.vllm.plugin.hidden import PositionTap
 
 H, L = 3, 8
@@ -30,7 +30,7 @@ class Runner:
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
-    monkeypatch.setattr(internals, "hook_forward", lambda runner, seen: setattr(runner, "seen", seen))
+    monkeypatch.setattr(compat, "hook_forward", lambda runner, seen: setattr(runner, "seen", seen))
     return Runner()
 
 
@@ -43,8 +43,8 @@ def forward(runner: Any, value: float, **positions: list[int]) -> None:
 
 def test_states_behind_the_layers_that_eagle3_reads_come_first() -> None:
     final, low, mid, high = (torch.full((2, H), float(i)) for i in range(4))
-    assert internals.states(final) is final
-    assert internals.states((final, [low, mid, high]))[0, ::H].tolist() == [1, 2, 3, 0]
+    assert compat.states(final) is final
+    assert compat.states((final, [low, mid, high]))[0, ::H].tolist() == [1, 2, 3, 0]
 
 
 def test_the_last_state_of_each_position_is_kept(runner: Runner) -> None:

@@ -65,8 +65,8 @@ class Talk:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine, self.responses = ToyEngine(), []  # type: tuple[ToyEngine, list[Message]]
-        monkeypatch.setattr(server.door, "start_engine", lambda llm: self.engine)
-        monkeypatch.setattr(server.door, "sampling_params", lambda params, extra: None)
+        monkeypatch.setattr(server.adapter, "start_engine", lambda llm: self.engine)
+        monkeypatch.setattr(server.adapter, "sampling_params", lambda params, extra: None)
         self.folder, self.host = folder, server.Host(self.responses.append)
 
     async def start(self, stop: tuple[str, ...] = ()) -> None:

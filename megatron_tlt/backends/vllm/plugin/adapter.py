@@ -1,10 +1,10 @@
-"""The door to vLLM: starts an engine with our extension, after a look at whether this vLLM is the one that it fits."""
+"""The adapter to vLLM: compares the installed vLLM with `compat`, then starts an engine with our extension."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron_tlt.backends.vllm.plugin import internals
+from megatron_tlt.backends.vllm.plugin import compat
 
 _HERE = __name__.rpartition(".")[0]
 _EAGLE = "EagleQwen3ForCausalLM"
@@ -26,14 +26,14 @@ def register() -> None:
 
 
 def start_engine(arguments: dict[str, Any]) -> Any:
-    """A `vllm.LLMEngine` in this process. Raises RuntimeError where vLLM is not as recorded in `internals`."""
-    found = internals.differences(version())
+    """A `vllm.LLMEngine` in this process. Raises RuntimeError where vLLM is not as recorded in `compat`."""
+    found = compat.differences(version())
     if found:
         raise RuntimeError("this vLLM does not fit the plugin: " + "; ".join(found))
     register()
     from vllm import EngineArgs, LLMEngine
 
-    extension = f"{_HERE}.extension.TltWorkerExtension"
+    extension = f"{_HERE}.extension.VllmWorkerExtension"
     return LLMEngine.from_engine_args(EngineArgs(**arguments, worker_extension_cls=extension))
 
 

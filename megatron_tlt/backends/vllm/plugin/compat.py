@@ -1,7 +1,8 @@
-"""Everything that the plugin needs of vLLM's internals, for vLLM 0.32 (model runner V1), held to its real signatures.
+"""Every private function and field of vLLM that the plugin uses, for vLLM 0.32 (model runner V1).
 
-vLLM promises none of these names. `check` compares each with what is recorded here and names what differs, before an
-engine is started: another version needs a look at every function of this file.
+vLLM promises none of these names. `differences` compares each with its recorded signature before an engine starts;
+another version needs a look at every function of this file. A comment "remove when" says what in vLLM would make a part
+unnecessary; all that only reads the runner's state goes with a public interface for samplers.
 """
 
 from __future__ import annotations
@@ -165,11 +166,13 @@ def sampler_output(tokens: Tensor) -> Any:
 # -- replaced functions ---------------------------------------------------------------------------------------
 
 
+# Remove when vLLM takes a sampler that sees the draft tokens of a step.
 def replace_sampler(runner: Any, sample: Callable[[Tensor, Any], Any]) -> None:
     """`sample(logits [T, V], metadata)` instead of vLLM's sampler and rejection sampler."""
     runner._sample = sample
 
 
+# Remove when vLLM takes a sampler for drafters, and a draft length for each step.
 def replace_draft_sampler(
     runner: Any,
     begin: Callable[[], int],
@@ -196,6 +199,7 @@ def replace_draft_sampler(
     return True
 
 
+# Remove when vLLM hands out hidden states of all tokens and not of the last one only.
 def hook_forward(runner: Any, seen: Callable[[Any, Tensor], None]) -> None:
     """Calls `seen(output, positions [T])` after each forward of the policy; `states` reads the output."""
 
@@ -217,9 +221,10 @@ def states(output: Any) -> Tensor:
     return torch.cat([*layers, final], dim=-1)
 
 
+# Remove when a request's output names the experts of its own tokens for every kernel.
 def watch_routers(runner: Any, dtype: torch.dtype) -> Callable[[Any], Tensor]:
-    """What reads, after a forward, the experts of its tokens: [T, layers with experts * k], ascending in a layer, on
-    the host. Raises ValueError for kernels that do not say what they chose.
+    """A function that reads, after a forward, the experts of its tokens: [T, layers with experts * k], ascending in a
+    layer, on the host. Raises ValueError for kernels that do not record their choice.
     """
     from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
@@ -247,6 +252,7 @@ class _Chosen:
 # -- weights --------------------------------------------------------------------------------------------------
 
 
+# Remove when vLLM has a public call that reloads weights from tensors, part by part.
 def begin_reload(worker: Any, model: nn.Module) -> None:
     """Every layer waits for its weights; when the last one has come it is processed into the tensors that serve."""
     from vllm.config import set_current_vllm_config
@@ -285,6 +291,7 @@ def draft_model(worker: Any) -> Any:
     return getattr(getattr(worker.model_runner, "drafter", None), "model", None)
 
 
+# Remove when a layer-wise reload packs a tied head on CPUs.
 def _pack_tied_head(model: Any) -> None:
     """On CPUs a tied LM head computes with a packed copy of the embedding, which a reload leaves as it was."""
     head, table = getattr(model, "lm_head", None), getattr(model.model, "embed_tokens", None)
@@ -296,12 +303,14 @@ def _pack_tied_head(model: Any) -> None:
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
+# Remove when vLLM's loader of Mixtral takes the names of a stack of experts.
 def _mixtral_name(name: str) -> str:
     for ours, theirs in _MIXTRAL.items():
         name = name.replace(ours, theirs)
     return name
 
 
+# Remove when a layer-wise reload packs experts on CPUs.
 def _make_kernels_anew(model: nn.Module) -> None:
     """On CPUs experts compute with packed weights, and vLLM packs them only where it makes a layer's kernel. Without
     its kernel a layer gets one with the weights that are loaded next.
