@@ -2,7 +2,7 @@
 
 config.json is that of the policy, with the drafter's entries before it: `drafter` (its kind), `policy_version`,
 `trained_steps`, `policy_fingerprint`, and what the kind describes. Directories as others publish them are read as well
-(`DrafterKind.read_public`).
+(`PublicForm`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.fingerprint import other_policy_problem
-from megatron_tlt.drafter.kinds.base import DrafterKind, SavedDrafter, cast_tensors
+from megatron_tlt.drafter.kinds.base import PublicForm, SavedDrafter, cast_tensors
 from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 from megatron_tlt.models.config import ModelConfig
@@ -91,8 +91,8 @@ def load_drafter(
     root = Path(directory)
     about = read_about(root)
     config = _config_of(about, root, policy, wanted)
-    if (kind := _public_kind(about)) is not None:
-        weights = kind.read_public(root, config)
+    if (public := _public_form(about)) is not None:
+        weights = public.read(root, config)
     else:
         try:
             weights = load_file(str(root / WEIGHTS))
@@ -142,15 +142,15 @@ def read_about(directory: Path) -> dict[str, Any]:
             f"{file} cannot be read: {e} (megatron-tlt drafter makes such a directory)"
         ) from e
     name = about.get("drafter") if isinstance(about, dict) else None
-    if not isinstance(about, dict) or (name not in KINDS and _public_kind(about) is None):
+    if not isinstance(about, dict) or (name not in KINDS and _public_form(about) is None):
         allowed = f"must be {' or '.join(map(repr, KINDS))}, or the architecture one of EAGLE-3"
         raise CheckpointError(f"{file} describes no drafter: drafter = {name!r} {allowed}")
     return about
 
 
-def _public_kind(about: Mapping[str, Any]) -> DrafterKind | None:
-    """The kind of a drafter that others made; None for our own directories."""
-    return next((kind for kind in KINDS.values() if kind.is_public(about)), None)
+def _public_form(about: Mapping[str, Any]) -> PublicForm | None:
+    """The form of a directory that others made; None for our own."""
+    return next((k.public for k in KINDS.values() if k.public is not None and k.public.is_one(about)), None)
 
 
 def _config_of(
@@ -159,12 +159,12 @@ def _config_of(
     """The drafter that config.json describes. Raises CheckpointError where it is not the one that is wanted."""
     file = root / CONFIG
     try:
-        if (kind := _public_kind(about)) is None:
+        if (public := _public_form(about)) is None:
             config = described(about, policy or ModelConfig.from_hf(about))
         elif policy is None:
             raise CheckpointError("has no shape of the policy: it must be given")
         else:
-            config = kind.public_config(about, policy, None if wanted is None else wanted.layers)
+            config = public.config(about, policy, None if wanted is None else wanted.layers)
     except (CheckpointError, ConfigError) as e:
         raise CheckpointError(f"{file}: {e}") from e
     if wanted is None:

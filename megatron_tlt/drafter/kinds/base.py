@@ -8,7 +8,7 @@ Legend: H hidden size, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +53,16 @@ class ExportFiles:
     card: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class PublicForm:
+    """Directories of a kind as others publish them. All functions get the contents of config.json or the directory."""
+
+    is_one: Callable[[Mapping[str, Any]], bool]
+    # Of config.json, for a policy; with the layers that the configuration names, where the file has none.
+    config: Callable[[Mapping[str, Any], ModelConfig, tuple[int, ...] | None], DrafterConfig]
+    read: Callable[[Path, Any], dict[str, Tensor]]  # all tensors under our names, floating ones in fp32
+
+
 class DrafterKind(ABC):
     """One kind of trained drafter."""
 
@@ -60,6 +70,7 @@ class DrafterKind(ABC):
     title: str  # in model cards
     paper: str
     shares_tables: bool  # whether embedding and LM head of a served drafter are the policy's
+    public: PublicForm | None = None
 
     # -- its shape, in configurations and in config.json ------------------------------------------------------
 
@@ -74,22 +85,6 @@ class DrafterKind(ABC):
     @abstractmethod
     def described(self, about: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
         """What `describe` was given. Raises ConfigError or CheckpointError for entries that it never returns."""
-
-    # -- directories that others publish ----------------------------------------------------------------------
-
-    def is_public(self, about: Mapping[str, Any]) -> bool:
-        """Whether config.json `about` is that of a drafter of this kind that others made."""
-        return False
-
-    def public_config(
-        self, about: Mapping[str, Any], policy: ModelConfig, layers: tuple[int, ...] | None
-    ) -> DrafterConfig:
-        """The drafter of such a config.json; `layers` where it names none. Raises CheckpointError or ConfigError."""
-        raise NotImplementedError(f"{self.facts.name} drafters have no public form")
-
-    def read_public(self, directory: Path, config: DrafterConfig) -> dict[str, Tensor]:
-        """All tensors of such a directory under our names, floating ones in fp32. Raises CheckpointError."""
-        raise NotImplementedError(f"{self.facts.name} drafters have no public form")
 
     # -- in rollouts and in training --------------------------------------------------------------------------
 

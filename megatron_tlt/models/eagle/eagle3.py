@@ -61,14 +61,8 @@ class Eagle3Model(PairModel):
     def initialise(self, seed: int) -> None:
         """Random weights; fc starts with the identity on the highest layer, the closest to the policy's output."""
         h = self.config.policy.hidden_size
-        generator = torch.Generator().manual_seed(seed)
+        self.draw_weights(seed, ("o_proj", "down_proj", "fc.weight"))
         with torch.no_grad():
-            for name, p in self.named_parameters():
-                if p.ndim == 1:
-                    p.fill_(1.0)
-                else:
-                    scale = 0.2 if "o_proj" in name or "down_proj" in name or name == "fc.weight" else 1.0
-                    p.copy_(torch.randn(p.shape, generator=generator) * scale * p.shape[1] ** -0.5)
             self.fc.weight[:, 2 * h :] += torch.eye(h, device=self.fc.weight.device)
 
     def start_fresh(self, seed: int, head: Tensor, counts: Tensor) -> None:

@@ -91,6 +91,17 @@ class PairModel(DrafterModel):
     def block(self) -> Any:
         """The layer: `self_attn`, `mlp` and `post_attention_layernorm`."""
 
+    def draw_weights(self, seed: int, small: tuple[str, ...]) -> None:
+        """Random matrices, those whose name has one of `small` scaled down; norms of 1, biases of 0."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                if p.ndim == 1:
+                    p.fill_(0.0 if name.endswith("bias") else 1.0)
+                else:
+                    scale = 0.2 if any(part in name for part in small) else 1.0
+                    p.copy_(torch.randn(p.shape, generator=generator) * scale * p.shape[1] ** -0.5)
+
     def take_layer(self, read: Callable[[str], Tensor]) -> None:
         """The layer becomes the policy's second one, what it adds scaled down; inputs twice as wide are read alike.
 
@@ -222,16 +233,8 @@ class EagleModel(PairModel):
     def initialise(self, seed: int) -> None:
         """Random weights under which o_s is almost h_{s-1}, a better first guess than noise."""
         h = self.config.policy.hidden_size
-        generator = torch.Generator().manual_seed(seed)
+        self.draw_weights(seed, ("o_proj", "down_proj"))
         with torch.no_grad():
-            for name, p in self.named_parameters():
-                if name.endswith("bias"):
-                    p.zero_()
-                elif p.ndim == 1:
-                    p.fill_(1.0)
-                else:
-                    scale = 0.2 if "o_proj" in name or "down_proj" in name else 1.0
-                    p.copy_(torch.randn(p.shape, generator=generator) * scale * p.shape[1] ** -0.5)
             self.fc.weight.mul_(0.2)
             self.fc.weight[:, h:] += torch.eye(h, device=self.fc.weight.device)
 

@@ -7,17 +7,15 @@ layers before (i + 1), and TensorRT-LLM takes ours as an argument and not from a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.drafter.kinds.base import ExportFiles, Format, SavedDrafter, cast_tensors
+from megatron_tlt.drafter.kinds.base import ExportFiles, Format, PublicForm, SavedDrafter, cast_tensors
 from megatron_tlt.drafter.kinds.eagle.kind import PairKind
-from megatron_tlt.drafter.kinds.eagle3 import public
+from megatron_tlt.drafter.kinds.eagle3.public import is_public, public_config, read_public
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
@@ -31,6 +29,7 @@ class Eagle3Kind(PairKind):
     title = paper = "EAGLE-3"
     shares_tables = False
     loss_parts = ("ce", "accept")
+    public = PublicForm(is_public, public_config, read_public)
 
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> Eagle3Config:
         """See `DrafterKind.fresh`."""
@@ -55,20 +54,6 @@ class Eagle3Kind(PairKind):
             raise CheckpointError(f"draft_vocab_size = {size!r} must be an integer")
         layer = None if own is None else ModelConfig.from_hf(own)
         return Eagle3Config.of(policy, tuple(layers), size, layer, bool(about.get("norm_before_residual")))
-
-    def is_public(self, about: Mapping[str, Any]) -> bool:
-        """See `DrafterKind.is_public`."""
-        return public.is_public(about)
-
-    def public_config(
-        self, about: Mapping[str, Any], policy: ModelConfig, layers: tuple[int, ...] | None
-    ) -> Eagle3Config:
-        """See `DrafterKind.public_config`."""
-        return public.public_config(about, policy, layers)
-
-    def read_public(self, directory: Path, config: DrafterConfig) -> dict[str, Tensor]:
-        """See `DrafterKind.read_public`."""
-        return public.read_public(directory, config)
 
     def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
         """See `DrafterKind.engine_files`."""
