@@ -61,6 +61,13 @@ class PromptQueue(Iterator["Prompt"]):
         raise StopIteration
 
 
+def first_share(num_prompts: int, num_replicas: int, num_samples: int, max_running: int | None) -> int:
+    """Prompts that each replica begins with; all of its part where `max_running` is None or there is one replica."""
+    if max_running is None or num_replicas == 1:
+        return -(-num_prompts // num_replicas)
+    return min(-(-max_running // num_samples), num_prompts // num_replicas)
+
+
 @dataclass(frozen=True)
 class PromptQueues:
     """Opens the queues of one rank."""
@@ -82,9 +89,7 @@ class PromptQueues:
         """The queue of a rollout of `prompts`, those of all replicas. All ranks open their queues in the same order."""
         replica, tp_rank = rollout_replica(self.world.rank, self.tp)
         num_replicas, count = self.world.size // self.tp, self.world.new_counter()
-        share = -(-len(prompts) // num_replicas)
-        if self.max_running is not None and num_replicas > 1:
-            share = min(-(-self.max_running // num_samples), len(prompts) // num_replicas)
+        share = first_share(len(prompts), num_replicas, num_samples, self.max_running)
 
         def ticket() -> int:
             return self.agree(count(1) - 1 if tp_rank == 0 else -1)

@@ -37,7 +37,7 @@ class SimDraft:
         return hits.sum(0)
 
 
-class Acceptance:
+class AcceptanceModel:
     """One kind of drafter. `quality` is set from outside, between rollouts."""
 
     def __init__(self, section: AcceptanceSection, quality: float = 1.0):

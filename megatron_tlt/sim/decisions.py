@@ -11,6 +11,7 @@ Legend: B running requests, K knots of B, X knots of context length.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from itertools import product
@@ -19,7 +20,7 @@ import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.cost_model import CostModel
-from megatron_tlt.sim.speculation import Speculation, Tally
+from megatron_tlt.sim.speculation import Speculation, StepCounts
 
 _SETTLE = 96  # engine steps at a knot until the selector has tried its strategies there
 _MEASURED = 128  # engine steps that a rate is the mean of: some spans of the selector, its trials included
@@ -46,19 +47,18 @@ class RateTable:
     seconds: np.ndarray  # float64 [B + 1, X] for every B up to the largest knot; row 0 is not used
     speculating: np.ndarray  # float64 [B + 1], share of the seconds with drafts
     accept_length: np.ndarray  # float64 [B + 1], of steps with drafts; 0: none
-    tallies: dict[int, Tally]  # by knot, at the middle context
+    by_knot: dict[int, StepCounts]  # steps, at the middle context
 
-    def at(self, running: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Seconds for each token of `running` int [..] requests whose mean context is `context` [..]."""
+    def at(self, running: int, context: float) -> float:
+        """Seconds for each token of `running` requests whose mean context is `context` tokens."""
         top = len(self.contexts) - 1
         if top == 0:
-            return self.seconds[running, 0]
-        right = np.clip(np.searchsorted(self.contexts, context), 1, top)
-        low, high = self.contexts[right - 1], self.contexts[right]
-        share = np.clip((context - low) / (high - low), 0.0, 2.0)
-        near = self.seconds[running, right - 1]
-        value: np.ndarray = near + share * (self.seconds[running, right] - near)
-        return value
+            return self.seconds.item(running, 0)
+        right = min(max(bisect_left(self.contexts, context), 1), top)
+        low, high = self.contexts.item(right - 1), self.contexts.item(right)
+        share = min(max((context - low) / (high - low), 0.0), 2.0)
+        near: float = self.seconds.item(running, right - 1)
+        return near + share * (self.seconds.item(running, right) - near)
 
 
 class Decider:
@@ -87,16 +87,16 @@ class Decider:
     def _make(self, quality: float) -> RateTable:
         shape = len(self._requests), len(self._contexts)
         seconds, speculating, accepted = np.zeros(shape), np.zeros(shape[0]), np.zeros(shape[0])
-        tallies: dict[int, Tally] = {}
+        by_knot: dict[int, StepCounts] = {}
         speculation = Speculation(self._config, self._costs, (self._config.workload.seed, 2))
         speculation.set_quality(quality)
         for x, k in product(range(shape[1]), range(shape[0])[::-1]):
             running = int(self._requests[k])
-            tally = self._measure(speculation, running, running * float(self._contexts[x]))
-            seconds[k, x] = tally.seconds * tally.row_steps / max(1, tally.tokens) / tally.steps.total()
+            counts = self._measure(speculation, running, running * float(self._contexts[x]))
+            seconds[k, x] = counts.seconds * counts.row_steps / max(1, counts.tokens) / counts.steps.total()
             if x == shape[1] // 2:
-                tallies[running] = tally
-                speculating[k], accepted[k] = tally.speculating, tally.accept_length
+                by_knot[running] = counts
+                speculating[k], accepted[k] = counts.speculating, counts.accept_length
         every = np.arange(int(self._requests[-1]) + 1)
 
         def spread(values: np.ndarray) -> np.ndarray:
@@ -104,20 +104,20 @@ class Decider:
 
         columns = np.stack([spread(column) for column in seconds.T], axis=1)
         return RateTable(
-            self._requests, self._contexts, columns, spread(speculating), spread(accepted), tallies
+            self._requests, self._contexts, columns, spread(speculating), spread(accepted), by_knot
         )
 
-    def _measure(self, speculation: Speculation, running: int, cached: float) -> Tally:
+    def _measure(self, speculation: Speculation, running: int, cached: float) -> StepCounts:
         """Means of some steps, after enough for the selector to have tried its strategies."""
         most = self._config.plain_above
         is_plain = self._config.rollout.speculation.drafter == "none" or (most is not None and running > most)
         for _ in range(0 if is_plain else _SETTLE):
             speculation.step(running, cached)
-        speculation.tally = Tally()
+        speculation.counts = StepCounts()
         for _ in range(1 if is_plain else _MEASURED):
             speculation.step(running, cached)
-        tally, speculation.tally = speculation.tally, Tally()
-        return tally
+        counts, speculation.counts = speculation.counts, StepCounts()
+        return counts
 
 
 def shares(steps: Counter[str]) -> dict[str, float]:

@@ -26,7 +26,9 @@ def simulation_of(config: Config) -> SimConfig:
     """The simulation of a run on the machines of its `cluster` section. Raises ConfigError if it cannot run or fit."""
     ranks, shape = config.cluster.num_ranks, config.model.architecture
     if shape is None:
-        raise ConfigError.of("model.architecture", None, "is required to simulate a run: the shape of the model")
+        raise ConfigError.of(
+            "model.architecture", None, "is required to simulate a run: the shape of the model"
+        )
     if problems := find_problems(config, None, ranks, "cuda"):
         raise ConfigError(problems)
     cache = estimate_memory(config, shape, ranks, "cuda")[0].parts[KV]

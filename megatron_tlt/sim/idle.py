@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.idle.policy import Action, IdlePolicy, IdleView
-from megatron_tlt.sim.bulk import ReplicaRollout
+from megatron_tlt.sim.rollouts import ReplicaRollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class IdleTime:
         return self._policy.decide(view) is Action.TRAIN
 
 
-class DrafterModel:
+class Adaptation:
     """How well the trained drafter is adapted to the policy: `quality` 0 to 1."""
 
     def __init__(self, config: SimConfig):

@@ -11,7 +11,6 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.sim.limits import check_limits
 from megatron_tlt.sim.result import Comparison, Point, SimResult
 from megatron_tlt.sim.simulate import Simulation
-from megatron_tlt.sim.thresholds import recommend
 from megatron_tlt.sim.trace import Lengths
 
 MODES = {
@@ -39,12 +38,7 @@ def simulate(config: SimConfig, modes: Sequence[str], nodes: Sequence[int] = ())
     ]
     ordered = list(points.values())
     return SimResult(
-        titled(config),
-        config.model_dump(mode="json"),
-        assumptions(config),
-        ordered,
-        comparisons,
-        recommend(ordered),
+        titled(config), config.model_dump(mode="json"), assumptions(config), ordered, comparisons
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_tlt.observe.page import Chart, Page, Part, Section, Table, Tile, Trace, bar, line
 from megatron_tlt.sim.result import PHASES, Point, SimResult
-from megatron_tlt.sim.tables import decision_tables, largest, nodes_text, point_table, verdict
+from megatron_tlt.sim.tables import decision_table, headline, largest, nodes_text, point_table
 
 _COLOURS = dict(zip(PHASES, ("@3", "@idle", "@5", "@4", "@1", "@training", "@8", "@6"), strict=True))
 _OF_MODE = {"off": "@3", "suffix": "@2", "frozen": "@4", "tlt": "@1"}  # the same in every chart
@@ -20,10 +20,11 @@ def write_report(result: SimResult, path: Path) -> None:
 
 
 def build_page(result: SimResult) -> Page:
-    """What the simulation says, the response first."""
+    """The page, its headline first."""
     page = Page(result.name, "simulated, not measured: what was assumed is at the end")
-    page.verdict = verdict(result)
+    page.verdict = headline(result)
     page.tiles = _tiles(result)
+    decisions = decision_table(result)
     page.sections = [
         Section("Step time", _times(result)),
         Section("Speed-up", _speedups(result)),
@@ -31,7 +32,7 @@ def build_page(result: SimResult) -> Page:
         Section(
             "One rollout", _rollout(result.points), "The last simulated step, on the largest number of nodes."
         ),
-        Section("Decisions", list(decision_tables(result))),
+        Section("Decisions", [decisions] if decisions else []),
         Section("Assumptions", [Table(["assumed"], [[text] for text in result.assumptions], wide=True)]),
     ]
     return page

@@ -1,7 +1,7 @@
 """What a simulation says, and how it is written: one JSON document, read by people, the report and tests. Torch-free.
 
     {"schema": "megatron-tlt/simulation/1", "name", "config": {..}, "assumptions": ["..."],
-     "points": [Point], "comparisons": [Comparison], "thresholds": [Threshold]}
+     "points": [Point], "comparisons": [Comparison]}
 
 A point is one way of running (`mode`) on one number of nodes. All times are seconds of virtual time, GPU-times are
 seconds summed over GPUs. `to_json` writes every field of the classes below under its own name.
@@ -97,15 +97,6 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Threshold:
-    """A recommended setting with the reason in words."""
-
-    setting: str
-    value: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class SimResult:
     """The whole document."""
 
@@ -114,7 +105,6 @@ class SimResult:
     assumptions: list[str]
     points: list[Point]
     comparisons: list[Comparison] = field(default_factory=list)
-    thresholds: list[Threshold] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """The document as maps and lists."""

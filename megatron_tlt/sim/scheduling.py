@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
@@ -15,14 +13,13 @@ from megatron_tlt.sim.cost_model import cache_tokens
 from megatron_tlt.types import SamplingParams
 
 
-def new_scheduler(config: SimConfig, quantum: int) -> Scheduler:
-    """The production scheduler of one replica, in quanta of `quantum` tokens."""
+def new_scheduler(config: SimConfig, quantum: int, rows: int) -> Scheduler:
+    """The production scheduler of one replica that runs up to `rows` requests, in quanta of `quantum` tokens."""
     rollout, prompt = config.rollout, config.workload.prompt_tokens
     context = quanta(prompt, quantum) + quanta(rollout.max_tokens, quantum)
     # Where a quantum is more than a block, four of them are handed out at a time: it saves most of the work.
     block = 4 if quantum > rollout.block_size else max(1, rollout.block_size // quantum)
     room = cache_tokens(config)
-    rows = rollout.max_running_requests
     enough = rows * (-(-context // block) + 1)
     blocks = enough if room is None else min(enough, max(room // (block * quantum), -(-context // block) + 1))
     # In quanta a decoding row would take a whole one of the budget of prompt tokens: it gets that back.
@@ -35,26 +32,17 @@ def quanta(tokens: int, quantum: int) -> int:
     return max(1, -(-tokens // quantum))
 
 
-def add_groups(
-    scheduler: Scheduler, groups: Sequence[np.ndarray], prompt_tokens: int, quantum: int = 1
+def add_group(
+    scheduler: Scheduler, index: int, lengths: np.ndarray, prompt_tokens: int, quantum: int = 1
 ) -> None:
-    """Queues the samples of each prompt; a response's length is its `max_tokens`."""
+    """Queues the samples of prompt `index`, int [n] tokens each; a response's length is its `max_tokens`."""
     prompt = np.zeros(quanta(prompt_tokens, quantum), np.int32)
-    order = 0
-    for at, lengths in enumerate(groups):
-        requests = [
-            Request(
-                prompt,
-                SamplingParams(max_tokens=quanta(int(n), quantum)),
-                at,
-                i,
-                order + i,
-                frozenset(),
-            )
-            for i, n in enumerate(lengths)
-        ]
-        order += len(requests)
-        scheduler.add(Prefill(prompt, requests))
+    first = index * len(lengths)
+    requests = [
+        Request(prompt, SamplingParams(max_tokens=quanta(int(n), quantum)), index, i, first + i, frozenset())
+        for i, n in enumerate(lengths)
+    ]
+    scheduler.add(Prefill(prompt, requests))
 
 
 def plain_result(draws: int) -> StepResult:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.sim.bulk import BulkReplicas, ReplicaRollout
 from megatron_tlt.sim.cluster import Cluster
 from megatron_tlt.sim.cost_model import CostModel, build_costs
 from megatron_tlt.sim.decisions import Decider, shares
-from megatron_tlt.sim.idle import DrafterModel, IdleTime
+from megatron_tlt.sim.idle import Adaptation, IdleTime
 from megatron_tlt.sim.result import PHASES, Point, StepRecord, Strategy
+from megatron_tlt.sim.rollouts import ReplicaRollout, Rollouts
 from megatron_tlt.sim.trace import Lengths
 
 _CURVE = 512  # points of the running-requests curve
@@ -29,13 +29,13 @@ class Simulation:
         self._costs = costs or build_costs(config)
         self._cluster = Cluster(config)
         self._lengths = Lengths(config)
-        self._drafter = DrafterModel(config)
+        self._drafter = Adaptation(config)
         self._idle = IdleTime(config, self._cluster.micro_step() if config.idle.train_drafter else 0.0)
         self._trains = config.idle.train_drafter and config.rollout.speculation.trained is not None
         prompts, replicas = config.workload.prompts_per_step, self._cluster.replicas
-        self._most = -(-prompts // replicas) * config.rollout.samples_per_prompt
-        self._decider = Decider(config, self._costs, self._most)
-        self._bulk = BulkReplicas(config, self._costs)
+        most = -(-prompts // replicas) * config.rollout.samples_per_prompt
+        self._decider = Decider(config, self._costs, most)
+        self._rollouts = Rollouts(config, self._costs, replicas)
 
     def run(self, mode: str) -> Point:
         """All steps; `mode` is the point's name."""
@@ -46,17 +46,10 @@ class Simulation:
             records.append(record)
         return self._point(mode, records, running_requests(rollouts))
 
-    def _rollouts(self, step: int) -> list[ReplicaRollout]:
-        lengths, replicas = self._lengths.of(step), self._cluster.replicas
-        # As `rollout.schedule: static` deals prompts out: every replicas-th one.
-        dealt = [list(lengths[replica::replicas]) for replica in range(replicas)]
-        table = self._decider.table(self._drafter.quality)
-        return [self._bulk.run(groups, table) for groups in dealt]
-
     def _step(self, step: int) -> tuple[StepRecord, list[ReplicaRollout]]:
         cluster, training = self._cluster, self._config.training
         quality = self._drafter.quality
-        rollouts = self._rollouts(step)
+        rollouts = self._rollouts.run(self._lengths.of(step), self._decider.table(quality))
         waits = self._idle.waits(rollouts)
         lengths = np.concatenate([r.lengths for r in rollouts])
         tokens = int(lengths.sum())
@@ -114,11 +107,11 @@ class Simulation:
         table = self._decider.table(self._drafter.quality)
         context = float(table.contexts[len(table.contexts) // 2])
         rows = []
-        for running, tally in sorted(table.tallies.items()):
+        for running, counts in sorted(table.by_knot.items()):
             plain = running / self._costs.step(running, running, running * context, False)
             rows.append(
                 Strategy(
-                    running, shares(tally.steps), tally.tokens / tally.seconds, plain, tally.accept_length
+                    running, shares(counts.steps), counts.tokens / counts.seconds, plain, counts.accept_length
                 )
             )
         return rows

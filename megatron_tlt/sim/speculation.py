@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.rollout.spec.selector import StrategySelector, build_selector
-from megatron_tlt.sim.acceptance import Acceptance
+from megatron_tlt.sim.acceptance import AcceptanceModel
 from megatron_tlt.sim.cost_model import CostModel
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
@@ -23,7 +23,7 @@ _NONE = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
-class Tally:
+class StepCounts:
     """What decoding steps of one replica amounted to."""
 
     steps: Counter[str] = field(default_factory=Counter)  # by strategy
@@ -46,7 +46,7 @@ class Tally:
 
 
 class Speculation:
-    """The selector of one replica, or none. Mutates its selector and tally."""
+    """The selector of one replica, or none. Mutates its selector and counts."""
 
     def __init__(self, config: SimConfig, costs: CostModel, seed: tuple[int, ...]):
         section = config.rollout.speculation
@@ -56,11 +56,11 @@ class Speculation:
         if section.drafter != "none":
             self._selector = build_selector(section)
         self.acceptance = {
-            kind: Acceptance(getattr(config.drafters, kind)) for kind in ("suffix", "trained", "mixed")
+            kind: AcceptanceModel(getattr(config.drafters, kind)) for kind in ("suffix", "trained", "mixed")
         }
         self._plain_above = config.plain_above
         self._most_rows = config.rollout.max_batched_tokens
-        self.tally = Tally()
+        self.counts = StepCounts()
 
     def set_quality(self, quality: float) -> None:
         """The trained drafter's adaptation, from now on. Mixed with suffix drafts it moves, too."""
@@ -101,12 +101,12 @@ class Speculation:
         return drafting + verifying, emitted
 
     def _count(self, name: str, seconds: float, running: int, emitted: np.ndarray, drafted: bool) -> None:
-        tally, tokens = self.tally, int(emitted.sum())
-        tally.steps[name] += 1
-        tally.seconds += seconds
-        tally.row_steps += running
-        tally.tokens += tokens
+        counts, tokens = self.counts, int(emitted.sum())
+        counts.steps[name] += 1
+        counts.seconds += seconds
+        counts.row_steps += running
+        counts.tokens += tokens
         if drafted:
-            tally.draft_seconds += seconds
-            tally.draft_rows += running
-            tally.draft_tokens += tokens
+            counts.draft_seconds += seconds
+            counts.draft_rows += running
+            counts.draft_tokens += tokens

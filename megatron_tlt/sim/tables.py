@@ -1,4 +1,4 @@
-"""Verdict and tables of a simulation, which the HTML report shows too; a simulation as text. Torch-free."""
+"""Headline and tables of a simulation, which the HTML report shows too; a simulation as text. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _SHOWN = 0.005  # share of a step from which on a phase has a column
 
 
 def render(result: SimResult) -> str:
-    """Verdict, points, decisions, recommended settings and assumptions."""
-    parts = [result.name, verdict(result), *map(_text, [point_table(result), *decision_tables(result)])]
+    """Headline, points, decisions and assumptions."""
+    decisions = decision_table(result)
+    parts = [result.name, headline(result), _text(point_table(result)), _text(decisions) if decisions else ""]
     parts.append("assumed:\n" + "\n".join(f"  - {text}" for text in result.assumptions))
     return "\n\n".join(part for part in parts if part)
 
@@ -37,24 +38,20 @@ def point_table(result: SimResult) -> Table:
     return Table(head, rows, "Mean steps (GPU-hours: of 100 steps)", wide=True)
 
 
-def decision_tables(result: SimResult) -> list[Table]:
-    """What the selector does, of the last point that speculates; recommended settings."""
-    tables = []
+def decision_table(result: SimResult) -> Table | None:
+    """What the selector does at each number of running requests, of the last point that speculates; None: none does."""
     speculating = [p for p in result.points if any(s.accept_length for s in p.strategies)]
-    if speculating:
-        rows: list[list[Cell]] = []
-        for s in speculating[-1].strategies:
-            name = max(s.shares, key=lambda k: s.shares[k])
-            gain = s.tokens_per_second / s.plain_tokens_per_second
-            drafted = s.accept_length or None
-            played = f"{name} ({s.shares[name]:.0%})"
-            rows.append([s.running, s.tokens_per_second, s.plain_tokens_per_second, gain, drafted, played])
-        head = ["running requests", "tokens/s", "plain", "x", "tokens a draft step", "played most"]
-        tables.append(Table(head, rows, f"One replica, mode {speculating[-1].mode}", wide=True))
-    if result.thresholds:
-        advice: list[list[Cell]] = [[t.setting, t.value, t.reason] for t in result.thresholds]
-        tables.append(Table(["setting", "value", "why"], advice, "Recommended", wide=True))
-    return tables
+    if not speculating:
+        return None
+    rows: list[list[Cell]] = []
+    for s in speculating[-1].strategies:
+        name = max(s.shares, key=lambda k: s.shares[k])
+        gain = s.tokens_per_second / s.plain_tokens_per_second
+        most = f"{name} ({s.shares[name]:.0%})"
+        drafted = s.accept_length or None
+        rows.append([s.running, s.tokens_per_second, s.plain_tokens_per_second, gain, drafted, most])
+    head = ["running requests", "tokens/s", "plain", "x", "tokens a draft step", "chosen most often"]
+    return Table(head, rows, f"One replica, mode {speculating[-1].mode}", wide=True)
 
 
 def _text(table: Table) -> str:
@@ -68,7 +65,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([head, "-" * len(head), *lines])
 
 
-def verdict(result: SimResult) -> str:
+def headline(result: SimResult) -> str:
     """The best mode on the largest number of nodes; nothing if nothing was compared."""
     if not result.comparisons:
         return ""

@@ -1,4 +1,4 @@
-"""One replica, token by token: the production scheduler and selector under a virtual clock; `sim.bulk` is held to it.
+"""One replica, token by token: the production scheduler and selector under a virtual clock.
 
     schedule -> select, draft -> (virtual seconds) -> record -> commit       as `rollout.engine.Engine`
 
@@ -14,10 +14,10 @@ import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.rollout.batch import Batch, StepResult
-from megatron_tlt.sim.bulk import ReplicaRollout, empty
 from megatron_tlt.sim.cost_model import CostModel
-from megatron_tlt.sim.scheduling import add_groups, new_scheduler, plain_result, run_result
-from megatron_tlt.sim.speculation import Speculation, Tally
+from megatron_tlt.sim.rollouts import ReplicaRollout
+from megatron_tlt.sim.scheduling import add_group, new_scheduler, plain_result, run_result
+from megatron_tlt.sim.speculation import Speculation, StepCounts
 
 
 class ExactReplica:
@@ -26,36 +26,30 @@ class ExactReplica:
     def __init__(self, config: SimConfig, costs: CostModel, seed: tuple[int, ...]):
         self._config, self._costs = config, costs
         self.speculation = Speculation(config, costs, seed)
-        self._scheduler = new_scheduler(config, 1)
+        self._scheduler = new_scheduler(config, 1, config.rollout.max_running_requests)
 
     def run(self, groups: Sequence[np.ndarray]) -> ReplicaRollout:
         """Responses `groups` of samples, int [n] tokens each, one a prompt, in order of arrival."""
-        if not groups:
-            return empty()
         scheduler, now, preempted = self._scheduler, 0.0, self._scheduler.num_preemptions
-        self.speculation.tally = Tally()
-        add_groups(scheduler, groups, self._config.workload.prompt_tokens)
-        events: list[tuple[float, int, float]] = []
+        self.speculation.counts = StepCounts()
+        for index, lengths in enumerate(groups):
+            add_group(scheduler, index, lengths, self._config.workload.prompt_tokens)
+        events: list[tuple[float, int]] = []
         generated, total = 0, sum(len(g) for g in groups)
         while not scheduler.is_idle:
             batch = scheduler.schedule()
             live = scheduler.num_running + scheduler.num_waiting
             seconds, result = self._compute(batch)
-            events.append((now, live, generated))
+            events.append((now, live))
             now += seconds
             generated += len(result.tokens)
             scheduler.commit(batch, result)
-        events.append((now, 0, generated))
-        times, running, made = (np.array(column) for column in zip(*events, strict=True))
-        tally, lengths = self.speculation.tally, np.sort(np.concatenate(groups))
+        events.append((now, 0))
+        times, running = (np.array(column) for column in zip(*events, strict=True))
+        counts, lengths = self.speculation.counts, np.sort(np.concatenate(groups))
         assert len(lengths) == total and generated == int(lengths.sum()), "every response has its length"
         return ReplicaRollout(
-            times,
-            running,
-            made,
-            lengths,
-            tally.accept_length,
-            scheduler.num_preemptions - preempted,
+            times, running, lengths, counts.accept_length, scheduler.num_preemptions - preempted
         )
 
     def _compute(self, batch: Batch) -> tuple[float, StepResult]:

@@ -11,7 +11,7 @@ import pytest
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim import decisions
-from megatron_tlt.sim.bulk import ReplicaRollout
+from megatron_tlt.sim.rollouts import ReplicaRollout
 
 MODEL = {
     "family": "qwen2",
@@ -61,6 +61,5 @@ def straight(ends: list[float], rate: float = 100.0, requests: int = 4) -> list[
         times = np.array([0.0, end])
         running = np.array([requests, 0])
         lengths = np.full(requests, int(rate * end))
-        generated = np.array([0.0, rate * end * requests])
-        made.append(ReplicaRollout(times, running, generated, lengths))
+        made.append(ReplicaRollout(times, running, lengths))
     return made

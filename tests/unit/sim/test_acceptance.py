@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from megatron_tlt.config.sim import AcceptanceSection
-from megatron_tlt.sim.acceptance import Acceptance
+from megatron_tlt.sim.acceptance import AcceptanceModel
 from megatron_tlt.types import DraftStrategy
 
 ROWS = 4000
@@ -10,7 +10,7 @@ ROWS = 4000
 
 def draft_of(section, strategy, seed=0, quality=1.0):
     lengths = np.full(ROWS, strategy.draft_len)
-    return Acceptance(section, quality).draft(strategy, lengths, np.random.default_rng(seed))
+    return AcceptanceModel(section, quality).draft(strategy, lengths, np.random.default_rng(seed))
 
 
 def test_rates_are_reached():
@@ -42,5 +42,7 @@ def test_a_least_cumulative_acceptance_ends_drafts_early():
     section = AcceptanceSection(rates=(0.7,))
     draft = draft_of(section, DraftStrategy("trained", 8, 0.3))
     assert 0 < draft.counts.mean() < 8
-    none = Acceptance(section).draft(DraftStrategy("trained", 8), np.zeros(3, int), np.random.default_rng(0))
+    none = AcceptanceModel(section).draft(
+        DraftStrategy("trained", 8), np.zeros(3, int), np.random.default_rng(0)
+    )
     assert none.counts.sum() == 0 and none.passes == 0

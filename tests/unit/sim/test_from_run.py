@@ -43,5 +43,7 @@ def test_the_memory_of_the_page_is_fresh(path):
     config = load_config(path)
     stages = estimate_memory(config, config.model.architecture, config.cluster.num_ranks)
     cells = " | ".join(memory_cells(config, stages))
-    (row,) = [line for line in (ROOT / "docs/recipes.md").read_text().splitlines() if f"[{path.stem}]" in line]
+    (row,) = [
+        line for line in (ROOT / "docs/recipes.md").read_text().splitlines() if f"[{path.stem}]" in line
+    ]
     assert cells in row, "docs/recipes.md is stale: run `make docs`"

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from megatron_tlt.sim.idle import DrafterModel, IdleTime
+from megatron_tlt.sim.idle import Adaptation, IdleTime
 from tests.helpers.sim import sim_config, straight
 
 TRAINS = "idle.train_drafter=true"
@@ -33,7 +33,7 @@ def test_windows_have_their_limits():
 
 
 def test_training_adapts_the_drafter_and_updates_undo_it():
-    drafter = DrafterModel(sim_config("training.tokens_to_adapt=1000", "training.drift=0.2"))
+    drafter = Adaptation(sim_config("training.tokens_to_adapt=1000", "training.drift=0.2"))
     drafter.train(1000)
     assert drafter.quality == pytest.approx(1 - np.exp(-1))
     drafter.train(500)

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_tlt.sim.modes import simulate
 from megatron_tlt.sim.report import build_page, write_report
-from megatron_tlt.sim.tables import render, verdict
+from megatron_tlt.sim.tables import headline, render
 from tests.helpers.sim import few_steps, sim_config  # noqa: F401
 
 SPEC = "rollout.speculation"
@@ -25,7 +25,7 @@ def test_tables_show_every_point(result):
         assert re.search(rf"^{point.nodes} +{point.gpus} +{point.mode} ", text, re.M)
     for comparison in result.comparisons:
         assert f"{comparison.e2e:.3g}" in text
-    for part in ("Recommended:", "assumed:", "trained_"):
+    for part in ("One replica, mode tlt", "assumed:", "trained_"):
         assert part in text
 
 
@@ -48,8 +48,8 @@ def test_the_page_is_alone_and_its_charts_hold_the_result(result, tmp_path):
     assert {name: y[0] for name, y in curves.items()} == {"off": 128, "tlt": 128}
 
 
-def test_the_verdict_names_the_best_mode_on_the_most_nodes(result):
+def test_the_headline_names_the_best_mode_on_the_most_nodes(result):
     best = max((c for c in result.comparisons if c.nodes == 2), key=lambda c: c.e2e)
     said = build_page(result).verdict
-    assert render(result).splitlines()[2] == said == verdict(result)
+    assert render(result).splitlines()[2] == said == headline(result)
     assert said.startswith("On 2 nodes ") and (f"{best.e2e:.2f}" in said or best.e2e < 1.005)

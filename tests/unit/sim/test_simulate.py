@@ -57,6 +57,7 @@ def test_more_nodes_take_less_time_and_give_speculation_more_to_gain():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_1024_gpus_for_100_steps_in_a_minute_and_a_gib():
     """512 engines of 2 GPUs; CPU seconds, because tests share their machine; its own process, for its memory."""
     script = "from tests.unit.sim.test_simulate import simulate_1024; simulate_1024()"

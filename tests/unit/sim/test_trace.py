@@ -50,7 +50,9 @@ def test_empirical_lengths_are_distributed_like_their_values():
 def test_lengths_come_from_files(tmp_path):
     plain, rows = tmp_path / "a.txt", tmp_path / "b.jsonl"
     plain.write_text("5\n7\n\n6\n")
-    first = '{"token_ids": [1, 2, 3], "text": "a\u2028b\u0085c"}'  # two line ends of Unicode, none of the file
+    first = (
+        '{"token_ids": [1, 2, 3], "text": "a\u2028b\u0085c"}'  # two line ends of Unicode, none of the file
+    )
     rows.write_text(first + '\n{"tokens": 9}\n{"tokens": [4, 8]}\n', encoding="utf-8")
     section = sim_config().workload.lengths
 

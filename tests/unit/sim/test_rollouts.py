@@ -1,4 +1,4 @@
-"""The bulk engine against the exact one: the same requests, token by token through the production code."""
+"""Rollouts against the exact replica: the same requests, token by token through the production code."""
 
 import statistics
 from dataclasses import replace
@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_tlt.sim.bulk import BulkReplicas
 from megatron_tlt.sim.cost_model import build_costs
 from megatron_tlt.sim.decisions import Decider
+from megatron_tlt.sim.rollouts import Rollouts
 from tests.helpers.exact_replica import ExactReplica
 from tests.helpers.sim import groups_of, sim_config
 
@@ -21,7 +21,7 @@ SELECTORS = {
 
 
 def both(config, groups, rounds=1):
-    """Mean seconds and accept length of the exact engine's rounds but the first, its last one, and the bulk one."""
+    """The exact replica (means of its rounds but the first) and the simulated one."""
     costs = build_costs(config)
     exact = ExactReplica(config, costs, (0,))
     exact.speculation.set_quality(1.0)
@@ -33,7 +33,8 @@ def both(config, groups, rounds=1):
         accept_length=statistics.mean(r.accept_length for r in later),
     )
     table = Decider(config, costs, sum(len(g) for g in groups)).table(1.0)
-    return last, BulkReplicas(config, costs).run(groups, table)
+    (simulated,) = Rollouts(config, costs, 1).run(np.array(groups), table)
+    return last, simulated
 
 
 @pytest.mark.parametrize("name", SELECTORS)
@@ -41,21 +42,21 @@ def test_seconds_are_those_of_the_exact_engine(name):
     override, allowed = SELECTORS[name]
     spec = "rollout.speculation.drafter=eagle"
     groups = groups_of(0, 3, 8)
-    exact, bulk = both(sim_config(spec, override), groups, rounds=1 if name == "plain" else 5)
-    assert bulk.seconds == pytest.approx(exact.seconds, rel=allowed)
-    assert bulk.generated[-1] == exact.generated[-1] == sum(g.sum() for g in groups)
+    exact, simulated = both(sim_config(spec, override), groups, rounds=1 if name == "plain" else 5)
+    assert simulated.seconds == pytest.approx(exact.seconds, rel=allowed)
+    assert simulated.lengths.tolist() == exact.lengths.tolist() == sorted(np.concatenate(groups))
     if name != "plain":
-        assert bulk.accept_length == pytest.approx(exact.accept_length, rel=0.15)
+        assert simulated.accept_length == pytest.approx(exact.accept_length, rel=0.15)
 
 
 def test_memory_pressure_preempts_in_both():
     config = sim_config(
         "rollout.kv_cache_mib=160", "rollout.speculation.drafter=none", "workload.prompt_tokens=64"
     )
-    exact, bulk = both(config, groups_of(2, 4, 4, 400.0))
+    exact, simulated = both(config, groups_of(2, 4, 4, 400.0))
     assert exact.preemptions > 0
-    assert bulk.preemptions > 0
-    assert bulk.seconds == pytest.approx(exact.seconds, rel=0.2)
+    assert simulated.preemptions > 0
+    assert simulated.seconds == pytest.approx(exact.seconds, rel=0.2)
 
 
 def test_nothing_is_drafted_above_the_threshold():
@@ -63,3 +64,21 @@ def test_nothing_is_drafted_above_the_threshold():
     drafting = Decider(config, build_costs(config), 16).table(1.0).speculating
     assert not drafting[6:].any() and len(drafting) == 17
     assert (drafting[1:6] > 0.5).any()
+
+
+def test_a_replica_with_room_pulls_the_next_prompt():
+    """Two replicas run two requests each; one has the long response. Prompts that are dealt out wait behind it."""
+    lengths = np.array([[1500, 1500], [100, 100], *[[300, 300]] * 6])
+    found = {}
+    for schedule in ("pull", "static"):
+        config = sim_config(
+            "rollout.speculation.drafter=none",
+            "rollout.max_running_requests=2",
+            f"rollout.schedule={schedule}",
+        )
+        costs = build_costs(config)
+        found[schedule] = Rollouts(config, costs, 2).run(lengths, Decider(config, costs, 2).table(0.0))
+    assert [r.lengths.sum() for r in found["pull"]] == [2 * 1800, 2 * 1600]
+    assert [r.lengths.sum() for r in found["static"]] == [2 * 2400, 2 * 1000]
+    slowest = {name: max(r.seconds for r in rollouts) for name, rollouts in found.items()}
+    assert slowest["pull"] / slowest["static"] == pytest.approx(1800 / 2400, rel=0.03)
