@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, Dat
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import safetensors_problems
 from megatron_tlt.observe.files import write_atomically
+from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.types import GenerateCall, Prompt
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ def generate_file(
     device: torch.device | str = "cpu",
     tp: TensorParallel | None = None,
 ) -> EngineStats:
-    """Responses every line of `in_jsonl`, `n` times each, and writes `out_jsonl` at the end, whole.
+    """Generates `n` responses to every line of `in_jsonl`, and writes `out_jsonl` at the end, whole.
 
     Input lines: {"prompt": text} or {"token_ids": [ids]}. Output lines, by prompt and sample: prompt_index,
     sample_index, text, token_ids, finish_reason and, with `logprobs`, logprobs. The prompt's index is its id in the
@@ -80,7 +82,9 @@ def generate_file(
     )
     try:
         started = time.perf_counter()
-        samples = backend.generate(GenerateCall(prompts, params, n))
+        with closing(build_progress("auto", 0, 0 if tp is None else tp.rank)) as progress:
+            call = GenerateCall(prompts, params, n)
+            samples = backend.generate(progress.watched(call, "generate: responses", len(prompts) * n))
         stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
         if tp is None or tp.rank == 0:
             write_atomically(out_jsonl, response_lines(samples, logprobs))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +48,7 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     from megatron_tlt.data.prompts import held_out_prompts
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.models.loader import iter_weights
+    from megatron_tlt.observe.progress import build_progress
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.sync.push import BucketedSync
     from megatron_tlt.trainer.preflight import check_on, without_checkpoints
@@ -71,7 +74,9 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     evaluator = build_evaluator(config, prompts, backend, rewards, prompt_queues(config, world, tp))
     assert evaluator is not None, "data.eval is there"
     world.enter("eval")
-    result = evaluator.run(0)
+    # stdout holds the result, as JSON
+    with closing(build_progress("auto", 0, world.rank, sys.stderr)) as progress:
+        result = evaluator.run(0, progress=progress)
     rewards.close()
     backend.close()
     if world.is_main:

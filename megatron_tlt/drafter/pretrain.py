@@ -158,7 +158,7 @@ class DrafterPretraining:
             (out / "eval.json").write_text(text + "\n", encoding="utf-8")
 
     def _responses(self, prompts: Sequence[Prompt], samples: int, params: SamplingParams) -> list[DraftSequence]:
-        """This replica's share of the prompts, answered, with the policy's hidden states. On the CPU.
+        """Responses to this replica's share of the prompts, with the policy's hidden states, on the CPU.
 
         All ranks of a replica call this together and get the same.
         """
@@ -168,12 +168,8 @@ class DrafterPretraining:
         self._backend.collect_hidden_states(collected.append)
         mine = list(prompts)[replica :: self._world.size // tp]
         with closing(build_progress("auto", 0, self._world.rank)) as progress:
-
-            def show(*_: object) -> None:
-                progress.work("drafter: responses of this rank", len(collected), len(mine) * samples)
-
-            show()
-            self._backend.generate(GenerateCall(mine, params, samples, on_progress=show))
+            call = GenerateCall(mine, params, samples)
+            self._backend.generate(progress.watched(call, "drafter: responses of this rank", len(mine) * samples))
         self._backend.collect_hidden_states(None)
         collected.sort(key=lambda sample: (sample.trajectory.prompt_id, sample.trajectory.sample_index))
         return [DraftSequence.of(sample) for sample in collected]

@@ -10,12 +10,15 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
+from megatron_tlt.types import GenerateCall, Sample
 
 Mode = Literal["auto", "rich", "plain", "none"]
 
@@ -50,7 +53,7 @@ def steps_table(rows: Mapping[int, Mapping[str, float | None]], **style: Any) ->
     return table
 
 
-class Progress:
+class ProgressDisplay:
     """A line a step, others by `note`; under them on a terminal a live line, elsewhere one every half minute."""
 
     def __init__(self, num_steps: int, console: Console | None):
@@ -78,19 +81,38 @@ class Progress:
             self.note(f"step {self._step + 1}/{self._num_steps} rollout: {counts}")
 
     def work(self, name: str, done: int, total: int) -> None:
-        """`done` of `total` of the work `name`, and the time that the rest takes at its mean speed so far.
+        """`done` of `total` of the work `name`, its mean rate so far, and the time that the rest takes at this rate.
 
         The clock of a piece of work starts at its first call, which comes before anything is done.
         """
         now = time.monotonic()
         if name != self._phase:
             self._phase, self._phase_start, self._last_line = name, now, now
-        left = (now - self._phase_start) * (total - done) / done if done else None
-        remaining = "" if left is None else f", about {left / 60:.1f} minutes left"
-        text = f"{name} {done}/{total}{remaining}"
+        text = f"{name} {done}/{total}"
+        if done:
+            each = (now - self._phase_start) / done / 60  # minutes
+            text += f", {1 / max(each, 1e-9):.3g} a minute, about {each * (total - done):.1f} minutes left"
         self._show(text)
         if self._live is None and now - self._last_line >= _LINE_S:
             self.note(text)
+
+    def watched(self, call: GenerateCall, name: str, total: int) -> GenerateCall:
+        """`call` with callbacks that show as `name` how many of about `total` responses are finished."""
+        finished = 0
+
+        def respond(sample: Sample) -> None:
+            nonlocal finished
+            finished += 1
+            if call.on_response is not None:
+                call.on_response(sample)
+
+        def report(running: int, waiting: int, generated_tokens: int) -> None:
+            self.work(name, finished, max(total, finished + running + waiting))
+            if call.on_progress is not None:
+                call.on_progress(running, waiting, generated_tokens)
+
+        self.work(name, 0, total)
+        return replace(call, on_progress=report, on_response=respond)
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step number `step` (from 1) is done; its metrics over all ranks."""
@@ -120,10 +142,10 @@ class Progress:
             self._live.update(Text(text), refresh=True)
 
 
-def build_progress(mode: Mode, num_steps: int, rank: int, stream: TextIO | None = None) -> Progress:
+def build_progress(mode: Mode, num_steps: int, rank: int, stream: TextIO | None = None) -> ProgressDisplay:
     """The display for `observe.progress`; silent on ranks other than 0. `stream` defaults to stdout."""
     if rank != 0 or mode == "none":
-        return Progress(num_steps, None)
+        return ProgressDisplay(num_steps, None)
     stream = stream if stream is not None else sys.stdout
     columns = os.environ.get(TERMINAL_VARIABLE, "")
     width = int(columns) or None if columns.isdigit() else None  # None: as wide as the terminal
@@ -131,4 +153,4 @@ def build_progress(mode: Mode, num_steps: int, rank: int, stream: TextIO | None 
     console = Console(
         file=stream, force_terminal=is_live, width=width, highlight=False, markup=False, emoji=False
     )
-    return Progress(num_steps, console)
+    return ProgressDisplay(num_steps, console)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.run import EvalSection
     from megatron_tlt.data.prompt_queue import PromptQueues
     from megatron_tlt.interfaces import RolloutBackend
+    from megatron_tlt.observe.progress import ProgressDisplay
     from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.types import Prompt, SamplingParams
@@ -77,11 +78,19 @@ class Evaluator:
             params, temperature=section.temperature, max_tokens=max_tokens, seed=params.seed + _SEED_OFFSET
         )
 
-    def run(self, step: int, stop: GracefulShutdown | None = None) -> EvalResult:
-        """Evaluates the engine's present policy. Collective. Raises GracefulExit if `stop` cuts it short."""
+    def run(
+        self, step: int, stop: GracefulShutdown | None = None, progress: ProgressDisplay | None = None
+    ) -> EvalResult:
+        """Evaluates the engine's present policy; `progress` shows the finished responses of this rank's engine.
+
+        Collective. Raises GracefulExit if `stop` cuts it short.
+        """
         num_samples = self._section.samples_per_prompt
         queue = self._queues.open(self._backend.ordered(self._prompts), num_samples)
         call = GenerateCall(queue, self._params, num_samples, self._report)
+        if progress is not None:
+            share = -(-len(self._prompts) * self._queues.tp // self._world.size)
+            call = progress.watched(call, "eval: responses of this replica", share * num_samples)
         if stop is None:
             samples = self._backend.generate(call)
         else:

@@ -68,7 +68,7 @@ def check(browser: Browser, page: Path, charts: int) -> None:
     assert browser.evaluate(OVERFLOW) == []
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), pytest.param(390, True, marks=pytest.mark.nightly)])
 def test_a_run_loads_and_is_whole(browser, tmp_path, width, dark):
     page = made(tmp_path, write_run(tmp_path / "run", ranks=3, steps=6))
     browser.open(page, width, dark=dark)
@@ -82,6 +82,7 @@ def test_a_run_loads_and_is_whole(browser, tmp_path, width, dark):
     assert columns == (2 if width == 1280 else 1)
 
 
+@pytest.mark.nightly
 def test_controls_work(browser, tmp_path):
     page = made(tmp_path, write_run(tmp_path / "run", ranks=3, steps=6))
     browser.open(page, 1280)
@@ -112,6 +113,7 @@ def test_controls_work(browser, tmp_path):
     assert browser.problems == []
 
 
+@pytest.mark.nightly
 def test_a_run_in_progress_with_nothing_extra(browser, tmp_path):
     run = write_run(
         tmp_path / "run",
@@ -133,6 +135,7 @@ def test_a_run_in_progress_with_nothing_extra(browser, tmp_path):
     assert browser.problems == []
 
 
+@pytest.mark.nightly
 def test_two_runs(browser, tmp_path):
     a = write_run(tmp_path / "plain", steps=5, pace=2.0, speculation=False)
     b = write_run(tmp_path / "tlt", steps=7)
@@ -154,6 +157,7 @@ def simulated(tmp_path_factory):
     return page
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_simulation_can_be_read_at_both_widths(browser, simulated, width):
     browser.open(simulated, width)

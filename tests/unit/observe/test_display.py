@@ -1,5 +1,6 @@
 import io
 import logging
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -9,7 +10,7 @@ from megatron_tlt.observe.progress import TERMINAL_VARIABLE, build_progress
 from megatron_tlt.observe.rollouts import sample_rows
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary
 from megatron_tlt.trainer.metrics import combined
-from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
+from megatron_tlt.types import GenerateCall, Prompt, RewardResult, Sample, SampleGroup, SamplingParams
 
 METRICS = {
     "time/step": 2.0,
@@ -56,7 +57,7 @@ def shown(mode, rank=0):
 def test_work_of_known_size_says_what_is_done_and_how_long_the_rest_takes(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("megatron_tlt.observe.progress.time.monotonic", lambda: now[0])
-    for mode, wanted in (("plain", "sft: steps 5/20, about 1.5 minutes left\n"), ("none", "")):
+    for mode, wanted in (("plain", "sft: steps 5/20, 10 a minute, about 1.5 minutes left\n"), ("none", "")):
         stream = io.StringIO()
         display = build_progress(mode, 20, 0, stream)
         for done in range(6):  # a step takes 6 seconds: a line after half a minute
@@ -64,6 +65,19 @@ def test_work_of_known_size_says_what_is_done_and_how_long_the_rest_takes(monkey
             now[0] += 6
         display.close()
         assert stream.getvalue() == wanted
+
+
+def test_a_watched_call_counts_finished_responses_and_keeps_its_callbacks(monkeypatch):
+    now, stream, called = [100.0], io.StringIO(), []
+    monkeypatch.setattr("megatron_tlt.observe.progress.time.monotonic", lambda: now[0])
+    call = GenerateCall([], SamplingParams(), on_progress=lambda *counts: called.append(counts))
+    call = build_progress("plain", 0, 0, stream).watched(replace(call, on_response=called.append), "eval", 8)
+    for _ in range(2):
+        call.on_response("sample")
+    now[0] += 30
+    call.on_progress(3, 1, 500)
+    assert stream.getvalue() == "eval 2/8, 4 a minute, about 1.5 minutes left\n"
+    assert called == ["sample", "sample", (3, 1, 500)]
 
 
 def test_a_step_is_a_line_and_a_terminal_has_a_live_one_under_it(monkeypatch):
