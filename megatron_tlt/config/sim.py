@@ -49,7 +49,7 @@ class LengthSection(Section):
 
 
 class WorkloadSection(Section):
-    """What is rolled out."""
+    """Prompts and responses of a step."""
 
     steps: PositiveInt = 5
     """RL steps to simulate."""
@@ -64,7 +64,7 @@ class WorkloadSection(Section):
 
 
 class AcceptanceSection(Section):
-    """How often a drafter is right."""
+    """How often drafted tokens are accepted."""
 
     rates: tuple[float, ...] = ()
     """Chance that the token at each drafted position is the policy's, given that those before it were; the last holds
@@ -74,7 +74,7 @@ class AcceptanceSection(Section):
     coverage: float = Field(default=1.0, gt=0, le=1)
     """Share of requests and steps in which it proposes anything."""
     reach: float = Field(default=1.0, gt=0, le=1)
-    """Chance that a proposal goes on behind each of its tokens: the suffix drafter's end where its match does."""
+    """Chance that a proposal goes on behind each of its tokens: a suffix draft ends where its match ends."""
     spread: PositiveFloat = 2.0
     """Spread of its confidence: the chance of one token is drawn from a beta distribution of this concentration around
     the position's. Small: near 0 or 1; large: always the same."""
@@ -92,7 +92,7 @@ class SimDraftersSection(Section):
 
 
 class SimCostSection(Section):
-    """What a step of the engine takes: a roofline of model and GPU, or a table that was measured."""
+    """Seconds of an engine step: a roofline of model and GPU, or a measured table."""
 
     table: str | None = None
     """Step costs that `tools/fit_cost_model.py` measured on a real engine; default: the roofline. A relative path
@@ -102,13 +102,13 @@ class SimCostSection(Section):
     compute_efficiency: float = Field(default=0.75, gt=0, le=1)
     """Share of the GPU's peak that large matrix products reach."""
     step_ms: NonNegativeFloat = 1.2
-    """What every engine step takes besides: scheduling, launch, sampling."""
+    """Milliseconds of every engine step beside the forward: scheduling, launch, sampling."""
     speculation_ms: NonNegativeFloat = 3.0
-    """What a step with drafts takes besides: verification, the drafter's catch-up."""
+    """Milliseconds that a step with drafts adds: verification, the drafter's catch-up."""
     pass_ms: NonNegativeFloat = 0.25
-    """What every pass of the trained drafter takes besides reading its weights."""
+    """Milliseconds of every pass of the trained drafter beside reading its weights."""
     lookup_us: NonNegativeFloat = 20.0
-    """What the suffix drafter takes for one request."""
+    """Microseconds of the suffix drafter for one request."""
     allreduce_us: NonNegativeFloat = 10.0
     """Latency of one all-reduce within a tensor-parallel engine; there are two in a layer."""
 
@@ -131,15 +131,15 @@ class SimTrainingSection(Section):
     update_us_per_token: NonNegativeFloat | None = None
     """Measured update seconds, in microseconds for each token of a rank; default: by `mfu`."""
     update_ms: NonNegativeFloat = 0.0
-    """What an update takes whatever its tokens."""
+    """Milliseconds of an update that do not depend on its tokens."""
     score_ms: NonNegativeFloat = 200.0
     """Rewards, exchange and logging of one step."""
     merge_ms: NonNegativeFloat = 20.0
     """Merging the replicas' drafters, in a step that trained some."""
     push_seconds: NonNegativeFloat | None = None
-    """Measured push; default: weights over NVLink and, between nodes, the network."""
+    """Measured seconds of a weight sync; default: weights over NVLink and, between nodes, the network."""
     micro_step_ms: PositiveFloat | None = None
-    """Measured micro-step of drafter training; default: from the drafter's size."""
+    """Measured milliseconds of a micro-step of drafter training; default: from the drafter's size."""
     micro_step_tokens: PositiveInt = 8192
     """Tokens of one micro-step of a replica."""
     drift: float = Field(default=0.08, ge=0, le=1)
@@ -162,23 +162,23 @@ class SimConfig(Section):
     workload: WorkloadSection = WorkloadSection()
     """Prompts and responses."""
     rollout: RolloutSection = RolloutSection()
-    """The engine, as in a run: tp, samples_per_prompt, max_tokens, max_running_requests, max_batched_tokens, block_size
-    and speculation are read."""
+    """The engine, as in a run: tp, samples_per_prompt, max_tokens, max_running_requests, max_batched_tokens,
+    block_size, schedule and speculation are read."""
     idle: IdleSection = IdleSection()
     """Idle ranks, as in a run."""
     drafters: SimDraftersSection = SimDraftersSection()
     """Acceptance of each drafter."""
     costs: SimCostSection = SimCostSection()
-    """What engine steps take."""
+    """Seconds of engine steps."""
     training: SimTrainingSection = SimTrainingSection()
-    """What everything else takes."""
+    """Seconds of all other phases, and the drafter's training."""
     plain_above: PositiveInt | None = None
     """Running requests of a replica above which nothing is drafted, whatever the selector chooses: the threshold of
     engines that have one, TLT's among them. Default: the selector decides, as in a run."""
 
 
 def check_sim(config: SimConfig) -> Iterator[ConfigProblem]:
-    """What does not go together."""
+    """Fields that contradict each other or the model."""
     measured = config.training
     known = measured.update_us_per_token is not None and measured.push_seconds is not None
     if config.model is None and not (config.costs.table and known and measured.micro_step_ms is not None):

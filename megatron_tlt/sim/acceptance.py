@@ -1,4 +1,4 @@
-"""What drafters guess right: chances by position, drawn anew for every token. Torch-free.
+"""Which drafted tokens are accepted: chances by position, drawn anew for every token. Torch-free.
 
 A drafter estimates the acceptance of each token: its chance p is drawn from a beta distribution around the
 position's rate, the token is right with chance p, and the cumulative acceptance that the selector is shown is the
@@ -51,7 +51,7 @@ class AcceptanceModel:
         return self.quality * fresh + (1 - self.quality) * stale
 
     def draft(self, strategy: DraftStrategy, lengths: np.ndarray, rng: np.random.Generator) -> SimDraft:
-        """What is proposed for rows that may draft up to `lengths` int [B] tokens in a row."""
+        """A draft for rows that may draft up to `lengths` int [B] tokens in a row."""
         section = self._section
         lengths = np.minimum(lengths, strategy.draft_len)
         if section.coverage < 1:
@@ -70,7 +70,7 @@ class AcceptanceModel:
             keep &= cumulative_acceptance >= strategy.min_cumulative_acceptance
         matches = rng.random(cumulative_acceptance.shape) < chances
         kept = int(keep.any(axis=0).sum())
-        passes = min(depth, kept + 1)  # that a token is not worth it is known after its pass
+        passes = min(depth, kept + 1)  # a token's chance is known after its pass
         right = np.concatenate((keep & matches, np.zeros((len(lengths), 1), bool)), axis=1)
         return SimDraft(keep.sum(axis=1), (~right).argmax(axis=1) + 1, passes)
 

@@ -1,4 +1,4 @@
-"""The machines around the engines: replicas, update, push, and what the MPI coordinator adds. Torch-free.
+"""Times outside the engines: update, weight sync, barrier, micro-step of drafter training. Torch-free.
 
 Everything here is an estimate by size; each figure can be replaced by a measured one (`config.sim.SimTrainingSection`).
 """
@@ -54,7 +54,7 @@ class Cluster:
         attention = 4.0 * model.num_layers * model.num_heads * model.head_dim * pairs
         return (2.0 * active_parameters(model) * float(size.sum()) + attention) / self._peak
 
-    def push(self) -> float:
+    def weight_sync(self) -> float:
         """New weights into every engine: a shard over the node's links, once over the network if there are nodes."""
         training, cluster = self._config.training, self._config.cluster
         if training.push_seconds is not None:

@@ -1,4 +1,4 @@
-"""What a step of the engine takes: a roofline of model and GPU, or a table measured on a real engine. Torch-free.
+"""Seconds of an engine step: a roofline of model and GPU, or a table measured on a real engine. Torch-free.
 
 The roofline of a forward of T rows over B requests with C cached tokens in all, on one of t tensor-parallel GPUs:
 

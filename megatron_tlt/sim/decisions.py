@@ -1,4 +1,4 @@
-"""What the production selector does at each number of running requests, and how fast that is. Torch-free.
+"""The production selector's choices and seconds at each number of running requests. Torch-free.
 
 A selector's decisions depend on the number of running requests and on what it has measured. On one kind of GPU all
 replicas measure the same, so one selector decides for all of them: it is run token by token (`speculation`), from many

@@ -1,4 +1,4 @@
-"""The wait for the slowest replica: who trains the drafter, for how long, and what the drafter learns. Torch-free.
+"""The wait for the slowest replica: which replicas train the drafter, for how long, and its adaptation. Torch-free.
 
     replica 0   rollout ====================================|
     replica 1   rollout ===========|  train train train trai|n     the last micro-step may end late: all wait
@@ -7,7 +7,7 @@
 `idle.policy.IdlePolicy` decides: a replica that has waited `idle.min_tail_seconds` trains until the slowest is done.
 
 How a drafter gets better is a model with two constants (`config.sim.SimTrainingSection`): an update of the policy
-undoes `drift` of its adaptation, and n tokens of training bring 1 - exp(-n / tokens_to_adapt) of what is missing.
+undoes `drift` of its adaptation, and n tokens of training close 1 - exp(-n / tokens_to_adapt) of the gap.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_tlt.sim.rollouts import ReplicaRollout
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What the replicas did after their last responses, in seconds of the rollout."""
+    """The replicas' waits behind their last responses, in seconds of the rollout."""
 
     ends: np.ndarray  # float64 [R], of each one's last response
     trains: np.ndarray  # float64 [R], seconds inside micro-steps

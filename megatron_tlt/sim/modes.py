@@ -84,7 +84,7 @@ def compare(base: Point, point: Point) -> Comparison:
 
 
 def assumptions(config: SimConfig) -> list[str]:
-    """What is not known but taken to be, in words."""
+    """The assumptions, a sentence each."""
     lengths, training = config.workload.lengths, config.training
     lines = []
     if lengths.path is not None or lengths.values:

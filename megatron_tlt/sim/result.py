@@ -1,4 +1,4 @@
-"""What a simulation says, and how it is written: one JSON document, read by people, the report and tests. Torch-free.
+"""The result of a simulation, and its form as one JSON document. Torch-free.
 
     {"schema": "megatron-tlt/simulation/1", "name", "config": {..}, "assumptions": ["..."],
      "points": [Point], "comparisons": [Comparison]}
@@ -45,7 +45,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """What the production selector does at so many running requests of one replica, and what it brings."""
+    """The production selector's choices and speed at one number of running requests of a replica."""
 
     running: int
     shares: dict[str, float]

@@ -1,6 +1,6 @@
-"""RL steps on a cluster: rollouts, waits, update, push, one after another. Torch-free.
+"""RL steps on a cluster: rollouts, waits, update, weight sync, one after another. Torch-free.
 
-for each step: lengths -> a rollout of every replica -> waits and drafter training -> score, update, merge, push
+for each step: lengths -> a rollout of every replica -> waits and drafter training -> score, update, merge, weight sync
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Simulation:
             "logprobs": cluster.logprobs(trained),
             "update": cluster.update(trained),
             "merge": 1e-3 * training.merge_ms if waits.micro_steps else 0.0,
-            "weight_sync": cluster.push(),
+            "weight_sync": cluster.weight_sync(),
             "other": 0.0,
         }
         if self._trains:
@@ -103,7 +103,7 @@ class Simulation:
         )
 
     def strategies(self) -> list[Strategy]:
-        """What the selector does at each number of running requests, and what plain decoding would bring there."""
+        """The selector's choices and speed at each number of running requests, beside plain decoding's."""
         table = self._decider.table(self._drafter.quality)
         context = float(table.contexts[len(table.contexts) // 2])
         rows = []

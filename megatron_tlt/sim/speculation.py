@@ -1,4 +1,4 @@
-"""A decoding step with the production selector: what it decides, what that costs, what comes out. Torch-free.
+"""A decoding step with the production selector: its decision, seconds and emitted tokens. Torch-free.
 
     select -> draft -> record          the order of `rollout.spec.speculator.Speculator`
 
@@ -24,7 +24,7 @@ _NONE = np.zeros(0, np.int64)
 
 @dataclass(slots=True)
 class StepCounts:
-    """What decoding steps of one replica amounted to."""
+    """Counters of decoding steps of one replica."""
 
     steps: Counter[str] = field(default_factory=Counter)  # by strategy
     seconds: float = 0.0

@@ -1,6 +1,6 @@
 """How long the responses of a step are: drawn from a distribution, or from what a real run wrote. Torch-free.
 
-Lengths depend on the seed, the step and the prompt only, so every mode and every number of nodes responses alike.
+Lengths depend on the seed, the step and the prompt only, so every mode and every number of nodes has the same ones.
 Empirical ones are the same lengths in every step, dealt anew.
 Legend: P prompts of a step, n samples of a prompt.
 """

@@ -26,7 +26,7 @@ def test_attention_of_long_responses_costs_more_than_their_parameters():
     assert found > 2 * Cluster(config).update(np.full(8 * 1024, 128))
 
 
-def test_pushes_go_over_the_network_between_nodes():
+def test_a_weight_sync_goes_over_the_network_between_nodes():
     one, two = Cluster(sim_config()), Cluster(sim_config("cluster.nodes=2"))
-    assert two.push() - one.push() == pytest.approx(2 * 7.6157e9 / 50e9, rel=0.001)
-    assert Cluster(sim_config("training.push_seconds=1.5")).push() == 1.5
+    assert two.weight_sync() - one.weight_sync() == pytest.approx(2 * 7.6157e9 / 50e9, rel=0.001)
+    assert Cluster(sim_config("training.push_seconds=1.5")).weight_sync() == 1.5
