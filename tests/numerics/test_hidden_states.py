@@ -29,6 +29,6 @@ def test_kept_states_equal_transformers(family: str, aux: tuple[int, ...], kerne
         assert len(chunks) == sum(len(tokens) > 1 for tokens, _ in responses.values()) > 5
         for chunk in chunks:
             with torch.no_grad():
-                out = model(torch.from_numpy(chunk.token_ids[None, :-1]).long(), output_hidden_states=True)
+                out = model(torch.from_numpy(chunk.trajectory.token_ids[None, :-1]).long(), output_hidden_states=True)
             want = [out.hidden_states[i][0] for i in (*(layer + 1 for layer in aux), -1)]
             torch.testing.assert_close(chunk.hidden, torch.cat(want, -1), atol=1e-4, rtol=1e-4)
