@@ -52,7 +52,7 @@ test-all: setup-dev lint types imports  ## Run also the tests marked nightly (ha
 gpu-check: setup  ## What only a GPU can say, in ten minutes; ARGS="--parts kernels decode" chooses, "--device cpu --smoke" rehearses
 	$(BIN)/python benchmarks/gpu_check.py --out runs/gpu-check.json $(ARGS)
 
-# For a machine without network that has torch and transformers of its own: docs/gpu_check.md.
+# For a machine without network that has torch and transformers of its own: docs/guides/gpu_check.md.
 WHEELS := megatron-core|mpi4py|mpich|pydantic|pydantic_core|annotated-types|typing-inspection
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux1_x86_64
 gpu-wheels: setup  ## Fetch into .whl what gpu-check needs on a machine without network (Python 3.12)
@@ -61,9 +61,9 @@ gpu-wheels: setup  ## Fetch into .whl what gpu-check needs on a machine without 
 		$(foreach p,$(PLATFORMS),--platform $(p)) -d .whl -r .wheels.txt
 	rm .wheels.txt
 
-docs: setup  ## Regenerate docs/config.md and docs/recipes.md (a minute: it simulates every recipe)
-	$(BIN)/python tools/docs_config.py > docs/config.md
-	$(BIN)/python tools/docs_recipes.py configs/recipes/*.yaml > docs/recipes.new && mv docs/recipes.new docs/recipes.md
+docs: setup  ## Regenerate docs/reference/config.md and docs/reference/recipes.md (a minute: it simulates every recipe)
+	$(BIN)/python tools/docs_config.py > docs/reference/config.md
+	$(BIN)/python tools/docs_recipes.py configs/recipes/*.yaml > docs/reference/recipes.new && mv docs/reference/recipes.new docs/reference/recipes.md
 
 # Other engines pin other versions of torch and transformers, so each has an environment of its own. torch is pinned in
 # each: otherwise OpenVINO's exporter installs a newer one. The torchvision that they install does not match a CPU build

@@ -2,7 +2,7 @@
 
 A pair of runs responses the same requests with the same noise; where two responses part for the first time, one token
 was decided by rounding. The rate is parted responses per token up to there. In `invariant` numerics, and with the
-native decoder always, it must be 0 (docs/numerics.md).
+native decoder always, it must be 0 (docs/design/numerics.md).
 
     python benchmarks/bench_flips.py [--quick] --out r.json
 """

@@ -1,4 +1,4 @@
-# Shared by the .sbatch files; sourced, never run by itself. Usage: docs/operations.md.
+# Shared by the .sbatch files; sourced, never run by itself. Usage: docs/guides/slurm.md.
 #
 # From the environment (sbatch passes it on):
 #   PYTHON      interpreter of the ranks (default: .venv of this repository; in a container: python3)

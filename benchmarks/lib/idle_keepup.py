@@ -9,7 +9,7 @@ two:
     warmed up     `assets/demo-drafter`, left so: what the one from random weights is measured against
 
 The last two run for as many steps as are needed to see whether 10 are enough, of 64 questions: a drafter that has
-only the responses to 8 overfits to them (docs/log.md).
+only the responses to 8 overfits to them (docs/design/decisions.md).
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class BaseBackend:
 
     def ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """`prompts` in the order in which they should start, the same on every rank. It changes no keyed response
-        (docs/numerics.md).
+        (docs/design/numerics.md).
         """
         if self._history is None or not self._longest_first:
             return list(prompts)

@@ -147,7 +147,7 @@ class EmbeddedBackend(BaseBackend):
 
     def state_dict(self) -> dict[str, Any]:
         """What speculation has learned and how long responses were, JSON-able. It changes the engine's speed only, and
-        the order of prompts, which a resumed run must repeat (docs/numerics.md says what depends on it).
+        the order of prompts, which a resumed run must repeat (docs/design/numerics.md says what depends on it).
         """
         speculator = self.engine.speculator
         return ({} if speculator is None else speculator.state_dict()) | super().state_dict()

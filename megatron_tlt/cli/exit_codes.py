@@ -1,4 +1,4 @@
-"""The exit codes of every command (the table in docs/operations.md)."""
+"""The exit codes of every command (the table in docs/reference/exit_codes.md)."""
 
 OK = 0
 FAILED = 1  # the command could not do its work, or the run that it looked at has failed

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """One section of the configuration. A field's docstring is its documentation (`docs/config.md`)."""
+    """One section of the configuration. A field's docstring is its documentation (`docs/reference/config.md`)."""
 
     model_config = ConfigDict(
         frozen=True,

@@ -105,7 +105,7 @@ class ObserveSection(Section):
 
 
 class WatchdogSection(Section):
-    """Heartbeats, and what happens without them (docs/operations.md, "Status, hangs and stacks")."""
+    """Heartbeats, and what happens without them (docs/guides/on_call.md, "Status, hangs and stacks")."""
 
     heartbeat_s: float = Field(default=5.0, ge=0.05, le=600)
     """Every rank's state is written to run_dir/status so often, in seconds."""

@@ -1,4 +1,4 @@
-"""What the configuration models allow, as text: shared by error messages and `docs/config.md`."""
+"""What the configuration models allow, as text: shared by error messages and `docs/reference/config.md`."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from megatron_tlt.config.base import Section
 
 class TrtllmSection(Section):
     """The TensorRT-LLM engine (`rollout.backend: trtllm`), experimental: it has run with a toy engine only.
-    docs/trtllm.md sets it up. Its responses depend on the machine's timing, with speculation and without, and have the
-    same distribution."""
+    docs/guides/trtllm.md sets it up. Its responses depend on the machine's timing, with speculation and
+    without, and have the same distribution."""
 
     python: str | None = None
     """Python executable of the environment with TensorRT-LLM. Required."""

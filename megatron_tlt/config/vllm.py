@@ -11,7 +11,8 @@ from megatron_tlt.config.base import Section
 
 class VllmSection(Section):
     """The vLLM engine (`rollout.backend: vllm`); `make setup-vllm` makes its environment. It samples with this
-    project's noise, so a response depends on seed and policy only, with any drafter and with none (docs/engines.md)."""
+    project's noise, so a response depends on seed and policy only, with any drafter and with none
+    (docs/reference/engines.md)."""
 
     python: str | None = None
     """Python executable of the environment with vLLM. Default: that of .venv/vllm (`make setup-vllm`), or else of

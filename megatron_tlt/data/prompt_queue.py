@@ -4,10 +4,11 @@
     replica 1   [first prompts 1 3] ====|fetch 4|======|fetch 6|==========|none left
                 ^ as many as fill an engine             ^ one counter, shared by all replicas
 
-A response depends on its prompt, not on its replica (keyed sampling, docs/numerics.md), so any replica may fetch any
-prompt, with all of its samples, and nothing is ever handed back. Every replica begins with equally many of the first
-prompts, every R-th one, as many as fill its engine; where all fit, nothing is left to fetch. An engine fetches the next
-prompt when fewer requests than `rollout.max_running_requests` live in it and none waits in its queue.
+A response depends on its prompt, not on its replica (keyed sampling, docs/design/numerics.md), so any replica
+may fetch any prompt, with all of its samples, and nothing is ever handed back. Every replica begins with
+equally many of the first prompts, every R-th one, as many as fill its engine; where all fit, nothing is left
+to fetch. An engine fetches the next prompt when fewer requests than `rollout.max_running_requests` live in it
+and none waits in its queue.
 """
 
 from __future__ import annotations

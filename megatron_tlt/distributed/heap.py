@@ -6,7 +6,8 @@ multiplications. By default glibc returns large freed blocks at once, so activat
 MPICH 5 (ch4:ucx) tells other nodes its address through the launcher's PMI, and with it what lies behind the address in
 memory, 4 KiB in all: hexadecimal in lines of some 500 bytes each, with runs of zeros packed. Slurm 22.05's pmi2 plugin
 takes lines of up to 1,023 characters and the rest for another request. So a rank with a heap full of data dies in
-MPI_Init ("value not properly terminated in client request"): about every third start on two nodes (docs/log.md).
+MPI_Init ("value not properly terminated in client request"): about every third start on two nodes
+(docs/design/decisions.md).
 
 A thread that is new to glibc's malloc mostly gets memory of its own, without the main one's live data between; what is
 free there is made zero first, for it may have been another thread's.

@@ -5,8 +5,8 @@
                      hidden states of finished responses --^     |
                           or, to the next step's windows, <----- of the responses that it passes (actor.hidden_states)
 
-No call here can change a response (docs/numerics.md): the drafter only proposes, and the policy's gradients, weights
-and rewards do not depend on it.
+No call here can change a response (docs/design/numerics.md): the drafter only proposes, and the policy's
+gradients, weights and rewards do not depend on it.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     cache              add   add add      --- restart --->   read
 
 A cached response is what the engine would generate again: tokens and log-probs are a function of seed, prompt and
-weights (docs/numerics.md), and the key in each file names all three. Hidden states are not kept, so the drafter trains
-on fewer responses of a resumed step; the policy is not affected.
+weights (docs/design/numerics.md), and the key in each file names all three. Hidden states are not kept, so the
+drafter trains on fewer responses of a resumed step; the policy is not affected.
 
     run_dir/rollout_cache/step-000013/replica-00001-5f0c2a.jsonl    responses of step 13 by replica 1 of one start
 

@@ -2,7 +2,7 @@
 
 Nothing of the package is used here. As in the engines, parameters start random, a tensor that the loader does not know
 is skipped or refused as that engine does it, and one that the file lacks stays random. Sources and their versions:
-docs/export_drafter.md.
+docs/guides/export_drafter.md.
 
 Legend: n pairs of one sequence, H hidden size, D head size, V vocabulary, Vd the drafter's, L policy layers.
 """

@@ -1,4 +1,4 @@
-"""Faults of disks, checkpoints, rewards and numbers in whole runs. Each ends as docs/operations.md describes."""
+"""Faults of disks, checkpoints, rewards and numbers in whole runs. Each ends as docs/guides/on_call.md describes."""
 
 import dataclasses
 import io

@@ -1,4 +1,4 @@
-"""The torch-free set of docs/architecture.md imports where importing torch raises."""
+"""The torch-free set of docs/design/architecture.md imports where importing torch raises."""
 
 import subprocess
 import sys

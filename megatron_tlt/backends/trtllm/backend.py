@@ -1,7 +1,7 @@
 """The TensorRT-LLM backend: the rank's side of an engine in another process.
 
-Experimental: it has never run with a real TensorRT-LLM (docs/trtllm.md). The engine's own sampler draws responses,
-which depend on timing: runs agree in distribution and not token by token.
+Experimental: it has never run with a real TensorRT-LLM (docs/guides/trtllm.md). The engine's own sampler draws
+responses, which depend on timing: runs agree in distribution and not token by token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The vLLM backend: the rank's side of an engine in another process that samples with our noise.
 
 Responses equal the embedded engine's, with any drafter and with none, up to near-ties: the engines round differently,
-and vLLM's matrix products differ in the last bits between batch shapes (docs/engines.md).
+and vLLM's matrix products differ in the last bits between batch shapes (docs/reference/engines.md).
 """
 
 from __future__ import annotations

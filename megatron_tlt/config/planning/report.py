@@ -126,7 +126,7 @@ def _cache_line(config: Config, shape: ArchitectureConfig, cache_bytes: int, dev
     if config.rollout.backend == "trtllm":
         share = config.rollout.trtllm.kv_cache_fraction
         return [
-            "  TensorRT-LLM engines are experimental: they have run around a toy engine only (docs/trtllm.md)",
+            "  TensorRT-LLM engines are experimental: they have run around a toy engine only (docs/guides/trtllm.md)",
             f"  the KV cache takes rollout.trtllm.kv_cache_fraction = {share:g} of what is free at its start",
         ]
     held, length = full_requests(config, shape, cache_bytes), longest_request(config)

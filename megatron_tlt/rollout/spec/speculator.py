@@ -2,7 +2,8 @@
 
     schedule -> propose (select, reserve, draft) -> verify -> truncate -> record -> commit
 
-Responses cannot depend on anything decided here (docs/numerics.md): it only chooses which tokens the policy is fed.
+Responses cannot depend on anything decided here (docs/design/numerics.md): it only chooses which tokens the
+policy is fed.
 Legend: B running rows, N drafted nodes.
 """
 

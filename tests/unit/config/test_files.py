@@ -92,8 +92,8 @@ def test_recipe_names_match_their_contents(path):
 
 
 def test_the_generated_page_is_fresh():
-    page = (ROOT / "docs" / "config.md").read_text()
-    assert page == render(), "docs/config.md is stale: run `make docs`"
+    page = (ROOT / "docs" / "reference" / "config.md").read_text()
+    assert page == render(), "docs/reference/config.md is stale: run `make docs`"
 
 
 def test_every_setting_is_documented():

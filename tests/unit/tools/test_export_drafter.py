@@ -56,7 +56,7 @@ def test_what_cannot_be_is_code_2_and_nothing_written(kind, dtype, says, drafter
 
 def test_the_pages_commands_run_on_the_demo_drafter(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs" / "export_drafter.md").read_text()
+    page = (ROOT / "docs" / "guides" / "export_drafter.md").read_text()
     lines = re.findall(r"^    \.venv/bin/python tools/export_drafter\.py (.*--drafter assets.*)$", page, re.MULTILINE)
     assert len(lines) == 2
     codes = [export_drafter.main(shlex.split(line.replace("runs/", f"{tmp_path}/"))) for line in lines]

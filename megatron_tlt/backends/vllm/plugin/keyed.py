@@ -3,8 +3,9 @@
     logits [T, V]  ->  token of row i at output position t:  argmax(logits / T + G(key_i, t))   rollout/sampler.py
     drafts         ->  accepted while they equal these tokens; the next token is the bonus      coupled verification
 
-so a response is a function of seed, prompt and policy: of no batch, drafter or draft length (docs/numerics.md). vLLM's
-own `seed` gives a request a generator: its responses survive another batch, but not another drafter.
+so a response is a function of seed, prompt and policy: of no batch, drafter or draft length
+(docs/design/numerics.md). vLLM's own `seed` gives a request a generator: its responses survive another batch,
+but not another drafter.
 
 Legend: B requests of a step, T rows of logits, V vocabulary, K longest draft.
 """

@@ -1,7 +1,7 @@
 """`EagleKind`: EAGLE-1 in TLT's form. vLLM and SGLang run it for Llama and Qwen2 policies, TensorRT-LLM does not.
 
 Engines leave a tensor that they do not find at its random start, or skip one that they do not know, without a message:
-so names and config keys follow each engine's own loader; `docs/export_drafter.md` says where each rule was read.
+so names and config keys follow each engine's own loader; `docs/guides/export_drafter.md` says where each rule was read.
 """
 
 from __future__ import annotations
