@@ -4,7 +4,7 @@
 
 - windows: one run. Seconds trained over seconds idle, milliseconds from the last rank's end to all stopped, the share
   of a step that merging the replicas and publishing the drafter take.
-- interference: rank 0 responses the same prompts again and again, while rank 1 waits, or trains (A B A B).
+- interference: rank 0 generates responses to the same prompts again and again, while rank 1 waits, or trains (A B A B).
 - keepup: accepted length by step, always drafting 5 tokens, of drafters frozen and trained (`idle_keepup.py`), on a
   workload of its own (`keepup.yaml`). Writes a picture beside the JSON.
 - e2e: everything on against no drafter at all, same seeds (A B A B): seconds per step, and the same final weights.

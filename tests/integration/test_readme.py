@@ -1,8 +1,9 @@
-"""README, "Your own model": the commands as printed, on the demo policy in place of `my-model`."""
+"""README, "Your own run" and "Your own model": files and commands as printed, the demo policy in place of `my-model`."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -16,9 +17,17 @@ from tests.helpers.runs import rows
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
-def section(heading: str) -> list[str]:
-    """The commands of one section of the README."""
-    return commands((ROOT / "README.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0])
+def section(heading: str) -> str:
+    """The text of one section of the README."""
+    return (ROOT / "README.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def write_files(folder: Path, text: str) -> list[str]:
+    """Writes the fenced blocks of `text` whose first line is `# NAME` into `folder`. Returns the names."""
+    files = re.findall(r"^```\w+\n# (\S+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    for name, content in files:
+        (folder / name).write_text(content)
+    return [name for name, _ in files]
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +36,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_folder(tmp_path_factory.mktemp("readme"))
     # As the section says for trying it out. A random model never gets a reward, and so would not learn.
     shutil.copytree(ROOT / "assets/demo-policy", folder / "my-model")
-    run_as_printed(folder, section("Your own model"))
+    run_as_printed(folder, commands(section("Your own model")))
     return folder
 
 
 def test_the_section_has_every_step_from_training_to_evaluation():
-    found = section("Your own model")
+    found = commands(section("Your own model"))
     wanted = (
         "launch/local.sh -n 2",
         "megatron-tlt export",
@@ -40,6 +49,17 @@ def test_the_section_has_every_step_from_training_to_evaluation():
         "megatron-tlt generate",
     )
     assert all(any(name in command for command in found) for name in wanted)
+
+
+def test_the_printed_configuration_trains_with_the_printed_reward(tmp_path: Path):
+    text = section("Your own run")
+    folder = make_folder(tmp_path)
+    assert write_files(folder, text) == ["my_reward.py", "my_run.yaml"]
+    run_as_printed(folder, commands(re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)))
+    steps = rows(folder / "runs/mine")
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert all(0 < row["reward/mean"] <= 1 and row["reward/failures"] == 0 for row in steps)
+    assert (folder / "mine.html").stat().st_size > 0
 
 
 def test_the_trained_directory_is_a_model_that_has_learned(folder: Path):
