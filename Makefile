@@ -11,7 +11,7 @@ JOBS ?= 2
 ARGS ?=
 RANKS ?= 2
 
-.PHONY: help setup setup-dev quickstart proof check test test-all lint types imports unit gpu-check gpu-wheels docs setup-vllm bench-peers bench-vllm bench-trl clean
+.PHONY: help setup setup-dev quickstart proof check test test-all lint types imports unit gpu-check gpu-wheels docs pages site setup-vllm bench-peers bench-vllm bench-trl clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1: \2/p' Makefile
@@ -27,6 +27,7 @@ quickstart: setup  ## Train the demo policy on 2 ranks (3 to 5 minutes on 2 core
 
 proof: setup-dev  ## TLT on against off: the same responses and weights, how much faster, and a picture (16 minutes on 2 cores)
 	$(BIN)/python benchmarks/proof.py --picture docs/proof.svg --out benchmarks/results/proof.json $(ARGS)
+	$(BIN)/python tools/docs_results.py > docs/reference/results.md
 
 check: setup-dev lint types imports  ## Run ruff, mypy, import-linter and the quick unit tests (90 seconds): while you work
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/unit \
@@ -61,9 +62,16 @@ gpu-wheels: setup  ## Fetch into .whl what gpu-check needs on a machine without 
 		$(foreach p,$(PLATFORMS),--platform $(p)) -d .whl -r .wheels.txt
 	rm .wheels.txt
 
-docs: setup  ## Regenerate docs/reference/config.md and docs/reference/recipes.md (a minute: it simulates every recipe)
+docs: setup-dev pages site  ## Regenerate the generated pages of docs/ and build the site into site/ (a minute: it simulates every recipe)
+
+pages:
 	$(BIN)/python tools/docs_config.py > docs/reference/config.md
-	$(BIN)/python tools/docs_recipes.py configs/recipes/*.yaml > docs/reference/recipes.new && mv docs/reference/recipes.new docs/reference/recipes.md
+	$(BIN)/python tools/docs_results.py > docs/reference/results.md
+	$(BIN)/python tools/docs_recipes.py configs/recipes/*.yaml > docs/reference/recipes.new
+	mv docs/reference/recipes.new docs/reference/recipes.md
+
+site: setup-dev  ## Build the site of docs/ into site/ (seconds); a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Other engines pin other versions of torch and transformers, so each has an environment of its own. torch is pinned in
 # each: otherwise OpenVINO's exporter installs a newer one. The torchvision that they install does not match a CPU build

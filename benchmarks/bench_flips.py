@@ -1,8 +1,8 @@
 """How often rounding decides a token: speculative against plain decoding, beside plain against plain in other batches.
 
-A pair of runs generates responses to the same requests with the same noise; where two responses part for the first time, one token
-was decided by rounding. The rate is parted responses per token up to there. In `invariant` numerics, and with the
-native decoder always, it must be 0 (docs/design/numerics.md).
+A pair of runs generates responses to the same requests with the same noise; where two responses part for the first
+time, rounding decided one token. The rate is parted responses per token up to there. In `invariant` numerics, and with
+the native decoder always, it must be 0 (docs/design/numerics.md).
 
     python benchmarks/bench_flips.py [--quick] --out r.json
 """

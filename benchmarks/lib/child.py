@@ -12,7 +12,7 @@ from typing import Any
 
 
 def serve(load: Callable[[], Callable[[Any], Any]]) -> None:
-    """The child's main loop: loads a side, then replies to each JSON line of work with one of results, until stdin ends."""
+    """The child's main loop: loads a side, then answers each JSON line of work with one, until stdin ends."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # engines print to stdout; only results go to the parent
     run = load()

@@ -1,4 +1,4 @@
-"""README, "Your own run" and "Your own model": files and commands as printed, the demo policy in place of `my-model`."""
+"""README, "Your own run" and "Your own model": files and commands as printed, on the demo policy."""
 
 from __future__ import annotations
 

@@ -44,6 +44,6 @@ def test_the_memory_of_the_page_is_fresh(path):
     stages = estimate_memory(config, config.model.architecture, config.cluster.num_ranks)
     cells = " | ".join(memory_cells(config, stages))
     (row,) = [
-        line for line in (ROOT / "docs/reference/recipes.md").read_text().splitlines() if f"[{path.stem}]" in line
+        line for line in (ROOT / "docs/reference/recipes.md").read_text().splitlines() if f"`{path.stem}`" in line
     ]
     assert cells in row, "docs/reference/recipes.md is stale: run `make docs`"
