@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 BIN := .venv/bin
-SOURCES := megatron_tlt tests tools $(wildcard benchmarks)
+SOURCES := megatron_tlt tests tools examples $(wildcard benchmarks)
 PYTEST_ARGS ?=
 JOBS ?= 2
 ARGS ?=

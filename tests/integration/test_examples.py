@@ -12,9 +12,13 @@ from tests.helpers.mpi import ROOT
 from tests.helpers.printed import commands, make_folder, run_as_printed
 
 FOLDERS = sorted(path.parent for path in (ROOT / "examples").glob("*/README.md"))
-NOT_HERE = re.compile(r"sbatch -N|squeue|megatron-tlt (status|report) runs/slurm-7b")  # GPUs, and a run on them
+NOT_HERE = re.compile(r"sbatch -N|squeue|megatron-tlt (status|report) runs/slurm-7b|vllm serve")  # GPUs, a server
 GSM8K = {"question": "A pen costs 2. What do three cost?", "answer": "Three cost 3 * 2 = 6.\n#### 6"}
-LEFT = {"own_reward": "own-reward.html", "slurm_7b": "data/math-train.jsonl"}
+LEFT = {
+    "own_drafter": "runs/own-drafter-sglang/config.json",
+    "own_reward": "own-reward.html",
+    "slurm_7b": "data/math-train.jsonl",
+}
 
 
 @pytest.mark.mpi
