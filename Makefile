@@ -11,7 +11,7 @@ JOBS ?= 2
 ARGS ?=
 RANKS ?= 2
 
-.PHONY: help setup setup-dev quickstart proof check test test-all lint types imports unit gpu-check gpu-wheels docs pages site setup-vllm bench-peers bench-vllm bench-trl clean
+.PHONY: help setup setup-dev quickstart proof check test test-all lint types imports unit gpu-check gpu-wheels docs site setup-vllm bench-peers bench-vllm bench-trl clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1: \2/p' Makefile
@@ -62,13 +62,12 @@ gpu-wheels: setup  ## Fetch into .whl what gpu-check needs on a machine without 
 		$(foreach p,$(PLATFORMS),--platform $(p)) -d .whl -r .wheels.txt
 	rm .wheels.txt
 
-docs: setup-dev pages site  ## Regenerate the generated pages of docs/ and build the site into site/ (a minute: it simulates every recipe)
-
-pages:
+docs: setup-dev  ## Regenerate the generated pages of docs/ and build the site into site/ (a minute: it simulates every recipe)
 	$(BIN)/python tools/docs_config.py > docs/reference/config.md
 	$(BIN)/python tools/docs_results.py > docs/reference/results.md
 	$(BIN)/python tools/docs_recipes.py configs/recipes/*.yaml > docs/reference/recipes.new
 	mv docs/reference/recipes.new docs/reference/recipes.md
+	$(MAKE) site
 
 site: setup-dev  ## Build the site of docs/ into site/ (seconds); a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
