@@ -6,11 +6,10 @@ longest rollout without TLT.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_tlt import observe
+from megatron_tlt.observe import colours
 from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.jsonl import Row
 from megatron_tlt.observe.report_charts import PHASES
@@ -18,8 +17,6 @@ from megatron_tlt.observe.runfiles import read_run
 
 WIDTH, LEFT, RIGHT = 860, 96, 56  # pixels
 TITLES = {"off": "TLT off", "on": "TLT on"}
-_CSS = (Path(observe.__path__[0]) / "page.css").read_text(encoding="utf-8")
-_COLOURS = dict(re.findall(r"--(\w+): (#\w{6})", _CSS.split("}", 1)[0]))  # of the report's light theme
 
 
 def draw(
@@ -36,7 +33,7 @@ def draw(
     for mode in runs:
         body += _bar(TITLES[mode], seconds[mode], y, scale)
         y += 30
-    body.append(_text(LEFT, y + 14, f"one step, by rank (step {step + 1})", "muted"))
+    body.append(_text(LEFT, y + 14, f"one step, by rank (step {step + 1})", colours.MUTED))
     y += 22
     for mode in runs:
         for rank, (lane, _) in enumerate(lanes[mode]):
@@ -46,7 +43,7 @@ def draw(
             body += [_rect(LEFT + a * scale, y, (b - a) * scale, 16, colour) for a, b, colour in lane]
             y += 20
         y += 4
-    body.append(_text(LEFT, y + 14, "running requests, all ranks", "muted"))
+    body.append(_text(LEFT, y + 14, "running requests, all ranks", colours.MUTED))
     y += 20
     body += _curves({mode: [curve for _, curve in lanes[mode]] for mode in runs}, y, 70, scale)
     y += 74
@@ -65,7 +62,7 @@ def _headline(figures: Mapping[str, float]) -> str:
 
 
 def _colour(phase: str) -> str:
-    return _COLOURS[re.sub(r"^@(?=\d)", "@c", PHASES.get(phase, "@6"))[1:]]
+    return PHASES.get(phase, colours.RED)
 
 
 def _lanes(folder: Path, step: int) -> list[tuple[list[tuple[float, float, str]], list[tuple[float, float]]]]:
@@ -82,7 +79,7 @@ def _lanes(folder: Path, step: int) -> list[tuple[list[tuple[float, float, str]]
         spans = [e for e in spans if e["name"] not in ("log", "checkpoint")]
         training = [e for e in of_rank if e["kind"] == "state" and e["name"] == "TRAINING"]
         lane = [_interval(e, begin, _colour(e["name"])) for e in spans]
-        lane += [_interval(e, begin, _COLOURS["training"]) for e in training]
+        lane += [_interval(e, begin, colours.AMBER) for e in training]
         curve = [
             (max(0.0, e["attrs"]["start"] + at / 1e3 - begin), running)
             for e in of_rank
@@ -106,7 +103,12 @@ def _bar(title: str, seconds: Mapping[str, float], y: float, scale: float) -> li
         parts.append(_rect(x, y, width, 22, _colour(phase)))
         if width > 60:
             parts.append(
-                _text(x + 5, y + 15, f"{phase} {seconds[phase]:.1f} s", "card" if phase != "idle" else "ink")
+                _text(
+                    x + 5,
+                    y + 15,
+                    f"{phase} {seconds[phase]:.1f} s",
+                    "#ffffff" if phase != "idle" else colours.INK,
+                )
             )
         x += width
     return [*parts, _text(x + 5, y + 15, f"{sum(seconds.values()):.1f} s", weight="bold")]
@@ -119,10 +121,10 @@ def _legend(seconds: Mapping[str, Mapping[str, float]], y: float) -> list[str]:
     total = max(sum(of.values()) for of in seconds.values())
     names = [name for name in PHASES if longest.get(name, 0.0) > 0.01 * total]
     entries = [(name, _colour(name)) for name in names if name != "merge"]
-    entries.append(("training and merging drafters", _COLOURS["training"]))
+    entries.append(("training and merging drafters", colours.AMBER))
     parts, x = [], float(LEFT)
     for name, colour in entries:
-        parts += [_rect(x, y - 9, 10, 10, colour), _text(x + 14, y, name, "muted")]
+        parts += [_rect(x, y - 9, 10, 10, colour), _text(x + 14, y, name, colours.MUTED)]
         x += 28 + 7 * len(name)
     return parts
 
@@ -140,7 +142,7 @@ def _curves(
             x = LEFT + at * scale
             path += [f"{x:.1f},{y + height * (1 - level / most):.1f}" for level in (before, running)]
             before = running
-        colour = _COLOURS["muted"] if mode == "off" else _COLOURS["c2"]
+        colour = colours.MUTED if mode == "off" else colours.ORANGE
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{" ".join(path)}"/>')
         parts.append(f'<text x="{x + 6:.1f}" y="{y + height - 6}" fill="{colour}">{mode}</text>')
     return [
@@ -163,9 +165,9 @@ def _axis(y: float, seconds: float, scale: float) -> list[str]:
     parts = []
     for tick in range(int(seconds / every) + 1):
         x = LEFT + tick * every * scale
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + 4}" stroke="{_COLOURS["muted"]}"/>')
-        parts.append(_text(x, y + 18, f"{tick * every:g}", "muted", anchor="middle"))
-    return [*parts, _text(WIDTH - RIGHT, y + 30, "seconds", "muted", anchor="end")]
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + 4}" stroke="{colours.MUTED}"/>')
+        parts.append(_text(x, y + 18, f"{tick * every:g}", colours.MUTED, anchor="middle"))
+    return [*parts, _text(WIDTH - RIGHT, y + 30, "seconds", colours.MUTED, anchor="end")]
 
 
 def _rect(x: float, y: float, width: float, height: float, colour: str) -> str:
@@ -173,7 +175,7 @@ def _rect(x: float, y: float, width: float, height: float, colour: str) -> str:
 
 
 def _text(
-    x: float, y: float, text: str, colour: str = "ink", anchor: str = "start", weight: str = "normal"
+    x: float, y: float, text: str, colour: str = colours.INK, anchor: str = "start", weight: str = "normal"
 ) -> str:
     where = f'x="{x:.1f}" y="{y}" text-anchor="{anchor}" font-weight="{weight}"'
-    return f'<text {where} fill="{_COLOURS[colour]}">{text}</text>'
+    return f'<text {where} fill="{colour}">{text}</text>'

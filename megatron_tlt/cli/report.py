@@ -48,8 +48,8 @@ def _report(args: argparse.Namespace) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(page.html(), encoding="utf-8")
     _warn(page.warnings)
-    if page.verdict:
-        print(page.verdict)
+    if page.headline:
+        print(page.headline)
     print(f"wrote {args.out} ({args.out.stat().st_size / 1e6:.1f} MB)", flush=True)
     return OK
 

@@ -1,4 +1,4 @@
-"""`megatron-tlt watch RUN_DIR`: the last steps of a run and what its ranks do, on the terminal. Starts no ranks."""
+"""`megatron-tlt watch RUN_DIR`: the last steps of a run and its `status`, again and again. Starts no ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from megatron_tlt.resilience.status import read_status, render
 if TYPE_CHECKING:
     import argparse
 
-    from rich.console import RenderableType
-
-_STEPS, _RANKS = 8, 16  # rows of the two tables
+_STEPS = 8  # lines of steps
+_RANKS = 16  # lines of ranks
 _EVERY_S = 2.0  # between two views
 
 
@@ -31,41 +30,32 @@ def _watch(args: argparse.Namespace) -> int:
     """Until the run has ended, or Ctrl-C. Raises ConfigError where there is no run."""
     from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
-    console = Console(highlight=False)
-    shown, is_over = view(args.run_dir)
-    if args.once:
-        console.print(shown)
-        return OK
+    text, is_over = view(args.run_dir)
+    is_over = is_over or args.once
     try:
-        with Live(shown, console=console, auto_refresh=False) as live:
+        with Live(console=Console(), auto_refresh=False, transient=True) as live:
             while not is_over:
+                live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
                 time.sleep(_EVERY_S)
-                shown, is_over = view(args.run_dir)
-                live.update(shown, refresh=True)
+                text, is_over = view(args.run_dir)
+        print(text)
     except KeyboardInterrupt:
-        console.print("(the run continues)")
+        print("(the run continues)")
     return OK
 
 
-def view(run_dir: Path) -> tuple[RenderableType, bool]:
-    """Evaluations, the last steps, and `megatron-tlt status` of the worst ranks; whether the run has ended."""
-    from rich.console import Group
-    from rich.text import Text
-
-    from megatron_tlt.observe.progress import steps_table
+def view(run_dir: Path) -> tuple[str, bool]:
+    """The last evaluation, the last steps, and `megatron-tlt status` of the worst ranks; whether the run has ended."""
+    from megatron_tlt.observe.progress import step_line
     from megatron_tlt.observe.runfiles import read_run
 
     run = read_run(run_dir, with_responses=False)
     status = read_status(run_dir)
-    parts: list[RenderableType] = []
-    if run.evals:
-        values = "  ".join(f"{row['step']}: {row.get('eval/pass@1') or 0:.3f}" for row in run.evals[-6:])
-        parts.append(Text(f"held-out accuracy after step  {values}"))
-    if run.steps:
-        parts.append(steps_table({row["step"]: row for row in run.steps[-_STEPS:]}))
-    ranks = render(run_dir, status, _RANKS, hint=f"megatron-tlt status --all {run_dir}")
-    headline, _, table = ranks.partition("\n")  # the headline begins with a path, of any length
-    parts += [Text(headline), Text(table, no_wrap=True, overflow="crop")]
+    lines = [step_line(row["step"], run.num_steps, row) for row in run.steps[-_STEPS:]]
+    for row in run.evals[-1:]:
+        lines.append(f"held-out accuracy after step {row['step']}: {row.get('eval/pass@1') or 0:.3f}")
+    lines.append(render(run_dir, status, _RANKS, hint=f"megatron-tlt status --all {run_dir}"))
     is_over = status.condition != "running" if status.rows else run.is_finished
-    return Group(*parts), is_over
+    return "\n".join(lines), is_over

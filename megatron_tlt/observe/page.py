@@ -1,21 +1,18 @@
-"""Building blocks of a self-contained HTML page: charts, tables, tiles; for any data. Torch-free.
+"""Charts, tables and text as one self-contained HTML page, for any data. Torch-free.
 
     page = Page("A title", "a line under it")
-    page.tiles.append(Tile("speed-up", "1.8x", "over plain decoding"))
-    parts = [Chart("by phase", [bar("update", steps, seconds, "@1")]), Table(["phase", "seconds"], [["update", 3.1]])]
-    page.sections.append(Section("Step time", parts))
+    page.stats.append(Stat("speed-up", "1.8x", "over plain decoding"))
+    chart = Chart("by phase", [bar("update", steps, seconds, colours.GREEN)])
+    parts = [chart, Table(["phase", "seconds"], [["update", 3.1]])]
+    page.sections.append(PageSection("Step time", parts))
     Path("out.html").write_text(page.html(), encoding="utf-8")
 
-A trace is a plotly.js trace as a dict (https://plotly.com/javascript/reference/). Colours may be written as roles,
-which follow the light or dark theme: "@1" to "@8", "@ink", "@muted", "@line", "@busy", "@idle", "@training".
-plotly.js comes from the installed package `plotly`, of which only that file is used, and is copied into the page:
-nothing is fetched.
+A trace is a plotly trace as a dict (https://plotly.com/python/reference/). plotly.js is copied into the page from the
+package `plotly`: the page loads nothing.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,32 +21,43 @@ from typing import Any, ClassVar
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
+from plotly.graph_objects import Figure
+from plotly.io import to_html
+from plotly.offline import get_plotlyjs
 
-from megatron_tlt.errors import TltError
-from megatron_tlt.observe.jsonl import to_json
+from megatron_tlt.observe import colours
 
 Trace = dict[str, Any]
 Cell = str | float | int | None
 
 _NUMBER = re.compile(r"[-+]?[\d.,]+ ?(%|×|s)?")
-_HERE = Path(__file__).parent
-_NAME, _SENTENCE = 24, 40
-"""Characters up to which a cell is a name that stays on one line, and above which it is text that may wrap."""
 _MARKED_POINTS = 40
 """Points up to which each point of a line has a marker."""
+_LAYOUT: dict[str, Any] = {
+    "template": "plotly_white",
+    "colorway": colours.CYCLE,
+    "font": {"color": colours.INK},
+    "hovermode": "x unified",
+    "showlegend": True,
+    "margin": {"l": 50, "r": 10, "t": 16, "b": 40},
+    "legend": {
+        "orientation": "h",
+        "x": 0,
+        "y": 0,
+        "yref": "container",
+        "yanchor": "bottom",
+        "traceorder": "normal",
+    },
+    "yaxis": {"rangemode": "tozero"},
+    "yaxis2": {"overlaying": "y", "side": "right", "showgrid": False, "rangemode": "tozero"},
+}
 
 
-class ReportError(TltError):
-    """A page cannot be made."""
-
-
-def line(
-    name: str, x: Collection[Any], y: Collection[Any], colour: str, dash: str = "solid", **more: Any
-) -> Trace:
+def line(name: str, x: Collection[Any], y: Collection[Any], colour: str, **more: Any) -> Trace:
     """A line; with markers too while there are few points. `more` replaces keys of the trace."""
     mode = "lines+markers" if len(x) <= _MARKED_POINTS else "lines"
-    style = {"color": colour, "width": 2, "dash": dash}
-    return {"type": "scatter", "mode": mode, "name": name, "x": list(x), "y": list(y), "line": style} | more
+    trace = {"type": "scatter", "mode": mode, "name": name, "x": list(x), "y": list(y)}
+    return trace | {"line": {"color": colour}} | more
 
 
 def bar(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, **more: Any) -> Trace:
@@ -58,7 +66,7 @@ def bar(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, **more: Any)
 
 
 @dataclass
-class Tile:
+class Stat:
     """One number at the top of the page."""
 
     label: str
@@ -68,7 +76,7 @@ class Tile:
 
 @dataclass
 class Chart:
-    """One figure: `traces`, and those of one of the `choices` (name to traces), which a reader picks."""
+    """One figure: `traces`, and those of one of the `choices` (label to traces), which the reader selects in a menu."""
 
     title: str
     traces: Sequence[Trace] = ()
@@ -81,10 +89,47 @@ class Chart:
     layout: dict[str, Any] = field(default_factory=dict)
     """plotly layout on top of the page's own."""
     height: int = 300
+    """Pixels."""
     wide: bool = False
     log_switch: bool = False
     """Whether a button changes the y axis between linear and logarithmic."""
-    template: ClassVar = "chart.html"
+    kind: ClassVar = "chart"
+
+    @property
+    def figure(self) -> Figure:
+        """The plotly figure. Raises ValueError for a trace or layout that plotly does not know."""
+        figure = Figure([*self.traces, *(trace for traces in self.choices.values() for trace in traces)])
+        figure.update_layout(_LAYOUT, height=self.height, xaxis_title_text=self.x, yaxis_title_text=self.y)
+        figure.update_layout(self.layout)
+        menus = []
+        if self.choices:
+            names = list(self.choices)
+            at = names.index(self.chosen) if self.chosen else 0
+            owners = [None] * len(self.traces) + [name for name in names for _ in self.choices[name]]
+            visible = [[owner in (None, name) for owner in owners] for name in names]
+            for trace, is_shown in zip(figure.data, visible[at], strict=True):
+                trace.visible = is_shown
+            entries = [(name, {"visible": shown}) for name, shown in zip(names, visible, strict=True)]
+            menus.append(_menu("restyle", 1.0, entries) | {"type": "dropdown", "active": at})
+        if self.log_switch:
+            entries = [(scale, {"yaxis.type": scale}) for scale in ("linear", "log")]
+            menus.append(
+                _menu("relayout", 0, entries) | {"type": "buttons", "direction": "right", "xanchor": "left"}
+            )
+        if menus:
+            figure.update_layout(updatemenus=menus, margin_t=40)
+        return figure
+
+    def html(self) -> Markup:
+        """The figure as a <div> and the <script> that draws it."""
+        config = {"displayModeBar": False, "responsive": True}
+        return Markup(to_html(self.figure, config, include_plotlyjs=False, full_html=False))
+
+
+def _menu(method: str, x: float, entries: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """A plotly menu above the chart, its right end at `x` (0 to 1), of (label, arguments of plotly.js's `method`)."""
+    buttons = [{"label": label, "method": method, "args": [arguments]} for label, arguments in entries]
+    return {"buttons": buttons, "x": x, "xanchor": "right", "y": 1, "yanchor": "bottom", "font": {"size": 11}}
 
 
 @dataclass
@@ -96,18 +141,12 @@ class Table:
     title: str = ""
     note: str = ""
     wide: bool = False
-    template: ClassVar = "table.html"
+    kind: ClassVar = "table"
 
     @property
-    def has_text(self) -> bool:
-        """Whether a cell is text that wraps."""
-        return any(isinstance(cell, str) and len(cell) > _SENTENCE for row in self.rows for cell in row)
-
-    @property
-    def kinds(self) -> list[str]:
-        """CSS class of each column."""
-        columns = [[row[i] for row in self.rows] for i in range(len(self.head))]
-        return [_column_kind(cells, is_first=at == 0) for at, cells in enumerate(columns)]
+    def is_number(self) -> list[bool]:
+        """For each column, whether all its cells are numbers, perhaps with a unit."""
+        return [all(_is_number(row[at]) for row in self.rows) for at in range(len(self.head))]
 
 
 @dataclass
@@ -115,26 +154,22 @@ class Samples:
     """Responses as text, each with its `facts` and its `stretches`: (CSS class, text)."""
 
     rows: Sequence[Mapping[str, Any]]
-    longest: int
-    """Characters of a text that are shown."""
-    template: ClassVar = "samples.html"
+    wide: bool = True
+    title: str = ""
+    note: str = ""
+    kind: ClassVar = "samples"
 
 
 Part = Chart | Table | Samples
 
 
 @dataclass
-class Section:
-    """A heading, a sentence, and parts side by side where there is room."""
+class PageSection:
+    """A heading, a sentence, and parts side by side where there is room. A section without parts is left out."""
 
     title: str
     parts: Sequence[Part] = ()
     text: str = ""
-
-    @property
-    def anchor(self) -> str:
-        """The section's id in the page."""
-        return self.title.lower().replace(" ", "-")
 
 
 @dataclass
@@ -143,56 +178,25 @@ class Page:
 
     title: str
     subtitle: str = ""
-    verdict: str = ""
-    """One sentence that responses the prompt the page was made for."""
+    headline: str = ""
+    """The result in a sentence or two."""
     tone: str = ""
-    """Of the verdict: "good", "bad" or neither."""
+    """Of the headline: "good", "bad" or neither."""
     warnings: Sequence[str] = ()
     """What the page lacks and why, one sentence each."""
-    tiles: list[Tile] = field(default_factory=list)
-    sections: list[Section] = field(default_factory=list)
+    stats: list[Stat] = field(default_factory=list)
+    sections: list[PageSection] = field(default_factory=list)
     footer: str = ""
 
     def html(self) -> str:
-        """The document. Raises ReportError where plotly is not installed."""
+        """The document."""
         sections = [section for section in self.sections if section.parts]
-        charts = [part for section in sections for part in section.parts if isinstance(part, Chart)]
-        fields = ("traces", "choices", "x", "y", "layout")
-        return _TEMPLATES.get_template("page.html").render(
-            page=self,
-            sections=sections,
-            css=_file(_HERE / "page.css"),
-            data=_json([{name: getattr(chart, name) for name in fields} for chart in charts]),
-            plotly=plotly_script(),
-            script=_file(_HERE / "page.js"),
-        )
+        template = _TEMPLATES.get_template("page.html")
+        return template.render(page=self, sections=sections, plotly=Markup(get_plotlyjs()))
 
 
-def plotly_script() -> Markup:
-    """plotly.js, ready to stand in a <script>. Raises ReportError where the package is not installed."""
-    found = importlib.util.find_spec("plotly")
-    if found is None or found.origin is None:
-        raise ReportError("reports need the package plotly (pip install plotly), which is not installed")
-    return _file(Path(found.origin).parent / "package_data" / "plotly.min.js")
-
-
-def _file(path: Path) -> Markup:
-    return Markup(path.read_text(encoding="utf-8").replace("</script", "<\\/script"))
-
-
-def _json(value: Any) -> Markup:
-    """JSON that may stand in a <script>; numbers that JSON lacks become null."""
-    return Markup(
-        json.dumps(to_json(value), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    )
-
-
-def _column_kind(cells: Sequence[Cell], is_first: bool) -> str:
-    """CSS class of a column: numbers (perhaps with their unit) to the right, names on one line, else none."""
-    if all(c in (None, "") or not isinstance(c, str) or _NUMBER.fullmatch(c) for c in cells):
-        return "number"
-    longest = max((len(cell) for cell in cells if isinstance(cell, str)), default=0)
-    return "name" if longest <= (_SENTENCE if is_first else _NAME) else ""
+def _is_number(cell: Cell) -> bool:
+    return not isinstance(cell, str) or not cell or bool(_NUMBER.fullmatch(cell))
 
 
 def cell_text(value: Cell) -> str:
@@ -205,5 +209,5 @@ def cell_text(value: Cell) -> str:
     return f"{value:,}" if isinstance(value, int) else value or ""
 
 
-_TEMPLATES = Environment(loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True)
+_TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
 _TEMPLATES.filters["cell"] = cell_text

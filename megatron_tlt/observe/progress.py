@@ -11,11 +11,10 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, TextIO
+from typing import Literal, TextIO
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from megatron_tlt.types import GenerateCall, Sample
@@ -23,13 +22,13 @@ from megatron_tlt.types import GenerateCall, Sample
 Mode = Literal["auto", "rich", "plain", "none"]
 
 # launch/local.sh sets this when mpiexec's output ends on a terminal: ranks themselves see a pipe.
-TERMINAL_VARIABLE = "MEGATRON_TLT_TERMINAL_COLUMNS"
+TERMINAL_VARIABLE = "MEGATRON_TLT_TERMINAL_SHOWN"
 
 _REDRAW_S = 0.25
 _LINE_S = 30.0  # least time between two lines of a rollout, where there is no live one
 
-# (heading, metric, format) of the columns, where the metric is there
-_COLUMNS = (
+# (label, metric, format) of what a step shows
+_SHOWN = (
     ("seconds", "time/step", "{:.1f}"),
     ("tokens/s", "engine/tokens_per_s", "{:.0f}"),
     ("reward", "reward/mean", "{:.3f}"),
@@ -41,16 +40,12 @@ _COLUMNS = (
 )
 
 
-def steps_table(rows: Mapping[int, Mapping[str, float | None]], **style: Any) -> Table:
-    """A table of the metrics of steps, by step, with a column for each of `_COLUMNS` that a step has."""
-    shown = [column for column in _COLUMNS if any(row.get(column[1]) is not None for row in rows.values())]
-    table = Table("step", *(head for head, _, _ in shown), **style)
-    for column in table.columns:
-        column.justify = "right"
-    for step, row in rows.items():
-        values = [(form, row.get(metric)) for _, metric, form in shown]
-        table.add_row(str(step), *("" if value is None else form.format(value) for form, value in values))
-    return table
+def step_line(step: int, num_steps: int | None, metrics: Mapping[str, float | None]) -> str:
+    """A step (from 1) in a line, with the metrics of `_SHOWN` that it has."""
+    of = "" if num_steps is None else f"/{num_steps}"
+    values = [(head, form, metrics.get(name)) for head, name, form in _SHOWN]
+    shown = [f"{head} {form.format(value)}" for head, form, value in values if value is not None]
+    return "  ".join([f"step {step}{of}", *shown])
 
 
 class ProgressDisplay:
@@ -70,15 +65,13 @@ class ProgressDisplay:
     def phase(self, name: str, step: int) -> None:
         """The run enters phase `name`, with `step` steps done."""
         self._phase, self._step, self._phase_start = name, step, time.monotonic()
-        self._draw()
+        self._redraw(self._now())
 
     def rollout(self, running: int, waiting: int, generated_tokens: int) -> None:
         """Counts of this rank's engine: requests, and tokens since the rollout began."""
-        now = time.monotonic()
-        counts = f"{running} running, {waiting} waiting, {generated_tokens} tokens"
-        self._draw(f"{counts}, {generated_tokens / max(now - self._phase_start, 1e-9):.0f} a second on this rank")
-        if self._live is None and now - self._last_line >= _LINE_S:
-            self.note(f"step {self._step + 1}/{self._num_steps} rollout: {counts}")
+        rate = generated_tokens / max(time.monotonic() - self._phase_start, 1e-9)
+        counts = f"{running} running, {waiting} waiting, {generated_tokens} tokens, {rate:.0f} a second on this rank"
+        self._show(f"{self._now()}: {counts}")
 
     def work(self, name: str, done: int, total: int) -> None:
         """`done` of `total` of the work `name`, its mean rate so far, and the time that the rest takes at this rate.
@@ -93,8 +86,6 @@ class ProgressDisplay:
             each = (now - self._phase_start) / done / 60  # minutes
             text += f", {1 / max(each, 1e-9):.3g} a minute, about {each * (total - done):.1f} minutes left"
         self._show(text)
-        if self._live is None and now - self._last_line >= _LINE_S:
-            self.note(text)
 
     def watched(self, call: GenerateCall, name: str, total: int) -> GenerateCall:
         """`call` with callbacks that show as `name` how many of about `total` responses are finished."""
@@ -116,8 +107,7 @@ class ProgressDisplay:
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step number `step` (from 1) is done; its metrics over all ranks."""
-        values = [f"{head} {form.format(metrics[name])}" for head, name, form in _COLUMNS if name in metrics]
-        self.note("  ".join([f"step {step}/{self._num_steps}", *values]))
+        self.note(step_line(step, self._num_steps, metrics))
 
     def note(self, text: str) -> None:
         """A line of its own: a step, an evaluation, a checkpoint."""
@@ -130,11 +120,17 @@ class ProgressDisplay:
         if self._live is not None:
             self._live.stop()
 
-    def _draw(self, counts: str = "") -> None:
-        step = min(self._step + 1, self._num_steps)
-        self._show(f"step {step}/{self._num_steps}  {self._phase}  {counts}")
+    def _now(self) -> str:
+        return f"step {min(self._step + 1, self._num_steps)}/{self._num_steps} {self._phase}"
 
     def _show(self, text: str) -> None:
+        """Shows `text` live, or where there is no live line as a line of its own every half minute."""
+        if self._live is not None:
+            self._redraw(text)
+        elif time.monotonic() - self._last_line >= _LINE_S:
+            self.note(text)
+
+    def _redraw(self, text: str) -> None:
         """Redraws the live line, if there is one and it is not too new."""
         now = time.monotonic()
         if self._live is not None and now - self._drawn >= _REDRAW_S:

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_tlt.observe import report_charts as charts
-from megatron_tlt.observe.page import Page, Section, Table, Tile
-from megatron_tlt.observe.report_rollout import rollout, step_views
-from megatron_tlt.observe.report_samples import samples
+from megatron_tlt.observe.page import Page, PageSection, Samples, Stat, Table
+from megatron_tlt.observe.report_rollout import rollout
 from megatron_tlt.observe.report_speculation import speculation
-from megatron_tlt.observe.runfiles import RunData, require_metrics
+from megatron_tlt.observe.runfiles import Row, RunData, chosen_steps, require_metrics
 
-_LONGEST = 90  # characters of a setting's value
+_VALUE_CHARACTERS = 90  # of a setting
+_TEXT_CHARACTERS = 6000  # of a prompt or a response
+_REFUSED_CHARACTERS = 200  # of one refused draft
+_SAMPLES = 60
+_SAMPLE_STEPS = 12
 
 
 def run_page(run: RunData) -> Page:
     """The report of one run. Raises ConfigError where none of its metrics can be read."""
     require_metrics(run)
-    page = Page(f"Run {run.name}", subtitle(run), tiles=tiles(run))
+    page = Page(f"Run {run.name}", subtitle(run), stats=list(_stats(run)))
     if not run.steps:
         before = f" Evaluated before the first step: {accuracy(run, 0)}." if run.evals else ""
-        page.verdict = f"No step is done yet: charts appear with the first one.{before}"
+        page.headline = f"No step is done yet: charts appear with the first one.{before}"
     page.sections = [
         charts.learning([run]),
         charts.time(run),
-        rollout(run, step_views(run)),
+        rollout(run),
         speculation([run]),
         charts.drafter([run]),
         charts.lengths([run]),
         charts.idle([run]),
-        samples(run),
-        Section("Settings", [Table(["field", "value"], list(settings(run).items()), wide=True)]),
+        _samples(run),
+        PageSection("Settings", [Table(["field", "value"], list(settings(run).items()), wide=True)]),
     ]
     page.warnings = run.warnings
     page.footer = f"{run.run_dir.resolve()} · {written_now()}"
@@ -74,31 +77,26 @@ def seconds_text(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def tiles(run: RunData) -> list[Tile]:
+def _stats(run: RunData) -> Iterator[Stat]:
     """The numbers at the top of the page."""
-    found = []
     if step_time := run.mean("time/step"):
         label = f"{run.last_step}" if run.num_steps is None else f"{run.last_step} / {run.num_steps}"
-        total = seconds_text(run.total("time/step"))
-        found.append(Tile("steps", label, f"{seconds_text(step_time)} each, {total}"))
+        yield Stat("steps", label, f"{seconds_text(step_time)} each, {seconds_text(run.total('time/step'))}")
     if run.evals:
         before = f"from {accuracy(run, 0)}" if len(run.evals) > 1 else "before the first step"
-        found.append(Tile("held-out accuracy", accuracy(run, -1).partition(" ")[0], before))
+        yield Stat("held-out accuracy", accuracy(run, -1).partition(" ")[0], before)
     if reward := run.column("reward/mean")[1]:
-        found.append(Tile("reward", f"{reward[-1]:.3f}", f"{reward[0]:.3f} in the first step"))
+        yield Stat("reward", f"{reward[-1]:.3f}", f"{reward[0]:.3f} in the first step")
     if speed := run.mean("engine/tokens_per_s"):
-        found.append(Tile("rollout", f"{speed:,.0f}", "tokens/s, all ranks"))
-    emitted = run.total("engine/spec_emitted_tokens")
+        yield Stat("rollout", f"{speed:,.0f}", "tokens/s, all ranks")
     if rows := run.total("engine/spec_row_steps"):
+        emitted = run.total("engine/spec_emitted_tokens")
         share = emitted / max(1.0, run.total("engine/generated_tokens"))
-        found.append(
-            Tile("accepted length", f"{emitted / rows:.2f}", f"{share:.0%} of tokens in drafting steps")
-        )
+        yield Stat("accepted length", f"{emitted / rows:.2f}", f"{share:.0%} of tokens in drafting steps")
     if idle := run.total("idle/seconds"):
         used = run.total("idle/recovered_seconds")
-        note = f"of {seconds_text(idle)} idle, all ranks: {seconds_text(used)}"
-        found.append(Tile("idle time recovered", f"{used / idle:.0%}", note))
-    return found
+        note = f"{seconds_text(used)} of {seconds_text(idle)}, all ranks"
+        yield Stat("idle time that trained the drafter", f"{used / idle:.0%}", note)
 
 
 def settings(run: RunData) -> dict[str, str]:
@@ -112,4 +110,41 @@ def _fields(value: object, path: str) -> Iterator[tuple[str, str]]:
             yield from _fields(inner, f"{path}.{key}".lstrip("."))
     else:
         text = "null" if value is None else str(value)
-        yield path, text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+        yield path, text if len(text) <= _VALUE_CHARACTERS else f"{text[:_VALUE_CHARACTERS]} …"
+
+
+def _samples(run: RunData) -> PageSection:
+    """Responses of the first and the last steps, and of some between; the last ones first."""
+    steps = chosen_steps(run, _SAMPLE_STEPS)
+    rows = [row | _shown(row) for row in reversed(run.samples) if row["step"] - 1 in steps]
+    text = "The best and the worst response of the first prompts of a step: the update learns from their contrast."
+    return PageSection("Samples", [Samples(rows[:_SAMPLES])] if rows else [], text)
+
+
+def _shown(row: Row) -> Row:
+    """Facts in a line, the prompt, and the response in stretches."""
+    facts = [f"step {row['step']}", f"reward {row.get('reward') or 0:g}", f"{row.get('tokens', 0)} tokens"]
+    facts += [str(row[name]) for name in ("task", "finish_reason") if row.get(name)]
+    shown = [("", _cut(row["response"]))]
+    if drafts := row.get("drafts"):
+        accepted = sum(count for _, count, _ in drafts["runs"])
+        facts.append(f"{accepted} of the first {len(drafts['pieces'])} tokens were drafted")
+        shown = list(stretches(drafts["pieces"], drafts["runs"]))
+    return {"facts": " · ".join(facts), "prompt": _cut(row["prompt"]), "stretches": shown}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT_CHARACTERS else f"{text[:_TEXT_CHARACTERS]} … ({len(text)} characters)"
+
+
+def stretches(pieces: Sequence[str], runs: Iterable[tuple[int, int, str]]) -> Iterator[tuple[str, str]]:
+    """(CSS class, text) of a response; `pieces` and `runs` as in samples.jsonl (see `observe.rollouts`)."""
+    at = 0
+    for start, accepted, refused in runs:
+        yield "", "".join(pieces[at:start])
+        at = start + accepted
+        if accepted:
+            yield "accepted", "".join(pieces[start:at])
+        if refused:
+            yield "refused", refused[:_REFUSED_CHARACTERS]
+    yield "", "".join(pieces[at:])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_tlt.observe import report_charts as charts
-from megatron_tlt.observe.page import Page, Part, Section, Table
+from megatron_tlt.observe.page import Page, PageSection, Part, Table
 from megatron_tlt.observe.report import seconds_text, settings, state_of, subtitle, written_now
 from megatron_tlt.observe.report_charts import phases_of
 from megatron_tlt.observe.report_speculation import speculation
@@ -25,7 +25,10 @@ def equality(a: Sequence[Row], b: Sequence[Row]) -> tuple[str, str]:
     first = {row["step"]: row for row in a}
     pairs = [(first[row["step"]], row) for row in b if row["step"] in first]
     if not pairs:
-        return "", "The runs share no step with a digest, so it is not known whether their responses are the same."
+        return (
+            "",
+            "The runs share no step with a digest, so it is not known whether their responses are the same.",
+        )
     steps = f"all {len(pairs)} common steps" if len(pairs) > 1 else "the common step"
     differ = {
         name: [one["step"] for one, two in pairs if one.get(name) != two.get(name)]
@@ -54,11 +57,13 @@ def compare_page(a: RunData, b: RunData) -> Page:
     names = (a.name, b.name) if a.name != b.name else (str(a.run_dir), str(b.run_dir))
     page = Page(f"{names[0]} against {names[1]}", f"A: {subtitle(a)} — B: {subtitle(b)}")
     caution = _caution(both) if tone == "good" else ""
-    page.verdict = f"{same} {_speed(both, names)}{caution}"
+    page.headline = f"{same} {_speed(both, names)}{caution}"
     page.tone = tone
     page.warnings = a.warnings + b.warnings
     page.sections = [
-        Section("What differs in the settings", [Table(["field", *names], _differences(a, b), wide=True)]),
+        PageSection(
+            "What differs in the settings", [Table(["field", *names], _differences(a, b), wide=True)]
+        ),
         charts.learning([a, b]),
         _time(both, names),
         speculation([a, b]),
@@ -118,15 +123,15 @@ def _differences(a: RunData, b: RunData) -> list[tuple[str, str, str]]:
     return [*(row for row in rows if row[1] != row[2]), ("state", state_of(a), state_of(b))]
 
 
-def _time(runs: Pair, names: Names) -> Section:
+def _time(runs: Pair, names: Names) -> PageSection:
     if not runs[0].steps:
-        return Section("Time")
+        return PageSection("Time")
     rows = phase_rows(runs)
     rows.append(("whole step", runs[0].mean("time/step"), runs[1].mean("time/step")))
     cells = [(name, x, y, y - x, f"{x / y:.2f}×" if min(x, y) > _SHORTEST else "") for name, x, y in rows]
     head, title = ["phase", *names, "B − A", "A / B"], "Seconds a step, largest difference first"
     parts: list[Part] = [
         Table(head, cells, title, wide=True),
-        *charts.metric_chart(runs, "Step time", "seconds", [("time/step", "step", "@3")]),
+        *charts.metric_chart(runs, "Step time", "seconds", {"time/step": "step"}),
     ]
-    return Section("Time", parts, f"The {len(runs[0].steps)} steps that both have made.")
+    return PageSection("Time", parts, f"The {len(runs[0].steps)} steps that both have made.")

@@ -3,8 +3,7 @@
 A row of rollouts.jsonl has a few kilobytes, whatever the number of ranks:
 
     step, samples       responses of the step
-    lengths, longest    responses by length: 32 equal bins of 0 to `longest` tokens
-    responses, rewards    digests, which depend neither on the order of samples nor on the rank that generated them
+    responses, rewards  digests, which depend neither on the order of samples nor on the rank that generated them
     strategies          decoding steps by strategy, "none" included; where the engine speculates
     drafted_at, accepted_at    rows whose draft reached the position, and that accepted it (first: position 1)
     by_batch            running requests (up to this power of two): [row steps, emitted tokens] of speculative steps
@@ -29,18 +28,15 @@ from megatron_tlt.types import EngineStats, RewardResult, Sample, SampleGroup, S
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 SAMPLES_FILE = "samples.jsonl"
-BINS = 32
 _POSITIONS = 32
 _MASK = (1 << 64) - 1
 
 DraftsOf = Callable[[Sample], dict[str, Any] | None]
 
 
-def rank_row(stats: EngineStats, groups: Sequence[SampleGroup], longest: int) -> Row:
-    """One rank's part of a row, to be gathered; digests are still numbers. `longest`: most tokens of a response."""
-    lengths = [len(sample.token_ids) for group in groups for sample in group.samples]
-    counts, _ = np.histogram(lengths, bins=BINS, range=(0, max(1, longest)))
-    row: Row = {"samples": len(lengths), "longest": longest, "lengths": counts.tolist()}
+def rank_row(stats: EngineStats, groups: Sequence[SampleGroup]) -> Row:
+    """One rank's part of a row, to be gathered; digests are still numbers."""
+    row: Row = {"samples": sum(len(group.samples) for group in groups)}
     row["responses"], row["rewards"] = digests(groups)
     if stats.speculation.steps_by_strategy:
         row |= _speculation(stats.speculation)
@@ -84,8 +80,7 @@ def bucket_of(running: int) -> int:
 
 def step_row(ranks: Sequence[Row]) -> Row:
     """The row of a step, from all ranks' `rank_row`."""
-    row: Row = {"samples": sum(r["samples"] for r in ranks), "longest": max(r["longest"] for r in ranks)}
-    row["lengths"] = column_sums([r["lengths"] for r in ranks])
+    row: Row = {"samples": sum(r["samples"] for r in ranks)}
     for name in ("responses", "rewards"):
         row[name] = f"{sum(r[name] for r in ranks) & _MASK:016x}"
     spec = [r for r in ranks if "strategies" in r]

@@ -24,7 +24,7 @@ CONFIG_FILE = "config.json"
 _EVENT = {"ts": int | float, "step": int | None, "kind": str, "name": str}
 _FIELDS: dict[str, dict[str, type | UnionType]] = {
     METRICS_FILE: {"step": int, "time": int | float},
-    ROLLOUTS_FILE: {"step": int, "samples": int, "longest": int, "lengths": list},
+    ROLLOUTS_FILE: {"step": int, "samples": int},
     SAMPLES_FILE: {"step": int, "reward": int | float, "prompt": str, "response": str},
 }
 """Fields that a row of each file has; rows without them are skipped like torn lines."""

@@ -5,16 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_tlt.observe.page import Chart, Page, Part, Section, Table, Tile, Trace, bar, line
+from megatron_tlt.observe import colours
+from megatron_tlt.observe.page import Chart, Page, PageSection, Part, Stat, Table, Trace, bar, line
 from megatron_tlt.sim.result import PHASES, Point, SimResult
 from megatron_tlt.sim.tables import decision_table, headline, largest, nodes_text, point_table
 
-_COLOURS = dict(zip(PHASES, ("@3", "@idle", "@5", "@4", "@1", "@training", "@8", "@6"), strict=True))
-_OF_MODE = {"off": "@3", "suffix": "@2", "frozen": "@4", "tlt": "@1"}  # the same in every chart
+_COLOURS = {
+    "rollout": colours.BLUE,
+    "stop": colours.GREY,
+    "score": colours.OLIVE,
+    "logprobs": colours.PURPLE,
+    "update": colours.GREEN,
+    "merge": colours.AMBER,
+    "weight_sync": colours.BROWN,
+    "other": colours.RED,
+}
+_OF_MODE = {
+    "off": colours.BLUE,
+    "suffix": colours.ORANGE,
+    "frozen": colours.PURPLE,
+    "tlt": colours.GREEN,
+}  # the same in every chart
 
 
 def write_report(result: SimResult, path: Path) -> None:
-    """Writes the page, making its directory. Raises ReportError where plotly is not installed."""
+    """Writes the page, making its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(build_page(result).html(), encoding="utf-8")
 
@@ -22,30 +37,30 @@ def write_report(result: SimResult, path: Path) -> None:
 def build_page(result: SimResult) -> Page:
     """The page, its headline first."""
     page = Page(result.name, "simulated, not measured: what was assumed is at the end")
-    page.verdict = headline(result)
-    page.tiles = _tiles(result)
+    page.headline = headline(result)
+    page.stats = _stats(result)
     decisions = decision_table(result)
     page.sections = [
-        Section("Step time", _times(result)),
-        Section("Speed-up", _speedups(result)),
-        Section("Idle time", _idle(result)),
-        Section(
+        PageSection("Step time", _times(result)),
+        PageSection("Speed-up", _speedups(result)),
+        PageSection("Idle time", _idle(result)),
+        PageSection(
             "One rollout", _rollout(result.points), "The last simulated step, on the largest number of nodes."
         ),
-        Section("Decisions", [decisions] if decisions else []),
-        Section("Assumptions", [Table(["assumed"], [[text] for text in result.assumptions], wide=True)]),
+        PageSection("Decisions", [decisions] if decisions else []),
+        PageSection("Assumptions", [Table(["assumed"], [[text] for text in result.assumptions], wide=True)]),
     ]
     return page
 
 
-def _tiles(result: SimResult) -> list[Tile]:
+def _stats(result: SimResult) -> list[Stat]:
     most = largest(result.points)
-    tiles = [Tile(f"{p.mode}: a step", f"{p.seconds:.4g} s", nodes_text(p.nodes)) for p in most]
+    stats = [Stat(f"{p.mode}: a step", f"{p.seconds:.4g} s", nodes_text(p.nodes)) for p in most]
     for p in most:
         if p.recovered_gpu_hours:
             share = p.recovered_gpu_hours / p.idle_gpu_hours
-            tiles.append(Tile(f"{p.mode}: idle time trained in", f"{share:.0%}", nodes_text(p.nodes)))
-    return tiles
+            stats.append(Stat(f"{p.mode}: idle time trained in", f"{share:.0%}", nodes_text(p.nodes)))
+    return stats
 
 
 def _times(result: SimResult) -> list[Part]:
@@ -80,7 +95,7 @@ def _idle(result: SimResult) -> list[Part]:
     trained = [p.recovered_gpu_hours * f for p, f in zip(result.points, hundred, strict=True)]
     idle = [p.idle_gpu_hours * f for p, f in zip(result.points, hundred, strict=True)]
     waited = [a - b for a, b in zip(idle, trained, strict=True)]
-    bars = [("trained in", trained, "@training"), ("waited", waited, "@idle")]
+    bars = [("trained in", trained, colours.AMBER), ("waited", waited, colours.GREY)]
     return [_stacked("Idle GPU-hours of 100 steps", "GPU-hours", result.points, bars)]
 
 
@@ -90,7 +105,7 @@ def _stacked(
     """A bar a point, stacked from `bars`: (name, a value for each point, colour)."""
     names = [f"{nodes_text(p.nodes)}, {p.mode}" for p in points]
     traces = [bar(name, x, names, colour, orientation="h") for name, x, colour in bars]
-    layout = {"barmode": "stack", "yaxis": {"autorange": "reversed", "automargin": True}}
+    layout = {"barmode": "stack", "yaxis": {"autorange": "reversed", "type": "category"}}
     return Chart(title, traces, unit, layout=layout, height=140 + 26 * len(names), wide=True)
 
 

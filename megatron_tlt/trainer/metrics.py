@@ -114,7 +114,7 @@ class RunMetrics:
             self._events.instant("curve", step - 1, **curve)
         phases = self._events.end_step()
         own = {**mine, **self._peaks.take(), **_counters(stats)}
-        responses = rank_row(stats, groups, self._config.rollout.max_tokens)
+        responses = rank_row(stats, groups)
         gathered = self._world.all_gather_object((phases, own, responses))
         all_phases = [of_rank for of_rank, _, _ in gathered]
         row = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
