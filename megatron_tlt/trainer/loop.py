@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from megatron_tlt.drafter.controller import OnlineDrafterController
     from megatron_tlt.idle.window import IdleWindow
     from megatron_tlt.interfaces import RolloutBackend
-    from megatron_tlt.observe.gpu import GpuMonitor
     from megatron_tlt.resilience.nonfinite import NonFiniteGuard
     from megatron_tlt.resilience.rollout_cache import RolloutCache
     from megatron_tlt.resilience.shutdown import GracefulShutdown
@@ -73,7 +72,6 @@ class RLTrainer:
     evaluator: Evaluator | None
     checkpoints: CheckpointManager
     metrics: RunMetrics
-    gpu: GpuMonitor
     rollout_cache: RolloutCache
     nonfinite: NonFiniteGuard
     shutdown: GracefulShutdown
@@ -163,9 +161,8 @@ class RLTrainer:
         with self._phase("rollout"):
             groups = self.rollout.generate(prompts)  # returns when this replica has no request left
         with self._phase("idle"):
-            self.gpu.start()
             report = self.idle_window.run(self.drafter.train_step)  # until every replica is done
-        self._windows.append(window_metrics(report, self.gpu.stop(), self.rollout.queues.is_first))
+        self._windows.append(window_metrics(report, self.rollout.queues.is_first))
         self.shutdown.sync("rollout", self.rollout.is_cut_short)
         return groups
 

@@ -186,8 +186,8 @@ class RunMetrics:
                 part.close()
 
 
-def window_metrics(report: WindowReport, gpu: Mapping[str, float], is_group_leader: bool) -> dict[str, float]:
-    """Metrics of one idle window of a rank, `gpu` (what NVML measured in it) among them, named for `combined`.
+def window_metrics(report: WindowReport, is_group_leader: bool) -> dict[str, float]:
+    """Metrics of one idle window of a rank, named for `combined`.
 
     The ranks of a replica train as one, so only its leader counts micro-steps.
     """
@@ -195,8 +195,7 @@ def window_metrics(report: WindowReport, gpu: Mapping[str, float], is_group_lead
     if is_group_leader:
         row |= {"drafter/steps": float(report.steps), "drafter/tokens": float(report.tokens)}
     row |= {"idle/entered_max": report.entered_at, "idle/left_max": report.left_at}
-    row |= {f"drafter/{name}_mean": report.metrics[name] for name in _DRAFTER if name in report.metrics}
-    return row | {name if name == "gpu/energy_j" else f"{name}_max": value for name, value in gpu.items()}
+    return row | {f"drafter/{name}_mean": report.metrics[name] for name in _DRAFTER if name in report.metrics}
 
 
 def combined(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

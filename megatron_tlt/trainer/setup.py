@@ -33,7 +33,6 @@ from megatron_tlt.idle.window import IdleWindow
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.observe.gpu import GpuMonitor
 from megatron_tlt.observe.log import setup_logging
 from megatron_tlt.resilience.nonfinite import NonFiniteGuard
 from megatron_tlt.resilience.rollout_cache import RolloutCache
@@ -143,7 +142,6 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         evaluator=build_evaluator(config, held_out, backend, rewards, queues),
         checkpoints=CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world, lock),
         metrics=metrics,
-        gpu=_gpu_monitor(world),
         rollout_cache=rollout_cache,
         nonfinite=NonFiniteGuard(config.train.max_nonfinite_steps, run_dir, world, policy.dims),
         shutdown=shutdown,
@@ -352,11 +350,6 @@ def _traced_drafts(config: Config, world: World, backend: RolloutBackend) -> Dra
     # Samples are written in pairs of one prompt: its best response and its worst.
     backend.trace_drafts((config.observe.samples_per_step + 1) // 2)
     return backend.drafts_of
-
-
-def _gpu_monitor(world: World) -> GpuMonitor:
-    is_gpu = world.device.type == "cuda"
-    return GpuMonitor(str(torch.cuda.get_device_properties(world.device).uuid) if is_gpu else None)
 
 
 def _rollout_cache(config: Config, world: World, tokenizer: HFTokenizer, backend: RolloutBackend) -> RolloutCache:

@@ -10,7 +10,6 @@ from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.idle.window import WindowReport
-from megatron_tlt.observe.gpu import GpuMonitor
 from megatron_tlt.trainer.loop import RLTrainer
 from megatron_tlt.types import PastResponse, Prompt, RewardResult, Sample, SampleGroup
 
@@ -78,7 +77,6 @@ def test_responses_that_are_not_trained_on_are_remembered_too() -> None:
         rewards=Rewards(),
         algorithm=build_algorithm(section, max_tokens=8),
         metrics=SimpleNamespace(span=lambda *_: nullcontext()),
-        gpu=GpuMonitor(None),
         rollout_cache=SimpleNamespace(begin_step=lambda *_: None),
         shutdown=SimpleNamespace(sync=lambda *_: None),
         **dict.fromkeys(unused),
