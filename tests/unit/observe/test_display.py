@@ -84,7 +84,7 @@ def test_a_step_is_a_line_and_a_terminal_has_a_live_one_under_it(monkeypatch):
     assert shown("auto") == shown("plain") == STEP_3
     assert shown("auto", rank=1) == shown("none") == ""
     live = shown("rich")
-    assert STEP_3 in live and "step 3/20  rollout  5 running, 1 waiting, 1000 tokens" in live
+    assert STEP_3 in live and "step 3/20 rollout: 5 running, 1 waiting, 1000 tokens" in live
     monkeypatch.setenv(TERMINAL_VARIABLE, "90")
     assert "5 running" in shown("auto") and shown("plain") == STEP_3
 

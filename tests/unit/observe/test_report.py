@@ -1,4 +1,4 @@
-"""The report's figures, compared with what the made-up run was made of."""
+"""The report's figures, compared with those of a made-up run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 import pytest
 
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.observe.page import Chart, Table
-from megatron_tlt.observe.report import run_page
+from megatron_tlt.observe.page import Chart
+from megatron_tlt.observe.report import run_page, stretches
 from megatron_tlt.observe.report_compare import compare_page, equality, phase_rows
 from megatron_tlt.observe.report_rollout import step_views
 from megatron_tlt.observe.runfiles import read_run
@@ -21,45 +21,31 @@ def charts(page) -> dict[str, Chart]:
     }
 
 
-def test_every_chart_of_a_whole_run_is_there(tmp_path):
-    page = run_page(read_run(write_run(tmp_path / "r", ranks=3, steps=6)))
-    assert charts(page).keys() == {
-        "Reward and accuracy of the rollouts",
-        "Held-out accuracy",
-        "Step time by phase",
-        "Running requests",
-        "What each rank did",
-        "Accepted length by step",
-        "Accepted by draft position",
-        "Worth in serving",
-        "Accepted length by batch size",
-        "Strategies",
-        "Drafter loss",
-        "1 − TV",
-        "Distribution by step",
-        "Response length",
-        "Idle and recovered seconds",
-        "Idle seconds by rank",
-    }
-    for chart in charts(page).values():
-        groups = [chart.traces, *chart.choices.values()]
-        assert any(any(len(trace["x"]) for trace in traces) for traces in groups), chart.title
-
-
-def test_what_a_drafter_is_worth_in_serving_is_the_sum_of_what_is_accepted(tmp_path):
-    run = read_run(write_run(tmp_path / "r", steps=6))
-    drafted = sum(row["drafted_at"][0] for row in run.rollouts)
-    accepted = [sum(column) for column in zip(*(row["accepted_at"] for row in run.rollouts), strict=True)]
-    (worth,) = charts(run_page(run))["Worth in serving"].traces
-    assert list(worth["y"]) == pytest.approx(
-        [1 + sum(accepted[: n + 1]) / drafted for n in range(len(accepted))]
+@pytest.mark.parametrize(
+    ("options", "missing"),
+    [
+        (
+            {"speculation": False},
+            "Accepted length by step|Accepted by draft position|Accepted length by batch size|Strategies",
+        ),
+        ({"idle_training": False}, "Drafter loss|1 − TV"),
+        ({"evals": False}, "Held-out accuracy"),
+        ({"curves": False}, "Running requests"),
+        ({"ranks": 1}, "Idle seconds by rank|Idle and recovered seconds"),
+    ],
+)
+def test_charts_have_points_and_those_without_data_are_left_out(tmp_path, options, missing):
+    whole = charts(run_page(read_run(write_run(tmp_path / "whole"))))
+    part = charts(run_page(read_run(write_run(tmp_path / "part", **options))))
+    assert whole.keys() - part.keys() == set(missing.split("|"))
+    assert all(
+        any(trace.x is not None and len(trace.x) for trace in chart.figure.data) for chart in part.values()
     )
-    assert worth["y"][0] > 1
 
 
 def test_the_curve_is_the_sum_of_the_ranks(tmp_path):
     run = read_run(write_run(tmp_path / "r", ranks=3, steps=2))
-    total, *others = charts(run_page(run))["Running requests"].choices["2"]
+    total, *others = charts(run_page(run))["Running requests"].choices["step 2"]
     curves = step_views(run)[1].curves
     assert total["y"][0] == 3 * 64 and total["y"][-1] == 0 and len(curves) == 3
     for at, running in list(zip(total["x"], total["y"], strict=True))[::10]:
@@ -68,46 +54,37 @@ def test_the_curve_is_the_sum_of_the_ranks(tmp_path):
     assert any(trace["name"].startswith("speculation starts") for trace in others)
 
 
-@pytest.mark.parametrize(
-    ("options", "missing"),
-    [
-        ({"speculation": False}, {"Strategies", "Accepted length by step", "Accepted by draft position"}),
-        ({"idle_training": False}, {"Drafter loss", "1 − TV"}),
-        ({"evals": False}, {"Held-out accuracy"}),
-        ({"curves": False}, {"Running requests"}),
-        ({"ranks": 1}, {"Idle seconds by rank", "Idle and recovered seconds"}),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_what_a_run_does_not_have_is_left_out(tmp_path, options, missing):
-    page = run_page(read_run(write_run(tmp_path / "r", **options)))
-    assert not missing & charts(page).keys()
-    assert "Step time by phase" in charts(page) and page.html()
+def test_tokens_of_a_step_are_one_and_the_accepted_drafts_of_each_position(tmp_path):
+    (bars,) = charts(run_page(read_run(write_run(tmp_path / "r"))))["Accepted by draft position"].traces
+    assert bars["y"] == pytest.approx([90 / 100, 60 / 80, 35 / 60, 20 / 40])
+    assert [tokens for _, tokens in bars["customdata"]] == pytest.approx([1.9, 2.5, 2.85, 3.05])
+
+
+def test_a_sample_is_cut_into_drafted_and_other_tokens():
+    runs = [(1, 2, "x"), (3, 0, "y" * 999)]
+    found = [(kind, text) for kind, text in stretches("abcde", runs) if text]
+    assert found == [("", "a"), ("accepted", "bc"), ("refused", "x"), ("refused", "y" * 200), ("", "de")]
 
 
 def test_a_run_before_its_first_step(tmp_path):
     folder = write_run(tmp_path / "r", steps=0, num_steps=5)
     page = run_page(read_run(folder))
-    assert "No step is done yet" in page.verdict and page.html()
+    assert "No step is done yet" in page.headline and "0 of 5 steps" in page.subtitle and page.html()
     (folder / "metrics.jsonl").unlink()
     assert run_page(read_run(folder)).html()
 
 
 def test_hundreds_of_ranks_in_little_time_and_space(tmp_path):
-    folder = write_run(tmp_path / "big", ranks=512, steps=10)
+    folder = write_run(tmp_path / "big", ranks=512, steps=14)
     started = time.process_time()
     page = run_page(read_run(folder))
-    html = page.html()
+    size = len(page.html())
     assert time.process_time() - started < 30
-    plotly = len(run_page(read_run(write_run(tmp_path / "small", ranks=2, steps=1))).html())
-    assert len(html) < plotly + 1_500_000
-    assert len(charts(page)["Running requests"].choices) >= 10
+    assert size < len(run_page(read_run(write_run(tmp_path / "small", steps=1))).html()) + 1_500_000
+    assert 11 <= len(charts(page)["Running requests"].choices) <= 12
     assert charts(page)["Idle seconds by rank"].traces[0]["y"][SLOW_RANK] == 0.0
-    shares = charts(page)["What 512 ranks did"].choices["10"]
-    assert [sum(trace["y"][i] for trace in shares) for i in (5, 80, 150)] == [512, 512, 512]
-    lanes = charts(page)["The slowest and the quickest of 512 ranks"].choices["10"]
-    names = {name for trace in lanes for name in trace["y"]}
-    assert len(names) == 24 and f"rank {SLOW_RANK}" in names
+    busy = charts(page)["State of each rank"].choices["step 14"][0]
+    assert sorted(busy["y"]) == list(range(512)) and max(busy["x"]) == busy["x"][busy["y"].index(SLOW_RANK)]
 
 
 @pytest.mark.parametrize("line", [b'{"step": 3, "ti', b"\xff\xfe\x00", b'{"step": "x"}', b"[1]"])
@@ -131,36 +108,30 @@ def test_lines_that_cannot_be_read_are_named(tmp_path, line):
         run_page(read_run(folder))
 
 
-def test_same_responses_other_speed(tmp_path):
-    slow = write_run(tmp_path / "slow", steps=5, pace=2.0)
-    fast = write_run(tmp_path / "fast", steps=5, pace=1.0)
-    a, b = (read_run(folder) for folder in (slow, fast))
+def test_two_runs_with_the_same_responses_are_compared_in_speed_and_settings(tmp_path):
+    slow = write_run(tmp_path / "slow", steps=7, pace=2.0, speculation=False)
+    a, b = read_run(slow), read_run(write_run(tmp_path / "fast", steps=7))
     page = compare_page(a, b)
     ratio = sum(a.column("time/step")[1]) / sum(b.column("time/step")[1])
-    assert page.tone == "good"
-    assert page.verdict.startswith("Same responses and rewards in all 5 common steps. fast is ")
-    assert f"{ratio:.2f}× as fast" in page.verdict and "most of it in rollout" in page.verdict
-    assert f"fast is {ratio:.2f}×" in compare_page(b, a).verdict
+    assert page.tone == "good" and "most of it in rollout" in page.headline
+    assert page.headline.startswith(
+        f"Same responses and rewards in all 7 common steps. fast is {ratio:.2f}× as fast"
+    )
+    assert f"fast is {ratio:.2f}×" in compare_page(b, a).headline
     assert phase_rows((a, b))[0][0] == "rollout" and page.html()
-
-
-def test_settings_that_differ_are_named_once(tmp_path):
-    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", speculation=False)
-    page = compare_page(read_run(a), read_run(b))
-    (table,) = (part for part in page.sections[0].parts if isinstance(part, Table))
-    assert table.rows[0] == ("rollout.speculation.drafter", "eagle", "none") and len(table.rows) == 2
+    (differences,) = page.sections[0].parts
+    assert (
+        differences.rows[0] == ("rollout.speculation.drafter", "none", "eagle") and len(differences.rows) == 2
+    )
     lines = [trace["name"] for trace in charts(page)["Accepted length by step"].traces]
-    assert lines == ["accepted length, A"], "B has none"
-    assert len(charts(page)["Held-out accuracy"].traces) == 4
+    assert lines == ["accepted length, B"] and len(charts(page)["Held-out accuracy"].traces) == 4
 
 
-def test_other_responses_and_unknown_ones(tmp_path):
-    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", responses="c")
-    page = compare_page(read_run(a), read_run(b))
-    assert page.tone == "bad" and "Not the same responses: they differ from step 1 on" in page.verdict
+def test_runs_without_digests_are_compared_in_speed_alone(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
     (b / "rollouts.jsonl").unlink()
     page = compare_page(read_run(a), read_run(b))
-    assert page.tone == "" and "not known" in page.verdict and "equally fast" in page.verdict
+    assert page.tone == "" and "not known" in page.headline and "equally fast" in page.headline
 
 
 def test_equality_names_the_first_step_that_differs():
@@ -168,7 +139,10 @@ def test_equality_names_the_first_step_that_differs():
     other = [dict(row) for row in rows]
     assert equality(rows, other) == ("good", "Same responses and rewards in all 5 common steps.")
     other[3]["rewards"] = "x"
-    assert equality(rows, other) == ("bad", "Same responses in all 5 common steps, but other rewards from step 4 on.")
+    assert equality(rows, other) == (
+        "bad",
+        "Same responses in all 5 common steps, but other rewards from step 4 on.",
+    )
     other[2]["responses"] = "x"
     said = "Not the same responses: they differ from step 3 on (of all 4 common steps)."
     assert equality(rows, other[1:]) == ("bad", said)
