@@ -104,18 +104,16 @@ class Chart:
         menus = []
         if self.choices:
             names = list(self.choices)
-            at = names.index(self.chosen) if self.chosen else 0
+            shown = names.index(self.chosen) if self.chosen else 0
             owners = [None] * len(self.traces) + [name for name in names for _ in self.choices[name]]
-            visible = [[owner in (None, name) for owner in owners] for name in names]
-            for trace, is_shown in zip(figure.data, visible[at], strict=True):
-                trace.visible = is_shown
-            entries = [(name, {"visible": shown}) for name, shown in zip(names, visible, strict=True)]
-            menus.append(_menu("restyle", 1.0, entries) | {"type": "dropdown", "active": at})
+            visible = {name: [owner in (None, name) for owner in owners] for name in names}
+            for trace, is_visible in zip(figure.data, visible[names[shown]], strict=True):
+                trace.visible = is_visible
+            arguments = {name: {"visible": visible[name]} for name in names}
+            menus.append(_menu("restyle", arguments, type="dropdown", active=shown, x=1, xanchor="right"))
         if self.log_switch:
-            entries = [(scale, {"yaxis.type": scale}) for scale in ("linear", "log")]
-            menus.append(
-                _menu("relayout", 0, entries) | {"type": "buttons", "direction": "right", "xanchor": "left"}
-            )
+            scales = {scale: {"yaxis.type": scale} for scale in ("linear", "log")}
+            menus.append(_menu("relayout", scales, type="buttons", direction="right", x=0, xanchor="left"))
         if menus:
             figure.update_layout(updatemenus=menus, margin_t=40)
         return figure
@@ -126,10 +124,10 @@ class Chart:
         return Markup(to_html(self.figure, config, include_plotlyjs=False, full_html=False))
 
 
-def _menu(method: str, x: float, entries: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """A plotly menu above the chart, its right end at `x` (0 to 1), of (label, arguments of plotly.js's `method`)."""
-    buttons = [{"label": label, "method": method, "args": [arguments]} for label, arguments in entries]
-    return {"buttons": buttons, "x": x, "xanchor": "right", "y": 1, "yanchor": "bottom", "font": {"size": 11}}
+def _menu(method: str, arguments: Mapping[str, Mapping[str, Any]], **look: Any) -> dict[str, Any]:
+    """A plotly menu above the chart: for each label the arguments of plotly.js's `method`. `look`: its other keys."""
+    buttons = [{"label": label, "method": method, "args": [args]} for label, args in arguments.items()]
+    return {"buttons": buttons, "y": 1, "yanchor": "bottom", "font": {"size": 11}} | look
 
 
 @dataclass

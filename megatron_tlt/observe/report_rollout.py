@@ -74,7 +74,7 @@ def rollout(run: RunData) -> PageSection:
         "Shaded: share of the running ranks whose steps draft. Speculation starts (dashed) where most steps draft, "
         "then and on average until the end."
     )
-    axis = {"tickformat": ".0%", "range": [0, 1.02], "tickvals": [0, 0.5, 1]}
+    axis: dict[str, Any] = {"tickformat": ".0%", "range": [0, 1.02], "tickvals": [0, 0.5, 1]}
     layout: dict[str, Any] = {"yaxis2": axis}
     curves = {_name(view): _curve_traces(view) for view in views if view.curves}
     if curves:

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_tlt.errors import shortened
 from megatron_tlt.observe.jsonl import to_json
 
 SUMMARY_FILE = "summary.json"
@@ -91,8 +92,8 @@ def _other_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
         yield f"held-out accuracy, {after.count} prompts", f"{text} after {after.step} steps"
     yield "generated tokens", str(summary.generated_tokens)
     yield "tokens/s in rollouts, all ranks", f"{summary.tokens_per_second:.0f}"
-    idle = "  ".join(f"rank {rank}: {share:.1%}" for rank, share in enumerate(summary.idle_fractions))
-    yield "idle share of the run", idle
+    idle = [f"rank {rank}: {share:.1%}" for rank, share in enumerate(summary.idle_fractions)]
+    yield "idle share of the run", shortened(idle, separator="  ")
     if summary.idle_seconds:
         share = summary.recovered_seconds / summary.idle_seconds
         text = f"{summary.idle_seconds:.1f} s idle, {summary.recovered_seconds:.1f} s recovered ({share:.0%})"
