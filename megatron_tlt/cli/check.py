@@ -22,9 +22,7 @@ def add_check(commands: Any) -> None:
         "--ranks", type=int, help="number of ranks (default: cluster.nodes * ranks_per_node)"
     )
     command.add_argument("--sft", action="store_true", help="a config of `sft`, not of `train`")
-    command.add_argument(
-        "--show-config", action="store_true", help="print the whole configuration, with all defaults"
-    )
+    command.add_argument("--show-config", action="store_true", help="print the whole configuration, with all defaults")
     command.set_defaults(run=_check)
 
 

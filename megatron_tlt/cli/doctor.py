@@ -36,9 +36,7 @@ class Finding:
     """One check's result, and how to mend it."""
 
     name: str
-    status: Literal[
-        "ok", "absent", "warning", "FAILED"
-    ]  # absent: not needed here; warning: works, with a catch
+    status: Literal["ok", "absent", "warning", "FAILED"]  # absent: not needed here; warning: works, with a catch
     detail: str
     hint: str = ""
 
@@ -48,9 +46,7 @@ def add_doctor(commands: Any) -> None:
     text = "say what this machine lacks to run, and how to get it"
     about = f"{text}. Starts two ranks for a moment; changes nothing. Exit status: 0 if all that is required is here."
     command = commands.add_parser("doctor", help=text, description=about)
-    command.add_argument(
-        "--run-dir", type=Path, default=Path("runs"), help="where runs will go (default: runs)"
-    )
+    command.add_argument("--run-dir", type=Path, default=Path("runs"), help="where runs will go (default: runs)")
     command.add_argument("--trtllm-python", help="rollout.trtllm.python, to look for TensorRT-LLM there")
     command.add_argument("--launcher", help="what starts two ranks (default: mpiexec -n 2)")
     command.add_argument("--json", action="store_true", help="as JSON")
@@ -75,9 +71,7 @@ def render(findings: Sequence[Finding]) -> str:
         if f.hint and f.status != "ok":
             lines.append(f"{'':<8} {'':<{width}}  -> {f.hint}")
     failed = [f.name for f in findings if f.status == "FAILED"]
-    return "\n".join(
-        [*lines, "", f"required: {', '.join(failed)}" if failed else "everything required is here"]
-    )
+    return "\n".join([*lines, "", f"required: {', '.join(failed)}" if failed else "everything required is here"])
 
 
 def check_gpu() -> Finding:
@@ -98,11 +92,7 @@ def check_software(has_gpu: bool) -> Iterator[Finding]:
     is_known = (3, 11) <= sys.version_info[:2] <= (3, 12)
     yield Finding("Python", "ok" if is_known else "FAILED", python, "PYTHON=python3.12 make setup")
     lacking = [name for name in LIBRARIES if version_of(name) is None]
-    found = (
-        f"not installed: {', '.join(lacking)}"
-        if lacking
-        else ", ".join(f"{n} {version_of(n)}" for n in LIBRARIES)
-    )
+    found = f"not installed: {', '.join(lacking)}" if lacking else ", ".join(f"{n} {version_of(n)}" for n in LIBRARIES)
     yield Finding("libraries", "FAILED" if lacking else "ok", found, "make setup")
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))), None)
     hint = "apt-get install gcc, or rollout.kernels=torch (slow on a CPU)"
@@ -120,16 +110,12 @@ def check_torch(has_gpu: bool) -> Finding:
     import torch
 
     cuda, has_nccl = torch.version.cuda, torch.distributed.is_nccl_available()
-    detail = (
-        f"{torch.__version__} ({f'CUDA {cuda}' if cuda else 'without CUDA'}{', NCCL' if has_nccl else ''})"
-    )
+    detail = f"{torch.__version__} ({f'CUDA {cuda}' if cuda else 'without CUDA'}{', NCCL' if has_nccl else ''})"
     if has_gpu and not (cuda and has_nccl):
         hint = "pip install -r requirements.txt on the GPU machine: its wheel is the CUDA build"
         return Finding("torch", "FAILED", f"{detail}, but there is a GPU, which needs CUDA and NCCL", hint)
     if has_gpu and not torch.cuda.is_available():
-        hint = (
-            f"the driver is too old for CUDA {cuda}, or CUDA_VISIBLE_DEVICES hides all GPUs; see nvidia-smi"
-        )
+        hint = f"the driver is too old for CUDA {cuda}, or CUDA_VISIBLE_DEVICES hides all GPUs; see nvidia-smi"
         return Finding("torch", "FAILED", f"{detail}, but it sees no GPU", hint)
     return Finding("torch", "ok", detail)
 
@@ -166,16 +152,12 @@ def check_machine(run_dir: Path) -> Iterator[Finding]:
         with tempfile.TemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free / 2**30
         hint = "a checkpoint takes 16 bytes a parameter, and checkpoint.keep of them are kept"
-        yield Finding(
-            "disk", "ok" if free >= _DISK_GIB else "warning", f"{free:.1f} GiB free at {folder}", hint
-        )
+        yield Finding("disk", "ok" if free >= _DISK_GIB else "warning", f"{free:.1f} GiB free at {folder}", hint)
     except OSError as error:
         yield Finding("disk", "FAILED", f"{folder}: {error}", "choose another train.run_dir")
     shm = shutil.disk_usage("/dev/shm").total / 2**30 if Path("/dev/shm").is_dir() else 0.0
     hint = "start the container with --shm-size=8g or --ipc=host: MPI, NCCL and torch pass data through it"
-    yield Finding(
-        "shared memory", "ok" if shm >= _SHM_GIB else "warning", f"/dev/shm has {shm:.1f} GiB", hint
-    )
+    yield Finding("shared memory", "ok" if shm >= _SHM_GIB else "warning", f"/dev/shm has {shm:.1f} GiB", hint)
     host = socket.gethostname()
     try:
         with socket.create_server(("", 0)) as server:
@@ -214,9 +196,7 @@ def check_two_ranks(launcher: str | None) -> Finding:
     beside = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if launcher is None and mpiexec is None:
-        hint = (
-            "put the mpiexec of mpi4py's MPI in PATH (module load, or pip install mpich), or give --launcher"
-        )
+        hint = "put the mpiexec of mpi4py's MPI in PATH (module load, or pip install mpich), or give --launcher"
         return Finding("two ranks", "FAILED", "no mpiexec to start them with", hint)
     start = [str(mpiexec), "-n", "2"] if launcher is None else shlex.split(launcher)
     program = ["-m", "mpi4py", "-m", "megatron_tlt.cli.two_ranks", str(_TWO_RANKS_S / 2)]

@@ -45,9 +45,7 @@ def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:
     from megatron_tlt.checkpoint.resume import find_checkpoint
 
     # One rank looks; all write their share, below a directory that all must see.
-    if problems := world.broadcast_object(
-        problems_of(config, args.out, args.overwrite) if world.is_main else []
-    ):
+    if problems := world.broadcast_object(problems_of(config, args.out, args.overwrite) if world.is_main else []):
         raise ConfigError(problems)
     world.enter("load")
     checkpoints = Path(config.train.run_dir) / "checkpoints"
