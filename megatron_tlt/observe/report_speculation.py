@@ -29,7 +29,7 @@ def speculation(runs: Sequence[RunData]) -> PageSection:
     if not found:
         return PageSection("Speculation", parts)
     note = (
-        "Of the drafts that reach a position, the share accepted up to and with it. Hover: tokens of a step whose "
+        "Of the drafts that reach a position, the share accepted up to and including it. Hover: tokens of a step whose "
         "drafts end there; an engine with this fixed draft length reaches at least as many."
     )
     layout: dict[str, Any] = {"yaxis": PERCENT, "hovermode": "closest"}
