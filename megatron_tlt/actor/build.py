@@ -139,7 +139,13 @@ def transformer_config(config: ModelConfig, actor: ActorSection) -> TransformerC
         transformer_impl="transformer_engine" if uses_transformer_engine(actor) else "local",
         **_fusions(actor),
         **_recompute(actor),
-        **expert_config(config, actor.ep, actor.load_balancing_loss, actor.router_z_loss),
+        **expert_config(
+            config,
+            actor.ep,
+            actor.load_balancing_loss,
+            actor.router_z_loss,
+            fused_permutation=uses_transformer_engine(actor),
+        ),
     )
 
 

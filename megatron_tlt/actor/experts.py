@@ -33,10 +33,14 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 
-def expert_config(config: ModelConfig, ep: int, aux_loss: float, z_loss: float) -> dict[str, Any]:
+def expert_config(
+    config: ModelConfig, ep: int, aux_loss: float, z_loss: float, fused_permutation: bool
+) -> dict[str, Any]:
     """What TransformerConfig says of the experts; nothing for a dense model.
 
     Auxiliary losses are the router's own (`Router`): megatron's are scaled for another divisor than ours.
+    `fused_permutation` needs Transformer Engine 2.1. Without it every layer waits for the device, to select and to
+    split rows.
     """
     if not config.num_experts:
         return {}
@@ -46,6 +50,7 @@ def expert_config(config: ModelConfig, ep: int, aux_loss: float, z_loss: float) 
         "moe_router_dtype": "fp32",
         "moe_aux_loss_coeff": aux_loss,
         "moe_z_loss_coeff": z_loss,
+        "moe_permute_fusion": fused_permutation,
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": 1,  # None would mean TP
     }
@@ -66,11 +71,14 @@ class GroupedExperts(MegatronModule):
         self.fc2 = torch.nn.Parameter(torch.empty(num_local_experts, config.hidden_size, width, **made))
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """`rows` [R, H], `probs` [R] their gates -> [R, H]. An expert without a row costs nothing."""
-        counts, fc1, fc2 = tokens_per_expert.to(rows.device), self.fc1, self.fc2
-        ends = counts.cumsum(0).to(torch.int32)
+        """`rows` [R, H], `probs` [R] their gates -> [R, H]. An expert without a row costs nothing.
+
+        `tokens_per_expert` [E / EP] lies on the device of `rows`.
+        """
+        fc1, fc2 = self.fc1, self.fc2
+        ends = tokens_per_expert.cumsum(0).to(torch.int32)
         if rows.is_cuda:
-            fc1, fc2 = (_ZeroUnused.apply(weight, counts) for weight in (fc1, fc2))
+            fc1, fc2 = (_ZeroUnused.apply(weight, tokens_per_expert) for weight in (fc1, fc2))
         wide = F.grouped_mm(rows, fc1.transpose(1, 2), offs=ends)
         if not self._recompute_activation:
             return F.grouped_mm(_gated(wide, probs), fc2.transpose(1, 2), offs=ends), None
@@ -119,14 +127,25 @@ def _gated(wide: Tensor, probs: Tensor) -> Tensor:
 
 
 class _Dispatcher(MoEAlltoAllTokenDispatcher):
-    """megatron brings split sizes to the host as numpy arrays; on a CPU they stay tensors, which torch refuses."""
+    """megatron's dispatcher; of its numbers only the split sizes of an exchange between ranks go to the host."""
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
+        """Rows of each of this rank's experts [E / EP]. On a CPU split sizes become lists, which its exchange takes."""
         counts = super().preprocess(routing_map)
         splits: Any = self
         if not routing_map.is_cuda and splits.input_splits is not None:
             splits.input_splits, splits.output_splits = splits.input_splits.tolist(), splits.output_splits.tolist()
         return counts
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+        """Copies the split sizes to the host and waits for them; `tokens_per_expert` stays on the device.
+
+        megatron copies the counts, too, for grouped products that read them on the host. Ours reads them on the device.
+        Without an exchange and with fused permutation there is nothing to wait for.
+        """
+        if self.input_splits is not None or not self.config.moe_permute_fusion:
+            super()._maybe_dtoh_and_synchronize(point)
+        return tokens_per_expert
 
 
 class ExpertLayer(MoELayer):

@@ -16,6 +16,7 @@ from megatron_tlt.actor.compat import cpu_as_cuda
 from megatron_tlt.actor.context_parallel import whole_responses
 from megatron_tlt.actor.logprob import VocabShard, token_statistics
 from megatron_tlt.actor.microbatch import MicroBatch
+from megatron_tlt.actor.recompute import no_recomputed_norms
 from megatron_tlt.algorithms.base import LossInputs
 
 # isort: split
@@ -74,7 +75,7 @@ def forward_logprobs(model: PolicyModel, batches: Sequence[MicroBatch], temperat
     def finish(scored: Scored, logits: Tensor) -> Tensor:
         return _statistics(model, scored.batch, logits, temperature, with_entropy=False)[0]
 
-    with torch.no_grad():
+    with torch.no_grad(), no_recomputed_norms(model.module):
         wrapped = [Scored(batch) for batch in batches]
         return _run(model, model.module, wrapped, finish, forward_only=True) if batches else []
 

@@ -80,6 +80,24 @@ def test_an_update_waits_for_its_device_as_often_with_more_layers() -> None:
     assert four - two >= 2 * 4
 
 
+def test_an_update_of_experts_waits_for_its_device_as_often_with_more_layers() -> None:
+    found = case("syncs")
+    (two, _), (four, _) = found["experts"]
+    assert two == four
+    (two, _), (four, _) = found["experts, unfused"]
+    assert four - two >= 2 * 4
+    for (_, fused), (_, unfused) in zip(found["experts"], found["experts, unfused"], strict=True):
+        assert fused == pytest.approx(unfused, rel=1e-6)
+
+
+def test_passes_without_gradients_recompute_no_norms() -> None:
+    """Transformer Engine's list of recomputed modules is empty behind an update with reference and old log-probs."""
+    again, kept = (case("syncs")["norms"][name] for name in ("again", "kept"))
+    assert again["entries"] == 0
+    assert again["flags"], "the update recomputes them"
+    assert again["grad_norm"] == kept["grad_norm"]
+
+
 def test_non_finite_gradients_are_refused() -> None:
     found = case("guards")
     assert found["skipped"]

@@ -7,11 +7,14 @@ it has, RoPE and attention, are stood in for by something of the same shape.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,8 +29,16 @@ from tests.mpi.workers.actor_scenario import make_policy
 
 # isort: split
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import moe_utils
 
-_AS_OPERATOR = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
+_AS_OPERATOR = {
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::equal",
+    "aten::is_nonzero",
+}
 _AS_METHOD = {Tensor.tolist, Tensor.cpu, Tensor.numpy}
 
 
@@ -82,6 +93,78 @@ def engine_layers(fused: bool) -> Any:
         rope_utils.fused_apply_rotary_pos_emb_thd = rope_utils.fused_apply_rotary_pos_emb = thd
 
 
+def _permute(tokens: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [R, H] by expert, their gates [R], and their tokens, in operators that do not wait."""
+    by_expert = routing_map.T.reshape(-1)
+    places = by_expert.logical_not().to(torch.int8).argsort(stable=True)[:num_out_tokens]
+    rows = places % len(tokens)
+    return tokens.index_select(0, rows), probs.T.reshape(-1).index_select(0, places), rows
+
+
+def _unpermute(permuted: Tensor, rows: Tensor, merging_probs: None, restore_shape: torch.Size) -> Tensor:
+    return permuted.new_zeros(restore_shape).index_add(0, rows, permuted)
+
+
+@contextmanager
+def fused_experts() -> Any:
+    """Policies built inside permute rows by stand-ins for Transformer Engine's functions. Of one rank."""
+    stand_ins = {
+        "HAVE_TE": True,
+        "fused_permute": _permute,
+        "fused_permute_with_probs": _permute,
+        "fused_unpermute": _unpermute,
+        # The chunks of one rank are in order.
+        "fused_sort_chunks_by_index": lambda rows, sizes, order: rows,
+        "fused_sort_chunks_by_index_with_probs": lambda rows, probs, sizes, order: (rows, probs),
+    }
+    configured = build.expert_config
+
+    def fused_config(*given: Any, **_: Any) -> dict[str, Any]:
+        return configured(*given, fused_permutation=True)
+
+    with patch.multiple(moe_utils, create=True, **stand_ins), patch.object(build, "expert_config", fused_config):
+        yield
+
+
+@contextmanager
+def transformer_engines_list() -> Iterator[list[bool]]:
+    """Transformer Engine's list of recomputed modules, as far as megatron's recompute mutates it."""
+    kept: list[bool] = []
+
+    @contextmanager
+    def activation_recompute_forward(activation_recompute: bool, recompute_phase: bool) -> Iterator[None]:
+        kept.pop(0) if recompute_phase else kept.append(True)
+        yield
+
+    stand_ins = {
+        "activation_recompute_forward": activation_recompute_forward,
+        "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
+        "fp8_autocast": lambda **_: nullcontext(),
+    }
+    with patch.multiple(random, create=True, **stand_ins):
+        yield kept
+
+
+def recomputed_norms(world: World, folder: Path) -> dict[str, Any]:
+    """An update of two mini-batches with a reference, norms kept and recomputed: what Transformer Engine's list holds
+    behind it, and the norms of the gradients."""
+    found: dict[str, Any] = {}
+    for again in (False, True):
+        policy = make_policy(world, folder)
+        for model in (policy.model, policy.reference):
+            for layer in model.module.decoder.layers:
+                layer.recompute_input_layernorm = layer.recompute_pre_mlp_layernorm = again
+        with transformer_engines_list() as kept:
+            metrics = policy.train_step(train_batch([sequences(6), sequences(3, seed=4)], [100.0, 50.0])).metrics
+        layers = policy.model.module.decoder.layers
+        found["again" if again else "kept"] = {
+            "entries": len(kept),
+            "grad_norm": metrics["grad_norm"],
+            "flags": all(layer.recompute_input_layernorm is again for layer in layers),
+        }
+    return found
+
+
 def count(world: World, folder: Path, **actor: Any) -> tuple[int, float]:
     """Syncs of one update of a random model, and the norm of its gradient."""
     policy = make_policy(world, folder, loss=WeightedNll(), keep_reference=False, **actor)
@@ -91,19 +174,26 @@ def count(world: World, folder: Path, **actor: Any) -> tuple[int, float]:
     return found.count, metrics["grad_norm"]
 
 
-def syncs(world: World, root: Path, scratch: Path) -> None:
-    """The same update with two and with four layers, as it is configured and without fused RoPE."""
+def of_two_and_four_layers(root: Path, scratch: Path, kind: str) -> list[Path]:
+    """Two random models of a kind."""
     folders = []
     for layers in (2, 4):
-        folder = scratch / f"layers-{layers}"
+        folder = scratch / f"{kind}-layers-{layers}"
         folder.mkdir(parents=True)
-        config = json.loads((root / "qwen3" / "config.json").read_text())
+        config = json.loads((root / kind / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
         shape = ModelConfig.from_hf(folder)
         save_hf(folder, shape, random_weights(shape))
         folders.append(folder)
+    return folders
 
-    def of_both(**actor: Any) -> list[tuple[int, float]]:
+
+def syncs(world: World, root: Path, scratch: Path) -> None:
+    """The same update with two and with four layers, as it is configured, without fused RoPE, and of experts with and
+    without fused permutation; and recomputed norms."""
+    dense, sparse = (of_two_and_four_layers(root, scratch, kind) for kind in ("qwen3", "qwen3_moe"))
+
+    def of_both(folders: list[Path] = dense, **actor: Any) -> list[tuple[int, float]]:
         return [count(world, folder, **actor) for folder in folders]
 
     made: dict[str, list[tuple[int, float]]] = {"local": of_both()}
@@ -116,4 +206,7 @@ def syncs(world: World, root: Path, scratch: Path) -> None:
         made |= {name: run() for name, run in runs.items()}
     with engine_layers(fused=False):
         made["unfused"] = of_both()
-    say(world, case="syncs", **made)
+    made["experts, unfused"] = of_both(sparse)
+    with fused_experts():
+        made["experts"] = of_both(sparse)
+    say(world, case="syncs", **made, norms=recomputed_norms(world, dense[0]))

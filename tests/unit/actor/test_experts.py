@@ -5,10 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_tlt.actor.experts import GroupedExperts, _ZeroUnused
+from megatron_tlt.actor.experts import GroupedExperts, _Dispatcher, _ZeroUnused
+
+# isort: split
+from megatron.core.transformer.moe import token_dispatcher
 
 ALIGNED = 16  # bytes, of rows in memory
 
@@ -59,3 +63,25 @@ def test_experts_without_a_row_and_uneven_ones_are_laid_out_as_the_kernel_takes_
             assert all(stride * a.element_size() % ALIGNED == 0 for stride in strides if stride != 1)
     for weight in experts.parameters():
         assert not weight.grad[1].any() and all(weight.grad[i].any() for i in (0, 2, 3))
+
+
+@pytest.mark.parametrize(("exchanges", "fused", "moved"), [(True, True, 3), (False, True, 0), (False, False, 1)])
+def test_only_split_sizes_of_an_exchange_leave_the_device(
+    monkeypatch: pytest.MonkeyPatch, exchanges: bool, fused: bool, moved: int
+) -> None:
+    """Of a GPU's layer. Without fused permutation megatron needs the counts of all ranks for each expert, too."""
+    to_host: list[object] = []
+    monkeypatch.setattr(
+        token_dispatcher, "maybe_move_tensor_to_cpu", lambda t, **_: t if t is None or t == 7 else to_host.append(t)
+    )
+    dispatcher = object.__new__(_Dispatcher)
+    dispatcher.config = SimpleNamespace(moe_permute_fusion=fused)
+    dispatcher.drop_and_pad, dispatcher.num_local_experts, dispatcher.num_out_tokens = False, 4, 7
+    dispatcher.cuda_dtoh_stream = torch.cuda.Stream()  # the CPU's, of `actor/compat.py`
+    dispatcher.cuda_dtoh_point = dispatcher.cuda_sync_point = "before_permutation_1"
+    sizes = ["sent", "received", "gathered"] if exchanges else [None] * 3
+    dispatcher.input_splits, dispatcher.output_splits, dispatcher.output_splits_tp = sizes
+    dispatcher.num_global_tokens_per_local_expert = "of all ranks"
+    counts = torch.tensor([3, 0, 6, 1])
+    assert dispatcher._maybe_dtoh_and_synchronize("before_permutation_1", counts) is counts
+    assert len(to_host) == moved

@@ -25,6 +25,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 
 RECIPES = Path("configs/recipes")
 COMMON = {
@@ -76,6 +77,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer, "HAS_CUDA", True)
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
         monkeypatch.setattr(rope_utils, name, lambda *_: None)
+    for name in ("permute", "permute_with_probs", "unpermute", "sort_chunks_by_index"):
+        monkeypatch.setattr(moe_utils, f"fused_{name}", lambda *_: None, raising=False)
+    monkeypatch.setattr(moe_utils, "fused_sort_chunks_by_index_with_probs", lambda *_: None, raising=False)
     monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", provider.TESpecProvider, raising=False)
     monkeypatch.setattr(provider, "is_te_min_version", lambda version: True)
 
@@ -151,6 +155,7 @@ def test_layers_with_experts_have_their_norm_apart(gpu: None) -> None:
     transformer, _, _, block = resolved("grpo-qwen3-30b-a3b-8n8g")
     wanted = {"num_moe_experts": 128, "moe_router_topk": 8, "expert_model_parallel_size": 8}
     wanted |= {"moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none"}
+    wanted |= {"moe_permute_fusion": True}
     assert {name: transformer[name] for name in wanted} == wanted
     assert len(block.layer_specs) == 48
     layer = block.layer_specs[0]
