@@ -179,7 +179,8 @@ def load_state(module: Any, optimizer: Any, groups: ActorGroups, directory: Path
         )
         left_out = module.load_state_dict(state["model"], strict=False)
         assert not left_out.unexpected_keys and not trainable(module).keys() & set(left_out.missing_keys)
-        optimizer.load_state_dict(state["optimizer"])
+        with optimizer_shards.state_read_in_place(optimizer):
+            optimizer.load_state_dict(state["optimizer"])
         optimizer_shards.separate_steps(optimizer)
 
 

@@ -122,6 +122,8 @@ def guarded_step(optimizer: Any, section: OptimizerSection, lr: float) -> Optimi
         for group in optimizer.param_groups:
             if not HAS_CUDA:  # torch's optimizers there: one pass over memory in place of seven
                 group["fused"] = True
+            elif "foreach" in group:  # torch's AdamW in place of Transformer Engine's: no temporaries of all parameters
+                group["foreach"] = False
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = section.weight_decay * group["wd_mult"]
         applied = bool(optimizer.step_with_ready_grads())

@@ -102,6 +102,7 @@ def _policy_parts(
         "gradients": (count + experts) * 4,
         "optimizer": policy.optimizer_bytes(config, count, experts, dims, device),
         "rotations": policy.rotation_bytes(config, shape, dims, device),
+        "dummy gradients": policy.dummy_gradient_bytes(config, shape, dims, stage, device),
         "activations": policy.activation_bytes(config, shape, dims, stage, device),
     }
 

@@ -43,6 +43,27 @@ def optimizer_bytes(
     return (master + moments) * (parameters // replicas + experts * dims.ep // (replicas * dims.tp))
 
 
+def dummy_gradient_bytes(
+    config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device
+) -> int:
+    """Buffers of Transformer Engine from the first update on: one of each shape of a linear layer's weight.
+
+    A linear layer adds its gradient to the gradient buffer itself and returns one of these in its place
+    (`get_dummy_wgrad`; megatron's LM head does the same). The experts' grouped products have none.
+    """
+    if device != "cuda" or config.actor.layer_spec == "local":
+        return 0
+    hidden, tp = shape.hidden_size, dims.tp
+    heads, groups = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    dense = shape.intermediate_size if len(shape.moe_layers) < shape.num_layers else 0
+    shapes = {((heads + 2 * groups) // tp, hidden), (hidden, heads // tp)}
+    for width in (dense, shape.shared_expert_intermediate_size):
+        shapes |= {(2 * width // tp, hidden), (hidden, width // tp)}
+    if stage == dims.pp - 1:
+        shapes.add((-(-shape.vocab_size // tp), hidden))
+    return element_bytes(config.actor.dtype) * sum(rows * columns for rows, columns in shapes)
+
+
 def micro_batch_tokens(config: Config | SftConfig) -> int:
     """T: the packing budget, or one longest sequence when that is more, split over context parallel ranks."""
     return -(-max(config.actor.micro_batch_tokens, _longest(config)) // config.actor.cp)

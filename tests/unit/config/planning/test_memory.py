@@ -62,6 +62,20 @@ def test_training_state_costs_18_bytes_a_parameter_and_6_when_sharded():
         assert state / count == pytest.approx(expected, rel=1e-3)
 
 
+def test_transformer_engine_keeps_one_gradient_of_each_shape_of_a_weight():
+    """Qwen2.5-7B in bf16 at TP 2, in MB: LM head 545, fc1 136, fc2 68, query, key, value and projection 29."""
+    config = config_of("actor.tp=2")
+    (stage,) = estimate_memory(config, shape_of("qwen2.5-7b"), 2, "cuda")
+    assert stage.parts["dummy gradients"] / 1e6 == pytest.approx(545 + 136 + 68 + 29, abs=2)
+    assert "dummy gradients" not in stage.only, "kept from the first update on"
+    sparse = estimate_memory(config, shape_of("qwen3-30b-a3b"), 2, "cuda")[0].parts["dummy gradients"]
+    assert sparse / 1e6 == pytest.approx((151936 * 2048 + 5120 * 2048 + 4096 * 2048) / 1e6, rel=1e-3), "no experts"
+    first = estimate_memory(config_of("actor.pp=2"), shape_of("qwen2.5-7b"), 2, "cuda")[0]
+    assert first.parts["dummy gradients"] / 1e6 == pytest.approx(2 * (136 + 68 + 29), abs=2), "no LM head"
+    for overrides, device in ((["actor.layer_spec=local"], "cuda"), ([], "cpu")):
+        assert not estimate_memory(config_of(*overrides), shape_of("qwen2.5-7b"), 1, device)[0].parts["dummy gradients"]
+
+
 def test_kv_bytes_of_a_known_model():
     # Qwen2.5-7B in bf16: 2 * 28 layers * 4 heads * 128 * 2 bytes.
     assert kv_bytes_per_token(config_of("rollout.dtype=bf16"), shape_of("qwen2.5-7b")) == 57344
