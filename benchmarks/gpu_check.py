@@ -19,21 +19,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu.expected import expected  # noqa: E402
+from benchmarks.gpu.result import Result  # noqa: E402
 from benchmarks.lib.bench_record import write_record  # noqa: E402
 
-# The most telling first: what comes behind a part that takes too long is cut.
-PARTS = ("versions", "kernels", "decode", "graphs", "ranks", "speculation", "drafter", "update", "rl")
+# Seconds that a part takes on a GPU whose caches of compiled kernels are empty: estimates, for the order and for tests.
+# What tells most a second comes first. Parts behind the end of the time are cut, and keep the rows that they have.
+PARTS = {
+    "versions": 15,
+    "kernels": 90,  # and compiles them for all others
+    "decode": 70,
+    "speculation": 130,
+    "rl": 140,
+    "exact": 160,
+    "graphs": 50,
+    "update": 40,
+    "drafter": 40,
+    "engines": 240,
+    "ranks": 40,
+}
 RECIPE = ROOT / "configs/recipes/grpo-qwen2.5-0.5b-1n1g.yaml"
 MINUTES = 10.0
-LARGEST_SHARE = 0.3  # of the time, for one part: one that hangs must leave time for the others
+LARGEST_SHARE = 0.4  # of the time, for one part: one that hangs must leave time for the others
 LAST_LINES = 6  # of a part that died, in the record
+POLL_SECONDS = 0.2  # between two looks at what a part has found
 
 Found = dict[str, Any]
 
@@ -84,31 +99,46 @@ def run_part(args: argparse.Namespace, part: str, work: Path, seconds: float) ->
     if args.device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}  # triton reads it at its import
     started = time.monotonic()
+    print(f"\n{part}", flush=True)
     with (work / f"{part}.log").open("w+") as log:
         process = subprocess.Popen(
             command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
+            found = follow(process, out, started + seconds)
         finally:
-            if process.poll() is None:
+            if is_cut := process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # also what the part started
                 process.wait()
         log.seek(0)
         last = [line for line in log.read().strip().splitlines() if line.strip()][-LAST_LINES:]
-    found = empty(part, time.monotonic() - started)
-    if code == 0 and out.is_file():
-        return found | json.loads(out.read_text())
-    what = f"ended with {code}: {last[-1] if last else 'no output'}"
-    what = f"no end after {seconds:.0f} s" if code is None else what
-    return found | {"failures": [what], "log": last}
+    if is_cut:
+        found.fail(f"no end after {seconds:.0f} s")
+    elif process.returncode:
+        found.fail(f"ended with {process.returncode}: {last[-1] if last else 'no output'}")
+    return as_found(part, found, time.monotonic() - started) | ({"log": last} if found.failures else {})
 
 
-def empty(part: str, seconds: float) -> Found:
-    """A part without figures."""
-    return {"part": part, "seconds": seconds, "rows": [], "summary": {}, "failures": []}
+def follow(process: subprocess.Popen[bytes], out: Path, end: float) -> Result:
+    """What a part writes to `out`, printed as it comes, until it ends or the time is over."""
+    found, read = Result(), 0
+    while True:
+        is_over = process.poll() is not None or time.monotonic() >= end
+        lines = out.read_text().splitlines(keepends=True) if out.is_file() else []
+        for line in lines[read:]:
+            if line.endswith("\n"):
+                found.take(line)
+                show(out.stem, json.loads(line))
+                read += 1
+        if is_over:
+            return found
+        time.sleep(POLL_SECONDS)
+
+
+def as_found(part: str, found: Result, seconds: float) -> Found:
+    """A part's result as the record has it."""
+    figures = {"rows": found.rows, "summary": found.summary, "failures": found.failures}
+    return {"part": part, "seconds": seconds, **figures}
 
 
 def in_process(args: argparse.Namespace) -> None:
@@ -123,20 +153,18 @@ def in_process(args: argparse.Namespace) -> None:
         raise SystemExit("no CUDA device: --device cpu --smoke rehearses without one")
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     part = importlib.import_module(f"benchmarks.gpu.{args.parts[0]}")
-    result = part.run(Check(device, args.smoke, args.recipe, args.work))
-    args.in_process.write_text(json.dumps(asdict(result)))
+    with args.in_process.open("w") as file:
+        part.run(Check(device, args.smoke, args.recipe, args.work), Result(file))
 
 
-def figures(found: Found) -> str:
-    """A part's figures, a line each."""
-    lines = [f"\n{found['part']}  ({found['seconds']:.0f} s)"]
-    for name, value in found["summary"].items():
+def show(part: str, found: dict[str, Any]) -> None:
+    """Prints a row, or figures with what they are expected to be. Failures are printed at the end."""
+    if "row" in found:
+        cells = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found["row"].items())
+        print("    " + "  ".join(cells), flush=True)
+    for name, value in found.get("summary", {}).items():
         shown = f"{value:14.4g}" if isinstance(value, float | int) else f"{value:>14s}"
-        lines.append(f"  {name:32s}{shown}")
-    for row in found["rows"]:
-        cells = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
-        lines.append("    " + "  ".join(cells))
-    return "\n".join(lines)
+        print(f"  {name:32s}{shown}{expected(part, name)}", flush=True)
 
 
 def failures(every: list[Found]) -> list[str]:
@@ -145,16 +173,16 @@ def failures(every: list[Found]) -> list[str]:
 
 
 def run_all(args: argparse.Namespace, work: Path) -> list[Found]:
-    """All parts in order, figures printed as they come."""
+    """All parts in order. The record is written anew after each."""
     every: list[Found] = []
     end = time.monotonic() + 60 * args.minutes
     for part in args.parts:
         left = end - time.monotonic()
         if left <= 1:
-            every.append({**empty(part, 0.0), "failures": ["no time was left"]})
+            every.append(as_found(part, Result(failures=["no time was left"]), 0.0))
             continue
         every.append(run_part(args, part, work, max(1.0, min(left, 60 * args.minutes * LARGEST_SHARE))))
-        print(figures(every[-1]), flush=True)
+        print(f"  {'seconds':32s}{every[-1]['seconds']:14.0f}", flush=True)
         record(args, every)
     record(args, every)
     return every

@@ -1,4 +1,4 @@
-"""What the parts of `gpu_check.py` share: device, sizes, policies that are made here, timing, and a part's result."""
+"""What the parts of `gpu_check.py` share: device, sizes, policies that are made here, and timing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,17 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "assets/demo-policy"
 TINY = ModelConfig("qwen2", 288, 64, 2, 4, 2, 16, 128, qkv_bias=True, tie_word_embeddings=True)
 MAX_POSITIONS = 8192
-
-Row = dict[str, Any]
-
-
-@dataclass
-class Result:
-    """What a part found. `failures`: figures that must not be as they are."""
-
-    rows: list[Row] = field(default_factory=list)
-    summary: dict[str, float | str] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ import torch
 
 from benchmarks.gpu.batches import BLOCK, blocks_for, chains
 from benchmarks.gpu.bounds import bound, mean_context
-from benchmarks.gpu.check import Check, Result, Row
+from benchmarks.gpu.check import Check
+from benchmarks.gpu.result import Result, Row
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.options import EngineOptions
@@ -69,25 +70,24 @@ def pool_of(backend: EmbeddedBackend) -> GraphPool:
     return pool
 
 
-def run(check: Check) -> Result:
+def run(check: Check, found: Result) -> None:
     """All batch sizes, the smallest first."""
     batches = [1, 4] if check.smoke else [1, 8, 32, 128]
     prompt, tokens, repeats = (8, 8, 2) if check.smoke else (128, 256, 3)
-    found, peaks, config = Result(), check.peaks(), check.shape()
+    peaks, config = check.peaks(), check.shape()
     backend = open_engine(check, check.random_policy(), max(batches), prompt + tokens)
     for batch in batches:
         row = measure(check, backend, batch, prompt, tokens, repeats)
         limit = bound(config, peaks, batch, mean_context(prompt, tokens), check.dtype.itemsize)
         row |= {"of_bandwidth": row["tokens_per_s"] / limit.by_bandwidth}
         row |= {"forward_of_bandwidth": batch / (row["forward_ms"] / 1e3) / limit.by_bandwidth}
-        found.rows.append(row)
-        found.summary[f"tokens_per_s_{batch}"] = row["tokens_per_s"]
-        found.summary[f"of_bandwidth_bound_{batch}"] = row["of_bandwidth"]
-        found.summary[f"forward_of_bound_{batch}"] = row["forward_of_bandwidth"]
-        found.summary[f"host_ms_{batch}"] = row["host_ms"]
+        found.add_row(row)
+        found.note({f"tokens_per_s_{batch}": row["tokens_per_s"]})
+        found.note({f"of_bandwidth_bound_{batch}": row["of_bandwidth"]})
+        found.note({f"forward_of_bound_{batch}": row["forward_of_bandwidth"]})
+        found.note({f"host_ms_{batch}": row["host_ms"]})
     if check.is_cuda and not pool_of(backend).graphs.stats.replays:
-        found.failures.append("no decoding step was a captured graph")
-    return found
+        found.fail("no decoding step was a captured graph")
 
 
 def measure(check: Check, backend: EmbeddedBackend, batch: int, prompt: int, tokens: int, repeats: int) -> Row:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.check import TINY, Check, Result, Row, reason
+from benchmarks.gpu.check import TINY, Check, reason
+from benchmarks.gpu.result import Result, Row
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.batching import DraftSequence, collate
 from megatron_tlt.drafter.fp8 import use_fp8
@@ -29,9 +30,9 @@ SEQUENCES, TOKENS = 2, 2048  # a micro-step of 4k tokens
 FARTHEST = 0.3  # of an FP8 gradient from the bf16 one, over its norm
 
 
-def run(check: Check) -> Result:
+def run(check: Check, found: Result) -> None:
     """All arithmetic that are installed here; one that is not is named in its row."""
-    found, config = Result(), TINY if check.smoke else SEVEN
+    config = TINY if check.smoke else SEVEN
     tokens = 32 if check.smoke else TOKENS
     generator = torch.Generator(check.device).manual_seed(0)
 
@@ -50,15 +51,14 @@ def run(check: Check) -> Result:
         try:
             row, gradient = measure(check, config, head, batch, mode)
         except ConfigError as error:
-            found.rows.append({"fp8": mode, "why_not": reason(error)})
+            found.add_row({"fp8": mode, "why_not": reason(error)})
             continue
         first = gradient if first is None else first
         row["gradient_off"] = float((gradient - first).norm() / first.norm())
-        found.rows.append(row)
+        found.add_row(row)
         if row["gradient_off"] > FARTHEST:
-            found.failures.append(f"{mode}: its gradient is {row['gradient_off']:.0%} off")
+            found.fail(f"{mode}: its gradient is {row['gradient_off']:.0%} off")
     summarize(found)
-    return found
 
 
 def measure(
@@ -91,8 +91,6 @@ def measure(
 def summarize(found: Result) -> None:
     """Tokens a second, and FP8 over bf16. Mutates `found`."""
     rates = {row["fp8"]: row["tokens_per_s"] for row in found.rows if "tokens_per_s" in row}
-    found.summary["tokens_per_s"] = rates["off"]
-    found.summary |= {
-        f"{mode}_over_bf16": rate / rates["off"] for mode, rate in rates.items() if mode != "off"
-    }
-    found.summary["peak_mib"] = found.rows[0]["peak_mib"]
+    found.note({"tokens_per_s": rates["off"]})
+    found.note({f"{mode}_over_bf16": rate / rates["off"] for mode, rate in rates.items() if mode != "off"})
+    found.note({"peak_mib": found.rows[0]["peak_mib"]})

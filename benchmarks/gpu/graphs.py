@@ -15,8 +15,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.batches import BLOCK, blocks_for, chains
-from benchmarks.gpu.check import Check, Result, Row
+from benchmarks.gpu.check import Check
 from benchmarks.gpu.kernels import LIMITS, distance
+from benchmarks.gpu.result import Result, Row
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.config import ModelConfig
@@ -40,10 +41,10 @@ def open_decoder(check: Check) -> TorchDecoder:
     return decoder
 
 
-def run(check: Check) -> Result:
+def run(check: Check, found: Result) -> None:
     """Equality first, then times and memory."""
     batches = [1, 4] if check.smoke else [1, 8, 32, 128]
-    decoder, found = open_decoder(check), Result()
+    decoder = open_decoder(check)
     kv = decoder.new_kv_cache(blocks_for(max(batches), max(VERIFY[2]), CONTEXT), BLOCK)
     if check.is_cuda:
         kv.fix_address()
@@ -54,29 +55,26 @@ def run(check: Check) -> Result:
     for batch in batches:
         for tokens in (1, *strategies_of(batch)):
             row = compare(check, decoder, pool, kv, batch, tokens)
-            found.rows.append(row)
+            found.add_row(row)
             if row["error"] > LIMITS[check.dtype]:  # another split of the context rounds otherwise
-                found.failures.append(f"batch {batch}, {tokens} rows each: off by {row['error']:.1e}")
+                found.fail(f"batch {batch}, {tokens} rows each: off by {row['error']:.1e}")
     if check.is_cuda:  # what a rollout finds after an update
         kv.release()
         kv.resume(decoder.new_kv_cache)
         error = compare(check, decoder, pool, kv, batches[0], 1)["error"]
-        found.summary["error_after_release"] = error
+        found.note({"error_after_release": error})
         if error > LIMITS[check.dtype]:
-            found.failures.append(f"a graph replayed after the cache was released and taken again: off by {error:.1e}")
+            found.fail(f"a graph replayed after the cache was released and taken again: off by {error:.1e}")
     graphs, eager = pool.graphs, pool.graphs.stats.eager
-    found.summary |= {
-        f"speedup_{r['batch']}": r["eager_ms"] / r["graph_ms"] for r in found.rows if r["rows"] == 1
-    }
-    found.summary |= {"captures": float(len(graphs.keys)), "capture_s": graphs.stats.capture_seconds}
-    found.summary |= launches(check, decoder, kv)
+    found.note({f"speedup_{r['batch']}": r["eager_ms"] / r["graph_ms"] for r in found.rows if r["rows"] == 1})
+    found.note({"captures": float(len(graphs.keys)), "capture_s": graphs.stats.capture_seconds})
+    found.note(launches(check, decoder, kv))
     del pool, graphs
-    memory = [graph_memory(decoder, kv, batches, name) for name in ("one strategy", "naive many", "ours")]
-    found.rows += memory
-    found.summary |= {f"mib_{m['pool'].replace(' ', '_')}": m["mib"] for m in memory}
+    for name in ("one strategy", "naive many", "ours"):
+        found.add_row(graph_memory(decoder, kv, batches, name))
+        found.note({f"mib_{name.replace(' ', '_')}": found.rows[-1]["mib"]})
     if check.is_cuda and eager:
-        found.failures.append(f"{eager} steps had no graph")
-    return found
+        found.fail(f"{eager} steps had no graph")
 
 
 def strategies_of(batch: int) -> tuple[int, ...]:

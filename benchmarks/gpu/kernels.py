@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.batches import BLOCK, blocks_for, chains
-from benchmarks.gpu.check import TINY, Check, Result, reason
+from benchmarks.gpu.check import TINY, Check, reason
+from benchmarks.gpu.result import Result
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.keyed_noise import best_candidates, gumbel_noise, key_tensor
 from megatron_tlt.models.torch.attention import AttentionPlan
@@ -227,19 +228,17 @@ def attention_speed(check: Check) -> dict[str, float]:
     return summary
 
 
-def run(check: Check) -> Result:
+def run(check: Check, found: Result) -> None:
     """All cases, then the speed of attention."""
-    found = Result()
     for name, case in CASES.items():
         try:
             error, limit = case(check)
         except Exception as error_:  # noqa: BLE001 - the edge: one kernel that does not compile must not hide the others
-            found.failures.append(f"{name}: {reason(error_)}")
+            found.fail(f"{name}: {reason(error_)}")
             traceback.print_exc()  # into the part's log
             continue
-        found.rows.append({"case": name, "error": error, "limit": limit})
+        found.add_row({"case": name, "error": error, "limit": limit})
         if error > limit:
-            found.failures.append(f"{name}: error {error:.2e}, limit {limit:.0e}")
-    found.summary |= {"cases": float(len(CASES)), "failed": float(len(found.failures))}
-    found.summary |= attention_speed(check)
-    return found
+            found.fail(f"{name}: error {error:.2e}, limit {limit:.0e}")
+    found.note({"cases": float(len(CASES)), "failed": float(len(found.failures))})
+    found.note(attention_speed(check))

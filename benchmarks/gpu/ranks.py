@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from benchmarks.gpu.check import Check, Result
+from benchmarks.gpu.check import Check
+from benchmarks.gpu.result import Result
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import set_nccl_environment
 from megatron_tlt.rollout.graph_capture import CudaCapturer, EagerCapturer, GraphCache
@@ -28,23 +29,26 @@ _STORE = "ranks.store"  # in the check's folder
 SHAPES = ((1, 3584), (64, 3584))  # rows of a decoding forward
 
 
-def run(check: Check) -> Result:
+def run(check: Check, found: Result) -> None:
     """Both ranks in processes of their own."""
     if check.is_cuda and torch.cuda.device_count() < RANKS:
-        return Result(summary={"skipped": f"{RANKS} GPUs are needed, {torch.cuda.device_count()} is visible"})
+        found.note({"skipped": f"{RANKS} GPUs are needed, {torch.cuda.device_count()} is visible"})
+        return
     (check.work / _STORE).unlink(missing_ok=True)
-    found = Result(failures=_run_both(check))
+    for failure in _run_both(check):
+        found.fail(failure)
     if found.failures:
-        return found
+        return
     for rank in range(RANKS):
-        found.rows += json.loads(_record(check.work, rank).read_text())
+        for row in json.loads(_record(check.work, rank).read_text()):
+            found.add_row(row)
     for row in found.rows:
-        wrong = [what for what in ("graph_is_eager", "is_sum") if not row[what]]
-        found.failures += [f"rank {row['rank']}, {row['rows']} rows: not {what}" for what in wrong]
+        for what in ("graph_is_eager", "is_sum"):
+            if not row[what]:
+                found.fail(f"rank {row['rank']}, {row['rows']} rows: not {what}")
     for rows, _ in SHAPES:
         for name in ("graph_us", "eager_us"):
-            found.summary[f"{name}_{rows}"] = max(row[name] for row in found.rows if row["rows"] == rows)
-    return found
+            found.note({f"{name}_{rows}": max(row[name] for row in found.rows if row["rows"] == rows)})
 
 
 def _run_both(check: Check) -> list[str]:

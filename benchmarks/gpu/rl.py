@@ -2,8 +2,8 @@
 
 Each run is a job of its own, `megatron_tlt train` on one rank. Random weights accept few drafts, so the ratio of
 steps says what TLT costs where it cannot help; part `speculation` says what it gives. In the recipe's bf16 the shape
-of a forward rounds, and responses part now and then; on a GPU a second pair of runs with float32, invariant numerics
-and `train.deterministic` must have the same responses in every step, as every run on a CPU must.
+of a forward rounds, and responses part now and then: `flips_per_token` says how often. Part `exact` has the pairs of
+runs that must not part on a GPU; on a CPU every pair must have the same responses.
 """
 
 from __future__ import annotations
@@ -19,16 +19,12 @@ from typing import Any
 
 import yaml
 
-from benchmarks.gpu.check import ROOT, Check, Result, Row
+from benchmarks.gpu.check import ROOT, Check
+from benchmarks.gpu.result import Result, Row
 
 OFF = {"rollout": {"speculation": {"drafter": "none"}}, "idle": {"train_drafter": False}}
 # Always drafts, so that agreement is no accident.
 FIXED = {"speculation": {"selector": "fixed", "draft_len": 4}}
-EXACT = {
-    "actor": {"dtype": "fp32", "micro_batch_tokens": 4096},  # twice the bytes of the recipe's activations
-    "rollout": {"dtype": "fp32", "numerics": "invariant", "max_tokens": 64, **FIXED},
-    "train": {"deterministic": True, "prompts_per_step": 4},
-}
 PROMPTS, SAMPLES = 8, 8
 WORDS = ("sort", "add", "reverse", "count")
 LAST_LINES = 4  # of a job that failed, in the table
@@ -45,16 +41,9 @@ class Pair:
     must_agree: bool
 
 
-def run(check: Check) -> Result:
-    """Both pairs on a GPU, one on a CPU."""
-    steps = 2 if check.smoke else 10
-    pairs = [Pair("recipe", steps, {}, must_agree=not check.is_cuda)]
-    if check.is_cuda:
-        pairs.append(Pair("exact", 3, EXACT, must_agree=True))
-    found = Result()
-    for pair in pairs:
-        judge(check, pair, found)
-    return found
+def run(check: Check, found: Result) -> None:
+    """The recipe as it is."""
+    judge(check, Pair("recipe", 2 if check.smoke else 10, {}, must_agree=not check.is_cuda), found)
 
 
 def judge(check: Check, pair: Pair, found: Result) -> None:
@@ -64,29 +53,37 @@ def judge(check: Check, pair: Pair, found: Result) -> None:
         folder = check.work / f"rl-{pair.name}-{mode}"
         launch(check, folder, pair.steps, merged(pair.changes, changes))
         rows[mode] = read(folder)
-        found.rows.append({"pair": pair.name, "mode": mode, **phases(rows[mode])})
+        found.add_row({"pair": pair.name, "mode": mode, **phases(rows[mode])})
     same = [a["responses"] == b["responses"] for a, b in zip(rows["off"], rows["on"], strict=True)]
     on, off = (found.rows[-1]["step_s"], found.rows[-2]["step_s"])
     prefix = "" if pair.name == "recipe" else f"{pair.name}_"
-    found.summary |= {f"{prefix}same_responses": same_share(rows), f"{prefix}off_over_on": off / on}
-    found.summary |= {f"{prefix}step_s_on": on, f"{prefix}step_s_off": off}
+    found.note({f"{prefix}same_responses": same_share(rows), f"{prefix}off_over_on": off / on})
+    found.note({f"{prefix}flips_per_token": flips_per_token(rows)})
+    found.note({f"{prefix}step_s_on": on, f"{prefix}step_s_off": off})
     trained = sum(row.get("drafter/steps", 0.0) for row in rows["on"])
-    found.summary[f"{prefix}accept_length"] = rows["on"][-1].get("spec/accept_length", 0.0)
-    found.summary[f"{prefix}drafter_steps"] = trained
+    found.note({f"{prefix}accept_length": rows["on"][-1].get("spec/accept_length", 0.0)})
+    found.note({f"{prefix}drafter_steps": trained})
     if len(same) != pair.steps:
-        found.failures.append(f"{pair.name}: {len(same)} of {pair.steps} steps are in the metrics")
+        found.fail(f"{pair.name}: {len(same)} of {pair.steps} steps are in the metrics")
     if pair.must_agree and not all(same):
-        found.failures.append(f"{pair.name}: responses differ with TLT in step {same.index(False) + 1}")
+        found.fail(f"{pair.name}: responses differ with TLT in step {same.index(False) + 1}")
     if not trained:
-        found.failures.append(f"{pair.name}: the drafter was not trained")
+        found.fail(f"{pair.name}: the drafter was not trained")
     if not any(row.get("policy/grad_norm", 0.0) > 0 for row in rows["on"]):
-        found.failures.append(f"{pair.name}: no update had a gradient")
+        found.fail(f"{pair.name}: no update had a gradient")
 
 
 def same_share(rows: dict[str, list[Row]]) -> float:
     """Share of the responses that both runs gave word for word."""
     off, on = ([text for row in rows[mode] for text in row["texts"]] for mode in ("off", "on"))
     return sum(a == b for a, b in zip(off, on, strict=True)) / len(off)
+
+
+def flips_per_token(rows: dict[str, list[Row]]) -> float:
+    """How often a token differs where all before it were the same: differing responses over the tokens generated."""
+    off, on = ([text for row in rows[mode] for text in row["texts"]] for mode in ("off", "on"))
+    differing = sum(a != b for a, b in zip(off, on, strict=True))
+    return differing / sum(row["engine/generated_tokens"] for row in rows["off"])
 
 
 def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.check import ROOT, TOKENIZER, Check, Result, Row
+from benchmarks.gpu.check import ROOT, TOKENIZER, Check
 from benchmarks.gpu.decode import open_engine, pool_of
+from benchmarks.gpu.result import Result, Row
 from benchmarks.lib.larger_policy import widen, widen_drafter
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.models.config import ModelConfig
@@ -28,10 +29,8 @@ SAMPLES, SMOKE_SAMPLES = 8, 2
 STRATEGIES: dict[str, dict[str, Any]] = {
     "plain": {"drafter": "none"},
     "mixed": {"drafter": "eagle", "with_suffix": True, "selector": "cost_model"},
-    "suffix": {"drafter": "suffix", "selector": "cost_model"},
     "eagle": {"drafter": "eagle", "selector": "cost_model"},
     "eagle 4": {"drafter": "eagle", "selector": "fixed", "draft_len": 4},
-    "eagle 8": {"drafter": "eagle", "selector": "fixed", "draft_len": 8},
 }
 WORST = 0.9  # of plain decoding: the selector falls back to it, so less means that it mismeasures
 
@@ -60,20 +59,19 @@ class Side:
         return rate, [s.token_ids for s in samples], stats.speculation.accept_length
 
 
-def run(check: Check) -> Result:
+def run(check: Check, found: Result) -> None:
     """Every strategy at every batch size."""
     batches, rounds, tokens = ([1, 4], 1, 16) if check.smoke else ([1, 8, 32], 2, 320)
     folders = policy_and_drafter(check)
     names = list(STRATEGIES)[:2] if check.smoke else list(STRATEGIES)
     sides = [Side(check, name, folders, batches) for name in names]
-    found = Result()
     for batch in batches:
         each = max(2, batch // SAMPLES * 2)  # prompts of a round: 16 responses or twice the batch
         prompts, params = open_prompts(folders[0], each * (rounds + 1), tokens)
         chunks = [prompts[i * each : (i + 1) * each] for i in range(rounds + 1)]
-        found.rows += compare(sides, chunks, params, batch)
+        for row in compare(sides, chunks, params, batch):
+            found.add_row(row)
     summarize(found, sides, check)
-    return found
 
 
 def policy_and_drafter(check: Check) -> tuple[Path, Path]:
@@ -134,20 +132,17 @@ def share_of_different(a: Responses, b: Responses) -> float:
 def summarize(found: Result, sides: list[Side], check: Check) -> None:
     """Figures of the mixed drafter; responses that must not differ. Mutates `found`."""
     ours = [row for row in found.rows if row["strategy"] == "mixed"]
-    found.summary |= {f"speedup_b{row['batch']}": row["speedup"] for row in ours}
-    found.summary |= {
-        "accept_length": ours[0]["accept_length"],
-        "worst_batch": min(r["speedup"] for r in ours),
-    }
+    found.note({f"speedup_b{row['batch']}": row["speedup"] for row in ours})
+    found.note({"accept_length": ours[0]["accept_length"], "worst_batch": min(r["speedup"] for r in ours)})
     drafted = [row["differing"] for row in found.rows if row["strategy"] != "plain"]
     plain = max(row["differing"] for row in found.rows if row["strategy"] == "plain")
-    found.summary |= {"differing_responses": max(drafted), "differing_plain": plain}
+    found.note({"differing_responses": max(drafted), "differing_plain": plain})
     if not check.is_cuda and max(drafted) > 0:
-        found.failures.append(f"in float32 {max(drafted):.0%} of the responses changed with speculation")
+        found.fail(f"in float32 {max(drafted):.0%} of the responses changed with speculation")
     if ours[0]["accept_length"] <= 1.0:
-        found.failures.append("the mixed drafter's drafts are never accepted")
+        found.fail("the mixed drafter's drafts are never accepted")
     if not check.smoke and min(r["speedup"] for r in ours) < WORST:
-        found.failures.append(f"the mixed drafter is {min(r['speedup'] for r in ours):.2f} of plain decoding")
-    found.failures += [
-        f"{s.name}: no step went through the graph pool" for s in sides if not pool_of(s.backend).graphs.stats.replays
-    ]
+        found.fail(f"the mixed drafter is {min(r['speedup'] for r in ours):.2f} of plain decoding")
+    for side in sides:
+        if not pool_of(side.backend).graphs.stats.replays:
+            found.fail(f"{side.name}: no step went through the graph pool")

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.bounds import train_flops
-from benchmarks.gpu.check import Check, Result
+from benchmarks.gpu.check import Check
+from benchmarks.gpu.result import Result
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
@@ -33,9 +34,9 @@ class Surrogate:
         return -((x.logprobs - x.logprobs.detach()).exp() * x.advantages * x.mask).sum(), {}
 
 
-def run(check: Check) -> Result:
+def run(check: Check, found: Result) -> None:
     """Packed sequences of one micro-batch each, as the recipe sizes it."""
-    found, peaks, config = Result(), check.peaks(), check.config()
+    peaks, config = check.peaks(), check.config()
     length, count, repeats = (64, 4, 2) if check.smoke else (2048, 32, 5)
     actor = config.actor.model_copy(
         update={"dtype": check.dtype_name} | ({"micro_batch_tokens": 128} if check.smoke else {})
@@ -54,15 +55,14 @@ def run(check: Check) -> Result:
     taken = check.seconds(lambda: policy.train_step(batch), repeats=repeats, warm_up=1)
     seconds, tokens = statistics.median(taken), count * length
     work = train_flops(policy.config, count, length)
-    found.rows.append({"tokens": tokens, "seconds": seconds, "min": min(taken), "max": max(taken), **metrics})
-    found.summary |= {"tokens_per_s": tokens / seconds, "mfu": work / seconds / peaks.flops}
-    found.summary["grad_norm"] = metrics["grad_norm"]
+    found.add_row({"tokens": tokens, "seconds": seconds, "min": min(taken), "max": max(taken), **metrics})
+    found.note({"tokens_per_s": tokens / seconds, "mfu": work / seconds / peaks.flops})
+    found.note({"grad_norm": metrics["grad_norm"]})
     if check.is_cuda:
-        found.summary["peak_gib"] = torch.cuda.max_memory_allocated(check.device) / 2**30
+        found.note({"peak_gib": torch.cuda.max_memory_allocated(check.device) / 2**30})
     if not 0 < metrics["grad_norm"] < float("inf"):
-        found.failures.append(f"gradient norm {metrics['grad_norm']}")
+        found.fail(f"gradient norm {metrics['grad_norm']}")
     world.close()
-    return found
 
 
 def sequences(count: int, length: int, vocab: int) -> list[TrainSequence]:

@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from benchmarks.gpu.bounds import data_sheet
-from benchmarks.gpu.check import Check, Result, measured_peaks
+from benchmarks.gpu.check import Check, measured_peaks
+from benchmarks.gpu.result import Result
 
 PACKAGES = (
     "triton", "megatron-core", "transformer-engine", "transformer-engine-torch", "apex",
@@ -17,20 +18,15 @@ PACKAGES = (
 LEAST_SHARE = 0.5  # of the data sheet's figures: less is a throttled, shared or misread device
 
 
-def run(check: Check) -> Result:
+def run(check: Check, found: Result) -> None:
     """Versions, the GPU, and its two peaks."""
-    found = Result()
-    found.summary |= {"python": platform.python_version(), "torch": torch.__version__}
-    for name in PACKAGES:
-        try:
-            found.summary[name] = version(name)
-        except PackageNotFoundError:
-            found.summary[name] = "absent"
+    found.note({"python": platform.python_version(), "torch": torch.__version__})
+    found.note({name: installed(name) for name in PACKAGES})
     peaks = measured_peaks(check, "CPU")
     if check.is_cuda:
         free, total = torch.cuda.mem_get_info(check.device)
         properties = torch.cuda.get_device_properties(check.device)
-        found.summary |= {
+        of_gpu: dict[str, float | str] = {
             "gpu": properties.name,
             "capability": f"{properties.major}.{properties.minor}",
             "cuda": str(torch.version.cuda),
@@ -38,13 +34,23 @@ def run(check: Check) -> Result:
             "memory_gib": total / 2**30,
             "free_gib": free / 2**30,
         }
-    found.summary |= {"copy_gb_s": peaks.bandwidth / 1e9, "matmul_tflops": peaks.flops / 1e12}
+        found.note(of_gpu)
+    found.note({"copy_gb_s": peaks.bandwidth / 1e9, "matmul_tflops": peaks.flops / 1e12})
     sheet = data_sheet(str(found.summary.get("gpu", "")))
     if sheet is not None:
         shares = {
             "copy_of_sheet": peaks.bandwidth / sheet.bandwidth,
             "matmul_of_sheet": peaks.flops / sheet.flops,
         }
-        found.summary |= shares
-        found.failures += [f"{name} is {v:.2f}" for name, v in shares.items() if v < LEAST_SHARE]
-    return found
+        found.note(shares)
+        for name, share in shares.items():
+            if share < LEAST_SHARE:
+                found.fail(f"{name} is {share:.2f}")
+
+
+def installed(package: str) -> str:
+    """Its version."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,95 @@
+"""The embedded engine and vLLM with the same policy and drafter: tokens a second, plain and with drafts.
+
+The policy is that of part `speculation`. vLLM runs in its own environment (`rollout.vllm.python`); without one this
+part says so and compares nothing. Whichever engine a GPU finds faster may become the default there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.check import Check
+from benchmarks.gpu.result import Result
+from benchmarks.gpu.speculation import SAMPLES, SMOKE_SAMPLES, open_prompts, policy_and_drafter
+from megatron_tlt.backends.build import build_backend
+from megatron_tlt.backends.options import EngineOptions
+from megatron_tlt.backends.vllm.build import build_vllm
+from megatron_tlt.backends.vllm.launch import find_python
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.config.vllm import VllmSection
+from megatron_tlt.drafter.checkpoint import load_drafter
+from megatron_tlt.interfaces import RolloutBackend
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.types import GenerateCall, WeightBucket
+
+ENGINES: dict[str, Callable[[EngineOptions], RolloutBackend]] = {"embedded": build_backend, "vllm": build_vllm}
+MODES: dict[str, dict[str, Any]] = {
+    "off": {"drafter": "none"},
+    "on": {"drafter": "eagle", "selector": "cost_model"},
+}
+CONTEXT = 512
+
+
+def run(check: Check, found: Result) -> None:
+    """One engine after the other at each batch size: both do not fit beside each other on a small GPU."""
+    if find_python(VllmSection()) is None:
+        found.note({"skipped": "no vLLM: name its Python in rollout.vllm.python, or make setup-vllm"})
+        return
+    batches, rounds = ([1, 4], 1) if check.smoke else ([1, 32, 256], 3)
+    policy, drafter = policy_and_drafter(check)
+    for engine in ENGINES:
+        for mode in MODES:
+            backend = open_side(check, engine, mode, (policy, drafter), max(batches))
+            for batch in batches:
+                rate = tokens_per_second(check, backend, policy, batch, rounds)
+                found.add_row({"engine": engine, "mode": mode, "batch": batch, "tokens_per_s": rate})
+            backend.close()
+    for batch in batches:
+        rates = {(r["engine"], r["mode"]): r["tokens_per_s"] for r in found.rows if r["batch"] == batch}
+        found.note({f"embedded_over_vllm_{m}_{batch}": rates["embedded", m] / rates["vllm", m] for m in MODES})
+
+
+def open_side(
+    check: Check, engine: str, mode: str, folders: tuple[Path, Path], batch: int
+) -> RolloutBackend:
+    """An engine with the weights of the policy."""
+    policy, drafter = folders
+    shape = ModelConfig.from_hf(policy)
+    speculation = MODES[mode] | ({"drafter_path": str(drafter)} if mode == "on" else {})
+    rollout = RolloutSection.model_validate(
+        {
+            "backend": engine,
+            "dtype": check.dtype_name,
+            "max_running_requests": batch,
+            "max_batched_tokens": 8192 if check.is_cuda else 256,
+            "kv_cache_mib": 16384 if check.is_cuda else 64,
+            "speculation": speculation,
+        }
+    )
+    section = ModelSection(path=str(policy), max_context=CONTEXT)
+    given = load_drafter(drafter, shape) if mode == "on" else None
+    backend = ENGINES[engine](EngineOptions(rollout, section, device=check.device, drafter=given))
+    backend.begin_update(0)
+    backend.update_weights(WeightBucket(0, list(iter_weights(policy, shape))))
+    backend.finish_update()
+    return backend
+
+
+def tokens_per_second(check: Check, backend: RolloutBackend, policy: Path, batch: int, rounds: int) -> float:
+    """Median over rounds of new prompts, after one that captures and compiles."""
+    samples = SMOKE_SAMPLES if check.smoke else SAMPLES
+    each = max(1, batch // samples)
+    prompts, params = open_prompts(policy, each * (rounds + 1), 16 if check.smoke else 320)
+    rates = []
+    for turn in range(rounds + 1):
+        call = GenerateCall(prompts[turn * each : (turn + 1) * each], params, samples if batch > 1 else 1)
+        started = time.perf_counter()
+        generated = sum(len(sample.token_ids) for sample in backend.generate(call))
+        rates.append(generated / (time.perf_counter() - started))
+    return statistics.median(rates[1:])
