@@ -47,8 +47,6 @@ done
 # Without a limit every rank's thread pool would take all cores.
 export OMP_NUM_THREADS="$threads" MKL_NUM_THREADS="$threads" OPENBLAS_NUM_THREADS="$threads"
 export TOKENIZERS_PARALLELISM=false
-# Megatron overlaps communication with computation by the order of launches: one hardware queue keeps it.
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 # All ranks are on this machine, so nothing must be reachable from outside.
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" UCX_NET_DEVICES="${UCX_NET_DEVICES:-lo}"
 # A rank that waits in MPI yields its core: with more ranks than cores, spinning ones slow the working ones 4x.

@@ -27,8 +27,6 @@ set_environment() {
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
     # Ranks set their own number of threads (rollout.threads); a pool of all cores in each would fight for them.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-    # Megatron overlaps communication with computation by the order of launches: one hardware queue keeps it.
-    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 }
 
 set_network() {

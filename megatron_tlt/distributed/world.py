@@ -226,6 +226,9 @@ def _start_mpi() -> MPI.Comm:
 
 
 def _choose_device(wanted: str, local_rank: int) -> torch.device:
+    # Megatron overlaps communication with computation by the order of launches: one hardware queue keeps it. CUDA reads
+    # the variable when it makes the device's context, which `set_device` does.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     use_cuda = torch.cuda.is_available() if wanted == "auto" else wanted == "cuda"
     if not use_cuda:
         return torch.device("cpu")
