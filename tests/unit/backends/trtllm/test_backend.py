@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_tlt.backends import remote
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
