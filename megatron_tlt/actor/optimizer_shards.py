@@ -2,8 +2,9 @@
 
 megatron's distributed optimizer gives a data-parallel rank one range of each bucket, so of the row-major elements of a
 parameter it holds one range too. A checkpoint describes parts of a tensor as boxes (offset and size along each
-dimension): a range of a matrix is at most three of them, the end of a row, whole rows, the beginning of a row. The boxes
-are views of the optimizer's own tensors; a save copies nothing but what this rank writes, and a load fills them in place.
+dimension): a range of a matrix is at most three of them, the end of a row, whole rows, the beginning of a row. The
+boxes are views of the optimizer's own tensors; a save copies nothing but what this rank writes, and a load fills them
+in place.
 
 megatron-core 0.16.1 has three forms of its own: `fully_reshardable` gathers the state of all replicas (on every rank
 over NCCL, or on the first over gloo), `dp_reshardable` can be read under the same TP x PP only, and
