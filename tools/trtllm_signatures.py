@@ -1,10 +1,10 @@
 """Signatures of TensorRT-LLM's sources by `ast`: nothing is imported, so neither a GPU nor its dependencies are needed.
 
-    python tools/trtllm_signatures.py CHECKOUT --commit SHA --out tests/contracts/trtllm/signatures/SHA8.json PATH ...
+    python tools/trtllm_signatures.py CHECKOUT --commit SHA --out tests/contracts/trtllm/signatures/SHA8.json PATH
 
-Reads PATH ... below CHECKOUT (an unpacked wheel will do) and records of each class its bases, fields, methods with
-parameters and defaults, and what the methods reach from `self`; of each function its parameters. No code is kept.
-Standard library only, Python 3.10.
+Reads PATH below CHECKOUT (an unpacked wheel will do) and records of each class its bases, names of fields, methods
+with parameters and defaults, and what the methods reach from `self`; of each function its parameters. No code is kept.
+A record has one class or function a line. Standard library only, Python 3.10.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _class(node: ast.ClassDef) -> Signature:
-    """Bases, annotated fields with their defaults and aliases, methods, and names reached from `self`."""
+    """Bases, annotated fields and their aliases, methods, and names reached from `self`."""
     fields = {
-        item.target.id: _default(item.value)
+        item.target.id
         for item in node.body
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
     }
     methods = [item for item in node.body if isinstance(item, _FUNCTIONS)]
     return {
         "bases": [ast.unparse(base) for base in node.bases],
-        "fields": fields,
-        "aliases": sorted({alias for item in node.body for alias in _aliases(item)}),
+        "fields": sorted(fields | {alias for item in node.body for alias in _aliases(item)}),
         "methods": {method.name: _function(method) for method in methods},
         "reached": sorted({name for method in methods for name in _reached(method)}),
         "replaced_arguments": dict(found for method in methods for found in _replaced(method)),
@@ -55,8 +54,7 @@ def _class(node: ast.ClassDef) -> Signature:
 
 def _second_name(of: str) -> Signature:
     """What a name has that stands for another class of its module."""
-    nothing: Signature = {"fields": {}, "aliases": [], "methods": {}, "reached": [], "replaced_arguments": {}}
-    return {"bases": [of], **nothing}
+    return {"bases": [of], "fields": [], "methods": {}, "reached": [], "replaced_arguments": {}}
 
 
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
@@ -106,41 +104,37 @@ def _replaced(method: ast.AST) -> Iterator[tuple[str, int]]:
                 yield text[len("self.") :], place.value  # type: ignore[union-attr]
 
 
-def names_of(name: str, classes: dict[str, list[Signature]], seen: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Fields with aliases, defaults by field, and methods (name -> signature) of a class with those of its bases in the
-    same sources.
-    """
-    fields: dict[str, str | None] = {}
-    aliases: set[str] = set()
-    methods: dict[str, Signature] = {}
-    for entry in classes.get(name, []):
-        for base in entry["bases"]:
-            last = base.split("[")[0].split(".")[-1]
-            if last not in (*seen, name):
-                inherited = names_of(last, classes, (*seen, name))
-                fields = {**inherited["defaults"], **fields}
-                aliases |= inherited["fields"] - inherited["defaults"].keys()
-                methods = {**inherited["methods"], **methods}
-        fields = {**fields, **entry["fields"]}
-        aliases |= {*entry["aliases"]}
-        methods = {**methods, **entry["methods"]}
-    return {"fields": {*fields, *aliases}, "defaults": fields, "methods": methods}
+def names_of(name: str, classes: dict[str, Signature]) -> set[str]:
+    """Fields and aliases of a class with those of its bases in the same sources."""
+    if name not in classes:
+        return set()
+    others = {other: entry for other, entry in classes.items() if other != name}
+    bases = (base.split("[")[0].split(".")[-1] for base in classes[name]["bases"])
+    return set(classes[name]["fields"]).union(*(names_of(base, others) for base in bases))
+
+
+def record_of(commit: str, path: str, found: Signature) -> str:
+    """JSON with a class or a function on a line."""
+
+    def lines(entries: Signature) -> str:
+        return ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
+
+    head = [f' "commit": {json.dumps(commit)}', f' "file": {json.dumps(path)}']
+    parts = [f' "{kind}": {{\n{lines(entries)}\n }}' for kind, entries in found.items() if entries]
+    return "{\n" + ",\n".join(head + parts) + "\n}\n"
 
 
 def main() -> int:
-    """Records the files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Records the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("paths", nargs="+", help="files, relative to the checkout")
-    parser.add_argument("--commit", required=True, help="that the files were read at")
+    parser.add_argument("path", help="a file, relative to the checkout")
+    parser.add_argument("--commit", required=True, help="that the file was read at")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    files = {path: read_module((args.checkout / path).read_text(encoding="utf-8")) for path in args.paths}
-    record = {"repository": "NVIDIA/TensorRT-LLM", "commit": args.commit, "files": files}
+    found = read_module((args.checkout / args.path).read_text(encoding="utf-8"))
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    args.out.write_text(record_of(args.commit, args.path, found), encoding="utf-8")
     return 0
 
 

@@ -168,7 +168,7 @@ def _metadata(groups: ActorGroups, config: Any) -> dict[str, Any]:
     }
 
 
-def load_state(module: Any, optimizer: Any, groups: ActorGroups, directory: Path) -> None:
+def load_policy(module: Any, optimizer: Any, groups: ActorGroups, directory: Path) -> None:
     """Fills model and optimizer from a checkpoint of any layout, its checksums unverified. Collective.
 
     Nothing in it is unpickled. Raises CheckpointError.

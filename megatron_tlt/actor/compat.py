@@ -1,7 +1,8 @@
 """Everything in the actor that changes how a foreign library behaves, each with the condition of its removal.
 
 Every module that imports megatron imports this one first. Found by experiment with megatron-core 0.16.1. Two modules
-replace a part of megatron-core through its classes and say so at their top: `optimizer_shards.py`, `shard_writer.py`.
+replace a part of megatron-core through its classes and describe it at their top: `optimizer_shards.py` and
+`shard_writer.py`.
 
 | what | where |
 |---|---|
@@ -36,8 +37,8 @@ HAS_CUDA = torch.cuda.is_available()
 
 
 # -- megatron-core without CUDA. A `TorchFunctionMode`, an extension point of PyTorch, reads "cuda" as "cpu". Names are
-# replaced in torch.cuda only, none inside megatron. With CUDA all of it is inert. Remove when megatron-core asks its
-# accelerator, and not `torch.cuda`, for devices, streams and random states.
+# replaced in torch.cuda only, none inside megatron. With CUDA all of it is inert. Remove when megatron-core gets
+# devices, streams and random states from `torch.accelerator`, not from `torch.cuda`.
 
 
 def cpu_as_cuda() -> contextlib.AbstractContextManager[Any]:
@@ -177,7 +178,7 @@ def _offer_gradient_fusion() -> None:
 def give_sgd_a_state_function(optimizer: Any) -> None:
     """megatron calls the function that makes an optimizer's state before loading a checkpoint, and SGD has none.
 
-    Mutates the optimizer. Remove when megatron-core asks whether there is one.
+    Mutates the optimizer. Remove when megatron-core checks whether there is one.
     """
     for part in optimizer.chained_optimizers:
         if part.init_state_fn is None:
@@ -185,10 +186,10 @@ def give_sgd_a_state_function(optimizer: Any) -> None:
 
 
 def keep_one_table(rotary: Any, rows: int) -> None:
-    """Has megatron ask for a RoPE table of `rows` positions, or of a longer sequence's. Mutates.
+    """Makes megatron compute a RoPE table of `rows` positions, or of a longer sequence's. Mutates.
 
-    It asks for the longest sequence of each micro-batch, and keeps the tables of the last 32 lengths. Remove when it
-    keeps one table.
+    It computes one for the longest sequence of each micro-batch, and keeps the tables of the last 32 lengths. Remove
+    when it keeps one table.
     """
     longest: Callable[..., int] = rotary.get_rotary_seq_len
     rotary.get_rotary_seq_len = lambda *args, **kwargs: max(rows, longest(*args, **kwargs))
@@ -214,7 +215,7 @@ def load_numbers_only() -> Iterator[None]:
 
 
 def _quiet_a_warning() -> None:
-    """megatron logs, once a layer, that it does not know `RecomputedActivationMLP`, and treats it as other MLPs.
+    """megatron warns, once a layer, of the unknown `RecomputedActivationMLP`, and treats it as other MLPs.
 
     Remove when it recognises subclasses.
     """

@@ -9,8 +9,8 @@ causal attention costs the same everywhere (the layout that Transformer Engine t
     cp 2, rows of a sequence   | 0 1 | 2 3 | 4 5 | 6 7 |      rank 0: 0 1 6 7      rank 1: 2 3 4 5
 
 Everything but core attention works on rows alone. Padding lies behind a sequence's last token, where causal attention
-keeps it from every real row. Keys and values of all rows are gathered, and a rank's two chunks look at what lies before
-them. Transformer Engine's layers have forms of their own (`actor.cp_comm_type`).
+keeps it from every real row. Keys and values of all rows are gathered, and each of a rank's two chunks attends to the
+rows up to its own last one. Transformer Engine's layers have forms of their own (`actor.cp_comm_type`).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 def expert_config(
     config: ModelConfig, ep: int, aux_loss: float, z_loss: float, fused_permutation: bool
 ) -> dict[str, Any]:
-    """What TransformerConfig says of the experts; nothing for a dense model.
+    """Fields of TransformerConfig for the experts; none for a dense model.
 
     Auxiliary losses are the router's own (`Router`): megatron's are scaled for another divisor than ours.
     `fused_permutation` needs Transformer Engine 2.1. Without it every layer waits for the device, to select and to
@@ -149,7 +149,7 @@ class _Dispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class ExpertLayer(MoELayer):
-    """What stands for the MLP. `place`: which of the layers with experts it is; `recompute`: all of it in backward."""
+    """Takes the MLP's place. `place`: which of the layers with experts it is; `recompute`: all of it in backward."""
 
     def __init__(self, config: Any, submodules: MoESubmodules, place: int, recompute: bool):
         super().__init__(config, submodules)

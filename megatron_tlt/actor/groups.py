@@ -21,7 +21,7 @@ _open: Dims | None = None  # what megatron's globals hold now
 
 @dataclass(frozen=True)
 class ActorGroups:
-    """Where this rank sits in the actor's grid, and the groups it talks in."""
+    """Where this rank sits in the actor's grid, and the groups in which it communicates."""
 
     dims: Dims
     at: Coordinates

@@ -1,14 +1,15 @@
 """`ForwardStateCollector`: hidden states of a step's responses from the policy's own forward, for engines without them.
 
-Every response that is trained on passes the policy with the weights that rolled it out: in the forward that scores it,
+Every response that is trained on passes the policy with the weights that generated it: in the forward that scores it,
 where log-probs are needed before the update (engines without them, several mini-batches), else in the update's. The
-first of these passes is read; none is made for it. Responses without a gradient pass neither, and are not collected.
+collector reads the first of these passes and adds none. Responses without a gradient have neither pass and are not
+collected.
 
     rows of chosen responses, by hooks -> host -> along the pipeline to the response's owner -> its drafter's buffer
       last stage: state behind the final norm
       every stage: outputs of its auxiliary layers
 
-All ranks of a replica know its responses, so they choose and share them out alike, without a message.
+All ranks of a replica have its responses, so they choose and distribute them alike, without communication.
 
 Legend: L tokens of a response with its prompt, T rows of a micro-batch, H hidden size, C columns: H of each auxiliary
 layer, ascending, and H of the final state.

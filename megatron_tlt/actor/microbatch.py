@@ -65,7 +65,7 @@ class MicroBatch:
 
     @property
     def is_filler(self) -> bool:
-        """Whether this stands in for no work at all (an empty data-parallel rank)."""
+        """Whether this holds no sequence: the micro-batch of a rank without work."""
         return not self.members
 
     def response_array(self, name: str) -> Tensor:

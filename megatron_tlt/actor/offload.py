@@ -5,7 +5,7 @@ freed without a copy, for every update starts from zero. What is freed is the st
 megatron's distributed optimizer keeps of them, stay the same objects, and come back with the same bits. Weights stay
 on the device: scoring and weight syncs read them.
 
-On CPU the host is where the state lies anyway: gradient buffers are freed all the same, the rest moves elsewhere.
+On CPU the state is in the host's memory already: gradient buffers are freed, and the other tensors move within it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OptimizerOffload:
         self._host_copies = None
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """Of moments and master weights, each once; none that a weight lies in, and no step counters."""
+        """Of moments and master weights, each once; none that holds a weight, and no step counters."""
         taken = {_address(p) for p in self._ddp.module.parameters()}
         found = []
         for part in self._optimizer.chained_optimizers:

@@ -1,9 +1,10 @@
 """The distributed optimizer's state in checkpoints: every rank writes and reads its own range, and nothing is gathered.
 
 megatron's distributed optimizer gives a data-parallel rank one range of each bucket, so of the row-major elements of a
-parameter it holds one range too. A checkpoint knows parts of a tensor as boxes (offset and size along each dimension):
-a range of a matrix is at most three of them, the end of a row, whole rows, the beginning of a row. The boxes are views
-of the optimizer's own tensors; a save copies nothing but what this rank writes, and a load fills them in place.
+parameter it holds one range too. A checkpoint describes parts of a tensor as boxes (offset and size along each
+dimension): a range of a matrix is at most three of them, the end of a row, whole rows, the beginning of a row. The
+boxes are views of the optimizer's own tensors; a save copies nothing but what this rank writes, and a load fills them
+in place.
 
 megatron-core 0.16.1 has three forms of its own: `fully_reshardable` gathers the state of all replicas (on every rank
 over NCCL, or on the first over gloo), `dp_reshardable` can be read under the same TP x PP only, and
@@ -176,8 +177,8 @@ def _shards(
 ) -> Iterator[ShardedTensor]:
     """Elements [start, stop) of a parameter as shards of the tensors that `base` stores it in; `flat` are the values.
 
-    A factory stores one parameter in several tensors (gate and up of an MLP). It is applied to a tensor without memory;
-    where the results' elements lie in the parameter, their storage offsets tell.
+    A factory stores one parameter in several tensors (gate and up of an MLP). It is applied to a tensor without memory:
+    the results' storage offsets are the places of their elements in the parameter.
     """
     assert base.data is not None
     stand_in = torch.empty(base.data.shape, dtype=flat.dtype, device="meta")

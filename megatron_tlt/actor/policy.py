@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_tlt.actor.build import PolicyModel, packed_format
-from megatron_tlt.actor.checkpoint import SaveHandle, load_model, load_state, start_save
+from megatron_tlt.actor.checkpoint import SaveHandle, load_model, load_policy, start_save
 from megatron_tlt.actor.checkpoint_files import (
     Manifest,
     model_differences,
@@ -294,8 +294,8 @@ class MegatronPolicy:
     def collect_hidden_states(
         self, sink: Sink, budget_bytes: int, dtype: torch.dtype, layers: Sequence[int] = (), seed: int = 0
     ) -> None:
-        """From now on gives `sink` the hidden states of each step's responses that it passes; see
-        `ForwardStateCollector`. Once.
+        """Calls `sink` with the hidden states of each step's responses from now on; see
+        `ForwardStateCollector`. To be called once.
         """
         assert self.model.collector is None
         self.model.collector = ForwardStateCollector(
@@ -328,7 +328,7 @@ class MegatronPolicy:
         """Begins to save into `directory` (see `step_directory`); training may go on at once.
 
         `extra` is JSON-able state of the caller (rank 0's is kept). `keep` removes all but so many newest
-        siblings once this one is complete. `files`: more files of the checkpoint, by name; this rank's writer
+        checkpoints once this one is complete. `files`: more files of the checkpoint, by name; this rank's writer
         thread calls each value with the path to write. All ranks must `poll` or `wait` on the handle before
         the next save.
         """
@@ -364,7 +364,7 @@ class MegatronPolicy:
         if wrong := model_differences({**manifest.model, **manifest.training}, expected):
             raise CheckpointError(f"checkpoint {directory} does not fit this run: {'; '.join(wrong)}")
         with self._offload.on_device(gradients=False):
-            load_state(self.model.module, self.optimizer, self.groups, directory)
+            load_policy(self.model.module, self.optimizer, self.groups, directory)
         self.policy_version, self.optimizer_steps = manifest.policy_version, manifest.optimizer_steps
         self.has_stepped = True
         return manifest.extra

@@ -1,9 +1,9 @@
 """glibc's heap: freed pages are kept, and a clean heap for MPI's start under srun.
 
 A page that is new to the process costs the kernel a fault and 4 KiB of zeros, as much time as some 50,000
-multiplications. By default glibc returns large freed blocks at once, so activations would lie on new pages.
+multiplications. By default glibc returns large freed blocks at once, so activations would be on new pages.
 
-MPICH 5 (ch4:ucx) tells other nodes its address through the launcher's PMI, and with it what lies behind the address in
+MPICH 5 (ch4:ucx) sends other nodes its address through the launcher's PMI, and with it what lies behind the address in
 memory, 4 KiB in all: hexadecimal in lines of some 500 bytes each, with runs of zeros packed. Slurm 22.05's pmi2 plugin
 takes lines of up to 1,023 characters and the rest for another request. So a rank with a heap full of data dies in
 MPI_Init ("value not properly terminated in client request"): about every third start on two nodes

@@ -53,7 +53,7 @@ class GroupTensorParallel(TensorParallel):
     def all_reduce(self, tensor: Tensor) -> None:
         """Sums over the group, in place. On CPU in the order of the ranks, so that batching cannot show.
 
-        Gloo's ring adds in an order that depends on where in the buffer an element lies; with two ranks there
+        Gloo's ring adds in an order that depends on an element's place in the buffer; with two ranks there
         is only one order. NCCL keeps its own.
         """
         if tensor.is_cuda or self.size <= 2:

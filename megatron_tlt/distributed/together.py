@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SingleProcess:
-    """Stands in for `World` in one process, without MPI."""
+    """Takes the place of `World` in one process, without MPI."""
 
     rank, size, is_main = 0, 1, True
 

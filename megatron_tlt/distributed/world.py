@@ -1,8 +1,8 @@
 """The world: MPI launches, torch.distributed carries tensors.
 
-Rank 0 opens a TCPStore on a free port and tells everyone over MPI; no MASTER_ADDR, no port races. The store
-doubles as the *phase board*: each rank notes what it is doing, so that a collective that times out can say who
-is missing and where they are.
+Rank 0 opens a TCPStore on a free port and broadcasts it over MPI: no MASTER_ADDR, no port races. The store
+doubles as the *phase board*: each rank writes its phase there, so that the message of a collective that times out
+names the missing ranks and their phases.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _start_mpi() -> MPI.Comm:
     import mpi4py  # here, because it initialises MPI at import: only a World may cause that
 
     mpi4py.rc.thread_level = "multiple"
-    if "SLURM_STEP_ID" in os.environ and "PMI_FD" in os.environ:  # srun's pmi2 plugin responses
+    if "SLURM_STEP_ID" in os.environ and "PMI_FD" in os.environ:  # srun's pmi2 plugin is the PMI
         on_clean_heap(lambda: importlib.import_module("mpi4py.MPI"))
     from mpi4py import MPI
 

@@ -64,7 +64,7 @@ class IdleCoordinator:
         """This replica has no request left: enters the done barrier of the next window. Returns at once."""
         assert self._barrier is None, "the last window is open: test_done has not been true yet"
         self.windows += 1
-        self.entered_at = self._wall()  # before the barrier: no rank can leave before the last one's
+        self.entered_at = self._wall()  # read before the barrier: no rank leaves before the last rank's
         self._barrier = self._comm.Ibarrier()
         self._look(int(self._is_group_leader))
 

@@ -1,4 +1,4 @@
-"""The weight push: actor shards, as full Hugging Face-named tensors, into the engine of every rank."""
+"""Weight sync: actor shards, as full Hugging Face-named tensors, into the engine of every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 class BucketedSync:
-    """Pushes through the ranks themselves: the policy's stream is collective, the engine is local.
+    """Sends weights through the ranks themselves: the policy's stream is collective, the engine is local.
 
     Every rank sees every full tensor, one bucket at a time, whatever the two parallel layouts are; the engine
     keeps its own shard. Peak extra memory is one bucket.
@@ -40,7 +40,7 @@ class BucketedSync:
     ) -> dict[str, float]:
         """Streams all tensors; the engine serves `version` afterwards, or refuses to serve at all. Collective.
 
-        `drafter`: its tensors, which every rank has, and its version; the engine loads them in the same push.
+        `drafter`: its tensors, which every rank has, and its version; the engine loads them in the same weight sync.
         Raises SyncError when `sync.verify` finds a tensor that differs between policy, engine or ranks.
         """
         started = time.perf_counter()
@@ -69,7 +69,7 @@ class BucketedSync:
         wrong = sorted(name for name in sent.keys() | got.keys() if sent.get(name) != got.get(name))
         if wrong:
             raise SyncError(
-                f"rank {self._world.rank}: the engine holds other bytes than were pushed: {shortened(wrong)}"
+                f"rank {self._world.rank}: the engine holds other bytes than were sent: {shortened(wrong)}"
             )
         # The stream itself crossed ranks (pipeline stages, tensor shards): all engines must hold one policy.
         for rank, other in enumerate(self._world.all_gather_object(got)):

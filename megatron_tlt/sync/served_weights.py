@@ -1,4 +1,4 @@
-"""The receiving end of a weight push: which weights an engine serves, and how far the weight sync under way is.
+"""The receiving end of a weight sync: which weights an engine serves, and what of an open sync has come.
 
     begin(version) -> accept(bucket) ... -> accept_drafter(version) -> commit()
 
@@ -58,7 +58,7 @@ class ServedWeights:
                 f"({len(self._missing)} tensors missing); the engine does not generate"
             )
         if self.version == NO_WEIGHTS:
-            raise BackendError("the engine has no weights yet: push some first")
+            raise BackendError("the engine has no weights yet: a weight sync comes first")
 
     def begin(self, version: int) -> None:
         """Opens a weight sync of `version`; an open one is given up."""

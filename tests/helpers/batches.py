@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.inputs import DecoderInput
 
 
-def rows_input(rows: list[list[int]], firsts: list[int], tables: list[list[int]], block_size: int = 16) -> DecoderInput:
+def rows_input(
+    rows: Sequence[Sequence[int]],
+    firsts: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    block_size: int = 16,
+    device: torch.device | str = "cpu",
+) -> DecoderInput:
     """Sequence s feeds the tokens `rows[s]` at positions `firsts[s]`, ... of its block table; logits of every row."""
-    tokens, positions, slots, starts, contexts = [], [], [], [0], []
+    tokens: list[int] = []
+    positions, slots, starts, contexts = [], [], [0], []
     for ids, first, table in zip(rows, firsts, tables, strict=True):
         at = range(first, first + len(ids))
         positions += at
@@ -21,7 +30,7 @@ def rows_input(rows: list[list[int]], firsts: list[int], tables: list[list[int]]
     width = max(map(len, tables))
     padded = [list(t) + [0] * (width - len(t)) for t in tables]
     data = (tokens, positions, slots, starts, contexts, padded, list(range(len(tokens))))
-    return DecoderInput.of([torch.tensor(x, dtype=torch.int32) for x in data])
+    return DecoderInput.of([torch.tensor(x, dtype=torch.int32, device=device) for x in data])
 
 
 def copy_of(kv: KVCache) -> KVCache:

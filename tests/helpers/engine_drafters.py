@@ -16,35 +16,18 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-
-_STACKED = (
-    (".qkv_proj", ".q_proj", "q"),
-    (".qkv_proj", ".k_proj", "k"),
-    (".qkv_proj", ".v_proj", "v"),
-    (".gate_up_proj", ".gate_proj", "gate"),
-    (".gate_up_proj", ".up_proj", "up"),
-)
-
-
-class Norm(nn.Module):
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.randn(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 
 class Attention(nn.Module):
     def __init__(self, raw: dict[str, Any], inputs: int, head_dim: int, qkv_bias: bool, o_bias: bool):
         super().__init__()
         heads, kv = raw["num_attention_heads"], raw["num_key_value_heads"]
-        self.sizes = [heads * head_dim, kv * head_dim, kv * head_dim]
         self.head_dim, self.group = head_dim, heads // kv
-        self.qkv_proj = nn.Linear(inputs, sum(self.sizes), bias=qkv_bias)
+        self.q_proj = nn.Linear(inputs, heads * head_dim, bias=qkv_bias)
+        self.k_proj, self.v_proj = (nn.Linear(inputs, kv * head_dim, bias=qkv_bias) for _ in range(2))
         self.o_proj = nn.Linear(heads * head_dim, raw["hidden_size"], bias=o_bias)
         # The keys that engines before transformers 5 read.
         rope = {"rope_type": "default"} | (raw["rope_scaling"] or {}) | {"rope_theta": raw["rope_theta"]}
@@ -59,26 +42,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         q, k, v = (
-            t.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)[None]
-            for t in self.qkv_proj(x).split(self.sizes, -1)
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)[None]
+            for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = apply_rotary_pos_emb(q, k, *self.rotary(x, positions[None]))
         k, v = (t.repeat_interleave(self.group, dim=1) for t in (k, v))
         out = scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(out[0].transpose(0, 1).flatten(1))
-
-
-class Mlp(nn.Module):
-    def __init__(self, raw: dict[str, Any]):
-        super().__init__()
-        h, i = raw["hidden_size"], raw["intermediate_size"]
-        self.sizes = [i, i]
-        self.gate_up_proj = nn.Linear(h, 2 * i, bias=False)
-        self.down_proj = nn.Linear(i, h, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.down_proj(silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -88,10 +58,10 @@ class Layer(nn.Module):
         super().__init__()
         h, eps = raw["hidden_size"], raw["rms_norm_eps"]
         self.self_attn = Attention(raw, 2 * h if wide else h, head_dim, qkv_bias, o_bias)
-        self.mlp = Mlp(raw)
-        self.post_attention_layernorm = Norm(h, eps)
+        self.mlp = LlamaMLP(LlamaConfig(hidden_size=h, intermediate_size=raw["intermediate_size"]))
+        self.post_attention_layernorm = nn.RMSNorm(h, eps)
         if wide:
-            self.input_layernorm, self.hidden_norm = Norm(h, eps), Norm(h, eps)
+            self.input_layernorm, self.hidden_norm = nn.RMSNorm(h, eps), nn.RMSNorm(h, eps)
 
     def forward(self, x: Tensor, residual: Tensor, positions: Tensor) -> Tensor:
         residual = residual + self.self_attn(x, positions)
@@ -112,6 +82,8 @@ class Drafter(nn.Module):
         assert not self.raw["tie_word_embeddings"], "the engine would tie or delete the drafter's head"
         torch.manual_seed(0)
         self.build(self.raw)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
         for name, tensor in load_file(directory / self.weights_file).items():
             self.load(name, tensor)
         self.requires_grad_(False)
@@ -123,20 +95,13 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def put(self, name: str, tensor: Tensor) -> bool:
-        """Into the (fused) parameter of that name; whether there is one. A wrong shape raises."""
-        parameters = dict(self.named_parameters())
-        for fused, part, shard in _STACKED:
-            if part in name:
-                name = name.replace(part, fused)
-                if name not in parameters:
-                    return False
-                sizes = self.get_submodule(name.rsplit(".", 2)[0]).sizes
-                at = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}[shard]
-                parameters[name].data.split(sizes)[at].copy_(_same_shape(tensor, parameters[name], sizes[at]))
-                return True
-        if name not in parameters:
+        """Into the parameter of that name; whether there is one. A wrong shape raises."""
+        parameter = dict(self.named_parameters()).get(name)
+        if parameter is None:
             return False
-        parameters[name].data.copy_(_same_shape(tensor, parameters[name], len(tensor)))
+        if tensor.shape != parameter.shape:
+            raise RuntimeError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(parameter.shape)}")
+        parameter.data.copy_(tensor)
         return True
 
     def combine(self, features: Tensor) -> Tensor:
@@ -212,7 +177,7 @@ class Eagle3(Drafter):
         bias = raw["attention_bias"]
         layer = Layer(raw, True, raw.get("head_dim") or h // heads, bias, bias)
         fc = nn.Linear(3 * h, h, bias=raw.get("bias", False))
-        norm = Norm(h, raw["rms_norm_eps"])
+        norm = nn.RMSNorm(h, raw["rms_norm_eps"])
         self.model = nn.ModuleDict({"fc": fc, "midlayer": layer, "norm": norm})
         self.lm_head = nn.Linear(h, self.draft_vocab, bias=False)
         self.offsets: Tensor | None = None
@@ -330,10 +295,5 @@ def chain(
     return torch.stack(out)
 
 
-def _same_shape(tensor: Tensor, parameter: Tensor, rows: int) -> Tensor:
-    wanted = (rows, *parameter.shape[1:])
-    if tensor.shape != wanted or len(parameter) < rows:
-        raise RuntimeError(f"shape {tuple(tensor.shape)} does not fit {wanted}")
-    if len(parameter) != rows and parameter.ndim == 1 and tensor.ndim != 1:
-        raise RuntimeError("shape")
-    return tensor.to(parameter.dtype)
+EAGLE = {"sglang": SglangEagle1, "vllm": VllmEagle1}
+EAGLE3 = {"sglang": SglangEagle3, "trtllm": TrtllmEagle3, "vllm": VllmEagle3}

@@ -22,13 +22,14 @@ def online_trainer(
     lengths: tuple[int, ...] = LENGTHS,
     first_prompt: int = 0,
     dtype: str = "fp32",
+    from_actor: bool = False,
     **online,
 ) -> OnlineDrafterTrainer:
     """A trainer whose buffer holds responses of policy version 0; `online` are options."""
     model = EagleModel(CONFIG)
     model.initialise(0)
     options = {"lr": 3e-3, "start_lr": 3e-3, "draft_steps": 3, "warmup_steps": 3, "micro_step_tokens": 64} | online
-    trainer = OnlineDrafterTrainer(model, DrafterSection(dtype=dtype, online=options), tp=tp)
+    trainer = OnlineDrafterTrainer(model, DrafterSection(dtype=dtype, online=options), tp=tp, from_actor=from_actor)
     trainer.begin_step(0, lambda: lookup_tables(CONFIG))
     for i, length in enumerate(lengths):
         trainer.buffer.add(random_chunk(CONFIG, length, first_prompt + i))

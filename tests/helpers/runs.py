@@ -120,6 +120,28 @@ def assert_same_checkpoint(left: Path, right: Path) -> None:
     assert not different, (right, different[:5])
 
 
+# Figures of a step that a change of speed must not change.
+SAME = ("reward/mean", "length/mean", "policy/loss", "policy/grad_norm", "engine/generated_tokens")
+
+
+def assert_same_training(left: Path, right: Path, step: int) -> None:
+    """Checkpoints of `step` of two runs are the same bits, and the figures of all steps are the same."""
+    assert_same_checkpoint(*(run / f"checkpoints/step-{step:06d}" for run in (left, right)))
+    figures = [[{name: row[name] for name in SAME} for row in rows(run)] for run in (left, right)]
+    assert figures[0] == figures[1], right
+
+
+def train_many(config: Path, jobs: dict[str, list[str]], ranks: int = 2, fault: str | None = None) -> str:
+    """Runs of `config` beside it, by name, with overrides, in one world of ranks; their output.
+
+    `fault`: see the worker, for all of them; with one, also "", ranks are uneven.
+    """
+    folder, listing = config.parent, config.parent / "jobs.json"
+    given = [[str(config), [f"train.run_dir={folder / name}", *options], fault] for name, options in jobs.items()]
+    listing.write_text(json.dumps(given))
+    return run_ranks(ranks, "tests/integration/workers/train_many.py", str(listing)).stdout
+
+
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics rows of training steps."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ FAMILIES = {
     "qwen3": ModelConfig("qwen3", 101, 64, 2, 4, 4, 32, 96, qk_norm=True, max_position_embeddings=512),
     "llama": ModelConfig("llama", 101, 64, 2, 8, 1, 16, 96, max_position_embeddings=512),
 }
+LAYERS = 8
+DEEP = {name: replace(policy, num_layers=LAYERS) for name, policy in FAMILIES.items()}  # of which eagle3 reads three
 
 
 def random_drafter(config: ModelConfig | DrafterConfig, seed: int = 0) -> dict[str, Tensor]:
@@ -34,11 +38,27 @@ def random_drafter(config: ModelConfig | DrafterConfig, seed: int = 0) -> dict[s
     return out
 
 
-def random_sequence(config: ModelConfig, length: int, prompt_len: int, seed: int = 0) -> DraftSequence:
-    """A response with made-up hidden states of every position but the last."""
+def layer_outputs(config: ModelConfig, length: int, seed: int = 3) -> Tensor:
+    """Made-up outputs of every layer, [L, T, H]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(config.num_layers, length, config.hidden_size, generator=generator)
+
+
+def random_sequence(
+    config: ModelConfig | DrafterConfig, length: int, prompt_len: int, seed: int = 0
+) -> DraftSequence:
+    """A response of length T with the hidden states that a drafter reads, of kind eagle for a policy.
+
+    For eagle3 [T, 4H], the columns of `layer_outputs` and a final state; else [T - 1, H].
+    """
+    policy = config if isinstance(config, ModelConfig) else config.policy
+    layers = () if isinstance(config, ModelConfig) else config.aux_layers
     generator = torch.Generator().manual_seed(seed * 1000 + length)
-    tokens = torch.randint(0, config.vocab_size, (length,), generator=generator)
-    states = torch.randn(length - 1, config.hidden_size, generator=generator)
+    tokens = torch.randint(0, policy.vocab_size, (length,), generator=generator)
+    states = torch.randn(length - (not layers), policy.hidden_size, generator=generator)
+    if layers:
+        outputs = layer_outputs(policy, length, seed)
+        states = torch.cat([*(outputs[i] for i in layers), states], -1)
     return DraftSequence.of(HiddenStateSample(trajectory(tokens.numpy(), prompt_len), states))
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_tlt.models.base import Decoder, KVCache
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
+from megatron_tlt.models.inputs import DecoderOutput
+from tests.helpers.batches import rows_input
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 131,
@@ -168,25 +169,16 @@ class Driver:
 
     def step(self, chunks: list[tuple[int, list[int]]], all_rows: bool = True) -> DecoderOutput:
         """chunks: (sequence id, its next tokens). Logits of every row, or of each chunk's last row; states of all."""
-        tokens, positions, slots, starts, contexts, tables = [], [], [], [0], [], []
-        for seq, ids in chunks:
-            first = self.done.get(seq, 0)
+        firsts = [self.done.get(seq, 0) for seq, _ in chunks]
+        for (seq, ids), first in zip(chunks, firsts, strict=True):
             table = self.tables.setdefault(seq, [])
             while len(table) * self.block_size < first + len(ids):
                 table.append(self.free.pop())
-            for p in range(first, first + len(ids)):
-                positions.append(p)
-                slots.append(table[p // self.block_size] * self.block_size + p % self.block_size)
-            tokens += ids
-            starts.append(len(tokens))
-            contexts.append(first + len(ids))
-            tables.append(table)
             self.done[seq] = first + len(ids)
-        width = max(map(len, tables))
-        padded = [list(t) + [0] * (width - len(t)) for t in tables]
-        rows = list(range(len(tokens))) if all_rows else [s - 1 for s in starts[1:]]
-        data = (tokens, positions, slots, starts, contexts, padded, rows)
-        batch = DecoderInput(*(torch.tensor(x, dtype=torch.int32, device=self.decoder.device) for x in data))
+        rows, tables = [ids for _, ids in chunks], [self.tables[seq] for seq, _ in chunks]
+        batch = rows_input(rows, firsts, tables, self.block_size, self.decoder.device)
+        if not all_rows:
+            batch.logit_rows = batch.query_start[1:] - 1
         batch.all_hidden = True
         return self.decoder.forward(batch, self.kv)
 

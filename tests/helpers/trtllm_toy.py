@@ -31,11 +31,10 @@ def recorded_fields(version: str) -> dict[str, set[str]]:
     from trtllm_signatures import names_of
 
     del sys.path[0]
-    classes: dict[str, list[Any]] = {}
+    classes: dict[str, Any] = {}
     for name in (SOURCES[version], "sampling_params-000a01de"):
-        (file,) = json.loads((SIGNATURES / f"{name}.json").read_text())["files"].values()
-        classes |= {key: [entry] for key, entry in file["classes"].items()}
-    return {name: names_of(name, classes)["fields"] for name in classes}
+        classes |= json.loads((SIGNATURES / f"{name}.json").read_text())["classes"]
+    return {name: names_of(name, classes) for name in classes}
 
 
 class Arguments:

@@ -26,6 +26,7 @@ from tests.helpers.mpi import ROOT
 
 NEEDS_VLLM = (
     pytest.mark.slow,
+    pytest.mark.nightly,  # a start of vLLM takes 15 seconds
     pytest.mark.skipif(
         find_python(VllmSection()) is None, reason=f"no vLLM in {' or '.join(ENVIRONMENTS)}: make setup-vllm"
     ),

@@ -9,9 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
-from megatron_tlt.models.inputs import DecoderInput
+from tests.helpers.batches import rows_input
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,20 +37,10 @@ def read_hidden_states(
 def _hidden_of_group(decoder: Decoder, texts: Sequence[Sequence[int]], size: int) -> Iterator[Tensor]:
     counts = [len(t) for t in texts]
     blocks = [-(-n // size) for n in counts]
-    first = [sum(blocks[:i]) for i in range(len(blocks))]
-    width = max(blocks)
-    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    lists = (
-        [t for text in texts for t in text],
-        [p for n in counts for p in range(n)],
-        [b * size + p for b, n in zip(first, counts, strict=True) for p in range(n)],
-        starts,
-        counts,
-        [[*range(b, b + n), *[0] * (width - n)] for b, n in zip(first, blocks, strict=True)],
-        [starts[1] - 1],  # one row's logits: the least that every decoder computes
-    )
-    tensors = [torch.tensor(x, dtype=torch.int32, device=decoder.device) for x in lists]
-    batch = replace(DecoderInput.of(tensors), all_hidden=True)
+    tables = [range(sum(blocks[:i]), sum(blocks[: i + 1])) for i in range(len(blocks))]
+    batch = rows_input(texts, [0] * len(texts), tables, size, decoder.device)
+    one_row = batch.query_start[1:2] - 1  # of logits: the least that every decoder computes
+    batch = replace(batch, logit_rows=one_row, all_hidden=True)
     hidden = decoder.forward(batch, decoder.new_kv_cache(sum(blocks), size)).hidden
     assert hidden is not None, "asked for"
     yield from hidden.cpu().split(counts)

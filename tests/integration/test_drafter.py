@@ -20,12 +20,6 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 SPEC = "rollout.speculation"
 EAGLE3 = [f"{SPEC}.drafter=eagle3", f"{SPEC}.draft_vocab_size=80", f"{SPEC}.layers=[0,1,2]"]
 KINDS = {"eagle": [], "eagle3": EAGLE3}
-ENGINES = {
-    "sglang": engine_drafters.SglangEagle3,
-    "trtllm": engine_drafters.TrtllmEagle3,
-    "vllm": engine_drafters.VllmEagle3,
-}
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
@@ -84,7 +78,7 @@ def test_training_can_go_on_from_a_drafter(run: Path) -> None:
 def test_what_was_trained_is_exported_for_every_engine(run: Path) -> None:
     about = read_about(run / "trained-eagle3")
     assert (about["eagle3_layers"], about["draft_vocab_size"]) == ([0, 1, 2], 80)
-    for kind, engine in ENGINES.items():
+    for kind, engine in engine_drafters.EAGLE3.items():
         export_drafter(run / "trained-eagle3", run / kind, kind, torch.float32)
         read = engine(run / kind)
         assert read.aux_layers(4) == [0, 1, 2]

@@ -1,6 +1,5 @@
 """Whole runs that train the drafter in idle time: the policy stays the same, and a resumed run trains on."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,10 @@ from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_state
 from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.jsonl import read_rows
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE
-from tests.helpers.mpi import run_ranks
-from tests.helpers.runs import checkpoint_tensors, make_model, rows, write_config
+from tests.helpers.runs import assert_same_training, make_model, rows, train_many, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
-SAME = ("reward/mean", "length/mean", "policy/loss", "policy/grad_norm", "engine/generated_tokens")
 SPEC = "rollout.speculation"
 TRAIN = [
     f"{SPEC}.drafter=eagle",
@@ -29,35 +26,14 @@ TRAIN = [
 EAGLE3 = "rollout.speculation.drafter=eagle3"
 
 
-def run(folder: Path, jobs: list[tuple[str, list[str], str]], ranks: int = 2) -> str:
-    """Runs named jobs into `folder`/NAME; their output."""
-    config = folder / "tiny.yaml"
-    listing = folder / "jobs.json"
-    listing.write_text(
-        json.dumps([[str(config), [f"train.run_dir={folder / name}", *o], fault] for name, o, fault in jobs])
-    )
-    return run_ranks(ranks, "tests/integration/workers/train_idle.py", str(listing)).stdout
-
-
-def assert_same_policy(folder: Path, name: str, off: str = "off") -> None:
-    checkpoint = "checkpoints/step-000004"
-    plain, other = (checkpoint_tensors(folder / n / checkpoint) for n in (off, name))
-    assert other.keys() == plain.keys() and any(value.abs().sum() > 0 for value in plain.values())
-    unequal = [key for key in plain if not torch.equal(plain[key], other[key])]
-    assert not unequal, f"{name}: {unequal[:5]}"
-    for mine, theirs in zip(rows(folder / name), rows(folder / off), strict=True):
-        assert {k: mine[k] for k in SAME} == {k: theirs[k] for k in SAME}, name
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("idle")
-    write_config(path, train={"num_steps": 4, "prompts_per_step": 8}, checkpoint={"every": 2})
+    config = write_config(path, train={"num_steps": 4, "prompts_per_step": 8}, checkpoint={"every": 2})
     make_model(path / "model", num_layers=4)  # of which eagle3 reads three
-    faults = ("", "crash", "nan")
-    jobs = [("off", [], ""), *((f"train-{fault}", TRAIN, fault) for fault in faults)]
-    jobs += [("train-eagle3", [*TRAIN, EAGLE3], "")]
-    (path / "said").write_text(run(path, jobs))
+    train_many(config, {"off": [], "train-": TRAIN, "train-eagle3": [*TRAIN, EAGLE3]}, fault="")
+    train_many(config, {"train-nan": TRAIN}, fault="nan")
+    (path / "said").write_text(train_many(config, {"train-crash": TRAIN}, fault="crash"))
     return path
 
 
@@ -74,7 +50,7 @@ def test_the_drafter_is_trained_in_idle_time(folder: Path):
 
 @pytest.mark.parametrize("fault", ["", "crash", "nan", "eagle3"])
 def test_the_policy_is_the_same_with_and_without_drafter_training(folder: Path, fault: str):
-    assert_same_policy(folder, f"train-{fault}")
+    assert_same_training(folder / "off", folder / f"train-{fault}", 4)
     drafted = sum(row["engine/spec_row_steps"] for row in rows(folder / f"train-{fault}"))
     assert drafted > 0
     if fault == "crash":
@@ -124,10 +100,12 @@ def test_the_logs_hold_what_a_report_needs(folder: Path):
 def test_a_resumed_run_goes_on_with_the_drafter(folder: Path):
     """Of either kind, on hidden states of either source."""
     cases = [("eagle", "engine"), ("eagle3", "actor")]
-    run(folder, [(f"{kind}-{source}", resumed(kind, source, n), "") for kind, source in cases for n in (2, 4)])
+    for steps in (2, 4):
+        jobs = {f"{kind}-{source}": resumed(kind, source, steps) for kind, source in cases}
+        train_many(folder / "tiny.yaml", jobs, fault="")
     for kind, source in cases:
         name = f"{kind}-{source}"
-        assert_same_policy(folder, name)
+        assert_same_training(folder / "off", folder / name, 4)
         states = [load_state(folder / f"{name}/checkpoints/step-00000{n}" / DRAFTER_STATE) for n in (2, 4)]
         assert [s["about"]["drafter"] for s in states] == [kind, kind]
         assert states[1]["trained_steps"] > states[0]["trained_steps"]
@@ -149,9 +127,9 @@ def test_a_rank_with_a_slow_engine_fetches_fewer_prompts(folder: Path):
     experts = [f"model.path={folder / 'experts'}", "actor.ep=2", "actor.router_replay=rollout"]
     few = [*experts, *TRAIN, "rollout.max_running_requests=4"]
     jobs = {"pull": few, "static": [*few, "rollout.schedule=static"]}
-    run(folder, [*((name, options, "slow engine") for name, options in jobs.items()), ("off-experts", experts, "")])
+    train_many(folder / "tiny.yaml", jobs | {"off-experts": experts}, fault="slow engine")
     for name in jobs:
-        assert_same_policy(folder, name, "off-experts")
+        assert_same_training(folder / "off-experts", folder / name, 4)
         assert all((r["policy/replayed_share"], r["policy/replay_flips"]) == (1, 0) for r in rows(folder / name))
     waited = [sum(row["idle/seconds"] for row in rows(folder / name)) for name in jobs]
     assert waited[0] < waited[1] / 2, waited
@@ -162,9 +140,7 @@ def test_a_rank_with_a_slow_engine_fetches_fewer_prompts(folder: Path):
 @pytest.mark.nightly
 def test_replicas_of_two_ranks_train_as_one(folder: Path):
     overrides = ["rollout.tp=2", "actor.tp=2", "cluster.ranks_per_node=4"]
-    run(folder, [("tp-off", overrides, ""), ("tp-train", [*overrides, *TRAIN], "")], ranks=4)
-    plain, other = (
-        checkpoint_tensors(folder / n / "checkpoints/step-000004") for n in ("tp-off", "tp-train")
-    )
-    assert all(torch.equal(plain[key], other[key]) for key in plain)
+    jobs = {"tp-off": overrides, "tp-train": [*overrides, *TRAIN]}
+    train_many(folder / "tiny.yaml", jobs, ranks=4, fault="")
+    assert_same_training(folder / "tp-off", folder / "tp-train", 4)
     assert [row["drafter/version"] for row in rows(folder / "tp-train")] == [1, 2, 3, 4]

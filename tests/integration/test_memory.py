@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.helpers.mpi import run_ranks
-from tests.helpers.runs import assert_same_checkpoint, rows, write_config
+from tests.helpers.runs import assert_same_checkpoint, rows, train_many, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -19,14 +16,9 @@ LAYOUTS = {
 
 
 def test_giving_memory_back_changes_no_bit(tmp_path):
-    config = str(write_config(tmp_path, train={"num_steps": 2}, eval={"every": 0}, checkpoint={"every": 2}))
-    jobs = [
-        [config, [f"train.run_dir={tmp_path / name / layout}", *LAYOUTS[layout], *more]]
-        for layout in LAYOUTS
-        for name, more in (("kept", []), ("freed", FREED))
-    ]
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    run_ranks(2, "tests/integration/workers/train_many.py", str(tmp_path / "jobs.json"))
+    config = write_config(tmp_path, train={"num_steps": 2}, eval={"every": 0}, checkpoint={"every": 2})
+    kinds = {"kept": [], "freed": FREED}
+    train_many(config, {f"{n}/{layout}": [*o, *more] for layout, o in LAYOUTS.items() for n, more in kinds.items()})
     for layout in LAYOUTS:
         kept, freed = (tmp_path / name / layout for name in ("kept", "freed"))
         assert len(rows(kept)) == len(rows(freed)) == 2

@@ -90,6 +90,6 @@ def test_the_exported_drafter_is_whole(folder: Path):
     assert any(name.endswith("fc.weight") and tensor.shape == (128, 256) for name, tensor in tensors.items())
 
 
-def test_the_trained_model_responses(folder: Path):
+def test_the_trained_model_generates(folder: Path):
     responses = [json.loads(line) for line in (folder / "responses.jsonl").read_text().splitlines()]
     assert len(responses) == 4 and all(response["token_ids"] for response in responses)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_tlt.backends.vllm.launch import _ENGINE, ENVIRONMENTS, find_python
+from megatron_tlt.backends.vllm.launch import _ENGINE, find_python
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.vllm import VllmSection
 from megatron_tlt.drafter.batching import DraftSequence, collate, epoch
@@ -29,13 +29,10 @@ from megatron_tlt.types import SamplingParams
 from tests.helpers.engines import generate_all, make_engine, speculating_engine
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_models import random_weights
+from tests.helpers.vllm_engines import NEEDS_VLLM
 
 PYTHON = find_python(VllmSection())
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.nightly,  # a minute: four starts of vLLM
-    pytest.mark.skipif(PYTHON is None, reason=f"no vLLM in {' or '.join(ENVIRONMENTS)}: make setup-vllm"),
-]
+pytestmark = list(NEEDS_VLLM)
 LENGTH, DRAFTED = 60, 4
 PROMPTS = [[3 + (7 * i + j * j) % 90 for j in range(5 + i)] for i in range(12)]
 SIZES = (101, 64, 5, 2, 1, 32, 96)  # vLLM's Qwen2 has heads of hidden size / heads
@@ -94,7 +91,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict, di
         method = model.config.kind
         todo.append({"model": str(at / "policy"), "drafter": str(at / "vllm"), "method": method})
         todo[-1] |= {"draft_len": DRAFTED, "prompts": PROMPTS, "max_tokens": LENGTH}
-        speculation = {"drafter": "eagle", "selector": "fixed", "draft_len": DRAFTED}
+        speculation = {"drafter": method, "selector": "fixed", "draft_len": DRAFTED}
         weights = random_weights(shape)
         made = {"speculation": speculation, "shape": model.config}
         engine = speculating_engine(shape, weights, drafter_weights=model.state_dict(), **made)

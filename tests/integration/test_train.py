@@ -1,34 +1,22 @@
 """Whole runs on real ranks: parallel layouts, algorithms, faults."""
 
-import json
-
 import pytest
 
 from tests.helpers.mpi import run_ranks
-from tests.helpers.runs import rows, write_config
+from tests.helpers.runs import rows, train_many, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
-def train_many(folder, jobs, ranks):
-    listing = folder / "jobs.json"
-    listing.write_text(json.dumps(jobs))
-    return run_ranks(ranks, "tests/integration/workers/train_many.py", str(listing)).stdout
-
-
 def test_layouts_of_four_ranks_train_alike(tmp_path):
     """TP x PP actors and TP engines see the same responses as four single ranks, and learn the same."""
-    config = str(
-        write_config(tmp_path, train={"num_steps": 2}, sync={"verify": True}, checkpoint={"every": 0})
-    )
+    config = write_config(tmp_path, train={"num_steps": 2}, sync={"verify": True}, checkpoint={"every": 0})
     layouts = {
         "dp4": [],
         "tp2pp2": ["actor.tp=2", "actor.pp=2"],
         "tp2pp2_engine_tp2": ["actor.tp=2", "actor.pp=2", "actor.sequence_parallel=true", "rollout.tp=2"],
     }
-    train_many(
-        tmp_path, [[config, [f"train.run_dir={tmp_path / name}", *o]] for name, o in layouts.items()], ranks=4
-    )
+    train_many(config, layouts, ranks=4)
     reference = rows(tmp_path / "dp4")
     assert len(reference) == 2
     for name in layouts:
@@ -41,18 +29,14 @@ def test_layouts_of_four_ranks_train_alike(tmp_path):
 
 def test_algorithms_train(tmp_path):
     """Each branch of a step: a reference, a KL in the reward, groups asked for again, ratios of whole responses."""
-    config = str(write_config(tmp_path, train={"num_steps": 2}, checkpoint={"every": 0}, eval={"every": 0}))
+    config = write_config(tmp_path, train={"num_steps": 2}, checkpoint={"every": 0}, eval={"every": 0})
     variants = {
         "grpo_kl": ["algorithm.kl_coef=0.1", "algorithm.mini_batches=2"],
         "dapo": ["algorithm.name=dapo", "algorithm.dynamic_sampling=true", "algorithm.overlong_buffer=8"],
         "reinforce": ["algorithm.name=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
         "gspo": ["algorithm.name=gspo", "algorithm.mini_batches=2"],
     }
-    train_many(
-        tmp_path,
-        [[config, [f"train.run_dir={tmp_path / name}", *o]] for name, o in variants.items()],
-        ranks=2,
-    )
+    train_many(config, variants)
     for name in variants:
         mine = rows(tmp_path / name)
         assert [row["step"] for row in mine] == [1, 2], name

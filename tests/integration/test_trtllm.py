@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.mpi import run_ranks
-from tests.helpers.runs import make_model, rows, write_config
+from tests.helpers.runs import make_model, rows, train_many, write_config
 from tests.helpers.trtllm_engines import fake_python
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -33,9 +31,7 @@ def test_a_run_trains_on_an_engine_in_another_process(tmp_path: Path) -> None:
         rewards={"functions": [{"name": "python", "path": "tests.helpers.vowels:reward", "threshold": 0.0}]},
     )
     make_model(tmp_path / "model", num_layers=4)  # EAGLE-3 reads three layers below the last
-    jobs = tmp_path / "jobs.json"
-    jobs.write_text(json.dumps([[str(config), []]]))
-    run_ranks(2, "tests/integration/workers/train_many.py", str(jobs))
+    train_many(config, {"run": []})
     mine = rows(tmp_path / "run")
     assert [row["step"] for row in mine] == [1, 2, 3]
     for row in mine:

@@ -251,7 +251,6 @@ def assert_same_routed_experts(ours: list[Sample], others: list[Sample]) -> None
         np.testing.assert_array_equal(theirs.routed_experts, np.sort(mine.routed_experts, -1))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
 def test_other_families_with_experts(
     family: str, tokenizer: HFTokenizer, prompts: list[Prompt], tmp_path: Path

@@ -6,28 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from make_demo_policy import write_experts
 
-from megatron_tlt.backends.vllm.launch import ENVIRONMENTS, find_python
-from megatron_tlt.config.vllm import VllmSection
 from tests.helpers.mpi import ROOT, run_ranks
-from tests.helpers.runs import checkpoint_tensors, rows
+from tests.helpers.runs import assert_same_training, rows
+from tests.helpers.vllm_engines import NEEDS_VLLM
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        find_python(VllmSection()) is None, reason=f"no vLLM in {' or '.join(ENVIRONMENTS)}: make setup-vllm"
-    ),
-]
+pytestmark = [pytest.mark.mpi, *NEEDS_VLLM]
 SMALL = (
-    *(
-        "train.num_steps=3",
-        "train.prompts_per_step=8",
-        "rollout.max_tokens=160",
-        "rollout.max_running_requests=32",
-    ),
+    *("train.num_steps=3", "train.prompts_per_step=8", "rollout.max_tokens=160", "rollout.max_running_requests=32"),
     *("checkpoint.every=1", "checkpoint.keep=3", "eval.every=0", "idle.min_tail_seconds=0"),
 )
 OFF = (
@@ -39,27 +26,18 @@ KINDS = {  # the demo drafter beside the suffix drafter, and one that starts fro
     "eagle": (),
     "eagle3": (
         "rollout.speculation.drafter=eagle3",
-        "rollout.speculation.drafter=eagle",
+        "rollout.speculation.with_suffix=false",
         "rollout.speculation.selector=fixed",  # cost_model does not draft with one that knows so little
         "rollout.speculation.draft_len=4",
         "rollout.speculation.drafter_path=null",
     ),
 }
-SAME = ("reward/mean", "length/mean", "policy/loss", "policy/grad_norm", "engine/generated_tokens")
 
 
 def train(run_dir: Path, *overrides: str) -> None:
     config = str(ROOT / "configs/quickstart.yaml")
     given = ("rollout.backend=vllm", f"train.run_dir={run_dir}", *SMALL, *overrides)
     run_ranks(2, ["-m", "megatron_tlt", "train"], config, *given, timeout=600)
-
-
-def assert_same(run: Path, other: Path) -> None:
-    mine, theirs = (checkpoint_tensors(r / "checkpoints/step-000003") for r in (run, other))
-    assert mine.keys() == theirs.keys()
-    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
-    figures = [[{name: row[name] for name in SAME} for row in rows(r)] for r in (run, other)]
-    assert figures[0] == figures[1]
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +55,15 @@ def test_tlt_changes_no_weight_and_a_resumed_run_ends_at_the_same_bits(tmp_path:
         assert row["spec/accept_length"] > (1.5 if kind == "eagle" else 1.0), "the drafter drafts"
         assert row["drafter/version"] == row["step"]
     assert sum(row["drafter/steps"] for row in rows(on)) > 0, "idle time trained it"
-    assert_same(on, off)
+    assert_same_training(off, on, 3)
     if kind == "eagle":
         pulled = tmp_path / "pulled"
         train(pulled, "rollout.max_running_requests=2", "idle.train_drafter=false")
-        assert_same(pulled, off)
+        assert_same_training(off, pulled, 3)
     shutil.copytree(on, resumed, ignore=shutil.ignore_patterns("status"))
     shutil.rmtree(resumed / "checkpoints/step-000003")
     train(resumed, *options)
-    assert_same(resumed, on)
+    assert_same_training(on, resumed, 3)
 
 
 def test_experts_that_vllm_chose_are_replayed_and_tlt_changes_no_weight(tmp_path: Path) -> None:
@@ -99,4 +77,4 @@ def test_experts_that_vllm_chose_are_replayed_and_tlt_changes_no_weight(tmp_path
         assert row["policy/replayed_share"] == 1
         assert row["policy/replay_flips"] < 1e-3, "in fp32 both choose alike, up to near-ties"
     assert sum(row["drafter/steps"] for row in rows(on)) > 0, "idle time trained it"
-    assert_same(on, without)
+    assert_same_training(without, on, 3)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.integration.slurm.cluster import Cluster, missing
-from tests.integration.slurm.scenarios import NIGHTLY, SCENARIOS, Scene, make_template
+from tests.integration.slurm.scenarios import SCENARIOS, Scene, make_template
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +27,13 @@ def cluster(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def scenes(request, cluster, tmp_path_factory):
-    """Name: a future of its `Scene`, played; scenes that no chosen test asks for are not."""
+def scenes(cluster, tmp_path_factory):
+    """Name: a future of its `Scene`, played."""
     folder = tmp_path_factory.mktemp("scenes")
     template = make_template(tmp_path_factory.mktemp("template"))
-    nightly = any(item.get_closest_marker("nightly") for item in request.session.items)
-    names = [name for name in SCENARIOS if nightly or name not in NIGHTLY]
-    stages = {name: Scene(cluster, folder / name, template) for name in names}
+    stages = {name: Scene(cluster, folder / name, template) for name in SCENARIOS}
     pool = ThreadPoolExecutor(4)
     try:
-        yield {name: pool.submit(SCENARIOS[name], stages[name]) for name in names}
+        yield {name: pool.submit(SCENARIOS[name], stages[name]) for name in SCENARIOS}
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # those that still wait fail when the cluster goes

@@ -199,7 +199,6 @@ def chained(scene: Scene) -> Scene:
     return scene
 
 
-NIGHTLY = {"timed_out", "preempted"}
 _LONGEST_FIRST = timed_out, requeued, preempted, killed, warned, cancelled, whole, eight_gpus, wrong_config, wrong_pair
 SCENARIOS: dict[str, Callable[[Scene], Scene]] = {
     play.__name__: play for play in (*_LONGEST_FIRST, crash_loop, converted, chained)

@@ -9,9 +9,8 @@ import pytest
 from tests.helpers.runs import assert_same_checkpoint, rows
 from tests.integration.slurm.scenarios import ONE_NODE, SLURM, Scene, run_here
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.nightly]
 LAST = "checkpoints/step-000006"
-LATE, PREEMPTED = (pytest.param(name, marks=pytest.mark.nightly) for name in ("timed_out", "preempted"))
 
 
 def ended(scenes, name):
@@ -35,7 +34,7 @@ def test_an_undisturbed_job_trains_to_its_end(scenes):
     assert (logs / scene.job / "0/rank-00001.log").exists()
 
 
-@pytest.mark.parametrize("name", ["warned", LATE, "killed", PREEMPTED, "requeued"])
+@pytest.mark.parametrize("name", ["warned", "timed_out", "killed", "preempted", "requeued"])
 def test_an_interrupted_job_starts_again_and_gets_to_the_same_weights(scenes, name):
     scene, (state, code, restarts) = ended(scenes, name)
     assert (state, code) == ("COMPLETED", "0:0"), scene.output()
@@ -45,7 +44,7 @@ def test_an_interrupted_job_starts_again_and_gets_to_the_same_weights(scenes, na
     assert_same_checkpoint(ended(scenes, "whole")[0].run_dir / LAST, scene.run_dir / LAST)
 
 
-@pytest.mark.parametrize("name", ["warned", LATE])
+@pytest.mark.parametrize("name", ["warned", "timed_out"])
 def test_a_warned_job_saves_and_asks_to_be_requeued(scenes, name):
     scene, _ = ended(scenes, name)
     assert "SIGUSR1: time is nearly up" in scene.output()

@@ -80,23 +80,6 @@ def orders() -> None:
     say_ok(windows=len(some), steps=trained)
 
 
-def never_idle() -> None:
-    """One rank is always the slowest by far: the others train the whole time."""
-    with closing(coordinate()) as coordinator:
-        window = IdleWindow(coordinator, IdlePolicy(min_tail_seconds=0.02))
-        shares = []
-        for slow in (0, SIZE - 1):
-            WORLD.Barrier()
-            window.begin()
-            time.sleep(0.6 if slow == RANK else 0.02)
-            reports = check(window.run(step))
-            assert reports[slow].steps == 0
-            others = [r for i, r in enumerate(reports) if i != slow]
-            shares.append(min(r.training_seconds / r.idle_seconds for r in others))
-        assert min(shares) > 0.4, shares
-    say_ok(trained_share=[round(s, 3) for s in shares])
-
-
 def slow_step() -> None:
     """A micro-step of 0.25 s: everyone is out about one of it after the last one was done, not several.
 

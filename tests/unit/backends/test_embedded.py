@@ -113,14 +113,6 @@ def test_a_published_drafter_drafts_and_garbage_changes_nothing(model_dir: Path,
     assert stats.drafted_tokens > 0 or garbage is not None
 
 
-def test_a_drafter_of_other_shapes_is_refused(model_dir: Path):
-    drafter = EagleModel(TINY)
-    backend = drafting_backend(model_dir, drafter)
-    backend.begin_update(7)
-    with pytest.raises(SyncError, match="the drafter of version 7 does not fit"):
-        backend.update_drafter({name: tensor[:1] for name, tensor in drafter.state_dict().items()}, 7)
-
-
 def test_an_engine_that_does_not_draft_refuses_a_drafter(model_dir: Path):
     model = ModelSection(path=str(model_dir), max_context=64)
     plain = build_backend(EngineOptions(RolloutSection(kv_cache_mib=4), model))

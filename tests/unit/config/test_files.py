@@ -66,7 +66,6 @@ def test_recipes_draft_and_train_their_drafter_and_fit(path):
     assert config.idle.train_drafter
     assert config.rollout.dtype == config.actor.dtype == "bf16"
     assert limit is not None
-    assert find_problems(config, None, config.cluster.num_ranks) == []
     stages = estimate_memory(config, shape, config.cluster.num_ranks)
     assert max(stage.total for stage in stages) <= limit * GIB
     # Of 128k tokens a request of the 32B model takes 6 GiB on each of 8 ranks.

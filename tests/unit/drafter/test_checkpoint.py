@@ -17,8 +17,7 @@ from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from tests.helpers.mpi import ROOT
-from tests.helpers.tiny_drafters import FAMILIES, random_drafter
-from tests.helpers.tiny_eagle3 import POLICIES
+from tests.helpers.tiny_drafters import DEEP, FAMILIES, random_drafter
 
 CONFIG = FAMILIES["qwen2"]
 
@@ -83,8 +82,8 @@ def test_other_directories_are_refused(tmp_path) -> None:
 
 
 def test_eagle3_is_loaded_as_saved_and_only_where_it_is_wanted(tmp_path) -> None:
-    layer = replace(POLICIES["qwen3"], num_kv_heads=2, rope_theta=500.0)
-    shape = Eagle3Config.of(POLICIES["qwen3"], (0, 2, 6), 40, layer, norm_before_residual=True)
+    layer = replace(DEEP["qwen3"], num_kv_heads=2, rope_theta=500.0)
+    shape = Eagle3Config.of(DEEP["qwen3"], (0, 2, 6), 40, layer, norm_before_residual=True)
     save_drafter(tmp_path, shape, random_drafter(shape), policy_version=7, trained_steps=30)
     saved = load_drafter(tmp_path)
     assert (saved.config, saved.policy_version, saved.trained_steps) == (shape, 7, 30)

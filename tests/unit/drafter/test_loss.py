@@ -13,8 +13,7 @@ from megatron_tlt.models.eagle.config import Eagle3Config
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
-from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
-from tests.helpers.tiny_eagle3 import POLICIES, random_sequence3
+from tests.helpers.tiny_drafters import DEEP, FAMILIES, lookup_tables, random_drafter, random_sequence
 
 CONFIG = FAMILIES["qwen3"]
 STEPS = 3
@@ -83,11 +82,11 @@ def test_loss_and_gradients_equal_a_loop_over_tokens(monkeypatch, weights, t: fl
 def test_eagle3_is_taught_over_its_own_vocabulary(monkeypatch, weights, t: float, size: int) -> None:
     """Norm and head are trained, too; rows whose most likely token is unknown teach nothing, but count in `accept`."""
     monkeypatch.setattr(module, "_MAX_ELEMENTS", 700)
-    config = Eagle3Config.of(POLICIES["qwen3"], draft_vocab_size=size)
+    config = Eagle3Config.of(DEEP["qwen3"], draft_vocab_size=size)
     embed, head = lookup_tables(config.policy)
     model = Eagle3Model(config)
     model.load_full(random_drafter(config).items())
-    sequences = [random_sequence3(config, n, p, seed=n) for n, p in ((12, 5), (3, 1), (17, 9))]
+    sequences = [random_sequence(config, n, p, seed=n) for n, p in ((12, 5), (3, 1), (17, 9))]
     batch = collate(sequences)
     layout = PairLayout(batch)
     got, parts = draft_loss(model, model.unroll(embed, batch, layout, STEPS), batch, layout, head, weights, t)

@@ -22,8 +22,7 @@ from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.keys import request_key
 from tests.helpers.pairs import expected
-from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
-from tests.helpers.tiny_eagle3 import POLICIES, random_sequence3
+from tests.helpers.tiny_drafters import DEEP, FAMILIES, lookup_tables, random_drafter, random_sequence
 from tests.helpers.tiny_models import random_weights
 
 CONFIG = replace(FAMILIES["qwen3"], vocab_size=3)  # few tokens: drafts match by chance
@@ -134,8 +133,8 @@ def test_overlap_by_hand() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_overlap_of_a_reduced_vocabulary_is_the_losses(temperature: float) -> None:
     """Two ways to 1 - TV over the whole vocabulary: scattered logits, and sums over the drafter's tokens."""
-    shape = Eagle3Config.of(POLICIES["qwen3"], draft_vocab_size=70)
-    sequences = [random_sequence3(shape, n, 3, seed=n) for n in (12, 20, 26)]
+    shape = Eagle3Config.of(DEEP["qwen3"], draft_vocab_size=70)
+    sequences = [random_sequence(shape, n, 3, seed=n) for n in (12, 20, 26)]
     (embed, head), model = lookup_tables(shape.policy), Eagle3Model(shape)
     model.load_full(random_drafter(shape).items())
     sizes = {"steps": 3, "temperature": temperature, "batch_tokens": 64, "window": 512}

@@ -68,15 +68,6 @@ def test_the_engines_tables_are_read_once_a_window_and_let_go_behind_it() -> Non
     assert reads == [1, 2]
 
 
-def test_there_are_gradients_within_a_window_only() -> None:
-    t = online_trainer()
-    t.train_step()
-    t._gradient(t.buffer.sample(64))
-    assert all(p.grad is not None for p in t.model.parameters())
-    t.drop_window()
-    assert all(p.grad is None for p in t.model.parameters())
-
-
 def test_a_merge_alone_keeps_every_bit_and_counts() -> None:
     t, plain = online_trainer(), online_trainer()
     for _ in range(3):

@@ -13,21 +13,16 @@ from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.eagle.pairs import PairLayout
-from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
-from tests.helpers.tiny_eagle3 import POLICIES, random_sequence3
+from tests.helpers.tiny_drafters import DEEP, FAMILIES, lookup_tables, random_drafter, random_sequence
 
 STEPS = 4
 SHAPES = ((9, 4), (4, 1), (61, 2), (6, 4), (3, 2), (30, 17), (17, 17), (18, 17))  # (L, prompt); some teach nothing
 DRAFTERS = {name: EagleConfig.of(policy) for name, policy in FAMILIES.items()}
-DRAFTERS["eagle3"] = Eagle3Config.of(POLICIES["qwen3"], draft_vocab_size=40)
+DRAFTERS["eagle3"] = Eagle3Config.of(DEEP["qwen3"], draft_vocab_size=40)
 
 
 def sequences(name: str) -> list[DraftSequence]:
-    shape = DRAFTERS[name]
-    if shape.kind == "eagle3":
-        made = [random_sequence3(shape, n, p, seed=p) for n, p in SHAPES]
-    else:
-        made = [random_sequence(shape.policy, n, p, seed=p) for n, p in SHAPES]
+    made = [random_sequence(DRAFTERS[name], n, p, seed=p) for n, p in SHAPES]
     return [replace(s, offset=7 * i) for i, s in enumerate(made)]
 
 

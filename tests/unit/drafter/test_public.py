@@ -15,11 +15,10 @@ from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
 from megatron_tlt.drafter.export.drafter import export_drafter
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.eagle.config import Eagle3Config
-from tests.helpers.tiny_drafters import random_drafter
-from tests.helpers.tiny_eagle3 import POLICIES
+from tests.helpers.tiny_drafters import DEEP, random_drafter
 
-POLICY = POLICIES["qwen3"]
-LAYER = replace(POLICIES["llama"], num_kv_heads=2, intermediate_size=72, rope_theta=700.0, rms_norm_eps=1e-5)
+POLICY = DEEP["qwen3"]
+LAYER = replace(DEEP["llama"], num_kv_heads=2, intermediate_size=72, rope_theta=700.0, rms_norm_eps=1e-5)
 SHAPE = Eagle3Config.of(POLICY, (0, 2, 6), 40, LAYER)
 WANTED = SpeculationSection(drafter="eagle3")
 

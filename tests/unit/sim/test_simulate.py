@@ -33,7 +33,7 @@ def test_phases_add_up_and_tokens_are_counted():
     assert point.replicas == 8
 
 
-def test_modes_response_alike_and_differ_in_time():
+def test_modes_give_the_same_responses_in_different_times():
     result = simulate(sim_config(*BULK, *EAGLE, QUICK), ["off", "suffix", "frozen", "tlt"])
     off, suffix, frozen, tlt = result.points
     assert len({p.steps[0].tokens for p in result.points}) == 1

@@ -25,43 +25,49 @@ def srun_line(done):
     return next(line for line in done.stdout.splitlines() if line.startswith("  -> srun"))
 
 
-def test_dry_runs_print_what_would_be_run():
-    line = srun_line(run("slurm/bench.sbatch", "--dry-run", "kernels", "--quick"))
-    assert "--mpi=none" in line and line.endswith(f"{QUOTED}/benchmarks/bench_kernels.py --quick")
+SITE = ("-p", "long", "-A", "our group", "--qos=high", "-Jx", "-N2", "--exclusive")
+SHOWN = r"--partition=long --account=our\ group --qos=high --job-name=x --exclusive "
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "printed"),
+    [
+        (["kernels", "--quick"], {}, f"{QUOTED}/benchmarks/bench_kernels.py --quick\n"),
+        (["kernels", "--quick"], {}, "--mpi=none"),
+        (["kernels", "--quick"], {}, " --cpus-per-task=<CPUs of the node / 1> --cpu-bind"),
+        (["-c9", "kernels"], {}, " --cpus-per-task=9 "),
+        (["kernels"], {"SLURM_CPUS_ON_NODE": "6"}, " --cpus-per-task=6 "),
+        (["kernels"], {"SLURM_GPUS_PER_NODE": "h100:4"}, "4 GPUs each, for at most 1:00:00: 4 GPU-hours"),
+        (["kernels"], {"SLURM_GPUS_PER_NODE": "h100:4"}, "--gpus-per-node=h100:4"),
+        ([*SITE, "kernels"], {}, f"sbatch -N 2 --ntasks-per-node=1 --gpus-per-node=8 --time=1:00:00 {SHOWN}"),
+    ],
+)
+def test_dry_runs_print_what_would_be_run(words, variables, printed):
+    done = run("slurm/bench.sbatch", "--dry-run", *words, **variables)
+    assert done.returncode == 0 and printed in done.stdout, done.stdout + done.stderr
+
+
+def test_a_conversion_is_printed_with_its_quotes():
     line = srun_line(run("slurm/convert.sbatch", "--dry-run", "hf-to-megatron", "--hf", "my model"))
     assert line.endswith(rf"-m mpi4py {QUOTED}/tools/convert_hf_to_megatron.py --hf my\ model")
 
 
+IN_CONTAINER = ("-N", 1, "--ntasks-per-node=2", "configs/quickstart.yaml", "train.num_step=7")
+
+
 @pytest.mark.parametrize(
-    ("script", "said"), [("bench", "no benchmark 'nothing'"), ("convert", "must be hf-to-megatron or")]
+    ("script", "words", "said"),
+    [
+        ("bench", ["nothing"], "no benchmark 'nothing'"),
+        ("bench", ["--gres=gpu:8", "kernels"], "not --gres"),
+        ("convert", ["nothing"], "must be hf-to-megatron or"),
+        ("train", ["nosuch.yaml"], f"nosuch.yaml is not in {ROOT}\n"),
+        ("train", IN_CONTAINER, "num_steps"),  # with a container the configuration is checked here
+    ],
 )
-def test_dry_runs_refuse_what_the_job_would(script, said):
-    done = run(f"slurm/{script}.sbatch", "--dry-run", "nothing")
+def test_dry_runs_refuse_what_the_job_would(script, words, said):
+    done = run(f"slurm/{script}.sbatch", "--dry-run", *words, CONTAINER="image")
     assert done.returncode == 2 and said in done.stderr and "sbatch -N" not in done.stdout
-
-
-def test_a_type_of_gpu_is_taken_and_kept():
-    done = run("slurm/bench.sbatch", "--dry-run", "kernels", SLURM_GPUS_PER_NODE="h100:4")
-    assert "4 GPUs each, for at most 1:00:00: 4 GPU-hours" in done.stdout
-    assert "--gpus-per-node=h100:4" in done.stdout
-
-
-def test_unknown_cpu_counts_are_left_open():
-    words = ("--dry-run", "kernels", "--quick")
-    assert " --cpus-per-task=<CPUs of the node / 1> --cpu-bind" in srun_line(
-        run("slurm/bench.sbatch", *words)
-    )
-    assert " --cpus-per-task=9 " in srun_line(run("slurm/bench.sbatch", "--dry-run", "-c9", *words[1:]))
-    assert " --cpus-per-task=6 " in srun_line(run("slurm/bench.sbatch", *words, SLURM_CPUS_ON_NODE="6"))
-
-
-def test_options_of_sbatch_that_a_site_needs_are_shown():
-    options = ("-p", "long", "-A", "our group", "--qos=high", "-Jx", "-N2", "--exclusive")
-    done = run("slurm/bench.sbatch", "--dry-run", *options, "kernels")
-    shown = r"--partition=long --account=our\ group --qos=high --job-name=x --exclusive "
-    assert f"sbatch -N 2 --ntasks-per-node=1 --gpus-per-node=8 --time=1:00:00 {shown}" in done.stdout
-    done = run("slurm/bench.sbatch", "--dry-run", "--gres=gpu:8", "kernels")
-    assert done.returncode == 2 and "not --gres" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -74,11 +80,6 @@ def test_a_time_limit_near_the_warning_is_reported(tmp_path, options, warned):
     done = run("slurm/train.sbatch", "--dry-run", *options, *words, root=root, CONTAINER="image")
     assert done.returncode == 0, done.stderr
     assert ("leaves an attempt hardly any time" in done.stdout) == warned
-
-
-def test_a_configuration_that_is_nowhere():
-    done = run("slurm/train.sbatch", "--dry-run", "nosuch.yaml")
-    assert done.returncode == 2 and done.stderr.strip().endswith(f"nosuch.yaml is not in {ROOT}")
 
 
 def copy_without_python(folder):
@@ -97,12 +98,6 @@ def test_a_copy_in_a_directory_with_a_blank_and_without_python(tmp_path):
     assert "the configuration is not checked" in done.stdout
     assert rf"{tmp_path}/a\ b/slurm/train.sbatch" in done.stdout
     assert "--container-image=image" in srun_line(done) and " python3 -m mpi4py " in srun_line(done)
-
-
-def test_with_a_container_the_configuration_is_checked_here():
-    words = ("--dry-run", "-N", 1, "--ntasks-per-node=2", "configs/quickstart.yaml", "train.num_step=7")
-    done = run("slurm/train.sbatch", *words, CONTAINER="image")
-    assert done.returncode == 2 and "num_steps" in done.stderr
 
 
 @pytest.mark.parametrize("script", ["slurm/train.sbatch", "slurm/bench.sbatch", "launch/interactive.sh"])

@@ -22,15 +22,13 @@ def drafter(tmp_path):
     return tmp_path / "d"
 
 
-@pytest.mark.parametrize("kind", ["hf", "sglang", "vllm"])
-def test_written_files_are_listed(kind: str, drafter, tmp_path, capsys) -> None:
-    arguments = ["--drafter", str(drafter), "--format", kind, "--out", str(tmp_path / "out")]
+def test_written_files_are_listed(drafter, tmp_path, capsys) -> None:
+    arguments = ["--drafter", str(drafter), "--format", "sglang", "--out", str(tmp_path / "out")]
     assert export_drafter.main(arguments) == 0
     said = capsys.readouterr().out
     for file in (tmp_path / "out").iterdir():
         assert str(file) in said
-    assert ("13 tensors" if kind == "sglang" else "12 tensors") in said
-    assert "bf16" in said
+    assert "13 tensors" in said and "bf16" in said
     assert export_drafter.main(arguments) == 2
     assert "exists" in capsys.readouterr().err
 

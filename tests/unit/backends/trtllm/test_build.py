@@ -27,13 +27,10 @@ from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.eagle.config import Eagle3Config
 from megatron_tlt.observe.gpu import index_of
 from megatron_tlt.trainer.preflight import missing_files
-from megatron_tlt.types import GenerateCall, Prompt, SamplingParams, WeightBucket
-from tests.helpers.fake_decoder import CharTokenizer
+from megatron_tlt.types import WeightBucket
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import TINY
 from tests.helpers.trtllm_engines import fake_python
-
-PROMPTS = [Prompt(0, "q", (4, 5), "")]
 
 
 @pytest.fixture
@@ -50,30 +47,6 @@ def settings(folder: Path, **fields: Any) -> tuple[RolloutSection, ModelSection]
     given = {"python": fake_python(folder), "transport": "shared_memory", "heartbeat_s": 0.1, **fields}
     rollout = RolloutSection.model_validate({"backend": "trtllm", "trtllm": given})
     return rollout, ModelSection(path=str(folder), max_context=64)
-
-
-def test_it_is_built_synced_and_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, real = list[str](), trtllm_build.EngineProcess.call
-    noted = lambda self, kind, **fields: calls.append(kind) or real(self, kind, **fields)  # noqa: E731
-    monkeypatch.setattr(trtllm_build.EngineProcess, "call", noted)
-    backend = build_trtllm(
-        EngineOptions(
-            *settings(tmp_path, engine={"attn_backend": "FLASHINFER"}),
-            SyncSection(verify=True),
-            device="cpu",
-            tokenizer=CharTokenizer(),
-        )
-    )
-    assert backend.policy_version == -1
-    assert calls == ["start", "release"], "the policy is built next, on the same GPU"
-    backend.begin_update(4)
-    weights = [(n, torch.zeros(s)) for n, s in TINY.parameter_shapes().items()]
-    backend.update_weights(WeightBucket(4, weights))
-    backend.finish_update()
-    assert backend.weight_checksums().keys() == TINY.parameter_shapes().keys()
-    samples = backend.generate(GenerateCall(PROMPTS, SamplingParams(max_tokens=8), 3))
-    assert [s.policy_version for s in samples] == [4] * 3
-    backend.close()
 
 
 @pytest.mark.parametrize(
@@ -102,9 +75,12 @@ def test_errors_are_reported_and_no_process_stays(
     assert list(logs.iterdir()) == []
 
 
-def test_it_starts_with_the_drafter_in_its_own_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sleep", "called"), [("none", ["start"]), ("kv_cache", ["start", "release"])])
+def test_it_starts_with_the_drafter_in_its_own_layout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep: str, called: list[str]
+) -> None:
     """Tensors and config.json that EAGLE-3's loader reads, the layers as an argument; each weight sync brings all
-    tensors."""
+    tensors. The policy is built next, on the same GPU: an engine that sleeps has given its cache back."""
     shape, seen, calls = Eagle3Config.of(replace(TINY, num_layers=4), (0, 1, 2), 20), {}, []
     drafter = SavedDrafter(shape, random_drafter(shape))
     real = trtllm_build.EngineProcess.call
@@ -119,14 +95,14 @@ def test_it_starts_with_the_drafter_in_its_own_layout(tmp_path: Path, monkeypatc
         return real(self, kind, **fields)
 
     monkeypatch.setattr(trtllm_build.EngineProcess, "call", call)
-    rollout, model = settings(tmp_path, draft_len=3, sleep="none")
+    rollout, model = settings(tmp_path, draft_len=3, sleep=sleep)
     rollout = rollout.model_copy(update={"speculation": SpeculationSection(drafter="eagle")})
     backend = build_trtllm(EngineOptions(rollout, model, SyncSection(verify=True), device="cpu", drafter=drafter))
+    assert calls == called and backend.policy_version == -1
     assert seen["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (seen["eagle3_layers_to_capture"], seen["max_draft_len"]) == ([0, 1, 2], 3)
     assert seen["tensors"].keys() == drafter.weights.keys() >= {"lm_head.weight", "d2t", "t2d"}
     assert not Path(seen["speculative_model"]).exists(), "it has read it"
-    assert calls == ["start"], "without sleep nothing is released"
     backend.begin_update(1)
     backend.update_weights(WeightBucket(1, [(n, torch.zeros(s)) for n, s in TINY.parameter_shapes().items()]))
     backend.update_drafter(drafter.weights, 1)

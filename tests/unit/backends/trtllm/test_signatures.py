@@ -28,9 +28,9 @@ WORKERS = [path for path in RECORDS if path.stem.startswith("rlhf_utils")]
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """Classes and functions of a record's only file."""
-    (entry,) = json.loads(path.read_text())["files"].values()
-    return entry
+    """Classes and functions of a record."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
 def ours() -> dict[str, Any]:
@@ -89,7 +89,7 @@ def test_every_call_into_the_workers_is_a_method_of_ours_or_of_every_release() -
 def test_every_argument_is_a_field_in_the_sources(version: str, record: str) -> None:
     """Sources of February 2026, which still have what 1.2 has, and of late 1.3; the classes forbid other arguments."""
     sources = recorded(SIGNATURES / f"{record}.json")["classes"]
-    known = {name: names_of(name, {n: [entry] for n, entry in sources.items()})["fields"] for name in sources}
+    known = {name: names_of(name, sources) for name in sources}
     section = TrtllmSection(python="p", version=version, sleep="kv_cache")
     rollout = RolloutSection(dtype="bf16", trtllm=section)
     given = build_llm_kwargs(rollout, ModelSection(path="/m"), Eagle3Files(Path("/d"), (1, 2, 3)))
@@ -113,6 +113,7 @@ def test_the_decorator_is_used_bare_as_it_may_be() -> None:
 
 SOURCE = """
 class LLM:
+    batch: int = Field(default=1, alias="Batch")
     def __init__(self, model: str, dtype: str = "auto", **kwargs): ...
     async def generate(self, inputs, *, seed=0): ...
 class AsyncLLM(LLM):
@@ -124,8 +125,11 @@ def test_a_record_has_signatures_and_no_code(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(SOURCE)
     command = [sys.executable, str(ROOT / "tools/trtllm_signatures.py"), str(tmp_path), "a.py"]
     subprocess.run([*command, "--commit", "0" * 40, "--out", str(tmp_path / "r.json")], check=True, timeout=60)
-    classes = recorded(tmp_path / "r.json")["classes"]
+    text = (tmp_path / "r.json").read_text()
+    assert len(text.splitlines()) == 8, "a class is a line"
+    classes = json.loads(text)["classes"]
     assert classes["AsyncLLM"]["bases"] == ["LLM"]
+    assert names_of("AsyncLLM", classes) == {"batch", "Batch"}
     assert classes["AsyncLLM"]["reached"] == ["engine", "engine.free"]
     start = classes["LLM"]["methods"]["__init__"]
     assert start == {"params": {"model": None, "dtype": "'auto'"}, "decorators": [], "takes_more": True}

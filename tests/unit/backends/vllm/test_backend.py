@@ -38,8 +38,7 @@ def test_kept_tables_are_copied_in_place_from_the_second_push_on(monkeypatch: py
 
 
 class ToyProcess:
-    """An engine's process that responses the request it has had longest; a response's token is its key's last
-    digits."""
+    """An engine's process that ends the oldest request first; a response's token is its key's last digits."""
 
     launch = SimpleNamespace(name="vLLM")
     is_alive = True

@@ -1,4 +1,4 @@
-"""vLLM's server around a toy engine: what fails in the engine ends the process, and an abort responses everything."""
+"""vLLM's server around a toy engine: a failure of the engine ends the process, an abort ends every request."""
 
 from __future__ import annotations
 

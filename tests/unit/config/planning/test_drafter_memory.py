@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.planning import drafter as plan
-from megatron_tlt.drafter import loss, training_state
+from megatron_tlt.drafter import training_state
 from megatron_tlt.drafter.checkpoint import drafter_shape
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.models.config import ModelConfig
@@ -108,7 +108,3 @@ def test_every_rank_keeps_as_much_as_is_planned(name: str, tp: int) -> None:
         state = training_state.TrainingState(model, tp=OneRank(rank, tp))
         held = weights + sum(4 * t.numel() for kept in state._kept.values() for t in kept.values())
         assert held == pytest.approx(plan.drafter_state_bytes(config, shape, "cuda"), rel=0.05), rank
-
-
-def test_the_plans_figures_are_the_trainers() -> None:
-    assert plan.HEAD_BLOCK == loss._MAX_ELEMENTS

@@ -12,17 +12,16 @@ import torch
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.eagle.config import Eagle3Config, default_layers
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model, choose_vocabulary
-from tests.helpers.tiny_drafters import lookup_tables
-from tests.helpers.tiny_eagle3 import POLICIES
+from tests.helpers.tiny_drafters import DEEP, lookup_tables
 
-CONFIG = Eagle3Config.of(POLICIES["qwen3"], draft_vocab_size=40)
+CONFIG = Eagle3Config.of(DEEP["qwen3"], draft_vocab_size=40)
 
 
 def test_default_layers_are_the_engines_and_can_be_collected() -> None:
     assert default_layers(32) == (1, 15, 28)  # Llama 3.1 8B
     assert default_layers(36) == (1, 17, 32)  # Qwen3 8B
     for count in range(4, 80):
-        policy = replace(POLICIES["llama"], num_layers=count)
+        policy = replace(DEEP["llama"], num_layers=count)
         layers = Eagle3Config.of(policy).aux_layers
         assert len(set(layers)) == 3
         assert max(layers) <= count - 2
@@ -33,7 +32,7 @@ def test_default_layers_are_the_engines_and_can_be_collected() -> None:
 @pytest.mark.parametrize("layers", [(1, 3), (1, 1, 4), (3, 1, 4), (-1, 1, 4), (1, 3, 7), (1, 2, 3, 4)])
 def test_layers_out_of_reach_are_refused(layers) -> None:
     with pytest.raises(ConfigError, match=r"layers = .* must be three ascending layers of 0 \.\. 6"):
-        Eagle3Config.of(POLICIES["llama"], layers)
+        Eagle3Config.of(DEEP["llama"], layers)
 
 
 def test_the_vocabulary_is_the_most_frequent_tokens() -> None:
@@ -51,7 +50,7 @@ def test_the_head_begins_with_the_policys_rows_of_the_vocabulary() -> None:
     assert torch.equal(model.token_ids(), ids)
     assert torch.equal(model.lm_head.weight, head[ids])
     assert torch.equal(model.t2d.nonzero().flatten(), ids)
-    whole = Eagle3Model(Eagle3Config.of(POLICIES["qwen3"]))
+    whole = Eagle3Model(Eagle3Config.of(DEEP["qwen3"]))
     whole.initialise(0)
     whole.take_head(head)
     assert torch.equal(whole.lm_head.weight, head)
