@@ -10,7 +10,7 @@ import torch
 from make_demo_policy import write_experts
 
 from megatron_tlt.backends.vllm.launch import ENVIRONMENTS, find_python
-from megatron_tlt.config.vllm import VllmSection
+from megatron_tlt.config.engine_process import VllmSection
 from tests.helpers.mpi import ROOT, run_ranks
 from tests.helpers.runs import checkpoint_tensors, rows
 
