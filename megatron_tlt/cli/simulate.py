@@ -54,8 +54,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _load(path: Path, overrides: list[str]) -> SimConfig:
+    from megatron_tlt.config.checks.sim import check_sim
     from megatron_tlt.config.load import load_config
-    from megatron_tlt.config.sim import SimConfig, check_sim
+    from megatron_tlt.config.sim import SimConfig
     from megatron_tlt.config.yaml_reader import read_config_file
 
     if "actor" in read_config_file(path):  # a run's configuration: its machines, its engine, usual lengths

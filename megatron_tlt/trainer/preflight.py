@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from megatron_tlt.backends.vllm.launch import python_problems
 from megatron_tlt.checkpoint.resume import checkpoint_problems
 from megatron_tlt.config.checks.files import output_directory_problems
-from megatron_tlt.config.planning.report import find_problems, render_check
+from megatron_tlt.config.checks.run import find_problems
+from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import source_problems
 from megatron_tlt.data.sources import read_completions

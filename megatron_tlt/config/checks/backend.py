@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 
 from megatron_tlt.config.engine_process import EngineProcessSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config
-from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.errors import ConfigProblem, Problems
 from megatron_tlt.types import CAPABILITIES
 
-Problems = Iterator[ConfigProblem]
 _VLLM_SERIES = "0.32."  # the versions that backends/vllm/plugin/compat.py supports
 _VERSIONS = re.compile(r"1\.[23]\.\d+(rc\d+)?(\.post\d+)?")
 

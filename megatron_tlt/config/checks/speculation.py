@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 from megatron_tlt.config.checks.layout import Device
@@ -10,10 +9,8 @@ from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.speculation import BanditSection, SpeculationSection
-from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.errors import ConfigProblem, Problems
 from megatron_tlt.types import CAPABILITIES
-
-Problems = Iterator[ConfigProblem]
 
 
 def check_speculation(section: SpeculationSection, has_drafter: bool = False) -> Problems:
