@@ -59,8 +59,8 @@ class SpeculationSection(Section):
     """eagle3: draft only so many of the policy's tokens, those most frequent in the responses of `megatron-tlt drafter
     train`; null: as in drafter_path, or all."""
     allow_other_policy: bool = False
-    """Accept a drafter that was made for another policy than model.path, as its fingerprint of embedding and tokenizer
-    says. Responses stay the same; drafts are accepted less."""
+    """Accept a drafter that was made for another policy than model.path, as its fingerprint of the embedding says.
+    Responses stay the same; drafts are accepted less."""
     selector: Literal["fixed", "beg_mab", "cost_model"] = "cost_model"
     """fixed: always draft_len. beg_mab: a bandit picks among draft lengths by running requests. cost_model: the
     draft length with the most expected tokens per second, by measured step costs and acceptance rates; 0 where plain

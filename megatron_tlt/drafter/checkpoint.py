@@ -35,7 +35,7 @@ def about_of(drafter: SavedDrafter, dtype: torch.dtype) -> dict[str, Any]:
     """The contents of config.json; `dtype` is that of the weights beside it."""
     name = str(dtype).removeprefix("torch.")
     origin = {"policy_version": drafter.policy_version, "trained_steps": drafter.trained_steps}
-    made_for = {"policy_fingerprint": dict(drafter.fingerprint)}
+    made_for = {"policy_fingerprint": {"embedding": drafter.fingerprint}}
     return {**describe(drafter.config), **origin, **made_for, **drafter.config.policy.to_hf(name)}
 
 
@@ -66,14 +66,14 @@ def save_drafter(
     *,
     policy_version: int = 0,
     trained_steps: int = 0,
-    fingerprint: Mapping[str, str] | None = None,
+    fingerprint: str = "",
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Writes a drafter directory; see `SavedDrafter`. An older drafter there is replaced.
 
     Raises CheckpointError for wrong tensors, before anything is written, and for a disk that is full.
     """
-    drafter = SavedDrafter(config, weights, policy_version, trained_steps, fingerprint or {})
+    drafter = SavedDrafter(config, weights, policy_version, trained_steps, fingerprint)
     config.check(weights)
     write_directory(
         Path(directory), {WEIGHTS: cast_tensors(weights, dtype)}, {CONFIG: about_of(drafter, dtype)}
@@ -103,15 +103,10 @@ def load_drafter(
     except CheckpointError as e:
         raise CheckpointError(f"{root}: {e}") from e
     version, steps = int(about.get("policy_version", 0)), int(about.get("trained_steps", 0))
-    return SavedDrafter(config, weights, version, steps, about.get("policy_fingerprint", {}))
+    return SavedDrafter(config, weights, version, steps, about.get("policy_fingerprint", {}).get("embedding", ""))
 
 
-def drafter_problems(
-    speculation: SpeculationSection,
-    policy: ModelConfig,
-    model: str | Path,
-    tokenizer: str | Path | None = None,
-) -> list[ConfigProblem]:
+def drafter_problems(speculation: SpeculationSection, policy: ModelConfig, model: str | Path) -> list[ConfigProblem]:
     """What keeps the policy in `model`, of shape `policy`, from drafting as configured. Reads the drafter."""
     at, path = "rollout.speculation.drafter_path", speculation.drafter_path
     if speculation.trained is None:
@@ -128,7 +123,7 @@ def drafter_problems(
         return [ConfigProblem(at, path, str(error))]
     problem = None
     if not speculation.allow_other_policy:
-        problem = other_policy_problem(at, path, made_for, model, tokenizer)
+        problem = other_policy_problem(at, path, made_for, model)
     return [] if problem is None else [problem]
 
 

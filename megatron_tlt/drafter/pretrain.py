@@ -143,14 +143,13 @@ class DrafterPretraining:
         return total
 
     def _save(self, out: Path, result: Acceptance) -> None:
-        model = self._config.model
         save_drafter(
             out,
             self.model.config,
             self.model.state_dict(),
             policy_version=self._backend.policy_version,
             trained_steps=self.trained_steps,
-            fingerprint=policy_fingerprint(model.path, model.tokenizer),
+            fingerprint=policy_fingerprint(self._config.model.path),
             dtype=DTYPES[self._config.drafter.save_dtype],
         )
         if result.bases:

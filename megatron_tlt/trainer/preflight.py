@@ -183,7 +183,7 @@ def speculation_problems(config: Config, shape: ModelConfig | None) -> list[Conf
         return []
     from megatron_tlt.drafter.checkpoint import drafter_problems  # here, for it needs torch
 
-    return drafter_problems(section, shape, config.model.path, config.model.tokenizer)
+    return drafter_problems(section, shape, config.model.path)
 
 
 def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -41,7 +41,7 @@ class SavedDrafter:
     weights: Mapping[str, Tensor]
     policy_version: int = 0  # of the policy whose hidden states it was last trained on
     trained_steps: int = 0
-    fingerprint: Mapping[str, str] = field(default_factory=dict)  # `policy_fingerprint` of its policy
+    fingerprint: str = ""  # `policy_fingerprint` of its policy
 
 
 @dataclass(frozen=True, slots=True)
