@@ -30,7 +30,6 @@ Phase = Literal["rollout", "idle window", "update", "merge", "weight_sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "idle window", "update", "merge", "weight_sync")
 KV = "KV cache"
 RESERVE = "cluster.reserve_gib"
-_SAVED = "drafter in a save (rank 0)"  # once, not for every rank of a node
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,25 +118,14 @@ def _stage(
         "rollout step": engine.rollout_step_bytes(config, shape, device),
         "graphs": graphs.graph_bytes(config, device),
         KV: 0,
-        "actor's hidden states": drafter.collected_bytes(config, shape),
         "drafter": engine.drafter_weight_bytes(config, shape),
-        "drafter training": drafter.drafter_state_bytes(config, shape, device),
-        "drafter step": drafter.drafter_step_bytes(config, shape, device),
-        "drafter's LM head": drafter.drafter_head_bytes(config, shape, device),
-        "drafter merge": drafter.drafter_merge_bytes(config, shape),
-        "drafter weight sync": drafter.drafter_push_bytes(config, shape, device),
+        **drafter.training_parts(config, shape, device),
         "weight sync bucket": policy.push_bytes(config, shape, dims),
     }
     if config.rollout.backend != "embedded":
         own = config.rollout.process_mib * MIB // (1 if device == "cuda" else 4)
         parts |= {"engine's process": own, **engine.process_bytes(config, shape)}
-    before = parts["drafter training"]  # what a window goes back to if training fails in it
-    host = {
-        "hidden states": drafter.hidden_state_bytes(config, device),
-        "drafter before a window": before if device == "cpu" else pinned_bytes(before),
-        _SAVED: drafter.drafter_save_bytes(config, shape),
-        "suffix drafter": engine.suffix_bytes(config),
-    }
+    host = {**drafter.host_parts(config, shape, device), "suffix drafter": engine.suffix_bytes(config)}
     if device == "cpu":
         return RankMemory(stage, parts | host, _only(config, device))
     state = {
@@ -204,5 +192,5 @@ def beside_cache(config: Config, stages: list[RankMemory]) -> int:
 
 def node_host_bytes(stages: list[RankMemory], ranks_per_node: int) -> int:
     """The host's memory of a node whose ranks are all of the stage that needs most there, the first rank included."""
-    each = max(sum(size for name, size in stage.host.items() if name != _SAVED) for stage in stages)
-    return each * ranks_per_node + max(stage.host.get(_SAVED, 0) for stage in stages)
+    each = max(sum(size for name, size in stage.host.items() if name != drafter.SAVED) for stage in stages)
+    return each * ranks_per_node + max(stage.host.get(drafter.SAVED, 0) for stage in stages)
