@@ -1,7 +1,7 @@
 """A drafter directory: `drafter.safetensors` and `config.json`.
 
 config.json is that of the policy, with the drafter's entries before it: `drafter` (its kind), `policy_version`,
-`trained_steps`, `policy_fingerprint`, and what the kind describes. Directories as others publish them are read as well
+`trained_steps`, `policy_fingerprint`, and the entries of its kind. Directories as others publish them are read as well
 (`PublicForm`).
 """
 
@@ -36,17 +36,19 @@ def about_of(drafter: SavedDrafter, dtype: torch.dtype) -> dict[str, Any]:
     name = str(dtype).removeprefix("torch.")
     origin = {"policy_version": drafter.policy_version, "trained_steps": drafter.trained_steps}
     made_for = {"policy_fingerprint": {"embedding": drafter.fingerprint}}
-    return {**describe(drafter.config), **origin, **made_for, **drafter.config.policy.to_hf(name)}
+    return {**drafter_entries(drafter.config), **origin, **made_for, **drafter.config.policy.to_hf(name)}
 
 
-def describe(config: DrafterConfig) -> dict[str, Any]:
-    """What config.json and checkpoints say of a drafter beside its policy's shape."""
-    return {"drafter": config.kind, **KINDS[config.kind].describe(config)}
+def drafter_entries(config: DrafterConfig) -> dict[str, Any]:
+    """The entries of config.json and of checkpoints for a drafter, beside its policy's shape."""
+    return {"drafter": config.kind, **KINDS[config.kind].entries(config)}
 
 
-def described(about: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
-    """What `describe` was given. Raises ConfigError or CheckpointError for entries that it never returns."""
-    return KINDS[about["drafter"]].described(about, policy)
+def read_drafter_config(about: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
+    """The drafter of such entries. Raises ConfigError or CheckpointError for entries that `drafter_entries` never
+    returns.
+    """
+    return KINDS[about["drafter"]].read_entries(about, policy)
 
 
 def drafter_shape(section: SpeculationSection, policy: ModelConfig) -> DrafterConfig:
@@ -155,7 +157,7 @@ def _config_of(
     file = root / CONFIG
     try:
         if (public := _public_form(about)) is None:
-            config = described(about, policy or ModelConfig.from_hf(about))
+            config = read_drafter_config(about, policy or ModelConfig.from_hf(about))
         elif policy is None:
             raise CheckpointError("has no shape of the policy: it must be given")
         else:

@@ -57,7 +57,7 @@ def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int,
     if shape is not None:
         size = section.state_parts * shape.hidden_size * (4 if config.rollout.dtype == "fp32" else 2) + 8
         sizes = config.drafter.sizes(device or "cpu")
-        needed = min(config.drafter.window, sizes.micro_step_tokens) * size / 2**20
+        needed = min(config.drafter.max_sequence_tokens, sizes.micro_step_tokens) * size / 2**20
         if sizes.buffer_mib < needed:
             allowed = f"must be >= {needed:.2f}, or no long response fits"
             yield ConfigProblem("drafter.online.buffer_mib", sizes.buffer_mib, allowed)

@@ -78,13 +78,13 @@ class DrafterKind(ABC):
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> DrafterConfig:
         """A drafter of `policy` that is not trained yet. Raises ConfigError for what the policy does not have."""
 
-    def describe(self, config: DrafterConfig) -> dict[str, Any]:
-        """The entries of config.json beside the policy's shape; `described` reads them."""
+    def entries(self, config: DrafterConfig) -> dict[str, Any]:
+        """The entries of config.json beside the policy's shape; `read_entries` reads them."""
         return {}
 
     @abstractmethod
-    def described(self, about: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
-        """What `describe` was given. Raises ConfigError or CheckpointError for entries that it never returns."""
+    def read_entries(self, about: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
+        """The drafter of such entries. Raises ConfigError or CheckpointError for entries that it never returns."""
 
     # -- in rollouts and in training --------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_tlt.drafter.buffer import HiddenStateBuffer
-from megatron_tlt.drafter.measure import Acceptance, measure
+from megatron_tlt.drafter.measure import MeasuredAcceptance, measure
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.types import HiddenStateSample
 from tests.helpers.hidden_states import imitable_chunk, imitable_policy
@@ -34,7 +34,7 @@ def num_drawn(chunks) -> int:
     return sum(c.trajectory.length - max(2, c.trajectory.response_start) for c in chunks)
 
 
-def acceptance(drafter: EagleModel, tables, chunks, window: int = 512) -> Acceptance:
+def acceptance(drafter: EagleModel, tables, chunks, window: int = 512) -> MeasuredAcceptance:
     """What drafts are worth on the responses, as they come out of the buffer."""
     buffer = HiddenStateBuffer(1 << 30, window, max_age=0, seed=0)
     buffer.begin_step(0)
