@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megatron_tlt.drafter.batching import DraftSequence, collate, group_by_length, windows
 from megatron_tlt.models.drafters import DraftBatch, DrafterModel
-from megatron_tlt.models.eagle.pairs import PairLayout
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.keys import row_keys
 
@@ -104,7 +103,7 @@ def measure(
     parts = [part for s in sequences if s.num_bases for part in windows(s, window)]
     for group in group_by_length(parts, batch_tokens):
         batch = collate(group, head.device)
-        layout = PairLayout(batch)
+        layout = model.layout(batch)
         owner = np.searchsorted(batch.starts, layout.bases.cpu().numpy(), side="right") - 1
         keys = np.array([s.key for s in group], np.uint64)[owner]
         response = np.array([s.response_start for s in group], np.int64)[owner]

@@ -117,16 +117,16 @@ def test_a_resumed_run_publishes_the_drafter_of_its_checkpoint():
     assert all(torch.equal(weights[name], tensor) for name, tensor in controller.trainer.weights().items())
 
 
-@pytest.mark.parametrize("has_eagle", [True, False])
-def test_a_run_that_does_not_train_serves_the_checkpoint_and_keeps_it(has_eagle):
+@pytest.mark.parametrize("has_drafter", [True, False])
+def test_a_run_that_does_not_train_serves_the_checkpoint_and_keeps_it(has_drafter):
     backend = Backend()
     controller = make(backend)
     push(controller)
     one_step(controller, backend)
-    resumed = OnlineDrafterController(WORLD, backend, has_eagle=has_eagle)
+    resumed = OnlineDrafterController(WORLD, backend, has_drafter=has_drafter)
     resumed.load_state_dict(controller.state_dict())
     versions = [published[1] for _ in range(2) if (published := push(resumed)) is not None]
-    assert versions == ([1] if has_eagle else [])
+    assert versions == ([1] if has_drafter else [])
     assert resumed.state_dict()["version"] == 1
     assert resumed.merge() == {} and resumed.train_step() is None
 
