@@ -104,7 +104,7 @@ class RolloutSection(Section):
 
 
 class SyncSection(Section):
-    """The weight sync of new weights into the rollout engines."""
+    """The weight sync: new weights into the rollout engines."""
 
     bucket_mib: PositiveInt = 256
     """Size of one bucket: the peak extra memory of a weight sync."""

@@ -106,7 +106,7 @@ class TrtllmHost(EngineHost):
         return {}
 
     async def do_resume(self, message: Message) -> Message:
-        """Takes it again."""
+        """Allocates it again."""
         await self._engine.resume(message["tags"])
         return {}
 

@@ -86,7 +86,7 @@ class VllmBackend(RemoteBackend):
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """What speculation has learned, and how long responses were; see `EmbeddedBackend.state_dict`."""
+        """See `EmbeddedBackend.state_dict`."""
         return super().state_dict() | {"vllm": self.process.call("speculation")["state"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ the stop string that ended it), and
 | from the client | response |
 |---|---|
 | start(llm, hidden_bytes, max_requests, max_len, speculation, routed experts, directory, tokenizer, stop) | reply |
-| speculation() | reply: state, what selector and calibration have learned |
+| speculation() | reply(state), of selector and calibration |
 | load_speculation(state) | reply |
 """
 
@@ -221,11 +221,11 @@ class VllmHost(EngineHost):
         return dict(await self._rpc("tlt_stats"))
 
     async def do_speculation(self, _: Message) -> Message:
-        """What selector and calibration have learned."""
+        """State of selector and calibration."""
         return {"state": await self._rpc("tlt_speculation")}
 
     async def do_load_speculation(self, message: Message) -> Message:
-        """Takes what they had learned in an earlier run."""
+        """Loads their state of an earlier run."""
         await self._rpc("tlt_load_speculation", message["state"])
         return {}
 
