@@ -146,7 +146,7 @@ class EmbeddedBackend(BaseBackend):
         return self.engine.runner.decoder.lookup_tables()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of selector and calibration, and lengths of responses, JSON-able. It changes the engine's speed only, and
+        """State of selector and calibration, and lengths of responses, JSON-able. It changes the engine's speed and
         the order of prompts, which a resumed run must repeat (docs/design/numerics.md says what depends on it).
         """
         speculator = self.engine.speculator

@@ -33,8 +33,8 @@ HEAD_BLOCK = 1 << 25  # elements of [rows, V] that `drafter.loss` computes at a 
 
 PARTS = ("drafter training", "drafter step", "drafter's LM head", "drafter merge", "drafter weight sync",
          "actor's hidden states")  # fmt: skip
-SAVED = "drafter in a save (rank 0)"  # once, not for every rank of a node
-HOST_PARTS = ("hidden states", "drafter before a window", SAVED)
+SAVE_COPY = "drafter in a save (rank 0)"  # once, not for every rank of a node
+HOST_PARTS = ("hidden states", "drafter before a window", SAVE_COPY)
 
 
 def training_parts(config: Config, shape: ArchitectureConfig, device: Device) -> dict[str, int]:

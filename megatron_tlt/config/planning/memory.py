@@ -192,5 +192,5 @@ def beside_cache(config: Config, stages: list[RankMemory]) -> int:
 
 def node_host_bytes(stages: list[RankMemory], ranks_per_node: int) -> int:
     """The host's memory of a node whose ranks are all of the stage that needs most there, the first rank included."""
-    each = max(sum(size for name, size in stage.host.items() if name != drafter.SAVED) for stage in stages)
-    return each * ranks_per_node + max(stage.host.get(drafter.SAVED, 0) for stage in stages)
+    each = max(sum(size for name, size in stage.host.items() if name != drafter.SAVE_COPY) for stage in stages)
+    return each * ranks_per_node + max(stage.host.get(drafter.SAVE_COPY, 0) for stage in stages)
