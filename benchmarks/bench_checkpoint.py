@@ -31,7 +31,7 @@ from lib.bench_record import ROOT, write_record
 
 sys.path.insert(0, str(ROOT))
 
-from megatron_tlt.drafter.state_file import state_writer
+from megatron_tlt.drafter.state_file import drafter_state_writer
 from megatron_tlt.drafter.training_state import TrainingState
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.model import EagleModel
@@ -67,7 +67,7 @@ def size_of(state: Any) -> int:
 def save(file: Path, state: Callable[[], dict[str, Any]], wait: bool) -> tuple[float, float]:
     """(blocking, on disk) seconds."""
     started = time.perf_counter()
-    thread = threading.Thread(target=state_writer(state()), args=(file,))
+    thread = threading.Thread(target=drafter_state_writer(state()), args=(file,))
     thread.start()
     if wait:
         thread.join()

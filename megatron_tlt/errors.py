@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -39,6 +39,8 @@ class ConfigProblem:
     def __str__(self) -> str:
         return f"{self.path} = {self.value!r}: {self.allowed}"
 
+
+Problems = Iterator[ConfigProblem]
 
 class ConfigError(TltError, ValueError):
     """A configuration that cannot run. Carries every problem found, not only the first, and each once."""

@@ -57,7 +57,7 @@ class Prompt:
     """A prompt, tokenized.
 
     `prompt_id` is the ordinal in the prompt stream: unique for every draw, part of the sampling key, so the
-    second epoch to the same prompt gets fresh noise. `dataset_id` names the prompt itself and is
+    second epoch of a prompt gets fresh noise. `dataset_id` names the prompt itself and is
     the same on every epoch.
     """
 

@@ -16,11 +16,13 @@ from typing import TypeVar
 
 import torch
 
+from megatron_tlt.actor.checkpoint_files import record_of
 from megatron_tlt.actor.hf_names import slots
 from megatron_tlt.checkpoint.atomic import gib, problem_of
-from megatron_tlt.checkpoint.convert import to_hf, to_megatron
 from megatron_tlt.checkpoint.convert.hf_dir import dtype_name
-from megatron_tlt.checkpoint.convert.inspection import Checksums, Difference, Opened, is_saved_again
+from megatron_tlt.checkpoint.convert.inspection import Difference, Opened, is_saved_again, weights_digest
+from megatron_tlt.checkpoint.convert.to_hf import HfConversion
+from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.distributed.together import Ranks, SingleProcess, together
@@ -28,11 +30,11 @@ from megatron_tlt.errors import ConfigError, TltError, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_writer import stored_names
 
-Plan = TypeVar("Plan")
+Todo = TypeVar("Todo")
 _LAYER = re.compile(r"\.layers\.\d+\.")
 
 
-def run(name: str, plan: Callable[[Ranks], Plan], act: Callable[[Plan, Ranks], int]) -> int:
+def run(name: str, plan: Callable[[Ranks], Todo], act: Callable[[Todo, Ranks], int]) -> int:
     """Runs `plan`, then `act` with what it returned, on this rank; exit status 0, 1 (failed) or 2 (bad input).
 
     An error of `plan`, on any rank, is bad input; one of `act` is so only if it is a ConfigError. MPI
@@ -56,7 +58,7 @@ def run(name: str, plan: Callable[[Ranks], Plan], act: Callable[[Plan, Ranks], i
 
 
 def _guarded(
-    name: str, plan: Callable[[Ranks], Plan], act: Callable[[Plan, Ranks], int], ranks: Ranks
+    name: str, plan: Callable[[Ranks], Todo], act: Callable[[Todo, Ranks], int], ranks: Ranks
 ) -> int:
     status = BAD_INPUT
     try:
@@ -90,38 +92,29 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def megatron_report(todo: to_megatron.Plan, out: Path) -> str:
-    """The mapping from Hugging Face names to Megatron tensors, and what each rank's file will hold."""
-    config, itemsize = todo.source.config, todo.dtype.itemsize
-    rows, padded = config.vocab_size, -(-config.vocab_size // todo.tp) * todo.tp
-    padding = f", vocabulary {rows} padded to {padded}" if padded != rows else ""
-    lines = [
-        f"{_title(todo.source.directory, out, config, todo.dtype)}, tp {todo.tp} x pp {todo.pp}{padding}"
-    ]
-    files = [list(todo.chunks(number)) for number in range(todo.num_files)]
-    tensors: dict[str, str] = {}
-    for slot, chunk in (pair for held in files for pair in held):
-        names, size = ", ".join(_any_layer(name) for name in slot.hf_names), prod(chunk.size) * itemsize
-        tensors[chunk.key] = f"{names}\n    -> {chunk.key} {list(chunk.size)}, {gib(size)}"
-    lines += ["", *tensors.values()]
+def megatron_report(todo: MegatronConversion, out: Path) -> str:
+    """The mapping from Hugging Face names to Megatron tensors."""
+    config = todo.source.config
+    shapes = config.parameter_shapes()
+    counts: dict[tuple[str, str], int] = {}
+    for slot in slots(config, 1):
+        names = ", ".join(f"{_any_layer(name)} {list(shapes[name])}" for name in slot.hf_names)
+        mapping = (names, _any_layer(todo.stored(slot).key))
+        counts[mapping] = counts.get(mapping, 0) + 1
+    lines = [_title(todo.source.directory, out, config, todo.dtype), ""]
+    lines += [f"{names}\n    -> {key} x {count}" for (names, key), count in counts.items()]
     if todo.source.ignored:
         lines.append(f"not converted, they carry nothing: {', '.join(todo.source.ignored)}")
-    lines.append("")
-    for number, held in enumerate(files):
-        size = sum(chunk.block.numel() for _, chunk in held) * itemsize
-        stage, rank = divmod(number, todo.tp)
-        where = f"release/{to_megatron.file_name(number)}  stage {stage}, tensor rank {rank}"
-        lines.append(f"{where}: {len(held)} chunks, {gib(size)}")
-    return "\n".join([*lines, _total(todo.num_bytes, out)])
+    return "\n".join([*lines, "", _total(todo.num_bytes, out)])
 
 
-def hf_report(todo: to_hf.Plan, out: Path) -> str:
+def hf_report(todo: HfConversion, out: Path) -> str:
     """The mapping from Megatron tensors to Hugging Face names, and what each file will hold."""
     source, shapes = todo.source, todo.config.parameter_shapes()
     counts: dict[tuple[str, ...], int] = {}
     for slot in slots(todo.config, 1):
         stored = source.find(slot)
-        assert stored is not None, "the plan was checked"
+        assert stored is not None, "the conversion was checked"
         names = [f"    -> {_any_layer(name)} {list(shapes[name])}" for name in slot.hf_names]
         mapping = (f"{_any_layer(stored.key)} {list(source.tensors[stored.key].size)}", *names)
         counts[mapping] = counts.get(mapping, 0) + 1
@@ -167,11 +160,12 @@ def description(opened: Opened) -> str:
     return "\n".join([f"{opened.kind}: {opened.directory}", *(f"{name:<20}{text}" for name, text in lines)])
 
 
-def checksum_report(sums: Checksums) -> str:
-    """The digest of the weights, and size and checksum of every file."""
-    lines = [f"{'weights':<20}sha256 {sums.weights}"]
-    for name, record in sums.files.items():
-        lines.append(f"{'file':<20}{name}  {gib(record.size)}  sha256 {record.sha256[:16]}")
+def checksum_report(opened: Opened) -> str:
+    """The digest of the weights, and size and checksum of every file. Reads all of them."""
+    lines = [f"{'weights':<20}sha256 {weights_digest(opened)}"]
+    for path in sorted(path for path in opened.directory.iterdir() if path.is_file()):
+        record = record_of(path)
+        lines.append(f"{'file':<20}{path.name}  {gib(record.size)}  sha256 {record.sha256[:16]}")
     return "\n".join(lines)
 
 

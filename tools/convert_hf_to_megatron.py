@@ -1,6 +1,6 @@
 """Convert a Hugging Face directory to a Megatron distributed checkpoint, on CPU, a chunk at a time.
 
-    python tools/convert_hf_to_megatron.py --hf assets/demo-policy --out my-megatron --tp 2 --pp 2
+    python tools/convert_hf_to_megatron.py --hf assets/demo-policy --out my-megatron
     mpiexec -n 4 python -m mpi4py tools/convert_hf_to_megatron.py ...   # the same, shared out over 4 ranks
 
 A run starts from it with model.path=my-megatron model.megatron_path=my-megatron; Megatron-LM with --load my-megatron.
@@ -15,37 +15,33 @@ from pathlib import Path
 import conversion as command
 
 from megatron_tlt.checkpoint.atomic import check_room, gib
-from megatron_tlt.checkpoint.convert import to_megatron
+from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.cli.exit_codes import OK
 from megatron_tlt.distributed.together import Ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0, 1 (failed, nothing written) or 2 (bad input: arguments, model, files, layout)."""
+    """Exit status 0, 1 (failed, nothing written) or 2 (bad input: arguments, model, files)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hf", type=Path, required=True, help="Hugging Face directory")
-    parser.add_argument(
-        "--tp", type=int, default=1, help="tensor parallel size of the files (any can read them)"
-    )
-    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size of the files")
     command.add_output(parser)
     args = parser.parse_args(argv)
 
-    def plan(ranks: Ranks) -> to_megatron.Plan:
+    def plan(ranks: Ranks) -> MegatronConversion:
         command.check_output(args, [args.hf], ranks)
-        return to_megatron.plan(args.hf, args.tp, args.pp, args.dtype)
+        return MegatronConversion.plan(args.hf, args.dtype)
 
-    def convert(todo: to_megatron.Plan, ranks: Ranks) -> int:
+    def convert(todo: MegatronConversion, ranks: Ranks) -> int:
         if args.dry_run:
             if ranks.is_main:
                 print(command.megatron_report(todo, args.out))
                 check_room(args.out, todo.num_bytes)
             return OK
-        to_megatron.write(todo, args.out, ranks, args.overwrite)
+        todo.write(args.out, ranks, args.overwrite)
         if ranks.is_main:
-            print(f"wrote {args.out}: {gib(todo.num_bytes)}, tp {args.tp} x pp {args.pp}")
+            print(f"wrote {args.out}: {gib(todo.num_bytes)}")
         return OK
 
     return command.run(parser.prog, plan, convert)

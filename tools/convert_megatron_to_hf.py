@@ -14,7 +14,7 @@ from pathlib import Path
 import conversion as command
 
 from megatron_tlt.checkpoint.atomic import check_room, gib
-from megatron_tlt.checkpoint.convert import to_hf
+from megatron_tlt.checkpoint.convert.to_hf import HfConversion
 from megatron_tlt.cli.exit_codes import OK
 from megatron_tlt.distributed.together import Ranks
 
@@ -39,20 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.max_file_gib <= 0:
         parser.error("--max-file-gib must be above 0")
 
-    def plan(ranks: Ranks) -> to_hf.Plan:
+    def plan(ranks: Ranks) -> HfConversion:
         command.check_output(args, [args.megatron], ranks)  # before the checksums
         limit = int(args.max_file_gib * 2**30)
-        todo = to_hf.plan(args.megatron, args.dtype, args.config, limit, verify=ranks.is_main)
+        todo = HfConversion.plan(args.megatron, args.dtype, args.config, limit, verify=ranks.is_main)
         command.check_output(args, todo.sources, ranks)
         return todo
 
-    def convert(todo: to_hf.Plan, ranks: Ranks) -> int:
+    def convert(todo: HfConversion, ranks: Ranks) -> int:
         if args.dry_run:
             if ranks.is_main:
                 print(command.hf_report(todo, args.out))
                 check_room(args.out, todo.num_bytes)
             return OK
-        to_hf.write(todo, args.out, ranks, args.overwrite)
+        todo.write(args.out, ranks, args.overwrite)
         if ranks.is_main:
             print(f"wrote {args.out}: {len(todo.config.parameter_shapes())} tensors, {gib(todo.num_bytes)}")
         return OK

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import conversion as command
 
+from megatron_tlt.actor.checkpoint_files import damage_of
 from megatron_tlt.checkpoint.convert.inspection import (
     Opened,
     check_same_model,
-    checksums,
-    compare,
+    compare_weights,
     is_saved_again,
     open_checkpoint,
 )
@@ -59,13 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         (opened, other), status = both, OK
         print(command.description(opened))
         if not args.quick:
-            sums = checksums(opened)
-            print(command.checksum_report(sums))
-            if sums.damage:
-                print(f"DAMAGED: {'; '.join(sums.damage)}", file=sys.stderr)
+            print(command.checksum_report(opened))
+            if opened.manifest is not None and (damage := damage_of(opened.directory)):
+                print(f"DAMAGED: {damage}", file=sys.stderr)
                 status = FAILED
         if other is not None:
-            difference = compare(opened, other)
+            difference = compare_weights(opened, other)
             print(command.comparison_report(opened, other, difference))
             if is_saved_again(opened, other, difference):
                 status = FAILED

@@ -153,7 +153,7 @@ def settings(check: Check, folder: Path, steps: int) -> dict[str, Any]:
         "data": {"max_prompt_tokens": 128},
         "drafter": {
             "dtype": "fp32",
-            "window": 64,
+            "max_sequence_tokens": 64,
             "online": {"micro_step_tokens": 64, "buffer_mib": 16, "share_mib": 4},
         },
         "train": {"prompts_per_step": 4},

@@ -1,4 +1,4 @@
-"""What both backends do alike: versions of the served weights, and the history of earlier responses."""
+"""The part that all backends share: versions of the served weights, and the history of earlier responses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BaseBackend:
 
     @property
     def history_responses(self) -> int | None:
-        """Responses of a prompt whose tokens `remember` keeps; 0: lengths only; None: it has no use."""
+        """Responses of a prompt whose tokens `remember` keeps; 0: lengths only; None: no history."""
         return None if self._history is None else self._history.most_responses
 
     def remember(self, responses: Sequence[PastResponse]) -> None:

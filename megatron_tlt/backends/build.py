@@ -65,12 +65,12 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
     if options.load_weights:
         decoder.load_weights(iter_weights(model.path, config))
     history = _history(rollout)
-    eagle = None
+    drafter_decoder = None
     if rollout.speculation.trained and drafter is not None:
-        eagle = KINDS[drafter.config.kind].build_decoder(decoder, drafter.config, rollout.threads)
-        eagle.load_weights(drafter.weights.items())
+        drafter_decoder = KINDS[drafter.config.kind].build_decoder(decoder, drafter.config, rollout.threads)
+        drafter_decoder.load_weights(drafter.weights.items())
     num_blocks = choose_num_blocks(
-        _block_bytes(rollout.block_size, decoder, eagle, options.keep_layers is not None),
+        _block_bytes(rollout.block_size, decoder, drafter_decoder, options.keep_layers is not None),
         block_size=rollout.block_size,
         max_running=rollout.max_running_requests,
         max_context=model.max_context,
@@ -91,7 +91,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         eos_token_ids=end_tokens(config, options.tokenizer),
         tp=tp,
         native_sample=_native_sample(decoder, rollout.threads),
-        drafting=Drafting(rollout.speculation, eagle, history),
+        drafting=Drafting(rollout.speculation, drafter_decoder, history),
         graphs=graphs,
         sample_kernel=sample_kernel(rollout.kernels, device),
     )
@@ -126,14 +126,14 @@ def _history(rollout: RolloutSection) -> ResponseHistory | None:
     return ResponseHistory(max(1, section.history_epochs), responses, section.history_mib)
 
 
-def _block_bytes(size: int, decoder: Decoder, eagle: DrafterDecoder | None, keep_hidden_states: bool) -> int:
+def _block_bytes(size: int, decoder: Decoder, drafter_decoder: DrafterDecoder | None, keep_hidden_states: bool) -> int:
     """Memory of one block: the policy's cache, the drafter's, the hidden states that it reads or that are kept, and the
     tokens' experts (well under 1 %, whether or not they are recorded).
     """
     total = decoder.kv_bytes_per_block(size) + empty_routed_experts(size, decoder.config).nbytes
-    if eagle is not None:
-        total += eagle.kv_bytes_per_block(size)
-    if eagle is not None or keep_hidden_states:
+    if drafter_decoder is not None:
+        total += drafter_decoder.kv_bytes_per_block(size)
+    if drafter_decoder is not None or keep_hidden_states:
         total += page_bytes(size, decoder.state_size, decoder.dtype)
     return total
 

@@ -32,7 +32,7 @@ _SHOWN_TOKENS = 1000  # of a response, in `drafts_of`
 
 
 class EmbeddedBackend(BaseBackend):
-    """A `RolloutBackend` around one `Engine`. A weight sync of weights is all or nothing (`sync.served_weights`)."""
+    """A `RolloutBackend` around one `Engine`. A weight sync is all or nothing (`sync.served_weights`)."""
 
     capabilities = CAPABILITIES["embedded"]
 
@@ -125,7 +125,7 @@ class EmbeddedBackend(BaseBackend):
         self.engine.release()
 
     def resume(self) -> None:
-        """Takes it again. Without a `release` before it, it does nothing; `generate` calls it."""
+        """Allocates that memory again; does nothing without a `release` before it. `generate` calls it."""
         self.engine.resume()
 
     def running_lengths(self) -> np.ndarray:
@@ -146,7 +146,7 @@ class EmbeddedBackend(BaseBackend):
         return self.engine.runner.decoder.lookup_tables()
 
     def state_dict(self) -> dict[str, Any]:
-        """What speculation has learned and how long responses were, JSON-able. It changes the engine's speed only, and
+        """State of selector and calibration, and lengths of responses, JSON-able. It changes the engine's speed and
         the order of prompts, which a resumed run must repeat (docs/design/numerics.md says what depends on it).
         """
         speculator = self.engine.speculator
@@ -202,11 +202,11 @@ class EmbeddedBackend(BaseBackend):
         self._engine = None
 
     def trace_drafts(self, num_prompts: int) -> None:
-        """From the next `generate` on keeps what is drafted for its first `num_prompts` prompts, for `drafts_of`."""
+        """See `RolloutBackend.trace_drafts`."""
         self._traced_prompts = num_prompts
 
     def drafts_of(self, sample: Sample) -> dict[str, Any] | None:
-        """What was drafted for a response of the last `generate`, as `observe.rollouts` writes it; None: not known."""
+        """See `RolloutBackend.drafts_of`."""
         speculator = self.engine.speculator
         if speculator is None or speculator.trace is None:
             return None

@@ -20,16 +20,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.backends.serving import WireError, line_of, message_of
+from megatron_tlt.backends.serving import Message, WireError, line_of, message_of
 from megatron_tlt.backends.transport import SharedDirectory
 from megatron_tlt.distributed.child_signals import signals_blocked
 from megatron_tlt.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.trtllm import TrtllmSection
-    from megatron_tlt.config.vllm import VllmSection
+    from megatron_tlt.config.engine_process import EngineProcessSection
 
-Message = dict[str, Any]
 # Variables of a launcher for its ranks: the engine starts MPI or Ray of its own and must not join the ranks' job.
 _LAUNCHER = ("PMI_", "PMI2_", "PMIX_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
 _PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of our environment, not of the engine's
@@ -44,7 +42,7 @@ class EngineLaunch:
 
     name: str  # the engine's, as in messages
     section: str  # path of its configuration
-    settings: TrtllmSection | VllmSection  # that configuration
+    settings: EngineProcessSection  # that configuration
     package: tuple[str, Path]  # the directory of Python files that it runs, and the name that it has there
     module: str
     python: str

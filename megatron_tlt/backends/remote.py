@@ -40,9 +40,8 @@ from megatron_tlt.types import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_tlt.backends.options import EngineOptions
     from megatron_tlt.backends.process import EngineProcess
-    from megatron_tlt.config.rollout import RolloutSection
-    from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.sync.served_weights import ServedWeights
 
 logger = logging.getLogger(__name__)
@@ -57,25 +56,18 @@ class RemoteBackend(BaseBackend):
         self,
         process: EngineProcess,
         weights: ServedWeights,
-        rollout: RolloutSection,
-        *,
-        max_context: int,
+        options: EngineOptions,
         eos_token_ids: Sequence[int] = (),
-        drafter_names: frozenset[str] = frozenset(),
-        tokenizer: HFTokenizer | None = None,
-        keep_tables: bool = False,
     ):
-        """`process` has a started engine. Without weights it refuses to generate until a weight sync has arrived.
-
-        `max_context`: tokens of the longest prompt and response. `drafter_names`: the tensors that the drafter was
-        started with. `keep_tables`: `lookup_tables` will be read.
+        """`process` has an engine that was started with `options`. Without weights it refuses to generate until a
+        weight sync has arrived.
         """
-        longest_first = rollout.order == "longest_first"
+        longest_first = options.rollout.order == "longest_first"
         super().__init__(weights, ResponseHistory(1, 0, _HISTORY_MIB) if longest_first else None, longest_first)
         self._process: EngineProcess | None = process
-        self._tokenizer, self._rollout = tokenizer, rollout
-        self._max_context, self._eos_token_ids = max_context, tuple(eos_token_ids)
-        self._drafter_names, self._keep_tables = drafter_names, keep_tables
+        self._options = options
+        self._rollout = options.rollout
+        self._eos_token_ids = tuple(eos_token_ids)
         self._tables: dict[str, Tensor] = {}
         self._name = process.launch.name
         self._next_drafter: tuple[Mapping[str, Tensor], int] | None = None  # of the open weight sync
@@ -112,7 +104,7 @@ class RemoteBackend(BaseBackend):
     def generate(self, call: GenerateCall) -> list[Sample]:
         """See `RolloutBackend.generate`. `Sample.logprobs` is empty: see `BackendCapabilities.logprobs`."""
         self._must_serve(call.params)
-        self.resume()
+        self._before_generate()
         started = time.perf_counter()
         self._seed, self._arguments = call.params.seed, self._sampling(call.params)
         self._lengths = np.zeros(0, np.int32)
@@ -121,7 +113,7 @@ class RemoteBackend(BaseBackend):
         try:
             self._fill()
             samples = self._collect(started, call)
-        except BaseException:  # also an interrupt: what runs must not run on, or respond to the next call
+        except BaseException:  # also an interrupt: requests must not run on, nor their responses reach the next call
             self._abandon()
             raise
         self._stats.seconds += time.perf_counter() - started
@@ -130,6 +122,9 @@ class RemoteBackend(BaseBackend):
         self._after_generate()
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
         return samples
+
+    def _before_generate(self) -> None:
+        """Called before the first request."""
 
     def _after_generate(self) -> None:
         """Called after the last response."""
@@ -143,7 +138,7 @@ class RemoteBackend(BaseBackend):
 
     def _requests_of(self, call: GenerateCall) -> Iterator[tuple[Prompt, int]]:
         """The requests that `generate` has to make. Raises BackendError for a prompt that is too long."""
-        most = self._max_context
+        most = self._options.model.max_context
         for prompt in call.prompts:
             total = len(prompt.token_ids) + call.params.max_tokens
             if total > most:
@@ -212,11 +207,12 @@ class RemoteBackend(BaseBackend):
         if reason == "stop" and text is None and (not token_ids or token_ids[-1] not in stops):
             raise BackendError(f"prompt {key[0]}: the engine stopped at a token that it left out, or at none of ours")
         if text is None:
-            text = self._tokenizer.decode(token_ids) if self._tokenizer is not None else ""
+            tokenizer = self._options.tokenizer
+            text = "" if tokenizer is None else tokenizer.decode(token_ids)
         return Sample(key[0], key[1], token_ids, [], text, reason, self._weights.version)
 
     def _abandon(self) -> None:
-        """Drops the queue and what is in flight: the engine responses all of it before its reply to `abort`."""
+        """Drops the queue and all requests in flight: the engine answers them before its reply to `abort`."""
         self._wanted = iter(())
         try:
             if self._pending and self.process.is_alive:
@@ -229,15 +225,8 @@ class RemoteBackend(BaseBackend):
         self.process.responses.clear()
 
     def running_lengths(self) -> np.ndarray:
-        """Tokens that each running response had at the last heartbeat, int32 [B]; none where the engine reports
-        none."""
+        """Tokens of each running response at the last heartbeat, int32 [B]; empty where the engine reports none."""
         return self._lengths
-
-    def release(self) -> None:
-        """Gives the KV cache's memory back until `resume`, where the engine can."""
-
-    def resume(self) -> None:
-        """Allocates the KV cache's memory again, after a `release`."""
 
     # -- weight syncs -----------------------------------------------------------------------------------------------
 
@@ -248,12 +237,13 @@ class RemoteBackend(BaseBackend):
         self.process.call("begin_update")
 
     def update_weights(self, bucket: WeightBucket) -> None:
-        """Sends some tensors of the open weight sync. Raises SyncError on a wrong version, name or shape,
-        BackendError."""
+        """Sends some tensors of the open weight sync. Raises BackendError, and SyncError on a wrong version, name or
+        shape.
+        """
         tensors = self._weights.accept(bucket)
         if tensors:
             self._weights.open_checksums |= self._send("weights", tensors)
-        if self._keep_tables:
+        if self._options.keep_tables:
             for name, tensor in bucket.tensors:
                 if name in (EMBED, HEAD):
                     if name not in self._tables:  # the copy stays: two at once would be of the tables' size
@@ -261,8 +251,9 @@ class RemoteBackend(BaseBackend):
                     self._tables[name].copy_(tensor.detach())
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
-        """Copies of embedding and LM head [V, H], made at the weight sync. Raises BackendError where none were to be
-        kept."""
+        """Copies of embedding and LM head [V, H], made at the weight sync. Raises BackendError without
+        `EngineOptions.keep_tables`.
+        """
         if EMBED not in self._tables:
             raise BackendError("this engine was started for a run without drafter training: no tables were kept")
         return self._tables[EMBED], self._tables.get(HEAD, self._tables[EMBED])
@@ -274,16 +265,12 @@ class RemoteBackend(BaseBackend):
         They are exactly those it was started with: a head or embedding beside them would overwrite the policy's.
         """
         self._weights.require_open(f"a drafter of version {version}")
-        self._check_drafter(weights, version)
-        self._next_drafter = weights, version
-
-    def _check_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        names = self._drafter_names
-        if not names:
+        if self._options.drafter is None:
             raise SyncError(f"a drafter of version {version} came to an engine that has none")
-        if weights.keys() != names:
-            wrong = shortened(sorted(weights.keys() ^ names))
-            raise SyncError(f"the drafter of version {version} has not the tensors it was started with: {wrong}")
+        if wrong := weights.keys() ^ self._options.drafter.weights.keys():
+            named = shortened(sorted(wrong))
+            raise SyncError(f"the drafter of version {version} has not the tensors it was started with: {named}")
+        self._next_drafter = weights, version
 
     def finish_update(self) -> None:
         """Closes the weight sync; the engine serves the new version. Raises SyncError if a tensor has not come."""
@@ -291,15 +278,12 @@ class RemoteBackend(BaseBackend):
         self._weights.require_complete()
         self.process.call("finish_update")
         if drafter is not None:
-            self._send_drafter(*drafter)
-            self._weights.accept_drafter(drafter[1])
+            tensors, version = list(engine_names(drafter[0]).items()), drafter[1]
+            sums = self._send("drafter", tensors)
+            if self._weights.keep_checksums and sums != {name: checksum(tensor) for name, tensor in tensors}:
+                raise SyncError(f"the engine holds other bytes of the drafter than version {version} has")
+            self._weights.accept_drafter(version)
         self._weights.commit()
-
-    def _send_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        tensors = list(engine_names(weights).items())
-        sums = self._send("drafter", tensors)
-        if self._weights.keep_checksums and sums != {name: checksum(tensor) for name, tensor in tensors}:
-            raise SyncError(f"the engine holds other bytes of the drafter than version {version} has")
 
     def _send(self, kind: str, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, int]:
         """Returns when the engine has loaded them: the checksums of what arrived, with `sync.verify`."""

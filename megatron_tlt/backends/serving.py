@@ -12,7 +12,7 @@ value is `{"$bytes": its hexadecimal digits}`); nothing that arrives is ever exe
 | abort() | reply, behind the responses of what ran, with finish_reason "cancelled" |
 | begin_update(), finish_update() | reply each, around a weight sync of the policy |
 | weights(tensors, verify), drafter(tensors, verify) | reply(checksums); drafter brings all of its tensors at once |
-| stats() and what else the engine's `EngineHost` does | reply |
+| stats() and what else the engine's `EngineHost` does | reply, with fields of the engine's own |
 | shutdown() | reply, and the end |
 
 Every request but submit has a `call`, repeated in its reply or in error(call, message). Versions of weight syncs, and
@@ -90,6 +90,22 @@ class EngineHost(ABC):
     def progress(self) -> Message:
         """What a heartbeat carries beside `in_flight`."""
         return {}
+
+    @abstractmethod
+    async def _rpc(self, method: str, *args: Any) -> Any:
+        """The result of a method of the engine's worker; there is one worker."""
+
+    async def do_begin_update(self, _: Message) -> Message:
+        """Opens a weight sync of the policy."""
+        return {}
+
+    async def do_weights(self, message: Message) -> Message:
+        """Loads some tensors of the policy."""
+        return {"checksums": await self._rpc("tlt_update", message["tensors"], message["verify"])}
+
+    async def do_drafter(self, message: Message) -> Message:
+        """Loads the drafter, behind the policy whose embedding it shares."""
+        return {"checksums": await self._rpc("tlt_update_drafter", message["tensors"], message["verify"])}
 
     @staticmethod
     @abstractmethod

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from megatron_tlt.actor.checkpoint_files import complete_steps, read_manifest
 from megatron_tlt.checkpoint.atomic import new_directory, problem_of
-from megatron_tlt.checkpoint.convert import to_hf
 from megatron_tlt.checkpoint.convert.hf_dir import copy_companions
+from megatron_tlt.checkpoint.convert.to_hf import HfConversion
 from megatron_tlt.checkpoint.resume import checkpoint_problems
 from megatron_tlt.distributed.together import Ranks, together
-from megatron_tlt.drafter.checkpoint import described, save_drafter
+from megatron_tlt.drafter.checkpoint import read_drafter_config, save_drafter
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
-from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_state
+from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_drafter_state
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.hf_writer import save_hf
@@ -68,17 +68,17 @@ def write_run(
     """
     with together(ranks):
         manifest = read_manifest(checkpoint)
-        todo = to_hf.plan(checkpoint, dtype, model.path, verify=False)
+        todo = HfConversion.plan(checkpoint, dtype, model.path, verify=False)
     said, drafter = f"policy version {manifest.policy_version}", checkpoint / DRAFTER_STATE
     with new_directory(out, todo.num_bytes, ranks, overwrite, todo.sources) as scratch:
-        to_hf.write_into(todo, scratch, ranks)
+        todo.write_into(scratch, ranks)
         if ranks.is_main:
             _copy_all_companions(model, scratch)
         if ranks.is_main and drafter.is_file():
-            state = load_state(drafter)
+            state = load_drafter_state(drafter)
             save_drafter(
                 scratch / "drafter",
-                described(state["about"], todo.config),
+                read_drafter_config(state["about"], todo.config),
                 state["model"],
                 policy_version=manifest.policy_version,
                 trained_steps=int(state["trained_steps"]),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.actor.checkpoint import SaveHandle
 from megatron_tlt.actor.checkpoint_files import read_latest, step_directory, step_of
 from megatron_tlt.checkpoint.resume import find_checkpoint
-from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_state, state_writer
+from megatron_tlt.drafter.state_file import DRAFTER_STATE, drafter_state_writer, load_drafter_state
 from megatron_tlt.observe.attempt import note_checkpoint, note_start
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class CheckpointManager:
     def load_drafter(self) -> dict[str, Any] | None:
         """The drafter's state in the checkpoint that `load_latest` found; None where there is none."""
         file = None if self._resumed is None else self._resumed / DRAFTER_STATE
-        return None if file is None or not file.is_file() else load_state(file)
+        return None if file is None or not file.is_file() else load_drafter_state(file)
 
     def maybe_save(
         self,
@@ -127,7 +127,7 @@ class CheckpointManager:
         self.wait()  # a writer slower than the interval delays the run: better than ever more saves in memory
         drafter_state, files = drafter(), {}  # collective among the ranks of an engine
         if drafter_state is not None and self._world.is_main:
-            files[DRAFTER_STATE] = state_writer(drafter_state)
+            files[DRAFTER_STATE] = drafter_state_writer(drafter_state)
         target = step_directory(self._directory, step)
         self._pending = self._policy.start_save(target, state, self._section.keep if prune else None, files)
 

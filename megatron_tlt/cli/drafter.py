@@ -132,8 +132,7 @@ def _load(
         raise ConfigError.of("--drafter", str(directory), str(error)) from error
     problem = None
     if world.is_main and not may_be_other:
-        made_for = drafter.fingerprint
-        problem = other_policy_problem("--drafter", directory, made_for, model.path, model.tokenizer)
+        problem = other_policy_problem("--drafter", directory, drafter.fingerprint, model.path)
     if problem := world.broadcast_object(problem):
         raise ConfigError(problem)
     return drafter

@@ -36,14 +36,14 @@ def add_simulate(commands: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     from megatron_tlt.sim.modes import simulate
     from megatron_tlt.sim.report import write_report
-    from megatron_tlt.sim.tables import render
+    from megatron_tlt.sim.tables import simulation_text
 
     written = output_file_problems("--out", args.out) + output_file_problems("--report", args.report)
     if written:
         raise ConfigError(written)
     config = _load(args.config, args.overrides)
     result = simulate(config, parse_modes(args.compare), parse_sweep(args.sweep))
-    print(render(result))
+    print(simulation_text(result))
     if args.out is not None:
         result.write(args.out)
         print(f"\nwrote {args.out}")
@@ -54,8 +54,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _load(path: Path, overrides: list[str]) -> SimConfig:
+    from megatron_tlt.config.checks.sim import check_sim
     from megatron_tlt.config.load import load_config
-    from megatron_tlt.config.sim import SimConfig, check_sim
+    from megatron_tlt.config.sim import SimConfig
     from megatron_tlt.config.yaml_reader import read_config_file
 
     if "actor" in read_config_file(path):  # a run's configuration: its machines, its engine, usual lengths

@@ -40,8 +40,8 @@ class DrafterLossSection(Section):
 
 
 class OnlineSection(Section):
-    """Training of the drafter during RL, by ranks that wait for slower ones. Loss, window and type of the arithmetic
-    are those of `drafter`."""
+    """Training of the drafter during RL, by ranks that wait for slower ones. Loss, max_sequence_tokens and type of
+    the arithmetic are those of `drafter`."""
 
     lr: PositiveFloat = 3e-4
     """Learning rate after warm-up of an already trained drafter. Use 3e-4 or less; 1e-3 made the demo drafter worse. It
@@ -63,7 +63,7 @@ class OnlineSection(Section):
     1 for eagle, 3 for eagle3."""
     micro_step_tokens: Literal["auto"] | Annotated[int, Field(ge=16)] = "auto"
     """Token budget of one micro-step of one rank, padding included; a rank can stop training between two micro-steps.
-    Longer responses are cut into windows of so many tokens. auto: 192 on CPU, 4096 on CUDA."""
+    Longer responses are cut into parts of so many tokens. auto: 192 on CPU, 4096 on CUDA."""
     buffer_mib: Literal["auto"] | PositiveFloat = "auto"
     """Host memory of one rank for hidden states and tokens to train on, in MiB. auto: 64 on CPU, 4096 on CUDA."""
     hidden_states: Literal["auto", "engine", "actor"] = "auto"
@@ -101,8 +101,8 @@ class DrafterSection(Section):
     """Positions that are drafted in a row when acceptance is measured."""
     batch_tokens: PositiveInt = 4096
     """Token budget of one optimizer step of one rank, padding included."""
-    window: int = Field(default=2048, ge=16)
-    """Longer responses are cut into windows of so many tokens."""
+    max_sequence_tokens: int = Field(default=2048, ge=16)
+    """Longer responses are cut into parts of so many tokens for training."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     schedule: Literal["constant", "cosine"] = "cosine"

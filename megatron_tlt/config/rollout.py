@@ -8,9 +8,8 @@ from annotated_types import MinLen
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from megatron_tlt.config.base import Section
+from megatron_tlt.config.engine_process import EngineProcessSection, TrtllmSection, VllmSection
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.config.trtllm import TrtllmSection
-from megatron_tlt.config.vllm import VllmSection
 from megatron_tlt.types import BackendName
 
 _LEAST_VERIFY_ROWS = 512  # few requests with the longest drafts, too
@@ -82,11 +81,14 @@ class RolloutSection(Section):
     """The vLLM engine."""
 
     @property
+    def engine_process(self) -> EngineProcessSection | None:
+        """The section of an engine in a process of its own; None: the engine is in the rank."""
+        return {"embedded": None, "trtllm": self.trtllm, "vllm": self.vllm}[self.backend]
+
+    @property
     def transport(self) -> str | None:
         """How weights come to an engine in a process of its own; None: there is none."""
-        if self.backend == "embedded":
-            return None
-        return self.trtllm.transport if self.backend == "trtllm" else self.vllm.transport
+        return None if self.engine_process is None else self.engine_process.transport
 
     @property
     def kv_cache_bytes(self) -> int | None:
@@ -102,7 +104,7 @@ class RolloutSection(Section):
 
 
 class SyncSection(Section):
-    """The weight sync of new weights into the rollout engines."""
+    """The weight sync: new weights into the rollout engines."""
 
     bucket_mib: PositiveInt = 256
     """Size of one bucket: the peak extra memory of a weight sync."""

@@ -40,7 +40,7 @@ class Config(Section):
     rollout: RolloutSection = RolloutSection()
     """The rollout engine."""
     sync: SyncSection = SyncSection()
-    """Weight weight syncs."""
+    """Weight syncs."""
     algorithm: AlgorithmSection = AlgorithmSection()
     """The RL algorithm."""
     data: DataSection = DataSection()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -11,7 +10,6 @@ from megatron_tlt.config.base import Section
 from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.rollout import RolloutSection
-from megatron_tlt.errors import ConfigProblem
 
 GpuName = Literal["h100", "h200", "a100", "b200", "rtx5090", "rtx4090", "rtx3090", "cpu"]
 
@@ -175,33 +173,3 @@ class SimConfig(Section):
     plain_above: PositiveInt | None = None
     """Running requests of a replica above which nothing is drafted, whatever the selector chooses: the threshold of
     engines that have one, TLT's among them. Default: the selector decides, as in a run."""
-
-
-def check_sim(config: SimConfig) -> Iterator[ConfigProblem]:
-    """Fields that contradict each other or the model."""
-    measured = config.training
-    known = measured.update_us_per_token is not None and measured.push_seconds is not None
-    if config.model is None and not (config.costs.table and known and measured.micro_step_ms is not None):
-        needed = (
-            "needs a shape, or costs.table and training.update_us_per_token, push_seconds and micro_step_ms"
-        )
-        yield ConfigProblem("model", None, needed)
-    if config.cluster.gpu == "cpu" and config.costs.table is None:
-        yield ConfigProblem("cluster.gpu", "cpu", "needs costs.table: there is no roofline of a CPU")
-    gpus = config.cluster.nodes * config.cluster.gpus_per_node
-    for path, size in (("rollout.tp", config.rollout.tp), ("training.tp", measured.tp)):
-        if gpus % size:
-            yield ConfigProblem(path, size, f"must divide the {gpus} GPUs")
-    if gpus % (block := measured.tp * measured.pp * measured.cp):
-        yield ConfigProblem("training.pp", measured.pp, f"tp x pp x cp = {block} must divide the {gpus} GPUs")
-    if config.workload.lengths.path is not None and config.workload.lengths.values:
-        allowed = "not with workload.lengths.values: one of them must be null or []"
-        yield ConfigProblem("workload.lengths.path", config.workload.lengths.path, allowed)
-    for name in ("suffix", "trained", "mixed"):
-        section: AcceptanceSection = getattr(config.drafters, name)
-        for field in ("rates", "stale_rates"):
-            rates: tuple[float, ...] = getattr(section, field)
-            if any(not 0 <= rate < 1 for rate in rates) or (field == "rates" and not rates):
-                yield ConfigProblem(
-                    f"drafters.{name}.{field}", list(rates), "must be numbers >= 0 and < 1, one at least"
-                )

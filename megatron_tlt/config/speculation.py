@@ -35,7 +35,7 @@ class BanditSection(Section):
     """Share of exploring steps at the start."""
     epsilon_decay: float = Field(default=0.995, gt=0, le=1)
     """Factor on epsilon after each step of a bucket."""
-    window: PositiveInt = 50
+    num_measurements: PositiveInt = 50
     """Measurements of an arm that its median is taken over."""
 
 
@@ -59,8 +59,8 @@ class SpeculationSection(Section):
     """eagle3: draft only so many of the policy's tokens, those most frequent in the responses of `megatron-tlt drafter
     train`; null: as in drafter_path, or all."""
     allow_other_policy: bool = False
-    """Accept a drafter that was made for another policy than model.path, as its fingerprint of embedding and tokenizer
-    says. Responses stay the same; drafts are accepted less."""
+    """Accept a drafter that was made for another policy than model.path, as its fingerprint of the embedding says.
+    Responses stay the same; drafts are accepted less."""
     selector: Literal["fixed", "beg_mab", "cost_model"] = "cost_model"
     """fixed: always draft_len. beg_mab: a bandit picks among draft lengths by running requests. cost_model: the
     draft length with the most expected tokens per second, by measured step costs and acceptance rates; 0 where plain
@@ -71,7 +71,7 @@ class SpeculationSection(Section):
     """Share of the time that cost_model may lose by trying other draft lengths."""
     draft_len: PositiveInt = Field(default=11, le=32)
     """Most tokens drafted in a row."""
-    window: PositiveInt = 256
+    catch_up_tokens: PositiveInt = 256
     """Most positions that a trained drafter catches up with when it starts late; it sees nothing before them."""
     min_cumulative_acceptance: NonNegativeFloat = Field(default=0.0, lt=1)
     """Drafts stop where a token is less likely than this to be emitted (not for cost_model, which finds its own)."""

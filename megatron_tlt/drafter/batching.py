@@ -95,7 +95,7 @@ def windows(sequence: DraftSequence, size: int) -> Iterator[DraftSequence]:
         begin = first - size // 4
 
 
-def pack(sequences: Sequence[DraftSequence], batch_tokens: int) -> list[list[DraftSequence]]:
+def group_by_length(sequences: Sequence[DraftSequence], batch_tokens: int) -> list[list[DraftSequence]]:
     """Groups of about equally long sequences whose padded size (count x longest) is within `batch_tokens`.
 
     Sequences longer than that get a group of their own.
@@ -111,9 +111,10 @@ def pack(sequences: Sequence[DraftSequence], batch_tokens: int) -> list[list[Dra
 def epoch(
     sequences: Sequence[DraftSequence], batch_tokens: int, window: int, rng: np.random.Generator
 ) -> list[list[DraftSequence]]:
-    """All windows of the sequences once, in packs (`pack`) in a random order. What has no base is left out."""
+    """All windows of the sequences that have a base once, in groups (`group_by_length`) in a random order."""
     found = [part for s in sequences if s.num_bases for part in windows(s, window)]
-    groups = pack([found[i] for i in rng.permutation(len(found))], batch_tokens)
+    shuffled = [found[i] for i in rng.permutation(len(found))]
+    groups = group_by_length(shuffled, batch_tokens)
     return [groups[i] for i in rng.permutation(len(groups))]
 
 

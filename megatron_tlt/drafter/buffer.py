@@ -23,7 +23,7 @@ import numpy as np
 from megatron_tlt.drafter.batching import DraftSequence, epoch
 from megatron_tlt.types import HiddenStateSample
 
-Key = tuple[int, int, int]  # policy version, prompt, sample
+SampleKey = tuple[int, int, int]  # policy version, prompt, sample
 
 COUNTERS = (
     "added",
@@ -36,7 +36,7 @@ COUNTERS = (
 
 @dataclass(slots=True)
 class _Entry:
-    key: Key
+    key: SampleKey
     sequence: DraftSequence
     step: int
     size: int  # bytes
@@ -52,7 +52,7 @@ class HiddenStateBuffer:
         """`window` is the most tokens in one window of a response; `max_age` is in policy versions."""
         self.counters: Counter[str] = Counter()  # of `COUNTERS`, since this start of the run
         self._budget, self._window, self._max_age, self._seed = budget_bytes, window, max_age, seed
-        self._entries: dict[Key, _Entry] = {}
+        self._entries: dict[SampleKey, _Entry] = {}
         self._bytes = self._step = self._epochs = 0
         self._lengths: list[int] = []  # of this step's responses, kept or not
         self._epoch: list[list[DraftSequence]] = []  # batches that are not yet drawn; empty: what is held has changed
@@ -91,7 +91,7 @@ class HiddenStateBuffer:
             sequence.hidden = sequence.hidden.clone()
         self._keep(key, sequence)
 
-    def add_shared(self, key: Key, sequence: DraftSequence) -> None:
+    def add_shared(self, key: SampleKey, sequence: DraftSequence) -> None:
         """Adds a response of another replica, if it is new and fits.
 
         Only between the end of a step and `begin_step`, which drops it if it is shorter than this step's median.
@@ -101,9 +101,9 @@ class HiddenStateBuffer:
         self.counters["shared"] += 1
         self._keep(key, sequence)
 
-    def longest(self, budget_bytes: int) -> list[tuple[Key, DraftSequence]]:
+    def longest(self, budget_bytes: int) -> list[tuple[SampleKey, DraftSequence]]:
         """This step's responses that are held, longest first, as many as fit; of the first that does not, the end."""
-        found: list[tuple[Key, DraftSequence]] = []
+        found: list[tuple[SampleKey, DraftSequence]] = []
         ours = [e for e in self._entries.values() if e.step == self._step]
         for entry in sorted(ours, key=lambda e: (-e.sequence.reach, e.key)):
             if entry.size > budget_bytes:
@@ -115,7 +115,7 @@ class HiddenStateBuffer:
             budget_bytes -= entry.size
         return found
 
-    def _keep(self, key: Key, sequence: DraftSequence) -> None:
+    def _keep(self, key: SampleKey, sequence: DraftSequence) -> None:
         """Adds an entry and drops others until the budget holds."""
         priority = float(np.random.default_rng((self._seed, *key)).random())
         self._entries[key] = entry = _Entry(key, sequence, self._step, _size(sequence), priority)
@@ -129,7 +129,7 @@ class HiddenStateBuffer:
                 break
         self._drop(dropped, "dropped_by_budget")
 
-    def _worth(self, entry: _Entry) -> tuple[bool, int, float, Key]:
+    def _worth(self, entry: _Entry) -> tuple[bool, int, float, SampleKey]:
         """Least first."""
         if entry.step == self._step:
             return True, 0, entry.priority, entry.key

@@ -1,7 +1,7 @@
 """A drafter directory: `drafter.safetensors` and `config.json`.
 
 config.json is that of the policy, with the drafter's entries before it: `drafter` (its kind), `policy_version`,
-`trained_steps`, `policy_fingerprint`, and what the kind describes. Directories as others publish them are read as well
+`trained_steps`, `policy_fingerprint`, and the entries of its kind. Directories as others publish them are read as well
 (`PublicForm`).
 """
 
@@ -35,18 +35,20 @@ def about_of(drafter: SavedDrafter, dtype: torch.dtype) -> dict[str, Any]:
     """The contents of config.json; `dtype` is that of the weights beside it."""
     name = str(dtype).removeprefix("torch.")
     origin = {"policy_version": drafter.policy_version, "trained_steps": drafter.trained_steps}
-    made_for = {"policy_fingerprint": dict(drafter.fingerprint)}
-    return {**describe(drafter.config), **origin, **made_for, **drafter.config.policy.to_hf(name)}
+    made_for = {"policy_fingerprint": {"embedding": drafter.fingerprint}}
+    return {**drafter_entries(drafter.config), **origin, **made_for, **drafter.config.policy.to_hf(name)}
 
 
-def describe(config: DrafterConfig) -> dict[str, Any]:
-    """What config.json and checkpoints say of a drafter beside its policy's shape."""
-    return {"drafter": config.kind, **KINDS[config.kind].describe(config)}
+def drafter_entries(config: DrafterConfig) -> dict[str, Any]:
+    """The entries of config.json and of checkpoints for a drafter, beside its policy's shape."""
+    return {"drafter": config.kind, **KINDS[config.kind].entries(config)}
 
 
-def described(about: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
-    """What `describe` was given. Raises ConfigError or CheckpointError for entries that it never returns."""
-    return KINDS[about["drafter"]].described(about, policy)
+def read_drafter_config(about: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
+    """The drafter of such entries. Raises ConfigError or CheckpointError for entries that `drafter_entries` never
+    returns.
+    """
+    return KINDS[about["drafter"]].read_entries(about, policy)
 
 
 def drafter_shape(section: SpeculationSection, policy: ModelConfig) -> DrafterConfig:
@@ -66,14 +68,14 @@ def save_drafter(
     *,
     policy_version: int = 0,
     trained_steps: int = 0,
-    fingerprint: Mapping[str, str] | None = None,
+    fingerprint: str = "",
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Writes a drafter directory; see `SavedDrafter`. An older drafter there is replaced.
 
     Raises CheckpointError for wrong tensors, before anything is written, and for a disk that is full.
     """
-    drafter = SavedDrafter(config, weights, policy_version, trained_steps, fingerprint or {})
+    drafter = SavedDrafter(config, weights, policy_version, trained_steps, fingerprint)
     config.check(weights)
     write_directory(
         Path(directory), {WEIGHTS: cast_tensors(weights, dtype)}, {CONFIG: about_of(drafter, dtype)}
@@ -103,15 +105,10 @@ def load_drafter(
     except CheckpointError as e:
         raise CheckpointError(f"{root}: {e}") from e
     version, steps = int(about.get("policy_version", 0)), int(about.get("trained_steps", 0))
-    return SavedDrafter(config, weights, version, steps, about.get("policy_fingerprint", {}))
+    return SavedDrafter(config, weights, version, steps, about.get("policy_fingerprint", {}).get("embedding", ""))
 
 
-def drafter_problems(
-    speculation: SpeculationSection,
-    policy: ModelConfig,
-    model: str | Path,
-    tokenizer: str | Path | None = None,
-) -> list[ConfigProblem]:
+def drafter_problems(speculation: SpeculationSection, policy: ModelConfig, model: str | Path) -> list[ConfigProblem]:
     """What keeps the policy in `model`, of shape `policy`, from drafting as configured. Reads the drafter."""
     at, path = "rollout.speculation.drafter_path", speculation.drafter_path
     if speculation.trained is None:
@@ -128,7 +125,7 @@ def drafter_problems(
         return [ConfigProblem(at, path, str(error))]
     problem = None
     if not speculation.allow_other_policy:
-        problem = other_policy_problem(at, path, made_for, model, tokenizer)
+        problem = other_policy_problem(at, path, made_for, model)
     return [] if problem is None else [problem]
 
 
@@ -160,7 +157,7 @@ def _config_of(
     file = root / CONFIG
     try:
         if (public := _public_form(about)) is None:
-            config = described(about, policy or ModelConfig.from_hf(about))
+            config = read_drafter_config(about, policy or ModelConfig.from_hf(about))
         elif policy is None:
             raise CheckpointError("has no shape of the policy: it must be given")
         else:

@@ -39,13 +39,13 @@ class OnlineDrafterController:
         backend: RolloutBackend,
         trainer: OnlineDrafterTrainer | None = None,
         sharing: HiddenStateSharing | None = None,
-        has_eagle: bool = True,
+        has_drafter: bool = True,
     ):
-        """`backend` drafts with the weights of `trainer`. `has_eagle`: its engine has a trained drafter."""
+        """`backend` drafts with the weights of `trainer`. `has_drafter`: its engine has a trained drafter."""
         self.trainer = trainer
         self.disabled_reason: str | None = None
         self._world, self._backend = world, backend
-        self._sharing, self._has_eagle = sharing or HiddenStateSharing(), has_eagle
+        self._sharing, self._has_drafter = sharing or HiddenStateSharing(), has_drafter
         self._checkpointed: Mapping[str, Any] | None = None  # a drafter that this run does not train
         # Version of the drafter in the engines; None: they have another one than this rank.
         self._published: int | None = 0 if trainer is None else trainer.version
@@ -110,7 +110,7 @@ class OnlineDrafterController:
         if self.trainer is not None:
             is_new = self.trainer.version != self._published
             return (self.trainer.weights(), self.trainer.version) if is_new else None
-        if self._checkpointed is None or not self._has_eagle or self._published is not None:
+        if self._checkpointed is None or not self._has_drafter or self._published is not None:
             return None
         return self._checkpointed["model"], int(self._checkpointed["version"])
 

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_tlt.drafter.batching import DraftSequence, collate, pack, windows
+from megatron_tlt.drafter.batching import DraftSequence, collate, group_by_length, windows
 from megatron_tlt.models.drafters import DraftBatch, DrafterModel
-from megatron_tlt.models.eagle.pairs import PairLayout
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.keys import row_keys
 
@@ -29,7 +28,7 @@ _COLUMNS = ("rows", "overlap", "reached", "matched")
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class MeasuredAcceptance:
     """Sums by drafted position over rows: rows that exist, their 1 - TV, rows whose earlier drafts all matched, and
     those of them that matched, too. Sums of several ranks add.
     """
@@ -38,12 +37,12 @@ class Acceptance:
     bases: int = 0
 
     @classmethod
-    def empty(cls, steps: int) -> Acceptance:
+    def empty(cls, steps: int) -> MeasuredAcceptance:
         """Nothing measured yet."""
         return cls(np.zeros((steps, len(_COLUMNS))))
 
-    def __add__(self, other: Acceptance) -> Acceptance:
-        return Acceptance(self.sums + other.sums, self.bases + other.bases)
+    def __add__(self, other: MeasuredAcceptance) -> MeasuredAcceptance:
+        return MeasuredAcceptance(self.sums + other.sums, self.bases + other.bases)
 
     def _share(self, column: str, of: str) -> list[float]:
         part, whole = (self.sums[:, _COLUMNS.index(name)] for name in (column, of))
@@ -93,18 +92,18 @@ def measure(
     temperature: float,
     batch_tokens: int,
     window: int,
-) -> Acceptance:
+) -> MeasuredAcceptance:
     """What drafts of `steps` tokens would be worth on these responses, sampled with their `key`s at `temperature`.
 
     Distributions are compared at `temperature` (1 if that is 0). embed and head [V, H] on the model's device. The last
     H columns of the sequences' hidden states are the policy's final ones.
     """
     drafted = partial(model.full_logits, head=head.float())
-    sums, bases = Acceptance.empty(steps).sums, 0
+    sums, bases = MeasuredAcceptance.empty(steps).sums, 0
     parts = [part for s in sequences if s.num_bases for part in windows(s, window)]
-    for group in pack(parts, batch_tokens):
+    for group in group_by_length(parts, batch_tokens):
         batch = collate(group, head.device)
-        layout = PairLayout(batch)
+        layout = model.layout(batch)
         owner = np.searchsorted(batch.starts, layout.bases.cpu().numpy(), side="right") - 1
         keys = np.array([s.key for s in group], np.uint64)[owner]
         response = np.array([s.response_start for s in group], np.int64)[owner]
@@ -121,7 +120,7 @@ def measure(
             sums[step, 2] += float(alive.sum())
             alive &= matched
             sums[step, 3] += float(alive.sum())
-    return Acceptance(sums, bases)
+    return MeasuredAcceptance(sums, bases)
 
 
 def _compare(

@@ -24,11 +24,11 @@ from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.drafter.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafter.buffer import HiddenStateBuffer
-from megatron_tlt.drafter.checkpoint import describe
+from megatron_tlt.drafter.checkpoint import drafter_entries
 from megatron_tlt.drafter.fp8 import use_fp8
 from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.drafter.trainer import DrafterTrainer
-from megatron_tlt.drafter.training_state import MEAN, STATES, TrainingState
+from megatron_tlt.drafter.training_state import MEAN, STATE_NAMES, TrainingState
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.drafters import DrafterModel
@@ -78,7 +78,7 @@ class OnlineDrafterTrainer:
         start_lr = online.start_lr * min(1.0, _START_WIDTH / model.config.policy.hidden_size)
         self._extra_lr = max(0.0, start_lr / online.lr - 1.0)  # of a useless drafter, over lr
         self._decay = online.mean_decay
-        window = min(section.window, sizes.micro_step_tokens)
+        window = min(section.max_sequence_tokens, sizes.micro_step_tokens)
         self.buffer = HiddenStateBuffer(int(sizes.buffer_mib * _MIB), window, online.max_age, section.seed)
         self._read_tables: Tables | None = None  # None: no rollout has begun
         self.from_actor = from_actor
@@ -271,12 +271,12 @@ class OnlineDrafterTrainer:
             MEAN: kept[MEAN] | (self._vocabulary if kept[MEAN] else {}),
             "trained_steps": self.trained_steps,
             "version": self.version,
-            "about": describe(self.model.config),
+            "about": drafter_entries(self.model.config),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` returned. Raises CheckpointError if its tensors do not fit this drafter."""
-        for kind in STATES:
+        for kind in STATE_NAMES:
             if kind not in state:
                 raise CheckpointError(f"the drafter's state has no {kind!r}")
             self.model.config.check(self._vocabulary | state[kind])

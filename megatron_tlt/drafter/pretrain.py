@@ -26,7 +26,7 @@ from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.drafter.kinds.registry import KINDS
-from megatron_tlt.drafter.measure import Acceptance, measure
+from megatron_tlt.drafter.measure import MeasuredAcceptance, measure
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
@@ -69,7 +69,7 @@ class DrafterPretraining:
             self.trained_steps = start.trained_steps
         self.model.to(world.device)
 
-    def train(self, train: Sequence[Prompt], held_out: Sequence[Prompt], out: Path) -> Acceptance:
+    def train(self, train: Sequence[Prompt], held_out: Sequence[Prompt], out: Path) -> MeasuredAcceptance:
         """`drafter.num_steps` optimizer steps from the model's present weights; writes `out`. Collective.
 
         Returns the measurement on the held-out prompts (empty without any), which is also written, as eval.json.
@@ -86,7 +86,7 @@ class DrafterPretraining:
         temperature = self._params.temperature
         trainer = DrafterTrainer(self.model, self._embed, self._head, section, temperature, average)
         batches = self._batches(data)
-        result = Acceptance.empty(section.eval_steps)
+        result = MeasuredAcceptance.empty(section.eval_steps)
         with closing(build_progress("auto", section.num_steps, self._world.rank)) as progress:
             for step in range(1, section.num_steps + 1):
                 self._world.enter("drafter train", step)
@@ -122,10 +122,10 @@ class DrafterPretraining:
         """One response to each of this replica's held-out prompts, with noise that training does not see."""
         return self._responses(prompts, 1, replace(self._params, seed=self._params.seed + _EVAL_SEED_OFFSET))
 
-    def measure(self, tests: Sequence[DraftSequence]) -> Acceptance:
+    def measure(self, tests: Sequence[DraftSequence]) -> MeasuredAcceptance:
         """Acceptance on `tests`, summed over the replicas. Collective."""
         section = self._config.drafter
-        total = result = Acceptance.empty(section.eval_steps)
+        total = result = MeasuredAcceptance.empty(section.eval_steps)
         _, tp_rank = rollout_replica(self._world.rank, self._config.rollout.tp)
         if tp_rank == 0:
             result = measure(
@@ -136,21 +136,20 @@ class DrafterPretraining:
                 steps=section.eval_steps,
                 temperature=self._params.temperature,
                 batch_tokens=section.batch_tokens,
-                window=section.window,
+                window=section.max_sequence_tokens,
             )
         for part in self._world.all_gather_object(result):
             total = total + part
         return total
 
-    def _save(self, out: Path, result: Acceptance) -> None:
-        model = self._config.model
+    def _save(self, out: Path, result: MeasuredAcceptance) -> None:
         save_drafter(
             out,
             self.model.config,
             self.model.state_dict(),
             policy_version=self._backend.policy_version,
             trained_steps=self.trained_steps,
-            fingerprint=policy_fingerprint(model.path, model.tokenizer),
+            fingerprint=policy_fingerprint(self._config.model.path),
             dtype=DTYPES[self._config.drafter.save_dtype],
         )
         if result.bases:
@@ -182,7 +181,7 @@ class DrafterPretraining:
         section = self._config.drafter
         for number in itertools.count():
             rng = np.random.default_rng((section.seed, number))
-            for group in epoch(data, section.batch_tokens, section.window, rng):
+            for group in epoch(data, section.batch_tokens, section.max_sequence_tokens, rng):
                 yield collate(group, self._world.device)
 
     def _print(self, text: str) -> None:

@@ -21,7 +21,7 @@ from megatron_tlt.models.hf_writer import write_tensors
 DRAFTER_STATE = "drafter.safetensors"  # in a checkpoint's directory
 
 
-def state_writer(state: Mapping[str, Any]) -> Callable[[Path], None]:
+def drafter_state_writer(state: Mapping[str, Any]) -> Callable[[Path], None]:
     """What writes `state`, a nested dictionary of tensors and JSON values, as a file, and may raise OSError.
 
     Tensors in the host's memory must not change until it is written. Raises TypeError for a value that is not JSON.
@@ -31,7 +31,7 @@ def state_writer(state: Mapping[str, Any]) -> Callable[[Path], None]:
     return lambda file: write_tensors(file, tensors, {"about": about})
 
 
-def load_state(file: str | Path) -> dict[str, Any]:
+def load_drafter_state(file: str | Path) -> dict[str, Any]:
     """The state that was saved, on the CPU. Raises CheckpointError that names a torn or other file."""
     path = Path(file)
     try:

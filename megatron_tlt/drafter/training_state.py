@@ -25,7 +25,7 @@ from torch.optim.adamw import adamw
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 
 RAW, MEAN = "raw", "model"  # a checkpoint's "model" drafts
-STATES = (RAW, MEAN, "exp_avg", "exp_avg_sq")
+STATE_NAMES = (RAW, MEAN, "exp_avg", "exp_avg_sq")
 WITHOUT_MEAN = (RAW, "exp_avg", "exp_avg_sq")
 _BETAS, _EPS = (0.9, 0.95), 1e-8  # of Adam
 
@@ -38,7 +38,7 @@ class TrainingState:
         model: nn.Module,
         start: Mapping[str, Tensor] | None = None,
         tp: TensorParallel | None = None,
-        states: tuple[str, ...] = STATES,
+        states: tuple[str, ...] = STATE_NAMES,
     ):
         """`start`: the parameters by name as they were before the model was cast; without it its present ones. Only
         `states` are kept: `WITHOUT_MEAN` can step, and no more.

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.planning.memory import KV, estimate_memory
 from megatron_tlt.config.planning.parameters import MIB, kv_bytes_per_token
-from megatron_tlt.config.planning.report import find_problems
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.errors import ConfigError

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_tlt.config.checks.sim import check_sim
 from megatron_tlt.config.planning.parameters import total_parameters
-from megatron_tlt.config.sim import SimConfig, check_sim
+from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.sim.limits import check_limits
 from megatron_tlt.sim.result import Comparison, Point, SimResult

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_tlt.observe import colours
 from megatron_tlt.observe.page import Chart, Page, PageSection, Part, Stat, Table, Trace, bar, line
-from megatron_tlt.sim.result import PHASES, Point, SimResult
+from megatron_tlt.sim.result import SIM_PHASES, Point, SimResult
 from megatron_tlt.sim.tables import decision_table, headline, largest, nodes_text, point_table
 
 _COLOURS = {
@@ -66,7 +66,7 @@ def _stats(result: SimResult) -> list[Stat]:
 def _times(result: SimResult) -> list[Part]:
     bars = [
         (phase, [p.phases[phase] for p in result.points], _COLOURS[phase])
-        for phase in PHASES
+        for phase in SIM_PHASES
         if any(p.phases[phase] for p in result.points)
     ]
     chart = _stacked("Mean step by phase", "seconds", result.points, bars)

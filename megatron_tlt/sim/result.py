@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = "megatron-tlt/simulation/1"
-PHASES = ("rollout", "stop", "score", "logprobs", "update", "merge", "weight_sync", "other")
+SIM_PHASES = ("rollout", "stop", "score", "logprobs", "update", "merge", "weight_sync", "other")
 """In order. rollout: until the slowest replica is done; stop: until every rank knows, and training has stopped."""
 
 
@@ -26,7 +26,7 @@ class StepRecord:
     step: int
     seconds: float
     phases: dict[str, float]
-    """Seconds by phase (`PHASES`); they add up to `seconds`."""
+    """Seconds by phase (`SIM_PHASES`); they add up to `seconds`."""
     tokens: int
     """Tokens of all responses."""
     accept_length: float

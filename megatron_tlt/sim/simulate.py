@@ -14,7 +14,7 @@ from megatron_tlt.sim.cluster import Cluster
 from megatron_tlt.sim.cost_model import CostModel, build_costs
 from megatron_tlt.sim.decisions import Decider, shares
 from megatron_tlt.sim.idle import Adaptation, IdleTime
-from megatron_tlt.sim.result import PHASES, Point, StepRecord, Strategy
+from megatron_tlt.sim.result import SIM_PHASES, Point, StepRecord, Strategy
 from megatron_tlt.sim.rollouts import ReplicaRollout, Rollouts
 from megatron_tlt.sim.trace import Lengths
 
@@ -91,7 +91,7 @@ class Simulation:
             cluster.gpus,
             cluster.replicas,
             total / steps,
-            {name: sum(r.phases[name] for r in records) / steps for name in PHASES},
+            {name: sum(r.phases[name] for r in records) / steps for name in SIM_PHASES},
             sum(r.tokens for r in records) / total,
             sum(r.idle_gpu_seconds for r in records) / 3600,
             sum(r.recovered_gpu_seconds for r in records) / 3600,

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from megatron_tlt.errors import aligned
 from megatron_tlt.observe.page import Cell, Table, cell_text
-from megatron_tlt.sim.result import PHASES, Point, SimResult
+from megatron_tlt.sim.result import SIM_PHASES, Point, SimResult
 
 _SHOWN = 0.005  # share of a step from which on a phase has a column
 
 
-def render(result: SimResult) -> str:
+def simulation_text(result: SimResult) -> str:
     """Headline, points, decisions and assumptions."""
     decisions = decision_table(result)
     parts = [result.name, headline(result), _text(point_table(result)), _text(decisions) if decisions else ""]
@@ -21,7 +21,7 @@ def render(result: SimResult) -> str:
 
 def point_table(result: SimResult) -> Table:
     """A row a point: seconds of a step by phase, speed-up, idle GPU-hours."""
-    used = [name for name in PHASES if any(p.phases[name] >= _SHOWN * p.seconds for p in result.points)]
+    used = [name for name in SIM_PHASES if any(p.phases[name] >= _SHOWN * p.seconds for p in result.points)]
     speedup = {(c.nodes, c.mode): c for c in result.comparisons}
     head = ["nodes", "GPUs", "mode", "step s", *used, "tokens/s", "tokens a draft step", "rollout x", "e2e x"]
     head += ["idle GPU-h", "recovered", "GPU-h"]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from megatron_tlt.backends.vllm.launch import python_problems
 from megatron_tlt.checkpoint.resume import checkpoint_problems
 from megatron_tlt.config.checks.files import output_directory_problems
-from megatron_tlt.config.planning.report import find_problems, render_check
+from megatron_tlt.config.checks.run import find_problems
+from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompts import source_problems
 from megatron_tlt.data.sources import read_completions
@@ -182,7 +183,7 @@ def speculation_problems(config: Config, shape: ModelConfig | None) -> list[Conf
         return []
     from megatron_tlt.drafter.checkpoint import drafter_problems  # here, for it needs torch
 
-    return drafter_problems(section, shape, config.model.path, config.model.tokenizer)
+    return drafter_problems(section, shape, config.model.path)
 
 
 def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:

@@ -12,16 +12,7 @@ from torch.distributed import checkpoint as dcp
 
 from tests.helpers.tiny_models import hf_model
 
-LAYOUTS = {  # (tp, pp) that each tiny model's heads, width and layers can be cut into
-    "qwen2": [(1, 1), (2, 1), (1, 3), (2, 3)],
-    "qwen3": [(4, 1), (2, 3), (1, 1)],
-    "llama": [(1, 3), (1, 1)],
-    "uneven": [(1, 1), (2, 2), (4, 4)],
-    "qwen3_moe": [(1, 1), (4, 2)],
-    "qwen3_moe_mixed": [(2, 2)],
-    "qwen2_moe": [(2, 1)],
-    "mixtral": [(1, 2)],
-}
+FAMILIES = ("qwen2", "qwen3", "llama", "uneven", "qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "mixtral")
 
 
 _UNEVEN = {

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
-from megatron_tlt.drafter.training_state import STATES
+from megatron_tlt.drafter.training_state import STATE_NAMES
 from megatron_tlt.models.eagle.model import EagleModel
 from tests.helpers.hidden_states import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables
@@ -39,4 +39,4 @@ def online_trainer(
 def everything(trainer: OnlineDrafterTrainer) -> Tensor:
     """Weights, their mean and moments, flat, before or after a merge. Collective in a tensor-parallel group."""
     state = trainer._state
-    return torch.cat([whole.flatten().clone() for kind in STATES for _, whole in state._gathered(kind)])
+    return torch.cat([whole.flatten().clone() for kind in STATE_NAMES for _, whole in state._gathered(kind)])

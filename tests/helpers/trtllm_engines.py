@@ -5,18 +5,20 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.process import EngineProcess
 from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
-from megatron_tlt.backends.trtllm.build import launch_of
+from megatron_tlt.backends.trtllm.build import trtllm_launch
+from megatron_tlt.config.engine_process import TrtllmSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.config.trtllm import TrtllmSection
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import Prompt, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer
@@ -55,17 +57,16 @@ def start_backend(folder: Path, *, version: str = "1.2.1", eagle: bool = False, 
     drafting = SpeculationSection(drafter="eagle" if eagle else "none")
     sizes = {"max_running_requests": 8, "max_batched_tokens": 64, "order": "arrival"}
     rollout = RolloutSection(**sizes, speculation=drafting, trtllm=settings)
-    process = EngineProcess(launch_of(settings))
-    drafter = Eagle3Files(Path("/drafter"), (0, 1, 2)) if eagle else None
-    process.start(llm=build_llm_kwargs(rollout, ModelSection(path="/model", max_context=64), drafter))
+    process = EngineProcess(trtllm_launch(settings))
+    files = Eagle3Files(Path("/drafter"), (0, 1, 2)) if eagle else None
+    model = ModelSection(path="/model", max_context=64)
+    process.start(llm=build_llm_kwargs(rollout, model, files))
+    drafter = SimpleNamespace(weights=DRAFTER) if eagle else None
     return TrtllmBackend(
         process,
         ServedWeights(SHAPES, ["lm_head.weight"], keep_checksums=True),
-        rollout,
-        max_context=64,
-        eos_token_ids=(0,),
-        drafter_names=frozenset(DRAFTER if eagle else ()),
-        tokenizer=CharTokenizer(),
+        EngineOptions(rollout, model, drafter=drafter, tokenizer=CharTokenizer()),
+        (0,),
     )
 
 

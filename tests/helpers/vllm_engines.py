@@ -12,10 +12,10 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.build import build_vllm
 from megatron_tlt.backends.vllm.launch import ENVIRONMENTS, find_python
+from megatron_tlt.config.engine_process import VllmSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import BanditSection, SpeculationSection
-from megatron_tlt.config.vllm import VllmSection
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.drafter.kinds.base import SavedDrafter

@@ -6,7 +6,7 @@ import pytest
 import torch
 from make_demo_policy import write_experts
 
-from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_state
+from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_drafter_state
 from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.jsonl import read_rows
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE
@@ -42,8 +42,8 @@ def test_the_drafter_is_trained_in_idle_time(folder: Path):
     assert all(row["drafter/steps"] > 0 and row["drafter/disabled"] == 0 for row in steps)
     assert [row["drafter/version"] for row in steps] == [1, 2, 3, 4]
     assert all(0 < row["idle/recovered_seconds"] <= row["idle/seconds"] for row in steps)
-    saved = load_state(folder / "train-/checkpoints/step-000004" / DRAFTER_STATE)
-    early = load_state(folder / "train-/checkpoints/step-000002" / DRAFTER_STATE)
+    saved = load_drafter_state(folder / "train-/checkpoints/step-000004" / DRAFTER_STATE)
+    early = load_drafter_state(folder / "train-/checkpoints/step-000002" / DRAFTER_STATE)
     assert saved["version"] == 4
     assert all(not torch.equal(saved["model"][name], early["model"][name]) for name in saved["model"])
 
@@ -106,7 +106,7 @@ def test_a_resumed_run_goes_on_with_the_drafter(folder: Path):
     for kind, source in cases:
         name = f"{kind}-{source}"
         assert_same_training(folder / "off", folder / name, 4)
-        states = [load_state(folder / f"{name}/checkpoints/step-00000{n}" / DRAFTER_STATE) for n in (2, 4)]
+        states = [load_drafter_state(folder / f"{name}/checkpoints/step-00000{n}" / DRAFTER_STATE) for n in (2, 4)]
         assert [s["about"]["drafter"] for s in states] == [kind, kind]
         assert states[1]["trained_steps"] > states[0]["trained_steps"]
         if source == "engine":

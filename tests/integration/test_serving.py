@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from megatron_tlt.backends.vllm.launch import _ENGINE, find_python
 from megatron_tlt.config.drafter import DrafterSection
-from megatron_tlt.config.vllm import VllmSection
+from megatron_tlt.config.engine_process import VllmSection
 from megatron_tlt.drafter.batching import DraftSequence, collate, epoch
 from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.drafter.export.drafter import export_drafter

@@ -138,32 +138,6 @@ def test_responses_are_the_embedded_engines_after_every_push(
     assert responses(vllm, prompts[::-1], SAMPLING[0]) == responses(ours, prompts, SAMPLING[0])
 
 
-def test_a_drafter_is_swapped_while_requests_run(
-    ours: EmbeddedBackend, vllm: VllmBackend, prompts: list[Prompt]
-) -> None:
-    good = dict(load_drafter(DRAFTER, SHAPE).weights)
-    push(ours, 5, None)
-    push(vllm, 5, None, noisy(good))
-    left: list[int] = []
-    before: list[SpeculationStats] = []
-
-    def swap(running: int, waiting: int, tokens: int) -> None:
-        if tokens and not left:
-            left.append(running)
-            vllm.swap_drafter(good, 6)
-            before.append(vllm.take_stats().speculation)
-
-    vllm.take_stats()
-    samples = vllm.generate(GenerateCall(prompts, SAMPLING[0], 4, swap))
-    assert left[0] >= 2, "requests ran on with the other drafter"
-    assert {(s.prompt_id, s.sample_index): (s.token_ids, s.finish_reason) for s in samples} == responses(
-        ours, prompts, SAMPLING[0]
-    )
-    assert vllm.drafter_version == 6
-    assert before[0].accept_length < 1.3
-    assert vllm.take_stats().speculation.accept_length > 1.5
-
-
 def collect(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt]) -> dict[tuple[int, int], HiddenStateSample]:
     got: list[HiddenStateSample] = []
     backend.collect_hidden_states(got.append)

@@ -114,7 +114,7 @@ DRAFTERS = [
     {"drafter": "suffix", "selector": "fixed", "draft_len": 5},
     {"drafter": "suffix", "selector": "cost_model"},
     {"drafter": "eagle", "selector": "fixed", "draft_len": 4},
-    {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "window": 16},
+    {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "catch_up_tokens": 16},
     {"drafter": "eagle", "selector": "cost_model"},
     {"drafter": "eagle", "with_suffix": True, "selector": "beg_mab"},
     {"drafter": "eagle", "with_suffix": True, "selector": "fixed", "draft_len": 4},

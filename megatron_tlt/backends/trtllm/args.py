@@ -16,9 +16,9 @@ from megatron_tlt.backends.trtllm.server import CLASS
 from megatron_tlt.models.base import ENGINE_DTYPES
 
 if TYPE_CHECKING:
+    from megatron_tlt.config.engine_process import TrtllmSection
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection
-    from megatron_tlt.config.trtllm import TrtllmSection
     from megatron_tlt.types import SamplingParams
 
 SLEEP_TAGS = ("kv_cache",)  # memory that is given back between rollouts; its contents are worth nothing then

@@ -39,6 +39,9 @@ class TrtllmBackend(RemoteBackend):
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
         return build_sampling_params(params, self._eos_token_ids)
 
+    def _before_generate(self) -> None:
+        self.resume()
+
     def _after_generate(self) -> None:
         if self._sleeps:
             self.release()

@@ -21,7 +21,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.sync.served_weights import ServedWeights
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.trtllm import TrtllmSection
+    from megatron_tlt.config.engine_process import TrtllmSection
     from megatron_tlt.drafter.kinds.base import SavedDrafter
 
 _PACKAGE = "tlt_backends"  # what backends/ is called in the other environment
@@ -45,24 +45,20 @@ def build_trtllm(options: EngineOptions) -> TrtllmBackend:
     with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
         files = None if drafter is None else _write(drafter, Path(folder) / "drafter", DTYPES[rollout.dtype])
         arguments = build_llm_kwargs(rollout, model, files)
-        process = EngineProcess(launch_of(section), visible_device(torch.device(options.device), "trtllm"))
+        process = EngineProcess(trtllm_launch(section), visible_device(torch.device(options.device), "trtllm"))
         process.start(llm=arguments)
     backend = TrtllmBackend(
         process,
         ServedWeights.of_policy(policy, options.sync.verify),
-        rollout,
-        max_context=model.max_context,
-        eos_token_ids=end_tokens(policy, options.tokenizer),
-        drafter_names=frozenset(() if drafter is None else drafter.weights),
-        tokenizer=options.tokenizer,
-        keep_tables=options.keep_tables,
+        options,
+        end_tokens(policy, options.tokenizer),
     )
     if section.sleep != "none":
         backend.release()  # the engine took its KV cache at the start; the policy, built next, needs that memory
     return backend
 
 
-def launch_of(section: TrtllmSection) -> EngineLaunch:
+def trtllm_launch(section: TrtllmSection) -> EngineLaunch:
     """The process of a configuration that has passed `config.checks.backend`."""
     assert section.python is not None
     return EngineLaunch(

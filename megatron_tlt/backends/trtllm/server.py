@@ -2,7 +2,7 @@
 is the package `tlt_backends`.
 
     rank (megatron_tlt)                          this process (tensorrt_llm)
-    trtllm.TrtllmBackend --- Unix socket --- Host: requests, weight syncs, sleep --- Ray workers of the engine
+    trtllm.TrtllmBackend --- Unix socket --- TrtllmHost: requests, weight syncs, sleep --- Ray workers of the engine
 
 It must not import megatron_tlt, whose torch is another one: only the standard library, tensorrt_llm and what
 `backends/` shares with it, all of which run on Python 3.10. Messages are those of `serving.py` and release(tags),
@@ -17,9 +17,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ..serving import EngineHost, main
+from ..serving import EngineHost, Message, main
 
-Message = dict[str, Any]
 CLASS = "$class"  # marks a map that is an instance of that class of `tensorrt_llm.llmapi`
 _EXTENSION = "extension.TrtllmWorkerExtension"  # below the name that process.py gives this package here
 _STATS_EVERY_S = 2.0
@@ -27,7 +26,7 @@ _STATS_WAIT_S = 0.2
 _DRAFTING = ("numDraftTokens", "numAcceptedTokens", "numRequestsWithDraftTokens")
 
 
-class Host(EngineHost):
+class TrtllmHost(EngineHost):
     """One engine and the requests in it."""
 
     def __init__(self, send: Callable[[Message], None]):
@@ -85,43 +84,29 @@ class Host(EngineHost):
 
     async def do_abort(self, _: Message) -> Message:
         """Aborts what runs; returns when all of it has been served."""
-        await asyncio.sleep(
-            0
-        )  # requests that were submitted just before must have begun, or they would run on
+        await asyncio.sleep(0)  # requests that were submitted just before must have begun, or they would run on
         for output in list(self._live.values()):
             output.abort()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         return {}
 
-    async def do_begin_update(self, _: Message) -> Message:
-        """The engine takes weights at any time between rollouts."""
-        return {}
-
-    async def do_weights(self, message: Message) -> Message:
-        """Loads some tensors of the policy."""
-        arguments = (message["tensors"], message["verify"])
-        (sums,) = await self._engine.collective_rpc("tlt_update", args=arguments)  # there is one worker
-        return {"checksums": sums}
+    async def _rpc(self, method: str, *args: Any) -> Any:
+        (result,) = await self._engine.collective_rpc(method, args=args)
+        return result
 
     async def do_finish_update(self, _: Message) -> Message:
         """Finalises the layers and resets the prefix cache."""
         await self._engine.update_weights(None)
         return {}
 
-    async def do_drafter(self, message: Message) -> Message:
-        """Loads the drafter, behind the policy whose embedding it shares."""
-        arguments = (message["tensors"], message["verify"])
-        (sums,) = await self._engine.collective_rpc("tlt_update_drafter", args=arguments)
-        return {"checksums": sums}
-
     async def do_release(self, message: Message) -> Message:
         """Gives memory back."""
-        await self._engine.collective_rpc("tlt_reset_prefix_cache")
+        await self._rpc("tlt_reset_prefix_cache")
         await self._engine.release(message["tags"])
         return {}
 
     async def do_resume(self, message: Message) -> Message:
-        """Takes it again."""
+        """Allocates it again."""
         await self._engine.resume(message["tags"])
         return {}
 
@@ -178,4 +163,4 @@ def new_totals() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    main(Host, *sys.argv[1:])
+    main(TrtllmHost, *sys.argv[1:])

@@ -37,9 +37,9 @@ class VllmBackend(RemoteBackend):
 
     capabilities = CAPABILITIES["vllm"]
 
-    def __init__(self, *args: Any, experts_per_token: int = 0, **kwargs: Any):
+    def __init__(self, *args: Any, experts_per_token: int = 0):
         """As `RemoteBackend`."""
-        super().__init__(*args, **kwargs)
+        super().__init__(*args)
         self._experts_per_token = experts_per_token
         self._sink: Callable[[HiddenStateSample], None] | None = None
 
@@ -73,17 +73,7 @@ class VllmBackend(RemoteBackend):
         key = request_key(self._seed, sample.prompt_id, sample.sample_index)
         return HiddenStateSample(Trajectory.of(prompt.token_ids, sample), hidden, key)
 
-    # -- weight syncs and statistics --------------------------------------------------------------------------------
-
-    def swap_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Replaces the drafter alone, between two steps: also by a callback of `generate`. No response changes.
-
-        Requests that run keep what the last drafter cached of them. Raises SyncError for tensors of another form,
-        BackendError.
-        """
-        self._check_drafter(weights, version)
-        self._send_drafter(weights, version)
-        self._weights.drafter_version = version
+    # -- statistics --------------------------------------------------------------------------------------------
 
     def take_stats(self) -> EngineStats:
         """Counters since the last call: steps and drafts are those of the plugin in the engine. Resets them."""
@@ -96,7 +86,7 @@ class VllmBackend(RemoteBackend):
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """What speculation has learned, and how long responses were; see `EmbeddedBackend.state_dict`."""
+        """See `EmbeddedBackend.state_dict`."""
         return super().state_dict() | {"vllm": self.process.call("speculation")["state"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

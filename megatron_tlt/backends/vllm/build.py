@@ -14,7 +14,7 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.process import EngineProcess
 from megatron_tlt.backends.vllm.args import drafter_files, engine_args, speculative_config
 from megatron_tlt.backends.vllm.backend import VllmBackend
-from megatron_tlt.backends.vllm.launch import launch_of
+from megatron_tlt.backends.vllm.launch import vllm_launch
 from megatron_tlt.drafter.checkpoint import write_directory
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
@@ -36,7 +36,7 @@ def build_vllm(options: EngineOptions) -> VllmBackend:
     assert (drafter is not None) == (rollout.speculation.trained is not None)
     with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
         arguments = _arguments(options, Path(folder))
-        process = EngineProcess(launch_of(rollout), visible_device(device, "vllm"))
+        process = EngineProcess(vllm_launch(rollout), visible_device(device, "vllm"))
         process.start(
             llm=arguments,
             hidden_bytes=rollout.vllm.hidden_mib << 20 if options.keep_layers is not None else 0,
@@ -51,13 +51,9 @@ def build_vllm(options: EngineOptions) -> VllmBackend:
     return VllmBackend(
         process,
         ServedWeights.of_policy(policy, options.sync.verify),
-        rollout,
-        max_context=model.max_context,
-        eos_token_ids=end_tokens(policy, options.tokenizer),
-        tokenizer=options.tokenizer,
+        options,
+        end_tokens(policy, options.tokenizer),
         experts_per_token=policy.num_experts_per_tok,
-        drafter_names=frozenset(() if drafter is None else drafter.weights),
-        keep_tables=options.keep_tables,
     )
 
 

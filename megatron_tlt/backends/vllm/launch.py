@@ -10,8 +10,8 @@ from megatron_tlt.backends.process import EngineLaunch
 from megatron_tlt.errors import ConfigError, ConfigProblem
 
 if TYPE_CHECKING:
+    from megatron_tlt.config.engine_process import VllmSection
     from megatron_tlt.config.rollout import RolloutSection
-    from megatron_tlt.config.vllm import VllmSection
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 # In this order, beside the package: what `make setup-vllm` and `make bench-vllm` make.
@@ -25,7 +25,7 @@ _ENGINE = {
 }
 
 
-def launch_of(rollout: RolloutSection) -> EngineLaunch:
+def vllm_launch(rollout: RolloutSection) -> EngineLaunch:
     """The process of a configuration. Raises ConfigError if there is no Python to run."""
     section = rollout.vllm
     python = find_python(section)

@@ -7,12 +7,12 @@
 The engine is used by its thread only, which steps until an operation waits for it, so that requests are batched in the
 order in which they came, and weights change between two steps. Messages are those of `serving.py`; here a response may
 carry `kept` (a safetensors file, which the client removes, of `hidden` states and `routed_experts`) and `text` (up to
-the stop string that ended it), drafter(..) may come while requests run, and
+the stop string that ended it), and
 
 | from the client | response |
 |---|---|
 | start(llm, hidden_bytes, max_requests, max_len, speculation, routed experts, directory, tokenizer, stop) | reply |
-| speculation() | reply: state, what selector and calibration have learned |
+| speculation() | reply(state), of selector and calibration |
 | load_speculation(state) | reply |
 """
 
@@ -31,14 +31,12 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from megatron_tlt.backends.serving import EngineHost, main
+from megatron_tlt.backends.serving import EngineHost, Message, main
 from megatron_tlt.backends.vllm.plugin import adapter
 from megatron_tlt.backends.vllm.plugin.hidden import HIDDEN
 from megatron_tlt.backends.vllm.plugin.keyed import ARGUMENT
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.rollout.stops import StopStringFinder
-
-Message = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -60,7 +58,7 @@ class _Live:
         return False
 
 
-class Host(EngineHost):
+class VllmHost(EngineHost):
     """One engine and the requests in it; called in the event loop only."""
 
     def __init__(self, send: Callable[[Message], None]):
@@ -96,7 +94,6 @@ class Host(EngineHost):
             self._waiting -= 1
 
     async def _rpc(self, method: str, *args: Any) -> Any:
-        """The worker's result; there is one worker."""
         return (await self._in_thread(lambda: self._engine.collective_rpc(method, args=args)))[0]
 
     async def do_start(self, message: Message) -> Message:
@@ -144,7 +141,7 @@ class Host(EngineHost):
         number, prompt, params = message["id"], message["token_ids"], message["params"]
         sampled = [message["key"], *params["sampling"], message["prompt_id"]]
         extra = {ARGUMENT: sampled, HIDDEN: params["hidden"]}
-        sampling = adapter.sampling_params(params, extra)
+        sampling = adapter.vllm_sampling_params(params, extra)
         internal = self._engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
         self._live[str(number)] = _Live(number, internal, len(prompt), self._stop_finder(params["stop"]))
 
@@ -213,30 +210,22 @@ class Host(EngineHost):
         await self._rpc("tlt_begin_update")
         return {}
 
-    async def do_weights(self, message: Message) -> Message:
-        """Loads some tensors of the policy."""
-        return {"checksums": await self._rpc("tlt_update", message["tensors"], message["verify"])}
-
     async def do_finish_update(self, _: Message) -> Message:
         """All tensors of the policy have come."""
         await self._rpc("tlt_finish_update")
         await self._in_thread(self._engine.reset_prefix_cache)
         return {}
 
-    async def do_drafter(self, message: Message) -> Message:
-        """Loads the drafter, between two steps."""
-        return {"checksums": await self._rpc("tlt_update_drafter", message["tensors"], message["verify"])}
-
     async def do_stats(self, _: Message) -> Message:
         """Steps and drafts since the last call."""
         return dict(await self._rpc("tlt_stats"))
 
     async def do_speculation(self, _: Message) -> Message:
-        """What selector and calibration have learned."""
+        """State of selector and calibration."""
         return {"state": await self._rpc("tlt_speculation")}
 
     async def do_load_speculation(self, message: Message) -> Message:
-        """Takes what they had learned in an earlier run."""
+        """Loads their state of an earlier run."""
         await self._rpc("tlt_load_speculation", message["state"])
         return {}
 
@@ -246,4 +235,4 @@ class Host(EngineHost):
 
 
 if __name__ == "__main__":
-    main(Host, *sys.argv[1:])
+    main(VllmHost, *sys.argv[1:])

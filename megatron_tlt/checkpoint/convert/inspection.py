@@ -13,13 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_tlt.actor.checkpoint_files import (
-    FileRecord,
-    Manifest,
-    model_differences,
-    model_record,
-    record_of,
-)
+from megatron_tlt.actor.checkpoint_files import Manifest, model_differences, model_record
 from megatron_tlt.actor.hf_names import Slot, slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader, not_megatron
 from megatron_tlt.checkpoint.atomic import gib
@@ -119,30 +113,16 @@ def config_of(manifest: Manifest) -> ModelConfig:
     return ModelConfig(**record, qkv_bias=family in bias, qk_norm=family in norm)
 
 
-@dataclass(frozen=True)
-class Checksums:
-    """A digest of the weights, every file's checksum, and what does not agree with the manifest."""
-
-    weights: str
-    files: dict[str, FileRecord]
-    damage: list[str]
-
-
-def checksums(opened: Opened) -> Checksums:
-    """Reads every file for its checksum, then every tensor for the digest. Raises CheckpointError.
-
-    The digest is SHA-256 over (name, type, shape, bytes) in the model's order: equal for equal weights in any layout.
+def weights_digest(opened: Opened) -> str:
+    """SHA-256 over (name, type, shape, bytes) of every tensor in the model's order: equal for equal weights in any
+    layout. Raises CheckpointError.
     """
-    directory, manifest = opened.directory, opened.manifest
-    files = {path.name: record_of(path) for path in sorted(directory.iterdir()) if path.is_file()}
-    recorded = {} if manifest is None else manifest.files
-    damage = [f"{n} is not as the manifest recorded it" for n in recorded if files.get(n) != recorded[n]]
     total = hashlib.sha256()
     for slot in slots(opened.config, 1):
         for name, tensor in zip(slot.hf_names, opened.read_slot(slot), strict=True):
             total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             total.update(_bits(tensor).numpy().data)
-    return Checksums(total.hexdigest(), files, damage)
+    return total.hexdigest()
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -176,7 +156,7 @@ def check_same_model(a: Opened, b: Opened) -> None:
         raise CheckpointError(f"{a.directory} and {b.directory} are of different models: {text}")
 
 
-def compare(a: Opened, b: Opened) -> Difference:
+def compare_weights(a: Opened, b: Opened) -> Difference:
     """Bit for bit. Raises CheckpointError if they are of different models."""
     check_same_model(a, b)
     found = Difference()

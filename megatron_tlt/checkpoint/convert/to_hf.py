@@ -25,14 +25,41 @@ from megatron_tlt.models.hf_writer import TensorFile, file_name, split_into_file
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A conversion that was checked: source, the model's config.json, type, and the parameters of each file."""
+class HfConversion:
+    """A checked conversion to Hugging Face: source, the model's config.json, type, and the parameters of each file."""
 
     source: TorchDistReader
     config_file: Path
     config: ModelConfig
     dtype: torch.dtype
     files: list[list[Slot]]
+
+    @classmethod
+    def plan(
+        cls,
+        megatron: str | Path,
+        dtype: str | None,
+        config: str | Path | None = None,
+        max_file_bytes: int = 4 << 30,
+        verify: bool = True,
+    ) -> HfConversion:
+        """Checks everything that can be checked without writing, checksums too. Raises ConfigError, CheckpointError.
+
+        `config` is a Hugging Face directory (or its config.json) for a checkpoint that has none beside it. `dtype` is
+        fp32 or bf16; None keeps what is stored. `verify` False leaves the files' checksums out.
+        """
+        source = TorchDistReader(megatron)
+        file = config_beside(Path(megatron), source) if config is None else Path(config)
+        file = file if file.suffix == ".json" else file / "config.json"
+        model = ModelConfig.from_hf(file)
+        source.check(model)
+        if verify and source.manifest() and (damage := damage_of(source.directory)):
+            raise CheckpointError(damage)
+        chosen = choose_dtype(source.dtypes(), dtype)
+        groups, shapes = slots(model, 1), model.parameter_shapes()
+        sizes = [sum(prod(shapes[name]) for name in slot.hf_names) * chosen.itemsize for slot in groups]
+        files = [[groups[number] for number in held] for held in split_into_files(sizes, max_file_bytes)]
+        return cls(source, file, model, chosen, files)
 
     @property
     def sources(self) -> list[Path]:
@@ -53,31 +80,24 @@ class Plan:
         """A file's name."""
         return file_name(number, len(self.files))
 
+    def write(self, out: Path, ranks: Ranks, overwrite: bool = False) -> None:
+        """Writes `out`; with `overwrite` it replaces a model there. Collective: files are shared out over `ranks`."""
+        with new_directory(out, self.num_bytes, ranks, overwrite, self.sources) as scratch:
+            self.write_into(scratch, ranks)
 
-def plan(
-    megatron: str | Path,
-    dtype: str | None,
-    config: str | Path | None = None,
-    max_file_bytes: int = 4 << 30,
-    verify: bool = True,
-) -> Plan:
-    """Checks everything that can be checked without writing, checksums too. Raises ConfigError, CheckpointError.
-
-    `config` is a Hugging Face directory (or its config.json) for a checkpoint that has none beside it. `dtype` is fp32
-    or bf16; None keeps what is stored. `verify` False leaves the files' checksums out.
-    """
-    source = TorchDistReader(megatron)
-    file = config_beside(Path(megatron), source) if config is None else Path(config)
-    file = file if file.suffix == ".json" else file / "config.json"
-    model = ModelConfig.from_hf(file)
-    source.check(model)
-    if verify and source.manifest() and (damage := damage_of(source.directory)):
-        raise CheckpointError(damage)
-    chosen = choose_dtype(source.dtypes(), dtype)
-    groups, shapes = slots(model, 1), model.parameter_shapes()
-    sizes = [sum(prod(shapes[name]) for name in slot.hf_names) * chosen.itemsize for slot in groups]
-    files = [[groups[number] for number in held] for held in split_into_files(sizes, max_file_bytes)]
-    return Plan(source, file, model, chosen, files)
+    def write_into(self, scratch: Path, ranks: Ranks) -> None:
+        """Writes everything into a directory that all ranks see. Collective. Raises CheckpointError."""
+        with together(ranks):
+            if not scratch.is_dir():
+                seen = f"rank {ranks.rank} does not see {scratch.parent}"
+                raise CheckpointError(f"{seen}: write to a directory that all nodes share, or on one node")
+            for number in range(ranks.rank, len(self.files), ranks.size):
+                with TensorFile(scratch / self.name(number), self.config, self.names[number], self.dtype) as file:
+                    for slot in self.files[number]:
+                        for name, tensor in zip(slot.hf_names, self.source.read(self.config, slot), strict=True):
+                            file.write(name, tensor)
+        if ranks.is_main:
+            _write_small_files(self, scratch)
 
 
 def config_beside(given: Path, source: TorchDistReader) -> Path:
@@ -92,28 +112,7 @@ def config_beside(given: Path, source: TorchDistReader) -> Path:
     )
 
 
-def write(todo: Plan, out: Path, ranks: Ranks, overwrite: bool = False) -> None:
-    """Writes `out`; with `overwrite` it replaces a model there. Collective: files are shared out over `ranks`."""
-    with new_directory(out, todo.num_bytes, ranks, overwrite, todo.sources) as scratch:
-        write_into(todo, scratch, ranks)
-
-
-def write_into(todo: Plan, scratch: Path, ranks: Ranks) -> None:
-    """Writes everything into a directory that is there, and that all ranks see. Collective. Raises CheckpointError."""
-    with together(ranks):
-        if not scratch.is_dir():
-            seen = f"rank {ranks.rank} does not see {scratch.parent}"
-            raise CheckpointError(f"{seen}: write to a directory that all nodes share, or on one node")
-        for number in range(ranks.rank, len(todo.files), ranks.size):
-            with TensorFile(scratch / todo.name(number), todo.config, todo.names[number], todo.dtype) as file:
-                for slot in todo.files[number]:
-                    for name, tensor in zip(slot.hf_names, todo.source.read(todo.config, slot), strict=True):
-                        file.write(name, tensor)
-    if ranks.is_main:
-        _write_small_files(todo, scratch)
-
-
-def _write_small_files(todo: Plan, scratch: Path) -> None:
+def _write_small_files(todo: HfConversion, scratch: Path) -> None:
     write_index(scratch, todo.config, todo.names, todo.num_bytes)
     copy_companions(todo.config_file.parent, scratch)
     hf_config = json.loads(todo.config_file.read_text(encoding="utf-8"))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 
+from megatron_tlt.config.engine_process import EngineProcessSection
+from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config
-from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.errors import ConfigProblem, Problems
 from megatron_tlt.types import CAPABILITIES
 
-Problems = Iterator[ConfigProblem]
 _VLLM_SERIES = "0.32."  # the versions that backends/vllm/plugin/compat.py supports
 _VERSIONS = re.compile(r"1\.[23]\.\d+(rc\d+)?(\.post\d+)?")
 
@@ -26,16 +26,23 @@ def check_backend(config: Config, device: str | None) -> Problems:
     if not can.routed_experts and config.actor.router_replay == "rollout":
         allowed = f"must be 'off' with rollout.backend: {rollout.backend}, whose responses do not name their experts"
         yield ConfigProblem("actor.router_replay", "rollout", allowed)
-    if rollout.backend != "embedded":
-        for path, value in (("numerics", "default"), ("release_cache", False), ("kernels", "auto")):
-            if (given := getattr(rollout, path)) != value:
-                its_own = f"rollout.backend: {rollout.backend}, whose engine has its own (rollout.{rollout.backend})"
-                allowed = f"must be {json.dumps(value)} with {its_own}"
-                yield ConfigProblem(f"rollout.{path}", given, allowed)
+    if rollout.engine_process is not None:
+        yield from _check_process(rollout, rollout.engine_process, device)
     if rollout.backend == "trtllm":
-        yield from _check_trtllm(config, device)
+        yield from _check_trtllm(config)
     if rollout.backend == "vllm":
         yield from _check_vllm(config, device)
+
+
+def _check_process(rollout: RolloutSection, section: EngineProcessSection, device: str | None) -> Problems:
+    """Settings of the embedded engine that one in a process of its own does not read, and how weights get there."""
+    for path, value in (("numerics", "default"), ("release_cache", False), ("kernels", "auto")):
+        if (given := getattr(rollout, path)) != value:
+            its_own = f"rollout.backend: {rollout.backend}, whose engine has its own (rollout.{rollout.backend})"
+            yield ConfigProblem(f"rollout.{path}", given, f"must be {json.dumps(value)} with {its_own}")
+    if section.transport == "cuda_ipc" and device == "cpu":
+        at = f"rollout.{rollout.backend}.transport"
+        yield ConfigProblem(at, section.transport, "must be 'shared_memory' on CPU")
 
 
 def _check_sampling(config: Config) -> Problems:
@@ -80,8 +87,6 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
             yield ConfigProblem("rollout.speculation.min_cumulative_acceptance", least, allowed)
     if not section.version.startswith(_VLLM_SERIES):
         yield ConfigProblem("rollout.vllm.version", section.version, f"must be {_VLLM_SERIES}x")
-    if section.transport == "cuda_ipc" and device == "cpu":
-        yield ConfigProblem("rollout.vllm.transport", section.transport, "must be 'shared_memory' on CPU")
     if config.actor.router_replay == "rollout" and config.rollout.cuda_graphs and device == "cuda":
         allowed = "must be false with rollout.backend: vllm and actor.router_replay: rollout: "
         yield ConfigProblem("rollout.cuda_graphs", True, allowed + "inside captured graphs no router can be read")
@@ -90,7 +95,7 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
         yield ConfigProblem("rollout.vllm.hidden_mib", 0, allowed)
 
 
-def _check_trtllm(config: Config, device: str | None) -> Problems:
+def _check_trtllm(config: Config) -> Problems:
     rollout, section = config.rollout, config.rollout.trtllm
     at = "rollout.trtllm"
     if section.python is None:
@@ -98,8 +103,6 @@ def _check_trtllm(config: Config, device: str | None) -> Problems:
         yield ConfigProblem(f"{at}.python", None, allowed)
     if _VERSIONS.fullmatch(section.version) is None:
         yield ConfigProblem(f"{at}.version", section.version, "must be 1.2.x or 1.3.x, as 1.2.1 or 1.3.0rc27")
-    if section.transport == "cuda_ipc" and device == "cpu":
-        yield ConfigProblem(f"{at}.transport", section.transport, "must be 'shared_memory' on CPU")
     if rollout.speculation.drafts_by == "mixed":
         allowed = "must be false with rollout.backend: trtllm: one drafter drafts"
         yield ConfigProblem("rollout.speculation.with_suffix", True, allowed)

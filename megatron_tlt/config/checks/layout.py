@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
 from typing import Literal
 
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError, ConfigProblem, Problems
 
 Device = Literal["cpu", "cuda"]
-Problems = Iterator[ConfigProblem]
 
 
 def resolve_device(config: Config | SftConfig, device: Device | None) -> Device | None:

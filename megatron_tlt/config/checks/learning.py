@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from megatron_tlt.config.actor import OptimizerSection
 from megatron_tlt.config.data import PromptSourceConfig, RewardConfig
 from megatron_tlt.config.root import Config
-from megatron_tlt.errors import ConfigProblem
-
-Problems = Iterator[ConfigProblem]
+from megatron_tlt.errors import ConfigProblem, Problems
 
 # Their baseline is the rest of the group, so a group of one response has no advantage.
 GROUP_RELATIVE = ("grpo", "dr_grpo", "dapo", "rloo", "gspo")

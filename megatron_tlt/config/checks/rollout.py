@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from megatron_tlt.config.checks.layout import Device, check_nodes, tp_problems
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.parameters import kv_bytes_per_token
 from megatron_tlt.config.root import Config
-from megatron_tlt.errors import ConfigProblem
-
-Problems = Iterator[ConfigProblem]
+from megatron_tlt.errors import ConfigProblem, Problems
 
 # Limits of the native decoder (models/native/parts.py).
 _NATIVE_TILE = 16

@@ -1,11 +1,9 @@
-"""All cross-checks of a run, which need no weights.
+"""All cross-checks of a run, which need no weights, and the memory plan's.
 
 Every check yields all its problems; nothing raises. Without the model's shape (None) those that need it are skipped.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from megatron_tlt.config.checks.backend import check_backend
 from megatron_tlt.config.checks.layout import (
@@ -13,6 +11,7 @@ from megatron_tlt.config.checks.layout import (
     check_architecture,
     check_batch,
     check_experts,
+    check_grid,
     check_world,
     cp_problems,
     pp_problems,
@@ -20,11 +19,27 @@ from megatron_tlt.config.checks.layout import (
     tp_problems,
 )
 from megatron_tlt.config.checks.learning import check_algorithm, check_data, check_optimizer, check_rewards
+from megatron_tlt.config.checks.memory import check_memory
 from megatron_tlt.config.checks.rollout import check_context, check_positions, check_rollout
 from megatron_tlt.config.checks.speculation import check_idle, check_speculation
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.errors import ConfigProblem, Problems
+
+
+def find_problems(
+    config: Config | SftConfig,
+    shape: ArchitectureConfig | None,
+    num_ranks: int,
+    device: Device | None = None,
+    max_positions: int | None = None,
+) -> list[ConfigProblem]:
+    """Every reason why this configuration cannot run on `num_ranks` ranks, memory included."""
+    problems = check_config(config, shape, num_ranks, device, max_positions)
+    shape = shape if shape is not None else config.model.architecture
+    if shape is not None and not any(check_grid(config, num_ranks)):
+        problems += check_memory(config, shape, num_ranks, device)
+    return problems
 
 
 def check_config(
@@ -73,13 +88,13 @@ def check_config(
     ]
 
 
-def _check_replay(config: SftConfig) -> Iterator[ConfigProblem]:
+def _check_replay(config: SftConfig) -> Problems:
     if config.actor.router_replay != "off":
         allowed = "must be 'off' in fine-tuning: nothing is rolled out, so no experts are recorded"
         yield ConfigProblem("actor.router_replay", config.actor.router_replay, allowed)
 
 
-def check_stop(config: Config) -> Iterator[ConfigProblem]:
+def check_stop(config: Config) -> Problems:
     """A signal must leave time for a checkpoint."""
     stop = config.stop
     for name, grace in (("stop.warning_s", stop.warning_s), ("stop.term_s", stop.term_s)):
@@ -87,7 +102,7 @@ def check_stop(config: Config) -> Iterator[ConfigProblem]:
             yield ConfigProblem(name, grace, f"must be above stop.save_s ({stop.save_s:g})")
 
 
-def check_watchdog(config: Config) -> Iterator[ConfigProblem]:
+def check_watchdog(config: Config) -> Problems:
     """A rank must be able to send several heartbeats before their absence counts."""
     hang, beat = config.watchdog.hang_s, config.watchdog.heartbeat_s
     if hang and hang < 3 * beat:

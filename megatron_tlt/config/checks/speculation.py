@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 from megatron_tlt.config.checks.layout import Device
@@ -10,10 +9,8 @@ from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.speculation import BanditSection, SpeculationSection
-from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.errors import ConfigProblem, Problems
 from megatron_tlt.types import CAPABILITIES
-
-Problems = Iterator[ConfigProblem]
 
 
 def check_speculation(section: SpeculationSection, has_drafter: bool = False) -> Problems:
@@ -60,7 +57,7 @@ def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int,
     if shape is not None:
         size = section.state_parts * shape.hidden_size * (4 if config.rollout.dtype == "fp32" else 2) + 8
         sizes = config.drafter.sizes(device or "cpu")
-        needed = min(config.drafter.window, sizes.micro_step_tokens) * size / 2**20
+        needed = min(config.drafter.max_sequence_tokens, sizes.micro_step_tokens) * size / 2**20
         if sizes.buffer_mib < needed:
             allowed = f"must be >= {needed:.2f}, or no long response fits"
             yield ConfigProblem("drafter.online.buffer_mib", sizes.buffer_mib, allowed)

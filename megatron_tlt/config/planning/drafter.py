@@ -21,97 +21,76 @@ Compared with what the trainer allocates in tests/unit/config/planning/test_draf
 from __future__ import annotations
 
 from megatron_tlt.config.checks.layout import Device
+from megatron_tlt.config.drafter_kinds import DrafterFacts
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.engine import has_packed_head
-from megatron_tlt.config.planning.parameters import (
-    MIB,
-    drafter_parameters,
-    element_bytes,
-)
+from megatron_tlt.config.planning.parameters import MIB, drafter_parameters, element_bytes, pinned_bytes
 from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config
 
 HEAD_BLOCK = 1 << 25  # elements of [rows, V] that `drafter.loss` computes at a time; a test compares
 
 
-def drafter_state_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
-    """Weights, their mean, two moments; in bf16 a master copy as well."""
-    if not config.idle.train_drafter:
-        return 0
-    weights = element_bytes(config.drafter.sizes(device).dtype)
-    sharded = (4 if weights < 4 else 0) + 12
-    count = drafter_parameters(config, shape)
-    return count * weights + count * sharded // config.rollout.tp
+PARTS = ("drafter training", "drafter step", "drafter's LM head", "drafter merge", "drafter weight sync",
+         "actor's hidden states")  # fmt: skip
+SAVE_COPY = "drafter in a save (rank 0)"  # once, not for every rank of a node
+HOST_PARTS = ("hidden states", "drafter before a window", SAVE_COPY)
 
 
-def drafter_step_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
-    """Gradients, activations and temporaries of one micro-step."""
+def training_parts(config: Config, shape: ArchitectureConfig, device: Device) -> dict[str, int]:
+    """Bytes by `PARTS`; all 0 where no drafter is trained."""
     kind = config.rollout.speculation.trained
     if not config.idle.train_drafter or kind is None:
-        return 0
-    steps = config.drafter.online_draft_steps(kind)
-    sizes, hidden, several = config.drafter.sizes(device), shape.hidden_size, config.rollout.tp > 1
-    tokens, element, inter = sizes.micro_step_tokens, element_bytes(sizes.dtype), shape.intermediate_size
-    kept = tokens * element * kind.kept_elements(shape, steps)
+        return dict.fromkeys(PARTS, 0)
+    tp, count = config.rollout.tp, drafter_parameters(config, shape)
+    weights = element_bytes(config.drafter.sizes(device).dtype)
+    sharded = (4 if weights < 4 else 0) + 12  # a master copy beside bf16 weights; their mean, two moments
+    # Ranks are summed over parameter by parameter, in fp32.
+    summed = 4 * kind.largest_parameter(shape, config.rollout.speculation.draft_vocab_size)
+    gradients = weights * count + summed if tp > 1 else 4 * count
+    is_contiguous = shape.tie_word_embeddings or not (has_packed_head(config, device) or tp > 1)
+    head = 0 if is_contiguous else shape.vocab_size * shape.hidden_size * element_bytes(config.rollout.dtype)
+    sizes = count * weights + count * sharded // tp, _step_bytes(config, shape, device, kind, gradients), head
+    return dict(zip(PARTS, (*sizes, summed, count * weights, _collected_bytes(config, shape)), strict=True))
+
+
+def host_parts(config: Config, shape: ArchitectureConfig, device: Device) -> dict[str, int]:
+    """Bytes in the host's memory by `HOST_PARTS`; all 0 where no drafter is trained. The buffer of hidden states, and
+    as much for those on their way from the actor; the state that a window which fails goes back to; on the first rank
+    the copy that a checkpoint is written from.
+    """
+    if not config.idle.train_drafter:
+        return dict.fromkeys(HOST_PARTS, 0)
+    buffer = int(config.drafter.sizes(device).buffer_mib * MIB) * (1 + (config.hidden_states_of == "actor"))
+    state = training_parts(config, shape, device)["drafter training"]
+    before = state if device == "cpu" else pinned_bytes(state)
+    return dict(zip(HOST_PARTS, (buffer, before, 16 * drafter_parameters(config, shape)), strict=True))
+
+
+def _step_bytes(
+    config: Config, shape: ArchitectureConfig, device: Device, kind: DrafterFacts, gradients: int
+) -> int:
+    """Gradients, activations and temporaries of one micro-step."""
+    sizes, hidden, inter = config.drafter.sizes(device), shape.hidden_size, shape.intermediate_size
+    tokens, element = sizes.micro_step_tokens, element_bytes(sizes.dtype)
+    kept = tokens * element * kind.kept_elements(shape, config.drafter.online_draft_steps(kind))
     blocks = 4 * 4 * min(HEAD_BLOCK, tokens * shape.vocab_size)
     loss = kept + tokens * hidden * (12 + element) + blocks
     if kind.has_own_head:
         head = 4 * kind.head_elements(shape, config.rollout.speculation.draft_vocab_size)
         loss = kept + tokens * hidden * (20 + element) + max(blocks + head, 2 * head)
     back = kept + element * (tokens * (3 * inter + hidden) + inter * hidden)
-    count = drafter_parameters(config, shape)
-    gradients = element * count + _summed_bytes(config, shape) if several else 4 * count
     states = kind.state_parts * tokens * hidden * element_bytes(config.rollout.dtype)
     return states + max(loss, back, gradients)
 
 
-def drafter_head_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
-    """The LM head from a window's first micro-step to its merge, where the engine's is not contiguous."""
-    packed = has_packed_head(config, device)
-    is_contiguous = shape.tie_word_embeddings or not (packed or config.rollout.tp > 1)
-    if not config.idle.train_drafter or is_contiguous:
-        return 0
-    return shape.vocab_size * shape.hidden_size * element_bytes(config.rollout.dtype)
-
-
-def drafter_merge_bytes(config: Config, shape: ArchitectureConfig) -> int:
-    """The parameter that replicas' drafters are merged by."""
-    return _summed_bytes(config, shape) if config.idle.train_drafter else 0
-
-
-def _summed_bytes(config: Config, shape: ArchitectureConfig) -> int:
-    """The largest parameter in fp32: ranks are summed over parameter by parameter."""
-    speculation = config.rollout.speculation
-    kind = speculation.trained
-    return 0 if kind is None else 4 * kind.largest_parameter(shape, speculation.draft_vocab_size)
-
-
-def drafter_push_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
-    """The mean as it goes to the engine."""
-    if not config.idle.train_drafter:
-        return 0
-    return drafter_parameters(config, shape) * element_bytes(config.drafter.sizes(device).dtype)
-
-
-def hidden_state_bytes(config: Config, device: Device) -> int:
-    """The buffer of hidden states in the host's memory, and as much for those on their way from the actor."""
-    if not config.idle.train_drafter:
-        return 0
-    return int(config.drafter.sizes(device).buffer_mib * MIB) * (1 + (config.hidden_states_of == "actor"))
-
-
-def collected_bytes(config: Config, shape: ArchitectureConfig) -> int:
+def _collected_bytes(config: Config, shape: ArchitectureConfig) -> int:
     """Hidden states of a micro-batch as the actor hands them out: the rows to be copied and, under sequence or context
     parallel, all of them gathered before; under context parallel twice, for they are put in order.
     """
-    if not config.idle.train_drafter or config.hidden_states_of == "engine":
+    if config.hidden_states_of == "engine":
         return 0
     actor = config.actor
     copies = 2 if actor.cp > 1 else int(actor.sequence_parallel)
     row = element_bytes(config.rollout.dtype) + element_bytes(actor.dtype) * copies
     return micro_batch_tokens(config) * actor.cp * config.rollout.speculation.state_parts * shape.hidden_size * row
-
-
-def drafter_save_bytes(config: Config, shape: ArchitectureConfig) -> int:
-    """The copy that a checkpoint is written from, in the host's memory of the first rank."""
-    return 16 * drafter_parameters(config, shape) if config.idle.train_drafter else 0

@@ -12,7 +12,6 @@ and optimizer are allocated first, the drafter's training state next, the engine
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,7 +21,6 @@ from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning import drafter, engine, graphs, policy
 from megatron_tlt.config.planning.parameters import GIB, MIB, element_bytes, pinned_bytes, stage_parameters
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.errors import ConfigProblem
 
 _INTERPRETER_BYTES = GIB // 2  # on CPU, with torch and megatron imported
 # Of a GPU, what the caching allocator cannot use: rests of segments. A guess, to be replaced by what a GPU shows.
@@ -32,7 +30,6 @@ Phase = Literal["rollout", "idle window", "update", "merge", "weight_sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "idle window", "update", "merge", "weight_sync")
 KV = "KV cache"
 RESERVE = "cluster.reserve_gib"
-_SAVED = "drafter in a save (rank 0)"  # once, not for every rank of a node
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +118,14 @@ def _stage(
         "rollout step": engine.rollout_step_bytes(config, shape, device),
         "graphs": graphs.graph_bytes(config, device),
         KV: 0,
-        "actor's hidden states": drafter.collected_bytes(config, shape),
         "drafter": engine.drafter_weight_bytes(config, shape),
-        "drafter training": drafter.drafter_state_bytes(config, shape, device),
-        "drafter step": drafter.drafter_step_bytes(config, shape, device),
-        "drafter's LM head": drafter.drafter_head_bytes(config, shape, device),
-        "drafter merge": drafter.drafter_merge_bytes(config, shape),
-        "drafter weight sync": drafter.drafter_push_bytes(config, shape, device),
+        **drafter.training_parts(config, shape, device),
         "weight sync bucket": policy.push_bytes(config, shape, dims),
     }
     if config.rollout.backend != "embedded":
         own = config.rollout.process_mib * MIB // (1 if device == "cuda" else 4)
         parts |= {"engine's process": own, **engine.process_bytes(config, shape)}
-    before = parts["drafter training"]  # what a window goes back to if training fails in it
-    host = {
-        "hidden states": drafter.hidden_state_bytes(config, device),
-        "drafter before a window": before if device == "cpu" else pinned_bytes(before),
-        _SAVED: drafter.drafter_save_bytes(config, shape),
-        "suffix drafter": engine.suffix_bytes(config),
-    }
+    host = {**drafter.host_parts(config, shape, device), "suffix drafter": engine.suffix_bytes(config)}
     if device == "cpu":
         return RankMemory(stage, parts | host, _only(config, device))
     state = {
@@ -206,50 +192,5 @@ def beside_cache(config: Config, stages: list[RankMemory]) -> int:
 
 def node_host_bytes(stages: list[RankMemory], ranks_per_node: int) -> int:
     """The host's memory of a node whose ranks are all of the stage that needs most there, the first rank included."""
-    each = max(sum(size for name, size in stage.host.items() if name != _SAVED) for stage in stages)
-    return each * ranks_per_node + max(stage.host.get(_SAVED, 0) for stage in stages)
-
-
-def check_memory(
-    config: Config | SftConfig, shape: ArchitectureConfig, num_ranks: int, device: Device | None = None
-) -> list[ConfigProblem]:
-    """Graphs that their budget has no room for; nodes whose ranks need more than `cluster.host_gib`; the fullest stage,
-    if a rank needs more than `cluster.memory_gib`.
-    """
-    stages = estimate_memory(config, shape, num_ranks, device)
-    problems = list(_check_graphs(config, shape, device)) if isinstance(config, Config) else []
-    problems += _check_host(config, stages)
-    limit = config.cluster.memory_gib
-    if limit is None:
-        return problems
-    worst = max(stages, key=lambda stage: stage.total)
-    if worst.total <= limit * GIB:
-        return problems
-    phase = worst.fullest
-    there = {name: size for name, size in worst.parts.items() if phase in worst.only.get(name, PHASES)}
-    needs = f"needs {worst.total / GIB:.1f} GiB in the {phase}"
-    allowed = f"a rank of pipeline stage {worst.stage} {needs} ({_largest(there)}, ...)"
-    return [*problems, ConfigProblem("cluster.memory_gib", limit, allowed)]
-
-
-def _check_host(config: Config | SftConfig, stages: list[RankMemory]) -> Iterator[ConfigProblem]:
-    cluster = config.cluster
-    needed = node_host_bytes(stages, cluster.ranks_per_node)
-    if needed > cluster.host_gib * GIB:
-        fullest = max(stages, key=lambda stage: sum(stage.host.values()))
-        needs = f"{cluster.ranks_per_node} ranks of a node need {needed / GIB:.1f} GiB of its host's memory"
-        allowed = f"{needs} (a rank: {_largest(fullest.host)}, ...)"
-        yield ConfigProblem("cluster.host_memory_gib", cluster.host_gib, allowed)
-
-
-def _largest(parts: dict[str, int]) -> str:
-    largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
-    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
-
-
-def _check_graphs(config: Config, shape: ArchitectureConfig, device: Device | None) -> Iterator[ConfigProblem]:
-    """The budget holds the buffers of all graphs and the temporary memory of the largest."""
-    least, budget = -(-graphs.least_graph_bytes(config, shape) // MIB), config.rollout.graph_memory_mib
-    if graphs.has_graphs(config, resolve_device(config, device) or "cpu") and budget < least:
-        allowed = f"must be >= {least}: buffers of {graphs.graph_rows(config)} rows and a forward's temporary memory"
-        yield ConfigProblem("rollout.graph_memory_mib", budget, allowed)
+    each = max(sum(size for name, size in stage.host.items() if name != drafter.SAVE_COPY) for stage in stages)
+    return each * ranks_per_node + max(stage.host.get(drafter.SAVE_COPY, 0) for stage in stages)

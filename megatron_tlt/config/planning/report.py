@@ -4,39 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_tlt.config.checks.layout import Device, check_grid, resolve_device
+from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.checks.rollout import longest_request
-from megatron_tlt.config.checks.run import check_config
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.config.planning.memory import KV, check_memory, estimate_memory, node_host_bytes
+from megatron_tlt.config.planning.memory import KV, estimate_memory, node_host_bytes
 from megatron_tlt.config.planning.parameters import GIB, kv_bytes_per_token, total_parameters
 from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.errors import ConfigProblem, aligned
+from megatron_tlt.errors import aligned
 
 MAX_GRID_ROWS = 16
-
-
-def find_problems(
-    config: Config | SftConfig,
-    shape: ArchitectureConfig | None,
-    num_ranks: int,
-    device: Device | None = None,
-    max_positions: int | None = None,
-) -> list[ConfigProblem]:
-    """Every reason why this configuration cannot run on `num_ranks` ranks, memory included."""
-    problems = check_config(config, shape, num_ranks, device, max_positions)
-    shape = shape if shape is not None else config.model.architecture
-    if shape is not None and not any(check_grid(config, num_ranks)):
-        problems += check_memory(config, shape, num_ranks, device)
-    return problems
 
 
 def render_check(
     config: Config | SftConfig, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None = None
 ) -> str:
-    """The report as plain text. `tp * pp * cp` must divide `num_ranks` (see `find_problems`).
+    """The report as plain text. `tp * pp * cp` must divide `num_ranks` (see `checks.run.find_problems`).
 
     Without a shape (no model directory, no `model.architecture`) the memory table is replaced by a note.
     """

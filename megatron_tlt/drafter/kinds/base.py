@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -41,7 +41,7 @@ class SavedDrafter:
     weights: Mapping[str, Tensor]
     policy_version: int = 0  # of the policy whose hidden states it was last trained on
     trained_steps: int = 0
-    fingerprint: Mapping[str, str] = field(default_factory=dict)  # `policy_fingerprint` of its policy
+    fingerprint: str = ""  # `policy_fingerprint` of its policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,13 @@ class DrafterKind(ABC):
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> DrafterConfig:
         """A drafter of `policy` that is not trained yet. Raises ConfigError for what the policy does not have."""
 
-    def describe(self, config: DrafterConfig) -> dict[str, Any]:
-        """The entries of config.json beside the policy's shape; `described` reads them."""
+    def entries(self, config: DrafterConfig) -> dict[str, Any]:
+        """The entries of config.json beside the policy's shape; `read_entries` reads them."""
         return {}
 
     @abstractmethod
-    def described(self, about: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
-        """What `describe` was given. Raises ConfigError or CheckpointError for entries that it never returns."""
+    def read_entries(self, about: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
+        """The drafter of such entries. Raises ConfigError or CheckpointError for entries that it never returns."""
 
     # -- in rollouts and in training --------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ def _trained(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> T
     section, decoder = drafting.section, drafting.decoder
     if decoder is None:
         raise ConfigError.of("rollout.speculation.drafter", section.drafter, "the engine got no drafter")
-    trained = TrainedDrafter(decoder, scheduler.rows, runner.keep_pages(), section.window)
+    trained = TrainedDrafter(decoder, scheduler.rows, runner.keep_pages(), section.catch_up_tokens)
     if runner.pool is not None:
         decoder.use_graphs(runner.pool.graphs.run)
     return trained

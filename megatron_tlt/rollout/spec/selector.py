@@ -57,7 +57,7 @@ def build_selector(section: SpeculationSection) -> StrategySelector:
         bandit = section.bandit
         arms = [DraftStrategy(kind, length, least) if length else NO_DRAFT for length in bandit.arms]
         return BucketedEpsilonGreedy(
-            arms, bandit.thresholds, bandit.epsilon, bandit.epsilon_decay, bandit.window
+            arms, bandit.thresholds, bandit.epsilon, bandit.epsilon_decay, bandit.num_measurements
         )
     passes = int if section.trained is None else section.trained.passes
     return CostModelSelector(kind, section.draft_len, section.hysteresis, section.exploration, passes)

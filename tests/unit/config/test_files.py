@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 from docs_config import render
 
+from megatron_tlt.config.checks.run import find_problems
+from megatron_tlt.config.checks.sim import check_sim
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.planning.memory import KV, estimate_memory
 from megatron_tlt.config.planning.parameters import GIB
-from megatron_tlt.config.planning.report import find_problems, full_requests, render_check
+from megatron_tlt.config.planning.report import full_requests, render_check
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.config.sim import SimConfig, check_sim
+from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.config.yaml_reader import deep_merge, read_config_file
 
 ROOT = Path(__file__).parents[3]

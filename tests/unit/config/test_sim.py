@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_tlt.config.sim import check_sim
+from megatron_tlt.config.checks.sim import check_sim
 from megatron_tlt.errors import ConfigError
 from tests.helpers.sim import sim_config
 

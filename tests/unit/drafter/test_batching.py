@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.drafter.batching import bases_by_step, collate, epoch, pack, windows
+from megatron_tlt.drafter.batching import bases_by_step, collate, epoch, group_by_length, windows
 from megatron_tlt.models.eagle.pairs import PairLayout
 from tests.helpers.tiny_drafters import FAMILIES, random_sequence
 
@@ -56,7 +56,7 @@ def test_given_tokens_are_context() -> None:
 
 def test_packs_keep_the_padded_budget() -> None:
     sequences = [numbered(n, 2) for n in (50, 10, 30, 90, 12, 31)]
-    groups = pack(sequences, 64)
+    groups = group_by_length(sequences, 64)
     assert sorted(s.length for g in groups for s in g) == [10, 12, 30, 31, 50, 90]
     assert all(len(g) == 1 or len(g) * max(s.length for s in g) <= 64 for g in groups)
     assert len(groups) == 4

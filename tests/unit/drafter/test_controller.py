@@ -101,13 +101,13 @@ def test_a_failure_turns_training_off():
 
 
 @pytest.mark.parametrize(
-    ("trains", "has_eagle", "published"), [(True, True, [1]), (False, True, [1]), (False, False, [])]
+    ("trains", "has_drafter", "published"), [(True, True, [1]), (False, True, [1]), (False, False, [])]
 )
-def test_a_resumed_run_publishes_the_drafter_of_its_checkpoint_and_keeps_it(trains, has_eagle, published):
+def test_a_resumed_run_publishes_the_drafter_of_its_checkpoint_and_keeps_it(trains, has_drafter, published):
     controller = make()
     one_step(controller)
     trainer = online_trainer(lengths=()) if trains else None
-    resumed = OnlineDrafterController(WORLD, Backend(), trainer, has_eagle=has_eagle)
+    resumed = OnlineDrafterController(WORLD, Backend(), trainer, has_drafter=has_drafter)
     resumed.load_state_dict(controller.state_dict())
     found = [sync(resumed) for _ in range(2)]
     assert [version for _, version in filter(None, found)] == published

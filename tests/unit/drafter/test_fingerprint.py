@@ -21,9 +21,8 @@ from tests.helpers.tiny_models import random_weights
 CONFIG = FAMILIES["qwen3"]
 
 
-def policy(folder: Path, seed: int = 0, tokenizer: str = "{}", **options) -> Path:
+def policy(folder: Path, seed: int = 0, **options) -> Path:
     save_hf(folder, CONFIG, random_weights(CONFIG, seed), **options)
-    (folder / "tokenizer.json").write_text(tokenizer)
     return folder
 
 
@@ -41,17 +40,14 @@ def drafter(tmp_path) -> Path:
     return tmp_path / "drafter"
 
 
-def test_weights_and_tokenizer_count_and_the_type_and_the_sharding_of_files_do_not(tmp_path) -> None:
+def test_weights_count_and_the_type_and_the_sharding_of_files_do_not(tmp_path) -> None:
     mine = policy_fingerprint(policy(tmp_path / "mine"))
-    assert set(mine) == {"embedding", "tokenizer"}
+    assert len(mine) == 16
     for name, options in (("bf16", {"dtype": torch.bfloat16}), ("shards", {"max_shard_bytes": 30_000})):
         assert policy_fingerprint(policy(tmp_path / name, **options)) == mine
-    trained = policy_fingerprint(policy(tmp_path / "trained", seed=1))
-    assert trained["embedding"] != mine["embedding"] and trained["tokenizer"] == mine["tokenizer"]
-    other = policy(tmp_path / "words", tokenizer='{"other": 1}')
-    assert policy_fingerprint(tmp_path / "mine", other)["tokenizer"] != mine["tokenizer"]
+    assert policy_fingerprint(policy(tmp_path / "trained", seed=1)) not in ("", mine)
     (tmp_path / "mine" / "model.safetensors").unlink()  # a run may start from `model.megatron_path`
-    assert policy_fingerprint(tmp_path / "mine") == {"tokenizer": mine["tokenizer"]}
+    assert policy_fingerprint(tmp_path / "mine") == ""
 
 
 def test_a_drafter_of_another_policy_is_refused_unless_asked_for(tmp_path, drafter) -> None:
@@ -65,8 +61,6 @@ def test_a_drafter_of_another_policy_is_refused_unless_asked_for(tmp_path, draft
     assert problems(drafter, trained, allow_other_policy=True) == []
     (trained / "drafter").mkdir()  # as `export` leaves it
     assert f"than {trained} ({trained / 'drafter'} is that policy's);" in problems(drafter, trained)[0]
-    words = policy(tmp_path / "words", seed=1, tokenizer="[]")
-    assert "another embedding and another tokenizer" in problems(drafter, words)[0]
 
 
 def test_what_is_not_known_is_not_compared(tmp_path, drafter, caplog) -> None:

@@ -11,7 +11,7 @@ import torch
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.batching import DraftSequence, collate, windows
 from megatron_tlt.drafter.kinds.eagle.loss import draft_loss
-from megatron_tlt.drafter.measure import Acceptance, measure
+from megatron_tlt.drafter.measure import MeasuredAcceptance, measure
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafter_decoder import BUCKETS, DEPTHS, DraftingRows, Pairs
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
@@ -52,7 +52,7 @@ def responses(*shapes: tuple[int, int]) -> list[DraftSequence]:
 
 def run(
     sequences: list[DraftSequence], temperature: float, window: int = 512, config: ModelConfig = CONFIG
-) -> Acceptance:
+) -> MeasuredAcceptance:
     model = EagleModel(config)
     model.load_full(random_drafter(config).items())
     sizes = {"steps": STEPS, "temperature": temperature, "batch_tokens": 60, "window": window}

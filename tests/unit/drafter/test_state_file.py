@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megatron_tlt.drafter.state_file import load_state, state_writer
+from megatron_tlt.drafter.state_file import drafter_state_writer, load_drafter_state
 from megatron_tlt.errors import CheckpointError
 from tests.helpers.online import everything, online_trainer
 
@@ -23,8 +23,8 @@ def same(a, b) -> bool:
 
 
 def test_what_is_saved_is_loaded(tmp_path) -> None:
-    state_writer(STATE)(tmp_path / "drafter.safetensors")
-    assert same(load_state(tmp_path / "drafter.safetensors"), STATE)
+    drafter_state_writer(STATE)(tmp_path / "drafter.safetensors")
+    assert same(load_drafter_state(tmp_path / "drafter.safetensors"), STATE)
     assert [p.name for p in tmp_path.iterdir()] == ["drafter.safetensors"]
     assert set(load_file(tmp_path / "drafter.safetensors")) == {"model/a", "model/b", "half"}
 
@@ -34,11 +34,11 @@ def test_a_trainers_state_is_of_the_moment_of_the_save_and_holds_only_what_is_tr
     for _ in range(3):
         one.train_step()
     one.merge(lambda _: None)
-    write = state_writer({"drafter": one.state_dict(), "selector": {"rates": [0.5]}})
+    write = drafter_state_writer({"drafter": one.state_dict(), "selector": {"rates": [0.5]}})
     saved = everything(one)
     one.train_step()  # while the thread writes
     write(tmp_path / "d")
-    two.load_state_dict(load_state(tmp_path / "d")["drafter"])
+    two.load_state_dict(load_drafter_state(tmp_path / "d")["drafter"])
     assert torch.equal(saved, everything(two))
     assert (two.version, two.trained_steps) == (1, 3)
     with safe_open(str(tmp_path / "d"), "pt") as file:
@@ -48,4 +48,4 @@ def test_a_trainers_state_is_of_the_moment_of_the_save_and_holds_only_what_is_tr
 def test_another_file_is_refused(tmp_path) -> None:
     save_file({"a": torch.zeros(2)}, str(tmp_path / "d"))
     with pytest.raises(CheckpointError, match="d is no drafter state"):
-        load_state(tmp_path / "d")
+        load_drafter_state(tmp_path / "d")

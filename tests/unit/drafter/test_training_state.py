@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_tlt.drafter.training_state import STATES, TrainingState
+from megatron_tlt.drafter.training_state import STATE_NAMES, TrainingState
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
 
 LR = 1e-2
@@ -94,10 +94,10 @@ def test_ranks_of_a_group_keep_a_share_each_and_train_one_drafter(dtype: torch.d
     count = sum(p.numel() for p in alone_net.parameters())
     both = on_ranks(2, work)
     assert sum(kept for kept, *_ in both) == 4 * count and max(kept for kept, *_ in both) < 2.2 * count
-    assert all(not both[1][1][kind] for kind in STATES)  # gathered for the first rank, which writes the file
+    assert all(not both[1][1][kind] for kind in STATE_NAMES)  # gathered for the first rank, which writes the file
     named, before = both[0][1], both[0][4]
     for _, _, mean, weights, _, net in both:
-        for kind in STATES:
+        for kind in STATE_NAMES:
             for name, wanted in alone.named()[kind].items():
                 torch.testing.assert_close(named[kind][name], wanted, atol=1e-6, rtol=1e-5)
         for name, wanted in alone.mean().items():
@@ -130,7 +130,7 @@ def test_a_merge_is_the_weighted_mean(dtype: torch.dtype) -> None:
     one, two = (trained(rank)[0].named() for rank in range(2))
     merged = on_ranks(2, work)
     for named, weights in merged:
-        for kind in STATES:
+        for kind in STATE_NAMES:
             for name in named[kind]:
                 mean = 0.25 * one[kind][name] + 0.75 * two[kind][name]
                 torch.testing.assert_close(named[kind][name], mean, atol=1e-6, rtol=1e-5)

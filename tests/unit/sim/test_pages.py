@@ -7,7 +7,7 @@ import pytest
 from megatron_tlt.observe.page import Chart
 from megatron_tlt.sim.modes import simulate
 from megatron_tlt.sim.report import build_page, write_report
-from megatron_tlt.sim.tables import headline, render
+from megatron_tlt.sim.tables import headline, simulation_text
 from tests.helpers.sim import few_steps, sim_config  # noqa: F401
 
 SPEC = "rollout.speculation"
@@ -20,7 +20,7 @@ def result():
 
 
 def test_tables_show_every_point(result):
-    text = render(result)
+    text = simulation_text(result)
     for point in result.points:
         assert re.search(rf"^{point.nodes} +{point.gpus} +{point.mode} ", text, re.M)
     for comparison in result.comparisons:
@@ -47,5 +47,5 @@ def test_the_charts_hold_the_result(result, tmp_path):
 def test_the_headline_names_the_best_mode_on_the_most_nodes(result):
     best = max((c for c in result.comparisons if c.nodes == 2), key=lambda c: c.e2e)
     said = build_page(result).headline
-    assert render(result).splitlines()[2] == said == headline(result)
+    assert simulation_text(result).splitlines()[2] == said == headline(result)
     assert said.startswith("On 2 nodes ") and (f"{best.e2e:.2f}" in said or best.e2e < 1.005)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.sim.modes import simulate
-from megatron_tlt.sim.result import PHASES
+from megatron_tlt.sim.result import SIM_PHASES
 from megatron_tlt.sim.simulate import Simulation
 from tests.helpers.mpi import ROOT
 from tests.helpers.sim import few_steps, sim_config  # noqa: F401
@@ -24,7 +24,7 @@ BULK = (
 def test_phases_add_up_and_tokens_are_counted():
     point = Simulation(sim_config(*BULK)).run("off")
     for record in point.steps:
-        assert set(record.phases) == set(PHASES)
+        assert set(record.phases) == set(SIM_PHASES)
         assert record.seconds == pytest.approx(sum(record.phases.values()))
     assert point.seconds == pytest.approx(sum(r.seconds for r in point.steps) / 2)
     assert point.gpu_hours == pytest.approx(8 * sum(r.seconds for r in point.steps) / 3600)

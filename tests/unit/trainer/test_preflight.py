@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_tlt.checkpoint.convert import to_megatron
+from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.distributed.together import SingleProcess
@@ -158,7 +158,7 @@ def test_missing_and_truncated_shards_are_found_before_a_run(tmp_path):
 def test_a_megatron_checkpoint_is_looked_at_before_a_run(tmp_path):
     starting_from(tmp_path)
     mg, other = tmp_path / "mg", replace(EAGLE, family="qwen2", qk_norm=False, qkv_bias=True)
-    to_megatron.write(to_megatron.plan(tmp_path / "model", 1, 1, None), mg, SingleProcess())
+    MegatronConversion.plan(tmp_path / "model", None).write(mg, SingleProcess())
     for shard in (tmp_path / "model").glob("*.safetensors"):
         shard.unlink()  # the run does not start from them
     config = starting_from(tmp_path, megatron_path=str(mg))

@@ -37,7 +37,7 @@ def start_engine(arguments: dict[str, Any]) -> Any:
     return LLMEngine.from_engine_args(EngineArgs(**arguments, worker_extension_cls=extension))
 
 
-def sampling_params(arguments: dict[str, Any], extra: dict[str, Any]) -> Any:
+def vllm_sampling_params(arguments: dict[str, Any], extra: dict[str, Any]) -> Any:
     """vLLM's parameters of one request: when it ends; how it is sampled is in `extra`."""
     from vllm import SamplingParams
 

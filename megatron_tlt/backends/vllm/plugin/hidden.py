@@ -1,4 +1,4 @@
-"""What vLLM computes at each position of running responses, kept: hidden states, to train the drafter, or experts.
+"""Collects a value of each position of running responses in vLLM: hidden states, to train the drafter, or experts.
 
 Each new request takes a slot of `max_len` positions while there is one; a slot is read and freed when its request has
 ended. A rejected draft's position is written again by the next step, so the last value of a position is the response's.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_tlt.backends.vllm.plugin import compat
 
-HIDDEN = "tlt_hidden"  # in `SamplingParams.extra_args`: whether somebody takes the request's hidden states
+HIDDEN = "tlt_hidden"  # in `SamplingParams.extra_args`: whether the request's hidden states are collected
 
 
 class PositionTap:
@@ -39,7 +39,7 @@ class PositionTap:
         """
         self._runner, self._budget, self._max_len = runner, budget_bytes, max_len
         self._max_requests, self._states, self._is_taken = max_requests, states, is_taken
-        self._pool: Tensor | None = None  # [S * L + 1, W]; the last row takes what is not kept
+        self._pool: Tensor | None = None  # [S * L + 1, W]; the last row is for positions without a slot
         self._free: list[int] = []
         self._slots: dict[str, int] = {}
         self._refused: set[str] = set()

@@ -137,10 +137,11 @@ def follow(drawn: np.ndarray, drafted: np.ndarray, tokens: np.ndarray) -> tuple[
 
     `drawn` int [T]: the policy's keyed token behind each fed token; `drafted` int [B], `tokens` int [sum]: the drafts.
     """
-    verdict, width = accept_matches(drawn, chains(drafted, tokens)), drafted.max() + 1
+    accepted = accept_matches(drawn, chains(drafted, tokens))
+    width = drafted.max() + 1
     chosen = np.full((len(drafted), width), -1, np.int32)
-    chosen[np.arange(width) < verdict.counts[:, None]] = drawn[verdict.index]
-    return chosen, verdict.counts - 1
+    chosen[np.arange(width) < accepted.counts[:, None]] = drawn[accepted.index]
+    return chosen, accepted.counts - 1
 
 
 def _native_sample(device: torch.device) -> NativeSample | None:

@@ -82,8 +82,8 @@ class EagleKind(PairKind):
         """See `DrafterKind.fresh`."""
         return EagleConfig.of(policy)
 
-    def described(self, about: Mapping[str, Any], policy: ModelConfig) -> EagleConfig:
-        """See `DrafterKind.described`."""
+    def read_entries(self, about: Mapping[str, Any], policy: ModelConfig) -> EagleConfig:
+        """See `DrafterKind.read_entries`."""
         return EagleConfig.of(policy)
 
     def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:

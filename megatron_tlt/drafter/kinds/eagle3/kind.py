@@ -35,8 +35,8 @@ class Eagle3Kind(PairKind):
         """See `DrafterKind.fresh`."""
         return Eagle3Config.of(policy, section.layers, section.draft_vocab_size)
 
-    def describe(self, config: DrafterConfig) -> dict[str, Any]:
-        """See `DrafterKind.describe`."""
+    def entries(self, config: DrafterConfig) -> dict[str, Any]:
+        """See `DrafterKind.entries`."""
         assert isinstance(config, Eagle3Config)
         return {
             "eagle3_layers": list(config.aux_layers),
@@ -45,8 +45,8 @@ class Eagle3Kind(PairKind):
             "layer": config.layer.to_hf() | {"torch_dtype": None},
         }
 
-    def described(self, about: Mapping[str, Any], policy: ModelConfig) -> Eagle3Config:
-        """See `DrafterKind.described`."""
+    def read_entries(self, about: Mapping[str, Any], policy: ModelConfig) -> Eagle3Config:
+        """See `DrafterKind.read_entries`."""
         layers, size, own = about.get("eagle3_layers"), about.get("draft_vocab_size"), about.get("layer")
         if not isinstance(layers, list) or not all(isinstance(i, int) for i in layers):
             raise CheckpointError(f"eagle3_layers = {layers!r} must be a list of three ids")

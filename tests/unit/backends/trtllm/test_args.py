@@ -15,9 +15,9 @@ from megatron_tlt.backends.trtllm.args import (
     build_spec_config,
 )
 from megatron_tlt.backends.trtllm.server import CLASS
+from megatron_tlt.config.engine_process import TrtllmSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
-from megatron_tlt.config.trtllm import TrtllmSection
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.types import SamplingParams
 

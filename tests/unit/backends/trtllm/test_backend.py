@@ -93,7 +93,7 @@ def test_an_engine_without_a_drafter_refuses_one_and_its_death_is_reported(tmp_p
     with pytest.raises(SyncError, match="engine that has none"):
         plain.update_drafter(tensors(DRAFTER, 0), 1)
     with pytest.raises(BackendError, match="no drafter in its model"):
-        plain._send_drafter(tensors(DRAFTER, 0), 1)
+        plain._send("drafter", list(tensors(DRAFTER, 0).items()))
     push(plain, 2)
     pid = plain.process.pid
     with pytest.raises(BackendError, match=rf"process {pid}\) was ended by signal 9.*log"):

@@ -14,7 +14,7 @@ import pytest
 from megatron_tlt.backends import transport
 from megatron_tlt.backends.process import EngineProcess, child_environment
 from megatron_tlt.backends.serving import line_of
-from megatron_tlt.backends.trtllm.build import launch_of
+from megatron_tlt.backends.trtllm.build import trtllm_launch
 from megatron_tlt.errors import BackendError, ConfigError
 from tests.helpers.mpi import ROOT
 from tests.helpers.trtllm_engines import python_with, section
@@ -54,7 +54,7 @@ def test_a_child_with_a_wrong_hello_is_killed_and_leaves_nothing(
 ) -> None:
     started = time.monotonic()
     with pytest.raises(BackendError) as caught:
-        EngineProcess(launch_of(section(child(tmp_path, data))))
+        EngineProcess(trtllm_launch(section(child(tmp_path, data))))
     assert time.monotonic() - started < 120, "killed, not waited for"
     assert message in str(caught.value)
     assert "the child was here" in str(caught.value), "the end of the log"
@@ -75,7 +75,7 @@ def test_a_child_with_a_wrong_hello_is_killed_and_leaves_nothing(
     ],
 )
 def test_a_child_that_goes_wrong_later_is_killed(tmp_path: Path, after: bytes, message: str) -> None:
-    process = EngineProcess(launch_of(section(child(tmp_path, line_of(HELLO) + after), silence_s=1.0)))
+    process = EngineProcess(trtllm_launch(section(child(tmp_path, line_of(HELLO) + after), silence_s=1.0)))
     with pytest.raises(BackendError, match=message):
         process.call("stats")
     assert not process.is_alive and not process.shared.path.exists()
@@ -86,13 +86,13 @@ def test_a_child_that_goes_wrong_later_is_killed(tmp_path: Path, after: bytes, m
 
 def test_a_child_that_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"(?s)ended with exit code 7 before its hello.*no engine here"):
-        EngineProcess(launch_of(section(python_with(tmp_path, "echo no engine here; exit 7"))))
+        EngineProcess(trtllm_launch(section(python_with(tmp_path, "echo no engine here; exit 7"))))
 
 
 def test_without_shared_memory_no_child_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_SHARED", tmp_path / "shm")
     with pytest.raises(ConfigError, match=r"rollout\.trtllm = .*needs .*shm"):
-        EngineProcess(launch_of(section(python_with(tmp_path, "exit 7"))))
+        EngineProcess(trtllm_launch(section(python_with(tmp_path, "exit 7"))))
 
 
 def test_the_child_inherits_nothing_of_the_launcher_or_of_our_python() -> None:
@@ -106,7 +106,7 @@ def test_the_child_inherits_nothing_of_the_launcher_or_of_our_python() -> None:
     there = child_environment(
         ours,
         "/package",
-        launch_of(section("python", environment={"NCCL_DEBUG": "INFO", "PATH": "/sbin"})).environment,
+        trtllm_launch(section("python", environment={"NCCL_DEBUG": "INFO", "PATH": "/sbin"})).environment,
     )
     assert there == {
         "PATH": "/sbin",

@@ -15,9 +15,9 @@ from trtllm_signatures import names_of, read_module
 from megatron_tlt.backends.entries import DEVICE
 from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs, build_sampling_params
 from megatron_tlt.backends.trtllm.server import CLASS
+from megatron_tlt.config.engine_process import TrtllmSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
-from megatron_tlt.config.trtllm import TrtllmSection
 from megatron_tlt.types import SamplingParams
 from tests.helpers.mpi import ROOT
 from tests.helpers.trtllm_toy import SIGNATURES, SOURCES
@@ -39,9 +39,9 @@ def ours() -> dict[str, Any]:
 
 def rpcs() -> set[str]:
     """Methods that the server calls in the engine's workers."""
-    tree = ast.parse((HERE / "server.py").read_text())
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    calls = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "collective_rpc"]
+    files = HERE / "server.py", HERE.parent / "serving.py"
+    calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    calls = [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "_rpc"]
     return {ast.literal_eval(call.args[0]) for call in calls}
 
 

@@ -15,7 +15,7 @@ from megatron_tlt.backends.vllm.args import (
     request_args,
     speculative_config,
 )
-from megatron_tlt.backends.vllm.launch import launch_of
+from megatron_tlt.backends.vllm.launch import vllm_launch
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
@@ -96,8 +96,8 @@ def test_a_drafter_is_written_as_vllm_or_the_plugin_reads_it() -> None:
 def test_the_process_needs_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_tlt.backends.vllm.launch.ENVIRONMENTS", ())
     with pytest.raises(ConfigError, match="make setup-vllm"):
-        launch_of(rollout())
-    launch = launch_of(rollout(python="/v/bin/python", environment={"A": "b", "HF_HUB_OFFLINE": "0"}))
+        vllm_launch(rollout())
+    launch = vllm_launch(rollout(python="/v/bin/python", environment={"A": "b", "HF_HUB_OFFLINE": "0"}))
     assert launch.python == "/v/bin/python"
     assert launch.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert (launch.environment["A"], launch.environment["HF_HUB_OFFLINE"]) == ("b", "0")

@@ -9,19 +9,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
+from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.models.config import EMBED, HEAD
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import GenerateCall, Prompt, SamplingParams, WeightBucket
 
+MODEL = ModelSection(path="/model", max_context=8)
+
 
 def test_kept_tables_are_copied_in_place_from_the_second_push_on(monkeypatch: pytest.MonkeyPatch) -> None:
     process = SimpleNamespace(launch=SimpleNamespace(name="vLLM"))
     weights = ServedWeights({EMBED: (5, 2), HEAD: (5, 2)}, (), False)
     rollout = RolloutSection(order="arrival", dtype="bf16")
-    backend = VllmBackend(process, weights, rollout, max_context=8, keep_tables=True)
+    backend = VllmBackend(process, weights, EngineOptions(rollout, MODEL, keep_tables=True))
     monkeypatch.setattr(backend, "_send", lambda kind, tensors: {})
     addresses = set()
     for version in (0, 1):
@@ -67,7 +71,8 @@ def toy_backend(process: ToyProcess, most: int) -> tuple[VllmBackend, ToyProcess
     weights.accept(WeightBucket(0, [(EMBED, torch.zeros(5, 2))]))
     weights.commit()
     rollout = RolloutSection(order="arrival", max_running_requests=most)
-    return VllmBackend(process, weights, rollout, max_context=8), process
+    drafter = SimpleNamespace(weights={"fc.weight": torch.zeros(2)})
+    return VllmBackend(process, weights, EngineOptions(rollout, MODEL, drafter=drafter)), process  # type: ignore[arg-type]
 
 
 def test_an_engine_has_as_many_requests_as_it_runs_at_once() -> None:
@@ -149,7 +154,6 @@ def test_an_engine_without_the_requests_that_wait_ends_the_rollout() -> None:
 
 def test_a_push_that_fails_at_its_end_keeps_no_copy_of_the_drafter() -> None:
     backend, process = toy_backend(ToyProcess(), 2)
-    backend._drafter_names = frozenset({"fc.weight"})
     process.call = lambda kind: None  # type: ignore[attr-defined]
     backend.begin_update(1)
     copy = torch.ones(2)
@@ -161,9 +165,8 @@ def test_a_push_that_fails_at_its_end_keeps_no_copy_of_the_drafter() -> None:
     assert gone() is None
 
 
-def test_a_swap_that_fails_leaves_no_file(tmp_path: Path) -> None:
+def test_tensors_that_fail_leave_no_file(tmp_path: Path) -> None:
     backend, process = toy_backend(ToyProcess(), 2)
-    backend._drafter_names = frozenset({"fc.weight"})
     settings = SimpleNamespace(transport="shared_memory")
     process.launch, process.shared = SimpleNamespace(settings=settings), SimpleNamespace(path=tmp_path)  # type: ignore[attr-defined,assignment]
 
@@ -173,5 +176,5 @@ def test_a_swap_that_fails_leaves_no_file(tmp_path: Path) -> None:
 
     process.call = call  # type: ignore[attr-defined]
     with pytest.raises(BackendError, match="could not drafter"):
-        backend.swap_drafter({"fc.weight": torch.ones(2)}, 1)
+        backend._send("drafter", [("fc.weight", torch.ones(2))])
     assert list(tmp_path.iterdir()) == []

@@ -61,13 +61,13 @@ class ToyEngine:
 
 
 class Talk:
-    """A Host, its engine, and the responses that it has sent."""
+    """A VllmHost, its engine, and the responses that it has sent."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine, self.responses = ToyEngine(), []  # type: tuple[ToyEngine, list[Message]]
         monkeypatch.setattr(server.adapter, "start_engine", lambda llm: self.engine)
-        monkeypatch.setattr(server.adapter, "sampling_params", lambda params, extra: None)
-        self.folder, self.host = folder, server.Host(self.responses.append)
+        monkeypatch.setattr(server.adapter, "vllm_sampling_params", lambda params, extra: None)
+        self.folder, self.host = folder, server.VllmHost(self.responses.append)
 
     async def start(self, stop: tuple[str, ...] = ()) -> None:
         names = ("llm", "hidden_bytes", "max_len", "max_requests", "speculation", "routed_experts")

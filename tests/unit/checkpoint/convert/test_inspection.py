@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_tlt.actor.checkpoint_files import MANIFEST, Manifest, read_manifest, record_of
-from megatron_tlt.checkpoint.convert import to_megatron
+from megatron_tlt.checkpoint.atomic import gib
 from megatron_tlt.checkpoint.convert.inspection import (
-    checksums,
-    compare,
+    compare_weights,
     is_saved_again,
     open_checkpoint,
+    weights_digest,
 )
+from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import CheckpointError
 from tests.helpers.converted import make_model, naive_megatron, save_foreign
@@ -29,8 +30,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import convert_hf_to_megatron
 import convert_megatron_to_hf
 import inspect_checkpoint
-import roundtrip
-from conversion import comparison_report, description
+from conversion import checksum_report, comparison_report, description
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def place(tmp_path_factory):
     tensors = load_file(folder / "other" / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] += 0.5
     save_file(tensors, folder / "other" / "model.safetensors", metadata={"format": "pt"})
-    for name, dtype, tp in (("mg", None, 4), ("bf16", "bf16", 1)):
-        to_megatron.write(to_megatron.plan(folder / "hf", tp, 1, dtype), folder / name, SingleProcess())
+    for name, dtype in (("mg", None), ("bf16", "bf16")):
+        MegatronConversion.plan(folder / "hf", dtype).write(folder / name, SingleProcess())
     save_foreign(folder / "foreign", naive_megatron(model, 256), iteration=7)
     return folder
 
@@ -58,9 +58,9 @@ def as_step(source, target, step):
 
 
 def test_the_digest_is_the_weights_and_not_the_layout(place):
-    digest = {n: checksums(open_checkpoint(place / n)).weights for n in ("hf", "other", "mg", "bf16")}
+    digest = {n: weights_digest(open_checkpoint(place / n)) for n in ("hf", "other", "mg", "bf16")}
     foreign = open_checkpoint(place / "foreign", config=place / "hf")
-    assert digest["hf"] == digest["mg"] == checksums(foreign).weights
+    assert digest["hf"] == digest["mg"] == weights_digest(foreign)
     assert len(set(digest.values())) == 3
 
 
@@ -69,16 +69,16 @@ def test_a_description_names_kind_layout_type_and_sizes(place):
     for words in (
         "converted Megatron checkpoint",
         "qwen3, 3 layers, hidden 64",
-        "tp 4 x pp 1",
+        "tp 1 x pp 1",
         "fp32",
         "torch_dist",
     ):
         assert words in text, text
     assert "bf16" in description(open_checkpoint(place / "bf16"))
     assert "Qwen3ForCausalLM" in description(open_checkpoint(place / "hf"))
-    sums = checksums(open_checkpoint(place / "hf"))
-    assert (
-        sums.files["model.safetensors"] == record_of(place / "hf" / "model.safetensors") and not sums.damage
+    record = record_of(place / "hf" / "model.safetensors")
+    assert f"model.safetensors  {gib(record.size)}  sha256 {record.sha256[:16]}" in checksum_report(
+        open_checkpoint(place / "hf")
     )
     with pytest.raises(CheckpointError, match="--config"):
         open_checkpoint(place / "foreign")
@@ -94,7 +94,7 @@ def test_a_description_names_kind_layout_type_and_sizes(place):
 )
 def test_checkpoints_of_any_kind_are_compared(place, a, b, counts):
     one, two = open_checkpoint(place / a), open_checkpoint(place / b)
-    found = compare(one, two)
+    found = compare_weights(one, two)
     assert (found.identical, found.retyped, len(found.differing)) == counts
     if b == "other":
         assert found.differing[0][0] == "model.layers.1.mlp.up_proj.weight"
@@ -118,19 +118,19 @@ def test_nan_zero_and_type_are_distinguished(place, tmp_path):
     nan, nan2, zero, minus = (
         changed(str(i), put(v)) for i, v in enumerate([torch.nan, torch.nan, 0.0, -0.0])
     )
-    assert compare(nan, nan2).same_bits
-    assert compare(nan, zero).differing == [("model.norm.weight", float("inf"))]
-    assert compare(zero, minus).differing == [("model.norm.weight", 0.0)]
+    assert compare_weights(nan, nan2).same_bits
+    assert compare_weights(nan, zero).differing == [("model.norm.weight", float("inf"))]
+    assert compare_weights(zero, minus).differing == [("model.norm.weight", 0.0)]
     half = changed("half", lambda tensors: {n: t.bfloat16() for n, t in tensors.items()})
     wide = changed("wide", lambda tensors: {n: t.bfloat16().float() for n, t in tensors.items()})
-    assert compare(half, wide).retyped == 35
+    assert compare_weights(half, wide).retyped == 35
 
 
 def test_the_same_weights_saved_again_are_found(place, tmp_path, capsys):
     first, second = (as_step(place / "mg", tmp_path / f"step-{n:06d}", n) for n in (10, 20))
     a, b = open_checkpoint(first), open_checkpoint(second)
     assert (a.kind, a.step, b.step) == ("checkpoint of a run", 10, 20)
-    assert is_saved_again(a, b, compare(a, b))
+    assert is_saved_again(a, b, compare_weights(a, b))
     assert inspect_checkpoint.main([str(second), "--compare", str(first)]) == 1
     assert "steps 20 and 10 hold the same weights" in capsys.readouterr().out
     moved = as_step(place / "bf16", tmp_path / "step-000030", 30)
@@ -146,7 +146,7 @@ def test_the_other_checkpoint_is_refused_before_the_first_is_read(place, tmp_pat
     def read(*_):
         raise AssertionError("the first checkpoint was read")
 
-    monkeypatch.setattr(inspect_checkpoint, "checksums", read)
+    monkeypatch.setattr(inspect_checkpoint.command, "weights_digest", read)
     for name, words in {
         "not-here": "not-here does not exist",
         "nothing": "nothing is no Megatron checkpoint",
@@ -159,22 +159,21 @@ def test_the_other_checkpoint_is_refused_before_the_first_is_read(place, tmp_pat
 
 def test_damage_is_found(place, tmp_path, capsys):
     target = shutil.copytree(place / "mg", tmp_path / "mg")
-    shard = target / "release" / "__1_0.distcp"
+    shard = target / "release" / "__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     assert inspect_checkpoint.main([str(target)]) == 1
-    assert "__1_0.distcp is not as the manifest recorded it" in capsys.readouterr().err
+    assert "__0_0.distcp was altered" in capsys.readouterr().err
 
 
 def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypatch):
     hf, out, back = str(place / "hf"), str(tmp_path / "mg"), str(tmp_path / "back")
-    there = ["--hf", hf, "--out", out, "--tp", "2"]
+    there = ["--hf", hf, "--out", out]
     assert convert_hf_to_megatron.main([*there, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "model.layers.*.self_attn.q_proj.weight" in said
-    assert "-> decoder.layers.self_attention.linear_qkv.weight [3, 480, 64]" in said
-    assert "131 padded to 132" in said and "release/__1_0.distcp" in said and "free in" in said
+    assert "-> decoder.layers.self_attention.linear_qkv.weight x 3" in said and "free in" in said
     assert list(tmp_path.iterdir()) == []
     assert convert_hf_to_megatron.main(there) == 0
     assert convert_hf_to_megatron.main(there) == 2
@@ -186,8 +185,6 @@ def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypa
         assert convert_hf_to_megatron.main(["--hf", hf, "--out", target, "--overwrite"]) == 2
         assert words in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mg"]
-    assert convert_hf_to_megatron.main(["--hf", hf, "--out", out + "2", "--tp", "3"]) == 2
-    assert "--tp = 3: must divide the model's query heads 4" in capsys.readouterr().err
     assert convert_megatron_to_hf.main(["--megatron", out, "--out", back, "--dry-run"]) == 0
     assert "-> model.layers.*.self_attn.k_proj.weight [160, 64] x 3" in capsys.readouterr().out
     assert convert_megatron_to_hf.main(["--megatron", out, "--out", back]) == 0
@@ -201,16 +198,14 @@ def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypa
     assert convert_megatron_to_hf.main(["--megatron", out, "--out", back + "2"]) == 1  # failed: no bad input
     monkeypatch.undo()
     capsys.readouterr()
-    assert roundtrip.main(["--hf", hf, "--tp", "4", "--work", str(tmp_path)]) == 0
-    assert "35 of 35 tensors identical bit for bit" in capsys.readouterr().out
+    assert inspect_checkpoint.main([back, "--compare", hf, "--quick"]) == 0
+    assert "35 identical bit for bit" in capsys.readouterr().out
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "mg"]
-    assert roundtrip.main(["--hf", hf, "--work", str(tmp_path / "nowork")]) == 2
-    assert f"--work = '{tmp_path}/nowork': must be a directory that exists" in capsys.readouterr().err
     config = json.loads((place / "hf" / "config.json").read_text())
     (place / "moe").mkdir()
     (place / "moe" / "config.json").write_text(
         json.dumps({**config, "architectures": ["Qwen3MoeForCausalLM"]})
     )
     assert inspect_checkpoint.main([str(place / "hf"), "--quick"]) == 0
-    assert roundtrip.main(["--hf", str(place / "moe")]) == 2
+    assert convert_hf_to_megatron.main(["--hf", str(place / "moe"), "--out", out + "2"]) == 2
     assert "Qwen3MoeForCausalLM" in capsys.readouterr().err

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint import atomic
-from megatron_tlt.checkpoint.convert import to_hf, to_megatron
 from megatron_tlt.checkpoint.convert.hf_dir import HfDir
+from megatron_tlt.checkpoint.convert.to_hf import HfConversion
+from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import CheckpointError, ConfigError
 from tests.helpers.converted import make_model, naive_megatron, save_foreign
@@ -27,10 +28,10 @@ from tests.helpers.mpi import ROOT, fork_command, rank_environment
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """(Hugging Face directory in several shards, its model, its Megatron checkpoint at TP2 x PP3)."""
+    """(Hugging Face directory in several shards, its model, its Megatron checkpoint)."""
     place = tmp_path_factory.mktemp("refusals")
     model = make_model("qwen2", place / "hf", max_shard_size="100KB")
-    to_megatron.write(to_megatron.plan(place / "hf", 2, 3, None), place / "mg", SingleProcess())
+    MegatronConversion.plan(place / "hf", None).write(place / "mg", SingleProcess())
     return place / "hf", model, place / "mg"
 
 
@@ -66,9 +67,9 @@ def rewrite(directory, change):
 def refused(error, *words):
     """The plan for `hf` fails with all words."""
 
-    def check(directory, tp=1, pp=1, dtype=None):
+    def check(directory, dtype=None):
         with pytest.raises(error) as caught:
-            to_megatron.plan(directory, tp, pp, dtype)
+            MegatronConversion.plan(directory, dtype)
         assert all(word in str(caught.value) for word in words), caught.value
 
     return check
@@ -99,21 +100,9 @@ def test_types_that_leave_a_choice_or_none(hf):
     refused(
         ConfigError, "--dtype", "must be given, fp32 or bf16: the weights are stored as float16, float32"
     )(hf)
-    assert to_megatron.plan(hf, 1, 1, "fp32").dtype is torch.float32
+    assert MegatronConversion.plan(hf, "fp32").dtype is torch.float32
     rewrite(hf, lambda tensors: tensors.update({"model.norm.weight": torch.ones(96).to(torch.int8)}))
     refused(CheckpointError, "model.norm.weight is stored as I8")(hf, dtype="fp32")
-
-
-@pytest.mark.parametrize(
-    ("tp", "pp", "words"),
-    [
-        (4, 1, ("--tp = 4", "query heads 6", "key/value heads 2")),
-        (1, 2, ("--pp = 2", "3 layers")),
-        (0, 1, ("--tp, --pp = '0, 1'", "1 or more")),
-    ],
-)
-def test_a_layout_that_does_not_divide_is_refused(source, tp, pp, words):
-    refused(ConfigError, *words)(source[0], tp, pp)
 
 
 # ---- Megatron checkpoints
@@ -121,20 +110,20 @@ def test_a_layout_that_does_not_divide_is_refused(source, tp, pp, words):
 
 def not_read(directory, *words, config=None, error=CheckpointError):
     with pytest.raises(error) as caught:
-        to_hf.plan(directory, None, config=config)
+        HfConversion.plan(directory, None, config=config)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_missing_torn_and_altered_shards_are_named(mg):
-    shard = mg / "release" / "__4_0.distcp"
+    shard = mg / "release" / "__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    not_read(mg, "__4_0.distcp was altered")
+    not_read(mg, "__0_0.distcp was altered")
     shard.write_bytes(content[:-100])
-    not_read(mg, "__4_0.distcp is torn")
+    not_read(mg, "__0_0.distcp is torn")
     shard.unlink()
-    not_read(mg, "__4_0.distcp is missing")
+    not_read(mg, "__0_0.distcp is missing")
 
 
 def test_a_config_that_contradicts_the_checkpoint_is_refused(source, mg):
@@ -148,12 +137,12 @@ def test_a_config_that_contradicts_the_checkpoint_is_refused(source, mg):
     (mg / "release" / "manifest.json").unlink()  # without a manifest the tensors are compared
     not_read(mg, "has 3 layers, the configuration says 6")
     edit(mg, num_hidden_layers=3, vocab_size=133)
-    not_read(mg, "embedding.word_embeddings.weight has shape (132, 96)")
+    not_read(mg, "embedding.word_embeddings.weight has shape (131, 96)")
     edit(mg, vocab_size=131, tie_word_embeddings=False)
     not_read(mg, "missing: output_layer.weight")
     (mg / "config.json").unlink()
     not_read(mg, "--config")
-    assert to_hf.plan(mg, None, config=source[0]).config == to_hf.plan(source[2], None).config
+    assert HfConversion.plan(mg, None, config=source[0]).config == HfConversion.plan(source[2], None).config
 
 
 def test_foreign_tensors_that_would_be_lost_are_refused(source, tmp_path):
@@ -192,15 +181,14 @@ def test_metadata_runs_no_code(mg):
 
 
 def test_an_output_that_does_not_fit_is_refused(source, tmp_path, monkeypatch):
-    to_mg, to_back = to_megatron.plan(source[0], 2, 3, None), to_hf.plan(source[2], None)
-    for write, todo in ((to_megatron.write, to_mg), (to_hf.write, to_back)):
+    for todo in (MegatronConversion.plan(source[0], None), HfConversion.plan(source[2], None)):
         with pytest.raises(CheckpointError, match="not-here does not exist"):
-            write(todo, tmp_path / "not-here" / "out", SingleProcess())
+            todo.write(tmp_path / "not-here" / "out", SingleProcess())
         usage = namedtuple("usage", "total used free")(1 << 40, 1 << 40, todo.num_bytes + 1000)
         with monkeypatch.context() as patch:
             patch.setattr(atomic.shutil, "disk_usage", lambda path, usage=usage: usage)
             with pytest.raises(CheckpointError, match=r"needs .* but only .* are free"):
-                write(todo, tmp_path / "out", SingleProcess())
+                todo.write(tmp_path / "out", SingleProcess())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -209,19 +197,19 @@ import sys, time
 sys.path.insert(0, "tools")
 from megatron_tlt.checkpoint.convert import to_megatron
 import convert_hf_to_megatron
-true = to_megatron.chunks_of
+true = to_megatron.shard
 def slow(*arguments):
     print("CHUNK", flush=True)
     time.sleep(0.2)
     return true(*arguments)
-to_megatron.chunks_of = slow
+to_megatron.shard = slow
 raise SystemExit(convert_hf_to_megatron.main())
 """
 
 
 @pytest.mark.parametrize(("number", "left"), [(signal.SIGTERM, 0), (signal.SIGKILL, 1)])
 def test_an_interrupted_conversion_never_looks_whole(source, tmp_path, number, left):
-    arguments = ["--hf", str(source[0]), "--out", str(tmp_path / "out"), "--tp", "2"]
+    arguments = ["--hf", str(source[0]), "--out", str(tmp_path / "out")]
     command = [*fork_command(), "-c", SLOW, *arguments]
     process = subprocess.Popen(
         command, cwd=ROOT, env=rank_environment(), stdout=subprocess.PIPE, text=True

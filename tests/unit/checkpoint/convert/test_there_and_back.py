@@ -10,45 +10,40 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
-from megatron_tlt.checkpoint.convert import to_hf, to_megatron
-from megatron_tlt.checkpoint.convert.roundtrip import roundtrip
+from megatron_tlt.checkpoint.convert.inspection import compare_weights, open_checkpoint
+from megatron_tlt.checkpoint.convert.to_hf import HfConversion
+from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights, weight_files
-from tests.helpers.converted import LAYOUTS, logits, make_model, naive_megatron, save_foreign
-
-CASES = [(family, tp, pp) for family, layouts in LAYOUTS.items() for tp, pp in layouts]
+from tests.helpers.converted import FAMILIES, logits, make_model, naive_megatron, save_foreign
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """family -> (directory, model): each tiny model once."""
     place = tmp_path_factory.mktemp("models")
-    return {family: (place / family, make_model(family, place / family)) for family in LAYOUTS}
+    return {family: (place / family, make_model(family, place / family)) for family in FAMILIES}
 
 
-def there(hf: Path, out: Path, tp: int, pp: int, dtype: str | None = None) -> Path:
-    to_megatron.write(to_megatron.plan(hf, tp, pp, dtype), out, SingleProcess())
+def there(hf: Path, out: Path, dtype: str | None = None) -> Path:
+    MegatronConversion.plan(hf, dtype).write(out, SingleProcess())
     return out
 
 
-@pytest.mark.parametrize(("family", "tp", "pp"), CASES)
-def test_there_are_megatrons_tensors_and_back_the_same_bits_and_logits(models, tmp_path, family, tp, pp):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_are_megatrons_tensors_and_back_the_same_bits_and_logits(models, tmp_path, family):
     from transformers import AutoModelForCausalLM
 
     hf, model = models[family]
-    out = there(hf, tmp_path / "mg", tp, pp)
-    padded = -(-model.config.vocab_size // tp) * tp
-    wanted = naive_megatron(model, padded)
-    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        if name in wanted:
-            wanted[name][model.config.vocab_size :] = 0  # we pad with zeros
+    out = there(hf, tmp_path / "mg")
+    wanted = naive_megatron(model, model.config.vocab_size)
     found = {name: torch.full_like(tensor, torch.nan) for name, tensor in wanted.items()}
     dcp.load(found, storage_reader=dcp.FileSystemReader(out / "release"), no_dist=True)
     assert set(TorchDistReader(out).tensors) == set(wanted)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
-    to_hf.write(to_hf.plan(out, None, max_file_bytes=40_000), tmp_path / "hf", SingleProcess())
+    HfConversion.plan(out, None, max_file_bytes=40_000).write(tmp_path / "hf", SingleProcess())
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     found, wanted = dict(iter_weights(tmp_path / "hf")), dict(iter_weights(hf))
@@ -60,15 +55,14 @@ def test_there_are_megatrons_tensors_and_back_the_same_bits_and_logits(models, t
     assert ModelConfig.from_hf(tmp_path / "hf") == ModelConfig.from_hf(hf)
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_of_another_program_converts(models, tmp_path, family):
     """Padded to 128 rows with rubbish, unchunked, optimizer state beside it: as Megatron-LM might leave it."""
     hf, model = models[family]
     tensors = naive_megatron(model, padded_vocab=256)
     tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.ones(4)
     save_foreign(tmp_path / "mg", tensors, None if family == "llama" else 1200)
-    todo = to_hf.plan(tmp_path / "mg", None, config=hf)
-    to_hf.write(todo, tmp_path / "hf", SingleProcess())
+    HfConversion.plan(tmp_path / "mg", None, config=hf).write(tmp_path / "hf", SingleProcess())
     found = dict(iter_weights(tmp_path / "hf"))
     assert all(torch.equal(found[name], tensor) for name, tensor in iter_weights(hf))
 
@@ -76,10 +70,10 @@ def test_a_checkpoint_of_another_program_converts(models, tmp_path, family):
 def test_types_are_kept_or_chosen(models, tmp_path):
     hf, model = models["qwen3"]
     rounded = {n: t.to(torch.bfloat16) for n, t in iter_weights(hf)}
-    out = there(hf, tmp_path / "bf16", 2, 3, "bf16")
+    out = there(hf, tmp_path / "bf16", "bf16")
     assert TorchDistReader(out).dtypes() == {torch.bfloat16}
-    to_hf.write(to_hf.plan(out, None), tmp_path / "kept", SingleProcess())
-    to_hf.write(to_hf.plan(out, "fp32"), tmp_path / "widened", SingleProcess())
+    HfConversion.plan(out, None).write(tmp_path / "kept", SingleProcess())
+    HfConversion.plan(out, "fp32").write(tmp_path / "widened", SingleProcess())
     kept, widened = dict(iter_weights(tmp_path / "kept")), dict(iter_weights(tmp_path / "widened"))
     assert all(t.dtype is torch.bfloat16 and torch.equal(t, rounded[n]) for n, t in kept.items())
     assert all(t.dtype is torch.float32 and torch.equal(t, rounded[n].float()) for n, t in widened.items())
@@ -96,29 +90,19 @@ def test_tokenizer_and_config_come_along(tmp_path, models):
     make_model("llama", hf)
     (hf / "tokenizer.json").write_text("{}")
     config = json.loads((hf / "config.json").read_text())
-    out = there(hf, tmp_path / "mg", 1, 3)
-    to_hf.write(to_hf.plan(out, None), tmp_path / "back", SingleProcess())
+    out = there(hf, tmp_path / "mg")
+    HfConversion.plan(out, None).write(tmp_path / "back", SingleProcess())
     for place in (out, tmp_path / "back"):
         assert (place / "tokenizer.json").read_text() == "{}"
         assert json.loads((place / "config.json").read_text()) == config
     assert (out / "latest_checkpointed_iteration.txt").read_text().strip() == "release"
     arguments = torch.load(out / "release" / "common.pt", weights_only=False)["args"]
     assert (arguments.num_layers, arguments.num_query_groups) == (3, 1)
-    assert (arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size) == (1, 3)
+    assert (arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size) == (1, 1)
 
 
-def test_roundtrip_finds_what_does_not_come_back(models, tmp_path, monkeypatch):
+def test_a_comparison_finds_what_does_not_come_back(models, tmp_path):
     hf, _ = models["qwen2"]
-    found = roundtrip(to_megatron.plan(hf, 2, 3, None), tmp_path, SingleProcess())
-    assert found.same_bits and found.identical == found.total == 38
-    assert list(tmp_path.iterdir()) == []
-    true = to_megatron.chunks_of
-
-    def wrong(config, slot, full, rank, tp):
-        spoilt = slot.kind == "columns" and slot.layer == 1 and slot.hf_names[0].endswith("o_proj.weight")
-        return true(config, slot, [full[0].flip(0)] if spoilt else full, rank, tp)
-
-    monkeypatch.setattr(to_megatron, "chunks_of", wrong)
-    found = roundtrip(to_megatron.plan(hf, 2, 3, None), tmp_path, SingleProcess())
-    assert [name for name, _ in found.differing] == ["model.layers.1.self_attn.o_proj.weight"]
-    assert roundtrip(to_megatron.plan(hf, 1, 1, "bf16"), tmp_path, SingleProcess()).differing
+    exact = compare_weights(open_checkpoint(hf), open_checkpoint(there(hf, tmp_path / "mg")))
+    assert exact.same_bits and exact.identical == exact.total == 38
+    assert compare_weights(open_checkpoint(hf), open_checkpoint(there(hf, tmp_path / "bf16", "bf16"))).differing

@@ -67,7 +67,8 @@ def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str) -> None:
         trainer = OnlineDrafterTrainer(model, section, tp=OneRank(0, tp), device="meta")
         state, training = trainer._state, trainer._trainer
         held = live.live
-        assert held == pytest.approx(plan.drafter_state_bytes(config, shape, "cuda"), rel=0.05)
+        parts = plan.training_parts(config, shape, "cuda")
+        assert held == pytest.approx(parts["drafter training"], rel=0.05)
 
         table = meta(shape.vocab_size, shape.hidden_size)
         engine = live.live - held if tp == 1 else 0  # with several ranks the head is a copy of its own
@@ -79,7 +80,7 @@ def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str) -> None:
         state.step(1e-3, norm)
         state.update_mean(0.9)
         step = live.peak - held - engine
-        planned = plan.drafter_step_bytes(config, shape, "cuda") + plan.drafter_head_bytes(config, shape, "cuda")
+        planned = parts["drafter step"] + parts["drafter's LM head"]
         assert step == pytest.approx(planned, rel=0.05)
         assert held + step <= limit * GIB, f"{(held + step) / GIB:.2f} GiB"
 
@@ -89,11 +90,11 @@ def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str) -> None:
         assert left - held < 1 << 24, "nothing but the rotary table is left of a micro-step"
         live.phase("next")
         state.merge(0.5, lambda flat: None)
-        assert live.peak - left == pytest.approx(plan.drafter_merge_bytes(config, shape), rel=0.05)
+        assert live.peak - left == pytest.approx(parts["drafter merge"], rel=0.05)
         live.phase("next")
         mean = state.mean()
         assert len(mean) == len(list(model.parameters()))
-        assert live.live - left == pytest.approx(plan.drafter_push_bytes(config, shape, "cuda"), rel=0.05)
+        assert live.live - left == pytest.approx(parts["drafter weight sync"], rel=0.05)
 
 
 @pytest.mark.parametrize(("name", "tp"), [("7b", 2), ("7b", 4), ("32b", 4), ("70b", 8)])
@@ -107,4 +108,5 @@ def test_every_rank_keeps_as_much_as_is_planned(name: str, tp: int) -> None:
     for rank in range(tp):
         state = training_state.TrainingState(model, tp=OneRank(rank, tp))
         held = weights + sum(4 * t.numel() for kept in state._kept.values() for t in kept.values())
-        assert held == pytest.approx(plan.drafter_state_bytes(config, shape, "cuda"), rel=0.05), rank
+        planned = plan.training_parts(config, shape, "cuda")["drafter training"]
+        assert held == pytest.approx(planned, rel=0.05), rank

@@ -2,18 +2,20 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tlt.config.checks.memory import check_memory
+from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.planning import drafter, engine
 from megatron_tlt.config.planning.activations import CHUNK_ELEMENTS
 from megatron_tlt.config.planning.graphs import least_graph_bytes
-from megatron_tlt.config.planning.memory import KV, PHASES, check_memory, estimate_memory
+from megatron_tlt.config.planning.memory import KV, PHASES, estimate_memory
 from megatron_tlt.config.planning.parameters import (
     GIB,
     active_parameters,
     kv_bytes_per_token,
     total_parameters,
 )
-from megatron_tlt.config.planning.report import find_problems, render_check
+from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.drafter import loss
 from megatron_tlt.rollout import sampler
 
