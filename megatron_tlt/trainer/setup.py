@@ -38,7 +38,7 @@ from megatron_tlt.resilience.nonfinite import NonFiniteGuard
 from megatron_tlt.resilience.rollout_cache import RolloutCache
 from megatron_tlt.resilience.run_lock import RunLock, lock_on_all
 from megatron_tlt.resilience.shutdown import GracefulShutdown
-from megatron_tlt.resilience.watchdog_client import start_watchdog
+from megatron_tlt.resilience.heartbeat import start_watchdog
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync

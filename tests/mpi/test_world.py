@@ -30,6 +30,25 @@ def test_a_rank_that_does_not_arrive_is_named_when_the_collective_times_out():
     assert "not arrived: rank 2 (still in phase rollout, step 3)" in done.stdout
 
 
+SHARED = """
+import os, re, sys
+from megatron_tlt.config.run import DistributedSection
+from megatron_tlt.distributed.world import World
+world = World.start(DistributedSection(), 1)
+names = set(re.findall(r"/dev/shm/mpich\\w+", open("/proc/self/maps").read()))
+world.barrier()
+print("mapped", len(names), "left", sum(map(os.path.exists, names)), end=";", flush=True)
+world.barrier()
+sys.exit(2)
+"""
+
+
+def test_a_refused_command_leaves_no_file_in_shared_memory():
+    """With an exit code other than 0 MPI is aborted, after which MPICH removes nothing."""
+    done = run_ranks(2, ["-c", SHARED], check=False)
+    assert done.returncode != 0 and done.stdout.count("mapped 1 left 0;") == 2, done.stdout
+
+
 def test_the_world_must_have_the_size_that_the_launcher_promised():
     # No launcher at all, but an environment that claims five tasks: what a wrong --mpi flag looks like.
     claims = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}
