@@ -109,10 +109,11 @@ class WatchdogSection(Section):
 
     heartbeat_s: float = Field(default=5.0, ge=0.05, le=60)
     """Every rank writes its progress within a phase to run_dir/status so often, in seconds."""
-    hang_s: NonNegativeFloat = 1800.0
+    hang_s: NonNegativeFloat | None = None
     """A rank that shows no sign of life for so many seconds ends the job, with the stacks of all ranks in
     run_dir/stacks; 0: never. Longer than the longest checkpoint load, update and write, and at
-    least twice `distributed.timeout_s`: a rank that waits in a collective shows no sign of life either."""
+    least twice `distributed.timeout_s`: a rank that waits in a collective shows no sign of life either. Default: three
+    times that."""
 
 
 class ClusterSection(Section):

@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import RankMonitor, RankOutcome
 
 _LEAVE_S = 0.3  # mpiexec takes a rank that exits right after MPI_Finalize for crashed: its last message is on the way
+_STORE_S = 10.0  # for rank 0 to answer
 _ABORT_S = 20.0  # for the launcher to end a rank after another one's MPI_Abort
 
 
@@ -156,15 +159,21 @@ class World:
         return box[0]
 
     def ranks_behind(self) -> dict[int, str]:
-        """Ranks that have not reached this rank's phase, each with the phase it is in: for a timeout's message."""
+        """Ranks that have not reached this rank's phase, each with the phase it is in: for a timeout's message.
+
+        Rank 0 alone, if its process does not serve the store any more.
+        """
         behind = {}
-        for rank in range(self.size):
-            key = f"phase/{rank}"
-            text = self.store.get(key).decode() if self.store.check([key]) else "0|-1|start"
-            order, step, phase = text.split("|", 2)
-            if int(order) < self._phase.order:
-                behind[rank] = f"phase {phase}, step {step}"
-        return behind
+
+        def read_board() -> None:
+            for rank in range(self.size):
+                key = f"phase/{rank}"
+                text = self.store.get(key).decode() if self.store.check([key]) else "0|-1|start"
+                order, step, phase = text.split("|", 2)
+                if int(order) < self._phase.order:
+                    behind[rank] = f"phase {phase}, step {step}"
+
+        return behind if _is_answered(read_board) else {0: "an unknown phase, its store does not answer"}
 
     def abort(self, code: int = 1, detail: str = "", waited_for: Sequence[int] = ()) -> None:
         """Ends every rank of the job with a non-zero exit.
@@ -175,9 +184,10 @@ class World:
         sys.stderr.flush()
         if self._phase.monitor is not None:
             self._phase.monitor.close("timeout" if waited_for else "failed", detail, waited_for)
-        with suppress(RuntimeError):  # rank 0 is gone, and its store
-            if self.store.add("abort", 1) > 1:  # of two aborts at once mpiexec reports SIGKILL's 9
-                time.sleep(_ABORT_S)
+        aborts = [1]
+        _is_answered(lambda: aborts.append(self.store.add("abort", 1)))
+        if aborts[-1] > 1:  # of two aborts at once mpiexec reports SIGKILL's 9
+            time.sleep(_ABORT_S)
         self.comm.Abort(code)
 
     def leave(self, code: int) -> NoReturn:
@@ -229,6 +239,25 @@ def _start_mpi() -> MPI.Comm:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.Dup()
+
+
+def _is_answered(ask_store: Callable[[], object]) -> bool:
+    """Whether the store answers. Its client waits without limit for a rank 0 that is stopped or whose host is gone."""
+    answers: Queue[bool] = Queue()
+
+    def ask() -> None:
+        try:
+            ask_store()
+        except RuntimeError:  # rank 0 has ended, and its store
+            answers.put(False)
+        else:
+            answers.put(True)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return answers.get(timeout=_STORE_S)
+    except Empty:
+        return False
 
 
 def _unlink_shared_memory() -> None:

@@ -22,7 +22,6 @@ from megatron_tlt.resilience.status_files import JobEnd, RankStatus, StatusFiles
 from megatron_tlt.resilience.watchdog import ALL_STACKS_SIGNAL, WatchdogOptions, launch
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.run import WatchdogSection
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import RankOutcome
 
@@ -116,7 +115,7 @@ class Heartbeat:
             self._sleep(_KILLED_S)
 
     def _write(self) -> None:
-        """Unless the job ends: the file keeps what the rank did until then, though a stopped one may go on for a moment.
+        """Unless the job ends: a stopped rank goes on for a moment, and its file keeps what it did before.
 
         A disk that cannot be written to ends no run: one warning.
         """
@@ -144,7 +143,7 @@ def phase_limit(durations: Sequence[float]) -> float:
     return max(_SLOW_FACTOR * statistics.median(durations), _SLOW_MIN_S)
 
 
-def start_watchdog(section: WatchdogSection, run_dir: str | Path, world: World) -> Heartbeat:
+def start_watchdog(heartbeat_s: float, hang_s: float, run_dir: str | Path, world: World) -> Heartbeat:
     """This rank's heartbeat, and the watchdog of this host, started by the host's first rank. Collective."""
     if world.is_main:
         StatusFiles(run_dir).clear()
@@ -153,11 +152,9 @@ def start_watchdog(section: WatchdogSection, run_dir: str | Path, world: World) 
     processes = world.all_gather_object((host, pid))
     pids = {rank: number for rank, (where, number) in enumerate(processes) if where == host}
     first = min(pids)
-    status = RankStatus(
-        start, world.rank, world.size, host, pid, first=first, heartbeat_s=section.heartbeat_s
-    )
+    status = RankStatus(start, world.rank, world.size, host, pid, first=first, heartbeat_s=heartbeat_s)
     heartbeat = Heartbeat(run_dir, status)
     if world.rank == first:
         folder = str(Path(run_dir).resolve())
-        launch(WatchdogOptions(folder, start, world.size, pids, section.heartbeat_s, section.hang_s))
+        launch(WatchdogOptions(folder, start, world.size, pids, heartbeat_s, hang_s))
     return heartbeat

@@ -1,4 +1,4 @@
-"""One job to a run directory: rank 0 holds an flock on `RUN_DIR/lock`, in which host, process and job stand. Torch-free.
+"""One job to a run directory: rank 0 holds an flock on `RUN_DIR/lock`, which names host, process and job. Torch-free.
 
 The kernel releases the lock when the process dies, however it dies. On a network file system it excludes jobs of other
 machines only where flock holds for the whole cluster (NFS 4, Lustre with `-o flock`).

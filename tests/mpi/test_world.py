@@ -23,11 +23,22 @@ def test_a_rank_that_raises_ends_the_job_and_is_named_with_phase_and_error():
     assert time.monotonic() - started < 40  # the others sleep for 60 s: they were ended
 
 
-def test_a_rank_that_does_not_arrive_is_named_when_the_collective_times_out():
-    done = run_ranks(3, "tests/mpi/workers/fault.py", "hang", "2", check=False, timeout=60)
+@pytest.mark.parametrize(
+    ("how", "rank", "where"),
+    [
+        ("hang", "2", "phase rollout, step 3"),
+        (
+            "stop",
+            "0",
+            "an unknown phase, its store does not answer",
+        ),  # its store keeps the phases of all ranks
+    ],
+)
+def test_a_rank_that_does_not_arrive_is_named_when_the_collective_times_out(how, rank, where):
+    done = run_ranks(3, "tests/mpi/workers/fault.py", how, rank, check=False, timeout=60)
     assert done.returncode != 0
     assert "failed in phase exchange, step 3" in done.stdout
-    assert "not arrived: rank 2 (still in phase rollout, step 3)" in done.stdout
+    assert f"not arrived: rank {rank} (still in {where})" in done.stdout
 
 
 SHARED = """

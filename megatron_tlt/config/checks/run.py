@@ -89,6 +89,6 @@ def check_stop(config: Config) -> Iterator[ConfigProblem]:
 
 def check_watchdog(config: Config) -> Iterator[ConfigProblem]:
     """A rank that waits in a collective, after other work, shows no sign of life and is not the one that hangs."""
-    hang, timeout = config.watchdog.hang_s, config.distributed.timeout_s
+    hang, timeout = config.hang_s, config.distributed.timeout_s
     if 0 < hang < 2 * timeout:
         yield ConfigProblem("watchdog.hang_s", hang, f"must be 0 or >= 2 * distributed.timeout_s ({2 * timeout:g})")

@@ -12,6 +12,7 @@ from megatron_tlt.cli.main import main
 from megatron_tlt.resilience.status_files import RankStatus, StatusFiles
 from tests.helpers.synthetic_run import write_run
 
+
 def beat(run_dir: Path, **more: Any) -> None:
     files = StatusFiles(run_dir)
     files.clear()
