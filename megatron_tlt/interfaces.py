@@ -21,15 +21,15 @@ if TYPE_CHECKING:
         WeightBucket,
     )
 
-RankOutcome = Literal["done", "saved", "left", "failed", "timeout"]
-"""How a rank ends; saved, left: before the run's end, with and without a checkpoint."""
+RankOutcome = Literal["done", "saved", "ended", "failed", "timeout"]
+"""How a rank ends; saved, ended: before the run's end, with and without a checkpoint."""
 
 
 class RankMonitor(Protocol):
     """Gets a rank's phases and signs of life, so that a hang is found."""
 
-    def enter(self, phase: str, step: int, order: int) -> None:
-        """The rank enters a phase, the `order`-th of all."""
+    def enter(self, phase: str, step: int) -> None:
+        """The rank enters a phase."""
 
     def report(
         self, *, state: str = "", running: int = 0, queued: int = 0, longest: int = 0, left: float = 0.0
@@ -38,8 +38,8 @@ class RankMonitor(Protocol):
         longest running response; tokens still expected.
         """
 
-    def close(self, outcome: RankOutcome, detail: str = "") -> None:
-        """The rank ends. A second call does nothing."""
+    def close(self, outcome: RankOutcome, detail: str = "", at_fault: Sequence[int] = ()) -> None:
+        """The rank ends; after "timeout" it waited in vain for the ranks `at_fault`. A second call does nothing."""
 
 
 @runtime_checkable

@@ -44,7 +44,7 @@ class CheckpointManager:
         world: World,
         lock: RunLock | None = None,
     ):
-        """`lock`: on rank 0 of a job that writes; checked before each save, released by `close`."""
+        """`lock`: on rank 0 of a job that writes; released by `close`."""
         self._lock = lock
         self._section, self._num_steps, self._policy, self._world = section, num_steps, policy, world
         self._directory = run_dir / "checkpoints"
@@ -86,8 +86,6 @@ class CheckpointManager:
         `drafter` returns the drafter's state, or None, and is called on every rank: the first one's becomes a file of
         the checkpoint. A save that is due at a step that is not `good` waits for the next good one.
         """
-        if self._lock is not None:
-            self._lock.check()
         if self._pending is not None and self._pending.poll():
             self._note(self._pending.directory)
             self._pending = None
@@ -110,8 +108,6 @@ class CheckpointManager:
 
         Without `prune` no older checkpoint is removed.
         """
-        if self._lock is not None:
-            self._lock.check()
         self.wait()
         if self.newest != step:
             self._start(step, dict(state), drafter, prune)

@@ -59,10 +59,12 @@ def run_on_every_rank(
         world.release()
         return BAD_INPUT
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
-        text = failure_text(world, error)
+        behind = world.ranks_behind() if is_timeout(error) else None
+        text = failure_text(world, error, behind)
         print(text, file=sys.stderr, flush=True)
         note_exit(FAILED)
-        world.abort(FAILED, text.splitlines()[0], is_timeout(error))
+        others = [rank for rank in range(world.size) if rank != world.rank]
+        world.abort(FAILED, text.splitlines()[0], () if behind is None else list(behind) or others)
     return OK
 
 
@@ -81,16 +83,16 @@ def is_timeout(error: BaseException) -> bool:
     return "timed out" in text or "timeout" in text or "nothing was heard" in text
 
 
-def failure_text(world: World, error: BaseException) -> str:
-    """Rank, phase, step and error; for a timeout also the missing ranks, for a programming error the traceback."""
+def failure_text(world: World, error: BaseException, behind: dict[int, str] | None) -> str:
+    """Rank, phase, step and error; for a timeout also the ranks `behind`, for a programming error the traceback."""
     where = f"rank {world.rank} failed in phase {world.phase_name}"
     if world.step >= 0:
         where += f", step {world.step}"
     lines = [f"megatron-tlt: {where}: {type(error).__name__}: {error}"]
-    if is_timeout(error):
-        lines.append(
-            f"  waited {world.timeout_s:g} s (distributed.timeout_s); not arrived: {world.missing_ranks()}"
-        )
+    if behind is not None:
+        ranks = [f"rank {rank} (still in {phase})" for rank, phase in behind.items()]
+        missing = "; ".join(ranks) or "none: every rank reached this phase"
+        lines.append(f"  waited {world.timeout_s:g} s (distributed.timeout_s); not arrived: {missing}")
     if not isinstance(error, TltError | KeyboardInterrupt):
         lines.append("".join(traceback.format_exception(error)))
     return "\n".join(lines)

@@ -78,6 +78,12 @@ class Config(Section):
             return chosen
         return "engine" if CAPABILITIES[self.rollout.backend].hidden_states else "actor"
 
+    @property
+    def hang_s(self) -> float:
+        """`watchdog.hang_s` with its default."""
+        hang_s = self.watchdog.hang_s
+        return 3 * self.distributed.timeout_s if hang_s is None else hang_s
+
 
 class SftSection(Section):
     """Supervised fine-tuning: records, length, output."""

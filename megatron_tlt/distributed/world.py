@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import RankMonitor, RankOutcome
 
 _LEAVE_S = 0.3  # mpiexec takes a rank that exits right after MPI_Finalize for crashed: its last message is on the way
+_STORE_S = 10.0  # for rank 0 to answer
 _ABORT_S = 20.0  # for the launcher to end a rank after another one's MPI_Abort
 
 
@@ -81,6 +86,7 @@ class World:
                 "do not match (with Slurm try --mpi=pmi2 for the mpich wheel, --mpi=pmix for a site's MPI)"
             )
         hosts: list[str] = comm.allgather(socket.gethostname())
+        _unlink_shared_memory()
         local = [r for r, host in enumerate(hosts) if host == hosts[comm.rank]]
         local_rank = launch.local_rank if launch.local_rank is not None else local.index(comm.rank)
         if threads is not None:
@@ -113,14 +119,14 @@ class World:
             self._phase.step = step
         self.store.set(f"phase/{self.rank}", f"{self._phase.order}|{self._phase.step}|{phase}")
         if self._phase.monitor is not None:
-            self._phase.monitor.enter(phase, self._phase.step, self._phase.order)
+            self._phase.monitor.enter(phase, self._phase.step)
 
     def set_monitor(self, start: Callable[[], RankMonitor]) -> None:
         """Closes the present monitor, if there is one; from now on what `start` returns gets this rank's phases."""
         self._close_monitor()
         self._phase.outcome = ("done", "")
         self._phase.monitor = monitor = start()
-        monitor.enter(self._phase.name, self._phase.step, self._phase.order)
+        monitor.enter(self._phase.name, self._phase.step)
 
     def heartbeat(self, **figures: Any) -> None:
         """A sign of life within a phase; `figures` as in `RankMonitor.report`. Microseconds."""
@@ -152,26 +158,36 @@ class World:
         dist.broadcast_object_list(box, src=source)
         return box[0]
 
-    def missing_ranks(self) -> str:
-        """Ranks that have not reached this rank's phase, with where they are: for a timeout's message."""
-        mine, behind = self._phase.order, []
-        for rank in range(self.size):
-            key = f"phase/{rank}"
-            text = self.store.get(key).decode() if self.store.check([key]) else "0|-1|start"
-            order, step, phase = text.split("|", 2)
-            if int(order) < mine:
-                behind.append(f"rank {rank} (still in phase {phase}, step {step})")
-        return "; ".join(behind) if behind else "none: every rank reached this phase"
+    def ranks_behind(self) -> dict[int, str]:
+        """Ranks that have not reached this rank's phase, each with the phase it is in: for a timeout's message.
 
-    def abort(self, code: int = 1, detail: str = "", timed_out: bool = False) -> None:
-        """Ends every rank of the job with a non-zero exit, at once; after a timeout, when all stacks are written."""
+        Rank 0 alone, if its process does not serve the store any more.
+        """
+        behind = {}
+
+        def read_board() -> None:
+            for rank in range(self.size):
+                key = f"phase/{rank}"
+                text = self.store.get(key).decode() if self.store.check([key]) else "0|-1|start"
+                order, step, phase = text.split("|", 2)
+                if int(order) < self._phase.order:
+                    behind[rank] = f"phase {phase}, step {step}"
+
+        return behind if _is_answered(read_board) else {0: "an unknown phase, its store does not answer"}
+
+    def abort(self, code: int = 1, detail: str = "", waited_for: Sequence[int] = ()) -> None:
+        """Ends every rank of the job with a non-zero exit.
+
+        After a timeout this rank `waited_for` others, and all stacks are written first.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
         if self._phase.monitor is not None:
-            self._phase.monitor.close("timeout" if timed_out else "failed", detail)
-        with suppress(RuntimeError):  # rank 0 is gone, and its store
-            if self.store.add("abort", 1) > 1:  # of two aborts at once mpiexec reports SIGKILL's 9
-                time.sleep(_ABORT_S)
+            self._phase.monitor.close("timeout" if waited_for else "failed", detail, waited_for)
+        aborts = [1]
+        _is_answered(lambda: aborts.append(self.store.add("abort", 1)))
+        if aborts[-1] > 1:  # of two aborts at once mpiexec reports SIGKILL's 9
+            time.sleep(_ABORT_S)
         self.comm.Abort(code)
 
     def leave(self, code: int) -> NoReturn:
@@ -191,7 +207,7 @@ class World:
 
     def ends_early(self, saved: bool, detail: str) -> None:
         """Sets how this rank ends: before the run's last step, with or without a checkpoint; `detail` for people."""
-        self._phase.outcome = ("saved" if saved else "left", detail)
+        self._phase.outcome = ("saved" if saved else "ended", detail)
 
     def at_close(self, release: Callable[[], None]) -> None:
         """Has `release` called before the process groups are destroyed. It may have been called already. Mutates."""
@@ -223,6 +239,37 @@ def _start_mpi() -> MPI.Comm:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.Dup()
+
+
+def _is_answered(ask_store: Callable[[], object]) -> bool:
+    """Whether the store answers. Its client waits without limit for a rank 0 that is stopped or whose host is gone."""
+    answers: Queue[bool] = Queue()
+
+    def ask() -> None:
+        try:
+            ask_store()
+        except RuntimeError:  # rank 0 has ended, and its store
+            answers.put(False)
+        else:
+            answers.put(True)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return answers.get(timeout=_STORE_S)
+    except Empty:
+        return False
+
+
+def _unlink_shared_memory() -> None:
+    """Removes the names of the files in which MPICH shares memory among a host's ranks: they stay mapped.
+
+    MPICH removes them at its orderly end only. One of 1 MiB and more would stay for each job that is killed, and for
+    each command that is refused, because a rank's exit code other than 0 ends MPI by MPI_Abort. Every rank has mapped
+    them when one of them gets here.
+    """
+    with suppress(OSError):  # no /proc
+        for path in set(re.findall(r"/dev/shm/mpich_shm_\w+", Path("/proc/self/maps").read_text("utf-8"))):
+            Path(path).unlink(missing_ok=True)
 
 
 def _choose_device(wanted: str, local_rank: int) -> torch.device:

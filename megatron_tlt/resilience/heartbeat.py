@@ -1,160 +1,160 @@
-"""The status files of a run: JSON, whole or not there, readable by the user alone. Stdlib only.
-
-    RUN_DIR/status/rank-00003.json    what a rank did when its host's watchdog last looked (`Heartbeat`)
-    RUN_DIR/status/end.json           why the job ends (`JobEnd`): written once, by the watchdog that finds out first
-    RUN_DIR/stacks/rank-3.txt         stacks, appended
-
-Files of another start of the job (`start_id`) are ignored.
-"""
+"""A rank's signs of life: its phase and progress in its status file, which the watchdog of its host looks at."""
 
 from __future__ import annotations
 
-import json
+import atexit
+import faulthandler
+import logging
 import os
-import tempfile
+import signal
+import socket
+import statistics
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any
+
+from megatron_tlt.resilience.status_files import JobEnd, RankStatus, StatusFiles
+from megatron_tlt.resilience.watchdog import ALL_STACKS_SIGNAL, WatchdogOptions, launch
+
+if TYPE_CHECKING:
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.interfaces import RankOutcome
+
+STACK_SIGNAL = signal.SIGQUIT  # writes the main thread's stack; sent by people
+_HISTORY, _MIN_HISTORY = 32, 3  # durations of a phase that its limit is computed from
+_SLOW_FACTOR, _SLOW_MIN_S = 3.0, 30.0  # a phase is slow beyond so many medians, and no shorter one is
+_DEATH_S = 0.5  # for the watchdog to name a rank whose death caused this rank's error
+_KILLED_S = 60.0  # for the watchdogs to end a job that hangs, when all stacks are written
+_log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class Heartbeat:
-    """One rank's state. Seconds are those at the time of writing."""
+    """One rank's status file. Phases are written at once, signs of life within them once a heartbeat interval."""
 
-    start_id: str
-    rank: int
-    size: int
-    host: str
-    pid: int
-    seq: int = 0
-    """Counts writes: shows without comparing clocks of two hosts that there was one."""
-    outcome: str = "running"
-    """running; done; saved: before the run's end, by a signal;
-    failed, killed, hung: this rank is why the job ended; ended: it ended with the job."""
-    detail: str = ""
-    process: str = "?"
-    """The kernel's letter: R running, S sleeping, D in the kernel, T stopped, Z dead; ? not known."""
-    phase: str = "start"
-    step: int = -1
-    order: int = 0
-    """Phases entered so far: ranks go through the same ones, so the lowest is behind."""
-    state: str = ""
-    """Of an idle window: BUSY, IDLE or TRAINING; empty elsewhere."""
-    phase_seconds: float = 0.0
-    silent_seconds: float = 0.0
-    """Since the last sign of life."""
-    limit_seconds: float = 0.0
-    """That the phase should not exceed, from its own history; 0: not known yet."""
-    running: int = 0
-    """Requests that the engine decodes."""
-    queued: int = 0
-    """Requests that wait in the engine."""
-    longest: int = 0
-    """Tokens of the longest running response."""
-    left: float = 0.0
-    """Tokens still expected of this replica."""
-    stacks: bool = False
-    """Whether it has written its stacks, because the job hangs."""
-    heartbeat_s: float = 5.0
-    hang_s: float = 0.0
-    written_at: float = 0.0
-    """Wall time."""
+    def __init__(
+        self,
+        run_dir: str | Path,
+        status: RankStatus,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        """`status`: the rank's first. From now on two signals make this process write its stacks."""
+        self._files = StatusFiles(run_dir)
+        self._clock, self._sleep = clock, sleep
+        self._durations: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_HISTORY))
+        path = self._files.stacks_of(status.rank)
+        self._stacks = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w")
+        faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=False)
+        faulthandler.register(ALL_STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        if not faulthandler.is_enabled():
+            faulthandler.enable()  # a segmentation fault writes where it was
+        self._status = replace(status, phase_at=time.time())
+        self._phase_began = clock()
+        self._is_open = self._has_disk = True
+        self._write()
+        atexit.register(self.close, "ended")  # an exit without `close` is not a crash
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the rank has not ended."""
-        return self.outcome == "running"
+    def enter(self, phase: str, step: int) -> None:
+        """The rank enters a phase."""
+        now, old = self._clock(), self._status
+        self._durations[old.phase].append(now - self._phase_began)
+        self._phase_began = now
+        limit = phase_limit(self._durations[phase])
+        progress: dict[str, Any] = {"state": "", "running": 0, "queued": 0, "longest": 0, "left": 0.0}
+        self._status = replace(
+            old, phase=phase, step=step, phase_at=time.time(), limit_seconds=limit, **progress
+        )
+        self._write()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it only waits for other ranks (and may train the drafter meanwhile)."""
-        return self.phase == "idle" or self.state == "IDLE"
+    def report(
+        self, *, state: str = "", running: int = 0, queued: int = 0, longest: int = 0, left: float = 0.0
+    ) -> None:
+        """A sign of life within a phase, with fields of `RankStatus`."""
+        if state == self._status.state and self._clock() - self._wrote < self._status.heartbeat_s:
+            return
+        self._status = replace(
+            self._status, state=state, running=running, queued=queued, longest=longest, left=left
+        )
+        self._write()
 
+    def close(self, outcome: RankOutcome, detail: str = "", at_fault: Sequence[int] = ()) -> None:
+        """The rank ends; a second call does nothing.
 
-@dataclass(frozen=True)
-class JobEnd:
-    """Why a job ends."""
+        After "timeout" the job hangs on the ranks `at_fault`: this process is killed when all stacks are written.
+        A process that ends without this call, and not through Python's exit, is taken for killed.
+        """
+        if not self._is_open:
+            return
+        atexit.unregister(self.close)
+        self._status = replace(
+            self._status, outcome="failed" if outcome == "timeout" else outcome, detail=detail
+        )
+        self._write()
+        self._is_open = False
+        if outcome in ("failed", "timeout"):
+            self._end_job(outcome, detail, list(at_fault))
+        for number in (STACK_SIGNAL, ALL_STACKS_SIGNAL):
+            faulthandler.unregister(number)
+        self._stacks.close()
 
-    start_id: str
-    outcome: str
-    """killed, failed or hung."""
-    text: str
-    ranks: list[int] = field(default_factory=list)
-    """The ranks at fault."""
+    def _end_job(self, outcome: RankOutcome, detail: str, at_fault: list[int]) -> None:
+        self._sleep(_DEATH_S)
+        reason, ranks = ("hung", at_fault) if outcome == "timeout" else ("failed", [self._status.rank])
+        end = JobEnd(self._status.start, reason, detail, ranks, time.time())
+        with suppress(OSError):  # what this process prints names the reason, too
+            self._files.claim_end(end)
+        known = self._files.read_end(end.start)
+        if known is not None and known.outcome == "hung":
+            if known == end:
+                print(f"megatron-tlt: all ranks write their stacks to {self._files.stacks}", file=sys.stderr)
+            self._sleep(_KILLED_S)
 
+    def _write(self) -> None:
+        """Unless the job ends: a stopped rank goes on for a moment, and its file keeps what it did before.
 
-StatusFile = TypeVar("StatusFile", Heartbeat, JobEnd)
-
-
-class StatusFiles:
-    """The status files of one run directory."""
-
-    def __init__(self, run_dir: str | Path):
-        self.stacks = Path(run_dir) / "stacks"
-        self.status = Path(run_dir) / "status"
-        self.end = self.status / "end.json"
-
-    def heartbeat(self, rank: int) -> Path:
-        """The file of a rank's heartbeat."""
-        return self.status / f"rank-{rank:05d}.json"
-
-    def stacks_of(self, rank: int) -> Path:
-        """The file of a rank's stacks."""
-        return self.stacks / f"rank-{rank}.txt"
-
-    def clear(self) -> None:
-        """Rank 0, before any watchdog starts: private directories, without files of an earlier start."""
-        for folder in (self.status, self.stacks):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            folder.chmod(0o700)
-        for path in self.status.glob("*.json*"):
-            path.unlink(missing_ok=True)
-
-    def read_heartbeats(self, start_id: str | None = None) -> tuple[dict[int, Heartbeat], list[str]]:
-        """All ranks' heartbeats by rank (of one start only, if given), and a line for each damaged file."""
-        beats: dict[int, Heartbeat] = {}
-        problems = []
-        for path in sorted(self.status.glob("rank-*.json")):
-            try:
-                beat = _read(path, Heartbeat)
-            except (ValueError, TypeError) as error:
-                problems.append(f"{path}: damaged: {error}")
-                continue
-            if beat is not None and start_id in (None, beat.start_id):
-                beats[beat.rank] = beat
-        return beats, problems
-
-    def read_end(self, start_id: str) -> JobEnd | None:
-        """Why this start of the job ends; None while it runs."""
-        with suppress(ValueError, TypeError):  # damaged
-            end = _read(self.end, JobEnd)
-            if end is not None and end.start_id == start_id:
-                return end
-        return None
+        A disk that cannot be written to ends no run: one warning.
+        """
+        self._wrote = self._clock()
+        if not self._is_open or self._files.end(self._status.start).exists():
+            return
+        self._status = replace(self._status, written_at=time.time())
+        try:
+            self._files.write_rank(self._status)
+        except OSError as error:
+            if self._has_disk:
+                _log.warning("the status file cannot be written: %s", error)
+            self._has_disk = False
+            with suppress(OSError):  # needs no space, and is a sign of life to the watchdog
+                os.utime(self._files.rank(self._status.rank))
 
 
-def write_status(path: Path, value: Heartbeat | JobEnd, *, only_first: bool = False) -> bool:
-    """Writes a status file atomically; with `only_first`, False if there is one already. Raises OSError."""
-    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # 0600
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(asdict(value), file, allow_nan=False)
-        if only_first:
-            os.link(name, path)
-        else:
-            os.replace(name, path)
-    except FileExistsError:
-        return False
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-    return True
+def phase_limit(durations: Sequence[float]) -> float:
+    """Seconds that a phase should not exceed, from earlier ones' seconds; 0 while there are too few.
+
+    Medians, because one hour-long evaluation must not hide the next hang.
+    """
+    if len(durations) < _MIN_HISTORY:
+        return 0.0
+    return max(_SLOW_FACTOR * statistics.median(durations), _SLOW_MIN_S)
 
 
-def _read(path: Path, kind: type[StatusFile]) -> StatusFile | None:
-    try:
-        tree = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    return kind(**tree)
+def start_watchdog(heartbeat_s: float, hang_s: float, run_dir: str | Path, world: World) -> Heartbeat:
+    """This rank's heartbeat, and the watchdog of this host, started by the host's first rank. Collective."""
+    if world.is_main:
+        StatusFiles(run_dir).clear()
+    host, pid = socket.gethostname(), os.getpid()
+    start = world.broadcast_object(f"{time.time():.3f}-{pid}")
+    processes = world.all_gather_object((host, pid))
+    pids = {rank: number for rank, (where, number) in enumerate(processes) if where == host}
+    first = min(pids)
+    status = RankStatus(start, world.rank, world.size, host, pid, first=first, heartbeat_s=heartbeat_s)
+    heartbeat = Heartbeat(run_dir, status)
+    if world.rank == first:
+        folder = str(Path(run_dir).resolve())
+        launch(WatchdogOptions(folder, start, world.size, pids, heartbeat_s, hang_s))
+    return heartbeat

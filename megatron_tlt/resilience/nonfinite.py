@@ -1,4 +1,4 @@
-"""Updates that are not finite: the policy skips them; here they are counted, and at last the run ends.
+"""Updates that are not finite: the policy skips them, `NonFiniteGuard` counts them, writes their batches, ends the run.
 
     run_dir/nonfinite/step-000012/rank-00000.npz     the sequences of one data parallel replica, as arrays
 
@@ -34,7 +34,7 @@ class NonFiniteGuard:
     """
 
     def __init__(self, limit: int, run_dir: Path, world: World, dims: Dims):
-        """`limit` steps in a row are too many; 0: none are."""
+        """`limit`: so many skipped steps in a row end the run; 0: no number does."""
         self._limit, self._directory, self._world = limit, run_dir / "nonfinite", world
         first_ranks = [dims.replica_ranks(dp)[0] for dp in range(dims.dp)]
         self._writes = world.rank in first_ranks  # the other ranks of a replica hold the same sequences
@@ -42,13 +42,13 @@ class NonFiniteGuard:
 
     @property
     def in_a_row(self) -> int:
-        """Such steps without one in between that went well."""
+        """Steps with a skipped update since the last good one."""
         return self._count
 
     def look(self, step: int, batch: TrainBatch, out: TrainOutput) -> dict[str, float]:
-        """After the update of `step`: counts, and keeps the batch if it was not finite. Returns metrics.
+        """After the update of `step`: counts a skipped one and writes its batch. Returns metrics.
 
-        Only the batches of the last `limit` such steps stay. A disk that cannot take one costs a warning.
+        Only the batches of the last `limit` skipped steps stay. A disk that cannot take one costs a warning.
         """
         if "grad_norm" not in out.metrics:
             pass  # no update was tried: the count stays

@@ -8,35 +8,47 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.errors import aligned, shortened
-from megatron_tlt.resilience import hang_detector as detector
-from megatron_tlt.resilience.heartbeat import Heartbeat, JobEnd, StatusFiles
+from megatron_tlt.resilience.status_files import JobEnd, RankStatus, StatusFiles
 
 _HEADINGS = (
     "rank", "host", "pid", "condition", "phase", "step", "for", "limit", "silent", "running", "queued", "longest",
     "left",
 )  # fmt: skip
 _LEFT_ALIGNED = (1, 3, 4)
-# The first of these that a rank has, or why the job ended, decides.
+_WORST_FIRST = ("hung", "killed", "failed", "lost", "slow", "running", "ended", "saved", "done")
+# The first of these conditions that a rank has, or why the job ended, decides.
 _OF_RUN = {"hung": "hung", "killed": "crashed", "failed": "crashed", "lost": "lost"}
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One rank as it is now."""
+
+    status: RankStatus
+    condition: str
+    """One of `_WORST_FIRST`. lost: neither the rank nor its watchdog has written for long, as when a host is gone."""
+    phase_seconds: float
+    silent_seconds: float
+    """Since the last sign of life."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
     """What the status files say of one run."""
 
-    rows: list[tuple[Heartbeat, str]]
-    """Ranks with their conditions (`hang_detector.condition`), worst first."""
+    rows: list[RankRow]
+    """Worst first."""
     end: JobEnd | None
     """Why the job ended, if a rank is at fault."""
     missing: list[int] = field(default_factory=list)
-    """Ranks without a heartbeat."""
+    """Ranks without a status file."""
     problems: list[str] = field(default_factory=list)
     """Damaged files."""
 
     @property
     def condition(self) -> str:
         """The run in a word: running, finished, crashed, hung, lost, unknown; saved, ended: orderly, before its end."""
-        found = {condition for _, condition in self.rows}
+        found = {row.condition for row in self.rows}
         if not found:
             return "unknown"
         reasons = found if self.end is None else {self.end.outcome}
@@ -49,10 +61,14 @@ class RunStatus:
 
     def as_json(self) -> dict[str, Any]:
         """`condition`, `end`, `ranks` (worst first), `missing`, `problems`."""
+        ranks = []
+        for row in self.rows:
+            tree = asdict(row)
+            ranks.append(tree.pop("status") | tree)
         return {
             "condition": self.condition,
             "end": None if self.end is None else asdict(self.end),
-            "ranks": [asdict(beat) | {"condition": condition} for beat, condition in self.rows],
+            "ranks": ranks,
             "missing": self.missing,
             "problems": self.problems,
         }
@@ -61,22 +77,53 @@ class RunStatus:
 def read_status(run_dir: str | Path, now: float | None = None) -> RunStatus:
     """The state of a run; `now` is wall time (default: now). Hosts' clocks must agree to a few heartbeats.
 
-    Heartbeats of more than one start belong to a start that is under way: the newest counts.
+    Files of more than one start belong to a start that is under way: the newest counts.
     """
     now = time.time() if now is None else now
     files = StatusFiles(run_dir)
-    beats, problems = files.read_heartbeats()
-    if not beats:
+    ranks, problems = files.read_ranks()
+    if not ranks:
         return RunStatus([], None, problems=problems)
-    newest = max(beats.values(), key=lambda beat: beat.written_at)
-    mine = {rank: beat for rank, beat in beats.items() if beat.start_id == newest.start_id}
-    rows = []
-    for beat in mine.values():
-        age = max(0.0, now - beat.written_at)
-        aged = detector.aged(beat, age)
-        rows.append((aged, detector.condition(aged, age)))
+    newest = max(ranks.values(), key=lambda status: status.written_at)
+    mine = {rank: status for rank, status in ranks.items() if status.start == newest.start}
+    end = files.read_end(newest.start)
+    seen = {first: _touched(files.host(first)) for first in {status.first for status in mine.values()}}
+    rows = [_row(status, end, seen[status.first], now) for status in mine.values()]
+    rows.sort(key=lambda r: (_WORST_FIRST.index(r.condition), -r.silent_seconds, r.status.rank))
     missing = [rank for rank in range(newest.size) if rank not in mine]
-    return RunStatus(sorted(rows, key=detector.severity), files.read_end(newest.start_id), missing, problems)
+    return RunStatus(rows, end, missing, problems)
+
+
+def _row(status: RankStatus, end: JobEnd | None, watchdog_at: float, now: float) -> RankRow:
+    """`watchdog_at`: when the watchdog of the rank's host last wrote."""
+    until = now if end is None else min(now, end.at)
+    if status.outcome != "running":
+        until = status.written_at
+    phase_seconds = max(0.0, until - status.phase_at)
+    silent_seconds = max(0.0, until - status.written_at)
+    return RankRow(status, _condition(status, end, watchdog_at, phase_seconds, now), phase_seconds, silent_seconds)
+
+
+def _condition(
+    status: RankStatus, end: JobEnd | None, watchdog_at: float, phase_seconds: float, now: float
+) -> str:
+    if end is not None and status.rank in end.ranks:
+        return end.outcome
+    if status.outcome != "running":
+        return status.outcome
+    if end is not None:
+        return "ended"
+    if now - max(watchdog_at, status.written_at) > 5 * status.heartbeat_s + 10:
+        return "lost"
+    is_waiting = status.phase == "idle" or status.state == "IDLE"
+    return "slow" if 0 < status.limit_seconds < phase_seconds and not is_waiting else "running"
+
+
+def _touched(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def render(
@@ -87,44 +134,42 @@ def render(
     if not status.rows:
         return "\n".join([f"{run_dir}: no status files", *status.problems])
     lines = [_headline(run_dir, status, now)]
-    beats = [beat for beat, _ in status.rows]
     if status.end is not None:
         lines.append(status.end.text)
     elif status.condition != "finished":
-        lines += sorted({beat.detail for beat in beats if beat.detail})
+        lines += sorted({row.status.detail for row in status.rows if row.status.detail})
     if status.missing:
         lines.append(f"no status of rank {shortened(status.missing)}")
     shown = status.rows[:top] if top else status.rows
-    rows = [_cells(beat, condition) for beat, condition in shown]
-    lines += ["", *aligned([_HEADINGS, *rows], _LEFT_ALIGNED)]
+    lines += ["", *aligned([_HEADINGS, *map(_cells, shown)], _LEFT_ALIGNED)]
     if len(shown) < len(status.rows):
         lines.append(f"and {len(status.rows) - len(shown)} more ({hint})")
-    if count := sum(bool(beat.stacks) for beat in beats):
-        folder = StatusFiles(run_dir).stacks
-        lines += ["", f"stacks of {count} of {beats[0].size} ranks: {folder}/rank-N.txt"]
+    if status.condition == "hung":
+        lines += ["", f"stacks: {StatusFiles(run_dir).stacks}/rank-N.txt"]
     return "\n".join([*lines, *status.problems])
 
 
 def _headline(run_dir: str | Path, status: RunStatus, now: float) -> str:
-    beats = [beat for beat, _ in status.rows]
-    hosts = len({beat.host for beat in beats})
-    age = max(0.0, now - max(beat.written_at for beat in beats))
-    step = max(beat.step for beat in beats)
+    ranks = [row.status for row in status.rows]
+    hosts = len({rank.host for rank in ranks})
+    age = max(0.0, now - max(rank.written_at for rank in ranks))
+    step = max(rank.step for rank in ranks)
     at = f"step {step}" if step >= 0 else "before its first step"
     return (
-        f"{run_dir}: {status.condition}, {at}; {len(beats)} of {beats[0].size} ranks on {hosts} "
-        f"host{'s' if hosts > 1 else ''}, last heartbeat {_seconds(age)} ago"
+        f"{run_dir}: {status.condition}, {at}; {len(ranks)} of {ranks[0].size} ranks on {hosts} "
+        f"host{'s' if hosts > 1 else ''}, last sign of life {_seconds(age)} ago"
     )
 
 
-def _cells(beat: Heartbeat, condition: str) -> list[str]:
-    phase = f"{beat.phase} ({beat.state})" if beat.state else beat.phase
-    is_rollout = bool(beat.running or beat.queued)
-    numbers = [beat.running, beat.queued, beat.longest, round(beat.left)] if is_rollout else [""] * 4
-    limit = _seconds(beat.limit_seconds) if beat.limit_seconds else ""
-    times = [_seconds(beat.phase_seconds), limit, _seconds(beat.silent_seconds)]
-    step = beat.step if beat.step >= 0 else ""
-    return [str(c) for c in (beat.rank, beat.host, beat.pid, condition, phase, step, *times, *numbers)]
+def _cells(row: RankRow) -> list[str]:
+    rank = row.status
+    phase = f"{rank.phase} ({rank.state})" if rank.state else rank.phase
+    is_rollout = bool(rank.running or rank.queued)
+    numbers = [rank.running, rank.queued, rank.longest, round(rank.left)] if is_rollout else [""] * 4
+    limit = _seconds(rank.limit_seconds) if rank.limit_seconds else ""
+    times = [_seconds(row.phase_seconds), limit, _seconds(row.silent_seconds)]
+    step = rank.step if rank.step >= 0 else ""
+    return [str(c) for c in (rank.rank, rank.host, rank.pid, row.condition, phase, step, *times, *numbers)]
 
 
 def _seconds(value: float) -> str:

@@ -34,11 +34,11 @@ from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.log import setup_logging
+from megatron_tlt.resilience.heartbeat import start_watchdog
 from megatron_tlt.resilience.nonfinite import NonFiniteGuard
 from megatron_tlt.resilience.rollout_cache import RolloutCache
 from megatron_tlt.resilience.run_lock import RunLock, lock_on_all
 from megatron_tlt.resilience.shutdown import GracefulShutdown
-from megatron_tlt.resilience.watchdog_client import start_watchdog
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
@@ -394,7 +394,7 @@ def _prepare(config: Config, world: World) -> RunLock | None:
     except OSError as error:
         raise ConfigError.of("train.run_dir", config.train.run_dir, f"cannot be made: {error.strerror}") from error
     lock = lock_on_all(run_dir, world)
-    world.set_monitor(lambda: start_watchdog(config.watchdog, run_dir, world))
+    world.set_monitor(lambda: start_watchdog(config.watchdog.heartbeat_s, config.hang_s, run_dir, world))
     if world.is_main:
         dump: dict[str, Any] = config.model_dump(mode="json")
         (run_dir / "config.json").write_text(json.dumps(dump, indent=2) + "\n", encoding="utf-8")

@@ -242,7 +242,7 @@ def test_one_update_that_is_not_finite_is_skipped_and_its_batch_kept(whole, tmp_
     arrays = np.load(kept / "rank-00000.npz", allow_pickle=False)
     assert len(arrays["lengths"]) == 32
     assert len(arrays["tokens"]) == arrays["lengths"].sum()
-    assert len(arrays["advantages"]) == (arrays["lengths"] - arrays["prompt_lens"]).sum()
+    assert len(arrays["advantages"]) == arrays["response_lens"].sum() < arrays["lengths"].sum()
     assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert names == ["latest", "step-000001", "step-000003", "step-000004"]

@@ -50,11 +50,10 @@ def whole(tmp_path_factory):
     config = write_config(
         folder,
         train={"num_steps": STEPS},
-        watchdog={"heartbeat_s": 0.25, "hang_s": 120, "slow_min_s": 600},
+        watchdog={"heartbeat_s": 0.25, "hang_s": 600},
         distributed={"timeout_s": 300},
     )
-    said = train(config, folder / "run")
-    assert "WARNING" not in said
+    train(config, folder / "run")
     return folder
 
 
@@ -98,60 +97,41 @@ def test_a_rank_killed_in_any_phase_is_named_and_a_resumed_run_equals_an_uninter
 @pytest.mark.parametrize(
     ("kind", "rank", "phase", "frame"),
     [
-        # Another thread may take the signal: this one goes on for an instant.
-        # Only the watchdog ends a wait for a rank that is silent in an idle window.
+        # Of waits in an idle window only the watchdog ends one. A stopped process goes on for an instant.
         ("SIGSTOP", 1, "idle", "in _rollout"),
         pytest.param("spin", 0, "update", "in happen", marks=pytest.mark.nightly),
         # It holds the GIL: no thread of the rank could notice.
         pytest.param("regex", 1, "score", "in match", marks=pytest.mark.nightly),
-        pytest.param("gil", 0, "exchange", "in happen", marks=pytest.mark.nightly),
         pytest.param("mpi", 1, "merge", "in happen", marks=pytest.mark.nightly),  # inside MPI
     ],
 )
 def test_a_job_that_hangs_ends_with_the_stacks_of_all_ranks(whole, kind, rank, phase, frame):
+    """Named by its watchdog, or, if others wait for it in a collective, by the collective's timeout."""
     run_dir = whole / f"hangs-{kind}"
-    started = time.monotonic()
     fault = {"rank": rank, "phase": phase, "step": 1, "kind": kind}
-    done = train_with_fault(whole / "tiny.yaml", run_dir, fault, "watchdog.hang_s=20")
+    hang_s = 20 if phase == "idle" else 90
+    limits = (f"watchdog.hang_s={hang_s}", "distributed.timeout_s=10")
+    started = time.monotonic()
+    done = train_with_fault(whole / "tiny.yaml", run_dir, fault, *limits)
     assert done.returncode != 0
-    assert time.monotonic() - started < 280
-    said = [line for line in done.stdout.splitlines() if "the job hangs: " in line]
-    assert len(said) == 1 and f"rank {rank} (host " in said[0] and f"in phase {phase}, step 1" in said[0], (
-        done.stdout
-    )
-    assert "the stacks of all 2 ranks are in" in said[0] and "none came" not in said[0]
+    assert time.monotonic() - started < 20 + 60 + 120, "within a minute after the timeout, and the steps before it"
+    end = json.loads(status(run_dir, "--json").stdout)["end"]
+    is_timeout = "the job hangs: " not in done.stdout
+    where = f"phase {phase}, step 1"
+    if is_timeout:
+        assert f"rank {rank} (still in {where})" in done.stdout or "not arrived: none" in done.stdout, done.stdout
+        assert "all ranks write their stacks to" in done.stdout
+    else:
+        assert f"the job hangs: rank {rank} (host " in done.stdout and f"in {where}" in done.stdout, done.stdout
+    assert is_timeout != (phase == "idle") and end["ranks"] == [rank], end
     stacks = [(run_dir / f"stacks/rank-{n}.txt").read_text() for n in range(2)]
-    assert all("most recent call first" in text and "loop.py" in text for text in stacks)
-    assert frame in stacks[rank] and "Thread 0x" in stacks[rank]
+    assert all("most recent call first" in text for text in stacks)
+    assert frame in stacks[rank] and "loop.py" in stacks[rank] and "Thread 0x" in stacks[rank]
     seen = status(run_dir)
     assert seen.returncode == 1 and f"{run_dir}: hung" in seen.stdout
     table = seen.stdout[seen.stdout.index("rank  host") :].splitlines()
     rows = [row.split() for row in table[1:3]]
     assert [str(rank), "hung", phase] in [[row[0], row[3], row[4]] for row in rows], table
-
-
-@pytest.mark.nightly
-def test_a_collective_that_times_out_leaves_the_stacks_of_all_ranks(whole):
-    """The collective's own timeout comes first here; hangs are not looked for."""
-    run_dir = whole / "times-out"
-    fault = {"rank": 1, "phase": "update", "step": 1, "kind": "spin"}
-    done = train_with_fault(
-        whole / "tiny.yaml", run_dir, fault, "watchdog.hang_s=0", "distributed.timeout_s=10"
-    )
-    assert done.returncode != 0
-    assert "not arrived: none" in done.stdout or "rank 1 (still in phase update, step 1)" in done.stdout
-    assert "the stacks of all 2 ranks are in" in done.stdout, done.stdout
-    assert "in happen" in (run_dir / "stacks/rank-1.txt").read_text()
-
-
-@pytest.mark.nightly
-def test_a_slow_phase_is_warned_of_with_its_rank(whole):
-    fault = {"rank": 1, "phase": "rollout", "step": 4, "kind": "slow"}
-    options = ("watchdog.slow_min_s=1.5", f"train.num_steps={STEPS}", "checkpoint.every=0")
-    done = train_with_fault(whole / "tiny.yaml", whole / "slow", fault, *options)
-    assert done.returncode == 0, done.stdout
-    found = [line for line in done.stdout.splitlines() if "slow: phase rollout, step 4: rank 1 (host " in line]
-    assert found and "rank 0/2" in found[0] and "were expected" in found[0], done.stdout
 
 
 def test_stacks_asked_for_in_a_running_job_change_nothing(whole):

@@ -23,11 +23,41 @@ def test_a_rank_that_raises_ends_the_job_and_is_named_with_phase_and_error():
     assert time.monotonic() - started < 40  # the others sleep for 60 s: they were ended
 
 
-def test_a_rank_that_does_not_arrive_is_named_when_the_collective_times_out():
-    done = run_ranks(3, "tests/mpi/workers/fault.py", "hang", "2", check=False, timeout=60)
+@pytest.mark.parametrize(
+    ("how", "rank", "where"),
+    [
+        ("hang", "2", "phase rollout, step 3"),
+        (
+            "stop",
+            "0",
+            "an unknown phase, its store does not answer",
+        ),  # its store keeps the phases of all ranks
+    ],
+)
+def test_a_rank_that_does_not_arrive_is_named_when_the_collective_times_out(how, rank, where):
+    done = run_ranks(3, "tests/mpi/workers/fault.py", how, rank, check=False, timeout=60)
     assert done.returncode != 0
     assert "failed in phase exchange, step 3" in done.stdout
-    assert "not arrived: rank 2 (still in phase rollout, step 3)" in done.stdout
+    assert f"not arrived: rank {rank} (still in {where})" in done.stdout
+
+
+SHARED = """
+import os, re, sys
+from megatron_tlt.config.run import DistributedSection
+from megatron_tlt.distributed.world import World
+world = World.start(DistributedSection(), 1)
+names = set(re.findall(r"/dev/shm/mpich\\w+", open("/proc/self/maps").read()))
+world.barrier()
+print("mapped", len(names), "left", sum(map(os.path.exists, names)), end=";", flush=True)
+world.barrier()
+sys.exit(2)
+"""
+
+
+def test_a_refused_command_leaves_no_file_in_shared_memory():
+    """With an exit code other than 0 MPI is aborted, after which MPICH removes nothing."""
+    done = run_ranks(2, ["-c", SHARED], check=False)
+    assert done.returncode != 0 and done.stdout.count("mapped 1 left 0;") == 2, done.stdout
 
 
 def test_the_world_must_have_the_size_that_the_launcher_promised():

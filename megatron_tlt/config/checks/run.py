@@ -103,9 +103,7 @@ def check_stop(config: Config) -> Problems:
 
 
 def check_watchdog(config: Config) -> Problems:
-    """A rank must be able to send several heartbeats before their absence counts."""
-    hang, beat = config.watchdog.hang_s, config.watchdog.heartbeat_s
-    if hang and hang < 3 * beat:
-        yield ConfigProblem(
-            "watchdog.hang_s", hang, f"must be 0 or >= 3 * watchdog.heartbeat_s ({3 * beat:g})"
-        )
+    """A rank that waits in a collective, after other work, shows no sign of life and is not the one that hangs."""
+    hang, timeout = config.hang_s, config.distributed.timeout_s
+    if 0 < hang < 2 * timeout:
+        yield ConfigProblem("watchdog.hang_s", hang, f"must be 0 or >= 2 * distributed.timeout_s ({2 * timeout:g})")

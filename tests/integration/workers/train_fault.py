@@ -1,6 +1,5 @@
 """`megatron-tlt train` with a fault on one rank. argv: a JSON object (see `Fault`), then the command's arguments."""
 
-import ctypes
 import json
 import os
 import re
@@ -34,13 +33,8 @@ class Fault:
                 pass
         elif self.kind == "regex":  # holds the GIL for ever
             re.match(r"(a+)+$", "a" * 60 + "b")
-        elif self.kind == "gil":
-            while True:
-                ctypes.PyDLL(None).sleep(600)
         elif self.kind == "mpi":
             world.comm.recv(source=world.rank, tag=77)
-        elif self.kind == "slow":
-            time.sleep(15)
         elif self.kind.startswith("/"):  # until this file is there
             while not os.path.exists(self.kind):
                 time.sleep(0.05)

@@ -1,10 +1,13 @@
 """One rank raises, or does not arrive at a barrier; argv: how, which rank."""
 
+import os
+import signal
 import sys
 import time
 
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.run import DistributedSection
+from megatron_tlt.distributed import world as world_module
 from megatron_tlt.distributed.world import World
 
 
@@ -14,9 +17,12 @@ def body(world: World) -> None:
     if world.rank == rank:
         if how == "raise":
             raise RuntimeError("made to fail")
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(60)
     world.enter("exchange", 3)
     world.barrier()
 
 
+world_module._STORE_S = 2.0
 sys.exit(run_on_every_rank(DistributedSection(timeout_s=4), 1, body))

@@ -5,23 +5,20 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_tlt.cli import watch
 from megatron_tlt.cli.main import main
-from megatron_tlt.resilience.heartbeat import Heartbeat, StatusFiles, write_status
+from megatron_tlt.resilience.status_files import RankStatus, StatusFiles
 from tests.helpers.synthetic_run import write_run
 
-BEAT = Heartbeat(
-    "a", 0, 2, "n0", 10, phase="rollout", step=10, state="BUSY", running=12, queued=5, longest=340
-)
 
-
-def beat(run_dir: Path, **more: object) -> None:
+def beat(run_dir: Path, **more: Any) -> None:
     files = StatusFiles(run_dir)
     files.clear()
+    status = RankStatus("a", 0, 2, "n0", 10, phase="rollout", step=10, state="BUSY", running=12, queued=5, longest=340)
     for rank in range(2):
-        heartbeat = replace(BEAT, rank=rank, written_at=time.time(), **more)
-        write_status(files.heartbeat(rank), heartbeat)
+        files.write_rank(replace(status, rank=rank, phase_at=time.time(), written_at=time.time(), **more))
 
 
 def test_the_last_steps_and_what_the_ranks_do(tmp_path, capsys):
