@@ -70,6 +70,6 @@ DRAFTERS = {
     for facts in (
         DrafterFacts("eagle", 0, False, online_draft_steps=1),
         # Three norms with their inputs in fp32, and what the layer reads of the position before.
-        DrafterFacts("eagle3", 3, True, online_draft_steps=3, more_kept=28, less_first=17),
+        DrafterFacts("eagle3", 3, True, online_draft_steps=3, more_kept=21, less_first=17),
     )
 }

@@ -11,7 +11,7 @@ queries and of keys; t = rollout.tp; e bytes of an element of the drafter in tra
   the gradient of its last weight; (3) all gradients in fp32; with several ranks as they are, one in fp32 for the sum.
 * Embedding and LM head are the engine's own tables. From a window to its merge the head is gathered with t > 1, and the
   C decoder's packed one is unpacked.
-* Kind eagle3: hidden states of 4H; kept for backward `T*e*28H` more, of the first position 11H; the loss of normed
+* Kind eagle3: hidden states of 4H; kept for backward `T*e*21H` more, of the first position 4H; the loss of normed
   outputs, and the gradient of its own LM head in fp32, twice once the blocks are gone.
 * On the host: hidden states, the state where the window began, and the copy that a checkpoint is written from.
 

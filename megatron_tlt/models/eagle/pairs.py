@@ -32,23 +32,19 @@ class PairLayout:
         real = query < counts[:, None]  # [B, Q]
         order = np.maximum(0, real.ravel().cumsum() - 1)
         runs = [np.arange(a, a + n) for a, n in zip(batch.offsets, lengths, strict=True)]
-        self._bases = ((starts[:-1] + first)[:, None] + query)[real]
+        self.base_rows = ((starts[:-1] + first)[:, None] + query)[real]  # [N], `bases` on the host
         # For every token the first one behind it that was not drawn or begins a sequence: drafts end before it.
         ends = np.append(np.where(batch.drawn, starts[-1], np.arange(starts[-1])), starts[-1])
         ends[starts] = starts
         ends = np.minimum.accumulate(ends[::-1])[::-1]
-        self._last = ends[self._bases + 1] - 2
+        self._last = ends[self.base_rows + 1] - 2
         self.longest = int(max(a + n for a, n in zip(batch.offsets, lengths, strict=True)))
         self.latest = int(first.max())  # base of the first query, of any sequence
-
-        def here(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(
-                batch.tokens.device, non_blocking=True
-            )
-
+        self._device = batch.tokens.device
+        here = self.here
         self.positions = here(np.concatenate(runs))  # [T]
         self.first = here(first)  # [B]
-        self.bases = here(self._bases)  # [N], rows of the T
+        self.bases = here(self.base_rows)  # [N], rows of the T
         self.last = here(self._last)  # [N], last row of the base's draft; before the base if its token was given
         self.packed = here(np.flatnonzero(real))  # [N], padded -> packed
         self.padded = here(order.reshape(real.shape))  # [B, Q], packed -> padded; padding repeats a real row
@@ -62,10 +58,13 @@ class PairLayout:
         """Bool [N]: bases that have step `step`."""
         return self.bases + step <= self.last
 
-    def existing(self, step: int) -> Tensor:
-        """The same as indices of the N."""
-        there = np.flatnonzero(self._bases + step <= self._last)
-        return torch.from_numpy(there).to(self.bases.device, non_blocking=True)
+    def existing(self, step: int) -> np.ndarray:
+        """The same as indices of the N, on the host."""
+        return np.flatnonzero(self.base_rows + step <= self._last)
+
+    def here(self, values: np.ndarray) -> Tensor:
+        """Numbers int64 on the batch's device."""
+        return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self._device, non_blocking=True)
 
 
 def take(packed: Tensor, index: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def test_loss_and_gradients_equal_a_loop_over_tokens(monkeypatch, weights, t: fl
 @pytest.mark.parametrize("size", [60, 101], ids=["reduced", "whole"])
 @pytest.mark.parametrize(("weights", "t"), CASES, ids=["default", "cold"])
 def test_eagle3_is_taught_over_its_own_vocabulary(monkeypatch, weights, t: float, size: int) -> None:
-    """Norm and head are trained, too; rows whose most likely token is unknown teach nothing, but count in `accept`."""
+    """Norm and head are trained, too; rows whose drawn token is unknown teach nothing and count as not accepted."""
     monkeypatch.setattr(module, "_MAX_ELEMENTS", 700)
     config = Eagle3Config.of(DEEP["qwen3"], draft_vocab_size=size)
     embed, head = lookup_tables(config.policy)
@@ -104,10 +104,11 @@ def test_eagle3_is_taught_over_its_own_vocabulary(monkeypatch, weights, t: float
                 if base + step <= s.length - 2:
                     p = torch.softmax(head @ s.hidden[base + step, -64:] / t, 0)
                     log_q = (model.full_logits(output[row])[ids] / t).log_softmax(0)
-                    accepts.append(torch.minimum(p[ids], log_q.exp()).sum().detach())
-                    is_known = int(p.argmax()) in ids.tolist()
+                    p = p[ids] / p[ids].sum()
+                    is_known = int(s.token_ids[base + step + 1]) in ids.tolist()
                     unknown += not is_known
-                    terms.append(one_row(p[ids] / p[ids].sum(), log_q, weights) * is_known)
+                    accepts.append(torch.minimum(p, log_q.exp()).sum().detach() * is_known)
+                    terms.append(one_row(p, log_q, weights) * is_known)
                 row += 1
         want = want + weights.step_decay**step * torch.stack(terms).mean()
         torch.testing.assert_close(parts["accept"][step], torch.stack(accepts).mean(), atol=1e-5, rtol=1e-4)

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
 from megatron_tlt.config.drafter import DrafterLossSection
 from megatron_tlt.drafter.kinds.base import LossParts
-from megatron_tlt.drafter.loss import HeadLoss
+from megatron_tlt.drafter.loss import DraftedRows, HeadLoss
 from megatron_tlt.models.drafters import DraftBatch
 from megatron_tlt.models.eagle.model import PairModel
 from megatron_tlt.models.eagle.pairs import PairLayout
@@ -41,27 +42,30 @@ def draft_loss(
     """The loss (0-d, differentiable) of `PairModel.unroll`'s outputs [N, H], and its parts: `hidden` (SmoothL1, of
     models that imitate states), `ce`, `accept` (1 - TV).
 
-    The last H columns of `batch.hidden` are the policy's final hidden state; head [V, H] is the policy's. 1 - TV is
-    over the whole vocabulary: a token outside the drafter's cannot be accepted. A step that no sequence is long enough
-    for adds nothing. How sequences are packed does not matter: every term is a sum over rows divided by their number,
-    or by `counts` where the batch is a share of a larger one.
+    The last H columns of `batch.hidden` are the policy's final hidden state; head [V, H] is the policy's. A step that
+    no sequence is long enough for adds nothing. How sequences are packed does not matter: every term is a sum over rows
+    divided by their number, or by `counts` where the batch is a share of a larger one.
     """
-    total = torch.zeros((), device=head.device)
-    parts: LossParts = {}
-    states, ids, own = batch.hidden[:, -head.shape[1] :], model.token_ids(), model.own_head(head)
-    for step, output in enumerate(outputs):
-        valid = layout.existing(step)
-        rows = layout.bases[valid] + step
-        target, drafted = states.index_select(0, rows), output.index_select(0, valid).float()
-        count = max(1, len(rows) if counts is None else counts[step])
-        given = model.before_head(drafted), own, target, head, ids, loss, temperature
-        far, ce, accept = HeadLoss.apply(*given)  # type: ignore[no-untyped-call]
-        means = {"ce": ce / count, "accept": accept / count}
-        value = far / count
-        if model.imitates_states:
-            near = smooth_l1_loss(drafted, target.float(), reduction="sum") / (count * target.shape[1])
-            means, value = {"hidden": near, **means}, loss.hidden_weight * near + value
-        total = total + loss.step_decay**step * value
-        for name, mean in means.items():
-            parts.setdefault(name, []).append(mean.detach())
-    return total, parts
+    states, ids = batch.hidden[:, -head.shape[1] :], model.token_ids()
+    bases = [layout.existing(step) for step in range(len(outputs))]
+    targets = [layout.base_rows[of_step] + step for step, of_step in enumerate(bases)]
+    rows = DraftedRows.of(targets, head.device)
+    per_row = 1.0 / np.maximum(1, [len(of_step) for of_step in bases] if counts is None else counts[: len(bases)])
+    by_step = torch.tensor(per_row, dtype=torch.float32).to(head.device, non_blocking=True)
+    decay = loss.step_decay ** torch.arange(len(outputs), device=head.device)
+    drafted = torch.cat([o.index_select(0, layout.here(of_step)) for o, of_step in zip(outputs, bases, strict=True)])
+    sorted_rows = drafted.float().index_select(0, rows.output)
+    target, known = states.index_select(0, rows.policy), None
+    if ids is not None:
+        head, known = head.index_select(0, ids), torch.isin(batch.tokens.index_select(0, rows.policy + 1), ids)
+    policy = target, head, known
+    scale = (decay * by_step)[rows.step]
+    given = model.before_head(sorted_rows), model.own_head(head), policy, rows, scale, loss, temperature
+    total, ce, accept = HeadLoss.apply(*given)  # type: ignore[no-untyped-call]
+    of_rows = {"ce": ce, "accept": accept}
+    if model.imitates_states:
+        near = smooth_l1_loss(sorted_rows, target[rows.at].float(), reduction="none").mean(-1)
+        total = total + loss.hidden_weight * (scale * near).sum()
+        of_rows = {"hidden": near.detach(), **of_rows}
+    means = {n: torch.zeros_like(by_step).index_add_(0, rows.step, found) * by_step for n, found in of_rows.items()}
+    return total, {name: list(values) for name, values in means.items()}
