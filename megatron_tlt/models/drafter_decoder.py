@@ -50,6 +50,7 @@ class DraftingRows:
     positions: np.ndarray  # int32 [B], of the row's last token
     output_len: np.ndarray  # int32 [B], tokens drawn so far
     block_tables: np.ndarray  # int32 [S, blocks]
+    outputs: np.ndarray  # int32 [S, width], by slot: the `output_len` tokens drawn so far
     keys: np.ndarray  # uint64 [B], of the requests (`models.keys.request_key`)
     temperature: np.ndarray  # float32 [B], 0: greedy
     synced: np.ndarray  # int32 [S], last position whose pair is cached; written by drafts
@@ -62,17 +63,15 @@ class RowDrafter(Protocol):
     def point_at(self, kv: KVCache, pages: Tensor) -> None:
         """Uses this memory from now on (empty after a release: no draft may follow then)."""
 
-    def draft(
-        self, outputs: np.ndarray, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float
-    ) -> Draft:
-        """Caches the missing pairs of each row, at most the window's, and drafts up to `wanted` int [B] tokens for it.
+    def draft(self, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float) -> Draft:
+        """Caches the missing pairs of each row, at most its last `catch_up`, and drafts up to `wanted` int [B] tokens.
 
-        `outputs` int32 [S, any] holds the tokens drawn so far; `rates` float32 [DEPTHS, BUCKETS] estimates P(match); a
-        draft ends before a token whose cumulative acceptance (the product of the match rates up to it) is below
-        `min_acceptance`. A drafted token has the largest of logits / T + keyed noise; its `feature` is
-        min(position, DEPTHS - 1) * BUCKETS + bucket of the gap to the second candidate. A row whose last pair is cached
-        has nothing to start from and gets no draft. Writes the cache, at drafted positions too, and `synced` and
-        `first`. Raises BackendError for arguments that do not fit and before all weights are loaded.
+        `rates` float32 [DEPTHS, BUCKETS] estimates P(match); a draft ends before a token whose cumulative acceptance
+        (the product of the match rates up to it) is below `min_acceptance`. A drafted token has the largest of
+        logits / T + keyed noise; its `feature` is min(position, DEPTHS - 1) * BUCKETS + bucket of the gap to the second
+        candidate. A row whose last pair is cached has nothing to start from and gets no draft. Writes the cache, at
+        drafted positions too, and `synced` and `first`. Raises BackendError for arguments that do not fit and before
+        all weights are loaded.
         """
 
     def steps(self) -> list[tuple[Hashable, Callable[[], object]]]:
@@ -106,5 +105,5 @@ class DrafterDecoder(Protocol):
         """From now on steps run by `run_step(key, step)` (`GraphCache.run`), where they can be captured. Mutates."""
         return
 
-    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int) -> RowDrafter:
-        """Drafts for `rows`, which catch up with at most their last `window` pairs."""
+    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> RowDrafter:
+        """Drafts for `rows`, of whose missing pairs at most the last `catch_up` are cached."""

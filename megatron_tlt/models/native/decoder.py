@@ -24,7 +24,7 @@ from megatron_tlt.models.base import (
 )
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
-from megatron_tlt.models.native.abi import ERRORS, Step, library
+from megatron_tlt.models.native.abi import ERRORS, TltStep, library
 from megatron_tlt.models.native.parts import (
     MAX_HEAD_DIM,
     Forward,
@@ -80,7 +80,7 @@ class NativeDecoder:
         self._forward.model.final_norm = self._final_norm.data_ptr()
         self._forward.model.aux_count = len(aux_layers)
         self._forward.model.aux[: len(aux_layers)] = aux_layers
-        self._step = Step()
+        self._step = TltStep()
 
     @property
     def complete(self) -> bool:

@@ -17,7 +17,7 @@ from megatron_tlt.models.base import KVCache, Shard
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.experts import route_type, route_width
 from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.native.abi import AllReduce, Layer, Model, Step, library
+from megatron_tlt.models.native.abi import AllReduce, TltLayer, TltModel, TltStep, library
 from megatron_tlt.models.torch.layers import rope_table
 
 TILE = 16  # cached positions in a tile: block sizes are multiples of it
@@ -106,7 +106,7 @@ class PackedLayers:
         self._vectors = [
             {name: torch.zeros(n) for name, n in (wide | heads).items()} for _ in range(config.num_layers)
         ]
-        self.structures = (Layer * config.num_layers)()
+        self.structures = (TltLayer * config.num_layers)()
         for layer, weights, vectors in zip(self.structures, self._weights, self._vectors, strict=True):
             for name, tensor in (weights | vectors).items():
                 setattr(layer, name, tensor.data_ptr())
@@ -171,7 +171,7 @@ class Forward:
         c, h, padded = config, pad(config.hidden_size), -(-config.head_dim // TILE) * TILE
         self._part = torch.zeros(MAX_ROWS * h)
         self._rope = rope_table(c, c.max_position_embeddings)
-        self.model = Model(
+        self.model = TltModel(
             hidden=c.hidden_size,
             layers=c.num_layers,
             heads=shard.heads,
@@ -240,7 +240,7 @@ def new_kv_cache(num_blocks: int, block_size: int, bytes_per_block: int) -> KVCa
     return KVCache(num_blocks, block_size, zeros(num_blocks * bytes_per_block // 4))
 
 
-def fill_step(step: Step, batch: DecoderInput, kv: KVCache) -> None:
+def fill_step(step: TltStep, batch: DecoderInput, kv: KVCache) -> None:
     """Points `step` at a batch and a cache; `batch` must stay alive while it is used.
 
     Raises BackendError for tensors that are not contiguous int32 on CPU, of the shapes in `DecoderInput`.

@@ -121,7 +121,7 @@ def test_steps_that_no_chain_can_reach_are_not_taken(name: str) -> None:
 @both
 def test_only_the_window_is_caught_up_with(kernels: str) -> None:
     """Hidden states before it are not read, be they NaN, and what was fed before is not attended to."""
-    rows = rows_of(loaded("qwen3", kernels), [40, 600, 9], window=8)
+    rows = rows_of(loaded("qwen3", kernels), [40, 600, 9], catch_up=8)
     rows.feed(1, 1, 560)
     rows.pages[rows.slots(0, np.arange(30))] = float("nan")
     check(rows.draft([4, 3, 2]), rows, "qwen3")
@@ -171,11 +171,11 @@ def test_a_native_draft_ignores_its_neighbours_and_the_threads(name: str) -> Non
         assert_same(of_row(together[0], row), alone.draft(wanted[row]))
 
 
-@pytest.mark.parametrize("window", [1, 16, 17])
-def test_native_drafts_read_nothing_that_was_not_cached(window: int) -> None:
+@pytest.mark.parametrize("catch_up", [1, 16, 17])
+def test_native_drafts_read_nothing_that_was_not_cached(catch_up: int) -> None:
     results = []
     for fill in (0.0, float("nan")):
-        rows = rows_of(loaded("qwen2", "native"), [522], window=window)
+        rows = rows_of(loaded("qwen2", "native"), [522], catch_up=catch_up)
         rows.kv.data.fill_(fill)
         results.append(rows.draft(5))
     assert_same(*results)
@@ -284,7 +284,7 @@ def test_positions_beyond_the_first_rotary_table(kernels: str) -> None:
     eagle = build_eagle(policy, EagleConfig.of(config))
     eagle.load_weights(eagle_weights(config))
     for length in (4094, 4200):
-        rows = rows_of(eagle, [length], window=12)
+        rows = rows_of(eagle, [length], catch_up=12)
         rows.feed(0, 4000, 4080)
         check_row(rows.draft(4), rows, 0, random_weights(config), eagle_weights(config), atol=2e-3)
 

@@ -44,7 +44,7 @@ class Twins:
         self.random = np.random.default_rng(seed)
         self.rows = RunningRows(MOST, 64, blocks, CONFIG.vocab_size, max_output=128)
         self.pages = PagedHiddenStates(MOST * blocks, SIZE, CONFIG.hidden_size)
-        make = partial(TrainedDrafter, rows=self.rows, pages=self.pages, window=WINDOW)
+        make = partial(TrainedDrafter, rows=self.rows, pages=self.pages, catch_up=WINDOW)
         self.native, self.torch = (make(make_decoder(kernels)) for kernels in ("native", "torch"))
         self.free = [list(range(i * blocks, (i + 1) * blocks)) for i in range(MOST)]
         for own in self.free:
@@ -181,4 +181,4 @@ def test_wrong_input_is_refused() -> None:
         native.propose(rows, ones, CHAIN)
     rows.outputs = rows.outputs.astype(np.int64)
     with pytest.raises(BackendError, match="outputs must be"):
-        native.propose(rows, ones, CHAIN)
+        TrainedDrafter(make_decoder(), rows, twins.pages, WINDOW)
