@@ -1,7 +1,7 @@
-"""Paged KV-cache blocks and their reference counts. Torch-free: the simulator runs this very code.
+"""Paged KV-cache blocks and their reference counts. Torch-free: the simulator runs the same code.
 
-A block is `block_size` token positions of every layer. Blocks are counted references, so the samples of one
-prompt share its full blocks; the holder of the only reference may write.
+A block is `block_size` token positions of every layer. References to a block are counted, so that the samples of one
+prompt share its full blocks. The holder of the only reference may write.
 """
 
 from __future__ import annotations
@@ -58,5 +58,5 @@ class BlockManager:
                 self._free.append(block)
 
     def references(self, block: int) -> int:
-        """How many holders a block has."""
+        """References to a block."""
         return self._references[block]

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DraftBatch, DrafterConfig, DrafterModel
 from megatron_tlt.models.eagle.config import EagleConfig
-from megatron_tlt.models.eagle.pairs import PairLayout, attend, take
+from megatron_tlt.models.eagle.pairs import PairLayout, attend_pairs, take
 from megatron_tlt.models.torch.layers import rms_norm, rope_table, rotate
 
 _FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
@@ -220,7 +220,7 @@ class PairModel(DrafterModel):
                 previous = outputs[-1]
                 x = self.join(embedded.index_select(0, layout.rows(step)), previous)
                 chain.append(self.keys_values(x, rope))
-            attended = attend(self.queries(x, rope), far[0], far[1], chain, layout)
+            attended = attend_pairs(self.queries(x, rope), far[0], far[1], chain, layout)
             outputs.append(self.finish(x, previous, attended))
         return outputs
 

@@ -73,7 +73,7 @@ def take(packed: Tensor, index: Tensor) -> Tensor:
     return packed.index_select(0, index.flatten()).view(*index.shape, *packed.shape[1:])
 
 
-def attend(
+def attend_pairs(
     q: Tensor, keys: Tensor, values: Tensor, chain: list[tuple[Tensor, Tensor]], layout: PairLayout
 ) -> Tensor:
     """q [N, Hq, D] over its sequence's pairs (keys, values [B, Hkv, K, D]) and its own chain -> [N, Hq, D]."""

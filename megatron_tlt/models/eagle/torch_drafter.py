@@ -41,7 +41,7 @@ from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.keyed_noise import Candidates, best_candidates
 from megatron_tlt.models.keys import row_keys
-from megatron_tlt.models.torch.attention import Plan, StaticPlan
+from megatron_tlt.models.torch.attention import AttentionPlan, StaticPlan
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.models.torch.paged import PagedPlan
 from megatron_tlt.models.torch.transfer import upload
@@ -132,7 +132,7 @@ class TorchEagle(DrafterDecoder):
             return self.policy.logits(out), out
         return self.model.full_logits(out), out
 
-    def _plan(self, fed: DecoderInput, first_visible: Tensor, block_size: int) -> Plan:
+    def _plan(self, fed: DecoderInput, first_visible: Tensor, block_size: int) -> AttentionPlan:
         kv_heads = self._layer.num_kv_heads
         group = self._layer.num_heads // kv_heads
         if self.policy.paged is None:

@@ -27,9 +27,9 @@ from megatron_tlt.models.base import (
 )
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
-from megatron_tlt.models.torch.attention import AttentionPlan, Plan, StaticPlan
+from megatron_tlt.models.torch.attention import AttentionPlan, RaggedPlan, StaticPlan
 from megatron_tlt.models.torch.experts import empty_experts, mix_alike
-from megatron_tlt.models.torch.invariant import TILE, TilePlan, by_tiles, check_rows_alike, rowwise, tiles
+from megatron_tlt.models.torch.invariant import TILE, TilePlan, by_tiles, check_rows_alike, row_tiles, rowwise
 from megatron_tlt.models.torch.layers import PLAIN, HeadNorms, LayerOps, rope_table
 from megatron_tlt.models.torch.paged import PagedPlan, PagedRun
 
@@ -223,14 +223,14 @@ class TorchDecoder:
         local = by_tiles(self._local_logits, hidden) if self.invariant else self._local_logits(hidden)
         return self._shard.gather_logits(self.tp, local, self.config.vocab_size).float()
 
-    def _plan(self, batch: DecoderInput, block_size: int, rows_each: int | None = None) -> Plan:
+    def _plan(self, batch: DecoderInput, block_size: int, rows_each: int | None = None) -> AttentionPlan:
         """How the batch attends; with `rows_each` it is one of `forward_static`."""
         kv_heads = self._shard.kv_heads
         heads = (kv_heads, self._shard.heads // kv_heads)
         if self.paged is not None:
             return PagedPlan(self.paged, batch, block_size, heads, rows_each)
         if rows_each is None:
-            return AttentionPlan(batch, block_size)
+            return RaggedPlan(batch, block_size)
         return StaticPlan(batch, block_size, rows_each)
 
     def _require_weights(self) -> None:
@@ -243,7 +243,7 @@ class TorchDecoder:
             self._check_rows_alike()
             self._checked = True
         done, routed_experts = [], []
-        for t in tiles(batch, kv.block_size, kv.num_blocks * kv.block_size):
+        for t in row_tiles(batch, kv.block_size, kv.num_blocks * kv.block_size):
             of_tile: list[Tensor] = []
             states = self._layers_forward(t.token_ids, t.positions, t.slots, kv, t.plan, of_tile)
             done.append([state[: t.used] for state in states])
@@ -257,7 +257,7 @@ class TorchDecoder:
         positions: Tensor,
         slots: Tensor,
         kv: KVCache,
-        plan: Plan,
+        plan: AttentionPlan,
         chosen: list[Tensor],
     ) -> list[Tensor]:
         """The residual stream behind each of `aux_layers` and behind the last layer, [T, H] each; the experts [T, k] of
@@ -284,7 +284,7 @@ class TorchDecoder:
         cache: Tensor,
         rope: Tensor,
         slots: Tensor,
-        plan: Plan,
+        plan: AttentionPlan,
     ) -> Tensor:
         norms: HeadNorms | None = None
         if self.config.qk_norm:

@@ -49,7 +49,7 @@ class Tiles:
 
 
 class PagedPlan:
-    """One batch's tiles and masks; made once a forward, used by every layer. See `attention.Plan`.
+    """One batch's tiles and masks; made once a forward, used by every layer. See `attention.AttentionPlan`.
 
     With `rows_each` every sequence has so many rows, and no value comes to the host: a CUDA graph may capture it.
     """

@@ -35,7 +35,7 @@ from megatron_tlt.types import DraftStrategy
 
 
 class TrainedDrafter(Drafter):
-    """A drafter around an `DrafterDecoder`. `propose` caches the missing pairs."""
+    """A drafter around a `DrafterDecoder`. `propose` caches the missing pairs."""
 
     kind = "trained"
 
@@ -61,17 +61,17 @@ class TrainedDrafter(Drafter):
         self._match_rates = _match_rates()
 
     def release(self) -> None:
-        """Gives the cache's memory back until `resume`, after the runner has given its own. Mutates."""
+        """Frees the cache's memory until `resume`, after the runner has freed its own. Mutates."""
         self.kv.release()
         self._drafts.point_at(self.kv, self._pages.data)
 
     def resume(self) -> None:
-        """Takes the memory again, after the runner has. Mutates."""
+        """Allocates the memory again, after the runner has. Mutates."""
         self.kv.resume(self.decoder.new_kv_cache)
         self._drafts.point_at(self.kv, self._pages.data)
 
     def steps(self) -> list[tuple[Hashable, Callable[[], object]]]:
-        """What the pool of the policy captures; see `RowDrafter.steps`."""
+        """Steps that the policy's pool captures; see `RowDrafter.steps`."""
         return self._drafts.steps()
 
     def feed_chunks(self, batch: Batch) -> None:

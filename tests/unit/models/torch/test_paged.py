@@ -15,7 +15,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.factory import build_eagle
 from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.torch.attention import AttentionPlan, StaticPlan
+from megatron_tlt.models.torch.attention import RaggedPlan, StaticPlan
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.models.torch.paged import PagedPlan
 from tests.helpers.paged import attend_rows
@@ -79,7 +79,7 @@ def test_ragged_batches_equal_gathered_attention(run, splits, heads, kv_heads, d
     batch = ragged([(0, 1), (130, 1), (63, 5), (0, 40), (17, 35)], 16)
     q, keys, values = cache_and_queries(82, heads, kv_heads, d, 64 * 16)
     plan = PagedPlan(run_of(run), batch, 16, (kv_heads, heads // kv_heads), splits=splits)
-    want = AttentionPlan(batch, 16).attend(q, keys, values)
+    want = RaggedPlan(batch, 16).attend(q, keys, values)
     torch.testing.assert_close(plan.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
 
 
@@ -113,7 +113,7 @@ def test_half_precision_stays_within_its_rounding(run):
     dtype = torch.bfloat16 if ON_GPU else torch.float16
     batch = ragged([(200, 1), (90, 3)], 16)
     q, keys, values = cache_and_queries(4, 8, 2, 64, 64 * 16, dtype)
-    exact = AttentionPlan(batch, 16).attend(q.float(), keys.float(), values.float())
+    exact = RaggedPlan(batch, 16).attend(q.float(), keys.float(), values.float())
     got = PagedPlan(run_of(run), batch, 16, (2, 4), splits=2).attend(q, keys, values)
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), exact, atol=4e-3, rtol=1.6e-2)

@@ -15,7 +15,7 @@ from megatron_tlt.models.draft import Draft
 from megatron_tlt.models.drafter_decoder import DrafterDecoder
 from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
-from megatron_tlt.rollout.batch import Batch, Chunk
+from megatron_tlt.rollout.batch import Batch, PrefillChunk
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.rows import RunningRows
@@ -72,7 +72,7 @@ class Twins:
         for start, end in pairwise(bounds):
             self.feed(blocks, start, end)
             for drafter in (self.native, self.torch):
-                drafter.feed_chunks(Batch(0, [Chunk(prefill, start, end)]))
+                drafter.feed_chunks(Batch(0, [PrefillChunk(prefill, start, end)]))
         self.rows.start(request, blocks, cached, blocks[cached // SIZE] * SIZE + cached % SIZE)
         for drafter in (self.native, self.torch):
             drafter.start(request)
