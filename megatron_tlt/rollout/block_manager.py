@@ -56,7 +56,3 @@ class BlockManager:
             references[block] = count - 1
             if count == 1:
                 self._free.append(block)
-
-    def references(self, block: int) -> int:
-        """References to a block."""
-        return self._references[block]

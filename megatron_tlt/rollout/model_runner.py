@@ -65,7 +65,9 @@ class ModelRunner:
         return self.pages
 
     def record_routed_experts(self) -> None:
-        """Records the experts of every token from now on, for `read_routed_experts`; only while no request runs. Mutates
+        """Records the experts of every token from now on, for `read_routed_experts`.
+
+        Only while no request runs. Mutates the runner.
         """
         like = empty_routed_experts(0, self.decoder.config)
         assert like.shape[1], "a dense model"

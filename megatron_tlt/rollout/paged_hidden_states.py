@@ -57,12 +57,11 @@ class PagedHiddenStates:
             device = self.data.device
             blocks[indices(dst, device)] = blocks[indices(src, device)]
 
-    def read(self, blocks: Sequence[int], count: int) -> Tensor:
-        """The first `count` positions [count, W] of a request with these `blocks`: a copy, on the CPU."""
-        return self.start_read(blocks, count).wait()
-
     def start_read(self, blocks: Sequence[int], count: int) -> HostCopy:
-        """`read` without waiting for the device; the blocks may be written again at once."""
+        """Starts to copy the first `count` states [count, W] of a request with these `blocks` to the host.
+
+        The host does not wait for the device; the blocks may be written again at once.
+        """
         device = self.data.device
         within = torch.arange(self.block_size, device=device)
         slots = (indices(blocks, device)[:, None] * self.block_size + within).flatten()[:count]

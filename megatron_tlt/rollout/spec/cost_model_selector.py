@@ -12,8 +12,8 @@ a length: lengths of the configured drafter, and of a mixed drafter also those o
 counted by kind.
 
 Batch sizes from 2^(k-1) to 2^k - 1 form bucket k. Each bucket decodes with its best candidate, measures it in intervals
-of steps, and decides anew after each. The costs c and d are fitted to the measurements of all buckets, near ones with
-more weight; a candidate's own measurements correct the fit (`step_costs.py`).
+of steps, and decides anew after each. The costs c and d are fitted to the measurements of all buckets; a candidate's
+own measurements correct the fit (`step_costs.py`).
 
 A trial is an interval of another candidate. Its lost seconds are its own less those in which the best candidate
 generates as many tokens. The more a candidate loses, the rarer its trials, so that all together lose `exploration` of
@@ -39,7 +39,6 @@ _log = logging.getLogger(__name__)
 
 _INTERVAL = 256  # request-steps of a full measurement interval: its median has an error of a few percent
 _TRIAL = 12  # steps of a trial and of a bucket's first interval; the next ones double: a rollout's tail is short
-_NEXT_BUCKET = 0.25  # weight of a measurement in the fit of the next bucket, squared in the one after: B differs by 2
 _MOST_ACCEPTANCE = 0.95  # highest threshold of verification: without any draft acceptance would not be measured
 _SLOWDOWN_SHARE = 0.5  # of a change of the best candidate's seconds that is ascribed to the machine, not to the step
 
@@ -60,6 +59,7 @@ class _Bucket:
     current: int = 0
     strategy: DraftStrategy = NO_DRAFT
     steps: int = _TRIAL  # until it ends
+    is_cold: bool = True  # it follows an interval of another candidate
     measured: list[StepMeasurement] = field(default_factory=list)
 
 
@@ -130,6 +130,7 @@ class CostModelSelector:
         full = max(_TRIAL, int(_INTERVAL / bucket.running))
         bucket.strategy = DraftStrategy(kind, length, min_acceptance) if length else NO_DRAFT
         bucket.steps = min(_TRIAL << bucket.intervals, full) if candidate == bucket.best else _TRIAL
+        bucket.is_cold = candidate != bucket.current
         bucket.current = candidate
         bucket.measured.clear()
 
@@ -140,7 +141,8 @@ class CostModelSelector:
         bucket.seconds += seconds
         bucket.intervals += 1
         bucket.running += 0.5 * (float(np.mean([m.num_running for m in steps])) - bucket.running)
-        self._measure(bucket, candidate, steps)
+        # After a switch caches are cold: the first half of the steps is slower than the candidate is in the long run.
+        self._measure(bucket, candidate, steps[len(steps) // 2 :] if bucket.is_cold else steps)
         if bucket.current != bucket.best:
             lost = seconds - sum(m.num_emitted for m in steps) / self._speeds(bucket)[bucket.best]
             self._postpone(bucket, candidate, lost, seconds)
@@ -178,7 +180,7 @@ class CostModelSelector:
             if bucket.candidates[0].steps:  # plain decoding was measured; a short draft is next
                 self._start_interval(bucket, min(2, len(self._candidates) - 1))
             return
-        bucket.costs = self._fit(bucket)
+        bucket.costs = self._fit()
         speeds = self._speeds(bucket)
         fastest = speeds.index(max(speeds))
         if speeds[fastest] > (1 + self._hysteresis) * speeds[bucket.best]:
@@ -217,11 +219,11 @@ class CostModelSelector:
             speeds.append(running * tokens / bucket.costs.seconds(measured_as, running, rows))
         return speeds
 
-    def _fit(self, bucket: _Bucket) -> Costs:
-        """Costs near a bucket: measurements of the others weigh less the further away they are."""
+    def _fit(self) -> Costs:
+        """The costs that explain the measurements of all buckets best."""
         step, draft = [], []
-        for distance, c in self._measured_candidates(bucket):
-            weight = min(c.steps, _TRIAL) * _NEXT_BUCKET**distance
+        for c in (c for bucket in self._buckets.values() for c in bucket.candidates if c.steps):
+            weight = float(min(c.steps, _TRIAL))
             verifies = float(c.length > 0)
             step.append(((1.0, c.running, c.rows, verifies), c.step_seconds, weight))
             if c.length:
