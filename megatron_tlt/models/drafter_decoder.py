@@ -1,6 +1,6 @@
-"""A trained drafter in rollouts: what its PyTorch (`eagle/torch_drafter.py`) and C (`native/eagle.py`) forms share.
+"""Interface of a trained drafter in rollouts, in PyTorch (`eagle/torch_drafter.py`) or C (`native/eagle.py`).
 
-A drafter of kind eagle or eagle3 reads pairs: at position s, the token there and what it takes from the policy's state
+A drafter of kind eagle or eagle3 reads pairs: at position s, the token there and a part of the policy's state
 (`models.base.Decoder`) of position s - 1. Its output at s gives the distribution of the token at s + 1 and stands in
 for the state of s: the next pair is (that token, that output). Keys and values of pair s are
 cached in slot s of the policy's block tables (samples of a prompt share its blocks); slot 0 is never read. There is one
@@ -61,7 +61,7 @@ class RowDrafter(Protocol):
     """Drafts for one set of running rows over one cache. Not thread-safe."""
 
     def point_at(self, kv: KVCache, pages: Tensor) -> None:
-        """Uses this memory from now on (empty after a release: no draft may follow then)."""
+        """Uses this memory from now on. After a release it is empty, and no draft may follow."""
 
     def draft(self, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float) -> Draft:
         """Caches the missing pairs of each row, at most its last `catch_up`, and drafts up to `wanted` int [B] tokens.
@@ -75,7 +75,7 @@ class RowDrafter(Protocol):
         """
 
     def steps(self) -> list[tuple[Hashable, Callable[[], object]]]:
-        """What a pool of graphs may capture, by key, the largest first; none where nothing can be captured."""
+        """Steps that a pool of graphs may capture, by key, the largest first; none where nothing can be captured."""
         return []
 
 
@@ -96,7 +96,7 @@ class DrafterDecoder(Protocol):
         """Copies block src[i] to dst[i]."""
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes all tensors of `DrafterConfig.shapes`. Raises CheckpointError for wrong names or shapes."""
+        """Loads all tensors of `DrafterConfig.shapes`. Raises CheckpointError for wrong names or shapes."""
 
     def feed(self, pairs: Pairs, pages: Tensor, kv: KVCache) -> None:
         """Caches `pairs`; `pages` [slots, W] are the policy's states. Mutates `kv`."""

@@ -94,7 +94,7 @@ def weight_file_name(number: int, count: int) -> str:
 
 
 def write_index(directory: Path, config: ModelConfig, files: Sequence[Sequence[str]], num_bytes: int) -> None:
-    """Writes which file holds which tensor, of parameters by file; nothing for a single file."""
+    """Writes the index, tensor to file, of parameters by file; nothing for a single file."""
     if len(files) == 1:
         return
     named = [(weight_file_name(number, len(files)), names) for number, names in enumerate(files)]

@@ -73,7 +73,7 @@ def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def is_ignorable(name: str, config: ModelConfig) -> bool:
-    """Tensors that some exporters add and that carry no information."""
+    """Whether some exporters add the tensor and it carries no information."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 

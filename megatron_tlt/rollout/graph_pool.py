@@ -78,9 +78,9 @@ class GraphPool:
         self._batch_buckets = batch_buckets(sizes.max_batch)
         decoder.reserve_positions(sizes.max_context + ROWS_EACH[-1])
         self._staging = _Staging(sizes.max_rows, self._batch_buckets[-1], sizes.max_blocks, decoder.device)
-        like = {"dtype": decoder.dtype, "device": decoder.device}
-        self._logits = torch.zeros(sizes.max_rows, decoder.config.vocab_size, **like)
-        self._hidden = torch.zeros(sizes.max_rows, decoder.state_size, **like)
+        dtype, device = decoder.dtype, decoder.device
+        self._logits = torch.zeros(sizes.max_rows, decoder.config.vocab_size, dtype=dtype, device=device)
+        self._hidden = torch.zeros(sizes.max_rows, decoder.state_size, dtype=dtype, device=device)
         self._routed_experts = empty_routed_experts(sizes.max_rows, decoder.config, decoder.device)
         if capturer is None:
             is_cuda = decoder.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""What a drafter of a policy is: its one layer, the tensors that it trains, saves and loads.
+"""Shapes of EAGLE drafters: their one layer, and the tensors that they train, save and load.
 
 | kind | reads of the policy | its layer | its LM head |
 |---|---|---|---|

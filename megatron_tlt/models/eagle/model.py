@@ -1,4 +1,4 @@
-"""Drafters in PyTorch: what EAGLE and EAGLE-3 share, and EAGLE, for training and for rollouts of the PyTorch decoder.
+"""Drafters in PyTorch, for training and for rollouts of the PyTorch decoder: the base of EAGLE and EAGLE-3, and EAGLE.
 
     x_s = fc [E(token_s) ; h_{s-1}],   o_s = layer(x_s)  (no norm before attention, none at the end)
 
@@ -26,7 +26,7 @@ from megatron_tlt.models.eagle.pairs import PairLayout, attend_pairs, take
 from megatron_tlt.models.torch.layers import rms_norm, rope_table, rotate
 
 _FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
-START_SCALE = 0.3  # of what a layer of the policy adds to the residual stream of a drafter made from it
+START_SCALE = 0.3  # of the output projections of a policy's layer in a drafter made from it
 
 
 class Norm(nn.Module):

@@ -6,7 +6,7 @@ copy back:
 
     host: positions, slots, noise keys of all steps --> buffers --step--step--step--> candidates of all steps --> host
 
-The host decides afterwards where each chain ends; steps that no chain can reach are not taken.
+The host decides afterwards where each chain ends. Steps that no chain can reach are not run.
 
 Legend: T pairs, B running rows, A chains that were begun, A' of them still drafting, P the padded number of chains,
 N steps, M blocks of the longest context, H hidden size, W width of a state, V vocabulary, C candidates looked at.
@@ -56,9 +56,9 @@ class TorchEagle(DrafterDecoder):
         self, policy: TorchDecoder, config: DrafterConfig, candidates: Candidates = best_candidates
     ):
         """The policy's tables are read from `policy` at every call. `candidates` may overwrite its logits."""
-        self.candidates, self.config, self._layer = candidates, config, config.layer
+        self.policy, self.config, self.candidates = policy, config, candidates
         self.device, self.dtype = policy.device, policy.dtype
-        self.policy = policy
+        self._layer = config.layer
         self.model = build_model(config).to(policy.device, policy.dtype).requires_grad_(False)
         attention, mlp = self.model.block.self_attn, self.model.block.mlp
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -353,7 +353,7 @@ class TorchRowDrafter(RowDrafter):
 
 
 class _Recorder:
-    """Collects the drafted tokens position by position, and decides which chains go on."""
+    """Collects the drafted tokens position by position, and decides where chains end."""
 
     def __init__(self, rows: int, rates: np.ndarray, min_acceptance: float):
         self._rows, self._rates, self._least = rows, rates, min_acceptance
@@ -361,7 +361,7 @@ class _Recorder:
         self._parts: list[tuple[np.ndarray, ...]] = []  # of each position: rows, then the columns of `Draft`
 
     def reachable(self, steps: int) -> int:
-        """How many of `steps` positions a chain can reach that keeps the best match rates all along."""
+        """Positions, at most `steps`, that a chain with the best match rate at each of them reaches."""
         best, acceptance = self._rates.max(1), np.float32(1)
         for step in range(steps):
             acceptance *= best[min(step, DEPTHS - 1)]
@@ -372,7 +372,7 @@ class _Recorder:
     def record(
         self, step: int, rows: np.ndarray, candidates: np.ndarray, scores: np.ndarray, may_go_on: np.ndarray
     ) -> np.ndarray:
-        """Takes the candidates int32 and scores float32 [A', C], best first, of `rows` [A'] at draft position `step`.
+        """Adds the candidates int32 and scores float32 [A', C], best first, of `rows` [A'] at draft position `step`.
 
         Returns bool [A']: chains that go on. A chain whose next token could not reach the least cumulative acceptance,
         however large that token's gap, ends here.

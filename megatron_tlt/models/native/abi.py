@@ -1,4 +1,4 @@
-"""The C side's structures and functions as ctypes sees them. Field order repeats `csrc/{tlt,eagle,suffix}.h`."""
+"""Structures and functions of the C library under their C names. Field order repeats `csrc/{tlt,eagle}.h`."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ _KINDS = {"keys": np.uint64} | dict.fromkeys(("temperature", "rates", "cumulativ
 def point_at_arrays(structure: Structure, arrays: Any) -> None:
     """Sets the fields of `structure` to the addresses of the numpy arrays in the dataclass `arrays`, by name.
 
-    The caller keeps them alive. Raises BackendError for an array that C could not read.
+    The caller keeps them alive. Raises BackendError for an array of another type or layout.
     """
     for field in fields(arrays):
         name = field.name
@@ -152,7 +152,7 @@ def point_at_arrays(structure: Structure, arrays: Any) -> None:
 
 
 def array_address(name: str, array: np.ndarray, kind: type) -> int:
-    """Address of a contiguous array of `kind`. Raises BackendError for another: C could not read it."""
+    """Address of a contiguous array of `kind`. Raises BackendError for any other array."""
     if array.dtype != kind or not array.flags.c_contiguous:
         raise BackendError(f"rows: {name} must be contiguous {np.dtype(kind)}, not {array.dtype}")
     address: int = array.ctypes.data

@@ -1,8 +1,8 @@
 """`NativeEagle`: a trained drafter on CPU, in C (`csrc/eagle.c`), beside the policy's `NativeDecoder`.
 
-One call makes the drafts of all running rows from the engine's own arrays: which pairs are missing, their keys and
-values, every drafted token's forward, LM head and keyed candidates. Results do not depend on batch or threads, bit for
-bit, as the policy's do not.
+One call makes the drafts of all running rows from the engine's own arrays: it finds the missing pairs, caches their
+keys and values, and runs forward, LM head and keyed candidates of every drafted token. Like the policy's, its results
+do not depend on batch or threads, bit for bit.
 
 Legend: T pairs, B running rows, S slots, N drafted tokens, H hidden size, D longest draft.
 """
@@ -79,7 +79,8 @@ class NativeEagle(DrafterDecoder):
             self._own["lm_head"] = zeros(self._packer.size(config.draft_vocab_size, h))
             head = self._own["lm_head"]
             self._forward.model.final_norm = self._own["norm"].data_ptr()
-        self._forward.model.embed, self._forward.model.head = embed.data_ptr(), head.data_ptr()
+        self._forward.model.embed = embed.data_ptr()
+        self._forward.model.head = head.data_ptr()
         self.structure = TltEagle(self._forward.model, self._layers.extra.data_ptr())
         self.structure.pair = self._forward.buffer(pad(3 * h) + 64)
         self.structure.vocab, self.structure.state_width = config.policy.vocab_size, policy.state_size
@@ -134,7 +135,8 @@ class NativeEagle(DrafterDecoder):
         if len({*lengths}) != 1:
             raise BackendError(f"pairs: columns of {lengths} elements")
         point_at_arrays(call, pairs)
-        call.pages, call.kv = pages.data_ptr(), kv.data.data_ptr()
+        call.pages = pages.data_ptr()
+        call.kv = kv.data.data_ptr()
         self.run(partial(self._lib.tlt_eagle_feed, self.structure, call, self.threads))
 
     def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> NativeRowDrafter:
@@ -151,7 +153,7 @@ class NativeEagle(DrafterDecoder):
             )
 
     def run(self, call: Callable[[], int]) -> None:
-        """Makes a call into C. Raises BackendError for what C refuses and before all weights are loaded."""
+        """Makes a call into C. Raises BackendError if C refuses it, and before all weights are loaded."""
         if not self._loaded or not self.policy.complete:
             raise BackendError("the drafter is used before its weights, or the policy's, were loaded")
         if code := call():
@@ -178,14 +180,23 @@ class _Drafted:
     @classmethod
     def empty(cls, slots: int, room: int) -> _Drafted:
         """Arrays for `room` tokens of `slots` rows."""
-        return cls(*(np.zeros(n, np.int32) for n in (slots, room, room)), np.zeros(room, np.float32))
+        return cls(
+            counts=np.zeros(slots, np.int32),
+            tokens=np.zeros(room, np.int32),
+            feature=np.zeros(room, np.int32),
+            cumulative_acceptance=np.zeros(room, np.float32),
+        )
 
     def draft(self, rows: int) -> Draft:
-        """A copy of what was drafted for `rows` rows."""
+        """A copy of the drafts of `rows` rows."""
         counts = self.counts[:rows].copy()
         total = int(counts.sum())
-        columns = (self.tokens, self.cumulative_acceptance, self.feature)
-        return Draft(counts, *(column[:total].copy() for column in columns))
+        return Draft(
+            counts,
+            self.tokens[:total].copy(),
+            self.cumulative_acceptance[:total].copy(),
+            self.feature[:total].copy(),
+        )
 
 
 class NativeRowDrafter(RowDrafter):
@@ -216,7 +227,8 @@ class NativeRowDrafter(RowDrafter):
     def point_at(self, kv: KVCache, pages: Tensor) -> None:
         """See `RowDrafter.point_at`."""
         self._kv, self._pages = kv.data, pages  # kept alive
-        self._call.pages, self._call.kv = pages.data_ptr(), kv.data.data_ptr()
+        self._call.pages = pages.data_ptr()
+        self._call.kv = kv.data.data_ptr()
 
     def draft(self, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float) -> Draft:
         """See `RowDrafter.draft`."""
@@ -228,13 +240,16 @@ class NativeRowDrafter(RowDrafter):
             )
         if self._shape != (count, longest):
             self._make_room(count, longest)
-        self._wanted.wanted[:count], self._wanted.rates[:] = wanted, rates
+        self._wanted.wanted[:count] = wanted
+        self._wanted.rates[:] = rates
         self._call.min_acceptance = min_acceptance
         self._eagle.run(self._in_c)
         return self._drafted.draft(count)
 
     def _make_room(self, count: int, longest: int) -> None:
-        self._shape = self._call.rows, self._call.depth = count, longest
+        self._shape = count, longest
+        self._call.rows = count
+        self._call.depth = longest
         if len(self._drafted.tokens) < count * longest:
             self._drafted = _Drafted.empty(self._slots, 2 * count * longest)
             point_at_arrays(self._call, self._drafted)

@@ -24,7 +24,7 @@ _SHARED_ROWS = 64  # sequences with at most so many rows share a padded call wit
 
 
 class AttentionPlan(Protocol):
-    """How the rows of one batch attend; made once a forward, used by every layer."""
+    """Attention of the rows of one batch; made once a forward, used by every layer."""
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q [T, Hq, D], keys and values [slots, Hkv, D] (one layer's cache, flat) -> [T, Hq, D]."""
@@ -43,11 +43,12 @@ class RaggedPlan:
         for s, n in enumerate(counts):
             groups[n if n <= _SHARED_ROWS else -s - 1].append(s)
         groups.pop(0, None)
-        self._parts: list[tuple[Tensor, StaticPlan]] = []  # rows of the batch, how they attend
+        self._parts: list[tuple[Tensor, StaticPlan]] = []  # rows of the batch, and their attention
         device = batch.positions.device
         for group in groups.values():
             each = counts[group[0]]
-            at, first = torch.tensor(group, device=device), torch.tensor([starts[s] for s in group], device=device)
+            at = torch.tensor(group, device=device)
+            first = torch.tensor([starts[s] for s in group], device=device)
             rows = (first[:, None] + torch.arange(each, device=device)).flatten()
             blocks = -(-(max(contexts[s] for s in group) - each) // block_size)
             part = replace(

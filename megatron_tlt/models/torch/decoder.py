@@ -1,8 +1,8 @@
 """`TorchDecoder`: the rollout decoder in plain PyTorch, for any device, and the yardstick for the native one.
 
 Unlike the native decoder its results may depend in the last bits on what shares a batch: BLAS picks kernels by shape.
-With `invariant` they do not (see `invariant.py`). `forward_static` is the same model without a look at the values from
-the host, for CUDA graphs.
+With `invariant` they do not (see `invariant.py`). `forward_static` is the same model without a value that comes to the
+host, for CUDA graphs.
 
 Legend: T packed rows, R wanted rows, S sequences, H hidden size, V vocabulary, L layers.
 """
@@ -57,13 +57,13 @@ class TorchDecoder:
     ):
         """`paged` reads the cache in place (`paged.py`); without it every step gathers what it attends to.
 
-        `ops` is what layers do between their products; `aux_layers`: see `base.Decoder`.
+        `ops`: operations of layers between their products; `aux_layers`: see `base.Decoder`.
         """
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         self.invariant, self.paged, self.aux_layers = invariant, paged, aux_layers
         self.state_size = (len(aux_layers) + 1) * config.hidden_size
         self.ops = ops
-        self._checked = False  # whether this machine was seen to compute rows alike
+        self._checked = False  # whether equal rows came out equal on this machine
         self.tp = tp if tp is not None and tp.size > 1 else None
         self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
         self._ledger = WeightLedger(config)
@@ -78,7 +78,8 @@ class TorchDecoder:
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
         self._qkv_sizes = [s.heads * d, s.kv_heads * d, s.kv_heads * d]
-        self._embed, self._final_norm = empty(c.vocab_size, c.hidden_size), empty(c.hidden_size)
+        self._embed = empty(c.vocab_size, c.hidden_size)
+        self._final_norm = empty(c.hidden_size)
         shared = c.tie_word_embeddings and s.size == 1
         self._head = self._embed if shared else empty(s.vocab, c.hidden_size)
         self._layers: list[dict[str, Tensor]] = [
@@ -224,7 +225,7 @@ class TorchDecoder:
         return self._shard.gather_logits(self.tp, local, self.config.vocab_size).float()
 
     def _plan(self, batch: DecoderInput, block_size: int, rows_each: int | None = None) -> AttentionPlan:
-        """How the batch attends; with `rows_each` it is one of `forward_static`."""
+        """The batch's attention; with `rows_each` that of `forward_static`."""
         kv_heads = self._shard.kv_heads
         heads = (kv_heads, self._shard.heads // kv_heads)
         if self.paged is not None:

@@ -2,8 +2,8 @@
 
 BLAS and elementwise kernels choose how they sum, and where their vectors end, by the shapes of a call. So every product
 here has one shape: the packed rows are cut into tiles of `TILE` rows (the last one padded), each tile goes through the
-whole model alone, and a row attends in a call of its own. What is left to trust is that a library treats the rows of
-one product alike: before the first forward equal rows go through the model, and must come out equal.
+whole model alone, and a row attends in a call of its own. One assumption is left, that a library treats the rows of one
+product alike: before the first forward equal rows go through the model, and must come out equal.
 
 Legend: T packed rows, R = TILE, C keys of a row, Hq/Hkv query and kv heads, D head size.
 """
