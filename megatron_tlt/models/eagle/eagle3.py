@@ -5,8 +5,8 @@
     r'  = r + attention(x_s),  o_s = r' + mlp(norm(r'))
     logits of the token at s + 1 = lm_head norm(o_s), over the drafter's own vocabulary
 
-Further drafts read o_s in place of g_s. As all three engines require it, the layer is Llama's for every policy (no bias,
-no norm of queries and keys), under the names that they read.
+Further drafts read o_s in place of g_s. The layer is Llama's for every policy (no bias, no norm of queries and keys),
+because all three engines require it. Names are those that they read.
 
 Legend: T packed tokens, N bases, H hidden size, V vocabulary, Vd the drafter's, W width of a policy's state.
 """
