@@ -69,31 +69,34 @@ def static(config: ModelConfig, sequences: int, rows_each: int, tp: CountingTp |
     return counted
 
 
+EXPERTS = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 96, "norm_topk_prob": True}
+QWEN3 = {"qkv_bias": False, "qk_norm": True}
+
+
 @pytest.mark.parametrize("rows_each", [1, 6], ids=["decode", "verify"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_captured_step_launches_at_most_twelve_kernels_a_layer(family: str, rows_each: int) -> None:
-    is_qwen3 = family == "qwen3"
-    config = replace(CONFIG, family=family, qkv_bias=not is_qwen3, qk_norm=is_qwen3)
-    deep, shallow = (static(replace(config, num_layers=n), 8, rows_each) for n in (4, 2))
-    assert (deep.launches - shallow.launches) / 2 <= 9  # with split contexts one more, and two collectives
-    assert shallow.launches <= 2 * 9 + (17 if rows_each == 1 else 36)
+@pytest.mark.parametrize(
+    ("fields", "ranks", "a_layer", "beside"),
+    [
+        ({"family": "qwen2"}, 1, 9, 36),
+        ({"family": "qwen3", **QWEN3}, 1, 9, 36),
+        ({"family": "qwen2"}, 2, 9, 40),  # and two collectives a layer
+        ({"family": "qwen3_moe", **QWEN3, **EXPERTS}, 1, 12, 36),  # two for the choice, four for the products
+    ],
+    ids=["qwen2", "qwen3", "two ranks", "experts"],
+)
+def test_a_captured_step_has_a_budget_of_launches(
+    fields: dict, ranks: int, a_layer: int, beside: int, rows_each: int
+) -> None:
+    """Kernels a layer and beside the layers; ranks reduce twice a layer, in the model's type. Nothing is copied."""
+    tp = CountingTp() if ranks > 1 else None
+    layers = {n: {"moe_layers": tuple(range(n))} if "num_experts" in fields else {} for n in (4, 2)}
+    deep, shallow = (static(replace(CONFIG, num_layers=n, **fields, **layers[n]), 8, rows_each, tp) for n in (4, 2))
+    assert (deep.launches - shallow.launches) / 2 <= a_layer
+    assert shallow.launches <= 2 * a_layer + beside - (19 if rows_each == 1 else 0)
     assert deep.copies == 0
-
-
-def test_a_captured_layer_of_experts_launches_at_most_twelve_kernels() -> None:
-    """Two for the choice, four for the products, whatever rows chose: nothing is read on the host."""
-    experts = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 96, "norm_topk_prob": True}
-    config = replace(CONFIG, family="qwen3_moe", qkv_bias=False, qk_norm=True, **experts)
-    deep, shallow = (static(replace(config, num_layers=n, moe_layers=range(n)), 8, 6) for n in (4, 2))
-    assert (deep.launches - shallow.launches) / 2 <= 12 and deep.copies == 0
-
-
-def test_tensor_parallel_ranks_reduce_twice_a_layer_in_the_models_type() -> None:
-    tp = CountingTp()
-    deep, shallow = (static(replace(CONFIG, num_layers=n), 8, 1, tp) for n in (4, 2))
-    assert len(tp.reduced) == 2 * (4 + 2)
-    assert {t.dtype for t in tp.reduced} == {torch.bfloat16}
-    assert (deep.launches - shallow.launches) / 2 <= 9
+    if tp is not None:
+        assert len(tp.reduced) == 2 * (4 + 2)
+        assert {t.dtype for t in tp.reduced} == {torch.bfloat16}
 
 
 def test_a_layer_writes_each_of_its_activations_once() -> None:
