@@ -23,7 +23,7 @@ from megatron_tlt.models.hf_files import SINGLE, shards
 
 
 def weight_files(directory: str | Path) -> dict[str, Path]:
-    """Stored name -> file, from the index or the single file. Raises CheckpointError naming what is missing."""
+    """Stored name -> file, from the index or the single file. Raises CheckpointError naming the missing files."""
     indexed = shards(directory)
     if indexed is not None:
         return indexed

@@ -2,8 +2,8 @@
 
 A *step* is a function without arguments that reads static buffers and writes static buffers, gives the same result
 however often it runs, and never looks at a value from the host. Capturing it turns its kernels into one launch.
-All captured steps take their temporary memory from one pool: they never run at the same time, so each may use what
-the others left, and the pool is as large as the largest step, not as the sum.
+All captured steps take their temporary memory from one pool: they never run at the same time, so the pool
+is as large as the largest step, not as the sum.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class GraphCache:
             self._pool = self._tp.largest(self._capturer.pool_bytes)
             self._graphs[key] = Captured(captured.replay, self._tp.largest(captured.nbytes))
             is_kept = self._fits(0)
-            if not is_kept:  # it took more than was foreseen; what the shared pool has grown by stays
+            if not is_kept:  # it took more than was foreseen; the shared pool does not shrink
                 del self._graphs[key]
         if not is_kept:
             self.stats.refused += 1

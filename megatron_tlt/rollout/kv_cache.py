@@ -10,7 +10,7 @@ import torch
 from megatron_tlt.errors import BackendError
 
 CPU_SHARE = 0.25  # of the memory free now, for all ranks of this machine together
-CUDA_SHARE = 0.5  # of what is free now, for an engine without a memory plan: later allocations need the rest
+CUDA_SHARE = 0.5  # of the memory free now, for an engine without a memory plan: later allocations need the rest
 
 
 def choose_num_blocks(

@@ -103,7 +103,7 @@ class PairModel(DrafterModel):
                     p.copy_(torch.randn(p.shape, generator=generator) * scale * p.shape[1] ** -0.5)
 
     def take_layer(self, read: Callable[[str], Tensor]) -> None:
-        """The layer becomes the policy's second one, what it adds scaled down; inputs twice as wide are read alike.
+        """The layer becomes the policy's second one, its output scaled down; inputs twice as wide are read alike.
 
         A policy's layer with experts has no MLP of this form: the drafter's stays as it is.
         """
@@ -120,7 +120,7 @@ class PairModel(DrafterModel):
 
     @abstractmethod
     def previous(self, states: Tensor) -> Tensor:
-        """What a pair reads of the policy's states [T, W] of the position before: [T, H]."""
+        """The part [T, H] of the policy's states [T, W] of the position before that a pair reads."""
 
     @abstractmethod
     def join(self, embedded: Tensor, previous: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class PairModel(DrafterModel):
         return head
 
     def before_head(self, outputs: Tensor) -> Tensor:
-        """What the head reads of outputs [.., H]."""
+        """The head's input, of outputs [.., H]."""
         return outputs
 
     def full_logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
@@ -199,7 +199,7 @@ class PairModel(DrafterModel):
         """Drafts `steps` tokens ahead from every base, fed with the true tokens: [N, H] for each step.
 
         Step 0 reads the policy's hidden states. Step j >= 1 reads the output of step j - 1 at the same base instead,
-        and attends to what a draft from there would see: the true pairs up to the base, then its own steps 1 .. j
+        and attends to the pairs of a draft from there: the true pairs up to the base, then its own steps 1 .. j
         (training-time test, EAGLE-3, 2503.01840, section 3.2; HASS, 2408.15766, section 3.2). Entry [n] of step j
         predicts the hidden state at s + j and the token at s + j + 1 for base s = `layout.bases[n]`.
         """
@@ -245,7 +245,7 @@ class EagleModel(PairModel):
     def start_from_policy(self, read: Callable[[str], Tensor]) -> None:
         """Replaces the weights of `initialise` by those of the policy's second layer, which learn faster.
 
-        The layer reads the embedding beside the hidden state; what it adds is scaled down, so that o_s is still close
+        The layer reads the embedding beside the hidden state; its output is scaled down, so that o_s is still close
         to h_{s-1}.
         """
         self.take_layer(read)

@@ -99,8 +99,8 @@ class PrefixAttention(torch.autograd.Function):
     to other keys.
 
     Scores S live for a block of queries at a time and are computed again on the way back, as in FlashAttention
-    (2205.14135, section 3): what is saved grows with T, not with T^2. With P = exp(S - n) and upstream gradients dO and
-    dn: dS = P (dO V^T - rowsum(dO O) + dn).
+    (2205.14135, section 3): the saved tensors grow with T, not with T^2. With P = exp(S - n) and upstream gradients dO
+    and dn: dS = P (dO V^T - rowsum(dO O) + dn).
     """
 
     @staticmethod

@@ -176,9 +176,7 @@ class _DraftInputs:
 
 
 class _StepBuffers:
-    """What a step of P chains reads and writes. The tensors stay where they are, since captured graphs keep their
-    addresses.
-    """
+    """Inputs and outputs of a step of P chains. The tensors stay in place: captured graphs keep their addresses."""
 
     def __init__(self, chains: int, max_blocks: int, eagle: TorchEagle):
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -316,7 +314,7 @@ class TorchRowDrafter(RowDrafter):
             place[:, at] = now, self._slots_of(active[at], now), keys.view(np.int64)
 
     def _set_inputs(self, place: Tensor, last: Tensor | None) -> None:
-        """Sets what the step of one position reads: `place` int64 [3, P], and the candidates of `last` float64
+        """Sets the inputs of the step of one position: `place` int64 [3, P], and the candidates of `last` float64
         [2, P, C], the step before. No value comes to the host.
         """
         batch, buffers = place.shape[1], self._buffers

@@ -1,8 +1,8 @@
 """`TorchDecoder`: the rollout decoder in plain PyTorch, for any device, and the yardstick for the native one.
 
-Unlike the native decoder its results may depend in the last bits on what shares a batch: BLAS picks kernels by shape.
-With `invariant` they do not (see `invariant.py`). `forward_static` is the same model without a value that comes to the
-host, for CUDA graphs.
+Unlike the native decoder its results may depend in the last bits on the other rows of a batch: BLAS picks kernels by
+shape. With `invariant` they do not (see `invariant.py`). `forward_static` is the same model for CUDA graphs: no value
+comes to the host.
 
 Legend: T packed rows, R wanted rows, S sequences, H hidden size, V vocabulary, L layers.
 """
@@ -55,7 +55,7 @@ class TorchDecoder:
         aux_layers: tuple[int, ...] = (),
         ops: LayerOps = PLAIN,
     ):
-        """`paged` reads the cache in place (`paged.py`); without it every step gathers what it attends to.
+        """`paged` reads the cache in place (`paged.py`); without it every step gathers keys and values.
 
         `ops`: operations of layers between their products; `aux_layers`: see `base.Decoder`.
         """

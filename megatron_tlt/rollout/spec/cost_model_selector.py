@@ -187,7 +187,7 @@ class CostModelSelector:
             bucket.best = fastest
         best = speeds[bucket.best]
         for candidate, speed in zip(bucket.candidates, speeds, strict=True):
-            if not candidate.next_trial:  # what its first trial will lose is predicted
+            if not candidate.next_trial:  # the loss of its first trial is predicted
                 seconds = _TRIAL * bucket.running / speed
                 self._postpone(bucket, candidate, (1 - speed / best) * seconds, seconds)
         due = [i for i, c in enumerate(bucket.candidates) if i != bucket.best and c.next_trial <= bucket.seconds]

@@ -1,4 +1,4 @@
-"""What decoding steps cost and what drafts bring, measured online: for `cost_model_selector`.
+"""Costs of decoding steps and acceptance of drafts, measured online: for `cost_model_selector`.
 
 Torch-free, no clock of its own. Legend: B running requests, T rows fed to the policy, L draft length, P passes of the
 drafter.
@@ -118,7 +118,7 @@ class AcceptanceCounts:
 def least_squares(measured: Sequence[tuple[tuple[float, ...], float, float]], size: int) -> list[float]:
     """Non-negative factors of the `size` terms of each measurement (terms, seconds, weight) that give its seconds.
 
-    Weighted least squares of relative errors. What the measurements leave open is decided by a weak prior, by which
+    Weighted least squares of relative errors. Where the measurements are not enough, a weak prior decides, by which
     all terms have equal shares of the seconds.
     """
     if not measured:
