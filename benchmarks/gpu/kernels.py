@@ -22,7 +22,7 @@ from benchmarks.gpu.check import TINY, Check, reason
 from benchmarks.gpu.result import Result
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.keyed_noise import best_candidates, gumbel_noise, key_tensor
-from megatron_tlt.models.torch.attention import AttentionPlan
+from megatron_tlt.models.torch.attention import RaggedPlan
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.models.torch.layers import PLAIN
 from megatron_tlt.models.torch.paged import PagedPlan
@@ -58,7 +58,7 @@ def attention(check: Check, sequences: int, tokens: int, context: int, dtype: to
     batch = chains(sequences, tokens, context, 1000, check.device)
     q, keys, values = _cache(check, sequences, tokens, context, dtype)
     plan = PagedPlan(attend, batch, BLOCK, (KV_HEADS, GROUP))
-    want = AttentionPlan(batch, BLOCK).attend(q.double(), keys.double(), values.double())
+    want = RaggedPlan(batch, BLOCK).attend(q.double(), keys.double(), values.double())
     return Found(distance(plan.attend(q, keys, values), want), LIMITS[dtype])
 
 

@@ -1,4 +1,4 @@
-"""The interface of the rollout decoders and what they share: KV cache, weight checks, tensor-parallel shards."""
+"""The interface of the rollout decoders, and their shared parts: KV cache, weight checks, tensor-parallel shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_tlt.models.torch.fixed_memory import FixedMemory
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by their names in configurations
-ENGINE_DTYPES = {name: str(dtype).removeprefix("torch.") for name, dtype in DTYPES.items()}  # what engines call them
+ENGINE_DTYPES = {name: str(dtype).removeprefix("torch.") for name, dtype in DTYPES.items()}  # by engines' names
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class KVCache:
         return not (self.data.numel() if self.memory is None else self.memory.is_taken)
 
     def fix_address(self) -> None:
-        """Moves to memory that keeps its address through `release` and `resume`; what is cached is lost. Mutates."""
+        """Moves to memory that keeps its address through `release` and `resume`; the contents are lost. Mutates."""
         shape, dtype, device, size = self.data.shape, self.data.dtype, self.data.device, self.data.nbytes
         self.data = self.data.new_empty(0)
         torch.cuda.empty_cache()
@@ -51,15 +51,15 @@ class KVCache:
         self.data = self.memory.tensor().view(dtype).view(shape).zero_()
 
     def release(self) -> None:
-        """Frees the memory until `resume`; what is cached is lost. Mutates."""
+        """Frees the memory until `resume`; the contents are lost. Mutates."""
         if self.memory is not None:
             self.memory.release()
         else:
             self.data = self.data.new_empty(0)
 
     def resume(self, make: Callable[[int, int], KVCache]) -> None:
-        """Takes memory again, zeroed, after a `release`: as `make(num_blocks, block_size)` does, at another address,
-        unless it is fixed. Mutates.
+        """Allocates the memory again, zeroed, after a `release`: by `make(num_blocks, block_size)`, at another address,
+        unless the address is fixed. Mutates.
         """
         if self.memory is not None:
             self.memory.take()
@@ -98,8 +98,8 @@ class Decoder(Protocol):
         """
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
-        """Embedding and LM head [V, H], to read: the decoder's own memory where it has them contiguous, else put
-        together. Collective with tensor parallelism.
+        """Embedding and LM head [V, H], to read: the decoder's own memory where they are contiguous, else a copy.
+        Collective with tensor parallelism.
         """
 
     def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
@@ -141,7 +141,7 @@ class WeightLedger:
 
 
 class Shard:
-    """Which part of the model a tensor-parallel rank holds.
+    """The part of the model that a tensor-parallel rank holds.
 
     Query and kv heads, the width of the MLP and of every expert, and the LM head's rows are split. The embedding table
     is whole on every rank, which saves a collective, and so are routers: all ranks choose the same experts.

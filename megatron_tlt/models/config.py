@@ -147,7 +147,7 @@ class ModelConfig:
 
     @property
     def architecture(self) -> ArchitectureConfig:
-        """The shape as checks and memory plan take it."""
+        """The shape in the form that checks and memory plan read."""
         same = {name: getattr(self, name) for name in ArchitectureConfig.model_fields if name != "dense_layers"}
         dense = [layer for layer in range(self.num_layers) if layer not in self.moe_layers]
         return ArchitectureConfig(**same, dense_layers=tuple(dense) if self.num_experts else ())
@@ -159,7 +159,7 @@ class ModelConfig:
 
     @property
     def dense_sibling(self) -> ModelConfig:
-        """The same model with a dense MLP in every layer: what a drafter's layer is cut from."""
+        """The same model with a dense MLP in every layer, from which a drafter's layer is made."""
         dense = {field.name: field.default for field in fields(self) if field.name in MOE_FIELDS}
         return replace(self, family=_DENSE.get(self.family, self.family), **dense)  # type: ignore[arg-type]
 

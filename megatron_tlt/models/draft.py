@@ -1,4 +1,4 @@
-"""What a drafter proposes: a few tokens in a row for each running request. Numpy only.
+"""A drafter's proposal: a few tokens in a row for each running request. Numpy only.
 
 Legend: B running rows, N drafted tokens of all rows.
 """
@@ -25,7 +25,7 @@ class Draft:
     cumulative_acceptance: np.ndarray  # float32 [N]
     feature: np.ndarray | None = None  # int32 [N], cell of the drafter's calibration table
     source: np.ndarray | None = None  # int8 [B], index of the drafter that made the row (mixed)
-    # float64 [B], tokens that the suffix draft was expected to bring to a row that another drafter drafted for (mixed)
+    # float64 [B], expected accepted tokens of each row's suffix draft, for rows whose trained draft was chosen (mixed)
     passed_over: np.ndarray | None = None
 
     @property
@@ -65,7 +65,7 @@ class Draft:
     def likely(self, least: float) -> Draft:
         """The tokens with a cumulative acceptance of at least `least`.
 
-        With costs linear in rows and the price of a row as `least`, no other choice is worth more less its price (the
-        greedy choice of DSpark, Algorithm 1).
+        If the seconds of a step grow linearly with its rows, and `least` is the number of tokens that are generated in
+        the seconds of a row, this choice generates most tokens per second (the greedy choice of DSpark, Algorithm 1).
         """
         return self.select(self.cumulative_acceptance >= least)

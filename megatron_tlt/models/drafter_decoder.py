@@ -1,6 +1,6 @@
-"""A trained drafter in rollouts: what its PyTorch (`eagle/torch_drafter.py`) and C (`native/eagle.py`) forms share.
+"""Interface of a trained drafter in rollouts, in PyTorch (`eagle/torch_drafter.py`) or C (`native/eagle.py`).
 
-A drafter of kind eagle or eagle3 reads pairs: at position s, the token there and what it takes from the policy's state
+A drafter of kind eagle or eagle3 reads pairs: at position s, the token there and a part of the policy's state
 (`models.base.Decoder`) of position s - 1. Its output at s gives the distribution of the token at s + 1 and stands in
 for the state of s: the next pair is (that token, that output). Keys and values of pair s are
 cached in slot s of the policy's block tables (samples of a prompt share its blocks); slot 0 is never read. There is one
@@ -50,6 +50,7 @@ class DraftingRows:
     positions: np.ndarray  # int32 [B], of the row's last token
     output_len: np.ndarray  # int32 [B], tokens drawn so far
     block_tables: np.ndarray  # int32 [S, blocks]
+    outputs: np.ndarray  # int32 [S, width], by slot: the `output_len` tokens drawn so far
     keys: np.ndarray  # uint64 [B], of the requests (`models.keys.request_key`)
     temperature: np.ndarray  # float32 [B], 0: greedy
     synced: np.ndarray  # int32 [S], last position whose pair is cached; written by drafts
@@ -60,23 +61,21 @@ class RowDrafter(Protocol):
     """Drafts for one set of running rows over one cache. Not thread-safe."""
 
     def point_at(self, kv: KVCache, pages: Tensor) -> None:
-        """Uses this memory from now on (empty after a release: no draft may follow then)."""
+        """Uses this memory from now on. After a release it is empty, and no draft may follow."""
 
-    def draft(
-        self, outputs: np.ndarray, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float
-    ) -> Draft:
-        """Caches the missing pairs of each row, at most the window's, and drafts up to `wanted` int [B] tokens for it.
+    def draft(self, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float) -> Draft:
+        """Caches the missing pairs of each row, at most its last `catch_up`, and drafts up to `wanted` int [B] tokens.
 
-        `outputs` int32 [S, any] holds the tokens drawn so far; `rates` float32 [DEPTHS, BUCKETS] estimates P(match); a
-        draft ends before a token whose cumulative acceptance (the product of the match rates up to it) is below
-        `min_acceptance`. A drafted token has the largest of logits / T + keyed noise; its `feature` is
-        min(position, DEPTHS - 1) * BUCKETS + bucket of the gap to the second candidate. A row whose last pair is cached
-        has nothing to start from and gets no draft. Writes the cache, at drafted positions too, and `synced` and
-        `first`. Raises BackendError for arguments that do not fit and before all weights are loaded.
+        `rates` float32 [DEPTHS, BUCKETS] estimates P(match); a draft ends before a token whose cumulative acceptance
+        (the product of the match rates up to it) is below `min_acceptance`. A drafted token has the largest of
+        logits / T + keyed noise; its `feature` is min(position, DEPTHS - 1) * BUCKETS + bucket of the gap to the second
+        candidate. A row whose last pair is cached has nothing to start from and gets no draft. Writes the cache, at
+        drafted positions too, and `synced` and `first`. Raises BackendError for arguments that do not fit and before
+        all weights are loaded.
         """
 
     def steps(self) -> list[tuple[Hashable, Callable[[], object]]]:
-        """What a pool of graphs may capture, by key, the largest first; none where nothing can be captured."""
+        """Steps that a pool of graphs may capture, by key, the largest first; none where nothing can be captured."""
         return []
 
 
@@ -97,7 +96,7 @@ class DrafterDecoder(Protocol):
         """Copies block src[i] to dst[i]."""
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes all tensors of `DrafterConfig.shapes`. Raises CheckpointError for wrong names or shapes."""
+        """Loads all tensors of `DrafterConfig.shapes`. Raises CheckpointError for wrong names or shapes."""
 
     def feed(self, pairs: Pairs, pages: Tensor, kv: KVCache) -> None:
         """Caches `pairs`; `pages` [slots, W] are the policy's states. Mutates `kv`."""
@@ -106,5 +105,5 @@ class DrafterDecoder(Protocol):
         """From now on steps run by `run_step(key, step)` (`GraphCache.run`), where they can be captured. Mutates."""
         return
 
-    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int) -> RowDrafter:
-        """Drafts for `rows`, which catch up with at most their last `window` pairs."""
+    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> RowDrafter:
+        """Drafts for `rows`, of whose missing pairs at most the last `catch_up` are cached."""

@@ -1,4 +1,4 @@
-"""A drafter of any kind: its shape, the batches that it trains on, its weights and arithmetic in training.
+"""Interfaces of a drafter of any kind: its shape, its training batches, its weights and arithmetic in training.
 
 Legend: T packed tokens of B sequences, N bases, H hidden size, V vocabulary, Vd the drafter's.
 """
@@ -90,8 +90,8 @@ class DraftLayout(Protocol):
 class DrafterModel(nn.Module, ABC):
     """A drafter's weights and arithmetic in training.
 
-    The policy's embedding and LM head are given at every call. All tensors (`DrafterConfig.shapes`) are its
-    `state_dict`; what is trained are its parameters.
+    The policy's embedding and LM head are passed at every call. All tensors (`DrafterConfig.shapes`) are its
+    `state_dict`; its parameters are trained.
     """
 
     def __init__(self, config: DrafterConfig):
@@ -137,7 +137,7 @@ class DrafterModel(nn.Module, ABC):
         return []
 
     def load_full(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes all tensors. Raises CheckpointError unless they are all of `DrafterConfig.shapes`."""
+        """Loads all tensors. Raises CheckpointError unless they are exactly those of `DrafterConfig.shapes`."""
         given = dict(named)
         self.config.check(given)
         with torch.no_grad():

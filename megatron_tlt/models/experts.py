@@ -7,7 +7,7 @@ Inside the program the experts of a layer are two stacked tensors, whatever the 
     model.layers.L.mlp.experts.down_proj         [E, H, F]
     model.layers.L.mlp.shared_expert.{gate,up,down}_proj.weight, .mlp.shared_expert_gate.weight [1, H]    (Qwen2-MoE)
 
-On disk every expert has its own three tensors. A stack is those of its experts, one after the other, row by row.
+On disk every expert has its own three tensors; the rows of a stack are theirs, expert by expert.
 No torch here.
 
 Legend: E experts, H hidden, F width of an expert.
@@ -30,7 +30,7 @@ def is_stack(name: str) -> bool:
 
 
 def moe_layer_shapes(hidden: int, experts: int, width: int, shared_width: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of what stands in a layer for the dense MLP; names without the `model.layers.{i}.` prefix."""
+    """Shapes of the tensors that replace the dense MLP of a layer; names without the `model.layers.{i}.` prefix."""
     shapes: dict[str, tuple[int, ...]] = {
         "mlp.gate.weight": (experts, hidden),
         _GATE_UP: (experts, 2 * width, hidden),
@@ -47,7 +47,7 @@ def moe_layer_shapes(hidden: int, experts: int, width: int, shared_width: int) -
 
 
 def route_type(num_experts: int) -> str:
-    """The type of a recorded expert's number."""
+    """Type name of recorded expert ids."""
     return "uint8" if num_experts <= 256 else "int16"
 
 
@@ -91,7 +91,7 @@ def moe_fields(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 
 def moe_to_hf(fields: Mapping[str, Any], family: str, num_layers: int) -> dict[str, Any]:
-    """What config.json says of `moe_fields`."""
+    """`moe_fields` in the form of config.json."""
     if family == "mixtral":
         return {
             "num_local_experts": fields["num_experts"],
@@ -105,7 +105,7 @@ def moe_to_hf(fields: Mapping[str, Any], family: str, num_layers: int) -> dict[s
 
 
 def moe_problems(hf: Mapping[str, Any], family: str) -> Iterator[ConfigProblem]:
-    """Experts in a dense family, missing and impossible fields, and what is not computed."""
+    """Experts in a dense family, missing and impossible fields, and unsupported variants."""
     counts = {key: hf.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")}
     if family not in MOE_FAMILIES:
         for key, value in counts.items():

@@ -82,11 +82,11 @@ def _has_triton(kernels: Kernels, device: torch.device) -> bool:
 def build_eagle(policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:
     """An empty drafter in the form, precision and place of the policy's decoder; load weights next.
 
-    Under tensor parallelism it is whole on every rank. Raises BackendError for a decoder that no drafter goes with, and
-    for one that does not give the states that the drafter reads.
+    Under tensor parallelism it is whole on every rank. Raises BackendError for a decoder without a drafter, and
+    for one that does not return the states that the drafter reads.
     """
     if policy.aux_layers != config.aux_layers:
-        raise BackendError(f"a drafter of layers {config.aux_layers}, a decoder that gives {policy.aux_layers}")
+        raise BackendError(f"a drafter of layers {config.aux_layers}, a decoder that returns {policy.aux_layers}")
     if isinstance(policy, TorchDecoder):
         from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 

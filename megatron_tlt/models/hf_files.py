@@ -1,4 +1,4 @@
-"""Which files a Hugging Face model directory consists of.
+"""The weight files of a Hugging Face model directory.
 
 No torch here: `megatron-tlt check` looks for them without it.
 """

@@ -88,16 +88,16 @@ def split_into_files(sizes: Sequence[int], limit: int) -> list[list[int]]:
     return files
 
 
-def file_name(number: int, count: int) -> str:
+def weight_file_name(number: int, count: int) -> str:
     """The name of the file `number` of `count`, as `transformers` writes it."""
     return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(directory: Path, config: ModelConfig, files: Sequence[Sequence[str]], num_bytes: int) -> None:
-    """Writes which file holds which tensor, of parameters by file; nothing for a single file."""
+    """Writes the index, tensor to file, of parameters by file; nothing for a single file."""
     if len(files) == 1:
         return
-    named = [(file_name(number, len(files)), names) for number, names in enumerate(files)]
+    named = [(weight_file_name(number, len(files)), names) for number, names in enumerate(files)]
     weight_map = {stored: file for file, names in named for stored in stored_names(config, names)}
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
     (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -124,7 +124,7 @@ def save_hf(
         with ExitStack() as stack:
             file_of: dict[str, TensorFile] = {}
             for number, held in enumerate(files):
-                file = TensorFile(scratch / file_name(number, len(files)), config, held, dtype)
+                file = TensorFile(scratch / weight_file_name(number, len(files)), config, held, dtype)
                 file_of |= dict.fromkeys(held, stack.enter_context(file))
             for name, tensor in named_tensors:
                 if is_ignorable(name, config):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HostLengths:
-    """Lengths of a batch on the device that the host has anyway: reading them there would wait."""
+    """Lengths of a batch on the device, known to the host: reading them on the device would wait."""
 
     rows: Sequence[int]  # [S], rows of each sequence
     longest: int  # the largest of `context_lens`
@@ -24,7 +24,7 @@ class HostLengths:
 
 @dataclass(slots=True)
 class DecoderInput:
-    """One ragged batch: prefill chunks and decode tokens are the same thing to the model.
+    """One ragged batch of prefill chunks and decode tokens.
 
     Sequence `s` owns rows `query_start[s]:query_start[s+1]`; its row `i` attends to every cached position
     `<= positions[i]` of the same sequence (the row's own key and value are written first).
@@ -44,7 +44,7 @@ class DecoderInput:
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> DecoderInput:
         """From the first seven fields in order."""
-        return cls(*tensors)  # type: ignore[arg-type]  # never as many as to reach the last three
+        return cls(*tensors)  # type: ignore[arg-type]  # the last three fields keep their defaults
 
 
 @dataclass(slots=True)
@@ -53,5 +53,5 @@ class DecoderOutput:
 
     logits: Tensor  # [R, V] float32 (of graphs: compute type), full vocabulary on every tensor-parallel rank
     hidden: Tensor | None = None  # [T, W] in the compute type, if `all_hidden`
-    # [T, layers with experts * k] of the type `experts.route_type`, if `all_routes`: each row's experts, best first
+    # [T, layers with experts * k] of type `experts.route_type`, if `all_routed_experts`: each row's experts, best first
     routed_experts: Tensor | None = None

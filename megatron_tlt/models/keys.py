@@ -1,4 +1,4 @@
-"""The random numbers of a rollout as a function of what is sampled, never of when or where (numpy only).
+"""The random numbers of a rollout as a function of seed, prompt, sample and position only (numpy only).
 
 The token at output position `t` of sample `i` of prompt `p` under seed `s` draws its noise from the row key
 

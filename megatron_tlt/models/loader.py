@@ -23,7 +23,7 @@ from megatron_tlt.models.hf_files import SINGLE, shards
 
 
 def weight_files(directory: str | Path) -> dict[str, Path]:
-    """Stored name -> file, from the index or the single file. Raises CheckpointError naming what is missing."""
+    """Stored name -> file, from the index or the single file. Raises CheckpointError naming the missing files."""
     indexed = shards(directory)
     if indexed is not None:
         return indexed
@@ -73,7 +73,7 @@ def stored_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def is_ignorable(name: str, config: ModelConfig) -> bool:
-    """Tensors that some exporters add and that carry no information."""
+    """Whether some exporters add the tensor and it carries no information."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Chunk:
+class PrefillChunk:
     """Tokens `start:end` of one prefill."""
 
     prefill: Prefill
@@ -35,7 +35,7 @@ class Batch:
     """Decoding rows come first (one token each), then the chunks in queue order."""
 
     num_decode: int
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[PrefillChunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (from, to), before the forward
     started: list[Request] = field(default_factory=list)  # requests that got their row for this step
 
@@ -46,7 +46,7 @@ class Batch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
+        """Whether the batch has no row."""
         return self.num_decode == 0 and not self.chunks
 
     @property
@@ -75,8 +75,8 @@ class StepResult:
     tokens: np.ndarray  # int32 [R]
     logprobs: np.ndarray  # float32 [R]
     counts: np.ndarray | None = None  # int32 [D]
-    accepted: Accepted | None = None  # of a speculative step: the verdict on its draft
+    accepted: Accepted | None = None  # of a speculative step: the result of verification
 
     def keep(self, mask: np.ndarray, counts: np.ndarray) -> None:
-        """Drops the tokens where `mask` (bool [R]) is False; `counts` are what is left of each row."""
+        """Drops the tokens where `mask` (bool [R]) is False, which leaves `counts` int32 [D] of each row. Mutates."""
         self.tokens, self.logprobs, self.counts = self.tokens[mask], self.logprobs[mask], counts

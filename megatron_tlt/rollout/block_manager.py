@@ -1,7 +1,7 @@
-"""Paged KV-cache blocks and their reference counts. Torch-free: the simulator runs this very code.
+"""Paged KV-cache blocks and their reference counts. Torch-free: the simulator runs the same code.
 
-A block is `block_size` token positions of every layer. Blocks are counted references, so the samples of one
-prompt share its full blocks; the holder of the only reference may write.
+A block is `block_size` token positions of every layer. References to a block are counted, so that the samples of one
+prompt share its full blocks. The holder of the only reference may write.
 """
 
 from __future__ import annotations
@@ -56,7 +56,3 @@ class BlockManager:
             references[block] = count - 1
             if count == 1:
                 self._free.append(block)
-
-    def references(self, block: int) -> int:
-        """How many holders a block has."""
-        return self._references[block]

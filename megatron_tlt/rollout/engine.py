@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatron_tlt.models.torch.decoder import TorchDecoder
     from megatron_tlt.rollout.spec.speculator import Speculator
 
-_PROGRESS_EVERY_S = 0.02  # seconds between two calls of `on_progress`: it must not slow the steps down
+_PROGRESS_EVERY_S = 0.02  # seconds between two calls of `on_progress`: a call must not slow the steps down
 _PROGRESS_EVERY_STEPS = 8  # the same in steps, for an engine of several ranks: all must call at the same step
 
 
@@ -105,7 +105,7 @@ class Engine:
         self.runner.pool.capture(rows_each, [] if trained is None else trained.steps())
 
     def drop_graphs(self) -> None:
-        """Drops captured graphs, before the process groups whose collectives they hold are destroyed. Mutates."""
+        """Drops captured graphs, before the process groups of their collectives are destroyed. Mutates."""
         if self.runner.pool is not None:
             self.runner.pool.graphs.clear()
 
@@ -155,8 +155,8 @@ class Engine:
     ) -> list[Request]:
         """Queues `num_samples` samples of one prompt, from `sample_index` on; computes nothing yet.
 
-        Indices in `without` are left out. A response depends on its own index only, not on which siblings there are.
-        Raises BackendError, naming the numbers, if the request could never run.
+        Indices in `without` are left out. A response depends on its own index only, not on the other samples of the
+        prompt. Raises BackendError, naming the numbers, if the request could never run.
         """
         prompt = np.asarray(prompt_token_ids, np.int32)
         self._check(prompt, params, prompt_id, num_samples)
@@ -233,7 +233,7 @@ class Engine:
         """Steps until idle; returns all requests that ended, in the order of their arrival.
 
         `on_finished` is called with each of them after the step in which it ended. `fetch` is called between two steps
-        while there is room: it adds the requests of another prompt, or returns False once there is none left.
+        while a further request may run: it adds the requests of another prompt, or returns False after the last one.
         """
         finished: list[Request] = []
         generated, first = self._stats.generated_tokens, self._stats.steps
@@ -253,7 +253,7 @@ class Engine:
         return sorted(finished, key=lambda r: r.order)
 
     def _fill(self, fetch: Callable[[], bool] | None) -> bool:
-        """Fetches prompts until as many requests live as run at once, unless some are queued; whether any lives."""
+        """Fetches prompts up to the most running requests, unless some are queued. Whether any request is left."""
         if fetch is not None and not self.scheduler.has_queue:
             most = self.scheduler.limits.max_running
             while self.num_running + self.num_waiting < most and fetch():
@@ -288,7 +288,7 @@ class Engine:
         """Allocates the memory again. Without a `release` before it, it does nothing."""
         if not self.is_released:
             return
-        # the cache is one allocation, of what the device has, not of what PyTorch keeps
+        # The cache is one allocation: it needs free memory of the device, which PyTorch may hold in its cache.
         _return_to_system(self.runner.device)
         self.runner.resume()
         if self.speculator is not None:
@@ -347,6 +347,6 @@ class Engine:
 
 
 def _return_to_system(device: torch.device) -> None:
-    """Frees what PyTorch keeps cached for its next allocation; on CPU large allocations are freed at once."""
+    """Empties PyTorch's cache of freed memory. On CPU large allocations are freed at once."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

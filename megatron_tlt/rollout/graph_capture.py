@@ -2,8 +2,8 @@
 
 A *step* is a function without arguments that reads static buffers and writes static buffers, gives the same result
 however often it runs, and never looks at a value from the host. Capturing it turns its kernels into one launch.
-All captured steps take their temporary memory from one pool: they never run at the same time, so each may use what
-the others left, and the pool is as large as the largest step, not as the sum.
+All captured steps take their temporary memory from one pool: they never run at the same time, so the pool
+is as large as the largest step, not as the sum.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.observe.memory import reset_cuda_peak
 
-Step = Callable[[], object]
+StaticStep = Callable[[], object]
 
 
 @dataclass(slots=True)
 class Captured:
     """One captured step."""
 
-    replay: Step  # runs the step again on whatever its buffers now hold
-    nbytes: int = 0  # memory that is free again when it is dropped, beyond the shared pool
+    replay: StaticStep  # runs the step again on whatever its buffers now hold
+    nbytes: int = 0  # memory beyond the shared pool, which is free again when the step is dropped
 
 
 @dataclass(slots=True)
@@ -40,18 +40,18 @@ class GraphStats:
 
 
 class EagerCapturer:
-    """What makes captured steps; this one for devices without graphs: the step itself, over buffers that are made once.
+    """Makes captured steps. On devices without graphs a captured step is the step itself, over its static buffers.
 
     `pool_bytes` is the temporary memory that all captured steps share now.
     """
 
     pool_bytes = 0
 
-    def warm_up(self, step: Step) -> int:
-        """Runs `step` as capturing needs it (here: not at all); returns the bytes of temporary memory of one run."""
+    def warm_up(self, step: StaticStep) -> int:
+        """Prepares the capture of `step` (here: nothing to do); returns the bytes of temporary memory of one run."""
         return 0
 
-    def capture(self, step: Step) -> Captured:
+    def capture(self, step: StaticStep) -> Captured:
         """Records `step` without running it. Grows `pool_bytes` where the step needs more."""
         return Captured(step)
 
@@ -70,8 +70,8 @@ class GraphCache:
         fixed_bytes: int = 0,
         tp: TensorParallel | None = None,
     ):
-        """All ranks of an engine, `tp`, must capture the same steps, since these hold collectives: so each number that
-        decides is the largest of all ranks, and `capture` is collective.
+        """All ranks of an engine, `tp`, must capture the same steps, since steps hold collectives: `capture` is
+        collective and decides by the largest memory of all ranks.
         """
         self._capturer, self._budget, self._fixed = capturer, budget_bytes, fixed_bytes
         self._tp = tp or TensorParallel()
@@ -89,25 +89,25 @@ class GraphCache:
         """Keys of the captured steps, in the order of their capture."""
         return list(self._graphs)
 
-    def capture(self, key: Hashable, step: Step) -> bool:
+    def capture(self, key: Hashable, step: StaticStep) -> bool:
         """Captures `step` if the budget has room for it; returns whether it has. Mutates."""
         started = time.perf_counter()
         needed = self._tp.largest(self._capturer.warm_up(step))
-        own = max((g.nbytes for g in self._graphs.values()), default=0)  # what the new graph may take
+        own = max((g.nbytes for g in self._graphs.values()), default=0)  # expected of the new graph
         is_kept = self._fits(max(0, needed - self._pool) + own)
         if is_kept:
             captured = self._capturer.capture(step)
             self._pool = self._tp.largest(self._capturer.pool_bytes)
             self._graphs[key] = Captured(captured.replay, self._tp.largest(captured.nbytes))
             is_kept = self._fits(0)
-            if not is_kept:  # it took more than was foreseen; what the shared pool has grown by stays
+            if not is_kept:  # it took more than was foreseen; the shared pool does not shrink
                 del self._graphs[key]
         if not is_kept:
             self.stats.refused += 1
         self.stats.capture_seconds += time.perf_counter() - started
         return is_kept
 
-    def run(self, key: Hashable, step: Step) -> None:
+    def run(self, key: Hashable, step: StaticStep) -> None:
         """Runs `step`, by its graph where there is one."""
         graph = self._graphs.get(key)
         if graph is None:
@@ -118,7 +118,7 @@ class GraphCache:
         graph.replay()
 
     def clear(self) -> None:
-        """Drops every captured step; from now on all run as they are. Mutates.
+        """Drops every captured step; from now on all steps run without a graph. Mutates.
 
         NCCL's communicators wait at their end for the graphs that hold their collectives.
         """
@@ -137,7 +137,7 @@ class CudaCapturer(EagerCapturer):
         self._stream = torch.cuda.Stream(device)
         self._handle: Any = torch.cuda.graph_pool_handle()  # torch's name of the pool
 
-    def warm_up(self, step: Step) -> int:
+    def warm_up(self, step: StaticStep) -> int:
         """A run on a side stream: libraries load kernels and take workspaces, which a capture must not."""
         torch.cuda.synchronize(self._device)
         reset_cuda_peak(self._device)  # the rollout's own peak is measured around this
@@ -148,10 +148,10 @@ class CudaCapturer(EagerCapturer):
         torch.cuda.synchronize(self._device)
         return int(torch.cuda.max_memory_allocated(self._device) - before)
 
-    def capture(self, step: Step) -> Captured:
+    def capture(self, step: StaticStep) -> Captured:
         """One graph. Errors of other threads' CUDA calls (a trainer's, NCCL's watchdog) do not end the capture."""
-        # `torch.cuda.graph` begins with it, too: what the allocator keeps (the warm-up's memory) would be given back
-        # between the two measurements, and hide what the capture takes.
+        # `torch.cuda.graph` empties the cache, too: that would free the warm-up's memory between the two measurements
+        # and hide the memory of the capture.
         torch.cuda.empty_cache()
         free, reserved = self._free_bytes(), torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()

@@ -1,10 +1,10 @@
-"""`GraphPool`: the policy's decoding and verifying forwards in fixed shapes, captured as CUDA graphs where there are.
+"""`GraphPool`: the policy's decoding and verifying forwards in fixed shapes, captured as CUDA graphs on GPUs.
 
 A forward is padded to a bucket of sequences and of rows for each (1: plain decoding; a last token and its draft:
 verifying). Strategies that verify equally many tokens share graphs, and contexts of all lengths. All graphs read one
 set of input buffers, write one set of output buffers and share one pool of temporary memory, since one runs at a
 time. They are captured at the engine's start, as many as the budget has room for (`config/planning/graphs.py`), and
-stay: weights and cache keep their addresses, also when the cache's memory is given back between rollouts
+stay: weights and cache keep their addresses, also when the cache's memory is freed between rollouts
 (`models/torch/fixed_memory.py`). Ranks of one engine capture the same steps, with their collectives. On CPU the same
 static forwards run without a graph.
 
@@ -31,7 +31,7 @@ from megatron_tlt.rollout.graph_capture import (
     CudaCapturer,
     EagerCapturer,
     GraphCache,
-    Step,
+    StaticStep,
 )
 
 
@@ -44,7 +44,7 @@ class GraphKey(NamedTuple):
 
 @dataclass(slots=True)
 class PoolSizes:
-    """What a pool must hold. `verify_rows` bounds B * k of verifying forwards; larger ones run without a graph."""
+    """Sizes of a pool's buffers. `verify_rows` bounds B * k of verifying forwards; larger ones run without a graph."""
 
     max_batch: int
     max_context: int
@@ -78,10 +78,9 @@ class GraphPool:
         self._batch_buckets = batch_buckets(sizes.max_batch)
         decoder.reserve_positions(sizes.max_context + ROWS_EACH[-1])
         self._staging = _Staging(sizes.max_rows, self._batch_buckets[-1], sizes.max_blocks, decoder.device)
-        self._logits, self._hidden = (
-            torch.zeros(sizes.max_rows, width, dtype=decoder.dtype, device=decoder.device)
-            for width in (decoder.config.vocab_size, decoder.state_size)
-        )
+        dtype, device = decoder.dtype, decoder.device
+        self._logits = torch.zeros(sizes.max_rows, decoder.config.vocab_size, dtype=dtype, device=device)
+        self._hidden = torch.zeros(sizes.max_rows, decoder.state_size, dtype=dtype, device=device)
         self._routed_experts = empty_routed_experts(sizes.max_rows, decoder.config, decoder.device)
         if capturer is None:
             is_cuda = decoder.device.type == "cuda"
@@ -92,7 +91,7 @@ class GraphPool:
     def capture(
         self,
         rows_each: int,
-        others: Iterable[tuple[Hashable, Step]] = (),
+        others: Iterable[tuple[Hashable, StaticStep]] = (),
         shapes: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         """Captures `others` (a drafter's steps) and forwards of up to `rows_each` rows a sequence, as far as the budget
@@ -111,7 +110,7 @@ class GraphPool:
         inputs = self._staging.blank(key, self._kv.num_blocks, self._sizes.block_size)
         self.graphs.capture(key, self._step(key, inputs))
 
-    def _step(self, key: GraphKey, inputs: DecoderInput) -> Step:
+    def _step(self, key: GraphKey, inputs: DecoderInput) -> StaticStep:
         return lambda: self._decoder.forward_static(inputs, self._kv, key.tokens, self._outputs(key))
 
     def _outputs(self, key: GraphKey) -> DecoderOutput:
@@ -157,7 +156,8 @@ class _Staging:
     """
 
     def __init__(self, max_rows: int, max_batch: int, max_blocks: int, device: torch.device):
-        size, self._blocks = 5 * max_rows + max_batch * (1 + max_blocks), max_blocks
+        self._blocks = max_blocks
+        size = 5 * max_rows + max_batch * (1 + max_blocks)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._array = self._host.numpy()
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
@@ -209,7 +209,8 @@ class _Staging:
         at = 3 * key.batch_size * key.tokens + lengths.size + tables.size
         wanted = place[batch.logit_rows.numpy()]
         end = at + total + len(wanted)
-        self._array[at : at + total], self._array[at + total : end] = place, wanted
+        self._array[at : at + total] = place
+        self._array[at + total : end] = wanted
         self._device[:end].copy_(self._host[:end], non_blocking=True)
         return self._input(key), self._device[at : at + total], self._device[at + total : end]
 

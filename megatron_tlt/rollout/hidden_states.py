@@ -1,7 +1,8 @@
 """`HiddenStateCollector`: the hidden states of finished responses, on which the drafter trains.
 
-Nothing is done while a request decodes: its states lie in `PagedHiddenStates` and are read once, at its end. On a GPU
-they leave beside the next steps, and the sample is emitted when they are on the host.
+A request's states stay in `PagedHiddenStates` while it decodes and are read once, at its end. On a GPU they are copied
+while the next steps run, and the sample is emitted when they have arrived on the host.
+
 Legend: L tokens of prompt and response, H hidden size.
 """
 
@@ -31,12 +32,12 @@ class HiddenStateCollector:
         policy_version: Callable[[], int] = lambda: 0,
         min_tokens: int = 2,
     ):
-        """`sink` is called inside the engine's step; samples are copies. `policy_version()` is that of the weights."""
+        """`sink` is called inside the engine's step; samples are copies. `policy_version()`: of the weights."""
         self._sink, self._policy_version, self._min_tokens = sink, policy_version, min_tokens
         self._leaving: deque[tuple[HostCopy, Callable[..., HiddenStateSample]]] = deque()
 
     def collect(self, request: Request, pages: PagedHiddenStates) -> None:
-        """Takes the sample of a finished `request`, whose blocks in `pages` hold all its tokens but the last one."""
+        """Starts the copy of a finished `request`, whose blocks in `pages` hold all its states but the last."""
         if len(request.output) < self._min_tokens:
             return
         assert request.finish_reason is not None
@@ -53,7 +54,7 @@ class HiddenStateCollector:
         self._leaving.append((states, partial(HiddenStateSample, trajectory, key=request.key)))
 
     def emit(self, wait: bool) -> None:
-        """Emits the samples that are on the host, in the order in which they were taken; with `wait` all of them."""
+        """Emits the samples that are on the host, in the order of `collect`; with `wait` all of them."""
         while self._leaving and (wait or self._leaving[0][0].is_done):
             states, sample = self._leaving.popleft()
             self._sink(sample(hidden=states.wait_pageable()))

@@ -1,4 +1,4 @@
-"""How many KV-cache blocks one rank allocates. The decoder makes the cache: its layout differs by decoder."""
+"""The number of KV-cache blocks that one rank allocates. The decoder allocates them: the layout is its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from megatron_tlt.errors import BackendError
 
 CPU_SHARE = 0.25  # of the memory free now, for all ranks of this machine together
-CUDA_SHARE = 0.5  # of what is free now, for an engine without a memory plan: what comes later needs room
+CUDA_SHARE = 0.5  # of the memory free now, for an engine without a memory plan: later allocations need the rest
 
 
 def choose_num_blocks(
@@ -23,10 +23,10 @@ def choose_num_blocks(
     device: torch.device,
     local_ranks: int = 1,
 ) -> int:
-    """Blocks of the pool: what `max_running` requests of `max_context` tokens need, within a memory budget.
+    """Blocks that `max_running` requests of `max_context` tokens need, or as many as the memory budget has room for.
 
-    That is `budget_bytes`, or a share of what is free now (split over the machine's `local_ranks` on CPU).
-    Memory of blocks never used is not touched. Raises BackendError if not even one block fits.
+    The budget is `budget_bytes`, or a share of the memory free now (split over the machine's `local_ranks` on CPU).
+    Blocks that are never used take no memory. Raises BackendError if not even one block fits.
     """
     most = max_running * -(-max_context // block_size) + 1
     if budget_bytes is not None:
@@ -45,7 +45,7 @@ def choose_num_blocks(
 
 
 def free_memory() -> int:
-    """Bytes that this process may still allocate: what the machine has available, within its cgroup's limit."""
+    """Bytes that this process may still allocate: the machine's available memory, within the cgroup's limit."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     info = _read(Path("/proc/meminfo"))
     for line in info.splitlines():

@@ -2,7 +2,7 @@
 
 Order: temperature, top-k, top-p, min-p. Ties: every token equal to the k-th largest survives top-k. Top-p
 keeps a token unless the tokens up to it, in ascending order, weigh `<= 1 - p`; among equal logits the higher
-id counts as the larger, so it is the last to go (a stable ascending sort: what transformers does on CPU).
+id counts as the larger, so it is the last to go (a stable ascending sort, as in transformers on CPU).
 Min-p keeps tokens with probability `>= min_p * max`. The most likely token always survives.
 
 Legend: R rows, V vocabulary.

@@ -19,7 +19,7 @@ from megatron_tlt.models.draft import Draft
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.torch.transfer import upload
-from megatron_tlt.rollout.batch import Batch, Chunk, StepResult
+from megatron_tlt.rollout.batch import Batch, PrefillChunk, StepResult
 from megatron_tlt.rollout.graph_pool import GraphPool
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
@@ -65,7 +65,10 @@ class ModelRunner:
         return self.pages
 
     def record_routed_experts(self) -> None:
-        """From now on the experts of every token are kept, for `read_routes`. Only while no request runs. Mutates."""
+        """Records the experts of every token from now on, for `read_routed_experts`.
+
+        Only while no request runs. Mutates the runner.
+        """
         like = empty_routed_experts(0, self.decoder.config)
         assert like.shape[1], "a dense model"
         sizes = self.kv.num_blocks, self.kv.block_size, like.shape[1]
@@ -93,7 +96,7 @@ class ModelRunner:
 
     @property
     def _kept(self) -> list[PagedHiddenStates]:
-        """What is recorded of every cached token, in pages like those of keys and values."""
+        """The records of every cached token, in pages like those of keys and values."""
         return [pages for pages in (self.pages, self._routed_experts) if pages is not None]
 
     def read_routed_experts(self, request: Request) -> None:
@@ -156,7 +159,7 @@ class ModelRunner:
         return self._to_input([tokens, positions, slots, fed.start, *seen, self._one_each[:total]], to_pool)
 
     def _running_rows(self, at: slice | np.ndarray, depth: np.ndarray | int = 0) -> SamplingRows:
-        """How running rows `at` sample the token `depth` positions after their next one."""
+        """Sampling parameters and keys of running rows `at`, for the token `depth` positions after their next one."""
         rows = self.rows
         keys = row_keys(rows.keys[at], rows.output_len[at] + depth)
         return SamplingRows(
@@ -175,7 +178,7 @@ class ModelRunner:
         return made
 
     def _mixed_input(self, batch: Batch) -> DecoderInput:
-        """Decoding rows and prefill chunks as one ragged batch: to the model they are the same thing."""
+        """Decoding rows and prefill chunks as one ragged batch."""
         decoding = batch.num_decode
         seqs = decoding + len(batch.chunks)
         query_start = np.empty(seqs + 1, np.int32)
@@ -191,7 +194,7 @@ class ModelRunner:
         logit_rows = np.concatenate((self._one_each[:decoding], np.asarray(last_rows, np.int32)))
         return self._pack(at, seqs, query_start, logit_rows, to_pool=False)
 
-    def _fill_chunk(self, chunk: Chunk, seq: int, at: int) -> int:
+    def _fill_chunk(self, chunk: PrefillChunk, seq: int, at: int) -> int:
         """Writes a chunk's tokens behind the rows already there; returns where it ends."""
         rows, size = self.rows, self._block_size
         end = at + chunk.end - chunk.start
@@ -245,9 +248,7 @@ class ModelRunner:
             return tokens.numpy(), logprobs.numpy()
         both = torch.stack((tokens, logprobs.view(torch.int32)))
         if self.tp.size > 1:
-            self.tp.broadcast(
-                both
-            )  # ranks may round differently: one decides, so that they cannot drift apart
+            self.tp.broadcast(both)  # ranks may round differently: rank 0 decides, so that they cannot drift apart
         drawn = both.cpu().numpy()  # the step's one wait for the device
         return drawn[0], drawn[1].view(np.float32)
 
@@ -275,7 +276,7 @@ class _FedRows:
 
 
 def _first_rows(requests: list[Request]) -> SamplingRows:
-    """How the first tokens of `requests` are sampled."""
+    """Sampling parameters and keys of the first tokens of `requests`."""
     keys = np.array([r.key for r in requests], np.uint64)
     params = [r.params for r in requests]
     return SamplingRows(

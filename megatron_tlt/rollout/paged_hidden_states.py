@@ -2,7 +2,7 @@
 
 The state of the token fed at position p of a request lies at the slot of p, in the same block
 tables as the KV cache. So samples share those of their prompt, forks copy them, and recomputation writes them again.
-The experts that a token chose, which router replay needs, are kept in the same way.
+The routed experts of a token, which router replay needs, are kept in the same way.
 
 Legend: W width of a state, T rows of a step.
 """
@@ -18,7 +18,7 @@ from megatron_tlt.models.torch.transfer import HostCopies, HostCopy, indices, up
 
 
 class PagedHiddenStates:
-    """The states of `num_blocks` blocks of `block_size` positions. Memory of blocks never used is not touched (CPU)."""
+    """The states of `num_blocks` blocks of `block_size` positions. On CPU unused blocks take no memory."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class PagedHiddenStates:
         self.data = self.data.new_zeros(self.num_blocks * self.block_size, self.data.shape[1])
 
     def write(self, slots: Tensor, hidden: Tensor) -> None:
-        """`hidden` [T, W] to `slots` [T] of any integer type, here or in the host's memory. The host waits for nothing.
+        """`hidden` [T, W] to `slots` [T] of any integer type, here or in the host's memory. The host does not wait.
         Mutates the pages.
         """
         device = self.data.device
@@ -51,18 +51,17 @@ class PagedHiddenStates:
     def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copies block src[i] to dst[i]; all sources are read before anything is written."""
         blocks = self.data.view(self.num_blocks, self.block_size, -1)
-        if len(src) == 1:  # as nearly always; in a quarter of the time
+        if len(src) == 1:  # the usual case, in a quarter of the time
             blocks[dst[0]].copy_(blocks[src[0]])
         else:
             device = self.data.device
             blocks[indices(dst, device)] = blocks[indices(src, device)]
 
-    def read(self, blocks: Sequence[int], count: int) -> Tensor:
-        """The first `count` positions [count, W] of a request with these `blocks`: a copy, on the CPU."""
-        return self.start_read(blocks, count).wait()
-
     def start_read(self, blocks: Sequence[int], count: int) -> HostCopy:
-        """`read` without waiting for the device; the blocks may be written again at once."""
+        """Starts to copy the first `count` states [count, W] of a request with these `blocks` to the host.
+
+        The host does not wait for the device; the blocks may be written again at once.
+        """
         device = self.data.device
         within = torch.arange(self.block_size, device=device)
         slots = (indices(blocks, device)[:, None] * self.block_size + within).flatten()[:count]

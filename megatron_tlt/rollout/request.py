@@ -1,4 +1,4 @@
-"""Requests and prefills: what waits for the engine, and what runs in it. Torch-free."""
+"""Requests and prefills, waiting and running. Torch-free."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     given: tuple[Span, ...] = ()  # of `output`, as in `types.Sample`
     finish_reason: FinishReason | None = None
-    blocks: list[int] = field(
-        default_factory=list
-    )  # KV blocks of a finished request, until the next schedule
+    # KV blocks of a finished request, until the next schedule
+    blocks: list[int] = field(default_factory=list)
     routed_experts: np.ndarray | None = None  # of a finished request whose engine records them, as in `types.Sample`
 
     @property

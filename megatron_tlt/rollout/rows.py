@@ -1,7 +1,7 @@
 """The running requests as arrays: a step costs a few vector operations whatever their number. Torch-free.
 
 Row `r < num_rows` is one running request; rows are dense (the last one moves into a hole), so that the
-model's inputs are plain views. A *slot* is where a request's output collects; it stays put while it runs.
+model's inputs are plain views. A *slot* holds a request's output and stays the same while the request runs.
 
 Legend: N most running requests, T most tokens of a step, W output width, K blocks of the longest context.
 """
@@ -16,7 +16,7 @@ from megatron_tlt.rollout.request import Request
 
 
 class RunningRows:
-    """Structure of arrays. Everything a pure decoding step reads or writes is preallocated here."""
+    """Structure of arrays: all that a pure decoding step reads or writes, preallocated."""
 
     def __init__(self, max_rows: int, max_step_tokens: int, max_blocks: int, vocab_size: int, max_output: int):
         width = max(max_rows, max_step_tokens)
@@ -45,7 +45,7 @@ class RunningRows:
         params = (self.temperature, self.top_k, self.top_p, self.min_p)
         self._row_arrays: tuple[np.ndarray, ...] = (*inputs, *params)
         self._free_slots = list(range(max_rows - 1, -1, -1))
-        self.outputs = np.zeros((max_rows, max_output), np.int32)  # [N, W]; memory never used is not touched
+        self.outputs = np.zeros((max_rows, max_output), np.int32)  # [N, W]; rows that are never used take no memory
         self.logprobs = np.zeros((max_rows, max_output), np.float32)
         self._flat_outputs, self._flat_logprobs = self.outputs.reshape(-1), self.logprobs.reshape(-1)
 
@@ -80,7 +80,7 @@ class RunningRows:
                 self.is_stop[token] = True
 
     def stop(self, request: Request) -> list[int]:
-        """Takes `request` out, its output filled in; returns its blocks. The last row moves into the hole."""
+        """Removes `request` and sets its output; returns its blocks. The last row moves into the hole."""
         row, last = request.row, len(self.requests) - 1
         length = int(self.output_len[row])
         request.output = self.outputs[request.slot, :length].tolist()
@@ -144,7 +144,7 @@ class RunningRows:
         self.num_blocks[row] += 1
 
     def drop_blocks(self, row: int, keep: int) -> list[int]:
-        """Takes the blocks from index `keep` on out of a row's table; returns them."""
+        """Removes the blocks from index `keep` on from a row's table; returns them."""
         dropped: list[int] = self.block_tables[row, keep : self.num_blocks[row]].tolist()
         self.num_blocks[row] = keep
         return dropped

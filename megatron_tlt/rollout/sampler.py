@@ -1,4 +1,4 @@
-"""Keyed sampling: a token is a function of the logits and of (seed, prompt, sample, position), no more.
+"""Keyed sampling: a token is a function of the logits and of (seed, prompt, sample, position) only.
 
     token = argmax(logits / T + G),   G = -log(-log u),   u = (m + 1/2) / 2^24,   m = z >> 40,
     z = mix(row_key + (token_id + 1) * 0x9E3779B97F4A7C15)
@@ -33,7 +33,7 @@ NativeSample = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(slots=True)
 class SamplingRows:
-    """How each of R rows is sampled (numpy)."""
+    """Sampling parameters and keys of R rows (numpy)."""
 
     keys: np.ndarray  # uint64 [R], row keys
     temperature: np.ndarray  # float32 [R], 0: greedy
@@ -108,7 +108,7 @@ class Sampler:
     def _resample_masked(
         native: NativeSample, logits: Tensor, rows: SamplingRows, token: Tensor, logprob: Tensor
     ) -> None:
-        """Draws the rows with a mask again, from what the mask leaves. Mutates `token` and `logprob`."""
+        """Draws the rows with a mask again, among the tokens inside the mask. Mutates `token` and `logprob`."""
         at = np.flatnonzero(rows.masked)
         some, index = rows.part(at), torch.from_numpy(at)
         scores = logits[index] / torch.from_numpy(some.temperature).unsqueeze(1)
@@ -139,6 +139,7 @@ def _upload(rows: SamplingRows, device: torch.device) -> tuple[Tensor, Tensor, T
         np.concatenate([np.ascontiguousarray(column).view(np.int32) for column in columns]), device
     )
     count = len(drop)
-    keys, heat, top_k, dropped, least = packed.split([2 * count, count, count, count, count])
-    temperature, dropped, least = (part.view(torch.float32) for part in (heat, dropped, least))
-    return keys.view(torch.int64), temperature, top_k, dropped, least
+    key_bits, temperature, top_k, dropped, min_p = packed.split([2 * count, count, count, count, count])
+    floats = (part.view(torch.float32) for part in (temperature, dropped, min_p))
+    temperature, dropped, min_p = floats
+    return key_bits.view(torch.int64), temperature, top_k, dropped, min_p

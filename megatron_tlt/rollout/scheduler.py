@@ -1,12 +1,13 @@
-"""Continuous batching: what the next step computes. Torch-free and without a clock: the simulator runs
-this very code.
+"""Continuous batching: chooses the rows of the next step. Torch-free and without a clock: the simulator runs the same
+code.
 
     waiting ──admit──> prefilling ──prompt done──> ready ──row and block free──> running ──> finished
        ^                    │                        │                              │
        └────────────────────┴───────preempt (latest arrival first)──────────────────┘
 
-First come, first served: what holds blocks always arrived before what waits, and under memory pressure the
-latest arrival gives its blocks back and is computed again later. So the oldest request always progresses.
+First come, first served: a request that holds blocks arrived before every request that waits. Under memory pressure
+the latest arrival is preempted: its blocks are freed and its tokens computed again later. So the oldest request always
+progresses.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_tlt.errors import BackendError
-from megatron_tlt.rollout.batch import Batch, Chunk, StepResult
+from megatron_tlt.rollout.batch import Batch, PrefillChunk, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.rows import RunningRows
@@ -95,21 +96,21 @@ class Scheduler:
             budget = self._take_chunk(batch, prefill, budget)
         return batch
 
-    def reserve(self, nodes: np.ndarray) -> np.ndarray:
-        """Blocks for `nodes` int32 [D] drafted tokens behind each row's next one; returns how many fit.
+    def reserve(self, lengths: np.ndarray) -> np.ndarray:
+        """Allocates blocks for `lengths` int32 [D] drafted tokens behind each row's next one; returns how many fit.
 
-        Takes free blocks only: a draft never preempts a request. `commit` frees what is not used.
+        Only free blocks: a draft never preempts a request. `commit` frees the blocks that stay unused.
         """
         rows, size = self.rows, self.blocks.block_size
         positions, have = rows.positions[: rows.num_rows], rows.num_blocks[: rows.num_rows]
-        nodes = np.minimum(nodes, rows.block_tables.shape[1] * size - 1 - positions)
-        missing = (positions + nodes) // size + 1 - have
+        lengths = np.minimum(lengths, rows.block_tables.shape[1] * size - 1 - positions)
+        missing = (positions + lengths) // size + 1 - have
         for row in (missing > 0).nonzero()[0].tolist():
             self._reserved = True
             for block in self.blocks.allocate(min(missing.item(row), self.blocks.num_free)):
                 rows.add_block(row, block)
-            nodes[row] = min(nodes.item(row), have.item(row) * size - 1 - positions.item(row))
-        return nodes
+            lengths[row] = min(lengths.item(row), have.item(row) * size - 1 - positions.item(row))
+        return lengths
 
     def commit(self, batch: Batch, result: StepResult) -> list[Request]:
         """Appends the step's tokens; returns the requests that ended, by order. Frees their blocks."""
@@ -181,10 +182,10 @@ class Scheduler:
     # Prefill and fork
 
     def _take_chunk(self, batch: Batch, prefill: Prefill, budget: int) -> int:
-        """Schedules as much of `prefill` as the budget allows; returns what is left of it."""
+        """Schedules as much of `prefill` as the budget of tokens allows; returns the rest of the budget."""
         count = max(0, min(budget, len(prefill.tokens) - prefill.done))
         if count > 0:
-            batch.chunks.append(Chunk(prefill, prefill.done, prefill.done + count))
+            batch.chunks.append(PrefillChunk(prefill, prefill.done, prefill.done + count))
         return budget - count
 
     def _start_children(self, batch: Batch) -> None:
@@ -240,7 +241,7 @@ class Scheduler:
         return self._end(ended) if ended else []
 
     def _end(self, ended: list[int]) -> list[Request]:
-        """Removes the rows of `ended` that have really ended; returns their requests."""
+        """Removes the rows of `ended`, a superset, whose response has ended; returns their requests."""
         rows, finished = self.rows, []
         for row in ended:
             request = rows.requests[row]
@@ -356,7 +357,7 @@ def _draw_first(prefill: Prefill, tokens: Sequence[int], logprobs: Sequence[floa
 
 
 def _run_length(request: Request, run: Sequence[int]) -> int:
-    """How many tokens of `run` plain decoding would have drawn: up to the first that ends the response."""
+    """Tokens of `run` up to the first that ends the response: those that plain decoding would have drawn."""
     for length, token in enumerate(run, 1):
         if request.stop_strings is not None and request.stop_strings.push(token):
             request.finish_reason = "stop"

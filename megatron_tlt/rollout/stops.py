@@ -1,4 +1,4 @@
-"""Stop strings: found while tokens arrive, by decoding only what is new."""
+"""Stop strings, found while tokens arrive: each token is decoded once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StopStringFinder:
         """Adds the next token; true when a stop string is complete. Mutates."""
         start = len(self._text)
         self._text += self._decoder.add([token_id])
-        # Characters held back until the next one is complete are certain already: a stop may end in them.
+        # Characters that the decoder holds back until the next one is complete cannot change: a stop may end in them.
         return self._find(self._text + self._decoder.held, start)
 
     @property

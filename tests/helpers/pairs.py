@@ -43,7 +43,7 @@ class Rows:
         states: list[Tensor],
         *,
         temperature: float | list[float] = 1.0,
-        window: int = 700,
+        catch_up: int = 700,
         room: int = 32,
         block_size: int = 16,
         seed: int = 0,
@@ -66,8 +66,10 @@ class Rows:
         keys = np.random.default_rng(3).integers(0, 1 << 63, count, dtype=np.uint64)
         heat = np.broadcast_to(np.float32(temperature), count).copy()
         synced, first = np.zeros(count, np.int32), np.ones(count, np.int32)
-        self.rows = DraftingRows(slot, lengths, lengths.copy(), self.tables, keys, heat, synced, first)
-        self.drafts = drafter.row_drafter(self.kv, self.rows, self.pages, window)
+        self.rows = DraftingRows(
+            slot, lengths, lengths.copy(), self.tables, self.outputs, keys, heat, synced, first
+        )
+        self.drafts = drafter.row_drafter(self.kv, self.rows, self.pages, catch_up)
 
     def slots(self, row: int, positions: np.ndarray) -> np.ndarray:
         return self.tables[row, positions // self.size] * self.size + positions % self.size
@@ -83,7 +85,7 @@ class Rows:
         self, wanted: int | list[int], rates: np.ndarray = ONES, min_acceptance: float = 0.0
     ) -> Draft:
         most = np.broadcast_to(np.asarray(wanted, np.int32), len(self.tokens)).copy()
-        return self.drafts.draft(self.outputs, most, rates, min_acceptance)
+        return self.drafts.draft(most, rates, min_acceptance)
 
 
 def of_row(drafted: Draft, row: int) -> Draft:

@@ -1,7 +1,6 @@
 """A row's bits depend on its own tokens only: not on batch, chunking, threads, block placement.
 
-The native decoder promises it always, the PyTorch decoder with `rollout.numerics: invariant`. Rows of draft trees are
-in tests/unit/models/native/test_tree.py and tests/unit/models/torch/test_trees.py.
+The native decoder promises it always, the PyTorch decoder with `rollout.numerics: invariant`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from megatron_tlt.checkpoint.convert.hf_dir import choose_dtype, config_with_dty
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import TensorFile, file_name, split_into_files, write_index
+from megatron_tlt.models.hf_writer import TensorFile, split_into_files, weight_file_name, write_index
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class HfConversion:
 
     def name(self, number: int) -> str:
         """A file's name."""
-        return file_name(number, len(self.files))
+        return weight_file_name(number, len(self.files))
 
     def write(self, out: Path, ranks: Ranks, overwrite: bool = False) -> None:
         """Writes `out`; with `overwrite` it replaces a model there. Collective: files are shared out over `ranks`."""

@@ -1,4 +1,4 @@
-"""What a drafter of a policy is: its one layer, the tensors that it trains, saves and loads.
+"""Shapes of EAGLE drafters: their one layer, and the tensors that they train, save and load.
 
 | kind | reads of the policy | its layer | its LM head |
 |---|---|---|---|
@@ -85,7 +85,7 @@ class Eagle3Config(DrafterConfig):
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """The engines' default for policies of seven layers or more; shorter ones get a spread of what can be collected."""
+    """The engines' default for policies of seven layers or more; shorter ones get a spread of the layers in reach."""
     if num_layers >= 7:
         return 1, num_layers // 2 - 1, num_layers - 4
     if num_layers < 4:

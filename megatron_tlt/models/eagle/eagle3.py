@@ -5,8 +5,8 @@
     r'  = r + attention(x_s),  o_s = r' + mlp(norm(r'))
     logits of the token at s + 1 = lm_head norm(o_s), over the drafter's own vocabulary
 
-Further drafts read o_s in place of g_s. The layer is Llama's whatever the policy is (no bias, no norm of queries and
-keys): it is what all three engines have. Names are the ones they read.
+Further drafts read o_s in place of g_s. The layer is Llama's for every policy (no bias, no norm of queries and keys),
+because all three engines require it. Names are those that they read.
 
 Legend: T packed tokens, N bases, H hidden size, V vocabulary, Vd the drafter's, W width of a policy's state.
 """
@@ -75,7 +75,7 @@ class Eagle3Model(PairModel):
     def start_from_policy(self, read: Callable[[str], Tensor]) -> None:
         """Replaces the weights of `initialise` by those of the policy's second layer, final norm and LM head.
 
-        The layer's projections read embedding and features alike; what it adds is scaled down, as in EAGLE.
+        The layer's projections read embedding and features alike; its output projections are scaled down, as in EAGLE.
         """
         self.take_layer(read)
         with torch.no_grad():
@@ -132,7 +132,7 @@ class Eagle3Model(PairModel):
         return torch.cat([left, self._normed(previous)], dim=-1)
 
     def residual(self, x: Tensor, previous: Tensor) -> Tensor:
-        """What was read of the position before."""
+        """The features of the position before, normed with `norm_before_residual`."""
         return self._normed(previous) if self.config.norm_before_residual else previous
 
     def _normed(self, previous: Tensor) -> Tensor:

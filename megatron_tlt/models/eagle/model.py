@@ -1,4 +1,4 @@
-"""Drafters in PyTorch: what EAGLE and EAGLE-3 share, and EAGLE, for training and for rollouts of the PyTorch decoder.
+"""Drafters in PyTorch, for training and for rollouts of the PyTorch decoder: the base of EAGLE and EAGLE-3, and EAGLE.
 
     x_s = fc [E(token_s) ; h_{s-1}],   o_s = layer(x_s)  (no norm before attention, none at the end)
 
@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DraftBatch, DrafterConfig, DrafterModel
 from megatron_tlt.models.eagle.config import EagleConfig
-from megatron_tlt.models.eagle.pairs import PairLayout, attend, take
+from megatron_tlt.models.eagle.pairs import PairLayout, attend_pairs, take
 from megatron_tlt.models.torch.layers import rms_norm, rope_table, rotate
 
 _FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
-START_SCALE = 0.3  # of what a layer of the policy adds to the residual stream of a drafter made from it
+START_SCALE = 0.3  # of the output projections of a policy's layer in a drafter made from it
 
 
 class Norm(nn.Module):
@@ -103,7 +103,7 @@ class PairModel(DrafterModel):
                     p.copy_(torch.randn(p.shape, generator=generator) * scale * p.shape[1] ** -0.5)
 
     def take_layer(self, read: Callable[[str], Tensor]) -> None:
-        """The layer becomes the policy's second one, what it adds scaled down; inputs twice as wide are read alike.
+        """The layer becomes the policy's second one, its output scaled down; inputs twice as wide are read alike.
 
         A policy's layer with experts has no MLP of this form: the drafter's stays as it is.
         """
@@ -120,7 +120,7 @@ class PairModel(DrafterModel):
 
     @abstractmethod
     def previous(self, states: Tensor) -> Tensor:
-        """What a pair reads of the policy's states [T, W] of the position before: [T, H]."""
+        """The part [T, H] of the policy's states [T, W] of the position before that a pair reads."""
 
     @abstractmethod
     def join(self, embedded: Tensor, previous: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class PairModel(DrafterModel):
         return head
 
     def before_head(self, outputs: Tensor) -> Tensor:
-        """What the head reads of outputs [.., H]."""
+        """The head's input, of outputs [.., H]."""
         return outputs
 
     def full_logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
@@ -199,7 +199,7 @@ class PairModel(DrafterModel):
         """Drafts `steps` tokens ahead from every base, fed with the true tokens: [N, H] for each step.
 
         Step 0 reads the policy's hidden states. Step j >= 1 reads the output of step j - 1 at the same base instead,
-        and attends to what a draft from there would see: the true pairs up to the base, then its own steps 1 .. j
+        and attends to the pairs of a draft from there: the true pairs up to the base, then its own steps 1 .. j
         (training-time test, EAGLE-3, 2503.01840, section 3.2; HASS, 2408.15766, section 3.2). Entry [n] of step j
         predicts the hidden state at s + j and the token at s + j + 1 for base s = `layout.bases[n]`.
         """
@@ -220,7 +220,7 @@ class PairModel(DrafterModel):
                 previous = outputs[-1]
                 x = self.join(embedded.index_select(0, layout.rows(step)), previous)
                 chain.append(self.keys_values(x, rope))
-            attended = attend(self.queries(x, rope), far[0], far[1], chain, layout)
+            attended = attend_pairs(self.queries(x, rope), far[0], far[1], chain, layout)
             outputs.append(self.finish(x, previous, attended))
         return outputs
 
@@ -245,7 +245,7 @@ class EagleModel(PairModel):
     def start_from_policy(self, read: Callable[[str], Tensor]) -> None:
         """Replaces the weights of `initialise` by those of the policy's second layer, which learn faster.
 
-        The layer reads the embedding beside the hidden state; what it adds is scaled down, so that o_s is still close
+        The layer reads the embedding beside the hidden state; its output is scaled down, so that o_s is still close
         to h_{s-1}.
         """
         self.take_layer(read)

@@ -72,7 +72,7 @@ def take(packed: Tensor, index: Tensor) -> Tensor:
     return packed.index_select(0, index.flatten()).view(*index.shape, *packed.shape[1:])
 
 
-def attend(
+def attend_pairs(
     q: Tensor, keys: Tensor, values: Tensor, chain: list[tuple[Tensor, Tensor]], layout: PairLayout
 ) -> Tensor:
     """q [N, Hq, D] over its sequence's pairs (keys, values [B, Hkv, K, D]) and its own chain -> [N, Hq, D]."""
@@ -98,8 +98,8 @@ class PrefixAttention(torch.autograd.Function):
     to other keys.
 
     Scores S live for a block of queries at a time and are computed again on the way back, as in FlashAttention
-    (2205.14135, section 3): what is saved grows with T, not with T^2. With P = exp(S - n) and upstream gradients dO and
-    dn: dS = P (dO V^T - rowsum(dO O) + dn).
+    (2205.14135, section 3): the saved tensors grow with T, not with T^2. With P = exp(S - n) and upstream gradients dO
+    and dn: dS = P (dO V^T - rowsum(dO O) + dn).
     """
 
     @staticmethod

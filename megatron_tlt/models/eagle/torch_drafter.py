@@ -6,7 +6,7 @@ copy back:
 
     host: positions, slots, noise keys of all steps --> buffers --step--step--step--> candidates of all steps --> host
 
-The host decides afterwards where each chain ends; steps that no chain can reach are not taken.
+The host decides afterwards where each chain ends. Steps that no chain can reach are not run.
 
 Legend: T pairs, B running rows, A chains that were begun, A' of them still drafting, P the padded number of chains,
 N steps, M blocks of the longest context, H hidden size, W width of a state, V vocabulary, C candidates looked at.
@@ -15,6 +15,7 @@ N steps, M blocks of the longest context, H hidden size, W width of a state, V v
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -40,7 +41,7 @@ from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.keyed_noise import Candidates, best_candidates
 from megatron_tlt.models.keys import row_keys
-from megatron_tlt.models.torch.attention import Plan, StaticPlan
+from megatron_tlt.models.torch.attention import AttentionPlan, StaticPlan
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.models.torch.paged import PagedPlan
 from megatron_tlt.models.torch.transfer import upload
@@ -55,9 +56,9 @@ class TorchEagle(DrafterDecoder):
         self, policy: TorchDecoder, config: DrafterConfig, candidates: Candidates = best_candidates
     ):
         """The policy's tables are read from `policy` at every call. `candidates` may overwrite its logits."""
-        self.candidates, self.config, self._layer = candidates, config, config.layer
+        self.policy, self.config, self.candidates = policy, config, candidates
         self.device, self.dtype = policy.device, policy.dtype
-        self.policy = policy
+        self._layer = config.layer
         self.model = build_model(config).to(policy.device, policy.dtype).requires_grad_(False)
         attention, mlp = self.model.block.self_attn, self.model.block.mlp
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -104,9 +105,9 @@ class TorchEagle(DrafterDecoder):
     def _cache(self, kv: KVCache, slots: Tensor, x: Tensor, rope: Tensor) -> None:
         kv.data[0][slots], kv.data[1][slots] = self.model.keys_values(x, rope)
 
-    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int) -> TorchRowDrafter:
+    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> TorchRowDrafter:
         """See `DrafterDecoder.row_drafter`."""
-        return TorchRowDrafter(self, kv, rows, pages, window)
+        return TorchRowDrafter(self, kv, rows, pages, catch_up)
 
     def step(
         self, fed: DecoderInput, hidden: Tensor, first_visible: Tensor, kv: KVCache
@@ -131,7 +132,7 @@ class TorchEagle(DrafterDecoder):
             return self.policy.logits(out), out
         return self.model.full_logits(out), out
 
-    def _plan(self, fed: DecoderInput, first_visible: Tensor, block_size: int) -> Plan:
+    def _plan(self, fed: DecoderInput, first_visible: Tensor, block_size: int) -> AttentionPlan:
         kv_heads = self._layer.num_kv_heads
         group = self._layer.num_heads // kv_heads
         if self.policy.paged is None:
@@ -147,25 +148,69 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return joined
 
 
-class TorchRowDrafter(RowDrafter):
-    """See `RowDrafter`. The buffers stay where they are, so that CUDA graphs may keep their addresses."""
+@dataclass(frozen=True, slots=True)
+class _DraftInputs:
+    """The inputs of a draft of N steps, of each of P chains: views of one int64 array, which is copied to the device
+    once. `of` makes them on either side.
+    """
 
-    def __init__(self, eagle: TorchEagle, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int):
-        self._eagle, self._rows, self._window = eagle, rows, window
+    state_slots: Tensor  # [P], of the state that the chain's first pair reads
+    temperature: Tensor  # float64 [P], the same bytes as int64
+    tokens: Tensor  # [P], the chain's last token
+    first_visible: Tensor  # [P], first position that the chain attends to
+    places: Tensor  # [N, 3, P], of each step: position, slot, and the bits of the noise key
+    block_tables: Tensor  # [M, P]
+
+    @classmethod
+    def of(cls, array: Tensor, steps: int) -> _DraftInputs:
+        """The views of `array` int64 [rows(steps, M), P]."""
+        states, temperature, tokens, first = array[:4]
+        places, tables = array[4 : 4 + 3 * steps], array[4 + 3 * steps :]
+        places = places.view(steps, 3, array.shape[1])
+        return cls(states, temperature.view(torch.float64), tokens, first, places, tables)
+
+    @staticmethod
+    def rows(steps: int, blocks: int) -> int:
+        """Rows of the array of `steps` steps and tables of `blocks` blocks."""
+        return 4 + 3 * steps + blocks
+
+
+class _StepBuffers:
+    """Inputs and outputs of a step of P chains. The tensors stay in place: captured graphs keep their addresses."""
+
+    def __init__(self, chains: int, max_blocks: int, eagle: TorchEagle):
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=eagle.device)
+
+        hidden_size = eagle.config.policy.hidden_size
+        self.tokens, self.first_visible = zeros(chains), zeros(chains)
+        self.places = zeros(3, chains)  # set by one copy: position, slot and noise key
+        self.positions, self.slots, self.keys = self.places
+        self.block_tables = zeros(max_blocks, chains)
+        self.temperature = zeros(chains, dtype=torch.float32)
+        self.hidden = zeros(chains, hidden_size, dtype=eagle.dtype)  # read: the state of the position before
+        self.next_hidden = torch.zeros_like(self.hidden)  # written: the chain's output
+        self.num_candidates = min(2, eagle.config.draft_vocab_size)  # the second gives the gap
+        self.best = zeros(2, chains, self.num_candidates, dtype=torch.float64)  # written: scores, candidates
+
+    def fill_with_padding(self, scratch_slot: int, scratch_block: int) -> None:
+        """Sets the inputs of chains that only write to scratch. Mutates."""
+        self.tokens.zero_()
+        self.places.zero_()
+        self.slots.fill_(scratch_slot)
+        self.first_visible.fill_(1)
+        self.block_tables.fill_(scratch_block)
+
+
+class TorchRowDrafter(RowDrafter):
+    """See `RowDrafter`."""
+
+    def __init__(self, eagle: TorchEagle, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int):
+        self._eagle, self._rows, self._catch_up_limit = eagle, rows, catch_up
         self._kv, self._pages, self._size = kv, pages, kv.block_size
-        (most, self._max_blocks), device, hidden = (
-            rows.block_tables.shape,
-            eagle.device,
-            eagle.config.policy.hidden_size,
-        )
-        # by chain: token, position, slot and noise key; then first visible position and blocks of the table
-        self._inputs = torch.zeros(5 + self._max_blocks, most, dtype=torch.int64, device=device)
-        self._temperature = torch.zeros(most, device=device)
-        self._hidden = torch.zeros(most, hidden, dtype=eagle.dtype, device=device)
-        self._next_hidden = torch.zeros_like(self._hidden)
-        self._candidates = min(2, eagle.config.draft_vocab_size)  # the second gives the gap
-        self._best = torch.zeros(2, most, self._candidates, dtype=torch.float64, device=device)
-        eagle.model.reserve_positions(self._max_blocks * self._size, device)
+        self._most, self._max_blocks = rows.block_tables.shape
+        self._buffers = _StepBuffers(self._most, self._max_blocks, eagle)
+        eagle.model.reserve_positions(self._max_blocks * self._size, eagle.device)
 
     def point_at(self, kv: KVCache, pages: Tensor) -> None:
         """See `RowDrafter.point_at`. Captured graphs read the cache only, whose address they need."""
@@ -173,17 +218,12 @@ class TorchRowDrafter(RowDrafter):
 
     def steps(self) -> list[tuple[Hashable, Callable[[], object]]]:
         """Every static step with its key, the largest first. Sets the inputs to padding."""
-        self._inputs[:] = 0
-        self._inputs[2], self._inputs[4] = self._kv.num_blocks * self._size, 1
-        self._inputs[5:] = self._kv.num_blocks
-        most = self._inputs.shape[1]
-        batches = {most, *(1 << bit for bit in range(most.bit_length()))}
+        self._buffers.fill_with_padding(self._kv.num_blocks * self._size, self._kv.num_blocks)
+        batches = {self._most, *(1 << bit for bit in range(self._most.bit_length()))}
         return [self._static(batch, self._max_blocks) for batch in sorted(batches, reverse=True)]
 
     @torch.inference_mode()
-    def draft(
-        self, outputs: np.ndarray, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float
-    ) -> Draft:
+    def draft(self, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float) -> Draft:
         """See `RowDrafter.draft`."""
         rows, count = self._rows, len(wanted)
         fresh = rows.synced[rows.slot[:count]] < rows.positions[:count]
@@ -191,19 +231,18 @@ class TorchRowDrafter(RowDrafter):
         recorder = _Recorder(count, rates, min_acceptance)
         if not len(active):
             return recorder.result()
-        self._catch_up(outputs, active)
+        self._catch_up(active)
         wanted = wanted[active]
-        planned, blocks = self._begin(outputs, active, wanted, recorder.reachable(int(wanted.max())))
-        run = self._static(planned.shape[2], blocks)
-        found: list[Tensor] = []
-        for step in planned:
-            self._set_inputs(step, found[-1] if found else None)
+        places, blocks = self._begin(active, wanted, recorder.reachable(int(wanted.max())))
+        run = self._static(places.shape[2], blocks)
+        found: list[Tensor] = []  # of each step: scores and candidates, best first, float64 [2, P, C]
+        for place in places:
+            self._set_inputs(place, found[-1] if found else None)
             self._eagle.run_step(*run)
-            found.append(self._best[:, : step.shape[1]].clone())
+            found.append(self._buffers.best[:, : place.shape[1]].clone())
             if (tp := self._eagle.policy.tp) is not None:
                 tp.broadcast(found[-1])  # all ranks go on with the same tokens
-        # The draft's one wait for the device: scores and candidates float64 [2, P, C] of each step, best first.
-        results = torch.stack(found).cpu().numpy() if found else ()
+        results = torch.stack(found).cpu().numpy() if found else ()  # the draft's one wait for the device
         at = np.arange(len(active))  # of the chains that go on
         for number, (scores, candidates) in enumerate(results):
             best, score = candidates[at].astype(np.int32), scores[at].astype(np.float32)
@@ -212,19 +251,19 @@ class TorchRowDrafter(RowDrafter):
                 break
         return recorder.result()
 
-    def _catch_up(self, outputs: np.ndarray, active: np.ndarray) -> None:
+    def _catch_up(self, active: np.ndarray) -> None:
         """Caches the missing pairs of rows `active` [A] but the last one of each."""
         rows = self._rows
         slots, last = rows.slot[active], rows.positions[active]
-        first = np.maximum(rows.synced[slots] + 1, last - self._window + 1)
+        first = np.maximum(rows.synced[slots] + 1, last - self._catch_up_limit + 1)
         late = first > rows.synced[slots] + 1
         rows.first[slots[late]] = first[late]
         counts = last - first
         at = np.repeat(np.arange(len(active)), counts)
         positions = np.arange(len(at)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        tokens = outputs[slots[at], rows.output_len[active][at] - 1 - (last[at] - positions)]
-        places = (self._slots_of(active[at], p) for p in (positions, positions - 1))
+        tokens = rows.outputs[slots[at], rows.output_len[active][at] - 1 - (last[at] - positions)]
         if len(at):
+            places = (self._slots_of(active[at], p) for p in (positions, positions - 1))
             pairs = Pairs(*(np.asarray(a, np.int32) for a in (tokens, positions, *places)))
             self._eagle.feed(pairs, self._pages, self._kv)
         rows.synced[slots] = last
@@ -240,48 +279,50 @@ class TorchRowDrafter(RowDrafter):
         slots: np.ndarray = self._rows.block_tables[rows, block] * self._size + inside
         return slots
 
-    def _begin(
-        self, outputs: np.ndarray, active: np.ndarray, wanted: np.ndarray, steps: int
-    ) -> tuple[Tensor, int]:
-        """Everything that a draft of so many steps reads, in one copy: positions, slots and keys of each step, int64
-        [N, 3, P], and how many blocks of the tables. Sets what stays the same, and what step 0 reads.
+    def _begin(self, active: np.ndarray, wanted: np.ndarray, steps: int) -> tuple[Tensor, int]:
+        """Uploads the inputs of a draft of `steps` steps in one copy, and sets those that all steps or step 0 read.
+
+        Returns the places of each step, int64 [N, 3, P], and the number of blocks that the tables have.
         """
+        batch = min(1 << (len(active) - 1).bit_length(), self._most)
+        blocks = self._table_width(int((self._rows.positions[active] + wanted).max()))
+        host = torch.zeros(_DraftInputs.rows(steps, blocks), batch, dtype=torch.int64)
+        self._plan(_DraftInputs.of(host, steps), active, wanted)
+        inputs, buffers = _DraftInputs.of(upload(host.numpy(), self._eagle.device), steps), self._buffers
+        buffers.next_hidden[:batch] = self._eagle.model.previous(self._pages[inputs.state_slots])
+        buffers.temperature[:batch] = inputs.temperature
+        buffers.tokens[:batch] = inputs.tokens
+        buffers.first_visible[:batch] = inputs.first_visible
+        buffers.block_tables[:blocks, :batch] = inputs.block_tables
+        return inputs.places, blocks
+
+    def _plan(self, host: _DraftInputs, active: np.ndarray, wanted: np.ndarray) -> None:
+        """Writes the inputs of chains `active` [A] into `host`, and padding behind them. Mutates `host`."""
         rows, count = self._rows, len(active)
         position, slot = rows.positions[active], rows.slot[active]
-        batch = min(1 << (count - 1).bit_length(), self._inputs.shape[1])
-        blocks = self._table_width(int((position + wanted).max()))
-        host = np.zeros((4 + 3 * steps + blocks, batch), np.int64)
-        states, heat, tokens, first = host[:4]
-        planned, tables = host[4 : 4 + 3 * steps].reshape(steps, 3, batch), host[4 + 3 * steps :]
-        states[:count] = self._slots_of(active, position - 1)
-        heat.view(np.float64)[:count] = rows.temperature[active]
-        tokens[:count] = outputs[slot, rows.output_len[active] - 1]
-        first[:] = 1
-        first[:count] = rows.first[slot]
-        planned[:, 1] = self._kv.num_blocks * self._size
-        for step in range(steps):
+        host.state_slots.numpy()[:count] = self._slots_of(active, position - 1)
+        host.temperature.numpy()[:count] = rows.temperature[active]
+        host.tokens.numpy()[:count] = rows.outputs[slot, rows.output_len[active] - 1]
+        host.first_visible.fill_(1).numpy()[:count] = rows.first[slot]
+        tables = host.block_tables.fill_(self._kv.num_blocks).numpy()
+        tables[:, :count] = rows.block_tables[active, : len(tables)].T
+        host.places[:, 1] = self._kv.num_blocks * self._size
+        for step, place in enumerate(host.places.numpy()):
             at = np.flatnonzero(wanted > step)
-            place = position[at] + step
+            now = position[at] + step
             keys = row_keys(rows.keys[active[at]], rows.output_len[active[at]] + step)
-            planned[step][:, at] = place, self._slots_of(active[at], place), keys.view(np.int64)
-        tables[:] = self._kv.num_blocks
-        tables[:, :count] = rows.block_tables[active, :blocks].T
-        given = upload(host, self._eagle.device)
-        self._next_hidden[:batch] = self._eagle.model.previous(self._pages[given[0]])
-        self._temperature[:batch] = given[1].view(torch.float64)
-        self._inputs[0, :batch], self._inputs[4, :batch] = given[2], given[3]
-        self._inputs[5 : 5 + blocks, :batch] = given[4 + 3 * steps :]
-        return given[4 : 4 + 3 * steps].view(steps, 3, batch), blocks
+            place[:, at] = now, self._slots_of(active[at], now), keys.view(np.int64)
 
-    def _set_inputs(self, planned: Tensor, last: Tensor | None) -> None:
-        """Sets what the step of one position reads: `planned` int64 [3, P], and the candidates `last` float64 [2, P, C]
-        of the step before. No value comes to the host.
+    def _set_inputs(self, place: Tensor, last: Tensor | None) -> None:
+        """Sets the inputs of the step of one position: `place` int64 [3, P], and the candidates of `last` float64
+        [2, P, C], the step before. No value comes to the host.
         """
-        batch = planned.shape[1]
-        self._inputs[1:4, :batch] = planned
+        batch, buffers = place.shape[1], self._buffers
+        buffers.places[:, :batch] = place
         if last is not None:
-            self._inputs[0, :batch] = last[1, :, 0]
-        self._hidden[:batch] = self._next_hidden[:batch]
+            _, candidates = last
+            buffers.tokens[:batch] = candidates[:, 0]
+        buffers.hidden[:batch] = buffers.next_hidden[:batch]
 
     def _static(self, batch: int, blocks: int) -> tuple[Hashable, Callable[[], object]]:
         """The step of so many padded chains, with its key: `blocks` is the same wherever there are graphs."""
@@ -289,19 +330,28 @@ class TorchRowDrafter(RowDrafter):
 
     def _compute(self, batch: int, blocks: int) -> None:
         """The step: reads and writes buffers only; running it again gives the same."""
-        token, position, slot, key, first = self._inputs[:5, :batch]
-        tables = self._inputs[5 : 5 + blocks, :batch].T
-        starts = torch.arange(batch + 1, device=tables.device)
-        fed = DecoderInput.of([token, position, slot, starts, position + 1, tables, starts[:-1]])
-        logits, hidden = self._eagle.step(fed, self._hidden[:batch], first, self._kv)
-        best, chosen = self._eagle.candidates(logits, key, self._temperature[:batch], self._candidates)
-        self._next_hidden[:batch].copy_(hidden)
-        self._best[0, :batch].copy_(best)
-        self._best[1, :batch].copy_(chosen)
+        buffers = self._buffers
+        starts = torch.arange(batch + 1, device=buffers.tokens.device)
+        positions = buffers.positions[:batch]
+        fed = DecoderInput(
+            token_ids=buffers.tokens[:batch],
+            positions=positions,
+            slot_mapping=buffers.slots[:batch],
+            query_start=starts,
+            context_lens=positions + 1,
+            block_tables=buffers.block_tables[:blocks, :batch].T,
+            logit_rows=starts[:-1],
+        )
+        logits, hidden = self._eagle.step(fed, buffers.hidden[:batch], buffers.first_visible[:batch], self._kv)
+        keys, temperature = buffers.keys[:batch], buffers.temperature[:batch]
+        best, chosen = self._eagle.candidates(logits, keys, temperature, buffers.num_candidates)
+        buffers.next_hidden[:batch].copy_(hidden)
+        buffers.best[0, :batch].copy_(best)
+        buffers.best[1, :batch].copy_(chosen)
 
 
 class _Recorder:
-    """Collects the drafted tokens position by position, and decides which chains go on."""
+    """Collects the drafted tokens position by position, and decides where chains end."""
 
     def __init__(self, rows: int, rates: np.ndarray, min_acceptance: float):
         self._rows, self._rates, self._least = rows, rates, min_acceptance
@@ -309,7 +359,7 @@ class _Recorder:
         self._parts: list[tuple[np.ndarray, ...]] = []  # of each position: rows, then the columns of `Draft`
 
     def reachable(self, steps: int) -> int:
-        """How many of `steps` positions a chain can reach that keeps the best match rates all along."""
+        """Positions, at most `steps`, that a chain with the best match rate at each of them reaches."""
         best, acceptance = self._rates.max(1), np.float32(1)
         for step in range(steps):
             acceptance *= best[min(step, DEPTHS - 1)]
@@ -320,7 +370,7 @@ class _Recorder:
     def record(
         self, step: int, rows: np.ndarray, candidates: np.ndarray, scores: np.ndarray, may_go_on: np.ndarray
     ) -> np.ndarray:
-        """Takes the candidates int32 and scores float32 [A', C], best first, of `rows` [A'] at draft position `step`.
+        """Adds the candidates int32 and scores float32 [A', C], best first, of `rows` [A'] at draft position `step`.
 
         Returns bool [A']: chains that go on. A chain whose next token could not reach the least cumulative acceptance,
         however large that token's gap, ends here.

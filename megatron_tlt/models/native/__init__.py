@@ -1,1 +1,1 @@
-"""The C decoder for CPUs, its library and what calls it."""
+"""The C decoder and drafter for CPUs, and their library."""

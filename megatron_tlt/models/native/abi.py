@@ -1,4 +1,4 @@
-"""The C side's structures and functions as ctypes sees them. Field order repeats `csrc/{tlt,eagle,suffix}.h`."""
+"""Structures and functions of the C library under their C names. Field order repeats `csrc/{tlt,eagle}.h`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fields_of(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
-class Layer(Structure):
+class TltLayer(Structure):
     """`TltLayer`."""
 
     _fields_ = [
@@ -42,7 +42,7 @@ class Layer(Structure):
     ]
 
 
-class Model(Structure):
+class TltModel(Structure):
     """`TltModel`."""
 
     _fields_ = [
@@ -52,13 +52,13 @@ class Model(Structure):
         *fields_of(c_int32, "experts topk expert_inter shared_inter renormalise route_bytes"),
         ("eps", c_float),
         *fields_of(c_void_p, "rope embed head final_norm"),
-        ("layer", POINTER(Layer)),
+        ("layer", POINTER(TltLayer)),
         *fields_of(c_void_p, "resid part qkv_out x q att mid units"),
         *fields_of(c_void_p, "scores gates shared pair_x pair_mid pair_out chosen place starts active"),
     ]
 
 
-class Step(Structure):
+class TltStep(Structure):
     """`TltStep`."""
 
     _fields_ = [
@@ -68,17 +68,17 @@ class Step(Structure):
     ]
 
 
-class Eagle(Structure):
+class TltEagle(Structure):
     """`TltEagle`."""
 
     _fields_ = [
-        ("model", Model),
+        ("model", TltModel),
         *fields_of(c_void_p, "fc pair hidden_norm ids"),
         *fields_of(c_int32, "vocab state_width norm_before_residual"),
     ]
 
 
-class EaglePairs(Structure):
+class TltPairs(Structure):
     """`TltPairs`."""
 
     _fields_ = [
@@ -87,11 +87,11 @@ class EaglePairs(Structure):
     ]
 
 
-class EagleDraft(Structure):
+class TltDraft(Structure):
     """`TltDraft`."""
 
     _fields_ = [
-        *fields_of(c_int32, "rows slots window width max_blocks num_blocks block_size depth"),
+        *fields_of(c_int32, "rows slots catch_up width max_blocks num_blocks block_size depth"),
         ("min_acceptance", c_float),
         *fields_of(c_void_p, "slot positions output_len block_tables keys temperature outputs wanted"),
         *fields_of(c_void_p, "synced first pages kv rates"),
@@ -99,13 +99,13 @@ class EagleDraft(Structure):
     ]
 
 
-_FORWARD = [POINTER(Model), POINTER(Step), c_int, AllReduce]
+_FORWARD = [POINTER(TltModel), POINTER(TltStep), c_int, AllReduce]
 _SAMPLE = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4, c_int]
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # functions `tlt_`...: result and argument types
     "panel_width": (c_int, []),
     "forward": (c_int, _FORWARD),
     "keyed_sample": (c_int, _SAMPLE),
-    "eagle_feed": (c_int, [POINTER(Eagle), POINTER(EaglePairs), c_int]),
+    "eagle_feed": (c_int, [POINTER(TltEagle), POINTER(TltPairs), c_int]),
     "draft_scratch_bytes": (c_int64, [c_void_p, c_void_p]),
     "draft_rows": (c_int, [c_void_p, c_void_p, c_int]),
     "suffix_new": (c_void_p, [c_int32, c_int32, c_int64]),
@@ -137,13 +137,14 @@ def library() -> ctypes.CDLL:
     return lib
 
 
-_KINDS = {"keys": np.uint64, "temperature": np.float32}  # of arrays by their field's name; others are int32
+# Element types of arrays by their field's name; all others are int32.
+_KINDS = {"keys": np.uint64} | dict.fromkeys(("temperature", "rates", "cumulative_acceptance"), np.float32)
 
 
 def point_at_arrays(structure: Structure, arrays: Any) -> None:
     """Sets the fields of `structure` to the addresses of the numpy arrays in the dataclass `arrays`, by name.
 
-    The caller keeps them alive. Raises BackendError for an array that C could not read.
+    The caller keeps them alive. Raises BackendError for an array of another type or layout.
     """
     for field in fields(arrays):
         name = field.name
@@ -151,7 +152,7 @@ def point_at_arrays(structure: Structure, arrays: Any) -> None:
 
 
 def array_address(name: str, array: np.ndarray, kind: type) -> int:
-    """Address of a contiguous array of `kind`. Raises BackendError for another: C could not read it."""
+    """Address of a contiguous array of `kind`. Raises BackendError for any other array."""
     if array.dtype != kind or not array.flags.c_contiguous:
         raise BackendError(f"rows: {name} must be contiguous {np.dtype(kind)}, not {array.dtype}")
     address: int = array.ctypes.data

@@ -1,8 +1,8 @@
 """Compiles `csrc/` into a shared library at first use and caches it.
 
 The cache key covers sources, compiler, flags and CPU features, so a home directory shared by different
-machines is safe. Many ranks may start at once: one builds under a file lock, the others wait for it; the
-library appears under its name only when complete (rename).
+machines is safe. Of ranks that start together one builds under a file lock and the others wait; the library is
+renamed to its place once it is complete.
 """
 
 from __future__ import annotations

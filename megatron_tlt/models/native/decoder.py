@@ -24,7 +24,7 @@ from megatron_tlt.models.base import (
 )
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
-from megatron_tlt.models.native.abi import ERRORS, Step, library
+from megatron_tlt.models.native.abi import ERRORS, TltStep, library
 from megatron_tlt.models.native.parts import (
     MAX_HEAD_DIM,
     Forward,
@@ -41,7 +41,7 @@ Numbers = Sequence[int] | np.ndarray | Tensor
 
 class NativeDecoder:
     """See `base.Decoder`. `threads` is the size of the team of one forward; between forwards it sleeps. A forked child
-    has no team: it must not decode with several threads.
+    has no team and must not decode with several threads.
 
     A process has one team: forwards of several decoders in threads of one process take turns, so
     tensor-parallel ranks must be processes (in one process the second rank would wait for the first one's
@@ -59,14 +59,16 @@ class NativeDecoder:
         tp: TensorParallel | None = None,
         aux_layers: tuple[int, ...] = (),
     ):
-        """`aux_layers`: see `base.Decoder`, at most three. Raises BackendError without a C compiler, ConfigError for a
-        head or TP size it cannot do.
+        """`aux_layers`: see `base.Decoder`, at most three. Raises BackendError without a C compiler, ConfigError for
+        a head or TP size that it does not support.
         """
         if config.head_dim > MAX_HEAD_DIM:
             raise ConfigError.of("head_dim", config.head_dim, f"must be at most {MAX_HEAD_DIM} in the native decoder")
         self._lib = library()
-        self.config, self.threads = config, max(1, threads)
-        self.aux_layers, self.state_size = aux_layers, (len(aux_layers) + 1) * config.hidden_size
+        self.config = config
+        self.threads = max(1, threads)
+        self.aux_layers = aux_layers
+        self.state_size = (len(aux_layers) + 1) * config.hidden_size
         self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
         self._ledger = WeightLedger(config)
         h = config.hidden_size
@@ -80,7 +82,7 @@ class NativeDecoder:
         self._forward.model.final_norm = self._final_norm.data_ptr()
         self._forward.model.aux_count = len(aux_layers)
         self._forward.model.aux[: len(aux_layers)] = aux_layers
-        self._step = Step()
+        self._step = TltStep()
 
     @property
     def complete(self) -> bool:

@@ -1,8 +1,8 @@
 """`NativeEagle`: a trained drafter on CPU, in C (`csrc/eagle.c`), beside the policy's `NativeDecoder`.
 
-One call makes the drafts of all running rows from the engine's own arrays: which pairs are missing, their keys and
-values, every drafted token's forward, LM head and keyed candidates. Results do not depend on batch or threads, bit for
-bit, as the policy's do not.
+One call makes the drafts of all running rows from the engine's own arrays: it finds the missing pairs, caches their
+keys and values, and runs forward, LM head and keyed candidates of every drafted token. Like the policy's, its results
+do not depend on batch or threads, bit for bit.
 
 Legend: T pairs, B running rows, S slots, N drafted tokens, H hidden size, D longest draft.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from ctypes import byref
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
@@ -33,10 +33,9 @@ from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.config import Eagle3Config
 from megatron_tlt.models.native.abi import (
     ERRORS,
-    Eagle,
-    EagleDraft,
-    EaglePairs,
-    array_address,
+    TltDraft,
+    TltEagle,
+    TltPairs,
     library,
     point_at_arrays,
 )
@@ -80,8 +79,9 @@ class NativeEagle(DrafterDecoder):
             self._own["lm_head"] = zeros(self._packer.size(config.draft_vocab_size, h))
             head = self._own["lm_head"]
             self._forward.model.final_norm = self._own["norm"].data_ptr()
-        self._forward.model.embed, self._forward.model.head = embed.data_ptr(), head.data_ptr()
-        self.structure = Eagle(self._forward.model, self._layers.extra.data_ptr())
+        self._forward.model.embed = embed.data_ptr()
+        self._forward.model.head = head.data_ptr()
+        self.structure = TltEagle(self._forward.model, self._layers.extra.data_ptr())
         self.structure.pair = self._forward.buffer(pad(3 * h) + 64)
         self.structure.vocab, self.structure.state_width = config.policy.vocab_size, policy.state_size
         if isinstance(config, Eagle3Config):
@@ -130,17 +130,18 @@ class NativeEagle(DrafterDecoder):
     def feed(self, pairs: Pairs, pages: Tensor, kv: KVCache) -> None:
         """See `DrafterDecoder.feed`. Raises BackendError for pairs or pages that C could not read."""
         self.check_pages(pages, kv)
-        call = EaglePairs(count=len(pairs.tokens), num_blocks=kv.num_blocks, block_size=kv.block_size)
+        call = TltPairs(count=len(pairs.tokens), num_blocks=kv.num_blocks, block_size=kv.block_size)
         lengths = [len(getattr(pairs, field.name)) for field in fields(pairs)]
         if len({*lengths}) != 1:
             raise BackendError(f"pairs: columns of {lengths} elements")
         point_at_arrays(call, pairs)
-        call.pages, call.kv = pages.data_ptr(), kv.data.data_ptr()
+        call.pages = pages.data_ptr()
+        call.kv = kv.data.data_ptr()
         self.run(partial(self._lib.tlt_eagle_feed, self.structure, call, self.threads))
 
-    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int) -> NativeRowDrafter:
+    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> NativeRowDrafter:
         """See `DrafterDecoder.row_drafter`. Raises BackendError for arrays that C could not read."""
-        return NativeRowDrafter(self, kv, rows, pages, window)
+        return NativeRowDrafter(self, kv, rows, pages, catch_up)
 
     def check_pages(self, pages: Tensor, kv: KVCache) -> None:
         """Raises BackendError unless `pages` are hidden states of the slots of `kv`, in the drafter's type."""
@@ -152,29 +153,71 @@ class NativeEagle(DrafterDecoder):
             )
 
     def run(self, call: Callable[[], int]) -> None:
-        """Makes a call into C. Raises BackendError for what C refuses and before all weights are loaded."""
+        """Makes a call into C. Raises BackendError if C refuses it, and before all weights are loaded."""
         if not self._loaded or not self.policy.complete:
             raise BackendError("the drafter is used before its weights, or the policy's, were loaded")
         if code := call():
             raise BackendError(f"native drafter refused: {ERRORS.get(code, code)}")
 
 
-class NativeRowDrafter(RowDrafter):
-    """See `RowDrafter`. Buffers grow with the largest draft."""
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Arrays that a draft reads beside the rows'."""
 
-    def __init__(self, eagle: NativeEagle, kv: KVCache, rows: DraftingRows, pages: Tensor, window: int):
+    wanted: np.ndarray  # int32 [S], of each row the most tokens to draft
+    rates: np.ndarray  # float32 [DEPTHS, BUCKETS]
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """Arrays that a draft writes: N drafted tokens, row after row."""
+
+    counts: np.ndarray  # int32 [S], tokens of each row
+    tokens: np.ndarray  # int32 [at least N]
+    feature: np.ndarray  # int32 [at least N]
+    cumulative_acceptance: np.ndarray  # float32 [at least N]
+
+    @classmethod
+    def empty(cls, slots: int, room: int) -> _Drafted:
+        """Arrays for `room` tokens of `slots` rows."""
+        return cls(
+            counts=np.zeros(slots, np.int32),
+            tokens=np.zeros(room, np.int32),
+            feature=np.zeros(room, np.int32),
+            cumulative_acceptance=np.zeros(room, np.float32),
+        )
+
+    def draft(self, rows: int) -> Draft:
+        """A copy of the drafts of `rows` rows."""
+        counts = self.counts[:rows].copy()
+        total = int(counts.sum())
+        return Draft(
+            counts,
+            self.tokens[:total].copy(),
+            self.cumulative_acceptance[:total].copy(),
+            self.feature[:total].copy(),
+        )
+
+
+class NativeRowDrafter(RowDrafter):
+    """See `RowDrafter`. C reads all arrays by address; those that a draft writes grow with the largest draft."""
+
+    def __init__(self, eagle: NativeEagle, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int):
         slots, max_blocks = rows.block_tables.shape
         eagle.check_pages(pages, kv)
         self._eagle, self._rows, self._lib, self._slots = eagle, rows, library(), slots
-        sizes = {"max_blocks": max_blocks, "num_blocks": kv.num_blocks, "block_size": kv.block_size}
-        self._call = EagleDraft(slots=slots, window=window, **sizes)
-        point_at_arrays(self._call, rows)
-        self._wanted, self._counts = np.zeros((2, slots), np.int32)
-        self._rates = np.zeros((DEPTHS, BUCKETS), np.float32)
-        for name in ("wanted", "counts", "rates"):
-            setattr(self._call, name, getattr(self, f"_{name}").ctypes.data)
-        self._outputs = self._tokens = self._feature = np.zeros(0, np.int32)
-        self._cumulative_acceptance = np.zeros(0, np.float32)
+        self._call = TltDraft(
+            slots=slots,
+            catch_up=catch_up,
+            width=rows.outputs.shape[1],
+            max_blocks=max_blocks,
+            num_blocks=kv.num_blocks,
+            block_size=kv.block_size,
+        )
+        self._wanted = _Wanted(np.zeros(slots, np.int32), np.zeros((DEPTHS, BUCKETS), np.float32))
+        self._drafted = _Drafted.empty(slots, 0)
+        for arrays in (rows, self._wanted, self._drafted):
+            point_at_arrays(self._call, arrays)
         self._scratch = np.zeros(0, np.uint8)
         self._shape = (0, 0)
         self._arguments = byref(eagle.structure), byref(self._call)
@@ -184,45 +227,32 @@ class NativeRowDrafter(RowDrafter):
     def point_at(self, kv: KVCache, pages: Tensor) -> None:
         """See `RowDrafter.point_at`."""
         self._kv, self._pages = kv.data, pages  # kept alive
-        self._call.pages, self._call.kv = pages.data_ptr(), kv.data.data_ptr()
+        self._call.pages = pages.data_ptr()
+        self._call.kv = kv.data.data_ptr()
 
-    def draft(
-        self, outputs: np.ndarray, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float
-    ) -> Draft:
+    def draft(self, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float) -> Draft:
         """See `RowDrafter.draft`."""
         count, longest = len(wanted), max(wanted.tolist(), default=0)
-        if count > self._slots or rates.shape != self._rates.shape:
+        if count > self._slots or rates.shape != self._wanted.rates.shape:
             raise BackendError(
                 f"drafts for {count} rows with match rates {list(rates.shape)}: there may be {self._slots} rows, and "
-                f"rates are {list(self._rates.shape)}"
+                f"rates are {list(self._wanted.rates.shape)}"
             )
-        if outputs is not self._outputs:
-            self._point_at_outputs(outputs)
         if self._shape != (count, longest):
             self._make_room(count, longest)
-        self._wanted[:count], self._rates[:] = wanted, rates
+        self._wanted.wanted[:count] = wanted
+        self._wanted.rates[:] = rates
         self._call.min_acceptance = min_acceptance
         self._eagle.run(self._in_c)
-        counts = self._counts[:count].copy()
-        total = int(counts.sum())
-        drafted = (self._tokens, self._cumulative_acceptance, self._feature)
-        return Draft(counts, *(column[:total].copy() for column in drafted))
+        return self._drafted.draft(count)
 
     def _make_room(self, count: int, longest: int) -> None:
-        call = self._call
-        self._shape = call.rows, call.depth = count, longest
-        if len(self._tokens) < count * longest:
-            self._tokens, self._feature = np.zeros((2, 2 * count * longest), np.int32)
-            self._cumulative_acceptance = np.zeros(2 * count * longest, np.float32)
-            for name in ("tokens", "feature", "cumulative_acceptance"):
-                setattr(call, name, getattr(self, f"_{name}").ctypes.data)
+        self._shape = count, longest
+        self._call.rows = count
+        self._call.depth = longest
+        if len(self._drafted.tokens) < count * longest:
+            self._drafted = _Drafted.empty(self._slots, 2 * count * longest)
+            point_at_arrays(self._call, self._drafted)
         if len(self._scratch) < (size := self._lib.tlt_draft_scratch_bytes(*self._arguments)):
             self._scratch = np.empty(2 * size, np.uint8)
-            call.scratch = self._scratch.ctypes.data
-
-    def _point_at_outputs(self, outputs: np.ndarray) -> None:
-        """The engine's output buffer is another array since it was widened."""
-        if len(outputs) != self._slots:
-            raise BackendError(f"outputs of {len(outputs)} slots, there are {self._slots}")
-        self._call.outputs, self._call.width = array_address("outputs", outputs, np.int32), outputs.shape[1]
-        self._outputs = outputs
+            self._call.scratch = self._scratch.ctypes.data

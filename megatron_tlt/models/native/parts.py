@@ -17,7 +17,7 @@ from megatron_tlt.models.base import KVCache, Shard
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.experts import route_type, route_width
 from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.native.abi import AllReduce, Layer, Model, Step, library
+from megatron_tlt.models.native.abi import AllReduce, TltLayer, TltModel, TltStep, library
 from megatron_tlt.models.torch.layers import rope_table
 
 TILE = 16  # cached positions in a tile: block sizes are multiples of it
@@ -30,8 +30,8 @@ _PANELS_AT_ONCE = 64  # packed together: bounds the converted copy of a large we
 def zeros(size: int) -> Tensor:
     """[size] float32 that begin on a cache line; the system gives the memory as it is touched.
 
-    numpy (2.4) allocates large pages, PyTorch does not: a step reads every weight, and the addresses of 10 MB in
-    pages of 4 KiB do not fit the processor's cache of them.
+    numpy (2.4) allocates large pages, PyTorch does not. A step reads every weight, and 10 MB in pages of 4 KiB have
+    more addresses than the processor caches.
     """
     whole = torch.from_numpy(np.zeros(size + _LINE, np.float32))
     skipped = -whole.data_ptr() // whole.itemsize % _LINE
@@ -71,7 +71,7 @@ class Packer:
             done += count * width
 
     def unpack(self, packed: Tensor, rows: int, k: int) -> Tensor:
-        """A copy [rows, K] of what `pack` wrote from column 0 on."""
+        """A copy [rows, K] of the weight that `pack` wrote from column 0 on."""
         return packed.view(-1, k, self._panel).transpose(1, 2).reshape(-1, k)[:rows]
 
 
@@ -87,8 +87,8 @@ class PackedLayers:
         input_norm: bool = True,
         inputs: int | None = None,
     ):
-        """`extra` is the other weight's (columns, K); `inputs` what queries, keys and values are projected from, if not
-        the hidden size.
+        """`extra`: (columns, K) of the other weight. `inputs`: width of the inputs of queries, keys and values, by
+        default the hidden size.
         """
         self._config, self._shard, self._packer = config, shard, packer
         d, h = config.head_dim, config.hidden_size
@@ -106,7 +106,7 @@ class PackedLayers:
         self._vectors = [
             {name: torch.zeros(n) for name, n in (wide | heads).items()} for _ in range(config.num_layers)
         ]
-        self.structures = (Layer * config.num_layers)()
+        self.structures = (TltLayer * config.num_layers)()
         for layer, weights, vectors in zip(self.structures, self._weights, self._vectors, strict=True):
             for name, tensor in (weights | vectors).items():
                 setattr(layer, name, tensor.data_ptr())
@@ -128,7 +128,7 @@ class PackedLayers:
         return sizes
 
     def load(self, index: int, part: str, kind: str, tensor: Tensor) -> None:
-        """Takes the full tensor of a layer's `part` ("q_proj", ...), `kind` "weight" or "bias"."""
+        """Packs the full tensor of a layer's `part` ("q_proj", ...), `kind` "weight" or "bias"."""
         s, weights, vectors = self._shard, self._weights[index], self._vectors[index]
         pack, tensor = self._packer.pack, tensor.detach()
         if part == "experts":
@@ -171,7 +171,7 @@ class Forward:
         c, h, padded = config, pad(config.hidden_size), -(-config.head_dim // TILE) * TILE
         self._part = torch.zeros(MAX_ROWS * h)
         self._rope = rope_table(c, c.max_position_embeddings)
-        self.model = Model(
+        self.model = TltModel(
             hidden=c.hidden_size,
             layers=c.num_layers,
             heads=shard.heads,
@@ -200,8 +200,11 @@ class Forward:
     def _add_experts(self, c: ModelConfig, shard: Shard) -> None:
         """Sizes and buffers of layers with experts."""
         model, k, h = self.model, c.num_experts_per_tok, pad(c.hidden_size)
-        model.experts, model.topk, model.renormalise = c.num_experts, k, c.norm_topk_prob
-        model.expert_inter, model.shared_inter = shard.expert_inter, shard.shared_inter
+        model.experts = c.num_experts
+        model.topk = k
+        model.renormalise = c.norm_topk_prob
+        model.expert_inter = shard.expert_inter
+        model.shared_inter = shard.shared_inter
         model.route_bytes = route_width(c) * np.dtype(route_type(c.num_experts)).itemsize
         columns = {"scores": pad(c.num_experts + 1), "gates": k + 1, "shared": h, "chosen": k, "place": k}
         columns |= {"pair_x": k * h, "pair_mid": k * pad(shard.expert_inter), "pair_out": k * h}
@@ -217,7 +220,7 @@ class Forward:
         return int(self._keep[-1].data_ptr())
 
     def _reduce(self, _address: int, count: int) -> int:
-        """Called from C on the calling thread, between two barriers; an exception becomes an error code."""
+        """Called from C on the calling thread, between two barriers. Returns 1 after an exception, which it keeps."""
         assert self._tp is not None
         try:
             self._tp.all_reduce(self._part[:count])
@@ -240,7 +243,7 @@ def new_kv_cache(num_blocks: int, block_size: int, bytes_per_block: int) -> KVCa
     return KVCache(num_blocks, block_size, zeros(num_blocks * bytes_per_block // 4))
 
 
-def fill_step(step: Step, batch: DecoderInput, kv: KVCache) -> None:
+def fill_step(step: TltStep, batch: DecoderInput, kv: KVCache) -> None:
     """Points `step` at a batch and a cache; `batch` must stay alive while it is used.
 
     Raises BackendError for tensors that are not contiguous int32 on CPU, of the shapes in `DecoderInput`.
@@ -252,9 +255,13 @@ def fill_step(step: Step, batch: DecoderInput, kv: KVCache) -> None:
     step.query_start = address("query_start", batch.query_start, seqs + 1)
     step.block_tables = address("block_tables", batch.block_tables, seqs)
     step.logit_rows = address("logit_rows", batch.logit_rows, wanted)
-    step.tokens, step.seqs = tokens, seqs
-    step.logits_rows, step.max_blocks = wanted, batch.block_tables.shape[1]
-    step.num_blocks, step.block_size, step.kv = kv.num_blocks, kv.block_size, kv.data.data_ptr()
+    step.tokens = tokens
+    step.seqs = seqs
+    step.logits_rows = wanted
+    step.max_blocks = batch.block_tables.shape[1]
+    step.num_blocks = kv.num_blocks
+    step.block_size = kv.block_size
+    step.kv = kv.data.data_ptr()
 
 
 def address(field: str, tensor: Tensor, rows: int) -> int:

@@ -23,14 +23,14 @@ from megatron_tlt.models.inputs import DecoderInput
 _SHARED_ROWS = 64  # sequences with at most so many rows share a padded call with others of equal length
 
 
-class Plan(Protocol):
-    """How the rows of one batch attend; made once a forward, used by every layer."""
+class AttentionPlan(Protocol):
+    """Attention of the rows of one batch; made once a forward, used by every layer."""
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q [T, Hq, D], keys and values [slots, Hkv, D] (one layer's cache, flat) -> [T, Hq, D]."""
 
 
-class AttentionPlan:
+class RaggedPlan:
     """A ragged batch as static ones.
 
     Sequences with equally few rows (decoding, verification) share one; each longer one (a prefill chunk) has its own.
@@ -43,11 +43,12 @@ class AttentionPlan:
         for s, n in enumerate(counts):
             groups[n if n <= _SHARED_ROWS else -s - 1].append(s)
         groups.pop(0, None)
-        self._parts: list[tuple[Tensor, StaticPlan]] = []  # rows of the batch, how they attend
+        self._parts: list[tuple[Tensor, StaticPlan]] = []  # rows of the batch, and their attention
         device = batch.positions.device
         for group in groups.values():
             each = counts[group[0]]
-            at, first = torch.tensor(group, device=device), torch.tensor([starts[s] for s in group], device=device)
+            at = torch.tensor(group, device=device)
+            first = torch.tensor([starts[s] for s in group], device=device)
             rows = (first[:, None] + torch.arange(each, device=device)).flatten()
             blocks = -(-(max(contexts[s] for s in group) - each) // block_size)
             part = replace(
@@ -60,7 +61,7 @@ class AttentionPlan:
             self._parts.append((rows, StaticPlan(part, block_size, each)))
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `Plan.attend`."""
+        """See `AttentionPlan.attend`."""
         out = torch.empty_like(q)
         for rows, plan in self._parts:
             out[rows] = plan.attend(q[rows], keys, values)
@@ -93,7 +94,7 @@ class StaticPlan:
         self._mask = torch.cat([before.expand(shape), among.expand(shape)], -1)[:, None]  # [S, 1, Q, keys]
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `Plan.attend`."""
+        """See `AttentionPlan.attend`."""
         query = q.view(len(self._slots), -1, *q.shape[1:]).transpose(1, 2)
         k, v = gather_heads(keys, self._slots), gather_heads(values, self._slots)
         attended = scaled_dot_product_attention(query, k, v, attn_mask=self._mask, enable_gqa=True)

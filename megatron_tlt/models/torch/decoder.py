@@ -1,8 +1,8 @@
 """`TorchDecoder`: the rollout decoder in plain PyTorch, for any device, and the yardstick for the native one.
 
-Unlike the native decoder its results may depend in the last bits on what shares a batch: BLAS picks kernels by shape.
-With `invariant` they do not (see `invariant.py`). `forward_static` is the same model without a look at the values from
-the host, for CUDA graphs.
+Unlike the native decoder its results may depend in the last bits on the other rows of a batch: BLAS picks kernels by
+shape. With `invariant` they do not (see `invariant.py`). `forward_static` is the same model for CUDA graphs: no value
+comes to the host.
 
 Legend: T packed rows, R wanted rows, S sequences, H hidden size, V vocabulary, L layers.
 """
@@ -27,9 +27,9 @@ from megatron_tlt.models.base import (
 )
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
-from megatron_tlt.models.torch.attention import AttentionPlan, Plan, StaticPlan
+from megatron_tlt.models.torch.attention import AttentionPlan, RaggedPlan, StaticPlan
 from megatron_tlt.models.torch.experts import empty_experts, mix_alike
-from megatron_tlt.models.torch.invariant import TILE, TilePlan, by_tiles, check_rows_alike, rowwise, tiles
+from megatron_tlt.models.torch.invariant import TILE, TilePlan, by_tiles, check_rows_alike, row_tiles, rowwise
 from megatron_tlt.models.torch.layers import PLAIN, HeadNorms, LayerOps, rope_table
 from megatron_tlt.models.torch.paged import PagedPlan, PagedRun
 
@@ -55,15 +55,15 @@ class TorchDecoder:
         aux_layers: tuple[int, ...] = (),
         ops: LayerOps = PLAIN,
     ):
-        """`paged` reads the cache in place (`paged.py`); without it every step gathers what it attends to.
+        """`paged` reads the cache in place (`paged.py`); without it every step gathers keys and values.
 
-        `ops` is what layers do between their products; `aux_layers`: see `base.Decoder`.
+        `ops`: operations of layers between their products; `aux_layers`: see `base.Decoder`.
         """
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         self.invariant, self.paged, self.aux_layers = invariant, paged, aux_layers
         self.state_size = (len(aux_layers) + 1) * config.hidden_size
         self.ops = ops
-        self._checked = False  # whether this machine was seen to compute rows alike
+        self._checked = False  # whether equal rows came out equal on this machine
         self.tp = tp if tp is not None and tp.size > 1 else None
         self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
         self._ledger = WeightLedger(config)
@@ -78,7 +78,8 @@ class TorchDecoder:
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
         self._qkv_sizes = [s.heads * d, s.kv_heads * d, s.kv_heads * d]
-        self._embed, self._final_norm = empty(c.vocab_size, c.hidden_size), empty(c.hidden_size)
+        self._embed = empty(c.vocab_size, c.hidden_size)
+        self._final_norm = empty(c.hidden_size)
         shared = c.tie_word_embeddings and s.size == 1
         self._head = self._embed if shared else empty(s.vocab, c.hidden_size)
         self._layers: list[dict[str, Tensor]] = [
@@ -223,14 +224,14 @@ class TorchDecoder:
         local = by_tiles(self._local_logits, hidden) if self.invariant else self._local_logits(hidden)
         return self._shard.gather_logits(self.tp, local, self.config.vocab_size).float()
 
-    def _plan(self, batch: DecoderInput, block_size: int, rows_each: int | None = None) -> Plan:
-        """How the batch attends; with `rows_each` it is one of `forward_static`."""
+    def _plan(self, batch: DecoderInput, block_size: int, rows_each: int | None = None) -> AttentionPlan:
+        """The batch's attention; with `rows_each` that of `forward_static`."""
         kv_heads = self._shard.kv_heads
         heads = (kv_heads, self._shard.heads // kv_heads)
         if self.paged is not None:
             return PagedPlan(self.paged, batch, block_size, heads, rows_each)
         if rows_each is None:
-            return AttentionPlan(batch, block_size)
+            return RaggedPlan(batch, block_size)
         return StaticPlan(batch, block_size, rows_each)
 
     def _require_weights(self) -> None:
@@ -243,7 +244,7 @@ class TorchDecoder:
             self._check_rows_alike()
             self._checked = True
         done, routed_experts = [], []
-        for t in tiles(batch, kv.block_size, kv.num_blocks * kv.block_size):
+        for t in row_tiles(batch, kv.block_size, kv.num_blocks * kv.block_size):
             of_tile: list[Tensor] = []
             states = self._layers_forward(t.token_ids, t.positions, t.slots, kv, t.plan, of_tile)
             done.append([state[: t.used] for state in states])
@@ -257,7 +258,7 @@ class TorchDecoder:
         positions: Tensor,
         slots: Tensor,
         kv: KVCache,
-        plan: Plan,
+        plan: AttentionPlan,
         chosen: list[Tensor],
     ) -> list[Tensor]:
         """The residual stream behind each of `aux_layers` and behind the last layer, [T, H] each; the experts [T, k] of
@@ -284,7 +285,7 @@ class TorchDecoder:
         cache: Tensor,
         rope: Tensor,
         slots: Tensor,
-        plan: Plan,
+        plan: AttentionPlan,
     ) -> Tensor:
         norms: HeadNorms | None = None
         if self.config.qk_norm:

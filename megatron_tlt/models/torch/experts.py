@@ -19,7 +19,7 @@ _ALIGNED = 16  # bytes: a row of a matrix that `grouped_mm` reads is a multiple 
 
 
 def empty_experts(config: ModelConfig, shard: Shard, like: Tensor) -> dict[str, Tensor]:
-    """What stands in a layer for the weights of a dense MLP: zeros of the type and device of `like`.
+    """The weights of a layer's experts: zeros of the type and device of `like`.
 
     The shared expert, if there is one, is a dense MLP with a gate. Raises ConfigError for sizes that PyTorch's grouped
     product refuses.

@@ -1,8 +1,8 @@
-"""Memory of a GPU that can be given back and taken again at the same address, by CUDA's virtual memory management.
+"""Memory of a GPU that can be freed and allocated again at the same address, by CUDA's virtual memory management.
 
-A range of addresses is reserved once. Physical memory is mapped into it, and unmapped when others need it: what was
-written is lost, the address is not, so captured graphs that name it stay valid. Outside PyTorch's allocator, whose
-blocks come back anywhere.
+A range of addresses is reserved once. Physical memory is mapped into it, and unmapped when others need it: the contents
+are lost, the address stays, so captured graphs that use it stay valid. PyTorch's allocator has no such promise, so this
+memory is outside of it.
 
     reserve --map--> [ in use ] --unmap--> [ address only ] --map--> [ in use, other contents ] ...
 """
@@ -62,7 +62,7 @@ class AccessDesc(ctypes.Structure):
 
 
 class FixedMemory:
-    """`nbytes` of one device. Taken at first; `release` and `take` in turns."""
+    """`nbytes` of one device. Allocated at first; then `release` and `take` in turns."""
 
     def __init__(self, nbytes: int, device: torch.device, driver: ctypes.CDLL | None = None):
         """Raises BackendError where the driver refuses, torch.OutOfMemoryError where memory is short."""
@@ -100,7 +100,7 @@ class FixedMemory:
         count_outside(self._size)
 
     def release(self) -> None:
-        """Gives the memory back once the device has done its work. A read then is a fault of the device."""
+        """Frees the memory once the device has done its work. A read after it is a fault of the device."""
         assert self.is_taken
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

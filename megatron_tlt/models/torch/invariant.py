@@ -2,8 +2,8 @@
 
 BLAS and elementwise kernels choose how they sum, and where their vectors end, by the shapes of a call. So every product
 here has one shape: the packed rows are cut into tiles of `TILE` rows (the last one padded), each tile goes through the
-whole model alone, and a row attends in a call of its own. What is left to trust is that a library treats the rows of
-one product alike: before the first forward equal rows go through the model, and must come out equal.
+whole model alone, and a row attends in a call of its own. One assumption is left, that a library treats the rows of one
+product alike: before the first forward equal rows go through the model, and must come out equal.
 
 Legend: T packed rows, R = TILE, C keys of a row, Hq/Hkv query and kv heads, D head size.
 """
@@ -26,7 +26,7 @@ TILE = 16
 
 
 @dataclass(slots=True)
-class Tile:
+class RowTile:
     """TILE rows of a batch, the last tile's filled up with rows that write to the scratch slot."""
 
     token_ids: Tensor  # [R] int64
@@ -37,7 +37,7 @@ class Tile:
 
 
 class TilePlan:
-    """Attention of one tile, a row at a time: each over its own keys. See `attention.Plan`."""
+    """Attention of one tile, a row at a time: each over its own keys. See `attention.AttentionPlan`."""
 
     def __init__(self, slots: list[Tensor]):
         """`slots` [C] of each row are those of its keys, in order of position."""
@@ -65,7 +65,7 @@ def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.cat([function(row.clone()) for row in x.split(1)])
 
 
-def tiles(batch: DecoderInput, block_size: int, scratch_slot: int) -> Iterator[Tile]:
+def row_tiles(batch: DecoderInput, block_size: int, scratch_slot: int) -> Iterator[RowTile]:
     """The batch in tiles, in row order: a row attends to its own tile and earlier ones."""
     starts, tokens = batch.query_start.tolist(), batch.token_ids.tolist()
     owner = [s for s, (a, b) in enumerate(pairwise(starts)) for _ in range(a, b)]
@@ -85,7 +85,7 @@ def tiles(batch: DecoderInput, block_size: int, scratch_slot: int) -> Iterator[T
 
         slots = column(own, scratch_slot)
         keys = [keys_of(row) for row in rows] + [slots[-1:]] * fill
-        yield Tile(column(tokens), column(positions), slots, TilePlan(keys), len(rows))
+        yield RowTile(column(tokens), column(positions), slots, TilePlan(keys), len(rows))
 
 
 def by_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

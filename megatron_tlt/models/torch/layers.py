@@ -1,6 +1,6 @@
 """The small parts of a decoder in PyTorch: norm, rotary embedding, SiLU gate, experts.
 
-`LayerOps` is what a layer does between its matrix products: in PyTorch (`PLAIN`), or one kernel each on CUDA
+`LayerOps` are the operations of a layer between its matrix products: in PyTorch (`PLAIN`), or one kernel each on CUDA
 (`kernels.layers`).
 
 Legend: T rows, H hidden size, D head size, P positions, I MLP width, Hq/Hkv query and kv heads; E experts, k chosen by
@@ -69,7 +69,7 @@ HeadNorms = tuple[Tensor, Tensor, float]  # weights [D] of queries and keys, eps
 
 
 class LayerOps(NamedTuple):
-    """What a layer does beside its matrix products. Where these functions write, they write into the cache only."""
+    """Operations of a layer beside its matrix products. They write into the cache only."""
 
     # x [T, H], part [T, H] or None, weight [H], epsilon -> x + part, and its norm
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
@@ -109,7 +109,7 @@ def route(h: Tensor, router: Tensor, k: int, renormalise: bool) -> tuple[Tensor,
 
 
 def mix_experts(h: Tensor, gates: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """See `LayerOps.mix_experts`. The rows of an expert are gathered; where they begin stays on the device."""
+    """See `LayerOps.mix_experts`. The rows of an expert are gathered; their offsets stay on the device."""
     k, flat = ids.shape[1], ids.flatten()
     order = flat.argsort(stable=True)
     every = torch.arange(gate_up.shape[0], device=h.device, dtype=flat.dtype)

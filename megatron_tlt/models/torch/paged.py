@@ -1,7 +1,7 @@
 """Paged attention that reads keys and values in place: the inputs of the kernel for one batch.
 
 The cache is walked block by block, so nothing is gathered and a step's work follows the real context, not the longest
-one of the batch or the bucket of a graph. `kernels.attention` is the kernel, chosen in `models/factory.py`.
+one of the batch or the bucket of a graph. `models/factory.py` chooses the kernel, `kernels.attention`.
 
     keys of row i of a sequence:  cached positions [low, first)  by its block table
                                   rows j of the sequence         by their slots, j <= i
@@ -49,7 +49,7 @@ class Tiles:
 
 
 class PagedPlan:
-    """One batch's tiles and masks; made once a forward, used by every layer. See `attention.Plan`.
+    """One batch's tiles and masks; made once a forward, used by every layer. See `attention.AttentionPlan`.
 
     With `rows_each` every sequence has so many rows, and no value comes to the host: a CUDA graph may capture it.
     """
@@ -106,8 +106,8 @@ def _counts(batch: DecoderInput, rows_each: int | None) -> Sequence[int]:
 
 
 def _tiles(starts: Tensor, rows: Sequence[int], folded: int, heads: int, is_static: bool) -> Tiles:
-    """Tiles of sequences of `rows` rows (0: of another kind). Made on the device: what is copied from a list on the
-    host is waited for, and a capture forbids it.
+    """Tiles of sequences of `rows` rows (0: of another kind). Made on the device, since a copy from a list on the host
+    waits for the device, which a capture forbids.
     """
     each = folded // heads
     numbers = [-(-n // each) for n in rows]

@@ -1,4 +1,4 @@
-"""Copies between host and device that hold up neither: pinned memory, and for results a stream of their own."""
+"""Copies between host and device that neither waits for: pinned memory, and a stream of its own for results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class HostCopy:
     """A tensor on its way to the host."""
 
     _tensor: Tensor
-    _done: Any = None  # a CUDA event; None: it is there
+    _done: Any = None  # a CUDA event; None: the copy is complete
 
     @property
     def is_done(self) -> bool:
@@ -45,7 +45,7 @@ class HostCopy:
         return self._tensor
 
     def wait_pageable(self) -> Tensor:
-        """`wait`, for a tensor that is kept: in pageable memory, so that the next copies reuse the pinned block."""
+        """`wait`, into pageable memory: for tensors that live long, so that the next copies reuse the pinned block."""
         tensor = self.wait()
         return tensor if self._done is None else tensor.clone()
 
@@ -58,7 +58,7 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, tensor: Tensor) -> HostCopy:
-        """Begins to copy `tensor`, a fresh one; what is computed with it on this stream later is not waited for."""
+        """Begins to copy `tensor`, which no later kernel writes; later kernels do not wait for the copy."""
         if self._stream is None:
             return HostCopy(tensor.cpu())
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -1,1 +1,1 @@
-"""Speculative decoding: what drafters propose, how the policy verifies it, and when it pays."""
+"""Speculative decoding: drafters, verification by the policy, and the choice of draft lengths."""

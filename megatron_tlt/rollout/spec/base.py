@@ -26,9 +26,9 @@ class Drafter(Protocol):
         """`request` now has a row and a slot; `request.output` are its tokens so far. Mutates the drafter."""
 
     def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
-        """Reads what the B rows have drawn since the last call, in `rows.outputs`, if `strategy` drafts from it.
+        """Reads the tokens that the B rows have drawn since the last call, if `strategy` drafts from them.
 
-        Mutates the drafter; by default nothing is read.
+        Mutates the drafter; by default it reads nothing.
         """
         return
 
@@ -40,17 +40,17 @@ class Drafter(Protocol):
         """Up to `lengths` int32 [B] tokens in a row for each row (0: none)."""
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
-        """Learns from the verified `draft`: bool [N], all before the token were emitted; bool [N], it was too.
+        """Learns from the verified `draft`. `reached` bool [N]: all tokens before it were emitted; `accepted`: it, too.
 
         Mutates the calibration.
         """
 
     def end_generate(self) -> None:
-        """The engine is idle: per-call state may go. Mutates, but for the default."""
+        """The engine is idle: frees the state of the call. Mutates, but for the default."""
         return
 
     def state_dict(self) -> dict[str, Any]:
         """Calibration, for checkpoints."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave."""
+        """Restores `state_dict`."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drafting:
-    """What an engine needs to speculate: the configuration, and the parts made outside of it."""
+    """Configuration and parts of an engine that speculates."""
 
     section: SpeculationSection
     decoder: DrafterDecoder | None = None  # the trained drafter, where the configuration names one
@@ -34,7 +34,7 @@ class Drafting:
 def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Speculator | None:
     """The speculator of an engine; None for plain decoding. The runner keeps hidden states if the drafter reads them.
 
-    Raises ConfigError where the drafter needs what is not there.
+    Raises ConfigError if the drafter needs a part that is missing.
     """
     section = drafting.section
     if section.drafter == "none":

@@ -3,59 +3,64 @@
     tokens(L)  = 1 + sum over k <= L of a_1 a_2 .. a_k               a_k: acceptance rate of draft position k
     seconds(L) = c_0 + c_B B + c_T T(L)                              a step of T rows, and, if L > 0,
                  + c_V  +  d_0 + d_P P + d_N B P                     verification, and drafting in P passes
-    candidate  = argmax of B tokens(L) / seconds(L)                  L = 0: plain decoding
+    best       = argmax of B tokens(L) / seconds(L)                  L = 0: plain decoding
+    verified   = drafted tokens with cumulative acceptance >= c_T B tokens(best) / seconds(best)
+    next trial = now + lost seconds * (candidates - 1) / exploration
 
-P is L for a drafter that drafts position by position, 1 for one that drafts a block. A candidate is what drafts and a
-draft length: lengths of the configured drafter, and of a mixed drafter also those of its trained part alone. Acceptance
-is counted by what drafts. Batch sizes that have the same power of two below them form a regime. Each regime measures
-the candidates that it uses, fits the costs to the measurements of all regimes, near ones first, and corrects the fit
-where it has measurements of its own. A drafted token is verified only if its cumulative acceptance is worth the seconds
-of one more row.
+P is L for a drafter that drafts position by position, 1 for one that drafts a block. A candidate is a kind of draft and
+a length: lengths of the configured drafter, and of a mixed drafter also those of its trained part alone. Acceptance is
+counted by kind.
 
-A regime uses its best candidate. The others are tried for a few steps now and then: what the last trial of a candidate
-lost decides when it is tried next, so that all trials lose `exploration` of the time at most. Candidates that lose much
-are tried rarely, those that are nearly as good as the best often. Measurements of a span of steps enter as medians.
+Batch sizes from 2^(k-1) to 2^k - 1 form bucket k. Each bucket decodes with its best candidate, measures it in intervals
+of steps, and decides anew after each. The costs c and d are fitted to the measurements of all buckets; a candidate's
+own measurements correct the fit (`step_costs.py`).
 
-Torch-free, no clock of its own. Legend: B running requests, T rows fed to the policy, L draft length, C cells.
+A trial is an interval of another candidate. Its lost seconds are its own less those in which the best candidate
+generates as many tokens. The more a candidate loses, the rarer its trials, so that all together lose `exploration` of
+the time at most. The right side of `verified` is the number of tokens that the best candidate generates in the seconds
+of a row.
+
+Torch-free, no clock of its own. Legend: B running requests, T rows fed to the policy, L draft length, P passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from megatron_tlt.rollout.spec.step_costs import Acceptance, Cell, Costs, least_squares
+from megatron_tlt.rollout.spec.step_costs import AcceptanceCounts, Candidate, Costs, least_squares
 from megatron_tlt.types import NO_DRAFT, DraftedBy, DraftStrategy, StepMeasurement
 
-_SPAN = 256  # request-steps between two decisions of a regime; fewer at first
-_TRIAL = 12  # steps of a trial; the first half of them, with cold caches, is not measured
-_DISTANCE = 0.25  # weight of a measurement in the fit of the next regime; squared in the one after
-_HIGHEST_PRICE = 0.95  # tokens that a row costs at most: without any draft nothing would be measured
-_DRIFT = 0.5  # share of a deviation of the best candidate's seconds that the machine's present speed explains
+_log = logging.getLogger(__name__)
+
+_INTERVAL = 256  # request-steps of a full measurement interval: its median has an error of a few percent
+_TRIAL = 12  # steps of a trial and of a bucket's first interval; the next ones double: a rollout's tail is short
+_MOST_ACCEPTANCE = 0.95  # highest threshold of verification: without any draft acceptance would not be measured
+_SLOWDOWN_SHARE = 0.5  # of a change of the best candidate's seconds that is ascribed to the machine, not to the step
 
 
 @dataclass(slots=True)
-class _Regime:
-    """Measurements and decisions for batch sizes 2^(key-1) to 2^key - 1. Candidates are indices of `cells`."""
+class _Bucket:
+    """Measurements and decisions for batch sizes 2^(key-1) to 2^key - 1. `best` and `current` index `candidates`."""
 
     key: int
     running: float  # mean of B
-    cells: list[Cell]
-    acceptance: dict[str, Acceptance]  # by kind
+    candidates: list[Candidate]
+    acceptance: dict[str, AcceptanceCounts]  # by kind
     costs: Costs = field(default_factory=Costs)
     best: int = 0
-    price: float = 0.0  # tokens that a row must be expected to bring
     seconds: float = 0.0  # of all steps, at the machine's usual speed
-    spans: int = 0
-    # The present span:
-    playing: int = 0
+    intervals: int = 0  # that have ended
+    # The present interval:
+    current: int = 0
     strategy: DraftStrategy = NO_DRAFT
-    span: int = _TRIAL  # its steps
-    is_changed: bool = True  # it follows one of another candidate
-    measured: list[tuple[float, ...]] = field(default_factory=list)
+    steps: int = _TRIAL  # until it ends
+    is_cold: bool = True  # it follows an interval of another candidate
+    measured: list[StepMeasurement] = field(default_factory=list)
 
 
 class CostModelSelector:
@@ -79,169 +84,180 @@ class CostModelSelector:
         if kind == "mixed":
             self._candidates += [("trained", n) for n in lengths if n > 1]
         self._draft_len = draft_len
-        self._hysteresis, self._exploration, self._passes = hysteresis, exploration, passes
-        self._regimes: dict[int, _Regime] = {}
-        self._acceptance = self._no_counts()  # of all regimes
-        self._drift = 1.0  # seconds now, over seconds at the machine's usual speed
+        self._hysteresis = hysteresis
+        self._exploration = exploration
+        self._passes = passes
+        self._buckets: dict[int, _Bucket] = {}
+        self._acceptance = self._no_counts()  # of all buckets
+        self._slowdown = 1.0  # seconds of a step now, over its seconds at the machine's usual speed
 
     def select(self, num_running: int) -> DraftStrategy:
         """See `StrategySelector.select`."""
-        regime = self._regimes.get(num_running.bit_length()) or self._open(num_running)
-        return regime.strategy
+        return self._bucket(num_running).strategy
 
     def record(self, measurement: StepMeasurement) -> None:
         """See `StrategySelector.record`."""
-        m = measurement
-        regime = self._regimes.get(m.num_running.bit_length()) or self._open(m.num_running)
-        kind, length = m.strategy.kind, m.strategy.draft_len
-        if (kind, length) != self._candidates[
-            regime.playing
-        ]:  # rank 0 of the tensor-parallel group selected it
-            self._play(regime, self._candidates.index((kind, length)))
-        if length:
-            accepted = m.accepted.tolist()
-            regime.acceptance[kind].add(length, m.num_running, accepted)
-            self._acceptance[kind].add(length, m.num_running, accepted)
-        measured = regime.measured
-        measured.append((m.num_running, m.num_rows, m.step_seconds, m.draft_seconds, m.num_emitted))
-        if len(measured) >= regime.span:
-            self._close(regime)
+        bucket, strategy = self._bucket(measurement.num_running), measurement.strategy
+        candidate = self._candidates.index((strategy.kind, strategy.draft_len))
+        if candidate != bucket.current:  # rank 0 of the tensor-parallel group selected it
+            self._start_interval(bucket, candidate, strategy.min_cumulative_acceptance)
+        if strategy.draft_len:
+            for counts in (bucket.acceptance, self._acceptance):
+                counts[strategy.kind].add(
+                    strategy.draft_len, measurement.num_running, measurement.accepted.tolist()
+                )
+        bucket.measured.append(measurement)
+        if len(bucket.measured) >= bucket.steps:
+            self._end_interval(bucket)
 
-    # Spans of steps
+    # Measurement intervals
 
-    def _open(self, num_running: int) -> _Regime:
-        """A regime at its first step: what other regimes have measured decides how it starts."""
-        cells = [Cell(kind, n, self._passes(n) if n else 0) for kind, n in self._candidates]
-        regime = _Regime(num_running.bit_length(), num_running, cells, self._no_counts())
-        self._regimes[regime.key] = regime
-        self._decide(regime)
-        return regime
+    def _bucket(self, num_running: int) -> _Bucket:
+        """The bucket of a batch size. A new one starts with the best candidate by the other buckets' measurements."""
+        key = num_running.bit_length()
+        if key not in self._buckets:
+            candidates = [Candidate(kind, n, self._passes(n) if n else 0) for kind, n in self._candidates]
+            self._buckets[key] = _Bucket(key, num_running, candidates, self._no_counts())
+            self._decide(self._buckets[key])
+        return self._buckets[key]
 
-    def _no_counts(self) -> dict[str, Acceptance]:
+    def _no_counts(self) -> dict[str, AcceptanceCounts]:
         zeros = [0.0] * self._draft_len
-        return {kind: Acceptance(zeros[:], zeros[:]) for kind, length in self._candidates if length}
+        return {kind: AcceptanceCounts(zeros[:], zeros[:]) for kind, length in self._candidates if length}
 
-    def _play(self, regime: _Regime, candidate: int) -> None:
+    def _start_interval(self, bucket: _Bucket, candidate: int, min_acceptance: float = 0.0) -> None:
         kind, length = self._candidates[candidate]
-        price, usual = regime.price, max(_TRIAL, int(_SPAN / regime.running))
-        regime.strategy = DraftStrategy(kind, length, price) if length else NO_DRAFT
-        regime.span = min(_TRIAL << regime.spans, usual) if candidate == regime.best else _TRIAL
-        regime.is_changed = candidate != regime.playing
-        regime.playing = candidate
-        regime.measured.clear()
+        full = max(_TRIAL, int(_INTERVAL / bucket.running))
+        bucket.strategy = DraftStrategy(kind, length, min_acceptance) if length else NO_DRAFT
+        bucket.steps = min(_TRIAL << bucket.intervals, full) if candidate == bucket.best else _TRIAL
+        bucket.is_cold = candidate != bucket.current
+        bucket.current = candidate
+        bucket.measured.clear()
 
-    def _close(self, regime: _Regime) -> None:
-        """Measures a span and begins the next one. Mutates the regime and the drift."""
-        steps, cell = np.array(regime.measured), regime.cells[regime.playing]
-        seconds = float(steps[:, 2:4].sum()) / self._drift
-        regime.seconds += seconds
-        regime.spans += 1
-        regime.running += 0.5 * (float(steps[:, 0].mean()) - regime.running)
-        self._measure(regime, cell, steps[len(steps) // 2 :] if regime.is_changed else steps)
-        if regime.playing != regime.best:
-            best = self._speeds(regime)[regime.best]
-            lost = seconds - float(steps[:, 4].sum()) / best
-            self._postpone(regime, cell, max(lost, self._hysteresis * seconds))
-        self._decide(regime)
+    def _end_interval(self, bucket: _Bucket) -> None:
+        """Adds the interval to its candidate and decides on the next one. Mutates the bucket and the slowdown."""
+        candidate, steps = bucket.candidates[bucket.current], bucket.measured
+        seconds = sum(m.step_seconds + m.draft_seconds for m in steps) / self._slowdown
+        bucket.seconds += seconds
+        bucket.intervals += 1
+        bucket.running += 0.5 * (float(np.mean([m.num_running for m in steps])) - bucket.running)
+        # After a switch caches are cold: the first half of the steps is slower than the candidate is in the long run.
+        self._measure(bucket, candidate, steps[len(steps) // 2 :] if bucket.is_cold else steps)
+        if bucket.current != bucket.best:
+            lost = seconds - sum(m.num_emitted for m in steps) / self._speeds(bucket)[bucket.best]
+            self._postpone(bucket, candidate, lost, seconds)
+        self._decide(bucket)
 
-    def _measure(self, regime: _Regime, cell: Cell, steps: np.ndarray) -> None:
-        """Adds a span to its cell. Of the best candidate's deviation the machine's speed takes a part."""
-        running, rows, step_seconds, draft_seconds = steps[:, :4].T
-        costs = regime.costs
-        here = float(running.mean()), float(rows.mean())
-        ratio = float(np.median(step_seconds / costs.step_seconds(running, rows, cell.length))) / self._drift
-        seconds = ratio * float(costs.step_seconds(*here, cell.length))
-        drafting = float(np.median(draft_seconds)) / self._drift
-        if cell.steps and regime.playing == regime.best:
-            part = ((seconds + drafting) / costs.seconds(cell, *here)) ** _DRIFT
-            self._drift *= part
-            seconds, drafting = seconds / part, drafting / part
-        cell.add(len(steps), *here, seconds, drafting)
+    def _measure(self, bucket: _Bucket, candidate: Candidate, steps: Sequence[StepMeasurement]) -> None:
+        """Adds the interval's medians. A part of the best candidate's deviation becomes the machine's slowdown."""
+        running = np.array([m.num_running for m in steps], np.float64)
+        rows = np.array([m.num_rows for m in steps], np.float64)
+        measured = np.array([m.step_seconds for m in steps]) / self._slowdown
+        drafting = float(np.median([m.draft_seconds for m in steps])) / self._slowdown
+        costs, here = bucket.costs, (float(running.mean()), float(rows.mean()))
+        # Steps of an interval differ in B and T, so the median is taken of their seconds over the predicted ones.
+        ratio = float(np.median(measured / costs.step_seconds(running, rows, candidate.length)))
+        seconds = ratio * float(costs.step_seconds(*here, candidate.length))
+        if candidate.steps and bucket.current == bucket.best:
+            slowdown = ((seconds + drafting) / costs.seconds(candidate, *here)) ** _SLOWDOWN_SHARE
+            self._slowdown *= slowdown
+            seconds /= slowdown
+            drafting /= slowdown
+        candidate.add(len(steps), *here, seconds, drafting)
 
-    def _postpone(self, regime: _Regime, cell: Cell, lost: float) -> None:
-        """Sets when a candidate is due that loses so many seconds in a trial: each has an equal part of the budget."""
-        cell.due = regime.seconds + lost * (len(self._candidates) - 1) / self._exploration
+    def _postpone(self, bucket: _Bucket, candidate: Candidate, lost: float, seconds: float) -> None:
+        """Sets when a candidate is tried next, whose trial of so many seconds lost `lost` of them.
 
-    def _decide(self, regime: _Regime) -> None:
-        """Chooses the best candidate and what the next span plays. Mutates the regime."""
+        Each candidate has an equal part of the time that trials may lose; a trial counts `hysteresis` of its seconds at
+        least, or equally good candidates would be tried all the time.
+        """
+        lost = max(lost, self._hysteresis * seconds)
+        candidate.next_trial = bucket.seconds + lost * (len(self._candidates) - 1) / self._exploration
+
+    def _decide(self, bucket: _Bucket) -> None:
+        """Chooses the best candidate and that of the next interval. Mutates the bucket."""
         if not any(counts.tried[0] for counts in self._acceptance.values()):
-            if regime.cells[0].steps:  # plain decoding was measured; a short draft is next
-                self._play(regime, min(2, len(self._candidates) - 1))
+            if bucket.candidates[0].steps:  # plain decoding was measured; a short draft is next
+                self._start_interval(bucket, min(2, len(self._candidates) - 1))
             return
-        regime.costs = self._fit(regime)
-        speeds = self._speeds(regime)
+        bucket.costs = self._fit()
+        speeds = self._speeds(bucket)
         fastest = speeds.index(max(speeds))
-        if speeds[fastest] > (1 + self._hysteresis) * speeds[regime.best]:
-            regime.best = fastest
-        best = speeds[regime.best]
-        for cell, speed in zip(regime.cells, speeds, strict=True):
-            if not cell.due:  # the loss of its first trial is predicted
-                lost = max(1 - speed / best, self._hysteresis)
-                self._postpone(regime, cell, lost * _TRIAL * regime.running / speed)
-        due = [i for i, cell in enumerate(regime.cells) if i != regime.best and cell.due <= regime.seconds]
-        regime.price = min(best * regime.costs.step[2], _HIGHEST_PRICE)
-        self._play(regime, max(due, key=speeds.__getitem__, default=regime.best))
+        if speeds[fastest] > (1 + self._hysteresis) * speeds[bucket.best]:
+            bucket.best = fastest
+        best = speeds[bucket.best]
+        for candidate, speed in zip(bucket.candidates, speeds, strict=True):
+            if not candidate.next_trial:  # the loss of its first trial is predicted
+                seconds = _TRIAL * bucket.running / speed
+                self._postpone(bucket, candidate, (1 - speed / best) * seconds, seconds)
+        due = [i for i, c in enumerate(bucket.candidates) if i != bucket.best and c.next_trial <= bucket.seconds]
+        chosen = max(due, key=speeds.__getitem__, default=bucket.best)
+        self._start_interval(bucket, chosen, min(best * bucket.costs.seconds_per_row, _MOST_ACCEPTANCE))
 
     # Predictions
 
-    def _measured_cells(self, regime: _Regime) -> list[tuple[int, Cell]]:
-        """Every measured cell with the distance of its regime, the nearest first."""
-        near = sorted(self._regimes.values(), key=lambda other: abs(other.key - regime.key))
-        return [(abs(r.key - regime.key), cell) for r in near for cell in r.cells if cell.steps]
+    def _measured_candidates(self, bucket: _Bucket) -> list[tuple[int, Candidate]]:
+        """Every measured candidate with the distance of its bucket, the nearest first."""
+        near = sorted(self._buckets.values(), key=lambda other: abs(other.key - bucket.key))
+        return [(abs(b.key - bucket.key), c) for b in near for c in b.candidates if c.steps]
 
-    def _speeds(self, regime: _Regime) -> list[float]:
+    def _speeds(self, bucket: _Bucket) -> list[float]:
         """Expected tokens per second of every candidate, at the machine's usual speed."""
-        running, measured, speeds = regime.running, self._measured_cells(regime), []
-        nearest = {(cell.kind, cell.length): cell for _, cell in reversed(measured)}
-        distance = min((d for d, cell in measured if cell.length), default=0)
-        drafted = [cell for d, cell in measured if cell.length and d == distance]
+        running, measured, speeds = bucket.running, self._measured_candidates(bucket), []
+        nearest = {(c.kind, c.length): c for _, c in reversed(measured)}
+        distance = min((d for d, c in measured if c.length), default=0)
+        drafted = [c for d, c in measured if c.length and d == distance]
         expected = {
             kind: np.cumsum(np.cumprod(counts.rates(self._acceptance[kind].rates())))
-            for kind, counts in regime.acceptance.items()
+            for kind, counts in bucket.acceptance.items()
         }
-        for cell in regime.cells:
-            tokens = 1.0 + float(expected[cell.kind][cell.length - 1]) if cell.length else 1.0
-            rows = running * (1.0 + cell.length * cell.verified_share(drafted))
-            seconds = regime.costs.seconds(nearest.get((cell.kind, cell.length), cell), running, rows)
-            speeds.append(running * tokens / seconds)
+        for candidate in bucket.candidates:
+            length = candidate.length
+            tokens = 1.0 + float(expected[candidate.kind][length - 1]) if length else 1.0
+            rows = running * (1.0 + length * candidate.verified_share(drafted))
+            measured_as = nearest.get((candidate.kind, length), candidate)
+            speeds.append(running * tokens / bucket.costs.seconds(measured_as, running, rows))
         return speeds
 
-    def _fit(self, regime: _Regime) -> Costs:
-        """Costs near a regime: measurements of the others weigh less the further away they are."""
+    def _fit(self) -> Costs:
+        """The costs that explain the measurements of all buckets best."""
         step, draft = [], []
-        for distance, cell in self._measured_cells(regime):
-            weight = min(cell.steps, _TRIAL) * _DISTANCE**distance
-            verifies = float(cell.length > 0)
-            step.append(((1.0, cell.running, cell.rows, verifies), cell.step_seconds, weight))
-            if cell.length:
-                draft.append(((1.0, cell.passes, cell.running * cell.passes), cell.draft_seconds, weight))
+        for c in (c for bucket in self._buckets.values() for c in bucket.candidates if c.steps):
+            weight = float(min(c.steps, _TRIAL))
+            verifies = float(c.length > 0)
+            step.append(((1.0, c.running, c.rows, verifies), c.step_seconds, weight))
+            if c.length:
+                draft.append(((1.0, c.passes, c.running * c.passes), c.draft_seconds, weight))
         return Costs(least_squares(step, 4), least_squares(draft, 3))
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Measurements and decisions; of the present spans those of no step."""
+        """Measurements and decisions, without the steps of unfinished intervals."""
         return {
             "selector": "cost_model",
             "candidates": [list(candidate) for candidate in self._candidates],
-            "drift": self._drift,
+            "slowdown": self._slowdown,
             "acceptance": {kind: asdict(counts) for kind, counts in self._acceptance.items()},
-            "regimes": [asdict(regime) | {"measured": []} for regime in self._regimes.values()],
+            "buckets": [asdict(bucket) | {"measured": []} for bucket in self._buckets.values()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`; ignores the state of another selector, drafter or draft length."""
+        """Restores `state_dict`; ignores that of another selector, drafter, draft length or format, and logs it."""
         own = self.state_dict()
-        if any(state.get(name) != own[name] for name in ("selector", "candidates")):
+        if state.keys() != own.keys() or any(state[name] != own[name] for name in ("selector", "candidates")):
+            _log.info("the saved strategy selector was another one: this one starts without measurements")
             return
-        self._drift = float(state["drift"])
+        self._slowdown = float(state["slowdown"])
         self._acceptance = _acceptance(state)
-        for saved in state["regimes"]:
-            regime = self._regimes[saved["key"]] = _Regime(**saved)
-            regime.cells = [Cell(**cell) for cell in saved["cells"]]
-            regime.acceptance, regime.costs = _acceptance(saved), Costs(**saved["costs"])
-            regime.strategy, regime.measured = DraftStrategy(**saved["strategy"]), []
+        for saved in state["buckets"]:
+            bucket = self._buckets[saved["key"]] = _Bucket(**saved)
+            bucket.candidates = [Candidate(**candidate) for candidate in saved["candidates"]]
+            bucket.acceptance = _acceptance(saved)
+            bucket.costs = Costs(**saved["costs"])
+            bucket.strategy = DraftStrategy(**saved["strategy"])
+            bucket.measured = []
 
 
-def _acceptance(state: Mapping[str, Any]) -> dict[str, Acceptance]:
-    return {kind: Acceptance(**counts) for kind, counts in state["acceptance"].items()}
+def _acceptance(state: Mapping[str, Any]) -> dict[str, AcceptanceCounts]:
+    return {kind: AcceptanceCounts(**counts) for kind, counts in state["acceptance"].items()}

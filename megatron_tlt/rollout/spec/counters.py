@@ -1,4 +1,4 @@
-"""Counts what speculation did, for `SpeculationStats`."""
+"""Counters of speculation, for `SpeculationStats`."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class SpeculationCounters:
         batch[0] += step.num_running
         batch[1] += step.num_emitted
         if draft.passed_over is not None and draft.source is not None and accepted is not None:
-            from_eagle = draft.source == TRAINED
-            stats.passed_over_tokens += float(draft.passed_over[from_eagle].sum())
-            stats.instead_tokens += int(accepted[from_eagle[draft.row_of]].sum())
+            from_trained = draft.source == TRAINED
+            stats.passed_over_tokens += float(draft.passed_over[from_trained].sum())
+            stats.instead_tokens += int(accepted[from_trained[draft.row_of]].sum())
         drafted = np.bincount(draft.positions)
         _accumulate(stats.drafted_at, drafted)
         _accumulate(stats.accepted_at, step.accepted[: len(drafted)])

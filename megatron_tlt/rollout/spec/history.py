@@ -1,7 +1,7 @@
 """Earlier responses to each prompt, for the suffix drafter and to expect lengths, in bounded memory.
 
-Scored responses of all ranks are added in one order, so that every rank holds the same history and a question's next
-epoch may come to any of them.
+Scored responses of all ranks are added in one order, so that all ranks have the same history: any of them may
+generate the next epoch of a prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OVERHEAD = 200  # bytes of a prompt, and of a response beside its tokens, about
 
 
 @dataclass(slots=True)
-class _Question:
+class _PromptHistory:
     responses: list[PastResponse]  # best first
     size: int  # bytes
     mean_length: float  # tokens of all responses of the latest epoch, also of those not kept
@@ -35,7 +35,7 @@ class ResponseHistory:
         With `responses` 0 only lengths are kept.
         """
         self._epochs, self._responses, self._most_bytes = epochs, responses, mib << 20
-        self._questions: OrderedDict[str, _Question] = OrderedDict()  # updated longest ago first
+        self._prompts: OrderedDict[str, _PromptHistory] = OrderedDict()  # updated longest ago first
         self._bytes = 0
 
     @property
@@ -51,11 +51,11 @@ class ResponseHistory:
     def remember(self, responses: Sequence[PastResponse]) -> None:
         """Keeps scored responses, in the order given. Those without a `dataset_id` are not kept. Mutates the
         history."""
-        by_question: dict[str, list[PastResponse]] = {}
+        by_prompt: dict[str, list[PastResponse]] = {}
         for response in responses:
             if response.dataset_id and self._epochs > 0:
-                by_question.setdefault(response.dataset_id, []).append(_copy(response))
-        for name, new in by_question.items():
+                by_prompt.setdefault(response.dataset_id, []).append(_copy(response))
+        for name, new in by_prompt.items():
             old = self._forget(name)
             everything = new + (old.responses if old is not None else [])
             epochs = sorted({a.prompt_id for a in everything})[-self._epochs :]
@@ -65,17 +65,17 @@ class ResponseHistory:
             kept.sort(key=_worst_last)  # stable: equals stay in the order given
             self._keep(name, kept[: self._responses], mean)
         while self._bytes > self._most_bytes:
-            self._forget(next(iter(self._questions)))
+            self._forget(next(iter(self._prompts)))
 
     def of(self, dataset_id: str) -> list[PastResponse]:
-        """The kept responses to a question: best scores first, later epochs first among equals."""
-        question = self._questions.get(dataset_id)
-        return list(question.responses) if question is not None else []
+        """The kept responses to a prompt: best scores first, later epochs first among equals."""
+        known = self._prompts.get(dataset_id)
+        return list(known.responses) if known is not None else []
 
     def expected_length(self, dataset_id: str) -> float | None:
-        """Mean tokens of the responses of the question's latest epoch; None for a prompt without history."""
-        question = self._questions.get(dataset_id)
-        return question.mean_length if question is not None else None
+        """Mean tokens of the responses of the prompt's latest epoch; None for a prompt without history."""
+        known = self._prompts.get(dataset_id)
+        return known.mean_length if known is not None else None
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Prompts with the longest expected responses first: a long response started late would run alone at the end.
@@ -91,26 +91,27 @@ class ResponseHistory:
     def state_dict(self) -> dict[str, Any]:
         """Expected lengths by prompt, JSON-able: a resumed run must start its prompts in the same order.
 
-        The responses are left out: they only make drafts better, and would fill the manifest of every checkpoint.
+        Responses are left out: they only improve drafts, and would fill the manifest of every checkpoint.
         """
-        return {"mean_lengths": {name: q.mean_length for name, q in self._questions.items()}}
+        return {"mean_lengths": {name: q.mean_length for name, q in self._prompts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave, in place of everything."""
-        self._questions, self._bytes = OrderedDict(), 0
+        """Restores `state_dict`, in place of everything."""
+        self._prompts = OrderedDict()
+        self._bytes = 0
         for name, mean in state["mean_lengths"].items():
             self._keep(name, [], float(mean))
 
     def _keep(self, name: str, responses: list[PastResponse], mean_length: float) -> None:
         size = _OVERHEAD + sum(a.token_ids.nbytes + _OVERHEAD for a in responses)
-        self._questions[name] = _Question(responses, size, mean_length)
+        self._prompts[name] = _PromptHistory(responses, size, mean_length)
         self._bytes += size
 
-    def _forget(self, name: str) -> _Question | None:
-        question = self._questions.pop(name, None)
-        if question is not None:
-            self._bytes -= question.size
-        return question
+    def _forget(self, name: str) -> _PromptHistory | None:
+        known = self._prompts.pop(name, None)
+        if known is not None:
+            self._bytes -= known.size
+        return known
 
 
 def readable_tokens(responses: Sequence[PastResponse], most: int) -> list[PastResponse]:
@@ -127,5 +128,5 @@ def _worst_last(response: PastResponse) -> tuple[float, int]:
 
 
 def _copy(response: PastResponse) -> PastResponse:
-    """The same with tokens of its own: they may be a view of a larger array, which must not be kept."""
+    """A copy with its own tokens: the given ones may be a view of a large array, which must not be kept alive."""
     return replace(response, token_ids=np.array(response.token_ids, np.int32))

@@ -1,7 +1,8 @@
 """How often drafted tokens match, by the kind of token (a cell of a table), counted online.
 
-The policy changes, and with it the rates: old counts decay. A cell with few counts leans on a prior, which is scaled by
-how the whole table has done, and where rows resemble each other on the rate of its column. Numpy only, no clock.
+The policy changes, and with it the rates: old counts decay. A cell with few counts is drawn to a prior, which is scaled
+by the ratio of all matches to those that the prior expects, and in an ordered table to the rate of its column. Numpy
+only, no clock.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ _REFRESH_EVERY = 16  # calls of `observe` between two estimates (sooner at first
 class MatchRates:
     """P(a drafted token is the policy's, given that all before it were emitted) of a table of cells.
 
-    Products along a draft are cumulative acceptance probabilities. Nothing here sees the drafted token of the step that
-    it prices: rates come from earlier steps.
+    Products along a draft are cumulative acceptance probabilities. Rates come from earlier steps only.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class MatchRates:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Counts what waits and estimates the rates anew."""
+        """Counts the waiting observations and estimates the rates anew."""
         new = np.bincount(np.concatenate(self._waiting), minlength=self._counts.size)
         self._counts *= math.exp(-float(new.sum()) / self._memory)
         self._counts += new.reshape(self._counts.shape)
@@ -64,7 +64,7 @@ class MatchRates:
         strength = self._strength
         tried = self._counts.sum(-1)
         matched = self._counts[..., 1]
-        # A drafter that is better or worse than the prior has it is so everywhere: a few counts show it.
+        # A drafter that is better or worse than the prior is so in all cells: a few counts show it.
         expected = float((tried * self._prior).sum()) + strength
         base = np.minimum(self._prior * ((float(matched.sum()) + strength) / expected), _HIGHEST)
         if self._is_ordered:
@@ -84,7 +84,7 @@ class MatchRates:
         return {"counts": self._counts.tolist(), "calls": self._calls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes `state_dict`'s of a table of the same shape (ValueError otherwise)."""
+        """Restores `state_dict` of a table of the same shape (ValueError otherwise)."""
         counts = np.asarray(state["counts"], np.float64)
         if counts.shape != self._counts.shape:
             raise ValueError(f"match counts have shape {counts.shape}, not {self._counts.shape}")

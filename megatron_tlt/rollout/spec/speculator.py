@@ -1,10 +1,11 @@
-"""Speculation in the engine: proposes drafts and records what came of them.
+"""Speculation in the engine: proposes drafts and records their results.
 
     schedule -> propose (select, reserve, draft) -> verify -> truncate -> record -> commit
 
-Responses cannot depend on anything decided here (docs/design/numerics.md): it only chooses which tokens the
-policy is fed.
-Legend: B running rows, N drafted nodes.
+Responses do not depend on any decision here (docs/design/numerics.md): a draft only chooses which tokens the policy is
+fed.
+
+Legend: B running rows, N drafted tokens.
 """
 
 from __future__ import annotations
@@ -49,15 +50,16 @@ class Speculator:
         `clock`: seconds that strategies are compared by.
         """
         self.drafter, self.selector, self.trained = drafter, selector, trained
-        self.trace: DraftTrace | None = None  # keeps what is drafted for some responses
+        self.trace: DraftTrace | None = None  # drafts for some responses, for the report
         self.counters = SpeculationCounters()
         self._rows, self._reserve, self._tp, self._clock = rows, reserve, tp, clock
         self._max_tokens = len(rows.token_ids)
         self._strategy = NO_DRAFT  # of the present step
-        self._draft_seconds = self._proposed = 0.0  # of the present step; when its proposal was ready
+        self._draft_seconds = 0.0  # of the present step
+        self._proposed = 0.0  # the clock when the present step's proposal was ready
 
     def propose(self, batch: Batch) -> Draft | None:
-        """What the step of `batch` verifies; None for plain decoding, and where it has prefill chunks.
+        """The draft that the step of `batch` verifies; None for plain decoding, and for a batch with prefill chunks.
 
         Mutates drafter and block tables.
         """
@@ -73,7 +75,7 @@ class Speculator:
         if strategy.kind != "none":
             started = self._clock()
             self.drafter.sync_context(rows, strategy)
-            if strategy.kind != last_kind:  # to read what other steps emitted is a cost of the switch, not of a step
+            if strategy.kind != last_kind:  # reading the tokens of earlier steps is a cost of the switch, not of a step
                 started = self._clock()
             draft = self._tp.broadcast_object(self.drafter.propose(rows, self._lengths(strategy), strategy))
             draft = draft.likely(strategy.min_cumulative_acceptance) if draft.num_tokens else None
@@ -108,13 +110,21 @@ class Speculator:
             self.drafter.observe(draft, verified.reached, verified.accepted)
             if self.trace is not None:
                 self.trace.add(draft, verified, self._rows)
-        rows, seconds = (batch.num_decode, batch.num_decode + drafted), (self._draft_seconds, step_seconds)
-        measurement = StepMeasurement(self._strategy, *rows, *seconds, len(result.tokens), reached, accepted)
+        measurement = StepMeasurement(
+            self._strategy,
+            num_running=batch.num_decode,
+            num_rows=batch.num_decode + drafted,
+            draft_seconds=self._draft_seconds,
+            step_seconds=step_seconds,
+            num_emitted=len(result.tokens),
+            reached=reached,
+            accepted=accepted,
+        )
         self.selector.record(measurement)
         self.counters.add(measurement, draft, None if verified is None else verified.accepted)
 
     def start_trace(self, prompt_ids: Collection[int]) -> None:
-        """From now on `trace` keeps what is drafted for responses to these prompts, in place of what it kept."""
+        """Starts a new `trace`, of the drafts for responses to these prompts."""
         self.trace = DraftTrace(prompt_ids)
 
     def release(self) -> None:
@@ -128,7 +138,7 @@ class Speculator:
             self.trained.resume()
 
     def state_dict(self) -> dict[str, Any]:
-        """What selector and calibrators have learned."""
+        """State of selector and calibration."""
         return {
             "drafter": self.drafter.kind,
             "selector": self.selector.state_dict(),
@@ -136,7 +146,7 @@ class Speculator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes `state_dict`'s, if it is of this kind of drafter."""
+        """Restores `state_dict`, if it is of this kind of drafter."""
         if state["drafter"] == self.drafter.kind:
             self.selector.load_state_dict(state["selector"])
             self.drafter.load_state_dict(state["calibration"])

@@ -1,6 +1,7 @@
-"""What decoding steps cost and what drafts bring, measured online: for `cost_model_selector`.
+"""Costs of decoding steps and acceptance of drafts, measured online: for `cost_model_selector`.
 
-Torch-free, no clock of its own. Legend: B running requests, T rows fed to the policy, L draft length, C cells.
+Torch-free, no clock of its own. Legend: B running requests, T rows fed to the policy, L draft length, P passes of the
+drafter.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import numpy as np
 
 from megatron_tlt.types import DraftedBy
 
-_CELL_STEPS = 128  # measured steps that the means of a cell fade over
-_TOKEN_STEPS = 2048  # request-steps that acceptance counts fade over
-_PRIOR_STEPS = 16.0  # request-steps that a rate's prior weighs
+_MEAN_STEPS = 128  # steps that a candidate's means fade over: some ten trials
+_COUNT_STEPS = 2048  # request-steps that acceptance counts fade over: the policy changes between rollouts
+_PRIOR_STEPS = 16.0  # request-steps that a rate's prior weighs: enough to keep a first draft's chance out
 _PRIOR_RATE = 0.7  # acceptance rate of the first position before anything was measured
-_RIDGE = 0.01  # weight of a fit's prior, by which all terms have equal shares of the seconds
+_RIDGE = 0.01  # weight of a fit's prior (all terms have equal shares of the seconds): below that of any measurement
 
 
 @dataclass(slots=True)
-class Cell:
-    """Fading means of the steps of one candidate in one regime; seconds at the machine's usual speed."""
+class Candidate:
+    """A draft length of a kind in one bucket, and fading means of its steps; seconds at the machine's usual speed."""
 
     kind: DraftedBy
     length: int
@@ -32,23 +33,26 @@ class Cell:
     rows: float = 0.0
     step_seconds: float = 0.0
     draft_seconds: float = 0.0
-    due: float = 0.0  # seconds of the regime from which on it may be tried; 0: not known yet
+    next_trial: float = 0.0  # seconds of the bucket from which on it may be tried; 0: not known yet
 
     def add(self, steps: int, running: float, rows: float, step_seconds: float, draft_seconds: float) -> None:
         """Adds the means of `steps` steps. Mutates the means."""
-        self.steps = min(self.steps + steps, _CELL_STEPS)
+        self.steps = min(self.steps + steps, _MEAN_STEPS)
         share = min(1.0, steps / self.steps)
         self.running += share * (running - self.running)
         self.rows += share * (rows - self.rows)
         self.step_seconds += share * (step_seconds - self.step_seconds)
         self.draft_seconds += share * (draft_seconds - self.draft_seconds)
 
-    def verified_share(self, drafted: Sequence[Cell]) -> float:
-        """Share of the drafted nodes that are verified, as in the most alike of these measured cells; 1: none."""
+    def verified_share(self, drafted: Sequence[Candidate]) -> float:
+        """Share of the drafted tokens that are verified, as in the most similar of `drafted`, which were measured.
+
+        1 if there is none.
+        """
         if not drafted or not self.length:
             return 1.0
-        alike = min(drafted, key=lambda c: (c.kind != self.kind, abs(c.length - self.length)))
-        return (alike.rows / alike.running - 1) / alike.length
+        similar = min(drafted, key=lambda c: (c.kind != self.kind, abs(c.length - self.length)))
+        return (similar.rows / similar.running - 1) / similar.length
 
 
 @dataclass(slots=True)
@@ -58,28 +62,34 @@ class Costs:
     step: list[float] = field(default_factory=lambda: [1.0, 0.0, 0.0, 0.0])
     draft: list[float] = field(default_factory=lambda: [1.0, 0.0, 0.0])
 
+    @property
+    def seconds_per_row(self) -> float:
+        """c_T, of one more row in a step."""
+        return self.step[2]
+
     def step_seconds(self, running: Any, rows: Any, length: int) -> Any:
-        """Of a step of B requests and T rows."""
+        """Of a step of B = `running` requests and T = `rows` rows. `length`: of the drafts that it verifies, or 0."""
         base, per_request, per_row, verifying = self.step
         return base + per_request * running + per_row * rows + (verifying if length else 0.0)
 
     def draft_seconds(self, running: float, passes: int) -> float:
-        """Of drafting for each request in so many passes; 0: nothing is drafted."""
+        """Of drafting for B = `running` requests in P = `passes` passes; 0 without a pass."""
         return self.draft[0] + self.draft[1] * passes + self.draft[2] * running * passes if passes else 0.0
 
-    def seconds(self, cell: Cell, running: float, rows: float) -> float:
-        """Of step and drafting with a cell's draft length, corrected by what the cell has measured."""
-        step = float(self.step_seconds(running, rows, cell.length))
-        draft = self.draft_seconds(running, cell.passes)
-        if cell.steps:
-            step *= cell.step_seconds / self.step_seconds(cell.running, cell.rows, cell.length)
-        if cell.steps and cell.length:
-            draft *= cell.draft_seconds / self.draft_seconds(cell.running, cell.passes)
+    def seconds(self, candidate: Candidate, running: float, rows: float) -> float:
+        """Of step and drafting: the fit, times the ratio of the candidate's own measurement to the fit at its place."""
+        c = candidate
+        step = float(self.step_seconds(running, rows, c.length))
+        draft = self.draft_seconds(running, c.passes)
+        if c.steps:
+            step *= c.step_seconds / self.step_seconds(c.running, c.rows, c.length)
+        if c.steps and c.length:
+            draft *= c.draft_seconds / self.draft_seconds(c.running, c.passes)
         return step + draft
 
 
 @dataclass(slots=True)
-class Acceptance:
+class AcceptanceCounts:
     """Fading counts by draft position: request-steps that emitted all tokens before it, and those that emitted it."""
 
     tried: list[float]
@@ -87,7 +97,7 @@ class Acceptance:
 
     def add(self, draft_len: int, num_running: int, accepted: list[int]) -> None:
         """Counts one step of draft length `draft_len`. Mutates the counts."""
-        keep = max(0.5, 1.0 - num_running / _TOKEN_STEPS)
+        keep = max(0.5, 1.0 - num_running / _COUNT_STEPS)
         before = num_running
         for at in range(draft_len):
             now = accepted[at] if accepted else 0  # nothing drafted: none was accepted
@@ -105,15 +115,15 @@ class Acceptance:
         return rates
 
 
-def least_squares(cells: Sequence[tuple[tuple[float, ...], float, float]], size: int) -> list[float]:
-    """Non-negative factors of each cell's `size` terms that give its seconds; cells are (terms, seconds, weight).
+def least_squares(measured: Sequence[tuple[tuple[float, ...], float, float]], size: int) -> list[float]:
+    """Non-negative factors of the `size` terms of each measurement (terms, seconds, weight) that give its seconds.
 
-    Weighted least squares of relative errors. What the measurements leave open is decided by a weak prior, by which
+    Weighted least squares of relative errors. Where the measurements are not enough, a weak prior decides, by which
     all terms have equal shares of the seconds.
     """
-    if not cells:
+    if not measured:
         return [1.0] + [0.0] * (size - 1)
-    x, y, w = (np.array(column) for column in zip(*cells, strict=True))
+    x, y, w = (np.array(column) for column in zip(*measured, strict=True))
     w /= w.sum()
     y = np.maximum(y, 1e-9)  # seconds: a clock may not have moved
     scale = np.maximum(w @ (x / y[:, None]), 1e-9)  # per second: about one over the factor of a term alone

@@ -1,4 +1,4 @@
-"""What was drafted for a few responses, token by token, for the report. Numpy only.
+"""Drafts for a few responses, token by token, for the report. Numpy only.
 
 Legend: B running rows, N drafted tokens.
 """
@@ -14,7 +14,7 @@ from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.verify import Accepted
 
 Run = tuple[int, int, list[int]]
-"""Output position of the first drafted token, how many were accepted, and the tokens that were not."""
+"""A verified draft: output position of its first token, number of accepted tokens, the refused tokens."""
 
 
 class DraftTrace:
@@ -40,5 +40,5 @@ class DraftTrace:
                 self._runs.setdefault((request.prompt_id, request.sample_index), []).append(run)
 
     def runs(self, prompt_id: int, sample_index: int) -> list[Run]:
-        """What was drafted for a response, by position. An accepted count may reach beyond the response's end."""
+        """The drafts of a response, by position. An accepted count may reach beyond the response's end."""
         return self._runs.get((prompt_id, sample_index), [])

@@ -2,8 +2,8 @@
 
 The drafter's pair at position s is (token at s, policy's hidden state of s - 1), which is read in the paged hidden
 states. Prompts are fed to it while they are prefilled, the pairs behind the last drafted position when the next draft
-is made. So plain decoding costs nothing, and drafting may begin at any time: if more than `window` positions have
-passed, the drafter starts with the window and attends to nothing before it.
+is made. So plain decoding costs nothing, and drafting may begin at any time: of more than `catch_up` missing pairs only
+the last `catch_up` are fed, and the drafter attends to nothing before them.
 
 Legend: B rows, T pairs, N drafted tokens.
 """
@@ -35,34 +35,43 @@ from megatron_tlt.types import DraftStrategy
 
 
 class TrainedDrafter(Drafter):
-    """A drafter around an `DrafterDecoder`. `propose` caches the missing pairs."""
+    """A drafter around a `DrafterDecoder`. `propose` caches the missing pairs."""
 
     kind = "trained"
 
-    def __init__(self, decoder: DrafterDecoder, rows: RunningRows, pages: PagedHiddenStates, window: int):
+    def __init__(self, decoder: DrafterDecoder, rows: RunningRows, pages: PagedHiddenStates, catch_up: int):
         """`pages` are written by the model runner. Allocates the drafter's cache, of as many blocks."""
         self.decoder, self._rows, self._pages = decoder, rows, pages
         self.kv: KVCache = decoder.new_kv_cache(pages.num_blocks, pages.block_size)
         slots = len(rows.limit)
         self._synced = np.zeros(slots, np.int32)  # last position whose pair is in the drafter's cache
         self._first = np.ones(slots, np.int32)  # first position that the drafter attends to
-        here = (rows.slots, rows.positions, rows.output_len, rows.block_tables, rows.keys, rows.temperature)
-        running = DraftingRows(*here, self._synced, self._first)
-        self._drafts = decoder.row_drafter(self.kv, running, pages.data, window)
+        running = DraftingRows(
+            slot=rows.slots,
+            positions=rows.positions,
+            output_len=rows.output_len,
+            block_tables=rows.block_tables,
+            outputs=rows.outputs,
+            keys=rows.keys,
+            temperature=rows.temperature,
+            synced=self._synced,
+            first=self._first,
+        )
+        self._drafts = decoder.row_drafter(self.kv, running, pages.data, catch_up)
         self._match_rates = _match_rates()
 
     def release(self) -> None:
-        """Gives the cache's memory back until `resume`, after the runner has given its own. Mutates."""
+        """Frees the cache's memory until `resume`, after the runner has freed its own. Mutates."""
         self.kv.release()
         self._drafts.point_at(self.kv, self._pages.data)
 
     def resume(self) -> None:
-        """Takes the memory again, after the runner has. Mutates."""
+        """Allocates the memory again, after the runner has. Mutates."""
         self.kv.resume(self.decoder.new_kv_cache)
         self._drafts.point_at(self.kv, self._pages.data)
 
     def steps(self) -> list[tuple[Hashable, Callable[[], object]]]:
-        """What the pool of the policy captures; see `RowDrafter.steps`."""
+        """Steps that the policy's pool captures; see `RowDrafter.steps`."""
         return self._drafts.steps()
 
     def feed_chunks(self, batch: Batch) -> None:
@@ -101,9 +110,7 @@ class TrainedDrafter(Drafter):
         """See `Drafter.propose`."""
         if not lengths.any():
             return Draft.empty(rows.num_rows)
-        return self._drafts.draft(
-            rows.outputs, lengths, self._match_rates.rates, strategy.min_cumulative_acceptance
-        )
+        return self._drafts.draft(lengths, self._match_rates.rates, strategy.min_cumulative_acceptance)
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
         """See `Drafter.observe`."""

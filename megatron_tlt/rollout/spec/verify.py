@@ -2,8 +2,8 @@
 
 The policy is fed, row by row, a request's last token and then its drafted tokens. At every fed token the policy's keyed
 token is drawn (`rollout.sampler`), and drafted tokens only decide which of these draws are real: a drafted token is
-emitted if all before it in its row are and it equals the token drawn at the one before it. What is emitted is the
-sequence of plain decoding whatever was drafted, how long the draft was and why.
+emitted if all before it in its row are and it equals the token drawn at the one before it. The emitted tokens are
+those of plain decoding for every draft.
 
 Legend: B rows (requests), N drafted tokens, T = B + N fed tokens.
 """
@@ -24,7 +24,7 @@ class Accepted:
     counts: np.ndarray  # int32 [B], tokens that each row emits: accepted + 1
     index: np.ndarray  # int32 [sum(counts)], fed tokens whose next token is emitted, in order
     accepted: np.ndarray  # bool [N], the drafted token was emitted
-    reached: np.ndarray  # bool [N], all tokens before it in its row were emitted: it was put to the test
+    reached: np.ndarray  # bool [N], all tokens before it in its row were emitted, so it was tested
 
 
 def accept_matches(drawn: np.ndarray, draft: Draft) -> Accepted:

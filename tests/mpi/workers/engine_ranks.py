@@ -21,7 +21,7 @@ from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.rollout.engine import Engine
-from megatron_tlt.rollout.graph_capture import Captured, EagerCapturer, Step
+from megatron_tlt.rollout.graph_capture import Captured, EagerCapturer, StaticStep
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.types import HiddenStateSample
@@ -113,12 +113,12 @@ class UnevenCapturer(EagerCapturer):
     def __init__(self, rank: int):
         self.pool_bytes, self._rank, self._count = 0, rank, 0
 
-    def warm_up(self, step: Step) -> int:
+    def warm_up(self, step: StaticStep) -> int:
         step()
         self._count += 1
         return 150 * (self._count % 5) + 70 * self._rank * (self._count % 3)
 
-    def capture(self, step: Step) -> Captured:
+    def capture(self, step: StaticStep) -> Captured:
         self.pool_bytes = max(self.pool_bytes, 200)
         return Captured(step, 100 + 60 * self._rank)
 

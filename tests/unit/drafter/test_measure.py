@@ -79,13 +79,14 @@ def draft_from(
         positions=one(last),
         output_len=one(drawn),
         block_tables=np.arange(8, dtype=np.int32)[None],
+        outputs=outputs,
         keys=one(s.key, np.uint64),
         temperature=one(temperature, np.float32),
         synced=one(last - 1),
         first=one(s.offset + 1),
     )
     rates = np.ones((DEPTHS, BUCKETS), np.float32)
-    drafted = eagle.row_drafter(kv, rows, pages, 4).draft(outputs, one(STEPS), rates, 0.0)
+    drafted = eagle.row_drafter(kv, rows, pages, 4).draft(one(STEPS), rates, 0.0)
     tokens: list[int] = drafted.tokens.tolist()
     return tokens
 

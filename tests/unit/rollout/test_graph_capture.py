@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from megatron_tlt.rollout.graph_capture import CudaCapturer, GraphCache
@@ -23,32 +24,27 @@ def steps(*names: str):
     return made, ran
 
 
-def test_graphs_share_the_pool_and_what_has_no_room_runs_as_it_is() -> None:
-    made, ran = steps("a", "b", "c")
-    fake = Fake(temporary=100, own=30)
-    cache = GraphCache(fake, budget_bytes=50 + 100 + 70, fixed_bytes=50)
-    assert [cache.capture(name, made[name]) for name in "abc"] == [True, True, False]
-    assert cache.keys == ["a", "b"] and cache.memory_bytes == 50 + 100 + 60
-    assert fake.captured == 2 and fake.warmed == 3, "the third was measured only"
-    for name in "acbc":
+@pytest.mark.parametrize(
+    ("names", "sizes", "budget", "captured", "nbytes"),
+    [
+        ("a b c", {"temporary": 100, "own": 30}, 50 + 100 + 70, "a b", 50 + 100 + 60),  # they share the pool
+        ("huge small", {"temporary": {"small": 10, "huge": 1000}, "own": 1}, 250, "small", 50 + 11),
+        ("a", {"temporary": 100, "own": 400}, 350, "", 50 + 100),  # own memory was not foreseen; the pool stays
+    ],
+)
+def test_steps_are_captured_while_the_budget_has_room_and_else_run_as_they_are(
+    names: str, sizes: dict, budget: int, captured: str, nbytes: int
+) -> None:
+    made, ran = steps(*names.split())
+    cache = GraphCache(Fake(**sizes), budget_bytes=budget, fixed_bytes=50)
+    kept = [name for name in made if cache.capture(name, made[name])]
+    assert kept == cache.keys == captured.split() and cache.memory_bytes == nbytes
+    ran.clear()
+    for name in made:
         cache.run(name, made[name])
-    assert (cache.stats.replays, cache.stats.eager, cache.stats.refused) == (2, 2, 1)
-    assert ran == list("abc") + list("acbc")
-
-
-def test_a_large_step_without_room_leaves_the_small_ones_theirs() -> None:
-    made, _ = steps("small", "huge")
-    fake = Fake(temporary={"small": 10, "huge": 1000}, own=1)
-    cache = GraphCache(fake, budget_bytes=200)
-    assert [cache.capture(name, made[name]) for name in ("huge", "small")] == [False, True]
-    assert cache.keys == ["small"] and cache.memory_bytes == 11
-
-
-def test_a_capture_that_took_more_than_foreseen_is_dropped() -> None:
-    made, _ = steps("a")
-    cache = GraphCache(Fake(temporary=100, own=400), budget_bytes=300)
-    assert not cache.capture("a", made["a"])
-    assert cache.keys == [] and cache.memory_bytes == 100, "the shared pool does not shrink"
+    assert ran == names.split()
+    refused = len(made) - len(kept)
+    assert (cache.stats.replays, cache.stats.eager, cache.stats.refused) == (len(kept), refused, refused)
 
 
 def test_ranks_whose_allocators_differ_capture_the_same_graphs() -> None:

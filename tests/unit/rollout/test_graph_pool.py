@@ -26,6 +26,7 @@ from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.graph_capture import Captured
 from megatron_tlt.rollout.graph_pool import GraphKey, GraphPool, PoolSizes
 from megatron_tlt.sync.served_weights import ServedWeights
@@ -111,50 +112,6 @@ def test_invariant_numerics_have_no_static_forward(setup) -> None:
         GraphPool(decoder, driver.kv, SIZES).run(batch_of(driver, lengths, [3], [[1]]))
 
 
-@pytest.mark.parametrize("seqs", [[3], [0, 1, 2], [5, 6, 0, 3, 1], [6, 5, 4, 3, 2, 1, 0]])
-def test_plain_decoding_equals_the_ragged_forward(setup, seqs: list[int]) -> None:
-    decoder, driver, lengths = setup
-    pool = GraphPool(decoder, driver.kv, SIZES)
-    batch = batch_of(driver, lengths, seqs, [[7 + s] for s in seqs])
-    batch.all_hidden = True
-    kv = copy_of(driver.kv)
-    want = decoder.forward(batch, kv)
-    got = pool.run(batch)
-    torch.testing.assert_close(got.logits, want.logits, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(got.hidden, want.hidden, atol=1e-5, rtol=1e-5)
-    used = driver.kv.num_blocks * 16  # all but the scratch block
-    torch.testing.assert_close(driver.kv.data[:, :, :used], kv.data[:, :, :used], atol=1e-5, rtol=1e-5)
-
-
-def test_verification_equals_the_ragged_forward(setup) -> None:
-    """Sequences of 1 to 7 rows padded to 8, some wanted rows in any order, hidden states of all rows."""
-    decoder, driver, lengths = setup
-    pool, seqs, sizes = GraphPool(decoder, driver.kv, SIZES), [5, 0, 3, 1, 6], [7, 2, 1, 5, 3]
-    batch = batch_of(driver, lengths, seqs, [tokens(n, n) for n in sizes])
-    batch.all_hidden, batch.logit_rows = True, torch.tensor([17, 0, 3, 3, 9], dtype=torch.int32)
-    want = decoder.forward(batch, copy_of(driver.kv))
-    got = pool.run(batch)
-    torch.testing.assert_close(got.logits, want.logits, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(got.hidden, want.hidden, atol=1e-5, rtol=1e-5)
-    assert pool.graphs.stats.eager == 1, "nothing is captured while requests run"
-
-
-def test_a_replay_sees_the_new_inputs_and_leaves_old_results_alone(setup) -> None:
-    """The same key with fewer sequences and other values: nothing of the first batch shines through."""
-    decoder, driver, lengths = setup
-    pool = GraphPool(decoder, driver.kv, SIZES, capturer=Fake())
-    pool.capture(4)
-    first = batch_of(driver, lengths, [5, 6, 3], [tokens(4, 1) for _ in range(3)])
-    kept = pool.run(first)
-    logits = kept.logits.clone()
-    second = batch_of(driver, lengths, [1, 2, 5], [tokens(n, n) for n in (2, 4, 1)])
-    got = pool.run(second)
-    want = decoder.forward(second, copy_of(driver.kv))
-    torch.testing.assert_close(got.logits, want.logits, atol=1e-5, rtol=1e-5)
-    assert torch.equal(kept.logits, logits)
-    assert pool.graphs.stats.eager == 0 and pool.graphs.stats.replays == 2
-
-
 class ByAddress(Fake):
     """Records the memory that a step reads and writes, as CUDA does, and never calls the step again."""
 
@@ -179,45 +136,82 @@ class ByAddress(Fake):
         return Captured(lambda: plain(self.decoder, batch, kv, rows_each, into), 0)
 
 
-def test_graphs_captured_at_the_start_give_what_ragged_forwards_do(setup) -> None:
+# Sequences and the rows of each, in one pool: plain decoding, verification, fewer sequences with the same key. 5 and 6
+# rows share a graph, 7 have none.
+BATCHES = [
+    ([3], [1]),
+    ([0, 1, 2], [1, 1, 1]),
+    ([6, 5, 4, 3, 2, 1, 0], [1] * 7),
+    ([5, 6, 3], [4, 4, 4]),
+    ([1, 2, 5], [2, 4, 1]),
+    ([3], [5]),
+    ([3], [6]),
+    ([5, 0, 3, 1, 6], [7, 2, 1, 5, 3]),
+]
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_static_forwards_equal_ragged_ones(setup, is_captured: bool) -> None:
+    """Logits of wanted rows in any order, hidden states and cache. No batch sees the ones before it or changes their
+    results.
+    """
     decoder, driver, lengths = setup
     pool, before = GraphPool(decoder, driver.kv, SIZES, capturer=ByAddress(decoder)), copy_of(driver.kv)
-    pool.capture(4)
-    used = driver.kv.num_blocks * 16
-    assert torch.equal(driver.kv.data[:, :, :used], before.data[:, :, :used]), "captures write to scratch only"
-    shapes = {(k.batch_size, k.tokens) for k in pool.graphs.keys}
-    assert shapes == {(b, k) for b in (1, 2, 4, 8, 12) for k in (1, 2, 3, 4)}
-    assert pool.graphs.keys[0] == GraphKey(12, 4), "the largest makes the shared memory"
-    for seed in range(3):
-        batch = batch_of(driver, lengths, [5, 3], [tokens(4, seed), tokens(2 + seed % 2, seed)])
-        want = decoder.forward(batch, copy_of(driver.kv))
-        torch.testing.assert_close(pool.run(batch).logits, want.logits, atol=1e-5, rtol=1e-5)
-    assert pool.graphs.stats.replays == 3 and pool.graphs.stats.eager == 0
+    used = driver.kv.num_blocks * 16  # all but the scratch block
+    if is_captured:
+        pool.capture(6)
+        assert torch.equal(driver.kv.data[:, :, :used], before.data[:, :, :used]), "captures write to scratch only"
+        shapes = {(k.batch_size, k.tokens) for k in pool.graphs.keys}
+        assert shapes == {(b, k) for b in (1, 2, 4, 8, 12) for k in (1, 2, 3, 4, 6)}
+        assert pool.graphs.keys[0] == GraphKey(12, 6), "the largest makes the shared memory"
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for seed, (seqs, counts) in enumerate(BATCHES):
+        batch = batch_of(driver, lengths, seqs, [tokens(n, seed + n) for n in counts])
+        batch.all_hidden, batch.logit_rows = True, batch.logit_rows.flip(0)
+        kv = copy_of(driver.kv)
+        want, got = decoder.forward(batch, kv), pool.run(batch)
+        for a, b in ((got.logits, want.logits), (got.hidden, want.hidden)):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(driver.kv.data[:, :, :used], kv.data[:, :, :used], atol=1e-5, rtol=1e-5)
+        kept.append((got.logits, got.logits.clone()))
+    assert all(torch.equal(*pair) for pair in kept)
+    replays = len(BATCHES) - 1 if is_captured else 0
+    assert (pool.graphs.stats.replays, pool.graphs.stats.eager) == (replays, len(BATCHES) - replays)
 
 
-def test_graphs_stay_through_a_release_of_the_cache(tmp_path, monkeypatch) -> None:
-    """An engine whose caches keep their address: no capture after the start, the same responses."""
+def responses_of(engine: Engine, turn: int) -> list[tuple]:
+    """Forks, prefill chunks and decoding of four prompts."""
+    for i in range(4):
+        params = SamplingParams(max_tokens=20, seed=3 + turn)
+        engine.add(tokens(5 + 37 * i, i + turn), params, i, num_samples=3)
+    return [(r.prompt_id, r.sample_index, r.output) for r in engine.run()]
+
+
+def test_an_engine_over_a_pool_gives_the_same_responses(tmp_path, monkeypatch) -> None:
+    """Also one whose cache is released and keeps its address: no capture after the start."""
     weights, driver, responses = random_weights(small_config("qwen2")), build_driver(tmp_path), []
     monkeypatch.setattr(base, "FixedMemory", lambda size, device: HostMemory(driver, size))
-    for is_fixed in (False, True):
+    for way in ("ragged", "pooled", "released"):
         engine = make_engine(small_config("qwen2"), weights, kernels="torch")
         runner = engine.runner
         capturer = ByAddress(runner.decoder)
-        sizes = PoolSizes(16, 256, 16, verify_rows=512)
-        runner.pool = GraphPool(runner.decoder, runner.kv, sizes, capturer=capturer)
-        engine.capture_graphs(1, keep_address=is_fixed)
+        if way != "ragged":
+            sizes = PoolSizes(16, 256, 16, verify_rows=512)
+            runner.pool = GraphPool(runner.decoder, runner.kv, sizes, capturer=capturer)
+            engine.capture_graphs(1, keep_address=way == "released")
         captured = capturer.captured
-        assert captured >= 5
-        for turn in range(3):
-            if is_fixed:
+        for turn in range(2):
+            if way == "released":
                 engine.release()
                 assert runner.kv.is_released
                 engine.resume()
             assert not runner.kv.is_released
-            engine.add(tokens(20 + turn, turn), SamplingParams(max_tokens=20, seed=3), turn, num_samples=3)
-            responses.append([(r.prompt_id, r.sample_index, r.output) for r in engine.run()])
-        assert capturer.captured == captured and runner.pool.graphs.stats.replays > 20
-    assert responses[:3] == responses[3:]
+            responses.append(responses_of(engine, turn))
+        assert capturer.captured == captured
+        if runner.pool is not None:
+            assert captured >= 5 and runner.pool.graphs.stats.replays > 30
+            assert runner.pool.graphs.stats.eager == 0
+    assert responses[:2] == responses[2:4] == responses[4:]
 
 
 def test_graphs_are_gone_before_the_groups_whose_collectives_they_hold(monkeypatch) -> None:
@@ -246,52 +240,19 @@ def test_graphs_are_gone_before_the_groups_whose_collectives_they_hold(monkeypat
     assert ends == [0] * 3
 
 
-def test_strategies_with_equally_many_tokens_share_graphs(setup) -> None:
-    decoder, driver, lengths = setup
-    pool = GraphPool(decoder, driver.kv, SIZES, capturer=Fake())
-    pool.capture(6)
-    for rows in (5, 6):
-        pool.run(batch_of(driver, lengths, [3], [tokens(rows, 1)]))
-    assert pool.graphs.stats.replays == 2
-    pool.run(batch_of(driver, lengths, [3], [tokens(8, 1)]))
-    assert pool.graphs.stats.eager == 1, "longer than any draft"
-
-
-def test_plain_decoding_has_a_graph_at_every_batch_size() -> None:
-    """Up to the most running requests, also where verifying as many rows each would not fit."""
+def test_keys_are_the_buckets_that_fit_the_buffers() -> None:
+    """Plain decoding has one at every batch size, also where verifying as many rows each would not fit."""
     decoder = TorchDecoder(CONFIG)
-    sizes = PoolSizes(max_batch=300, max_context=64, block_size=16, verify_rows=64)
-    pool = GraphPool(decoder, decoder.new_kv_cache(4, 16), sizes)
+    pools = {
+        most: GraphPool(decoder, decoder.new_kv_cache(4, 16), PoolSizes(most, 64, 16, verify_rows))
+        for most, verify_rows in ((300, 64), (4, 8))
+    }
     for running in range(1, 301):
-        key = pool.key(running, 1)
+        key = pools[300].key(running, 1)
         assert key is not None and running <= key.batch_size < running + max(8, running / 3)
-    assert pool.key(300, 2) is None and pool.key(8, 8) == GraphKey(8, 8)
-
-
-def test_what_does_not_fit_the_buffers_has_no_key(setup) -> None:
-    decoder, driver, _ = setup
-    pool = GraphPool(decoder, driver.kv, PoolSizes(4, 200, 16, verify_rows=8))
-    assert pool.key(2, 4) == GraphKey(2, 4) and pool.key(2, 5) is None and pool.key(5, 1) is None
-
-
-def test_an_engine_over_a_pool_gives_the_same_responses() -> None:
-    """Forks, prefill chunks and decoding of a real engine, every decoding step through static buffers."""
-    weights = random_weights(small_config("qwen2"))
-    prompts = [(i, tokens(5 + 37 * i, i), SamplingParams(max_tokens=20, seed=3), 3) for i in range(4)]
-    responses = []
-    for is_pooled in (False, True):
-        engine = make_engine(small_config("qwen2"), weights, kernels="torch")
-        if is_pooled:
-            runner = engine.runner
-            runner.pool = GraphPool(runner.decoder, runner.kv, PoolSizes(16, 256, 16, verify_rows=512))
-            engine.capture_graphs(1)
-        for prompt_id, ids, params, samples in prompts:
-            engine.add(ids, params, prompt_id, num_samples=samples)
-        responses.append([(r.prompt_id, r.sample_index, r.output) for r in engine.run()])
-        if is_pooled:
-            stats = runner.pool.graphs.stats
-            assert stats.replays > 15 and stats.eager == 0
-    assert responses[0] == responses[1]
+    assert pools[300].key(300, 2) is None and pools[300].key(8, 8) == GraphKey(8, 8)
+    assert pools[4].key(2, 4) == GraphKey(2, 4)
+    assert pools[4].key(2, 5) is None and pools[4].key(5, 1) is None
 
 
 def test_a_drafters_steps_share_pool_and_budget(setup) -> None:

@@ -96,23 +96,6 @@ def test_states_are_those_of_a_plain_pass(way: str, kernels: str) -> None:
             assert stats.speculation.row_steps > 0
 
 
-def test_accepted_branches_move_with_their_states() -> None:
-    """Drafts that are often right, many of them off the trunk."""
-    jobs = random_jobs(131, 8, seed=3)
-    known = generate_all(make_engine(CONFIG, WEIGHTS), jobs)
-    for blocks in (200, 14):
-        engine = make_engine(CONFIG, WEIGHTS, num_blocks=blocks, max_running=8)
-        selector = RandomSelector("oracle", 6)
-        attach(engine, OracleDrafter(known, 131, 0.3), selector)
-        samples = collecting(engine)
-        check(engine, jobs, samples, exact=True)
-        assert selector.emitted > 1.1 * selector.rows
-        assert all(
-            t.token_ids[t.response_start :].tolist() == known[t.prompt_id, t.sample_index][0]
-            for t in (sample.trajectory for sample in samples)
-        )
-
-
 def test_short_responses_are_left_out() -> None:
     """The first token of a response may be its last; its request then never gets a row."""
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 2, 3)]

@@ -20,6 +20,7 @@ BLOCKS, SIZE, WIDTH = 9, 4, 3
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_pages_hold_what_was_written_last(dtype: torch.dtype) -> None:
     rng, pages = random.Random(0), PagedHiddenStates(BLOCKS, SIZE, WIDTH, dtype)
+    assert pages.data.nbytes == BLOCKS * page_bytes(SIZE, WIDTH, dtype)
     known = {slot: [0.0] * WIDTH for slot in range(BLOCKS * SIZE)}
     for _ in range(200):
         kind = rng.choice(["write", "blocks", "slots"])
@@ -38,22 +39,15 @@ def test_pages_hold_what_was_written_last(dtype: torch.dtype) -> None:
             known |= copied
         blocks, count = rng.sample(range(BLOCKS), 3), rng.randint(0, 3 * SIZE)
         want = [known[blocks[p // SIZE] * SIZE + p % SIZE] for p in range(count)]
-        got = pages.read(blocks, count)
+        got = pages.start_read(blocks, count).wait()
         assert got.dtype == dtype and got.shape == (count, WIDTH) and got.tolist() == want
 
 
 def test_what_was_read_is_a_copy() -> None:
     pages = PagedHiddenStates(BLOCKS, SIZE, WIDTH)
-    read = pages.read([2, 0], 5)
+    read = pages.start_read([2, 0], 5).wait()
     pages.data[:] = 1
     assert not read.any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bytes_of_a_block(dtype: torch.dtype) -> None:
-    assert PagedHiddenStates(BLOCKS, SIZE, WIDTH, dtype).data.nbytes == BLOCKS * page_bytes(
-        SIZE, WIDTH, dtype
-    )
 
 
 def test_the_host_waits_for_no_index_on_its_way_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,43 +168,28 @@ def test_the_latest_arrival_is_preempted():
 
 
 @pytest.mark.parametrize(
-    ("length", "max_tokens", "samples", "numbers"),
+    ("prompt", "params", "samples", "words"),
     [
-        (100, 29, 1, ("100", "29", "129", "128")),
-        (20, 30, 1, ("20", "30", "13", "10")),
-        (20, 20, 2, ("11", "10")),
-        (0, 5, 1, ("0 prompt tokens",)),
-        (5, 0, 1, ("max_tokens 0",)),
+        ([1] * 100, {"max_tokens": 29}, 1, ("100", "29", "129", "128")),
+        ([1] * 20, {"max_tokens": 30}, 1, ("20", "30", "13", "10")),
+        ([1] * 20, {"max_tokens": 20}, 2, ("11", "10")),
+        ([], {"max_tokens": 5}, 1, ("0 prompt tokens",)),
+        ([1], {"max_tokens": 0}, 1, ("max_tokens 0",)),
+        ([1], {"temperature": -1.0}, 1, ("temperature = -1.0",)),
+        ([1], {"top_k": -1}, 1, ("top_k = -1",)),
+        ([1], {"top_p": 0.0}, 1, ("top_p = 0.0",)),
+        ([1], {"min_p": 1.5}, 1, ("min_p = 1.5",)),
+        ([1], {"stop": ("",)}, 1, ("empty stop string",)),
+        ([1, 50], {"max_tokens": 2}, 1, ("vocabulary of 50",)),
+        ([1], {"max_tokens": 2}, 0, ("0 samples",)),
     ],
 )
-def test_what_can_never_run_is_refused_with_numbers(
-    length: int, max_tokens: int, samples: int, numbers: tuple
-):
+def test_requests_that_can_never_run_are_refused_with_numbers(prompt, params, samples, words) -> None:
     engine = make_engine(num_blocks=10, block_size=4)
-    with pytest.raises(BackendError) as caught:
-        engine.add([1] * length, SamplingParams(max_tokens=max_tokens), 3, num_samples=samples)
-    assert all(n in str(caught.value) for n in numbers), str(caught.value)
+    with pytest.raises(BackendError, match="prompt 3") as caught:
+        engine.add(prompt, SamplingParams(**params), 3, num_samples=samples)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
     assert engine.is_idle
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=-1.0),
-        SamplingParams(top_k=-1),
-        SamplingParams(top_p=0.0),
-        SamplingParams(min_p=1.5),
-        SamplingParams(stop=("",)),
-    ],
-)
-def test_bad_parameters_are_refused(params: SamplingParams):
-    with pytest.raises(BackendError, match="prompt 3"):
-        make_engine().add([1], params, 3)
-
-
-def test_a_token_outside_the_vocabulary_is_refused():
-    with pytest.raises(BackendError, match="vocabulary of 50"):
-        make_engine().add([1, 50], SamplingParams(max_tokens=2), 0)
 
 
 def test_abort_returns_every_block(jobs: list[Job]):

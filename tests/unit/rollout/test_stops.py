@@ -41,37 +41,27 @@ def watch(tokenizer: CharTokenizer, tokens: list[int], *stops: str) -> tuple[int
     return None, watcher.cut_text
 
 
-def test_a_string_over_several_tokens():
-    tokenizer = CharTokenizer()
-    assert watch(tokenizer, tokenizer.encode("one two three"), "two") == (7, "one two")
+CHARS, WORDS, BYTES = CharTokenizer(), WordTokenizer(), ByteTokenizer()
 
 
-def test_the_first_to_end_wins():
-    tokenizer = CharTokenizer()
-    assert watch(tokenizer, tokenizer.encode("abcdef"), "def", "cd") == (4, "abcd")
-    assert watch(tokenizer, tokenizer.encode("abcdef"), "bcd", "cd") == (4, "abcd")
-
-
-def test_a_string_that_ends_inside_a_token():
-    assert watch(WordTokenizer(), [0, 1, 2, 3, 4], ".\n") == (4, "the ending.\n")
-
-
-def test_spaces_that_depend_on_context():
-    assert watch(WordTokenizer(), [4, 0, 1, 4], "here the end") == (3, "here the end")
-    assert watch(WordTokenizer(), [0, 1, 4], " end here") == (3, "the end here")
-
-
-@pytest.mark.parametrize("text", ["é", "日本", "🙂!"])
-def test_characters_of_several_bytes(text: str):
-    tokenizer = ByteTokenizer()
-    tokens = tokenizer.encode(f"ab{text}cd")
-    assert watch(tokenizer, tokens, text) == (2 + len(text.encode()), f"ab{text}")
-    assert watch(tokenizer, tokens, f"{text}c") == (3 + len(text.encode()), f"ab{text}c")
-
-
-def test_a_stop_string_before_an_unfinished_character():
-    tokenizer = ByteTokenizer()
-    assert watch(tokenizer, [*tokenizer.encode("ab"), 0xE6, *tokenizer.encode("c")], "b") == (2, "ab")
+@pytest.mark.parametrize(
+    ("tokenizer", "tokens", "stops", "taken", "text"),
+    [
+        (CHARS, CHARS.encode("one two three"), ["two"], 7, "one two"),
+        (CHARS, CHARS.encode("abcdef"), ["def", "cd"], 4, "abcd"),  # the first to end wins
+        (CHARS, CHARS.encode("abcdef"), ["bcd", "cd"], 4, "abcd"),
+        (WORDS, [0, 1, 2, 3, 4], [".\n"], 4, "the ending.\n"),  # it ends inside a token
+        (WORDS, [4, 0, 1, 4], ["here the end"], 3, "here the end"),  # spaces depend on context
+        (WORDS, [0, 1, 4], [" end here"], 3, "the end here"),
+        (BYTES, BYTES.encode("abécd"), ["é"], 4, "abé"),  # characters of several bytes
+        (BYTES, BYTES.encode("ab日本cd"), ["日本c"], 9, "ab日本c"),
+        (BYTES, BYTES.encode("ab🙂!cd"), ["🙂!"], 7, "ab🙂!"),
+        (BYTES, [*BYTES.encode("ab"), 0xE6, *BYTES.encode("c")], ["b"], 2, "ab"),  # before an unfinished one
+        (CHARS, CHARS.encode("abcdef"), ["xyz"], None, None),
+    ],
+)
+def test_a_stop_string_is_found_at_the_token_that_completes_it(tokenizer, tokens, stops, taken, text) -> None:
+    assert watch(tokenizer, tokens, *stops) == (taken, text)
 
 
 def engine_with(tokenizer: CharTokenizer | None, eos: tuple[int, ...] = (0,)) -> Engine:

@@ -30,7 +30,7 @@ typedef struct {
     float max[MQ];
     vf sum[MQ];
     /* The chunk's key tiles, then its value tiles, then repeats of the last: one list in order of use, so that each
-     * kernel can prefetch what comes next. Blocks lie anywhere, the hardware cannot guess it. */
+     * kernel can prefetch the next block. Blocks lie anywhere, so the hardware cannot. */
     const float *tile[2 * CHUNK_TILES + 2 * SCORE_TILES];
     long tiles;
 } __attribute__((aligned(64))) Work;
@@ -99,7 +99,7 @@ INLINE void value_kernel(const int M, const int NC, Work *w, long first, long di
         ALL for (int v = 0; v < NC; v++) vstore(&w->acc[m][(first + v) * VW], acc[m][v]);
 }
 
-/* As many sums as the registers hold, beside what they are made of: of 32 vectors with AVX-512, else of 16. */
+/* As many sums as the registers hold beside their factors: of 32 vectors with AVX-512, else of 16. */
 #define SUMS (VW == 16 ? 24 : 12)
 #define FIT(wide, most) ((wide) > (most) ? (most) : (wide) < 1 ? 1 : (wide))
 

@@ -21,7 +21,7 @@ INLINE long tile_index(long kv_heads, long block_size, long head, long block, lo
     return (block * kv_heads + head) * (block_size / TILE) + tile_in_block;
 }
 
-/* What the rows of one call see of their sequence. */
+/* The keys that the rows of one call see. */
 typedef struct {
     const int32_t *positions;   /* of the rows */
     const int32_t *block_table; /* of the sequence */

@@ -12,7 +12,7 @@ typedef struct {
     TltAllReduce all_reduce;
     int failed, threads;
     long hp, dp, qkv_n, qkv_stride, q_stride, att_n, att_stride; /* row lengths, elements */
-    const float *in;              /* what queries, keys and values are projected from; x by default */
+    const float *in;              /* input of queries, keys and values; x by default */
     long in_stride, in_width;     /* elements */
     long first, rows;             /* this chunk */
     long units;                   /* of attention, see tlt_plan_chunk */

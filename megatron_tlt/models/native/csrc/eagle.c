@@ -162,7 +162,7 @@ static void *take(char **at, size_t bytes) {
 /* Lays the scratch out from `base` on; returns its end. */
 static char *lay_out(const TltEagle *e, const TltDraft *d, char *base, Scratch *c) {
     const TltModel *m = &e->model;
-    const size_t b = (size_t)d->rows, pairs = b * (size_t)d->window, drafted = b * (size_t)d->depth;
+    const size_t b = (size_t)d->rows, pairs = b * (size_t)d->catch_up, drafted = b * (size_t)d->depth;
     int32_t **by_pair[] = {&c->token, &c->position, &c->slot, &c->state};
     int32_t **by_row[] = {&c->row, &c->at, &c->next_token, &c->next_position, &c->next_slot, &c->identity, &c->visible};
     for (size_t i = 0; i < sizeof by_pair / sizeof *by_pair; i++) *by_pair[i] = take(&base, 4 * pairs);
@@ -209,7 +209,7 @@ static int lay_row(const TltEagle *e, TltDraft *d, Scratch *c, long row) {
     const TltModel *m = &e->model;
     const long slot = d->slot[row], last = d->positions[row], drawn = d->output_len[row];
     if (slot < 0 || slot >= d->slots) return TLT_BAD_SHAPE;
-    const long next = d->synced[slot] + 1L, oldest = last - d->window + 1, begin = next > oldest ? next : oldest;
+    const long next = d->synced[slot] + 1L, oldest = last - d->catch_up + 1, begin = next > oldest ? next : oldest;
     if (begin > last) return TLT_OK;
     if (begin < 1 || drawn > d->width || last - begin >= drawn) return TLT_BAD_SHAPE;
     const int bad = check_row(m, d, row, last);

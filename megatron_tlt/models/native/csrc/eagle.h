@@ -28,9 +28,9 @@ typedef struct {
 } TltPairs;
 
 /* Drafts for B rows (running requests). S slots: a request keeps its slot, rows are dense. D = depth is the longest draft,
- * W = window. The field order is repeated in abi.py. */
+ * C = catch_up, the most missing pairs of a row that are cached. The field order is repeated in abi.py. */
 typedef struct {
-    int32_t rows, slots, window, width, max_blocks, num_blocks, block_size, depth;
+    int32_t rows, slots, catch_up, width, max_blocks, num_blocks, block_size, depth;
     float min_acceptance; /* a chain ends before a token whose cumulative acceptance (product of rates) is below */
     /* The rows, as the engine keeps them. */
     const int32_t *slot, *positions, *output_len, *block_tables; /* [B], [B] of the last token, [B], [B][max_blocks] */
@@ -54,7 +54,7 @@ int tlt_eagle_feed(const TltEagle *eagle, const TltPairs *pairs, int threads);
 
 int64_t tlt_draft_scratch_bytes(const TltEagle *eagle, const TltDraft *draft);
 
-/* Caches the pairs that are missing, at most the last W, of every row with wanted tokens, and drafts. A row whose last pair
+/* Caches the pairs that are missing, at most the last C, of every row with wanted tokens, and drafts. A row whose last pair
  * is cached has nothing to start from and gets no draft. */
 int tlt_draft_rows(const TltEagle *eagle, TltDraft *draft, int threads);
 

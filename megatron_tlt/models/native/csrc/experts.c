@@ -2,7 +2,7 @@
  *
  *   scores | choose | sort by expert | gather | gate, up, silu | down | mix        (and before it the shared expert's MLP)
  *
- * What a row chooses depends on its own scores only, each product is one chain of multiply-adds (gemm.c), and a row's
+ * The experts of a row depend on its own scores only, each product is one chain of multiply-adds (gemm.c), and a row's
  * experts are summed in the order of its own choice: nothing of it depends on the rows beside it.
  *
  * Legend: N pairs of a row and one of its experts, numbered row * k + place.

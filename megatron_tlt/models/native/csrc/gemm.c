@@ -124,7 +124,7 @@ INLINE long panels_per_call(long m) {
 INLINE void silu_store(const Gemm *g, long row, long column, const float *gate, const float *up) {
     for (int v = 0; v < NV; v++) {
         vf x = vload(gate + v * VW);
-        /* e^88 is the last that fits; what lies beyond must become 0, not the wrapped exponent's garbage. */
+        /* e^88 is the last that fits; larger ones must become 0, not the wrapped exponent's garbage. */
         vf y = x / (vset(1.0f) + vexp(-vmax(x, vset(-88.0f)))) * vload(up + v * VW);
         vstore(g->out + row * g->out_stride + column + v * VW, y);
     }

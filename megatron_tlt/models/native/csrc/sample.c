@@ -52,7 +52,7 @@ static void score_unit(void *arg, long unit) {
     const float *logits = s->logits + row * s->stride + first, t = s->temperature[row];
     const vf divisor = vset(t > 0 ? t : 1.0f);
     Best best = {.sum = 0};
-    float x[SEGMENT]; /* filled up to whole vectors with what cannot win */
+    float x[SEGMENT]; /* filled up to whole vectors with scores that cannot win */
     for (int i = 0; i < TOPK_MOST; i++) best.score[i] = -INFINITY;
     for (int64_t v = 0; v < whole; v += VW) vstore(x + v, vload(logits + v) / divisor);
     for (int64_t v = whole; v % VW || v < count; v++) x[v] = v < count ? logits[v] / divisor[0] : -INFINITY;

@@ -1,7 +1,7 @@
 /* Vectors of VW floats, one spelling for AVX-512, AVX2 and any other machine (GCC/Clang vector types).
  *
  * Every routine gives each lane the same operations whatever its neighbours hold, and nothing here depends on
- * the number of rows or threads: that is what makes the decoder's results independent of the batch.
+ * the number of rows or threads: so the decoder's results are independent of the batch.
  */
 #ifndef TLT_SIMD_H
 #define TLT_SIMD_H

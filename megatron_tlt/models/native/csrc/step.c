@@ -1,4 +1,4 @@
-/* What a forward may safely compute, and how its rows are grouped for attention. */
+/* Checks of a forward's inputs, and the grouping of its rows for attention. */
 #include "attention.h"
 #include "decoder.h"
 

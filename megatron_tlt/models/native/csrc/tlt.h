@@ -1,11 +1,11 @@
-/* What Python and C share: the model, one step, and the functions called through ctypes.
+/* Shared by Python and C: the model, one step, and the functions called through ctypes.
  *
  * Legend: T rows (tokens) of a step, S sequences, R rows whose logits are wanted, H hidden size,
  * D head size, Dp D rounded up to 16, I intermediate size, V vocabulary, L layers, W = (aux_count + 1) * H: the state
  * of a row is the residual stream behind each of the layers `aux`, then the hidden state after the final norm; E experts,
  * F their width, k chosen by a row.
  * Under tensor parallelism heads, I and F are this rank's part; embedding, LM head and routers are whole.
- * What outlives a call is allocated by Python (torch tensors); C keeps no pointer after a call.
+ * Memory that outlives a call is allocated by Python (torch tensors); C keeps no pointer after a call.
  * The field order is repeated in abi.py.
  */
 #ifndef TLT_H

@@ -1,5 +1,5 @@
-"""The Triton kernels of keyed sampling: one program draws a row's token and gives its log-probability, or finds a
-drafter's candidates.
+"""The Triton kernels of keyed sampling: one program draws a row's token and its log-probability, or finds a drafter's
+candidates.
 
 Instead of some 45 kernels over int64 [R, V], a row's logits are walked a few times inside one program: for their
 maximum; where a mask is on, for its thresholds; for the noise, the arg max and the sum of exponentials. A row's result
@@ -27,9 +27,8 @@ _WARPS = 8
 
 _A, _B, _STEP = tl.constexpr(MIX_A), tl.constexpr(MIX_B), tl.constexpr(TOKEN_STEP)
 _END = tl.constexpr(1 << 32)  # above every order key
-_ONE = tl.constexpr(
-    float(1 << 40)
-)  # fixed point: the weight of the most likely token, V times of it fit int64
+# Fixed point: the weight of the most likely token. V times of it fit int64.
+_ONE = tl.constexpr(float(1 << 40))
 
 jit: Any = triton.jit  # the decorator is untyped
 

@@ -16,8 +16,7 @@ from megatron_tlt.models.drafter_decoder import BUCKETS, DEPTHS, DrafterDecoder
 from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
-from megatron_tlt.models.inputs import DecoderInput
-from tests.helpers.pairs import Rows, check_row, of_row, states
+from tests.helpers.pairs import ONES, Rows, check_row, of_row, states
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
@@ -119,9 +118,9 @@ def test_steps_that_no_chain_can_reach_are_not_taken(name: str) -> None:
 
 
 @both
-def test_only_the_window_is_caught_up_with(kernels: str) -> None:
+def test_only_the_last_missing_pairs_are_caught_up_with(kernels: str) -> None:
     """Hidden states before it are not read, be they NaN, and what was fed before is not attended to."""
-    rows = rows_of(loaded("qwen3", kernels), [40, 600, 9], window=8)
+    rows = rows_of(loaded("qwen3", kernels), [40, 600, 9], catch_up=8)
     rows.feed(1, 1, 560)
     rows.pages[rows.slots(0, np.arange(30))] = float("nan")
     check(rows.draft([4, 3, 2]), rows, "qwen3")
@@ -171,11 +170,11 @@ def test_a_native_draft_ignores_its_neighbours_and_the_threads(name: str) -> Non
         assert_same(of_row(together[0], row), alone.draft(wanted[row]))
 
 
-@pytest.mark.parametrize("window", [1, 16, 17])
-def test_native_drafts_read_nothing_that_was_not_cached(window: int) -> None:
+@pytest.mark.parametrize("catch_up", [1, 16, 17])
+def test_native_drafts_read_nothing_that_was_not_cached(catch_up: int) -> None:
     results = []
     for fill in (0.0, float("nan")):
-        rows = rows_of(loaded("qwen2", "native"), [522], window=window)
+        rows = rows_of(loaded("qwen2", "native"), [522], catch_up=catch_up)
         rows.kv.data.fill_(fill)
         results.append(rows.draft(5))
     assert_same(*results)
@@ -220,21 +219,6 @@ def test_captured_steps_draft_the_same(name: str) -> None:
         results.append(rows_of(eagle, [21, 40, 16]).draft([3, 7, 0]))
     assert_same(*results)
     assert ran == [("drafter", 2)] * 7
-
-
-@pytest.mark.parametrize("name", ["qwen3", "eagle3"])
-def test_a_step_never_waits_for_the_device(name: str) -> None:
-    """On the meta device there are no values: reading one on the host fails, as it would in a CUDA graph."""
-    config, drafter = CONFIGS[name], drafter_config(CONFIGS[name])
-    policy = build_decoder(config, "meta", kernels="torch", aux_layers=drafter.aux_layers)
-    eagle = build_eagle(policy, drafter)
-    rows = torch.zeros(4, dtype=torch.int64, device="meta")
-    starts, tables = torch.zeros(5, dtype=torch.int64, device="meta"), torch.zeros(4, 3, device="meta").long()
-    fed = DecoderInput.of([rows, rows, rows, starts, rows, tables, rows])
-    eagle.model.reserve_positions(48, torch.device("meta"))
-    hidden = torch.zeros(4, config.hidden_size, device="meta")
-    logits, out = eagle.step(fed, hidden, rows, eagle.new_kv_cache(8, 16))
-    assert logits.shape == (4, config.vocab_size) and out.shape == hidden.shape
 
 
 @both
@@ -284,26 +268,27 @@ def test_positions_beyond_the_first_rotary_table(kernels: str) -> None:
     eagle = build_eagle(policy, EagleConfig.of(config))
     eagle.load_weights(eagle_weights(config))
     for length in (4094, 4200):
-        rows = rows_of(eagle, [length], window=12)
+        rows = rows_of(eagle, [length], catch_up=12)
         rows.feed(0, 4000, 4080)
         check_row(rows.draft(4), rows, 0, random_weights(config), eagle_weights(config), atol=2e-3)
 
 
 def test_native_refuses_what_it_cannot_read() -> None:
     eagle = loaded("llama")
-    for wanted, error in ((2, None), (3, "position")):  # 700 positions: pairs up to 699
-        rows = rows_of(eagle, [699])
-        if error is None:
-            assert rows.draft(wanted).counts[0] == 2
-        else:
-            with pytest.raises(BackendError, match=error):
-                rows.draft(wanted)
+    assert rows_of(eagle, [699]).draft(2).counts[0] == 2  # 700 positions: pairs up to 699
+    with pytest.raises(BackendError, match="position"):
+        rows_of(eagle, [699]).draft(3)
     rows = rows_of(eagle, [9])
-    for arguments, error in (
-        ({"rates": np.ones((DEPTHS, BUCKETS - 1), np.float32)}, "match rates"),
-    ):
-        with pytest.raises(BackendError, match=error):
-            rows.draft(2, **arguments)
+    with pytest.raises(BackendError, match="match rates"):
+        rows.draft(2, np.ones((DEPTHS, BUCKETS - 1), np.float32))
+    with pytest.raises(BackendError, match="drafts for 2 rows"):
+        rows.drafts.draft(np.ones(2, np.int32), ONES, 0.0)
+    rows.outputs[0, 0] = CONFIGS["llama"].vocab_size
+    with pytest.raises(BackendError, match="token id"):
+        rows.draft(2)
+    wide = replace(rows.rows, outputs=rows.outputs.astype(np.int64))
+    with pytest.raises(BackendError, match="outputs must be"):
+        eagle.row_drafter(rows.kv, wide, rows.pages, 4)
     with pytest.raises(BackendError, match="block table"):
         rows.draft(50)
     rows.tables[0, 0] = rows.kv.num_blocks

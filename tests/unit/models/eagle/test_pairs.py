@@ -8,7 +8,7 @@ import torch
 from megatron_tlt.drafter.batching import collate
 from megatron_tlt.models.eagle import pairs
 from megatron_tlt.models.eagle.model import EagleModel
-from megatron_tlt.models.eagle.pairs import PairLayout, attend, take
+from megatron_tlt.models.eagle.pairs import PairLayout, attend_pairs, take
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
 
 CONFIG = FAMILIES["qwen3"]
@@ -47,7 +47,7 @@ def test_attention_in_blocks_is_attention(monkeypatch, max_scores: int, steps: i
     given = [q, keys, values, *(t for pair in chain for t in pair)]
     upstream = random(bases, HEADS, D).detach()
     far = [take(t, layout.keys).transpose(1, 2) for t in (keys, values)]
-    got = attend(q, *far, chain, layout)
+    got = attend_pairs(q, *far, chain, layout)
     wanted = dense(q, keys, values, chain, batch, layout)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
     for mine, plain in zip(*(torch.autograd.grad(t, given, upstream) for t in (got, wanted)), strict=True):

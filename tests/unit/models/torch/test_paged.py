@@ -15,7 +15,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.factory import build_eagle
 from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.torch.attention import AttentionPlan, StaticPlan
+from megatron_tlt.models.torch.attention import RaggedPlan, StaticPlan
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.models.torch.paged import PagedPlan
 from tests.helpers.paged import attend_rows
@@ -69,42 +69,39 @@ def cache_and_queries(rows: int, heads: int, kv_heads: int, d: int, slots: int, 
     return [t.to(DEVICE, dtype) for t in made]
 
 
-# splits, heads, kv heads, head size: G 2, 7 and 1; sizes that are no power of two
-SHAPES = [(1, 4, 2, 16), (4, 7, 1, 24), (1, 6, 6, 40)]
+# Sequences (cached positions, rows), splits, heads, kv heads, head size: G 2, 7 and 1; sizes that are no power of two.
+RAGGED = [(0, 1), (130, 1), (63, 5), (0, 40), (17, 35)]
+STATIC, SINGLE = [(70, 5), (0, 5), (33, 5)], [(150, 1), (63, 1), (40, 1)]
+CASES = [
+    ("ragged", RAGGED, 1, 4, 2, 16),
+    ("ragged", RAGGED, 4, 7, 1, 24),
+    ("ragged", RAGGED, 1, 6, 6, 40),
+    ("static", STATIC, None, 6, 2, 32),
+    ("visible", SINGLE, 1, 4, 2, 16),
+    ("visible", SINGLE, 2, 4, 2, 16),
+]
 
 
 @runs()
-@pytest.mark.parametrize(("splits", "heads", "kv_heads", "d"), SHAPES)
-def test_ragged_batches_equal_gathered_attention(run, splits, heads, kv_heads, d):
-    batch = ragged([(0, 1), (130, 1), (63, 5), (0, 40), (17, 35)], 16)
-    q, keys, values = cache_and_queries(82, heads, kv_heads, d, 64 * 16)
-    plan = PagedPlan(run_of(run), batch, 16, (kv_heads, heads // kv_heads), splits=splits)
-    want = AttentionPlan(batch, 16).attend(q, keys, values)
-    torch.testing.assert_close(plan.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
-
-
-@runs()
-def test_static_batches_equal_gathered_attention(run):
-    """Tables wider than any context, as a graph's bucket is; the padding names a scratch block."""
-    batch = ragged([(70, 5), (0, 5), (33, 5)], 16)
-    scratch = torch.full((3, 8), 64, dtype=torch.int32, device=DEVICE)
-    scratch[:, : batch.block_tables.shape[1]] = batch.block_tables
-    batch.block_tables = scratch
-    q, keys, values = cache_and_queries(15, 6, 2, 32, 65 * 16)
-    want = StaticPlan(batch, 16, 5).attend(q, keys, values)
-    got = PagedPlan(run_of(run), batch, 16, (2, 3), rows_each=5).attend(q, keys, values)
-    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5)
-
-
-@runs()
-@pytest.mark.parametrize("splits", [1, 2])
-def test_rows_see_nothing_before_the_first_visible_position(run, splits):
-    """As the drafter's window needs it; a row always sees itself."""
-    batch, visible = ragged([(150, 1), (63, 1), (40, 1)], 16), torch.tensor([100, 99, 1]).to(DEVICE)
-    q, keys, values = cache_and_queries(3, 4, 2, 16, 64 * 16)
-    want = StaticPlan(batch, 16, 1, visible).attend(q, keys, values)
-    plan = PagedPlan(run_of(run), batch, 16, (2, 2), 1, visible, splits)
-    torch.testing.assert_close(plan.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
+@pytest.mark.parametrize(("kind", "contexts", "splits", "heads", "kv_heads", "d"), CASES)
+def test_paged_attention_equals_gathered_attention(run, kind, contexts, splits, heads, kv_heads, d):
+    """Static batches have tables wider than any context, as a graph's bucket is, with padding that names a scratch
+    block. With a first visible position, as the drafter needs it, a row sees itself and nothing before that position.
+    """
+    batch, visible, rows_each = ragged(contexts, 16), None, None
+    if kind != "ragged":
+        rows_each = contexts[0][1]
+    if kind == "static":
+        scratch = torch.full((3, 8), 64, dtype=torch.int32, device=DEVICE)
+        scratch[:, : batch.block_tables.shape[1]] = batch.block_tables
+        batch.block_tables = scratch
+    if kind == "visible":
+        visible = torch.tensor([100, 99, 1]).to(DEVICE)
+    q, keys, values = cache_and_queries(len(batch.positions), heads, kv_heads, d, 65 * 16)
+    gathered = RaggedPlan(batch, 16) if rows_each is None else StaticPlan(batch, 16, rows_each, visible)
+    paged = PagedPlan(run_of(run), batch, 16, (kv_heads, heads // kv_heads), rows_each, visible, splits)
+    want = gathered.attend(q, keys, values)
+    torch.testing.assert_close(paged.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
 
 
 @runs()
@@ -113,7 +110,7 @@ def test_half_precision_stays_within_its_rounding(run):
     dtype = torch.bfloat16 if ON_GPU else torch.float16
     batch = ragged([(200, 1), (90, 3)], 16)
     q, keys, values = cache_and_queries(4, 8, 2, 64, 64 * 16, dtype)
-    exact = AttentionPlan(batch, 16).attend(q.float(), keys.float(), values.float())
+    exact = RaggedPlan(batch, 16).attend(q.float(), keys.float(), values.float())
     got = PagedPlan(run_of(run), batch, 16, (2, 4), splits=2).attend(q, keys, values)
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), exact, atol=4e-3, rtol=1.6e-2)

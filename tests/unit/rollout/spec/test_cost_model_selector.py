@@ -67,7 +67,7 @@ def test_trials_of_losing_drafts_become_rare_with_their_budget():
 
 
 def test_whole_rollouts_with_a_long_tail():
-    """About 40 steps in each regime of each rollout."""
+    """About 40 steps in each bucket of each rollout."""
     lengths = np.clip(np.random.default_rng(0).lognormal(4.2, 0.7, (12, 64)), 10, 256).astype(int)
     for world, least in ((GPU, 2.5), ({"quality": 0.02}, 0.96)):
         selector, engine = CostModelSelector("trained", 8), SpecWorld(**world)
@@ -104,8 +104,8 @@ def test_of_a_mixed_drafter_the_better_kind_is_chosen(running):
         known = {"draft_call": Mixed.calls[better], "quality": Mixed.qualities[better]}
         best = max(fixed_speeds(running, LENGTHS, **{**GPU, **known}).values())
         assert world.run(selector, 2500) >= 0.95 * best
-        regime = selector._regimes[running.bit_length()]
-        assert regime.cells[regime.best].kind == better
+        bucket = selector._buckets[running.bit_length()]
+        assert bucket.candidates[bucket.best].kind == better
 
 
 def test_adapts_to_a_change_of_acceptance_and_of_speeds():
@@ -175,8 +175,8 @@ def test_a_drafter_of_one_pass_is_used_at_its_full_length():
 
         selector, world = CostModelSelector("trained", 8, passes=passes), World(seed=1, **GPU)
         world.run(selector, 3000, 4)
-        regime = selector._regimes[3]
-        chosen[passes(8)] = regime.cells[regime.best].length
-        predicted = regime.costs.draft_seconds(4, passes(8))
+        bucket = selector._buckets[3]
+        chosen[passes(8)] = bucket.candidates[bucket.best].length
+        predicted = bucket.costs.draft_seconds(4, passes(8))
         assert predicted == pytest.approx(1e-3 * passes(8), rel=0.2)
     assert chosen[8] < chosen[1] == 8

@@ -6,16 +6,14 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 
-from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.draft import Draft
 from megatron_tlt.models.drafter_decoder import DrafterDecoder
 from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.factory import build_decoder, build_eagle
-from megatron_tlt.rollout.batch import Batch, Chunk
+from megatron_tlt.rollout.batch import Batch, PrefillChunk
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.rows import RunningRows
@@ -44,7 +42,7 @@ class Twins:
         self.random = np.random.default_rng(seed)
         self.rows = RunningRows(MOST, 64, blocks, CONFIG.vocab_size, max_output=128)
         self.pages = PagedHiddenStates(MOST * blocks, SIZE, CONFIG.hidden_size)
-        make = partial(TrainedDrafter, rows=self.rows, pages=self.pages, window=WINDOW)
+        make = partial(TrainedDrafter, rows=self.rows, pages=self.pages, catch_up=WINDOW)
         self.native, self.torch = (make(make_decoder(kernels)) for kernels in ("native", "torch"))
         self.free = [list(range(i * blocks, (i + 1) * blocks)) for i in range(MOST)]
         for own in self.free:
@@ -72,7 +70,7 @@ class Twins:
         for start, end in pairwise(bounds):
             self.feed(blocks, start, end)
             for drafter in (self.native, self.torch):
-                drafter.feed_chunks(Batch(0, [Chunk(prefill, start, end)]))
+                drafter.feed_chunks(Batch(0, [PrefillChunk(prefill, start, end)]))
         self.rows.start(request, blocks, cached, blocks[cached // SIZE] * SIZE + cached % SIZE)
         for drafter in (self.native, self.torch):
             drafter.start(request)
@@ -123,21 +121,6 @@ def test_drafts_are_the_same() -> None:
     assert drafted > 200 and late
 
 
-def test_a_row_without_new_pairs_is_left_out() -> None:
-    """It was drafted for already, and has not gone on."""
-    twins = Twins()
-    for order in range(3):
-        twins.start(twins.request(order, 5))
-    assert (twins.propose([0, 3, 0]).counts > 0).tolist() == [False, True, False]
-    assert (twins.propose([3, 3, 3]).counts > 0).tolist() == [True, False, True]
-    twins.advance([1, 1, 1])
-    assert (twins.propose([0, 2, 0]).counts > 0).tolist() == [False, True, False]
-    twins.advance([2, 2, 2])
-    assert twins.propose([0, 0, 0]).num_tokens == 0
-    twins.propose([4, 4, 4])
-    assert twins.propose([4, 4, 4]).num_tokens == 0
-
-
 def test_drafts_do_not_depend_on_how_the_prompt_came() -> None:
     """In one chunk or several, alone or beside others: the same pairs, at the same slots."""
     drafts = []
@@ -151,34 +134,3 @@ def test_drafts_do_not_depend_on_how_the_prompt_came() -> None:
         assert twins.propose([5]).num_tokens > 0
     for states, cache in drafts[1:]:
         assert torch.equal(states, drafts[0][0]) and torch.equal(cache, drafts[0][1])
-
-
-def test_at_most_the_window_is_caught_up_with() -> None:
-    twins = Twins()
-    twins.start(twins.request(0, 4))
-    twins.advance([WINDOW - 1])
-    assert twins.propose([2]).num_tokens == 2 and twins.native._first[twins.rows.slots[0]] == 1
-    twins.advance([WINDOW + 1])
-    last = int(twins.rows.positions[0])
-    unread = twins.rows.block_tables[0, (last - WINDOW - 1) // SIZE] * SIZE + (last - WINDOW - 1) % SIZE
-    twins.pages.data[unread] = torch.nan  # the state before the window
-    assert twins.propose([2]).num_tokens == 2
-    assert twins.native._first[twins.rows.slots[0]] == last - WINDOW + 1
-
-
-def test_wrong_input_is_refused() -> None:
-    twins = Twins()
-    twins.start(twins.request(0, 5))
-    native, rows, ones = twins.native, twins.rows, np.ones(1, np.int32)
-    with pytest.raises(BackendError, match="drafts for"):
-        native.propose(rows, np.ones(MOST + 1, np.int32), CHAIN)
-    rows.block_tables[0, 0] = MOST * BLOCKS
-    with pytest.raises(BackendError, match="block table"):
-        native.propose(rows, ones, CHAIN)
-    rows.block_tables[0, 0] = 0
-    rows.outputs[int(rows.slots[0]), 0] = CONFIG.vocab_size
-    with pytest.raises(BackendError, match="token id"):
-        native.propose(rows, ones, CHAIN)
-    rows.outputs = rows.outputs.astype(np.int64)
-    with pytest.raises(BackendError, match="outputs must be"):
-        native.propose(rows, ones, CHAIN)
