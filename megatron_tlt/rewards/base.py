@@ -1,4 +1,4 @@
-"""From the configured reward functions to one verdict a sample."""
+"""From the configured reward functions to one result a sample."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def judge(
 
 
 def failed(why: str, failure_value: float, parts: dict[str, float] | None = None) -> RewardResult:
-    """The verdict on a sample whose reward could not be computed."""
+    """The result of a sample whose reward could not be computed."""
     return RewardResult(failure_value, False, dict(parts or {}), why[:_LONGEST_FAILURE])
 
 

@@ -1,14 +1,15 @@
-"""The pool: whatever a reward does, every sample gets a verdict, in order, in time."""
+"""The pool: whatever a reward does, every sample gets a result, in order, in time."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def groups_of(*responses: list[str]) -> list[SampleGroup]:
     ]
 
 
-def verdicts(pool: RewardPool, *responses: list[str]) -> list[RewardResult]:
+def results(pool: RewardPool, *responses: list[str]) -> list[RewardResult]:
     groups = groups_of(*responses)
     pool.score(groups)
     assert [len(g.rewards) for g in groups] == [len(texts) for texts in responses]
@@ -43,7 +44,7 @@ def verdicts(pool: RewardPool, *responses: list[str]) -> list[RewardResult]:
 def pool_of(workers: int = 1, timeout_s: float = 1.0, **more: Any) -> Iterator[RewardPool]:
     function = RewardConfig(name="python", path=f"{USER}:act")
     section = RewardSection(functions=(function,), workers=workers, timeout_s=timeout_s, failure_value=-1.0)
-    with RewardPool(section, **more) as pool:
+    with closing(RewardPool(section, **more)) as pool:
         yield pool
 
 
@@ -51,28 +52,29 @@ def pool_of(workers: int = 1, timeout_s: float = 1.0, **more: Any) -> Iterator[R
 def test_values_come_back_in_order_each_with_a_heartbeat(workers: int) -> None:
     heartbeats: list[None] = []
     texts = [[str(i * 10 + k) for k in range(4)] for i in range(40)]
-    with pool_of(workers, on_verdict=lambda: heartbeats.append(None)) as pool:
-        assert [r.value for r in verdicts(pool, *texts)] == [float(t) for group in texts for t in group]
+    with pool_of(workers, on_result=lambda: heartbeats.append(None)) as pool:
+        assert [r.value for r in results(pool, *texts)] == [float(t) for group in texts for t in group]
         assert heartbeats == [None] * 160
-        assert verdicts(pool) == []
-        assert verdicts(pool, []) == []
+        assert results(pool) == []
+        assert results(pool, []) == []
 
 
 def test_every_kind_of_failure_costs_one_sample(caplog: pytest.LogCaptureFixture) -> None:
     with pool_of(2) as pool, caplog.at_level("WARNING"):
-        texts = ["1", "raise", "hang", "2", "die", "quit", "3", "exit", "nan", "spin", "4", "crash"]
-        found = dict(zip(texts, verdicts(pool, texts[:5], texts[5:])))
-        assert verdicts(pool, ["1"])[0].value == 1.0, "also after the last sample has killed the worker"
+        texts = ["1", "raise", "hang", "2", "die", "quit", "3", "exit", "nan", "spin", "4", "crash", "interrupt"]
+        found = dict(zip(texts, results(pool, texts[:5], texts[5:])))
+        assert results(pool, ["1"])[0].value == 1.0, "also after the last sample has killed the worker"
     (record,) = caplog.records
-    assert record.getMessage().startswith("8 of 12 rewards failed; one of them: ")
+    assert record.getMessage().startswith("9 of 13 rewards failed; one of them: ")
     assert [found[t].value for t in "1234"] == [1.0, 2.0, 3.0, 4.0]
     assert all(found[t].failure is None for t in "1234")
     assert {t: r.failure for t, r in found.items() if r.failure} == {
         "raise": "act: RuntimeError: no such luck",
         "exit": "act: SystemExit: 3",
+        "interrupt": "KeyboardInterrupt: ",
         "nan": "act: ValueError: returned nan: must be finite",
-        "hang": "no verdict within 1 s",
-        "spin": "no verdict within 1 s",
+        "hang": "no result within 1 s",
+        "spin": "no result within 1 s",
         "die": "worker was ended by signal 9",
         "quit": "worker ended with exit code 7",
         "crash": "worker was ended by signal 11",
@@ -82,8 +84,8 @@ def test_every_kind_of_failure_costs_one_sample(caplog: pytest.LogCaptureFixture
 
 def test_ten_gigabytes_cost_one_sample_and_no_memory() -> None:
     function = RewardConfig(name="python", path=f"{USER}:hungry")
-    with RewardPool(RewardSection(functions=(function,), failure_value=-1.0)) as pool:
-        found = verdicts(pool, ["0", "10", "1"])
+    with closing(RewardPool(RewardSection(functions=(function,), failure_value=-1.0))) as pool:
+        found = results(pool, ["0", "10", "1"])
     assert found[1].failure == "hungry: MemoryError: "
     # 1000: should memory run out all the same, Linux ends this process before any rank.
     assert [r.value for r in found] == [1000.0, -1.0, 1000.0]
@@ -91,20 +93,40 @@ def test_ten_gigabytes_cost_one_sample_and_no_memory() -> None:
 
 def test_workers_live_on_between_calls_and_a_dead_idle_one_is_replaced_at_no_cost() -> None:
     with pool_of() as pool:
-        first, again = verdicts(pool, ["pid"])[0].value, verdicts(pool, ["pid"])[0].value
+        first, again = results(pool, ["pid"])[0].value, results(pool, ["pid"])[0].value
         assert first == again != os.getpid()
         os.kill(int(first), signal.SIGKILL)
         os.waitid(os.P_PID, int(first), os.WEXITED | os.WNOWAIT)  # dead for all to see, but not yet reaped
-        third = verdicts(pool, ["pid"])[0]
+        third = results(pool, ["pid"])[0]
         assert third.failure is None
         assert third.value != first
 
 
-def test_workers_know_nothing_of_mpi_or_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_know_nothing_of_mpi_or_torch_and_have_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PMI_RANK", "PMI_FD", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
         monkeypatch.setenv(name, "1")
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     with pool_of() as pool:
-        assert [r.value for r in verdicts(pool, ["launcher", "torch"])] == [0.0, 0.0]
+        assert [r.value for r in results(pool, ["launcher", "torch", "tasks"])] == [0.0, 0.0, 1.0]
+
+
+def test_what_a_hung_function_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CHILD_PID", str(tmp_path / "pid"))
+    with pool_of() as pool:
+        (hung,) = results(pool, ["child"])
+        assert hung.failure == "no result within 1 s"
+        child = int((tmp_path / "pid").read_text())
+        assert not Path(f"/proc/{child}/exe").exists()
+
+
+def test_a_pool_that_is_closed_while_its_workers_start_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        with pool_of(2) as pool:
+            pool.warm_up()
+    time.sleep(0.5)
+    assert capfd.readouterr().err == ""
+    assert not [p for p in multiprocessing.active_children() if p.name == "pebble_pool_worker"]
 
 
 def test_a_hung_worker_does_not_outlive_a_killed_rank(tmp_path: Path) -> None:
@@ -141,7 +163,9 @@ def test_a_signal_that_was_meant_for_the_rank_costs_no_sample(number: int) -> No
     """Slurm sends a step's signals to every process in it, also to one that has just been started."""
     with pool_of(1, timeout_s=60.0) as pool:
         pool.warm_up()
-        os.kill(pool._workers[0]._process.pid, number)
-        assert [r.value for r in verdicts(pool, ["1", "2"])] == [1.0, 2.0]
-        os.kill(pool._workers[0]._process.pid, number)
-        assert [r.value for r in verdicts(pool, ["3"])] == [3.0]
+        (process,) = [p for p in multiprocessing.active_children() if p.name == "pebble_pool_worker"]
+        assert process.pid is not None
+        os.kill(process.pid, number)
+        assert [r.value for r in results(pool, ["1", "2"])] == [1.0, 2.0]
+        os.kill(process.pid, number)
+        assert [r.value for r in results(pool, ["pid"])] == [process.pid]

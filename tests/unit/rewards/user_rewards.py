@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 NOT_A_FUNCTION = 3
@@ -17,38 +20,46 @@ def good(
     return float(response == answer) + bonus
 
 
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def _start_child() -> None:
+    with subprocess.Popen(["sleep", "3600"]) as child:
+        Path(os.environ["CHILD_PID"]).write_text(str(child.pid))
+
+
+BEHAVIOURS: dict[str, Callable[[], Any]] = {
+    "raise": lambda: _raise(RuntimeError("no such luck")),
+    "interrupt": lambda: _raise(KeyboardInterrupt()),
+    "exit": lambda: sys.exit(3),
+    "hang": lambda: time.sleep(3600),
+    "spin": _spin,
+    "child": _start_child,
+    "die": lambda: os.kill(os.getpid(), 9),
+    "quit": lambda: os._exit(7),
+    "crash": lambda: ctypes.string_at(0),
+    "pid": os.getpid,
+    "tasks": lambda: len(os.listdir("/proc/self/task")),
+    "launcher": lambda: sum(name.startswith(("PMI_", "SLURM_", "OMPI_")) for name in os.environ),
+    "torch": lambda: float("torch" in sys.modules or "mpi4py" in sys.modules),
+    "nan": lambda: float("nan"),
+    "inf": lambda: float("inf"),
+    "none": lambda: None,
+    "str": lambda: "1.0",
+    "list": lambda: [1],
+    "bool": lambda: True,
+}
+
+
 def act(prompt: str, answer: str | None, response: str, metadata: dict[str, Any]) -> Any:
     """Behaves as the response names it."""
-    if response == "raise":
-        raise RuntimeError("no such luck")
-    if response == "exit":
-        sys.exit(3)
-    if response == "hang":
-        time.sleep(3600)
-    if response == "spin":
-        while True:
-            pass
-    if response == "die":
-        os.kill(os.getpid(), 9)
-    if response == "quit":
-        os._exit(7)
-    if response == "crash":
-        ctypes.string_at(0)
-    if response == "pid":
-        return os.getpid()
-    if response == "launcher":
-        return sum(name.startswith(("PMI_", "SLURM_", "OMPI_")) for name in os.environ)
-    if response == "torch":
-        return float("torch" in sys.modules or "mpi4py" in sys.modules)
-    special = {
-        "nan": float("nan"),
-        "inf": float("inf"),
-        "none": None,
-        "str": "1.0",
-        "list": [1],
-        "bool": True,
-    }
-    return special[response] if response in special else float(response)
+    return BEHAVIOURS.get(response, lambda: float(response))()
 
 
 def hungry(prompt: str, answer: str | None, response: str, metadata: dict[str, Any]) -> float:
