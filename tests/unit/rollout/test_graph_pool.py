@@ -35,7 +35,7 @@ from tests.helpers.batches import copy_of, rows_input
 from tests.helpers.driver_memory import HostMemory, build_driver
 from tests.helpers.engines import make_engine, small_config
 from tests.helpers.graphs import Fake
-from tests.helpers.ledger import Ledger
+from tests.helpers.meta_memory import MetaMemory
 from tests.helpers.tiny_models import Driver, random_weights
 
 CONFIG = ModelConfig("qwen2", 101, 64, 2, 6, 2, 16, 96, qkv_bias=True, max_position_embeddings=256)
@@ -86,16 +86,16 @@ def test_wider_states_and_routed_experts_take_what_the_plan_counts() -> None:
 
     def taken(shape: ModelConfig, kind: str, layers: tuple[int, ...]) -> tuple[int, int]:
         config = build_config({"model": {"path": "m"}}, [*wanted, f"rollout.speculation.drafter={kind}"])
-        with Ledger(1 << 40) as ledger:
+        with MetaMemory() as memory:
             decoder = TorchDecoder(shape, dtype=torch.bfloat16, device="meta", aux_layers=layers)
             decoder.paged = lambda q, *_: torch.empty_like(q)
             pool = GraphPool(decoder, decoder.new_kv_cache(8, 16), sizes)
             fixed = pool.graphs.memory_bytes - pool._staging.nbytes
             key = GraphKey(8, rows // 8)
-            ledger.phase("forward")
-            before = ledger.live
+            memory.reset_peak()
+            before = memory.live
             pool._step(key, pool._staging.blank(key, 8, 16))()
-            step = ledger.peak - before
+            step = memory.peak - before
         assert fixed + rows * row_bytes(config, shape) == least_graph_bytes(config, shape)
         return step, rows * row_bytes(config, shape)
 

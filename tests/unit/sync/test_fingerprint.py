@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.sync.fingerprint import WeightFingerprint, device_sum
-from tests.helpers.ledger import Ledger
+from tests.helpers.meta_memory import MetaMemory
 
 
 def weights(change: str = "") -> list[tuple[str, Tensor]]:
@@ -76,8 +76,8 @@ def test_the_sum_for_devices_sees_every_bit_and_every_exchange(dtype: torch.dtyp
 
 
 def test_the_sum_for_devices_takes_little_memory() -> None:
-    with Ledger(1 << 30) as ledger:
+    with MetaMemory() as memory:
         flat = torch.empty(1 << 28, dtype=torch.uint8, device="meta")
-        ledger.phase("sum")
+        memory.reset_peak()
         device_sum(flat)
-    assert ledger.peak - (1 << 28) <= 160 << 20
+    assert memory.peak - (1 << 28) <= 160 << 20

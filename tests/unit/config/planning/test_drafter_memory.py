@@ -18,7 +18,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DraftBatch
 from megatron_tlt.models.eagle import model as eagle
 from megatron_tlt.models.eagle.eagle3 import build_model
-from tests.helpers.ledger import Ledger
+from tests.helpers.meta_memory import MetaMemory
 
 GIB = 1 << 30
 QWEN = {"qkv_bias": True, "max_position_embeddings": 32768}
@@ -61,17 +61,17 @@ def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str) -> None:
     tokens = sizes.micro_step_tokens
     assert (sizes.dtype, tokens) == ("bf16", 4096)
     section = config.drafter.model_copy(update={"dtype": "bf16"})  # meta is no device that "auto" knows
-    with Ledger(1 << 50) as live:
+    with MetaMemory() as memory:
         with torch.device("meta"):
             model = build_model(drafter_shape(config.rollout.speculation, shape))
         trainer = OnlineDrafterTrainer(model, section, tp=OneRank(0, tp), device="meta")
         state, training = trainer._state, trainer._trainer
-        held = live.live
+        held = memory.live
         parts = plan.training_parts(config, shape, "cuda")
         assert held == pytest.approx(parts["drafter training"], rel=0.05)
 
         table = meta(shape.vocab_size, shape.hidden_size)
-        engine = live.live - held if tp == 1 else 0  # with several ranks the head is a copy of its own
+        engine = memory.live - held if tp == 1 else 0  # with several ranks the head is a copy of its own
         training.set_policy(table, table)
         hidden = meta(tokens, config.rollout.speculation.state_parts * shape.hidden_size)
         ids = meta(tokens, dtype=torch.int64)
@@ -79,22 +79,22 @@ def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str) -> None:
         norm = state.take_gradients()
         state.step(1e-3, norm)
         state.update_mean(0.9)
-        step = live.peak - held - engine
+        step = memory.peak - held - engine
         planned = parts["drafter step"] + parts["drafter's LM head"]
         assert step == pytest.approx(planned, rel=0.05)
         assert held + step <= limit * GIB, f"{(held + step) / GIB:.2f} GiB"
 
         training.set_policy(meta(0, 0), meta(0, 0))
         del table, hidden, ids, norm
-        left = live.live
+        left = memory.live
         assert left - held < 1 << 24, "nothing but the rotary table is left of a micro-step"
-        live.phase("next")
+        memory.reset_peak()
         state.merge(0.5, lambda flat: None)
-        assert live.peak - left == pytest.approx(parts["drafter merge"], rel=0.05)
-        live.phase("next")
+        assert memory.peak - left == pytest.approx(parts["drafter merge"], rel=0.05)
+        memory.reset_peak()
         mean = state.mean()
         assert len(mean) == len(list(model.parameters()))
-        assert live.live - left == pytest.approx(parts["drafter weight sync"], rel=0.05)
+        assert memory.live - left == pytest.approx(parts["drafter weight sync"], rel=0.05)
 
 
 @pytest.mark.parametrize(("name", "tp"), [("7b", 2), ("7b", 4), ("32b", 4), ("70b", 8)])

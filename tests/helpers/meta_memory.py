@@ -1,13 +1,12 @@
-"""`Ledger`: stands in for a GPU's allocator: tensors on the meta device, bytes counted as storages come and go.
+"""`MetaMemory`: bytes of tensors on the meta device, counted as storages come and go, in place of a GPU's allocator.
 
-What code asks of values comes back as ones, and large tensors of the host are on meta, too, and counted apart: so real
-code runs with the shapes of a 70B model in milliseconds. Not counted: what the allocator rounds up and cannot use.
+Values that code reads of such tensors are ones, and large tensors of the host are on meta, too, without being counted:
+so real code runs with the shapes of a 70B model in milliseconds. The allocator's rounding is not counted.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -28,73 +27,59 @@ _VALUES: dict[Any, Any] = {
 }
 
 
-class LedgerError(RuntimeError):
-    """More than the device has."""
+class MetaMemory:
+    """Inside `with`, every allocation on meta counts, but for those of the host."""
 
-
-class Ledger:
-    """A device of `limit` bytes. Inside `with`, every allocation on meta is one of it, but for those of the host."""
-
-    def __init__(self, limit: float, values: Mapping[tuple[int, ...], list[Any]] | None = None):
-        """`values`: what `tolist` of a tensor of a shape gives, where ones would not do."""
-        self.values = dict(values or {})
-        self.limit, self.live, self.peak, self.host = int(limit), 0, 0, 0
-        self.peaks: dict[str, int] = {}
-        self._storages: dict[int, int] = {}  # _cdata -> bytes
+    def __init__(self) -> None:
+        self.live = 0
+        """Bytes now."""
+        self.peak = 0
+        """The most bytes since `reset_peak`."""
+        self._sizes: dict[int, int] = {}  # of storages by their _cdata
         self._host: set[int] = set()
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        resize, ledger = torch.UntypedStorage.resize_, self
+        resize, memory = torch.UntypedStorage.resize_, self
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             resize(storage, size)
-            ledger.count(storage)
+            memory.count(storage)
             return storage
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
         self._stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
-        self._stack.enter_context(_Values(self))
+        self._stack.enter_context(_Values())
         self._stack.enter_context(_Allocations(self))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def phase(self, name: str) -> None:
-        """From now on peaks are this phase's."""
+    def reset_peak(self) -> None:
+        """The peak begins anew."""
         self.peak = self.live
-        self.peaks[name] = max(self.peaks.get(name, 0), self.live)
-        self._name = name
 
     def count(self, storage: torch.UntypedStorage, is_host: bool = False) -> None:
-        """Counts a storage's present size. Raises LedgerError beyond the limit."""
+        """Counts a storage's present size."""
         if storage.device.type != "meta":
             return
         key, size = storage._cdata, storage.nbytes()
-        if key not in self._storages:
-            self._storages[key] = 0
+        if key not in self._sizes:
+            self._sizes[key] = 0
             if is_host:
                 self._host.add(key)
             weakref.finalize(storage, self._free, key)
-        grown = size - self._storages[key]
-        self._storages[key] = size
-        if key in self._host:
-            self.host += grown
-            return
-        self.live += grown
-        self.peak = max(self.peak, self.live)
-        if self.peaks:
-            self.peaks[self._name] = max(self.peaks[self._name], self.live)
-        if self.live > self.limit:
-            gib = self.live / 2**30
-            raise LedgerError(f"{gib:.1f} GiB of {self.limit / 2**30:.1f}: out of memory for {size / 2**30:.1f} GiB")
+        grown = size - self._sizes[key]
+        self._sizes[key] = size
+        if key not in self._host:
+            self.live += grown
+            self.peak = max(self.peak, self.live)
 
     def _free(self, key: int) -> None:
-        size = self._storages.pop(key)
+        size = self._sizes.pop(key)
         if key in self._host:
             self._host.discard(key)
-            self.host -= size
         else:
             self.live -= size
 
@@ -102,21 +87,16 @@ class Ledger:
 class _Values(TorchFunctionMode):
     """Values of tensors on meta are ones."""
 
-    def __init__(self, ledger: Ledger):
-        super().__init__()
-        self._ledger = ledger
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], Tensor) and args[0].device.type == "meta" and func in _VALUES:
-            given = self._ledger.values.get(tuple(args[0].shape)) if func is Tensor.tolist else None
-            return _VALUES[func](args[0]) if given is None else given
+            return _VALUES[func](args[0])
         return func(*args, **(kwargs or {}))
 
 
 class _Allocations(TorchDispatchMode):
-    def __init__(self, ledger: Ledger):
+    def __init__(self, memory: MetaMemory):
         super().__init__()
-        self._ledger = ledger
+        self._memory = memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -135,5 +115,5 @@ class _Allocations(TorchDispatchMode):
         out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self._ledger.count(tensor.untyped_storage(), is_host)
+                self._memory.count(tensor.untyped_storage(), is_host)
         return out
