@@ -16,38 +16,17 @@ from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
-from megatron_tlt.drafter.checkpoint import drafter_problems
-from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError
+from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_files import safetensors_problems
 from megatron_tlt.observe.files import write_atomically
 from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.types import GenerateCall, Prompt
 
 if TYPE_CHECKING:
     from megatron_tlt.backends.embedded import EmbeddedBackend
-    from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.types import EngineStats, Sample, SamplingParams
-
-
-def generate_problems(model_dir: Path, in_jsonl: Path, speculation: SpeculationSection) -> list[ConfigProblem]:
-    """Input of `megatron-tlt generate` that is missing or damaged, and a drafter that does not fit the model."""
-    problems = []
-    if not (model_dir / "config.json").is_file():
-        allowed = "must be a Hugging Face directory with a config.json"
-        problems.append(ConfigProblem("--model", str(model_dir), allowed))
-    else:
-        texts = safetensors_problems(model_dir)
-        try:
-            problems += drafter_problems(speculation, ModelConfig.from_hf(model_dir), model_dir)
-        except CheckpointError as error:
-            texts.append(str(error))
-        problems += [ConfigProblem("--model", str(model_dir), text) for text in texts]
-    if not in_jsonl.exists() or in_jsonl.is_dir():  # a pipe will do
-        problems.append(ConfigProblem("--prompts", str(in_jsonl), "no such file"))
-    return problems
 
 
 def generate_file(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.exit_codes import OK
 from megatron_tlt.cli.options import add_config, read_config
+from megatron_tlt.config.checks.commands import check_num_ranks
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.errors import ConfigError
 
@@ -31,8 +32,8 @@ def _check(args: argparse.Namespace) -> int:
     from megatron_tlt.config.root import Config, SftConfig
     from megatron_tlt.trainer.preflight import check_report
 
-    if args.ranks is not None and args.ranks < 1:
-        raise ConfigError.of("--ranks", args.ranks, "must be >= 1")
+    if problems := [*check_num_ranks(args.ranks)]:
+        raise ConfigError(problems)
     config = read_config(args, SftConfig) if args.sft else read_config(args, Config)
     report = check_report(config, args.ranks)
     if detect_launch().rank not in (0, None):  # started as several ranks: one copy is enough

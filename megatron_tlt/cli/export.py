@@ -62,7 +62,7 @@ def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:
 def problems_of(config: Config, out: Path, overwrite: bool = False) -> list[ConfigProblem]:
     """What keeps a configuration's run from being exported as `out`. Engines, prompts and layout do not matter."""
     from megatron_tlt.checkpoint.export import export_problems
-    from megatron_tlt.trainer.preflight import missing_model, model_problems, tokenizer_problems
+    from megatron_tlt.trainer.preflight import read_model, tokenizer_problems
 
-    model = [*missing_model(config), *model_problems(config), *tokenizer_problems(config)]
-    return [*model, *export_problems(out, config, overwrite)]
+    _, problems = read_model("model.path", config.model.path)
+    return [*problems, *tokenizer_problems(config), *export_problems(out, config, overwrite)]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.ranks import run_on_every_rank
+from megatron_tlt.config.checks.commands import check_generation
 from megatron_tlt.config.checks.files import output_file_problems
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.types import SamplingParams
@@ -50,7 +51,7 @@ def _generate(args: argparse.Namespace) -> int:
     from megatron_tlt.config.load import load_engine
     from megatron_tlt.config.run import DistributedSection
 
-    problems = [*_argument_problems(args)]
+    problems = argument_problems(args)
     options = [f"rollout.{name}={getattr(args, name)}" for name in ("dtype", "kernels", "threads")]
     try:
         engine = load_engine([*options, *args.overrides])
@@ -63,21 +64,15 @@ def _generate(args: argparse.Namespace) -> int:
     )
 
 
-def _argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
-    """Numbers that argparse cannot refuse, empty stop strings, and files that could not be written.
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    names = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "ignore_eos", "seed")
+    return SamplingParams(**{name: getattr(args, name) for name in names}, stop=tuple(args.stop))
 
-    Input files are looked for on the ranks.
-    """
-    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
-    wrong = [(name, value, ">= 1") for name in ("n", "max_tokens") if (value := getattr(args, name)) < 1]
-    problems = [
-        ConfigProblem(f"--{name.replace('_', '-')}", value, f"must be {allowed}")
-        for name, value, allowed in (*wrong, *sampling.out_of_range())
-    ]
-    if "" in args.stop:
-        problems.append(ConfigProblem("--stop", "", "must not be empty: it would end every response at once"))
+
+def argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
+    """Arguments that argparse cannot refuse, and files that could not be written. Ranks look for input files."""
     return [
-        *problems,
+        *check_generation(_sampling(args), args.n),
         *output_file_problems("--out", args.out, args.overwrite),
         *output_file_problems("--stats", args.stats, args.overwrite),
     ]
@@ -85,29 +80,20 @@ def _argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
 
 def _generate_on(args: argparse.Namespace, engine: RolloutSection, world: World) -> None:
     """One rank's part: several ranks are one tensor-parallel engine. Collective."""
-    from megatron_tlt.backends.generate import generate_file, generate_problems
+    from megatron_tlt.backends.generate import generate_file
     from megatron_tlt.data.tokenizer import HFTokenizer
-    from megatron_tlt.trainer.setup import tensor_parallel
+    from megatron_tlt.trainer.models import tensor_parallel
+    from megatron_tlt.trainer.preflight import generation_problems
 
     world.enter("generate")
-    problems = generate_problems(args.model, args.prompts, engine.speculation) if world.is_main else []
+    problems = generation_problems(args.model, args.prompts, engine.speculation) if world.is_main else []
     if problems := world.broadcast_object(problems):
         raise ConfigError(problems)
-    params = SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        max_tokens=args.max_tokens,
-        stop=tuple(args.stop),
-        ignore_eos=args.ignore_eos,
-        seed=args.seed,
-    )
     stats = generate_file(
         args.model,
         args.prompts,
         args.out,
-        params,
+        _sampling(args),
         HFTokenizer(args.model),
         stats_path=args.stats,
         device=world.device,

@@ -21,7 +21,7 @@ def add_config(parser: argparse.ArgumentParser, about: str = "YAML file") -> Non
 
 
 def read_config(args: argparse.Namespace, root: type[RootT]) -> RootT:
-    """The configuration that `add_config` took. Raises ConfigError with all problems."""
+    """The configuration named by the arguments of `add_config`. Raises ConfigError with all problems."""
     from megatron_tlt.config.load import load_config
 
     return load_config(args.config, args.overrides, root)

@@ -78,7 +78,7 @@ def print_problems(error: ConfigError | DataError) -> None:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether a rank waited in vain: in a collective, or in an idle window."""
+    """Whether the error is the timeout of a collective or of an idle window."""
     text = str(error).lower()
     return "timed out" in text or "timeout" in text or "nothing was heard" in text
 

@@ -1,4 +1,4 @@
-"""What each of the doctor's two ranks does: meets the other through MPI and torch.distributed, as a run would."""
+"""One of the two ranks that `doctor` starts: it meets the other through MPI and torch.distributed, as in a run."""
 
 from __future__ import annotations
 

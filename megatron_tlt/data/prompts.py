@@ -32,8 +32,7 @@ def build_prompts(section: DataSection, which: Which, tokenizer: HFTokenizer, se
     long).
     """
     source = section.train if which == "train" else section.eval
-    if source is None:
-        raise ConfigError.of(f"data.{which}", None, "is required for this stream")
+    assert source is not None, "config/checks requires it"
     own = hashed("train", source.seed, seed) if which == "train" else hashed("eval", source.seed)
     stream = PromptStream(
         open_source(source, f"data.{which}", own),
@@ -52,7 +51,7 @@ def build_prompts(section: DataSection, which: Which, tokenizer: HFTokenizer, se
 
 
 def held_out_prompts(section: DataSection, tokenizer: HFTokenizer, count: int) -> list[Prompt]:
-    """The first `count` prompts of `data.eval`, which evaluations answer; none without it. See `build_prompts`."""
+    """The first `count` prompts of `data.eval`, for evaluations; none without it. See `build_prompts`."""
     return [] if section.eval is None else build_prompts(section, "eval", tokenizer, seed=0).next_batch(count)
 
 
@@ -65,8 +64,7 @@ def open_source(config: PromptSourceConfig, path: str, seed: int) -> Source:
         from megatron_tlt.data.tasks import TaskSource
 
         return TaskSource(config.tasks, seed, f"{path}.tasks")
-    if config.path is None:
-        raise ConfigError.of(f"{path}.path", None, f"is required with kind: {config.kind}")
+    assert config.path is not None, "config/checks requires it"
     return open_file(config, Path(config.path))
 
 
@@ -157,7 +155,7 @@ class PromptStream:
                 break
             row = self._source.row(self._row_number(self._draws))
             self._draws += 1
-            tokens = self._encode(row.question)
+            tokens = self._encode(row.prompt)
             if len(tokens) > self._max_prompt_tokens:
                 continue
             prompt_id, self._next_id = self._next_id, self._next_id + 1
@@ -165,7 +163,7 @@ class PromptStream:
                 prompt_id,
                 row.dataset_id,
                 tuple(tokens),
-                row.question,
+                row.prompt,
                 row.answer,
                 row.task,
                 dict(row.metadata),
@@ -188,7 +186,7 @@ class PromptStream:
             self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(size)
         return int(self._order[1][place])
 
-    def _encode(self, question: str) -> list[int]:
+    def _encode(self, prompt: str) -> list[int]:
         if self._chat:
-            return self._tokenizer.encode_chat(question, self._system)
-        return self._tokenizer.encode(question)
+            return self._tokenizer.encode_chat(prompt, self._system)
+        return self._tokenizer.encode(prompt)

@@ -20,7 +20,7 @@ def function_problems(section: RewardSection, field: str = "rewards") -> list[Co
     problems = []
     for index, config in enumerate(section.functions):
         try:
-            if config.name == "python":
+            if config.name == "python" and config.path is not None and ":" in config.path:  # else: config/checks
                 load_function(config)
         except RewardError as error:
             problems.append(ConfigProblem(f"{field}.functions.{index}.path", config.path, str(error)))

@@ -38,9 +38,8 @@ def load_function(config: RewardConfig) -> Callable[..., object]:
 
     Raises RewardError: what the path, the function or its signature lacks, or the error of the module at import.
     """
-    where, colon, name = (config.path or "").rpartition(":")
-    if not (where and colon and name):
-        raise RewardError("must be package.module:function or path/to/file.py:function")
+    assert config.path is not None, "config/checks requires it"
+    where, _, name = config.path.rpartition(":")
     try:
         module = _module(where)
     except RewardError:

@@ -22,6 +22,8 @@ from megatron_tlt.rewards.build import function_problems
 
 if TYPE_CHECKING:
     from megatron_tlt.config.checks.layout import Device
+    from megatron_tlt.config.model import ModelSection
+    from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.distributed.world import World
 
 _DRAFTER_PATH = "rollout.speculation.drafter_path"
@@ -42,7 +44,8 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     if problems:
         raise ConfigError(problems)
     absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing_files(config)]
-    shape = None if (model := _model(config)) is None else model.architecture
+    model, _ = read_model("model.path", config.model.path)
+    shape = None if model is None else model.architecture
     return "\n".join([render_check(config, shape, num_ranks), *absent])
 
 
@@ -57,19 +60,35 @@ def check_on(config: Config | SftConfig, world: World, found_before: Sequence[Co
 
 
 def _problems(config: Config | SftConfig, num_ranks: int, device: Device | None) -> list[ConfigProblem]:
-    model = _model(config)
+    model, unreadable = read_model("model.path", config.model.path)
     shape, positions = (None, None) if model is None else (model.architecture, model.max_position_embeddings)
     found = find_problems(config, shape, num_ranks, device, positions)
-    return found + model_problems(config) + tokenizer_problems(config) + input_problems(config)
+    if not missing_model(config):
+        found += unreadable
+    return found + tokenizer_problems(config) + input_problems(config)
 
 
 def _problems_of_large_files(config: Config | SftConfig) -> list[ConfigProblem]:
-    """Of weights, the checkpoint to resume from and the drafter, where they are on this machine."""
-    model = _model(config)
-    found = weight_problems(config, model)
+    """Of weights, the checkpoint to resume from and the drafter, where they are on this machine. Reads no tensor."""
+    shape, _ = read_model("model.path", config.model.path)
+    found = [] if shape is None else _weight_problems(config.model, shape)
     if isinstance(config, Config):
-        found += resume_problems(config) + speculation_problems(config, model)
+        if Path(config.checkpoint.resume).exists():
+            found += checkpoint_problems(config.checkpoint.resume)
+        path = config.rollout.speculation.drafter_path
+        if shape is not None and (path is None or Path(path).exists()):
+            found += _drafter_problems(config.rollout.speculation, shape, config.model.path)
     return found
+
+
+def generation_problems(model: Path, prompts: Path, speculation: SpeculationSection) -> list[ConfigProblem]:
+    """Input of `megatron-tlt generate` that is missing or damaged, and a drafter that does not fit the model."""
+    shape, problems = read_model("--model", model)
+    if shape is not None:
+        problems += _hf_weight_problems("--model", model) + _drafter_problems(speculation, shape, model)
+    if not prompts.exists() or prompts.is_dir():  # a pipe will do
+        problems.append(ConfigProblem("--prompts", str(prompts), "no such file"))
+    return problems
 
 
 def without_checkpoints(config: Config) -> Config:
@@ -79,30 +98,21 @@ def without_checkpoints(config: Config) -> Config:
     return config.model_copy(update={"model": model, "checkpoint": checkpoint})
 
 
-def _model(config: Config | SftConfig) -> ModelConfig | None:
-    """The model's description; None if it is not here or cannot be read."""
-    if missing_model(config) or model_problems(config):
-        return None
-    return ModelConfig.from_hf(config.model.path)
-
-
-def model_problems(config: Config | SftConfig) -> list[ConfigProblem]:
-    """A model directory on this machine whose config.json cannot be read or describes no supported model."""
-    if missing_model(config):
-        return []
+def read_model(field: str, path: str | Path) -> tuple[ModelConfig | None, list[ConfigProblem]]:
+    """A model's description, or None and why there is none: no directory here, not readable, or not supported."""
+    if not (Path(path) / "config.json").is_file():
+        return None, [ConfigProblem(field, str(path), "must be a Hugging Face directory with a config.json")]
     try:
-        ModelConfig.from_hf(config.model.path)
+        return ModelConfig.from_hf(path), []
     except CheckpointError as error:
-        return [ConfigProblem("model.path", config.model.path, str(error))]
-    return []
+        return None, [ConfigProblem(field, str(path), str(error))]
 
 
 def missing_model(config: Config | SftConfig) -> list[ConfigProblem]:
     """A model directory that is not on this machine."""
     if (Path(config.model.path) / "config.json").is_file():
         return []
-    allowed = "must be a Hugging Face directory with a config.json"
-    return [ConfigProblem("model.path", config.model.path, allowed)]
+    return read_model("model.path", config.model.path)[1]
 
 
 def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
@@ -128,13 +138,6 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
     return problems
 
 
-def resume_problems(config: Config) -> list[ConfigProblem]:
-    """A checkpoint on this machine that a run is to resume from and cannot. Reads no tensor."""
-    if not Path(config.checkpoint.resume).exists():
-        return []
-    return checkpoint_problems(config.checkpoint.resume)
-
-
 def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     """A directory on this machine that has no tokenizer."""
     field, source = "path", Path(config.model.path)
@@ -148,62 +151,50 @@ def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     return [ConfigProblem(f"model.{field}", str(source), allowed)]
 
 
-def weight_problems(config: Config | SftConfig, shape: ModelConfig | None) -> list[ConfigProblem]:
-    """Starting weights on this machine with a file missing, or of another model. Reads no weights.
+def _hf_weight_problems(field: str, path: str | Path) -> list[ConfigProblem]:
+    """Weight files of a Hugging Face directory that are missing or truncated."""
+    texts = safetensors_problems(path)
+    return [ConfigProblem(field, str(path), shortened(texts, separator="; "))] if texts else []
 
-    Without a `shape` (no model directory here) nothing is looked at; nor is what the run does not start from.
-    """
-    model = config.model
-    if shape is None:
+
+def _weight_problems(model: ModelSection, shape: ModelConfig) -> list[ConfigProblem]:
+    """Weights on this machine that a run starts from, with a file missing or of another model."""
+    if model.megatron_path is None:
+        return _hf_weight_problems("model.path", model.path)
+    if not Path(model.megatron_path).exists():
         return []
-    try:
-        if model.megatron_path is None:
-            if problems := safetensors_problems(model.path):
-                return [ConfigProblem("model.path", model.path, shortened(problems, separator="; "))]
-        elif Path(model.megatron_path).exists():
-            # Here, for it needs torch.
-            from megatron_tlt.actor.torch_dist_reader import TorchDistReader
+    from megatron_tlt.actor.torch_dist_reader import TorchDistReader  # here, for it needs torch
 
-            TorchDistReader(model.megatron_path).check(shape)
+    try:
+        TorchDistReader(model.megatron_path).check(shape)
     except (CheckpointError, OSError) as error:
-        if model.megatron_path is None:
-            return [ConfigProblem("model.path", model.path, str(error))]
         return [ConfigProblem("model.megatron_path", model.megatron_path, str(error))]
     return []
 
 
-def speculation_problems(config: Config, shape: ModelConfig | None) -> list[ConfigProblem]:
-    """A drafter on this machine that does not fit the policy of `shape` or was made for another one.
-
-    Without a `shape` (no model directory here) it is not looked at.
-    """
-    section = config.rollout.speculation
-    path = section.drafter_path
-    if shape is None or section.trained is None or (path is not None and not Path(path).exists()):
+def _drafter_problems(section: SpeculationSection, shape: ModelConfig, model: str | Path) -> list[ConfigProblem]:
+    """A trained drafter that does not fit the model of `shape` in `model`, or was made for another one."""
+    if section.trained is None:
         return []
     from megatron_tlt.drafter.checkpoint import drafter_problems  # here, for it needs torch
 
-    return drafter_problems(section, shape, config.model.path)
+    return drafter_problems(section, shape, model)
 
 
 def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     """Prompts or records on this machine that cannot be read, and users' reward functions that cannot be imported."""
     problems: list[ConfigProblem] = []
-    if isinstance(config, SftConfig):
-        for field in ("train_path", "eval_path"):
-            path = getattr(config.sft, field)
+    if isinstance(config, Config):
+        for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+            has_tasks = source is not None and source.kind == "tasks" and source.tasks
+            if source is not None and (has_tasks or (source.path is not None and Path(source.path).exists())):
+                problems += source_problems(source, name)
+        return problems + function_problems(config.rewards)
+    for field in ("train_path", "eval_path"):
+        path = getattr(config.sft, field)
+        try:
             if path is not None and Path(path).exists():
-                problems += _record_problems(f"sft.{field}", path)
-        return problems
-    for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if source is not None and (source.path is None or Path(source.path).exists()):
-            problems += source_problems(source, name)
-    return problems + function_problems(config.rewards)
-
-
-def _record_problems(field: str, path: str) -> list[ConfigProblem]:
-    try:
-        read_completions(Path(path))
-    except DataError as error:
-        return [ConfigProblem(field, path, str(error))]
-    return []
+                read_completions(Path(path))
+        except DataError as error:
+            problems.append(ConfigProblem(f"sft.{field}", path, str(error)))
+    return problems

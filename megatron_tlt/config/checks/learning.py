@@ -103,7 +103,8 @@ def _check_task_reward(path: str, config: Config) -> Problems:
 
 def _check_reward_parameters(path: str, function: RewardConfig) -> Problems:
     if function.name == "python":
-        if function.path is None or ":" not in function.path:
+        module, _, name = (function.path or "").rpartition(":")
+        if not (module and name):
             yield ConfigProblem(
                 f"{path}.path", function.path, "must be package.module:function or path/to/file.py:function"
             )

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron_tlt.cli.generate import _argument_problems
+from megatron_tlt.cli.generate import argument_problems
 from megatron_tlt.cli.main import _parse, main
 
 
@@ -40,7 +40,7 @@ def test_a_file_is_replaced_only_where_it_is_asked_to(tmp_path, capsys):
     assert main(["eval", "configs/quickstart.yaml", "--out", str(out)]) == 2
     assert f"--out = '{out}': exists: --overwrite replaces it" in capsys.readouterr().err
     assert out.read_text() == stats.read_text() == "dear"
-    assert _argument_problems(_parse([*command, "--overwrite"])) == []
+    assert argument_problems(_parse([*command, "--overwrite"])) == []
 
 
 def test_check_needs_a_model_or_its_architecture(capsys):

@@ -1,4 +1,4 @@
-"""Every reward function by itself, and how their values become one verdict."""
+"""Every reward function by itself, and how their values become one result."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ USER = Path(__file__).parent / "user_rewards.py"
 TAG = r"<answer>(.*?)</answer>"
 
 
-def verdict(text: str, *functions: RewardConfig, answer: str | None = None, **metadata: Any) -> RewardResult:
+def judged(text: str, *functions: RewardConfig, answer: str | None = None, **metadata: Any) -> RewardResult:
     section = RewardSection(functions=functions, failure_value=-1.0, workers=0)
-    prompt = Prompt(0, "d:0", (), "question", answer, "t", metadata)
+    prompt = Prompt(0, "d:0", (), "prompt", answer, "t", metadata)
     return judge(build_scorers(section), section.failure_value, prompt, Sample(0, 0, [], [], text, "stop", 0))
 
 
@@ -42,11 +42,11 @@ def test_extraction_takes_group_1_of_the_last_match(text: str, found: str | None
 
 def test_exact() -> None:
     plain, tagged = RewardConfig(name="exact"), RewardConfig(name="exact", pattern=TAG)
-    assert verdict(" 42\n", plain, answer="42").value == 1.0
-    assert verdict("42.", plain, answer="42").value == 0.0
-    assert verdict("it is <answer>42</answer>", tagged, answer="42").correct
-    assert verdict("it is 42", tagged, answer="42").value == 0.0
-    missing = verdict("42", plain)
+    assert judged(" 42\n", plain, answer="42").value == 1.0
+    assert judged("42.", plain, answer="42").value == 0.0
+    assert judged("it is <answer>42</answer>", tagged, answer="42").correct
+    assert judged("it is 42", tagged, answer="42").value == 0.0
+    missing = judged("42", plain)
     assert missing.failure == "exact: ValueError: prompt 'd:0' has no reference answer"
     assert (missing.value, missing.correct) == (-1.0, False)
 
@@ -64,15 +64,15 @@ def test_exact() -> None:
     ],
 )
 def test_math(answer: str, text: str, equal: bool) -> None:
-    result = verdict(text, RewardConfig(name="math"), answer=answer)
+    result = judged(text, RewardConfig(name="math"), answer=answer)
     assert result.failure is None
     assert result.value == float(equal)
 
 
 def test_format_matches_the_whole_text() -> None:
     config = RewardConfig(name="format", pattern=r"<think>.*</think>\s*<answer>.*</answer>")
-    assert verdict("<think>a\nb</think>\n<answer>1</answer>", config).value == 1.0
-    assert verdict("<think>a</think><answer>1</answer> bye", config).value == 0.0
+    assert judged("<think>a\nb</think>\n<answer>1</answer>", config).value == 1.0
+    assert judged("<think>a</think><answer>1</answer> bye", config).value == 0.0
 
 
 def test_task_uses_the_tasks_own_verifier() -> None:
@@ -80,24 +80,24 @@ def test_task_uses_the_tasks_own_verifier() -> None:
     numbers = {"task_name": "countdown", "task_entry": entry}
     numbers["task_params"] = {"min_numbers": 3, "max_numbers": 3}
     expression = entry["metadata"]["expression"]
-    assert verdict(
+    assert judged(
         f"<answer>{expression}</answer>", RewardConfig(name="task", pattern=TAG), **numbers
     ).correct
     reverse = f"({expression}) + 0"
-    assert verdict(reverse, RewardConfig(name="task"), **numbers).value < 1.0
-    assert verdict("nothing", RewardConfig(name="task", pattern=TAG), **numbers).value == 0.0
-    assert "no procedural task" in (verdict("1", RewardConfig(name="task")).failure or "")
+    assert judged(reverse, RewardConfig(name="task"), **numbers).value < 1.0
+    assert judged("nothing", RewardConfig(name="task", pattern=TAG), **numbers).value == 0.0
+    assert "no procedural task" in (judged("1", RewardConfig(name="task")).failure or "")
 
 
 def test_python_by_file_with_parameters() -> None:
     config = RewardConfig(name="python", path=f"{USER}:good", params={"bonus": 0.5})
-    assert verdict("7", config, answer="7").value == 1.5
-    assert verdict("8", config, answer="7").parts == {"good": 0.5}
+    assert judged("7", config, answer="7").value == 1.5
+    assert judged("8", config, answer="7").parts == {"good": 0.5}
 
 
 def test_python_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(USER.parent))
-    assert verdict("7", RewardConfig(name="python", path="user_rewards:good"), answer="7").value == 1.0
+    assert judged("7", RewardConfig(name="python", path="user_rewards:good"), answer="7").value == 1.0
     section = RewardSection(functions=(RewardConfig(name="python", path="posixpath:isabs"),), workers=0)
     with pytest.raises(RewardError, match=r"isabs.*takes"):
         build_scorers(section)
@@ -111,8 +111,6 @@ def test_python_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{USER}:goood", "has no 'goood'"),
         (f"{USER}:NOT_A_FUNCTION", "is a int, not a function"),
         (f"{USER}:too_few", r"called as f\(prompt, answer, response, metadata\), but it takes \(prompt"),
-        ("nothing", "must be package.module:function"),
-        (":f", "must be package.module:function"),
     ],
 )
 def test_python_that_cannot_be_called_is_refused_by_name(path: str, message: str) -> None:
@@ -153,21 +151,21 @@ def test_a_module_that_raises_at_import_is_named_with_its_field(tmp_path: Path, 
     ],
 )
 def test_what_a_function_does_wrong_is_recorded(response: str, failure: str) -> None:
-    result = verdict(response, RewardConfig(name="python", path=f"{USER}:act"))
+    result = judged(response, RewardConfig(name="python", path=f"{USER}:act"))
     assert result == RewardResult(-1.0, False, {}, failure)
 
 
 def test_values_are_weighted_and_correct_means_all_that_count() -> None:
     exact = RewardConfig(name="exact", pattern=r"= (\d+)")
     form = RewardConfig(name="format", pattern=r".* = \d+", weight=0.25, counts_as_correct=False)
-    result = verdict("6 x 7 = 42", exact, form, answer="42")
+    result = judged("6 x 7 = 42", exact, form, answer="42")
     assert result == RewardResult(1.25, True, {"exact": 1.0, "format": 1.0})
-    assert verdict("6 x 7 = 42!", exact, form, answer="42") == RewardResult(
+    assert judged("6 x 7 = 42!", exact, form, answer="42") == RewardResult(
         1.0, True, {"exact": 1.0, "format": 0.0}
     )
     strict = form.model_copy(update={"counts_as_correct": True})
-    assert not verdict("6 x 7 = 42!", exact, strict, answer="42").correct
-    assert not verdict("6 x 7 = 42", form).correct  # nothing counts
+    assert not judged("6 x 7 = 42!", exact, strict, answer="42").correct
+    assert not judged("6 x 7 = 42", form).correct  # nothing counts
     low = RewardConfig(name="python", path=f"{USER}:act", threshold=0.3)
-    assert verdict("0.4", low).correct
-    assert not verdict("0.2", low).correct
+    assert judged("0.4", low).correct
+    assert not judged("0.2", low).correct

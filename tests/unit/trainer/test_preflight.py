@@ -114,12 +114,11 @@ def test_a_model_without_a_tokenizer_is_found_before_a_run(tmp_path):
     (tmp_path / "model/tokenizer.json").unlink()
     assert [p.path for p in tokenizer_problems(config)] == ["model.path"]
     (tmp_path / "tokenizer").mkdir()
-    named = config.model.model_copy(update={"tokenizer": str(tmp_path / "tokenizer")})
-    assert [p.path for p in tokenizer_problems(config.model_copy(update={"model": named}))] == [
-        "model.tokenizer"
-    ]
+    model = {"path": str(tmp_path / "model"), "tokenizer": str(tmp_path / "tokenizer")}
+    config = make(model=model)
+    assert [p.path for p in tokenizer_problems(config)] == ["model.tokenizer"]
     (tmp_path / "tokenizer/vocab.json").touch()
-    assert tokenizer_problems(config.model_copy(update={"model": named})) == []
+    assert tokenizer_problems(config) == []
 
 
 def starting_from(folder, **model) -> Config:
@@ -204,9 +203,9 @@ def test_a_model_whose_description_is_torn_is_found_with_the_other_problems(tmp_
     (tmp_path / "model/tokenizer.json").unlink()
     with pytest.raises(ConfigError) as caught:
         check_report(config, 1)
-    texts = [str(problem) for problem in caught.value.problems]
-    assert len(texts) == 2 and all(text.startswith("model.path = ") for text in texts)
-    assert "not valid JSON" in texts[0] and "tokenizer" in texts[1]
+    torn, lacking = map(str, caught.value.problems)
+    assert torn.startswith("model.path = ") and "not valid JSON" in torn
+    assert lacking.startswith("model.path = ") and "tokenizer" in lacking
 
 
 def test_missing_files_are_named_by_their_fields():

@@ -1,0 +1,39 @@
+"""Rules of single commands: what they need of a configuration, and the arguments of `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_tlt.config.root import Config
+from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.types import SamplingParams
+
+
+def check_num_ranks(ranks: int | None) -> Iterator[ConfigProblem]:
+    """`check --ranks`; None: not given."""
+    if ranks is not None and ranks < 1:
+        yield ConfigProblem("--ranks", ranks, "must be >= 1")
+
+
+def check_held_out(config: Config) -> Iterator[ConfigProblem]:
+    """`eval` and `drafter eval` measure on held-out prompts."""
+    if config.data.eval is None:
+        yield ConfigProblem("data.eval", None, "is required: this command measures on held-out prompts")
+
+
+def check_drafter_engine(config: Config) -> Iterator[ConfigProblem]:
+    """`drafter train` and `drafter eval` read the policy's hidden states."""
+    if config.rollout.backend != "embedded":
+        allowed = "must be 'embedded' here: a drafter learns from the policy's hidden states"
+        yield ConfigProblem("rollout.backend", config.rollout.backend, allowed)
+
+
+def check_generation(params: SamplingParams, num_samples: int) -> Iterator[ConfigProblem]:
+    """Arguments of `generate`: `num_samples` responses to each prompt."""
+    for name, count in (("n", num_samples), ("max-tokens", params.max_tokens)):
+        if count < 1:
+            yield ConfigProblem(f"--{name}", count, "must be >= 1")
+    for name, value, allowed in params.out_of_range():
+        yield ConfigProblem(f"--{name.replace('_', '-')}", value, f"must be {allowed}")
+    if "" in params.stop:
+        yield ConfigProblem("--stop", "", "must not be empty: it would end every response at once")
