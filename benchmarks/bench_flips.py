@@ -39,7 +39,7 @@ def responses(settings: list[str], args: argparse.Namespace) -> list[list[int]]:
     from megatron_tlt.config.load import load_config
     from megatron_tlt.data.prompts import build_prompts
     from megatron_tlt.data.tokenizer import HFTokenizer
-    from megatron_tlt.trainer.setup import sampling_params
+    from megatron_tlt.trainer.sampling import sampling_params
     from megatron_tlt.types import GenerateCall
 
     config = load_config(ROOT / "configs/quickstart.yaml", [f"model.path={args.model}", *settings])

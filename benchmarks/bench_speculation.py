@@ -113,7 +113,7 @@ def open_prompts(args: argparse.Namespace) -> tuple[PromptStream, SamplingParams
     from megatron_tlt.config.load import load_config
     from megatron_tlt.data.prompts import build_prompts
     from megatron_tlt.data.tokenizer import HFTokenizer
-    from megatron_tlt.trainer.setup import sampling_params
+    from megatron_tlt.trainer.sampling import sampling_params
 
     config = load_config(args.config, [f"model.path={args.model}"])
     tokenizer = HFTokenizer(args.model)

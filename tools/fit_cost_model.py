@@ -140,7 +140,7 @@ def measure(config: Config, kind: str, stream: PromptStream, most: int, seconds:
 
     Every batch takes new prompts: a repeated one has the same response, which a suffix drafter would draft in full.
     """
-    from megatron_tlt.trainer.setup import sampling_params
+    from megatron_tlt.trainer.sampling import sampling_params
     from megatron_tlt.types import GenerateCall
 
     backend, recorder = open_engine(config, kind)
@@ -162,7 +162,7 @@ def measure_prefill(config: Config, prompts: list[Prompt]) -> list[tuple[int, fl
     """(prompt tokens, CPU seconds) of steps that have prompts only."""
     from dataclasses import replace
 
-    from megatron_tlt.trainer.setup import sampling_params
+    from megatron_tlt.trainer.sampling import sampling_params
     from megatron_tlt.types import GenerateCall
 
     backend, _ = open_engine(config, "suffix")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
+from megatron_tlt.config.checks.commands import check_drafter_engine, check_held_out
 from megatron_tlt.config.checks.files import output_directory_problems, output_file_problems
 from megatron_tlt.errors import CheckpointError, ConfigError
 
@@ -71,8 +72,6 @@ def _train(config: Config, world: World, args: argparse.Namespace) -> None:
 
 
 def _eval(config: Config, world: World, args: argparse.Namespace) -> None:
-    if config.data.eval is None:
-        raise ConfigError.of("data.eval", None, "measuring a drafter needs held-out prompts")
     pretraining = _pretraining(config, world, args)
     result = pretraining.measure(pretraining.held_out(_held_out(config)))
     if world.is_main:
@@ -93,18 +92,18 @@ def _pretraining(config: Config, world: World, args: argparse.Namespace) -> Draf
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.models.loader import iter_weights
     from megatron_tlt.sync.push import BucketedSync
+    from megatron_tlt.trainer.models import open_backend
     from megatron_tlt.trainer.preflight import check_on, without_checkpoints
-    from megatron_tlt.trainer.setup import open_backend, open_tokenizer, sampling_params
+    from megatron_tlt.trainer.sampling import sampling_params
+    from megatron_tlt.trainer.setup import open_tokenizer
 
     speculation = config.rollout.speculation
     may_be_other = args.action == "train" or speculation.allow_other_policy
     plain = config.rollout.model_copy(update={"speculation": SpeculationSection()})
     waiting = config.idle.model_copy(update={"train_drafter": False})
     config = without_checkpoints(config.model_copy(update={"rollout": plain, "idle": waiting}))
-    if config.rollout.backend != "embedded":
-        allowed = "must be 'embedded' here: a drafter learns from the policy's hidden states"
-        raise ConfigError.of("rollout.backend", config.rollout.backend, allowed)
-    check_on(config, world)
+    held_out = [] if args.action == "train" else [*check_held_out(config)]
+    check_on(config, world, [*check_drafter_engine(config), *held_out])
     path, policy = config.model.path, ModelConfig.from_hf(config.model.path)
     start = None
     if args.drafter is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
+from megatron_tlt.config.checks.commands import check_held_out
 from megatron_tlt.config.checks.files import output_file_problems
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.files import write_atomically
@@ -51,18 +52,11 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     from megatron_tlt.observe.progress import build_progress
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.sync.push import BucketedSync
+    from megatron_tlt.trainer.models import open_backend, tensor_parallel
     from megatron_tlt.trainer.preflight import check_on, without_checkpoints
-    from megatron_tlt.trainer.setup import (
-        build_evaluator,
-        open_backend,
-        open_tokenizer,
-        prompt_queues,
-        tensor_parallel,
-    )
+    from megatron_tlt.trainer.setup import build_evaluator, open_tokenizer, prompt_queues
 
-    if config.data.eval is None:
-        raise ConfigError.of("data.eval", None, "evaluation needs held-out prompts")
-    check_on(without_checkpoints(config), world)
+    check_on(without_checkpoints(config), world, [*check_held_out(config)])
     tokenizer = open_tokenizer(config)
     prompts = held_out_prompts(config.data, tokenizer, config.eval.num_prompts)
     rewards = RewardPool(config.rewards)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-_WINDOW = 5  # RL steps that are judged together
-_LEAST_TOKENS = 1000  # drafted in them: fewer are too few to judge
+_STEPS = 5  # RL steps whose counters are added up
+_LEAST_TOKENS = 1000  # drafted tokens in these steps below which nothing is concluded
 
 _NOTHING = (
     "no drafted token of the last {steps} steps was accepted: the drafter is one of another policy, or reads other "
@@ -26,20 +26,20 @@ _WORSE = (
 
 
 class AcceptanceMonitor:
-    """Checks the counters of each step, all ranks' sums. A warning is returned again only after its cause was gone."""
+    """Checks the counters of each step, summed over ranks. A warning comes again only after a step without it."""
 
     def __init__(self) -> None:
-        self._steps: deque[dict[str, float]] = deque(maxlen=_WINDOW)
+        self._steps: deque[dict[str, float]] = deque(maxlen=_STEPS)
         self._active: set[str] = set()
 
     def check(self, row: Mapping[str, float]) -> list[str]:
-        """New warnings after a step with `engine/spec_*` counters in `row`. Mutates the window of steps."""
+        """New warnings after a step with `engine/spec_*` counters in `row`. Mutates the last steps' counters."""
         names = ("row_steps", "drafted_tokens", "emitted_tokens", "passed_over_tokens", "instead_tokens")
         if not row["engine/spec_drafted_tokens"]:
             return []
         self._steps.append({name: row[f"engine/spec_{name}"] for name in names})
         total = {name: sum(step[name] for step in self._steps) for name in names}
-        if len(self._steps) < _WINDOW or total["drafted_tokens"] < _LEAST_TOKENS:
+        if len(self._steps) < _STEPS or total["drafted_tokens"] < _LEAST_TOKENS:
             return []
         accepted, instead = total["emitted_tokens"] - total["row_steps"], total["instead_tokens"]
         passed_over = total["passed_over_tokens"]
@@ -50,4 +50,4 @@ class AcceptanceMonitor:
         }
         now = {text for text, holds in found.items() if holds}
         new, self._active = now - self._active, now
-        return [text.format(steps=_WINDOW, instead=instead, passed_over=passed_over) for text in sorted(new)]
+        return [text.format(steps=_STEPS, instead=instead, passed_over=passed_over) for text in sorted(new)]

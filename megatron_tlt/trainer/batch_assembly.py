@@ -20,7 +20,7 @@ from megatron_tlt.rollout.spec.history import readable_tokens
 from megatron_tlt.types import PastResponse, SampleGroup, TrainBatch, TrainSequence, Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.algorithms.base import Algorithm
@@ -28,16 +28,21 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.types import Prompt, Sample
 
-_COLUMNS = (
-    ("prompt_id", np.int64),
-    ("sample_index", np.int64),
-    ("reward", np.float64),
-    ("correct", np.bool_),
-    ("length", np.int64),
-    ("truncated", np.bool_),
-    ("cost", np.int64),
-    ("failed", np.bool_),
-)
+_COLUMNS = {
+    "prompt_id": np.int64,
+    "sample_index": np.int64,
+    "reward": np.float64,
+    "correct": np.bool_,
+    "length": np.int64,
+    "truncated": np.bool_,
+    "cost": np.int64,
+    "failed": np.bool_,
+}
+
+
+def as_columns(kinds: Mapping[str, type], rows: Sequence[tuple[object, ...]]) -> dict[str, np.ndarray]:
+    """The rows' fields as arrays of the types in `kinds`, by its names in order."""
+    return {name: np.array([row[i] for row in rows], dtype=kind) for i, (name, kind) in enumerate(kinds.items())}
 
 
 def group_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[SampleGroup]:
@@ -76,7 +81,7 @@ class StepTable:
     """One row a sample, over all ranks, sorted by (prompt_id, sample_index); the same on every rank.
 
     `mini_batch` and `dp_rank` (int64 [N]) say where each row is trained; `dp_rank` is -1 for rows without a gradient.
-    `failures` counts the samples that a reward function gave no verdict on.
+    `failures` counts the samples that a reward function could not judge.
     """
 
     rewards: RewardTable
@@ -199,10 +204,7 @@ class BatchAssembler:
                 group.samples, group.rewards, self._algorithm.shaped(group), strict=True
             )
         ]
-        local: dict[str, np.ndarray] = {
-            name: np.array([row[i] for row in rows], dtype=kind) for i, (name, kind) in enumerate(_COLUMNS)
-        }
-        columns = gather_columns(self._world, local)
+        columns = gather_columns(self._world, as_columns(_COLUMNS, rows))
         order = np.lexsort((columns["sample_index"], columns["prompt_id"]))
         columns = {name: values[order] for name, values in columns.items()}
         costs, failed = columns.pop("cost"), columns.pop("failed")

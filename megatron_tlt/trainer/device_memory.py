@@ -1,4 +1,4 @@
-"""The memory plan on the machines that there are: their sizes as its limits, and the KV cache it leaves room for."""
+"""The memory plan on the machines of a run: limits from their sizes, and the size of the KV cache."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def cache_bytes(config: Config, world: World) -> int | None:
     shape = ModelConfig.from_hf(config.model.path).architecture
     stages = estimate_memory(config, shape, world.size, "cuda")
     planned, reserve = stages[0].parts[KV], stages[0].parts[RESERVE]
-    if config.rollout.backend == "trtllm":  # takes a share of what it finds
+    if config.rollout.backend == "trtllm":  # its engine takes a share of the free memory
         return planned
     total, outside, allocated = device_use(world.device)
     taken = max(outside + _LATER, reserve)
@@ -87,7 +87,7 @@ def cache_bytes(config: Config, world: World) -> int | None:
 
 
 def device_use(device: torch.device) -> tuple[int, int, int]:
-    """Bytes of a GPU, of what is taken of it outside PyTorch's allocator, and of what that has taken."""
+    """Bytes of a GPU: its memory, the part in use outside PyTorch's allocator, the part reserved by it."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_tlt.distributed.exchange import gather_columns
-from megatron_tlt.trainer.batch_assembly import group_samples, share_responses
+from megatron_tlt.trainer.batch_assembly import as_columns, group_samples, share_responses
 from megatron_tlt.types import GenerateCall
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _SEED_OFFSET = 0x5EED  # evaluation must not reuse the noise of training rollouts
 _HISTOGRAM_BINS = 16
+_COLUMNS = {"prompt": np.int64, "correct": np.int64, "reward": float, "length": float, "cut": float}
 
 
 def pass_at_k(correct: int, total: int, k: int) -> float:
@@ -104,15 +105,7 @@ class Evaluator:
             for g in groups
             for s, r in zip(g.samples, g.rewards, strict=True)
         ]
-        names = (
-            ("prompt", np.int64),
-            ("correct", np.int64),
-            ("reward", float),
-            ("length", float),
-            ("cut", float),
-        )
-        local = {name: np.array([row[i] for row in rows], dtype=kind) for i, (name, kind) in enumerate(names)}
-        return summarise(step, gather_columns(self._world, local))
+        return summarise(step, gather_columns(self._world, as_columns(_COLUMNS, rows)))
 
     def _report(self, running: int, waiting: int, _: int) -> None:
         self._world.heartbeat(running=running, queued=waiting)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.idle.window import WindowReport
     from megatron_tlt.trainer.evaluation import EvalResult
+    from megatron_tlt.trainer.recovery import TrainState
     from megatron_tlt.types import EngineStats, SampleGroup
 
 _log = logging.getLogger(__name__)
@@ -47,27 +48,29 @@ _SUMMED = ("engine/generated_tokens", *_IDLE_TOTALS)
 class RunMetrics:
     """Events, metrics, samples and progress display of one rank."""
 
-    def __init__(self, config: Config, world: World, drafts_of: DraftsOf | None = None):
-        """`drafts_of` returns what this rank's engine drafted for a sample, for samples.jsonl."""
-        self._config, self._world, self._drafts_of = config, world, drafts_of
+    def __init__(self, config: Config, world: World, state: TrainState, drafts_of: DraftsOf | None = None):
+        """`state`: the loop's. `drafts_of` returns what this rank's engine drafted for a sample, for samples.jsonl."""
+        self.world, self.state = world, state
+        self._config, self._drafts_of = config, drafts_of
         self._run_dir = Path(config.train.run_dir)
         self._events = EventLog(self._run_dir, world.rank)
         self._progress = build_progress(config.observe.progress, config.train.num_steps, world.rank)
         self._peaks = PhasePeaks(world.device)
+        self._windows: list[dict[str, float]] = []  # idle windows of the step under way
         self._metrics: MetricsLogger | None = None
         self._samples: StepFile | None = None
         self._rollouts: StepFile | None = None
         self._first_step = 0
-        self._started = time.perf_counter()
+        self._started = self._step_started = time.perf_counter()
         self._totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)  # over the steps since the start
         self._acceptance = AcceptanceMonitor()
 
-    def start(self, steps_done: int) -> None:
-        """Opens the files that a resumed run continues; rows after `steps_done` are dropped."""
-        section = self._config.observe
+    def start(self) -> None:
+        """Opens the files that a resumed run continues; rows after the steps done are dropped."""
+        section, steps_done = self._config.observe, self.state.step
         dump = self._config.model_dump(mode="json")
-        self._metrics = MetricsLogger(self._run_dir, section, self._world.rank, steps_done, dump)
-        if self._world.is_main:
+        self._metrics = MetricsLogger(self._run_dir, section, self.world.rank, steps_done, dump)
+        if self.world.is_main:
             self._rollouts = StepFile(self._run_dir / ROLLOUTS_FILE, steps_done)
             if section.samples_per_step:
                 self._samples = StepFile(self._run_dir / SAMPLES_FILE, steps_done)
@@ -76,16 +79,27 @@ class RunMetrics:
             self._progress.note(f"resumed after step {steps_done}")
 
     @contextmanager
-    def span(self, name: str, step: int) -> Iterator[dict[str, Any]]:
-        """Times a phase and measures its memory; log lines and the progress display name it."""
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase of the step: timed and its memory measured, and named in errors, log lines and the display."""
+        step = self.state.step
+        self.world.enter(name, step)
         enter_phase(name, step)
         self._progress.phase(name, step)
-        with self._peaks.phase(name), self._events.span(name, step) as attrs:
-            yield attrs
+        with self._peaks.phase(name), self._events.span(name, step):
+            yield
 
-    def state(self, name: str, started: float, seconds: float) -> None:
+    def begin_step(self) -> None:
+        """A step begins: its time and its idle windows are counted from here on."""
+        self._step_started = time.perf_counter()
+        self._windows.clear()
+
+    def end_window(self, report: WindowReport, is_group_leader: bool) -> None:
+        """Adds an idle window's metrics to those of the step; see `window_metrics`."""
+        self._windows.append(window_metrics(report, is_group_leader))
+
+    def rank_state(self, name: str, started: float, seconds: float) -> None:
         """Logs the rank's state for `seconds` from `started` (seconds since the epoch) on, in the present step."""
-        self._events.state(name, self._world.step, started, seconds)
+        self._events.state(name, self.world.step, started, seconds)
 
     def on_rollout(self, running: int, waiting: int, generated_tokens: int) -> None:
         """Progress of this rank's engine: requests, and tokens since the rollout began."""
@@ -97,25 +111,24 @@ class RunMetrics:
 
     def log(
         self,
-        step: int,
-        seconds: float,
         metrics: Mapping[str, float],
         stats: EngineStats,
         groups: Sequence[SampleGroup],
         mine: Mapping[str, float],
     ) -> None:
-        """Writes everything of one step. Collective: phase times, engine counters and `mine` are gathered here.
+        """Writes everything of the last step. Collective: phase times, engine counters and `mine` are gathered here.
 
         `metrics` are equal on all ranks; names without a section belong to `policy/`. `mine` are this rank's metrics,
         see `combined`.
         """
+        step, seconds = self.state.step, time.perf_counter() - self._step_started
         curve = curve_attrs(stats)
         if curve is not None:
             self._events.instant("curve", step - 1, **curve)
         phases = self._events.end_step()
-        own = {**mine, **self._peaks.take(), **_counters(stats)}
+        own = {**mine, **combined(self._windows), **self._peaks.take(), **_counters(stats)}
         responses = rank_row(stats, groups)
-        gathered = self._world.all_gather_object((phases, own, responses))
+        gathered = self.world.all_gather_object((phases, own, responses))
         all_phases = [of_rank for of_rank, _, _ in gathered]
         row = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
         row |= _phase_times(all_phases) | combined([of_rank for _, of_rank, _ in gathered])
@@ -124,7 +137,7 @@ class RunMetrics:
         row |= {"time/step": seconds, "engine/tokens_per_s": tokens / wall if wall > 0 else 0.0}
         row |= _acceptance(row) | _stop_time(row)
         for warning in self._acceptance.check(row):
-            if self._world.is_main:
+            if self.world.is_main:
                 _log.warning(warning)
             self._progress.note(f"warning: {warning}")
         for name in _SUMMED:
@@ -148,14 +161,14 @@ class RunMetrics:
             f"length {result.mean_length:.0f}, truncated {result.truncated:.1%}"
         )
 
-    def finish(self, evaluations: Sequence[EvalResult], checkpoint: Path | None) -> None:
+    def finish(self, checkpoint: Path | None) -> None:
         """Prints the final tables and writes summary.json. Collective."""
         seconds = time.perf_counter() - self._started
-        phases = self._world.all_gather_object(dict(self._events.phase_totals))
+        phases = self.world.all_gather_object(dict(self._events.phase_totals))
         self._progress.close()
-        if not self._world.is_main:
+        if not self.world.is_main:
             return
-        accuracies = [Accuracy(e.step, e.pass_at["1"], e.stderr, e.num_prompts) for e in evaluations]
+        accuracies = [Accuracy(e.step, e.pass_at["1"], e.stderr, e.num_prompts) for e in self.state.evaluations]
         paths = {"metrics": self._run_dir / METRICS_FILE, "events": self._run_dir / "events"}
         if self._config.observe.tensorboard:
             paths["TensorBoard"] = self._run_dir / TENSORBOARD_DIR

@@ -1,4 +1,4 @@
-"""Assembly of a run from its configuration: the only module that imports all of a run's parts.
+"""Assembly of a run from its configuration: the only module that, with `models`, imports all of a run's parts.
 
 Order matters: configuration errors are found before weights are loaded, and weight errors before steps are spent.
 """
@@ -6,33 +6,24 @@ Order matters: configuration errors are found before weights are loaded, and wei
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from megatron_tlt.backends.build import build_backend
-from megatron_tlt.backends.options import EngineOptions
-from megatron_tlt.backends.trtllm.build import build_trtllm
-from megatron_tlt.backends.vllm.build import build_vllm
 from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompt_queue import PromptQueues
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, TensorParallel
 from megatron_tlt.drafter.controller import OnlineDrafterController
 from megatron_tlt.drafter.sharing import HiddenStateSharing
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
 from megatron_tlt.interfaces import RolloutBackend
-from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.log import setup_logging
 from megatron_tlt.resilience.heartbeat import start_watchdog
 from megatron_tlt.resilience.nonfinite import NonFiniteGuard
@@ -44,29 +35,19 @@ from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import device_memory
 from megatron_tlt.trainer.evaluation import Evaluator
+from megatron_tlt.trainer.models import build_models, tensor_parallel
 from megatron_tlt.trainer.preflight import check_on
-from megatron_tlt.trainer.rollout_phase import RolloutPhase
-from megatron_tlt.types import CAPABILITIES, BackendName, Prompt, SamplingParams
+from megatron_tlt.trainer.sampling import sampling_params
+from megatron_tlt.types import CAPABILITIES, Prompt
 
 if TYPE_CHECKING:
-    from megatron_tlt.actor.policy import MegatronPolicy
-    from megatron_tlt.algorithms.base import Algorithm
+    from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.kinds.base import SavedDrafter
-    from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
-    from megatron_tlt.models.drafters import DrafterModel
     from megatron_tlt.observe.rollouts import DraftsOf
     from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.trainer.loop import RLTrainer
     from megatron_tlt.trainer.metrics import RunMetrics
     from megatron_tlt.trainer.sft import SftTrainer
-
-_BUILDERS: dict[BackendName, Callable[[EngineOptions], RolloutBackend]] = {
-    "embedded": build_backend,
-    "trtllm": build_trtllm,
-    "vllm": build_vllm,
-}
-
 
 def build_trainer(config: Config, world: World, signals: StopSignals | None = None) -> RLTrainer:
     """One rank of an RL run, ready to `run`. Collective. Raises ConfigError with all problems at once.
@@ -78,6 +59,8 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     from megatron_tlt.trainer.batch_assembly import BatchAssembler
     from megatron_tlt.trainer.loop import RLTrainer
     from megatron_tlt.trainer.metrics import RunMetrics
+    from megatron_tlt.trainer.recovery import Recovery, TrainState
+    from megatron_tlt.trainer.sampling import GroupSampler
 
     device_memory.let_segments_grow(world.device, config.rollout.transport)
     config = device_memory.with_device_memory(config, world)
@@ -90,78 +73,59 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
 
     # What a batch is made of.
     algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
-    rewards = RewardPool(config.rewards, on_verdict=world.heartbeat)
+    rewards = RewardPool(config.rewards, on_result=world.heartbeat)
     rewards.warm_up()  # the workers import while this rank builds its engine
 
     tp = tensor_parallel(world, config.rollout.tp)
     policy, drafter_trainer, backend = build_models(config, world, algorithm, tokenizer, tp)
-    metrics = RunMetrics(config, world, _traced_drafts(config, world, backend))
+    state = TrainState()
+    metrics = RunMetrics(config, world, state, _traced_drafts(config, world, backend))
 
     # What happens around rollout and update.
-    drafter = OnlineDrafterController(
-        world,
-        backend,
-        drafter_trainer,
-        _sharing(config, world),
-        config.rollout.speculation.trained is not None,
+    has_drafter = config.rollout.speculation.trained is not None
+    drafter = OnlineDrafterController(world, backend, drafter_trainer, _sharing(config, world), has_drafter)
+    queues = prompt_queues(config, world, tp)
+    recovery = Recovery(
+        config=config,
+        world=world,
+        state=state,
+        prompts=prompts,
+        backend=backend,
+        policy=policy,
+        drafter=drafter,
+        checkpoints=CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world, lock),
+        rollout_cache=_rollout_cache(config, world, tokenizer, backend),
+        nonfinite=NonFiniteGuard(config.train.max_nonfinite_steps, run_dir, world, policy.dims),
+        shutdown=GracefulShutdown(world, config.stop, signals, tp.largest),
+        metrics=metrics,
     )
-    if drafter_trainer is not None and drafter_trainer.from_actor:
-        budget = int(config.drafter.sizes(world.device.type).buffer_mib * 2**20)
-        dtype = DTYPES[config.rollout.dtype]
-        layers, seed = drafter_trainer.model.config.aux_layers, config.drafter.seed
-        policy.collect_hidden_states(drafter_trainer.take_step, budget, dtype, layers, seed)
-
-    idle_window = _idle_window(config, world, tp, drafter, metrics)
-    rollout_cache = _rollout_cache(config, world, tokenizer, backend)
-    shutdown = GracefulShutdown(world, config.stop, signals, tp.largest)
-    queues, num_samples = prompt_queues(config, world, tp), config.rollout.samples_per_prompt
-    rollout = RolloutPhase(
-        world,
-        queues,
-        sampling_params(config),
-        num_samples,
-        backend,
-        rollout_cache,
-        drafter,
-        shutdown,
-        metrics.on_rollout,
+    sampler = GroupSampler(
+        config=config,
+        prompts=prompts,
+        queues=queues,
+        backend=backend,
+        rollout_cache=recovery.rollout_cache,
+        drafter=drafter,
+        idle_window=_idle_window(config, world, tp, drafter, metrics),
+        rewards=rewards,
+        algorithm=algorithm,
+        shutdown=recovery.shutdown,
+        metrics=metrics,
     )
     return RLTrainer(
         config=config,
         world=world,
-        prompts=prompts,
+        state=state,
+        sampler=sampler,
         backend=backend,
-        rollout=rollout,
-        idle_window=idle_window,
-        drafter=drafter,
-        rewards=rewards,
-        algorithm=algorithm,
         assembler=BatchAssembler(world, policy, algorithm, config.rollout.temperature, backend.capabilities.logprobs),
         policy=policy,
+        drafter=drafter,
         sync=BucketedSync(config.sync, backend, world),
         evaluator=build_evaluator(config, held_out, backend, rewards, queues),
-        checkpoints=CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world, lock),
+        recovery=recovery,
         metrics=metrics,
-        rollout_cache=rollout_cache,
-        nonfinite=NonFiniteGuard(config.train.max_nonfinite_steps, run_dir, world, policy.dims),
-        shutdown=shutdown,
     )
-
-
-def build_models(
-    config: Config, world: World, algorithm: Algorithm, tokenizer: HFTokenizer, tp: TensorParallel
-) -> tuple[MegatronPolicy, OnlineDrafterTrainer | None, RolloutBackend]:
-    """Policy, drafter in training (None: none is trained), engine, in the order of the memory plan. Collective.
-
-    The KV cache is what the plan leaves beside everything else, so the engine comes last.
-    """
-    policy = _policy(config, world, algorithm)
-    drafter_trainer = _drafter_trainer(config, world, tp)
-    if world.device.type == "cuda":
-        device_memory.open_communicators(policy.communicating(), tp, world.device)
-    cache = device_memory.cache_bytes(config, world)
-    backend = open_backend(config, world, tokenizer, tp, drafter_trainer, kv_cache_bytes=cache)
-    return policy, drafter_trainer, backend
 
 
 def build_sft_trainer(config: SftConfig, world: World) -> SftTrainer:
@@ -179,59 +143,8 @@ def open_tokenizer(config: Config | SftConfig) -> HFTokenizer:
     return HFTokenizer(config.model.tokenizer or config.model.path)
 
 
-def sampling_params(config: Config) -> SamplingParams:
-    """How training rollouts are sampled."""
-    names = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop")
-    return SamplingParams(**{name: getattr(config.rollout, name) for name in names}, seed=config.train.seed)
-
-
-def tensor_parallel(world: World, size: int) -> TensorParallel:
-    """This rank's place among `size` consecutive ranks that form one engine. Collective over the world."""
-    if size == 1:
-        return TensorParallel()
-    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world.size, size)]
-    return GroupTensorParallel(groups[world.rank // size])
-
-
-def open_backend(
-    config: Config,
-    world: World,
-    tokenizer: HFTokenizer,
-    tp: TensorParallel | None = None,
-    drafter_trainer: OnlineDrafterTrainer | None = None,
-    keep_layers: tuple[int, ...] | None = None,
-    kv_cache_bytes: int | None = None,
-) -> RolloutBackend:
-    """The rollout engine of this rank, without weights; with the drafter of `drafter_trainer`, if there is one.
-
-    A run that trains its drafter may name none: without a trainer the engine then has the random one that training
-    would start from. `keep_layers`: see `EngineOptions`. `kv_cache_bytes`: see `device_memory.cache_bytes`. Collective,
-    unless `tp` (see `tensor_parallel`) is given.
-    """
-    if drafter_trainer is not None and config.hidden_states_of == "engine":
-        keep_layers = drafter_trainer.model.config.aux_layers
-    options = EngineOptions(
-        config.rollout,
-        config.model,
-        config.sync,
-        device=world.device,
-        tokenizer=tokenizer,
-        tp=tp if tp is not None else tensor_parallel(world, config.rollout.tp),
-        local_ranks=world.local_size,
-        drafter=_drafter(config, drafter_trainer),
-        keep_layers=keep_layers,
-        keep_routed_experts=config.actor.router_replay == "rollout",
-        keep_tables=drafter_trainer is not None,
-        kv_cache_bytes=kv_cache_bytes,
-    )
-    backend = _BUILDERS[config.rollout.backend](options)
-    if backend.capabilities.tensor_parallel:  # captured graphs hold collectives of groups that end with the world
-        world.at_close(backend.close)
-    return backend
-
-
 def prompt_queues(config: Config, world: World, tp: TensorParallel) -> PromptQueues:
-    """How prompts of a rollout come to the replicas."""
+    """How the replicas get the prompts of a rollout."""
     rollout = config.rollout
     pulls = rollout.schedule == "pull" and CAPABILITIES[rollout.backend].keyed_sampling
     return PromptQueues(world, tp.size, tp.largest, rollout.max_running_requests if pulls else None)
@@ -246,77 +159,11 @@ def build_evaluator(
     return Evaluator(prompts, config.eval, sampling_params(config), backend, rewards, queues)
 
 
-def _policy(config: Config, world: World, algorithm: Algorithm) -> MegatronPolicy:
-    from megatron_tlt.actor.policy import MegatronPolicy  # megatron takes seconds to import: not for `check`
-
-    return MegatronPolicy(
-        world,
-        config.model,
-        config.actor,
-        config.optimizer,
-        algorithm,
-        total_optimizer_steps=config.train.num_steps * config.algorithm.mini_batches,
-        keep_reference=algorithm.needs_reference,
-    )
-
-
-def _drafter(config: Config, trainer: OnlineDrafterTrainer | None) -> SavedDrafter | None:
-    """The engine's drafter; None without one."""
-    from megatron_tlt.drafter.kinds.base import SavedDrafter
-
-    if trainer is not None:
-        return SavedDrafter(trainer.model.config, trainer.weights())
-    if config.rollout.speculation.trained is None:
-        return None
-    model = _starting_drafter(config)
-    return SavedDrafter(model.config, model.state_dict())
-
-
-def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> OnlineDrafterTrainer | None:
-    """This rank's trainer of the drafter; None where it is not trained."""
-    if not config.idle.train_drafter:
-        return None
-    from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
-
-    return OnlineDrafterTrainer(
-        _starting_drafter(config),
-        config.drafter,
-        temperature=config.rollout.temperature,
-        tp=tp,
-        device=world.device,
-        from_actor=config.hidden_states_of == "actor",
-    )
-
-
-def _starting_drafter(config: Config) -> DrafterModel:
-    """The configured drafter, or, where none is named, one made from the policy's weights: the same on every rank.
-
-    A policy that starts from a Megatron checkpoint may have no weights in `model.path`: its drafter starts at random.
-    """
-    from megatron_tlt.drafter.checkpoint import drafter_shape, load_drafter
-    from megatron_tlt.drafter.kinds.registry import KINDS
-    from megatron_tlt.models.loader import weight_reader
-
-    shape = ModelConfig.from_hf(config.model.path)
-    path = config.rollout.speculation.drafter_path
-    saved = None if path is None else load_drafter(path, shape, config.rollout.speculation)
-    with torch.random.fork_rng(devices=[]):  # the constructor draws weights that are overwritten
-        made = drafter_shape(config.rollout.speculation, shape) if saved is None else saved.config
-        model = KINDS[made.kind].build_model(made)
-    if saved is not None:
-        model.load_state_dict(saved.weights)
-    else:
-        model.initialise(config.drafter.seed)
-        if config.model.megatron_path is None:
-            model.start_from_policy(weight_reader(config.model.path, shape))
-    return model
-
-
 def _sharing(config: Config, world: World) -> HiddenStateSharing:
     online, tp = config.drafter.online, config.rollout.tp
     replica, tp_rank = rollout_replica(world.rank, tp)
     held = config.drafter.sizes(world.device.type).buffer_mib
-    is_own = online.max_age == 0 or config.hidden_states_of == "actor"  # the actor's are spread over replicas
+    is_own = online.max_age == 0 or config.hidden_states_of == "actor"  # the actor spreads its states over replicas
     shared = 0 if is_own else int(min(online.share_mib, held) * 2**20)
     return HiddenStateSharing(replica, world.size // tp, tp, shared, tp_rank == 0)
 
@@ -337,7 +184,7 @@ def _idle_window(
         is_group_leader=tp.rank == 0,
         agree=tp.largest,
         num_samples=drafter.num_samples,
-        on_span=metrics.state,
+        on_span=metrics.rank_state,
         on_poll=lambda state: world.heartbeat(state=state),
         poll_seconds=config.idle.poll_ms / 1e3,
     )
@@ -390,7 +237,7 @@ def _prepare(config: Config, world: World) -> RunLock | None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     run_dir = Path(config.train.run_dir)
     try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # responses and weights are the user's own business
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # only the user may read responses and weights
     except OSError as error:
         raise ConfigError.of("train.run_dir", config.train.run_dir, f"cannot be made: {error.strerror}") from error
     lock = lock_on_all(run_dir, world)

@@ -7,7 +7,7 @@ what its fullest phase needs; a save takes nothing on the device, a resume what 
 On CUDA the KV cache is what remains of the device beside everything else of the fullest phase in which it is there, at
 most what all running requests need at full length. So a device is never fuller than planned: weights
 and optimizer are allocated first, the drafter's training state next, the engine with its cache last
-(`trainer/setup.py`). All sums are in bytes; the report shows GiB. Formulas: `policy.py`, `engine.py`, `drafter.py`.
+(`trainer/models.py`). All sums are in bytes; the report shows GiB. Formulas: `policy.py`, `engine.py`, `drafter.py`.
 """
 
 from __future__ import annotations

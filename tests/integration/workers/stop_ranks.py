@@ -19,18 +19,19 @@ from megatron_tlt.config.root import Config
 from megatron_tlt.resilience.shutdown import STORE_KEY
 from megatron_tlt.resilience.signals import StopSignals
 from megatron_tlt.rewards.pool import RewardPool
-from megatron_tlt.trainer.loop import RLTrainer
+from megatron_tlt.trainer.metrics import RunMetrics
 from megatron_tlt.trainer.setup import build_trainer
 
-_phase = RLTrainer._phase
+_phase = RunMetrics.phase
 pending: list = []  # of this rank: the phase, and what to send
+installed: list = []  # signal handlers of the present start
 
 
 @contextmanager
 def phase_with_signal(self, name):
     with _phase(self, name):
-        if pending and pending[0] == [name, self.progress.step]:
-            signals = self.shutdown._signals
+        if pending and pending[0] == [name, self.state.step]:
+            (signals,) = installed
             for index, number in enumerate(pending[1]):
                 os.kill(os.getpid(), getattr(signal, number))
                 while signals.count < index + 1:
@@ -43,25 +44,27 @@ def phase_with_signal(self, name):
 
 def give_workers_on(self):
     """One reward worker for all starts of a rank: its imports take as long as a step."""
-    workers, self._workers = self._workers, []
-    spare.extend(workers)
+    if self._pool is not None:
+        spare.append((self._pool, self._ready))
+        self._pool = None
 
 
-def launch(self, count):
-    while spare and len(self._workers) < count:
-        self._workers.append(spare.pop())
-    _launch(self, count)
+def take_workers_over(self):
+    if spare and self._pool is None:
+        self._pool, self._ready = spare.pop()
+    _warm_up(self)
 
 
-RLTrainer._phase = phase_with_signal
+RunMetrics.phase = phase_with_signal
 spare: list = []
-_launch = RewardPool._launch
-RewardPool._launch, RewardPool.close = launch, give_workers_on
+_warm_up = RewardPool.warm_up
+RewardPool.warm_up, RewardPool.close = take_workers_over, give_workers_on
 
 
 def run_once(job, world):
     """(ended by a signal, steps saved, dropped) of one start."""
     signals = StopSignals().install()
+    installed[:] = [signals]
     config = load_config(job["config"], job["overrides"], Config)
     trainer = build_trainer(config, world, signals)
     ended = trainer.run()
@@ -72,7 +75,7 @@ def run_once(job, world):
         world.store.delete_key(STORE_KEY)  # one world for all starts, where every start has its own
     world.barrier()
     latest = read_latest(Path(config.train.run_dir) / "checkpoints")
-    return ended, 0 if latest is None else step_of(latest), trainer.shutdown.has_dropped_step
+    return ended, 0 if latest is None else step_of(latest), trainer.recovery.shutdown.has_dropped_step
 
 
 def body(world):
@@ -82,8 +85,9 @@ def body(world):
         told[name] = [*run_once(job, world)]
         if job["at"]:
             told[name].append(run_once(job, world)[0])
-    for worker in spare:
-        worker.kill()
+    for pool, _ in spare:
+        pool.stop()
+        pool.join()
     if world.is_main:
         Path(sys.argv[2]).write_text(json.dumps(told))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_tlt.cli import main as cli
-from megatron_tlt.trainer import loop
+from megatron_tlt.trainer.metrics import RunMetrics
 
 
 @dataclass
@@ -44,16 +44,16 @@ class Fault:
 
 def inject(fault: Fault) -> None:
     """From now on the fault waits to happen."""
-    plain = loop.RLTrainer._phase
+    plain = RunMetrics.phase
 
     @contextmanager
     def phase(self: Any, name: str) -> Iterator[None]:
         with plain(self, name):
-            if (self.world.rank, name, self.progress.step) == (fault.rank, fault.phase, fault.step):
+            if (self.world.rank, name, self.state.step) == (fault.rank, fault.phase, fault.step):
                 fault.happen(self.world)
             yield
 
-    loop.RLTrainer._phase = phase
+    RunMetrics.phase = phase
 
 
 inject(Fault(**json.loads(sys.argv[1])))

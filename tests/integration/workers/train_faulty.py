@@ -35,7 +35,7 @@ def main(argv):
 
         def loss(*arguments):
             value, metrics = loss_of(*arguments)
-            return (value * float("nan") if trainer.progress.step + 1 in steps else value), metrics
+            return (value * float("nan") if trainer.state.step + 1 in steps else value), metrics
 
         if kind == "nan":
             train_step._loss_of = loss

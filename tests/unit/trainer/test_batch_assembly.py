@@ -21,9 +21,18 @@ from megatron_tlt.trainer.batch_assembly import (
     place,
     share_responses,
 )
-from megatron_tlt.types import EngineStats, PastResponse, Prompt, RewardResult, Sample, SampleGroup
+from megatron_tlt.types import EngineStats, Prompt, RewardResult, Sample, Trajectory
 
-POLICY = SimpleNamespace(dims=Dims(), actor=ActorSection())
+
+def policy_of(logprobs=None, **actor):
+    return SimpleNamespace(dims=Dims(), actor=ActorSection(**actor), logprobs=logprobs)
+
+
+def assembled(algorithm, groups, logprobs=None, temperature=1.0, has_logprobs=True):
+    """The step's table and batch on one rank."""
+    assembler = BatchAssembler(OneRank(), policy_of(logprobs), algorithm, temperature, has_logprobs)
+    table, parts = assembler.exchange(groups)
+    return table, assembler.build_batch(parts, table)
 
 
 class OneRank:
@@ -66,10 +75,8 @@ def test_placement_keeps_prompts_whole_and_balances_tokens():
 @pytest.mark.parametrize("mini_batches", [1, 2])
 def test_batch_holds_every_sample_once_with_its_advantage(mini_batches):
     algorithm = build_algorithm(AlgorithmSection(name="grpo", mini_batches=mini_batches), max_tokens=8)
-    assembler = BatchAssembler(OneRank(), POLICY, algorithm, temperature=0.7)
     groups = make_groups()
-    table, parts = assembler.exchange(groups)
-    batch = assembler.build_batch(parts, table)
+    _, batch = assembled(algorithm, groups, temperature=0.7)
     assert len(batch.mini_batches) == mini_batches and batch.temperature == 0.7
     seen = {(s.trajectory.prompt_id, s.trajectory.sample_index): s for part in batch.mini_batches for s in part}
     assert len(seen) == 12 == sum(map(len, batch.mini_batches))
@@ -91,10 +98,7 @@ def test_kl_in_the_reward_lowers_the_sample_that_drifted():
         drifted = {0: 2.0 if which == "policy" else 0.0}
         return [np.full(len(s.advantages), drifted.get(s.trajectory.sample_index, 0.0), np.float32) for s in sequences]
 
-    policy = SimpleNamespace(dims=Dims(), actor=ActorSection(), logprobs=logprobs)
-    assembler = BatchAssembler(OneRank(), policy, algorithm, temperature=1.0)
-    table, parts = assembler.exchange(make_groups(num_prompts=1))
-    batch = assembler.build_batch(parts, table)
+    _, batch = assembled(algorithm, make_groups(num_prompts=1), logprobs)
     first, _, third = batch.mini_batches[0]
     assert first.advantages[0] < third.advantages[0]
 
@@ -107,15 +111,10 @@ def test_responses_of_an_engine_without_log_probs_get_those_of_the_policy(has_lo
         asked.append((len(sequences), temperature, which))
         return [np.full(len(s.loss_mask), -float(s.trajectory.prompt_id)) for s in sequences]
 
-    policy = SimpleNamespace(dims=Dims(), actor=ActorSection(), logprobs=logprobs)
     algorithm = build_algorithm(AlgorithmSection(mini_batches=2), max_tokens=8)
-    assembler = BatchAssembler(OneRank(), policy, algorithm, 0.5, has_logprobs)
-    table, parts = assembler.exchange(make_groups())
-    batch = assembler.build_batch(parts, table)
-    for sequence in (s for part in batch.mini_batches for s in part):
-        assert set(sequence.trajectory.logprobs.tolist()) == {
-            -0.5 if has_logprobs else -float(sequence.trajectory.prompt_id)
-        }
+    _, batch = assembled(algorithm, make_groups(), logprobs, 0.5, has_logprobs)
+    for trajectory in (s.trajectory for s in chain(*batch.mini_batches)):
+        assert set(trajectory.logprobs.tolist()) == {-0.5 if has_logprobs else -float(trajectory.prompt_id)}
     assert asked == ([] if has_logprobs else [(12, 0.5, "policy")])
 
 
@@ -131,10 +130,7 @@ def test_responses_without_a_gradient_are_counted_and_not_trained_on(name):
         asked.extend(s.trajectory.prompt_id for s in sequences)
         return [np.zeros(len(s.loss_mask)) for s in sequences]
 
-    policy = SimpleNamespace(dims=Dims(), actor=ActorSection(), logprobs=logprobs)
-    assembler = BatchAssembler(OneRank(), policy, algorithm, 1.0, has_logprobs=False)
-    table, parts = assembler.exchange(groups)
-    batch = assembler.build_batch(parts, table)
+    table, batch = assembled(algorithm, groups, logprobs, has_logprobs=False)
     trained = [[s.trajectory.prompt_id for s in part] for part in batch.mini_batches]
     lengths = np.array([[len(s.token_ids) for s in group.samples] for group in groups])
     is_whole_batch = name == "reinforce_pp"  # its baseline is the batch's mean
@@ -160,11 +156,9 @@ def test_given_tokens_are_positions_and_nothing_else(name, kl):
         return [ids * (-0.1 if which == "policy" else -0.3) for ids in tokens]
 
     def built(groups):
-        policy = SimpleNamespace(dims=Dims(), actor=ActorSection(), logprobs=logprobs)
         algorithm = build_algorithm(AlgorithmSection(name=name, mini_batches=2, **kl), max_tokens=8)
-        assembler = BatchAssembler(OneRank(), policy, algorithm, 1.0, has_logprobs=False)
-        table, parts = assembler.exchange(groups)
-        return table.metrics(), assembler.build_batch(parts, table)
+        table, batch = assembled(algorithm, groups, logprobs, has_logprobs=False)
+        return table.metrics(), batch
 
     longer = make_groups()
     for sample in (sample for group in longer for sample in group.samples):
@@ -192,8 +186,7 @@ def test_losses_of_routers_have_a_gradient_in_every_response(losses):
     groups = make_groups()
     for group in groups[1:]:
         group.rewards = [RewardResult(0.0, False) for _ in group.samples]
-    policy = SimpleNamespace(dims=Dims(), actor=ActorSection(**losses))
-    assembler = BatchAssembler(OneRank(), policy, build_algorithm(AlgorithmSection(), max_tokens=8), 1.0)
+    assembler = BatchAssembler(OneRank(), policy_of(**losses), build_algorithm(AlgorithmSection(), max_tokens=8), 1.0)
     _, (sequences,) = assembler.exchange(groups)
     assert len(sequences) == (12 if losses else 3)
 
@@ -242,13 +235,7 @@ def test_only_tokens_that_a_history_keeps_go_to_every_rank():
 def test_a_history_is_the_same_as_from_all_tokens(most):
     _, history = sent(most, 30)
     whole = ResponseHistory(2, most, mib=64)
-    whole.remember(
-        [
-            PastResponse(g.prompt.dataset_id, np.asarray(s.token_ids, np.int32), r.value, g.prompt.prompt_id)
-            for g in scored(30)
-            for s, r in zip(g.samples, g.rewards, strict=True)
-        ]
-    )
+    whole.remember([response for group in scored(30) for response in batch_assembly._past_responses(group)])
     assert history.state_dict() == whole.state_dict()
     for name in ("q0", "q3"):
         found, wanted = history.of(name), whole.of(name)
@@ -262,31 +249,20 @@ def test_the_table_and_the_row_of_a_step_do_not_grow_with_tokens():
     for tokens in (50, 5000):
         world, groups = Metered(), scored(tokens)
         algorithm = build_algorithm(AlgorithmSection(name="grpo"), max_tokens=8)
-        BatchAssembler(world, POLICY, algorithm, temperature=1.0)._gather_table(groups)
+        BatchAssembler(world, policy_of(), algorithm, temperature=1.0).exchange(groups)
         world.all_gather_object(rank_row(EngineStats(), groups))
         sizes.append(world.sent)
     assert sizes[1] <= sizes[0] + 100
     assert sizes[0] < 24 * 100 + 1000
 
 
-def test_a_response_crosses_in_eight_bytes_a_token_and_its_experts_in_one_each(monkeypatch):
-    routed_experts = np.zeros((1039, 48, 8), np.uint8)
+def test_a_response_crosses_in_eight_bytes_a_token_and_its_experts_in_one_each():
     plain = Sample(1, 0, list(range(1000)), [-0.5] * 1000, "", "stop", 0)
-    samples = [plain, replace(plain, sample_index=1, routed_experts=routed_experts)]
-    rewards = [RewardResult(1.0, True), RewardResult(0.0, False)]
-    group = SampleGroup(Prompt(1, "q", tuple(range(40)), "?"), samples, rewards)
-    crossed = []
-
-    def redistribute(world, items):
-        crossed.extend(pickle.dumps(item, protocol=5) for item, _ in items)
-        return [pickle.loads(pickled) for pickled in crossed]
-
-    monkeypatch.setattr(batch_assembly, "redistribute", redistribute)
-    algorithm = build_algorithm(AlgorithmSection(), max_tokens=1000)
-    _, (sequences,) = BatchAssembler(OneRank(), POLICY, algorithm, 1.0).exchange([group])
-    assert len(crossed[0]) <= 1040 * 8 + 800 and len(crossed[1]) <= 1040 * (8 + 48 * 8) + 800
-    first, second = (sequence.trajectory for sequence in sequences)
-    for trajectory in (first, second):
+    routed = replace(plain, routed_experts=np.zeros((1039, 48, 8), np.uint8))
+    for sample, size in ((plain, 8), (routed, 8 + 48 * 8)):
+        crossed = pickle.dumps(Trajectory.of(tuple(range(40)), sample), protocol=5)
+        assert len(crossed) <= 1040 * size + 800
+        trajectory = pickle.loads(crossed)
         assert trajectory.token_ids.tolist() == [*range(40), *range(1000)] and trajectory.response_start == 40
         assert trajectory.logprobs.tolist() == plain.logprobs and trajectory.drawn.all()
-    assert first.routed_experts is None and np.array_equal(second.routed_experts, routed_experts)
+        assert np.array_equal(trajectory.routed_experts, sample.routed_experts)

@@ -1,0 +1,162 @@
+"""Policy, drafter and engine of a rank, in the order of the memory plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron_tlt.backends.build import build_backend
+from megatron_tlt.backends.options import EngineOptions
+from megatron_tlt.backends.trtllm.build import build_trtllm
+from megatron_tlt.backends.vllm.build import build_vllm
+from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, TensorParallel
+from megatron_tlt.interfaces import RolloutBackend
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.trainer import device_memory
+from megatron_tlt.types import BackendName
+
+if TYPE_CHECKING:
+    from megatron_tlt.actor.policy import MegatronPolicy
+    from megatron_tlt.algorithms.base import Algorithm
+    from megatron_tlt.config.root import Config
+    from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.drafter.kinds.base import SavedDrafter
+    from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
+    from megatron_tlt.models.drafters import DrafterModel
+
+_BUILDERS: dict[BackendName, Callable[[EngineOptions], RolloutBackend]] = {
+    "embedded": build_backend,
+    "trtllm": build_trtllm,
+    "vllm": build_vllm,
+}
+
+
+def build_models(
+    config: Config, world: World, algorithm: Algorithm, tokenizer: HFTokenizer, tp: TensorParallel
+) -> tuple[MegatronPolicy, OnlineDrafterTrainer | None, RolloutBackend]:
+    """Policy, drafter in training (None: none is trained), engine, in the order of the memory plan. Collective.
+
+    The KV cache is what the plan leaves beside everything else, so the engine comes last.
+    """
+    policy = _policy(config, world, algorithm)
+    drafter_trainer = _drafter_trainer(config, world, tp)
+    if world.device.type == "cuda":
+        device_memory.open_communicators(policy.communicating(), tp, world.device)
+    cache = device_memory.cache_bytes(config, world)
+    backend = open_backend(config, world, tokenizer, tp, drafter_trainer, kv_cache_bytes=cache)
+    return policy, drafter_trainer, backend
+
+
+def tensor_parallel(world: World, size: int) -> TensorParallel:
+    """This rank's place among `size` consecutive ranks that form one engine. Collective over the world."""
+    if size == 1:
+        return TensorParallel()
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world.size, size)]
+    return GroupTensorParallel(groups[world.rank // size])
+
+
+def open_backend(
+    config: Config,
+    world: World,
+    tokenizer: HFTokenizer,
+    tp: TensorParallel | None = None,
+    drafter_trainer: OnlineDrafterTrainer | None = None,
+    keep_layers: tuple[int, ...] | None = None,
+    kv_cache_bytes: int | None = None,
+) -> RolloutBackend:
+    """The rollout engine of this rank, without weights; with the drafter of `drafter_trainer`, if there is one.
+
+    A run that trains its drafter may name none: without a trainer the engine then has the random one that training
+    would start from. `keep_layers`: see `EngineOptions`. `kv_cache_bytes`: see `device_memory.cache_bytes`. Collective,
+    unless `tp` (see `tensor_parallel`) is given.
+    """
+    if drafter_trainer is not None and config.hidden_states_of == "engine":
+        keep_layers = drafter_trainer.model.config.aux_layers
+    options = EngineOptions(
+        config.rollout,
+        config.model,
+        config.sync,
+        device=world.device,
+        tokenizer=tokenizer,
+        tp=tp if tp is not None else tensor_parallel(world, config.rollout.tp),
+        local_ranks=world.local_size,
+        drafter=_drafter(config, drafter_trainer),
+        keep_layers=keep_layers,
+        keep_routed_experts=config.actor.router_replay == "rollout",
+        keep_tables=drafter_trainer is not None,
+        kv_cache_bytes=kv_cache_bytes,
+    )
+    backend = _BUILDERS[config.rollout.backend](options)
+    if backend.capabilities.tensor_parallel:  # captured graphs hold collectives of groups that end with the world
+        world.at_close(backend.close)
+    return backend
+
+
+def _policy(config: Config, world: World, algorithm: Algorithm) -> MegatronPolicy:
+    from megatron_tlt.actor.policy import MegatronPolicy  # megatron takes seconds to import: not for `check`
+
+    return MegatronPolicy(
+        world,
+        config.model,
+        config.actor,
+        config.optimizer,
+        algorithm,
+        total_optimizer_steps=config.train.num_steps * config.algorithm.mini_batches,
+        keep_reference=algorithm.needs_reference,
+    )
+
+
+def _drafter(config: Config, trainer: OnlineDrafterTrainer | None) -> SavedDrafter | None:
+    """The engine's drafter; None without one."""
+    from megatron_tlt.drafter.kinds.base import SavedDrafter
+
+    if trainer is not None:
+        return SavedDrafter(trainer.model.config, trainer.weights())
+    if config.rollout.speculation.trained is None:
+        return None
+    model = _starting_drafter(config)
+    return SavedDrafter(model.config, model.state_dict())
+
+
+def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> OnlineDrafterTrainer | None:
+    """This rank's trainer of the drafter; None where it is not trained."""
+    if not config.idle.train_drafter:
+        return None
+    from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
+
+    return OnlineDrafterTrainer(
+        _starting_drafter(config),
+        config.drafter,
+        temperature=config.rollout.temperature,
+        tp=tp,
+        device=world.device,
+        from_actor=config.hidden_states_of == "actor",
+    )
+
+
+def _starting_drafter(config: Config) -> DrafterModel:
+    """The configured drafter, or, where none is named, one made from the policy's weights: the same on every rank.
+
+    A policy that starts from a Megatron checkpoint may have no weights in `model.path`: its drafter starts at random.
+    """
+    from megatron_tlt.drafter.checkpoint import drafter_shape, load_drafter
+    from megatron_tlt.drafter.kinds.registry import KINDS
+    from megatron_tlt.models.loader import weight_reader
+
+    shape = ModelConfig.from_hf(config.model.path)
+    path = config.rollout.speculation.drafter_path
+    saved = None if path is None else load_drafter(path, shape, config.rollout.speculation)
+    with torch.random.fork_rng(devices=[]):  # the constructor draws weights that are overwritten
+        made = drafter_shape(config.rollout.speculation, shape) if saved is None else saved.config
+        model = KINDS[made.kind].build_model(made)
+    if saved is not None:
+        model.load_state_dict(saved.weights)
+    else:
+        model.initialise(config.drafter.seed)
+        if config.model.megatron_path is None:
+            model.start_from_policy(weight_reader(config.model.path, shape))
+    return model

@@ -1,0 +1,126 @@
+"""What a run survives by: checkpoints, cached responses, the orderly end after a signal, the limit of skipped updates.
+
+    resume -> [ begin_step ... save_if_due -> end_step ] ... -> finish
+                    a signal: save_and_leave, with the state of before the unfinished step
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_tlt.trainer.evaluation import EvalResult
+
+if TYPE_CHECKING:
+    from megatron_tlt.actor.policy import MegatronPolicy
+    from megatron_tlt.checkpoint.manager import CheckpointManager
+    from megatron_tlt.config.root import Config
+    from megatron_tlt.data.prompts import PromptStream
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.drafter.controller import OnlineDrafterController
+    from megatron_tlt.interfaces import RolloutBackend
+    from megatron_tlt.resilience.nonfinite import NonFiniteGuard
+    from megatron_tlt.resilience.rollout_cache import RolloutCache
+    from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown
+    from megatron_tlt.trainer.metrics import RunMetrics
+
+
+@dataclass
+class TrainState:
+    """How far a run is. A checkpoint holds it beside policy, optimizer and schedule."""
+
+    step: int = 0  # steps done
+    evaluations: list[EvalResult] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, eq=False)
+class Recovery:
+    """One rank's part. `state`, `prompts`, `backend`, `policy` and `drafter` are what checkpoints save and restore."""
+
+    config: Config
+    world: World
+    state: TrainState
+    prompts: PromptStream
+    backend: RolloutBackend
+    policy: MegatronPolicy
+    drafter: OnlineDrafterController
+    checkpoints: CheckpointManager
+    rollout_cache: RolloutCache
+    nonfinite: NonFiniteGuard
+    shutdown: GracefulShutdown
+    metrics: RunMetrics
+    _before: dict[str, Any] | None = None  # the state before the step under way
+
+    def resume(self) -> None:
+        """Loads the checkpoint to resume from, if there is one. Mutates `state` and the parts. Collective."""
+        loaded = self.checkpoints.load_latest()
+        self.rollout_cache.start(0 if loaded is None else loaded["step"])
+        if loaded is not None:
+            self.prompts.load_state_dict(loaded["prompts"])
+            self.backend.load_state_dict(loaded.get("engine", {}))
+            self.drafter.load_state_dict(self.checkpoints.load_drafter())
+            self.state.step = loaded["step"]
+            self.state.evaluations = [EvalResult(**e) for e in loaded["evaluations"]]
+
+    def begin_step(self) -> None:
+        """Before a step: records the state that a checkpoint gets if a signal drops the step."""
+        self._before = self._snapshot()
+
+    def step_done(self) -> None:
+        """After the step's last change to policy and drafter: no signal drops it any more."""
+        self.state.step += 1
+        self._before = None
+
+    def save_if_due(self) -> None:
+        """Publishes a finished checkpoint and starts one where `checkpoint.every` asks for it. Collective."""
+        with self.metrics.phase("checkpoint"):
+            # Weights that may be broken must not push good ones out, and those of no update cannot be loaded again.
+            is_good = not self.nonfinite.in_a_row and self.policy.has_stepped
+            self.checkpoints.maybe_save(self.state.step, self._snapshot, self.drafter.state_dict, is_good)
+            self.rollout_cache.remove_until(self.checkpoints.newest)
+
+    def end_step(self) -> None:
+        """After a step. Collective.
+
+        Raises TrainingError after too many skipped updates, GracefulExit after a signal.
+        """
+        self.nonfinite.check()
+        self.shutdown.sync_after_step()
+
+    def save_and_leave(self, reason: GracefulExit) -> None:
+        """A checkpoint of the last finished step; the unfinished one leaves no trace in it. Collective."""
+        step, why = self.state.step, f"{self.shutdown.reason()}: {reason}; "
+        ended = f"ended by a signal after step {step} of {self.config.train.num_steps}"
+        if not self.policy.has_stepped:  # such a checkpoint could not be loaded again
+            self.metrics.note(f"{why}there was no update yet, the next start begins anew")
+            self.world.ends_early(False, f"{ended}, before the first update; the same command begins anew")
+            return
+        if self._before is not None:
+            self.drafter.drop_window()
+        if self.nonfinite.in_a_row:
+            self.checkpoints.wait()
+            self.metrics.note(f"{why}not saved, for updates were not finite; the next start goes on before them")
+            self.world.ends_early(False, f"{ended}, not saved; the same command goes on before it")
+            return
+        with self.metrics.phase("checkpoint"):
+            self.checkpoints.save_now(step, self._before or self._snapshot(), self.drafter.state_dict)
+        self.metrics.note(f"{why}saved after step {step}, the next start goes on there")
+        self.world.ends_early(True, f"{ended}; saved, the same command goes on")
+
+    def finish(self) -> None:
+        """After the last step: saves it, also where the last save was put off. Collective."""
+        with self.metrics.phase("checkpoint"):
+            if self.config.checkpoint.every and self.policy.has_stepped:
+                # After an update that was skipped the weights are those before it; older checkpoints stay beside it.
+                is_good, step = not self.nonfinite.in_a_row, self.state.step
+                self.checkpoints.save_now(step, self._snapshot(), self.drafter.state_dict, prune=is_good)
+            self.checkpoints.wait()
+        self.rollout_cache.clear()
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {
+            "step": self.state.step,
+            "prompts": self.prompts.state_dict(),
+            "evaluations": [asdict(e) for e in self.state.evaluations],
+            "engine": self.backend.state_dict(),
+        }

@@ -1,0 +1,138 @@
+"""`GroupSampler`: the scored groups of one step, from prompts to rewards.
+
+    prompts -> rollout -> idle window (trains the drafter) -> score        again where dynamic sampling drops groups
+
+Between two steps of its engine every rank reports its progress (`resilience.heartbeat`) and looks for a signal
+(`resilience.shutdown`), which may cut the rollout short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_tlt.errors import RewardError
+from megatron_tlt.idle.policy import tokens_left
+from megatron_tlt.trainer.batch_assembly import group_samples, share_responses
+from megatron_tlt.types import GenerateCall, SampleGroup, SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_tlt.algorithms.base import Algorithm
+    from megatron_tlt.config.root import Config
+    from megatron_tlt.data.prompt_queue import PromptQueues
+    from megatron_tlt.data.prompts import PromptStream
+    from megatron_tlt.drafter.controller import OnlineDrafterController
+    from megatron_tlt.idle.window import IdleWindow
+    from megatron_tlt.interfaces import RolloutBackend
+    from megatron_tlt.resilience.rollout_cache import RolloutCache
+    from megatron_tlt.resilience.shutdown import GracefulShutdown
+    from megatron_tlt.rewards.pool import RewardPool
+    from megatron_tlt.trainer.metrics import RunMetrics
+    from megatron_tlt.types import Prompt
+
+_FIRST_LENGTH = 256.0  # tokens that a response is expected to have before any has ended
+
+
+def sampling_params(config: Config) -> SamplingParams:
+    """How training rollouts are sampled."""
+    names = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop")
+    return SamplingParams(**{name: getattr(config.rollout, name) for name in names}, seed=config.train.seed)
+
+
+@dataclass(kw_only=True, eq=False)
+class GroupSampler:
+    """Samples and scores the groups of one rank."""
+
+    config: Config
+    prompts: PromptStream
+    queues: PromptQueues
+    backend: RolloutBackend
+    rollout_cache: RolloutCache
+    drafter: OnlineDrafterController
+    idle_window: IdleWindow
+    rewards: RewardPool
+    algorithm: Algorithm
+    shutdown: GracefulShutdown
+    metrics: RunMetrics
+    _lengths: np.ndarray = field(default_factory=lambda: np.array([_FIRST_LENGTH]))
+    """Tokens of the last rollout's responses, ascending."""
+
+    def sample(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
+        """This rank's scored groups of `step` (1-based), and its metrics of the rollout cache. Collective.
+
+        Raises GracefulExit after a signal, RewardError where no response of a rollout was judged.
+        """
+        section, num_prompts = self.config.algorithm, self.config.train.prompts_per_step
+        kept: list[SampleGroup] = []
+        self.drafter.begin_step(self.backend.policy_version)
+        self.rollout_cache.begin_step(step, self.backend.policy_version)
+        for _ in range(section.max_sampling_rounds if section.dynamic_sampling else 1):
+            groups = self._rollout(self.prompts.next_batch(num_prompts))
+            with self.metrics.phase("score"):
+                self.rewards.score(groups)
+                share_responses(self.queues.world, self.backend, groups)
+                kept += [g for g in groups if self.algorithm.keep_group(self.algorithm.shaped(g))]
+                mine = [group.prompt.prompt_id for group in kept], _judged(groups)
+                everywhere = self.queues.world.all_gather_object(mine)
+                ids = sorted(prompt_id for of_rank, _ in everywhere for prompt_id in of_rank)
+                _check_judged([judged for _, judged in everywhere])
+            if len(ids) >= num_prompts:
+                break
+        chosen = set(ids[:num_prompts])
+        return [g for g in kept if g.prompt.prompt_id in chosen], self.rollout_cache.end_step()
+
+    def _rollout(self, prompts: Sequence[Prompt]) -> list[SampleGroup]:
+        """Groups that this rank generated. Raises GracefulExit if a signal cut any rank's rollout short."""
+        if self.drafter.disabled_reason is not None:
+            self.idle_window.disable(self.drafter.disabled_reason)
+        self.idle_window.begin()
+        with self.metrics.phase("rollout"):
+            groups, is_cut_short = self._generate(prompts)
+        with self.metrics.phase("idle"):
+            report = self.idle_window.run(self.drafter.train_step)  # until every replica is done
+        self.metrics.end_window(report, self.queues.is_first)
+        self.shutdown.sync("rollout", is_cut_short)
+        return groups
+
+    def _generate(self, prompts: Sequence[Prompt]) -> tuple[list[SampleGroup], bool]:
+        """Groups of samples of those `prompts` that this replica fetches, without rewards; collects hidden states.
+
+        Returns when this replica has no request left and no prompt is left to fetch; True: a signal ended the rollout
+        before its last response. Ranks of one engine have the same samples: its first one returns them.
+        """
+        num_samples = self.config.rollout.samples_per_prompt
+        queue = self.queues.open(self.backend.ordered(prompts), num_samples)
+        call = GenerateCall(queue, sampling_params(self.config), num_samples, self._report)
+        with self.drafter.collecting():
+            samples, is_cut_short = self.shutdown.interruptible(self.rollout_cache.generate, call)
+        if samples:
+            self._lengths = np.sort(np.array([len(s.token_ids) for s in samples], np.float64))
+        return group_samples(queue.fetched, samples) if self.queues.is_first else [], is_cut_short
+
+    def _report(self, running: int, waiting: int, generated_tokens: int) -> None:
+        """The replica's progress, to watchdog and display, with an estimate of the tokens left."""
+        lengths = self.backend.running_lengths()
+        left, longest = tokens_left(lengths, waiting, self._lengths), int(lengths.max(initial=0))
+        self.queues.world.heartbeat(state="BUSY", running=running, queued=waiting, longest=longest, left=left)
+        self.metrics.on_rollout(running, waiting, generated_tokens)
+
+    def close(self) -> None:
+        """Ends the reward workers and frees the communicator of the idle windows. Collective."""
+        self.idle_window.coordinator.close()
+        self.rewards.close()
+
+
+def _judged(groups: Sequence[SampleGroup]) -> tuple[int, str | None]:
+    """How many responses the reward functions judged, and why they failed on one of the others."""
+    failures = [reward.failure for group in groups for reward in group.rewards]
+    return failures.count(None), next((why for why in failures if why is not None), None)
+
+
+def _check_judged(everywhere: Sequence[tuple[int, str | None]]) -> None:
+    """Raises RewardError on every rank if no response of any rank was judged: nothing can be learned from them."""
+    why = next((why for _, why in everywhere if why is not None), None)
+    if why is not None and not any(judged for judged, _ in everywhere):
+        raise RewardError(f"the reward functions failed on every response of this rollout; one of them: {why}")

@@ -1,0 +1,151 @@
+"""Sampling of one rank: the prompts that it fetches, its reports, and the use of all responses."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_tlt.algorithms.build import build_algorithm
+from megatron_tlt.config.algorithm import AlgorithmSection
+from megatron_tlt.config.root import Config
+from megatron_tlt.data.prompt_queue import PromptQueues
+from megatron_tlt.errors import RewardError
+from megatron_tlt.idle.policy import tokens_left
+from megatron_tlt.trainer.sampling import GroupSampler
+from megatron_tlt.types import (
+    GenerateCall,
+    PastResponse,
+    Prompt,
+    RewardResult,
+    Sample,
+    SampleGroup,
+)
+
+PROMPTS = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(6)]
+
+
+class Ranks:
+    """World, engine, rollout cache and metrics of one rank; records what it is asked and what it reports."""
+
+    history_responses, policy_version = 8, 0
+
+    def __init__(self, rank: int = 0, size: int = 1):
+        self.rank, self.size = rank, size
+        self.lengths = [1, 1]  # of the responses to the first prompt
+        self.heartbeats: list[dict[str, Any]] = []
+        self.asked: list[list[int]] = []
+        self.shown: list[tuple[int, int, int]] = []
+        self.history: list[PastResponse] = []
+
+    def new_counter(self) -> Any:
+        return lambda more: len(PROMPTS)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def heartbeat(self, **figures: Any) -> None:
+        self.heartbeats.append(figures)
+
+    def on_rollout(self, *figures: int) -> None:
+        self.shown.append(figures)
+
+    def phase(self, name: str) -> Any:
+        return nullcontext()
+
+    def end_window(self, report: Any, is_first: bool) -> None:
+        """No window."""
+
+    def ordered(self, prompts: list[Prompt]) -> list[Prompt]:
+        return prompts[::-1]
+
+    def running_lengths(self) -> np.ndarray:
+        return np.array([3, 5])
+
+    def remember(self, responses: list[PastResponse]) -> None:
+        self.history += responses
+
+    def begin_step(self, step: int, policy_version: int) -> None:
+        assert (step, policy_version) == (4, 0)
+
+    def end_step(self) -> dict[str, float]:
+        return {"rollout_cache/reused": 0.0}
+
+    def generate(self, call: GenerateCall) -> list[Sample]:
+        self.asked.append([p.prompt_id for p in call.prompts])
+        call.on_progress(2, 1, 10)
+        return [
+            Sample(at, i, [7] * length, [-1.0] * length, "", "stop", 0)
+            for at in self.asked[-1]
+            for i, length in enumerate(self.lengths)
+        ]
+
+
+class Rewards:
+    """To prompts 0 and 2 both responses are right, to the others one of them."""
+
+    failure: str | None = None
+
+    def score(self, groups: list[SampleGroup]) -> None:
+        for group in groups:
+            right = [group.prompt.prompt_id in (0, 2) or s.sample_index == 0 for s in group.samples]
+            group.rewards = [RewardResult(float(r), r, failure=self.failure) for r in right]
+
+
+def sampler_of(ranks: Ranks, rounds: int = 1, wanted: int = 3) -> GroupSampler:
+    section = AlgorithmSection(dynamic_sampling=True, max_sampling_rounds=rounds)
+    overrides = {"train": {"prompts_per_step": wanted}, "rollout": {"samples_per_prompt": 2}}
+    left = iter(PROMPTS)
+    return GroupSampler(
+        config=Config.model_validate({"model": {"path": "m"}, "algorithm": section, **overrides}),
+        prompts=SimpleNamespace(next_batch=lambda n: [next(left) for _ in range(n)]),
+        queues=PromptQueues(ranks, 1, lambda ticket: ticket, None),
+        backend=ranks,
+        rollout_cache=ranks,
+        drafter=SimpleNamespace(
+            collecting=nullcontext, begin_step=lambda version: None, train_step=None, disabled_reason=None
+        ),
+        idle_window=SimpleNamespace(begin=lambda: None, run=lambda step_fn: None),
+        rewards=Rewards(),
+        algorithm=build_algorithm(section, max_tokens=8),
+        shutdown=SimpleNamespace(interruptible=lambda generate, call: (generate(call), False), sync=lambda *_: None),
+        metrics=ranks,
+    )  # type: ignore[arg-type]
+
+
+def test_progress_goes_to_watchdog_and_display() -> None:
+    ranks = Ranks(rank=1, size=2)
+    ranks.lengths, sampler = [7], sampler_of(ranks)
+    groups, _ = sampler._generate(PROMPTS[:5])
+    left = tokens_left(np.array([3, 5]), 1, np.array([256.0]))
+    assert ranks.heartbeats == [{"state": "BUSY", "running": 2, "queued": 1, "longest": 5, "left": left}]
+    assert ranks.shown == [(2, 1, 10)]
+    assert ranks.asked == [[3, 1]], "the share of the second of two replicas, in the engine's order"
+    assert [(g.prompt.prompt_id, len(g.samples)) for g in groups] == [(3, 1), (1, 1)]
+    sampler._generate(PROMPTS[:5])
+    assert ranks.heartbeats[-1]["left"] == tokens_left(np.array([3, 5]), 1, np.array([7.0, 7.0])), "of the last ones"
+
+
+def test_responses_that_are_not_trained_on_are_remembered_too() -> None:
+    ranks = Ranks()
+    groups, metrics = sampler_of(ranks, rounds=1).sample(4)
+    assert [g.prompt.prompt_id for g in groups] == [1] and metrics == {"rollout_cache/reused": 0.0}
+    scores = [("q0", 1.0), ("q0", 1.0), ("q1", 1.0), ("q1", 0.0), ("q2", 1.0), ("q2", 1.0)]
+    assert [(a.dataset_id, a.score) for a in ranks.history] == scores
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 3])
+def test_rounds_go_on_until_enough_groups_have_a_gradient(wanted: int) -> None:
+    ranks = Ranks()
+    groups, _ = sampler_of(ranks, rounds=5, wanted=wanted).sample(4)
+    assert sorted(g.prompt.prompt_id for g in groups) == [1, 3, 4][:wanted] and len(ranks.asked) == 2
+
+
+def test_a_rollout_of_which_nothing_was_judged_ends_the_run() -> None:
+    sampler = sampler_of(Ranks(), rounds=1)
+    sampler.rewards.failure = "f: no such luck"  # type: ignore[attr-defined]
+    with pytest.raises(RewardError, match="failed on every response of this rollout; one of them: f: no such luck"):
+        sampler.sample(4)
