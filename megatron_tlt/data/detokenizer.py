@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_tlt.data.tokenizer import HFTokenizer
 
-_INCOMPLETE = "\ufffd"  # what decoders write for a character whose bytes have not all come
+_INCOMPLETE = "\ufffd"  # written by decoders for a character that lacks bytes
 
 
 class IncrementalDecoder:
@@ -19,7 +19,7 @@ class IncrementalDecoder:
     def __init__(self, tokenizer: HFTokenizer):
         self._tokenizer = tokenizer
         self._last: list[int] = []
-        self._done = 0  # of the last tokens: those whose text is out
+        self._done = 0  # how many of the last tokens have had their text returned
         self._held = ""
 
     @property

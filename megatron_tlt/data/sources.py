@@ -21,7 +21,7 @@ class Row:
     """One prompt before tokenization. `metadata` has the source's other columns."""
 
     dataset_id: str
-    question: str
+    prompt: str
     answer: str | None
     task: str
     metadata: dict[str, Any]
@@ -69,18 +69,18 @@ class FileSource:
 
     def row(self, index: int) -> Row:
         record = self._records[index]
-        question, answer = self._fields(index, record)
+        prompt, answer = self._fields(index, record)
         taken = {self._config.prompt_field, self._config.answer_field}
         metadata = {key: value for key, value in record.items() if key not in taken}
-        return Row(f"{self._path.stem}:{index}", question, answer, self._path.stem, metadata)
+        return Row(f"{self._path.stem}:{index}", prompt, answer, self._path.stem, metadata)
 
     def _check(self) -> str:
         """Looks at every record once; returns the fingerprint."""
         sha, answers = hashlib.sha256(), 0
         for index in range(self.size):
-            question, answer = self._fields(index, self._records[index])
+            prompt, answer = self._fields(index, self._records[index])
             answers += answer is not None
-            sha.update(json.dumps([question, answer]).encode())
+            sha.update(json.dumps([prompt, answer]).encode())
         field = self._config.answer_field
         # A user's reward function may need no answer; a mistyped column is an error all the same.
         if not answers and field != _DEFAULT_ANSWER_FIELD:
@@ -90,19 +90,19 @@ class FileSource:
 
     def _fields(self, index: int, record: Mapping[str, Any]) -> tuple[str, str | None]:
         where = f"{self._path}:{self._places[index]}"
-        question = record.get(self._config.prompt_field)
-        if question is None:
+        prompt = record.get(self._config.prompt_field)
+        if prompt is None:
             there = _columns(record, self._config.prompt_field)
             raise DataError(f"{where}: no field {self._config.prompt_field!r}{there}")
-        if not isinstance(question, str) or not question:
-            found = type(question).__name__ if question != "" else "an empty string"
+        if not isinstance(prompt, str) or not prompt:
+            found = type(prompt).__name__ if prompt != "" else "an empty string"
             raise DataError(f"{where}: field {self._config.prompt_field!r} must be a string, found {found}")
         answer = record.get(self._config.answer_field)
         if answer is not None and not isinstance(answer, str | int | float):
             found = type(answer).__name__
             allowed = "must be a string or a number"
             raise DataError(f"{where}: field {self._config.answer_field!r} {allowed}, found {found}")
-        return question, None if answer is None else str(answer)
+        return prompt, None if answer is None else str(answer)
 
 
 def _columns(record: Mapping[str, Any], wanted: str) -> str:

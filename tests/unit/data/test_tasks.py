@@ -27,10 +27,10 @@ def test_an_item_is_a_function_of_seed_and_index() -> None:
 def test_items_are_the_same_in_another_process() -> None:
     code = (
         "from megatron_tlt.config.data import TaskConfig; from megatron_tlt.data.tasks import TaskSource; "
-        "print(TaskSource([TaskConfig(name='chain_sum'), TaskConfig(name='gcd')], 5).row(901).question)"
+        "print(TaskSource([TaskConfig(name='chain_sum'), TaskConfig(name='gcd')], 5).row(901).prompt)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    here = TaskSource([TaskConfig(name="chain_sum"), TaskConfig(name="gcd")], 5).row(901).question
+    here = TaskSource([TaskConfig(name="chain_sum"), TaskConfig(name="gcd")], 5).row(901).prompt
     assert done.stdout.rstrip("\n") == here.rstrip("\n")
 
 
@@ -44,9 +44,9 @@ def test_streams_of_near_seeds_share_nothing() -> None:
     """reasoning-gym itself draws item i from seed + i, so its datasets 0 and 1 share all but one item."""
     wide = TaskConfig(name="chain_sum", params={"min_terms": 6, "min_digits": 4, "max_terms": 6})
     zero, one = TaskSource([wide], 0), TaskSource([wide], 1)
-    questions = {zero.row(i).question for i in range(2 * CHUNK)}
-    assert len(questions) == 2 * CHUNK, "nor do chunks"
-    assert not questions & {one.row(i).question for i in range(300)}
+    prompts = {zero.row(i).prompt for i in range(2 * CHUNK)}
+    assert len(prompts) == 2 * CHUNK, "nor do chunks"
+    assert not prompts & {one.row(i).prompt for i in range(300)}
 
 
 def test_metadata_carries_what_the_verifier_needs() -> None:
