@@ -93,7 +93,7 @@ def test_what_was_trained_is_exported_for_every_engine(run: Path) -> None:
         (f"train --out x {SPEC}.drafter=suffix", f"{SPEC}.drafter = 'suffix': names no drafter that is trained"),
         ("eval --drafter nothing", "cannot be read"),
         ("eval --drafter other", "was made for a policy with another embedding than"),
-        ("eval --drafter fresh-eagle data.eval=null", "data.eval = None: is required: this command measures on held-out prompts"),
+        ("eval --drafter fresh-eagle data.eval=null", "data.eval = None: is required: this command"),
     ],
 )
 def test_wrong_arguments_are_errors_with_a_clear_message(run: Path, command: str, says: str) -> None:
