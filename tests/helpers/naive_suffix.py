@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_tlt.models.keys import TOKEN_STEP, mix, row_keys
 
-NEGLIGIBLE, COMMON_DOUBT = 0.0313, 2.0
+NEGLIGIBLE = 0.0313
 
 
 def gumbel(request_key: int, position: int, token: int) -> float:
@@ -26,38 +26,31 @@ class NaiveCounts:
     depth: int
     follow: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
 
-    def add(self, before: list[int], tokens: list[int], weight: int = 1) -> None:
+    def add(self, before: list[int], tokens: list[int]) -> None:
         """Counts `tokens`, which stand behind `before`."""
         text = before + tokens
         for i in range(len(before), len(text)):
             for length in range(min(self.depth, i) + 1):
                 after = self.follow.setdefault(tuple(text[i - length : i]), {})
-                after[text[i]] = after.get(text[i], 0) + weight
+                after[text[i]] = after.get(text[i], 0) + 1
 
     def count(self, string: list[int]) -> int:
         return self.follow.get(tuple(string[:-1]), {}).get(string[-1], 0)
 
 
-def distribution(
-    own: NaiveCounts, common: NaiveCounts, text: list[int], hidden: int
-) -> tuple[dict[int, float], int]:
-    """Shares of the candidates behind `text`, and the longest context that something followed.
-
-    The common counts do not see the first `hidden` tokens.
-    """
+def distribution(counts: NaiveCounts, text: list[int]) -> tuple[dict[int, float], int]:
+    """Shares of the candidates behind `text`, and the longest context that something followed."""
     shares: dict[int, float] = {}
     rest, longest = 1.0, 0
-    for length in range(min(own.depth, len(text)), 0, -1):
-        for counts, doubt in ((own, 0.0), (common, COMMON_DOUBT)):
-            after = counts.follow.get(tuple(text[-length:]))
-            if after is None or rest <= NEGLIGIBLE or (counts is common and length > len(text) - hidden):
-                continue
-            longest = max(longest, length)
-            passed = len(after) + doubt
-            unit = rest / (sum(after.values()) + passed)
-            for token, count in after.items():
-                shares[token] = shares.get(token, 0.0) + unit * count
-            rest = unit * passed
+    for length in range(min(counts.depth, len(text)), 0, -1):
+        after = counts.follow.get(tuple(text[-length:]))
+        if after is None or rest <= NEGLIGIBLE:
+            continue
+        longest = max(longest, length)
+        unit = rest / (sum(after.values()) + len(after))
+        for token, count in after.items():
+            shares[token] = shares.get(token, 0.0) + unit * count
+        rest = unit * len(after)
     return shares, longest
 
 

@@ -30,8 +30,8 @@ class Pool:
         self.pool = self.lib.tlt_suffix_new(depth, vocab, max_bytes)
         self.trie = self.lib.tlt_suffix_trie(self.pool)
 
-    def sequence(self, after: int = -1, weight: int = 1) -> int:
-        return self.lib.tlt_suffix_sequence(self.pool, self.trie, after, weight)
+    def sequence(self, after: int = -1) -> int:
+        return self.lib.tlt_suffix_sequence(self.pool, self.trie, after)
 
     def append(self, sequence: int, tokens: list[int] | np.ndarray) -> int:
         array = np.asarray(tokens, np.int32)
@@ -61,9 +61,7 @@ class Table:
         section = SuffixSection(depth=depth, history_mib=mib)
         self.drafter = SuffixDrafter(section, self.rows, history)
         self.naive: dict[str, NaiveCounts] = {}
-        self.common = NaiveCounts(depth)
         self.depth = depth
-        self.tail = min(4, depth)  # what the common trie sees of a prompt
 
     def start(self, request: Request) -> None:
         self.rows.start(request, [0], len(request.prompt), 0)
@@ -76,9 +74,7 @@ class Table:
         if request.dataset_id not in self.naive:
             self.naive[request.dataset_id] = NaiveCounts(self.depth)
             self.naive[request.dataset_id].add([], prompt)
-            self.common.add([], prompt[-self.tail :])
         self.naive[request.dataset_id].add(prompt, request.output)
-        self.common.add(prompt[-self.tail :], request.output)
 
     def stop(self, request: Request) -> None:
         self.rows.stop(request)
@@ -91,9 +87,7 @@ class Table:
 
     def extend(self, runs: list[list[int]]) -> None:
         for request, run in zip(self.rows.requests, runs, strict=True):
-            text = self.text(request.row)
-            self.naive[request.dataset_id].add(text, run)
-            self.common.add(text[max(0, len(request.prompt) - self.tail) :], run)
+            self.naive[request.dataset_id].add(self.text(request.row), run)
         tokens = np.array([t for run in runs for t in run], np.int32)
         counts = np.array([len(run) for run in runs], np.int32)
         self.rows.advance_many(tokens, np.zeros(len(tokens), np.float32), counts, 16)
@@ -129,10 +123,10 @@ def check_against_naive(table: Table, draft: Draft, strategy: DraftStrategy, noi
     at, rates = 0, table.drafter._calibration.rates
     for row, request in enumerate(table.rows.requests):
         count = int(draft.counts[row])
-        text, hidden = table.text(row), max(0, len(request.prompt) - table.tail)
+        text = table.text(row)
         cumulative_acceptance = 1.0
         for place, i in enumerate(range(at, at + count)):
-            shares, longest = distribution(table.naive[request.dataset_id], table.common, text, hidden)
+            shares, longest = distribution(table.naive[request.dataset_id], text)
             position = int(table.rows.output_len[row]) + place
             noisy = noisy_ok and request.params.temperature > 0
             ranked = ranking(shares, request.key, position, noisy)
@@ -145,8 +139,6 @@ def check_against_naive(table: Table, draft: Draft, strategy: DraftStrategy, noi
             assert draft.cumulative_acceptance[i] == pytest.approx(cumulative_acceptance, rel=1e-5)
             text.append(int(draft.tokens[i]))
         if count < strategy.draft_len:
-            assert not distribution(table.naive[request.dataset_id], table.common, text, hidden)[0], (
-                "stopped too early"
-            )
+            assert not distribution(table.naive[request.dataset_id], text)[0], "stopped too early"
         at += count
     return at

@@ -1,4 +1,4 @@
-"""The suffix tries of the C library (`csrc/suffix.h`) as ctypes sees them. Field order repeats `SuffixAsk`."""
+"""The suffix tries of the C library (`csrc/suffix.h`) as ctypes sees them. Field order repeats `SuffixRows`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.models.native.abi import fields_of
 
 MAX_DEPTH = 64
-MAX_LENGTH = 64
+MAX_LENGTH = 32  # tokens drafted in a row
 ODDS, STEPS = 8, 5  # buckets of the table of match rates
 
 BAD_TOKEN, BAD_HANDLE, NO_MEMORY = -1, -2, -3
@@ -19,13 +19,13 @@ _ERRORS = {
 }
 
 
-class Ask(Structure):
-    """`SuffixAsk`."""
+class SuffixRows(Structure):
+    """`SuffixRows`."""
 
     _fields_ = [
-        *fields_of(c_void_p, "slots handles keys positions temperature lengths rates"),
+        *fields_of(c_void_p, "slots handles outputs num_read output_len keys temperature lengths rates"),
         *fields_of(c_void_p, "counts tokens feature cumulative_acceptance"),
-        *fields_of(c_int32, "rows longest"),
+        *fields_of(c_int32, "rows width"),
         ("min_cumulative_acceptance", c_float),
     ]
 

@@ -48,29 +48,29 @@ static int reserve(SuffixPool *pool, SuffixTrie *t) {
 
 /* A new child of `parent`, lazy, its occurrence being `sequence` up to `position`; 0 when memory is used up. */
 static uint32_t add_child(SuffixPool *pool, SuffixTrie *t, uint32_t parent, int32_t token, uint32_t suffix,
-                          uint32_t weight, uint32_t sequence, uint32_t position) {
+                          uint32_t sequence, uint32_t position) {
     if (!reserve(pool, t)) return 0;
     const uint32_t child = t->nodes++;
     SuffixNode *p = &t->node[parent];
     const uint32_t after = p->head, before = after ? t->node[after].next : 0;
     /* Second in its parent's list: the newest of the rare ones comes first. */
     t->node[child] = (SuffixNode){.parent = parent, .suffix = suffix, .next = before, .prev = after, .head = sequence,
-                                  .total = position, .count = weight, .token = token,
+                                  .total = position, .count = 1, .token = token,
                                   .depth = (uint8_t)(p->depth + 1), .lazy = 1};
     if (before) t->node[before].prev = child;
     if (after) t->node[after].next = child;
     else p->head = child;
     p->fan++;
-    p->total += weight;
+    p->total++;
     put(t, child);
     return child;
 }
 
 /* Counts one more occurrence of `child`, which may overtake its neighbour. */
-static void count(SuffixTrie *t, uint32_t child, uint32_t weight) {
+static void count(SuffixTrie *t, uint32_t child) {
     SuffixNode *c = &t->node[child], *p = &t->node[c->parent];
-    c->count += weight;
-    p->total += weight;
+    c->count++;
+    p->total++;
     const uint32_t left = c->prev;
     if (!left || t->node[left].count >= c->count) return;
     SuffixNode *l = &t->node[left];
@@ -92,7 +92,7 @@ void suffix_expand(SuffixPool *pool, SuffixTrie *t, uint32_t node) {
     n->lazy = 0, n->head = 0, n->total = 0;
     const uint32_t below = suffix_find(t, suffix, s->text[position]);
     if (!below) return;
-    const uint32_t child = add_child(pool, t, node, s->text[position], below, s->weight, sequence, position + 1);
+    const uint32_t child = add_child(pool, t, node, s->text[position], below, sequence, position + 1);
     /* The sequence may stand on the new node, as it did on the next shorter one. */
     if (child && position + 1 == s->length && t->node[child].depth <= pool->depth) s->at = child;
 }
@@ -121,9 +121,9 @@ static void advance(SuffixPool *pool, SuffixTrie *t, uint32_t sequence, int32_t 
             if (t->node[v].lazy) break;
         }
         uint32_t child = suffix_find(t, v, token);
-        if (child) count(t, child, s.weight);
+        if (child) count(t, child);
         else if (v && !below) break;
-        else child = add_child(pool, t, v, token, below, s.weight, sequence, s.length + 1);
+        else child = add_child(pool, t, v, token, below, sequence, s.length + 1);
         if (!child) break;
         below = child;
     }
@@ -165,7 +165,6 @@ static int64_t trie_bytes(const SuffixTrie *t) {
 }
 
 static void free_trie(SuffixPool *pool, SuffixTrie *t) {
-    if (!t) return;
     pool->bytes -= trie_bytes(t);
     for (uint32_t i = 0; i < t->texts; i++) free(t->text[i].text);
     free(t->node), free(t->table), free(t->text), free(t);
@@ -173,37 +172,21 @@ static void free_trie(SuffixPool *pool, SuffixTrie *t) {
 
 void tlt_suffix_free(SuffixPool *pool) {
     if (!pool) return;
-    for (int32_t i = 0; i < pool->tries; i++) free_trie(pool, pool->trie[i]);
+    tlt_suffix_clear(pool);
     free(pool->trie);
     free(pool);
 }
 
-/* Drops a trie; its number is used again. */
-void tlt_suffix_drop(SuffixPool *pool, int32_t trie) {
-    if (trie < 0 || trie >= pool->tries) return;
-    free_trie(pool, pool->trie[trie]);
-    pool->trie[trie] = NULL;
+/* Drops all tries. */
+void tlt_suffix_clear(SuffixPool *pool) {
+    while (pool->tries) free_trie(pool, pool->trie[--pool->tries]);
 }
 
 int64_t tlt_suffix_bytes(const SuffixPool *pool) { return pool->bytes; }
 
 /* Nodes of a trie, the root among them. */
 int64_t tlt_suffix_nodes(const SuffixPool *pool, int32_t trie) {
-    return trie >= 0 && trie < pool->tries && pool->trie[trie] ? pool->trie[trie]->nodes : 0;
-}
-
-/* A number that no trie has; its place holds NULL. */
-static int32_t new_id(SuffixPool *pool) {
-    for (int32_t i = 0; i < pool->tries; i++)
-        if (!pool->trie[i]) return i;
-    if (pool->tries == pool->trie_capacity) {
-        int32_t capacity = pool->trie_capacity ? 2 * pool->trie_capacity : 16;
-        SuffixTrie **grown = realloc(pool->trie, (size_t)capacity * sizeof *grown);
-        if (!grown) return SUFFIX_NO_MEMORY;
-        pool->trie = grown, pool->trie_capacity = capacity;
-    }
-    pool->trie[pool->tries] = NULL;
-    return pool->tries++;
+    return trie >= 0 && trie < pool->tries ? pool->trie[trie]->nodes : 0;
 }
 
 static SuffixTrie *new_trie(SuffixPool *pool) {
@@ -221,9 +204,16 @@ static SuffixTrie *new_trie(SuffixPool *pool) {
 
 /* A new trie's number, or SUFFIX_NO_MEMORY. */
 int32_t tlt_suffix_trie(SuffixPool *pool) {
-    const int32_t id = new_id(pool);
-    if (id >= 0) pool->trie[id] = new_trie(pool);
-    return id < 0 || pool->trie[id] ? id : SUFFIX_NO_MEMORY;
+    if (pool->tries == pool->trie_capacity) {
+        int32_t capacity = pool->trie_capacity ? 2 * pool->trie_capacity : 16;
+        SuffixTrie **grown = realloc(pool->trie, (size_t)capacity * sizeof *grown);
+        if (!grown) return SUFFIX_NO_MEMORY;
+        pool->trie = grown, pool->trie_capacity = capacity;
+    }
+    SuffixTrie *t = new_trie(pool);
+    if (!t) return SUFFIX_NO_MEMORY;
+    pool->trie[pool->tries] = t;
+    return pool->tries++;
 }
 
 static SuffixTrie *get(const SuffixPool *pool, int32_t trie) {
@@ -245,7 +235,7 @@ static void materialise_end(SuffixPool *pool, SuffixTrie *t, uint32_t sequence) 
     }
 }
 
-static int32_t add_text(SuffixPool *pool, SuffixTrie *t, int32_t after, int32_t weight) {
+static int32_t add_text(SuffixPool *pool, SuffixTrie *t, int32_t after) {
     if (t->texts == t->text_capacity) {
         const int64_t have = t->text_capacity, want = have ? 2 * have : 8, size = sizeof *t->text;
         SuffixText *grown = want > INT32_MAX ? NULL : resize(pool, t->text, have * size, want * size);
@@ -253,16 +243,15 @@ static int32_t add_text(SuffixPool *pool, SuffixTrie *t, int32_t after, int32_t 
         t->text = grown, t->text_capacity = (uint32_t)want;
     }
     if (after >= 0) materialise_end(pool, t, (uint32_t)after);
-    t->text[t->texts] =
-        (SuffixText){.at = after < 0 ? 0 : t->text[after].at, .weight = (uint32_t)weight};
+    t->text[t->texts] = (SuffixText){.at = after < 0 ? 0 : t->text[after].at};
     return (int32_t)t->texts++;
 }
 
-/* A new sequence of a trie, its occurrences counted `weight` times. It goes on where sequence `after` stands now
- * (-1: from nothing). Returns its number, or a negative error. */
-int32_t tlt_suffix_sequence(SuffixPool *pool, int32_t trie, int32_t after, int32_t weight) {
+/* A new sequence of a trie. It goes on where sequence `after` stands now (-1: from nothing). Returns its number, or a
+ * negative error. */
+int32_t tlt_suffix_sequence(SuffixPool *pool, int32_t trie, int32_t after) {
     SuffixTrie *t = get(pool, trie);
-    return t && after < (int32_t)t->texts && weight > 0 ? add_text(pool, t, after, weight) : SUFFIX_BAD_HANDLE;
+    return t && after < (int32_t)t->texts ? add_text(pool, t, after) : SUFFIX_BAD_HANDLE;
 }
 
 static int are_tokens(const SuffixPool *pool, const int32_t *tokens, int64_t n) {
@@ -279,25 +268,21 @@ int tlt_suffix_append(SuffixPool *pool, int32_t trie, int32_t sequence, const in
     return append(pool, t, (uint32_t)sequence, tokens, n);
 }
 
-/* Row r, of slot s = slots[r], has drawn lengths[r] tokens, outputs[s][width]; those from appended[s] on, which is then
- * lengths[r], are appended to both of its sequences. handles [slots][4]: trie, sequence, common trie, common sequence (-1: none).
- * Without memory tokens are left out, which costs matches only. */
-int tlt_suffix_follow(SuffixPool *pool, int32_t rows, const int32_t *slots, const int32_t *handles, int32_t *appended,
-                      const int32_t *lengths, const int32_t *outputs, int64_t width) {
-    for (int32_t r = 0; r < rows; r++) {
-        const int64_t s = slots[r], from = appended[s];
-        if (from < 0 || lengths[r] < from || lengths[r] > width) return SUFFIX_BAD_HANDLE;
-        if (!are_tokens(pool, outputs + s * width + from, lengths[r] - from)) return SUFFIX_BAD_TOKEN;
+/* Appends what the rows have drawn since `num_read`, and moves that up. Nothing is changed if a token is outside the
+ * vocabulary. Without memory tokens are left out, which costs matches only. */
+int tlt_suffix_follow(SuffixPool *pool, const SuffixRows *q) {
+    for (int32_t r = 0; r < q->rows; r++) {
+        const int64_t s = q->slots[r], from = q->num_read[s];
+        if (from < 0 || q->output_len[r] < from || q->output_len[r] > q->width) return SUFFIX_BAD_HANDLE;
+        if (!are_tokens(pool, q->outputs + s * q->width + from, q->output_len[r] - from)) return SUFFIX_BAD_TOKEN;
     }
-    for (int32_t r = 0; r < rows; r++) {
-        const int64_t s = slots[r], from = appended[s];
-        for (int k = 0; k < 4; k += 2) {
-            const int32_t *handle = handles + 4 * s + k;
-            SuffixTrie *t = get(pool, handle[0]);
-            if (t && handle[1] >= 0)
-                append(pool, t, (uint32_t)handle[1], outputs + s * width + from, lengths[r] - from);
-        }
-        appended[s] = lengths[r];
+    for (int32_t r = 0; r < q->rows; r++) {
+        const int64_t s = q->slots[r], from = q->num_read[s];
+        SuffixTrie *t = get(pool, q->handles[2 * s]);
+        const int32_t sequence = q->handles[2 * s + 1];
+        if (t && sequence >= 0)
+            append(pool, t, (uint32_t)sequence, q->outputs + s * q->width + from, q->output_len[r] - from);
+        q->num_read[s] = q->output_len[r];
     }
     return SUFFIX_OK;
 }
@@ -308,7 +293,7 @@ int64_t tlt_suffix_length(const SuffixPool *pool, int32_t trie, int32_t sequence
     return t && sequence >= 0 && sequence < (int32_t)t->texts ? (int64_t)t->text[sequence].length : -1;
 }
 
-/* Weighted occurrences of a string of at most depth + 1 tokens (a prefix of it may be remembered as text only). */
+/* Occurrences of a string of at most depth + 1 tokens (a prefix of it may be remembered as text only). */
 int64_t tlt_suffix_count(const SuffixPool *pool, int32_t trie, const int32_t *tokens, int32_t n) {
     const SuffixTrie *t = get(pool, trie);
     uint32_t v = 0;
@@ -318,7 +303,7 @@ int64_t tlt_suffix_count(const SuffixPool *pool, int32_t trie, const int32_t *to
             const SuffixText *s = &t->text[t->node[v].head];
             const uint32_t from = t->node[v].total, left = s->length - from;
             if (left < (uint32_t)(n - i) || memcmp(s->text + from, tokens + i, 4 * (size_t)(n - i))) return 0;
-            return s->weight;
+            return 1;
         }
         v = suffix_find(t, v, tokens[i]);
         if (!v) return 0;

@@ -1,7 +1,6 @@
 /* Depth-limited suffix tries over token sequences: what followed each context, and how often.
  *
- * A node is a string of at most depth + 1 tokens; its count is the (weighted) number of its occurrences, its suffix
- * link the node without the first token. A string is a node once the string without its last token was seen twice:
+ * A node is a string of at most depth + 1 tokens; its count is the number of its occurrences, its suffix link the node without the first token. A string is a node once the string without its last token was seen twice:
  * until then its parent only remembers where it was seen (`lazy`), which keeps text that never repeats at about one
  * node a token. A sequence stands on the longest suffix of its text that is a node; this node and those along its
  * suffix links are its contexts, so nothing is searched when it goes on.
@@ -15,6 +14,7 @@
 #include <stdint.h>
 
 #define SUFFIX_MAX_DEPTH 64
+#define SUFFIX_MAX_LENGTH 32 /* tokens drafted in a row */
 /* The table of match rates: by share, longest context and candidates. */
 #define SUFFIX_ODDS 8  /* log odds of the share, one wide, from -2 on */
 #define SUFFIX_STEPS 5 /* of the context's length and of the number of candidates */
@@ -34,9 +34,8 @@ typedef struct {
 typedef struct {
     int32_t *text;
     uint32_t length, capacity;
-    uint32_t at;     /* longest suffix that is a node, at most `depth` long */
-    uint32_t weight; /* of each occurrence */
-    int has_ended;   /* memory ran out: no token is added any more */
+    uint32_t at;   /* longest suffix that is a node, at most `depth` long */
+    int has_ended; /* memory ran out: no token is added any more */
 } SuffixText;
 
 typedef struct {
@@ -54,20 +53,23 @@ typedef struct {
     int64_t bytes, max_bytes;
 } SuffixPool;
 
-/* What to draft for, and where to write it. Row r has slot slots[r]; handles [slots][4] as in tlt_suffix_follow. */
+/* The running rows and where their drafts are written. Row r has slot slots[r]. */
 typedef struct {
-    const int32_t *slots, *handles;
+    const int32_t *slots;      /* [rows] */
+    const int32_t *handles;    /* [slots][2] trie and sequence; -1: none */
+    const int32_t *outputs;    /* [slots][width] tokens drawn */
+    int32_t *num_read;         /* [slots] of these, how many are in the trie */
+    const int32_t *output_len; /* [rows] tokens drawn: the output position of the first drafted one */
     const uint64_t *keys;      /* [rows] request keys */
-    const int32_t *positions;  /* [rows] output position of the first drafted token */
     const float *temperature;  /* [rows] 0: no noise */
     const int32_t *lengths;    /* [rows] longest draft of each */
     const float *rates;        /* [SUFFIX_FEATURES] probability that a token of this kind is the policy's */
     int32_t *counts;           /* [rows] */
     int32_t *tokens, *feature; /* of all drafted tokens, row after row */
     float *cumulative_acceptance;
-    int32_t rows, longest;     /* longest: draft of any row */
+    int32_t rows, width;
     float min_cumulative_acceptance;
-} SuffixAsk;
+} SuffixRows;
 
 /* The child of `node` by `token`, or 0. A lazy node has none. */
 static inline uint32_t suffix_find(const SuffixTrie *t, uint32_t node, int32_t token) {

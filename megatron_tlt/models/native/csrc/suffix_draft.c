@@ -1,10 +1,9 @@
 /* Drafts from suffix tries: the likely continuations of a request's contexts, under the policy's own sampling noise.
  *
- * The next token's distribution is interpolated over all contexts, longest first, a request's own trie before the
- * common one at equal length: a context with total count n and u different continuations keeps the share
- * n / (n + u + a) of what is left and passes u + a to the shorter ones (Witten and Bell 1991, method C; `a` is more
- * doubt in the common trie). The candidate with the largest log share + keyed Gumbel noise is drafted: the token that
- * the policy would draw if its distribution were this one (DESIGN decision 2).
+ * The next token's distribution is interpolated over all contexts, longest first: a context with total count n and u
+ * different continuations keeps the share n / (n + u) of what is left and passes u to the shorter ones (Witten and Bell
+ * 1991, method C). The candidate with the largest log share + keyed Gumbel noise is drafted: the token that the policy
+ * would draw if its distribution were this one (DESIGN decision 2).
  */
 #include <math.h>
 
@@ -13,9 +12,7 @@
 
 #define MOST_CANDIDATES 16
 #define MOST_CHILDREN 8  /* looked at in one node */
-#define MOST_LENGTH 64
-#define DOUBT 2.0f        /* `a` of the common trie */
-#define NEGLIGIBLE 0.0313f  /* share of the shorter contexts below which they are left out */
+#define NEGLIGIBLE 0.0313f /* share of the shorter contexts below which they are left out */
 
 typedef struct {
     int32_t token;
@@ -28,11 +25,6 @@ typedef struct {
     float rest;        /* share of tokens that no context has seen */
 } Candidates;
 
-typedef struct { /* one of a request's two tries, and where it stands in it */
-    SuffixTrie *trie;
-    uint32_t at;
-} Place;
-
 static void add(Candidates *c, int32_t token, float share) {
     for (int i = 0; i < c->size; i++)
         if (c->item[i].token == token) {
@@ -43,33 +35,22 @@ static void add(Candidates *c, int32_t token, float share) {
 }
 
 /* Mixes in what followed one context. */
-static void add_context(SuffixPool *pool, SuffixTrie *t, uint32_t v, float doubt, Candidates *c) {
+static void add_context(SuffixPool *pool, SuffixTrie *t, uint32_t v, Candidates *c) {
     suffix_expand(pool, t, v);
     const SuffixNode *n = &t->node[v];
     if (n->lazy || !n->total) return;
     if (!c->longest) c->longest = n->depth;
-    const float pass = (float)n->fan + doubt, unit = c->rest / ((float)n->total + pass);
+    const float pass = (float)n->fan, unit = c->rest / ((float)n->total + pass);
     int seen = 0;
     for (uint32_t child = n->head; child && seen < MOST_CHILDREN; child = t->node[child].next, seen++)
         add(c, t->node[child].token, unit * (float)t->node[child].count);
     c->rest = unit * pass;
 }
 
-/* Candidates for the next token, from the longest contexts to those of one token. */
-static void gather(SuffixPool *pool, const Place *place, Candidates *c) {
-    uint32_t own = place[0].at, common = place[1].at;
+/* Candidates for the next token, from the longest context to that of one token. */
+static void gather(SuffixPool *pool, SuffixTrie *t, uint32_t at, Candidates *c) {
     c->size = 0, c->longest = 0, c->rest = 1;
-    while ((own || common) && c->rest > NEGLIGIBLE) {
-        const int d0 = own ? place[0].trie->node[own].depth : 0;
-        const int d1 = common ? place[1].trie->node[common].depth : 0;
-        if (d0 >= d1) {
-            add_context(pool, place[0].trie, own, 0, c);
-            own = place[0].trie->node[own].suffix;
-        } else {
-            add_context(pool, place[1].trie, common, DOUBT, c);
-            common = place[1].trie->node[common].suffix;
-        }
-    }
+    for (; at && c->rest > NEGLIGIBLE; at = t->node[at].suffix) add_context(pool, t, at, c);
 }
 
 /* Where a sequence that stands on `v` would stand after `token`; the trie is not changed but for lazy nodes. */
@@ -110,41 +91,38 @@ static int feature_of(const Candidates *c) {
     return (i * SUFFIX_STEPS + step_of(c->longest, contexts)) * SUFFIX_STEPS + step_of(c->size, sizes);
 }
 
-/* Drafts for one row, behind `total` tokens of the rows before; returns the number of its tokens. */
-static int draft_row(SuffixPool *pool, Place *place, const SuffixAsk *q, int32_t row, int total) {
+/* Drafts for one row, which stands on `at`, behind `total` tokens of the rows before; returns the number of its
+ * tokens. */
+static int draft_row(SuffixPool *pool, SuffixTrie *t, uint32_t at, const SuffixRows *q, int32_t row, int total) {
     const int is_noisy = q->temperature[row] > 0;
-    const int length = q->lengths[row] < q->longest ? q->lengths[row] : q->longest;
+    const int length = q->lengths[row];
     float cumulative_acceptance = 1;
     int count = 0;
     for (; count < length; count++, total++) {
         Candidates c;
-        gather(pool, place, &c);
+        gather(pool, t, at, &c);
         if (!c.size) break;
-        rank(&c, is_noisy, row_key(q->keys[row], q->positions[row] + count));
+        rank(&c, is_noisy, row_key(q->keys[row], q->output_len[row] + count));
         const int feature = feature_of(&c);
         cumulative_acceptance *= q->rates[feature];
         if (cumulative_acceptance < q->min_cumulative_acceptance) break;
         q->tokens[total] = c.item[0].token, q->feature[total] = feature;
         q->cumulative_acceptance[total] = cumulative_acceptance;
-        for (int k = 0; k < 2; k++)
-            if (place[k].trie) place[k].at = follow(pool, place[k].trie, place[k].at, c.item[0].token);
+        at = follow(pool, t, at, c.item[0].token);
     }
     return count;
 }
 
 /* Drafts for all rows, row after row; returns the number of tokens, or a negative error. */
-int tlt_suffix_propose(SuffixPool *pool, const SuffixAsk *q) {
+int tlt_suffix_propose(SuffixPool *pool, const SuffixRows *q) {
     int total = 0;
-    if (q->longest > MOST_LENGTH) return SUFFIX_BAD_HANDLE;
+    for (int32_t row = 0; row < q->rows; row++)
+        if (q->lengths[row] > SUFFIX_MAX_LENGTH) return SUFFIX_BAD_HANDLE;
     for (int32_t row = 0; row < q->rows; row++) {
-        Place place[2];
-        for (int k = 0; k < 2; k++) {
-            const int32_t *handle = q->handles + 4 * (int64_t)q->slots[row] + 2 * k;
-            SuffixTrie *t = handle[0] >= 0 && handle[0] < pool->tries ? pool->trie[handle[0]] : NULL;
-            if (t && (handle[1] < 0 || handle[1] >= (int32_t)t->texts)) t = NULL;
-            place[k] = (Place){t, t ? t->text[handle[1]].at : 0};
-        }
-        q->counts[row] = draft_row(pool, place, q, row, total);
+        const int32_t *handle = q->handles + 2 * (int64_t)q->slots[row];
+        SuffixTrie *t = handle[0] >= 0 && handle[0] < pool->tries ? pool->trie[handle[0]] : NULL;
+        if (t && (handle[1] < 0 || handle[1] >= (int32_t)t->texts)) t = NULL;
+        q->counts[row] = t ? draft_row(pool, t, t->text[handle[1]].at, q, row, total) : 0;
         total += q->counts[row];
     }
     return total;

@@ -22,19 +22,18 @@ def test_counts_equal_a_naive_reference(seed: int) -> None:
     naive.add([], prompt)
     texts = []
     for _ in range(5):
-        weight = rng.randint(1, 3)
-        texts.append((pool.sequence(base, weight), weight, list(prompt)))
+        texts.append((pool.sequence(base), list(prompt)))
         run = repetitive(rng, 1)
         pool.append(texts[-1][0], run)
-        naive.add(prompt, run, weight)
-        texts[-1][2].extend(run)
+        naive.add(prompt, run)
+        texts[-1][1].extend(run)
     source = repetitive(rng, 400)
     for _ in range(60):
-        sequence, weight, text = rng.choice(texts)
+        sequence, text = rng.choice(texts)
         at = rng.randrange(390)
         run = source[at : at + rng.randint(1, 8)]
         pool.append(sequence, run)
-        naive.add(text, run, weight)
+        naive.add(text, run)
         text.extend(run)
     for context, after in naive.follow.items():
         for token in range(V):
@@ -73,5 +72,5 @@ def test_drafts_end_at_their_lengths_and_at_the_least_acceptance() -> None:
     lengths = [0, 3, 6, 1]
     full = table.propose(DraftStrategy("suffix", 6), lengths)
     assert (full.counts <= lengths).all() and full.counts[3] == 1
-    cut = table.propose(DraftStrategy("suffix", 6, 0.6), lengths)
-    assert 0 < cut.num_tokens < full.num_tokens and (cut.cumulative_acceptance >= 0.6).all()
+    cut = table.propose(DraftStrategy("suffix", 6, 0.15), lengths)
+    assert 0 < cut.num_tokens < full.num_tokens and (cut.cumulative_acceptance >= 0.15).all()
