@@ -35,7 +35,11 @@ def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: 
     from megatron_tlt.models.loader import iter_weights
     from megatron_tlt.types import GenerateCall, Prompt, SamplingParams, WeightBucket
 
-    speculation = {"drafter": kind, "with_suffix": True, "drafter_path": None if kind == "none" else drafter}
+    speculation = {
+        "drafter": kind,
+        "with_suffix": engine == "embedded",
+        "drafter_path": None if kind == "none" else drafter,
+    }
     settings = {
         "backend": engine,
         "dtype": dtype,

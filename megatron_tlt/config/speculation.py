@@ -49,7 +49,7 @@ class SpeculationSection(Section):
     serving engines have it for policies of every family."""
     with_suffix: bool = False
     """Mix a trained drafter with suffix drafts: each request takes the draft of which more tokens are expected to be
-    accepted. No effect with none and suffix."""
+    accepted. No effect with none and suffix; for the embedded engine only."""
     drafter_path: str | None = None
     """Directory of the trained drafter's weights, of this kind (`megatron-tlt drafter train` makes one)."""
     layers: tuple[NonNegativeInt, ...] | None = None

@@ -71,7 +71,7 @@ def running_vllm() -> VllmBackend:
 
 
 def start_vllm(
-    drafter: SavedDrafter,
+    drafter: SavedDrafter | None,
     speculation: SpeculationSection,
     model: ModelSection = MODEL,
     keep_routed_experts: bool = False,

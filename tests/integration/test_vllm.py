@@ -18,6 +18,7 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.drafter_kinds import DrafterName
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
@@ -246,16 +247,18 @@ def test_other_families_with_experts(
     theirs.close()
 
 
+@pytest.mark.parametrize("kind", ["suffix", "eagle"])
 def test_responses_do_not_depend_on_preemption_or_on_which_drafter_drafts(
-    ours: EmbeddedBackend, prompts: list[Prompt]
+    ours: EmbeddedBackend, prompts: list[Prompt], kind: DrafterName
 ) -> None:
     """A cache that holds less than the running requests need: vLLM drops some and begins them again."""
     blocks, size = 18, 32  # vLLM keeps one, and needs 17 for the longest request
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     shortest = min(len(prompt.token_ids) for prompt in prompts) + params.max_tokens
     assert RUNNING * shortest > 2 * blocks * size, "not all of them fit, however they run"
-    mixed = SpeculationSection(drafter="eagle", with_suffix=True, selector="fixed", draft_len=3)
-    theirs = start_vllm(load_drafter(DRAFTER, SHAPE), mixed, block_size=size, num_gpu_blocks_override=blocks)
+    section = SpeculationSection(drafter=kind, selector="fixed", draft_len=3)
+    drafter = load_drafter(DRAFTER, SHAPE) if section.trained else None
+    theirs = start_vllm(drafter, section, block_size=size, num_gpu_blocks_override=blocks)
     for backend in (ours, theirs):
         push(backend, 5, None)
     assert responses(theirs, prompts, params) == responses(ours, prompts, params)

@@ -22,7 +22,7 @@ OFF = (
     "rollout.speculation.drafter_path=null",
     "idle.train_drafter=false",
 )
-KINDS = {  # the demo drafter beside the suffix drafter, and one that starts from the policy
+KINDS = {  # the demo drafter, and one that starts from the policy
     "eagle": (),
     "eagle3": (
         "rollout.speculation.drafter=eagle3",
@@ -36,7 +36,8 @@ KINDS = {  # the demo drafter beside the suffix drafter, and one that starts fro
 
 def train(run_dir: Path, *overrides: str) -> None:
     config = str(ROOT / "configs/quickstart.yaml")
-    given = ("rollout.backend=vllm", f"train.run_dir={run_dir}", *SMALL, *overrides)
+    engine = ("rollout.backend=vllm", "rollout.speculation.with_suffix=false")
+    given = (*engine, f"train.run_dir={run_dir}", *SMALL, *overrides)
     run_ranks(2, ["-m", "megatron_tlt", "train"], config, *given, timeout=600)
 
 

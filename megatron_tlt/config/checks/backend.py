@@ -69,6 +69,8 @@ def _check_drafting(config: Config) -> Problems:
     if can.drafters is not None and section.drafter not in can.drafters:
         allowed = f"must be {', '.join(map(repr, can.drafters))} with {name}"
         yield ConfigProblem(f"{at}.drafter", section.drafter, allowed)
+    if section.drafts_by == "mixed" and backend != "embedded":
+        yield ConfigProblem(f"{at}.with_suffix", True, f"must be false with {name}: one drafter drafts")
     chosen = section.drafter != "none" and "selector" in section.model_fields_set
     if chosen and not can.selectors:
         allowed = f"cannot be had with {name}, whose draft length is the same for all steps"
@@ -83,7 +85,7 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
             yield ConfigProblem("rollout.speculation.bandit.arms", speculation.bandit.arms, allowed)
         least = speculation.min_cumulative_acceptance
         if speculation.drafts_by == "trained" and speculation.selector != "cost_model" and least > 0:
-            allowed = "must be 0 with rollout.backend: vllm and a trained drafter alone, whose drafts are never cut"
+            allowed = "must be 0 with rollout.backend: vllm and a trained drafter, whose drafts are never cut"
             yield ConfigProblem("rollout.speculation.min_cumulative_acceptance", least, allowed)
     if not section.version.startswith(_VLLM_SERIES):
         yield ConfigProblem("rollout.vllm.version", section.version, f"must be {_VLLM_SERIES}x")
@@ -103,9 +105,6 @@ def _check_trtllm(config: Config) -> Problems:
         yield ConfigProblem(f"{at}.python", None, allowed)
     if _VERSIONS.fullmatch(section.version) is None:
         yield ConfigProblem(f"{at}.version", section.version, "must be 1.2.x or 1.3.x, as 1.2.1 or 1.3.0rc27")
-    if rollout.speculation.drafts_by == "mixed":
-        allowed = "must be false with rollout.backend: trtllm: one drafter drafts"
-        yield ConfigProblem("rollout.speculation.with_suffix", True, allowed)
     if rollout.speculation.trained and rollout.min_p > 0:
         allowed = "must be 0 with speculation, whose sampler has no min_p"
         yield ConfigProblem("rollout.min_p", rollout.min_p, allowed)

@@ -177,10 +177,10 @@ def replace_draft_sampler(
     runner: Any,
     begin: Callable[[], int],
     sample: Callable[[Tensor], Tensor],
-    end: Callable[[Tensor], Tensor],
+    end: Callable[[], None],
 ) -> bool:
-    """`sample(logits [B, V])` instead of the drafter's, `begin()` tokens for each row, perhaps 0; `end(drafts [B, K])`
-    is what is verified.
+    """`sample(logits [B, V])` instead of the drafter's, `begin()` tokens for each row, perhaps 0; `end()` behind each
+    proposal.
 
     False: the drafter has no logits (suffix), or there is none.
     """
@@ -190,7 +190,9 @@ def replace_draft_sampler(
     propose = drafter.propose
 
     def begin_and_propose(num_speculative_tokens: int, *args: Any, **kwargs: Any) -> Tensor:
-        return end(propose(begin(), *args, **kwargs))
+        drafts: Tensor = propose(begin(), *args, **kwargs)
+        end()
+        return drafts
 
     def sample_draft(hidden_states: Tensor, sampling_metadata: Any) -> tuple[Tensor, None]:
         return sample(drafter.model.compute_logits(hidden_states)), None

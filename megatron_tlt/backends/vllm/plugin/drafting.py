@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megatron_tlt.backends.vllm.plugin.suffix import Lists, SuffixBridge
 from megatron_tlt.config.speculation import SpeculationSection
@@ -40,7 +39,7 @@ class StepDrafting:
         suffix: SuffixBridge | None = None,
         clock: Callable[[], float] | None = None,
     ):
-        """`section` drafts with chains. `suffix` drafts alone, or beside the trained drafter."""
+        """`section` drafts with chains. `suffix`: the suffix drafter, where that drafts."""
         self._kind, self._selector, self.suffix = section.drafts_by, build_selector(section), suffix
         self._clock = clock or _clock_of(device)
         self._counters = SpeculationCounters()
@@ -76,23 +75,17 @@ class StepDrafting:
         self._started = self._clock()
         return strategy.draft_len
 
-    def end(self, names: list[str], proposed: Tensor) -> Tensor:
-        """The proposal [B, K] of the trained drafter, or the suffix drafter's where that is worth more."""
-        if self.suffix is not None and self._strategy.kind == self._kind:
-            proposed = self.suffix.improve(names, proposed, self._strategy)
-        self._note_end()
-        return proposed
-
     def propose_lists(self, sampled: Lists) -> Lists:
-        """A whole proposal of the suffix drafter alone, for the rows where `sampled` has tokens."""
+        """A whole proposal of the suffix drafter, for the rows where `sampled` has tokens."""
         assert self.suffix is not None
         lists: Lists = [[] for _ in sampled]
         if self.begin():
             lists = self.suffix.propose_lists(sampled, self._strategy)
-        self._note_end()
+        self.end()
         return lists
 
-    def _note_end(self) -> None:
+    def end(self) -> None:
+        """The proposal that `begin` began is made."""
         now, is_plain = self._clock(), self._strategy.kind == NO_DRAFT.kind
         self._draft_seconds = 0.0 if is_plain else now - self._started
         self._proposed = self._started if is_plain else now

@@ -50,9 +50,7 @@ class KeyedSampling:
         compat.replace_sampler(runner, self._sample)
         if drafting is None:
             return
-        has_logits = compat.replace_draft_sampler(
-            runner, self._begin_proposal, self._sample_draft, lambda drafts: drafting.end(self._names, drafts)
-        )
+        has_logits = compat.replace_draft_sampler(runner, self._begin_proposal, self._sample_draft, drafting.end)
         if not has_logits:
             runner.drafter.source = drafting.propose_lists
 

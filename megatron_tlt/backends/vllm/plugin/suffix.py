@@ -1,10 +1,10 @@
-"""The embedded engine's suffix drafter inside vLLM: alone, or beside the EAGLE drafter (mixed).
+"""The embedded engine's suffix drafter inside vLLM.
 
     a step's sample  ->  SuffixBridge.note: rows of the drafter follow vLLM's batch, earlier drafts are judged
-    a proposal       ->  alone: the suffix draft of each row; mixed: of the rows where it is worth more than EAGLE's
+    a proposal       ->  the suffix draft of each row
 
 Rows are those of vLLM's batch, in its order, so `RunningRows` is filled here instead of by a scheduler. There is no
-history of earlier epochs: the tries hold siblings of this rollout, and the forms of earlier ones.
+history of earlier epochs: the tries hold siblings of this rollout.
 
 Legend: B rows of a step, K drafted tokens.
 """
@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megatron_tlt.config.speculation import SuffixSection
 from megatron_tlt.models.draft import Draft
@@ -25,8 +23,6 @@ from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.suffix import SuffixDrafter
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams
 
-_MEMORY = 0.9  # weight of the past in a request's mean of accepted EAGLE tokens
-_EXPLORE = 64  # proposals after which EAGLE's draft is taken for every row, whatever it was worth
 Lists = list[list[int]]
 
 
@@ -55,9 +51,7 @@ class SuffixBridge:
         self._free = list(range(max_requests - 1, -1, -1))
         self._names: list[str] = []  # of the rows
         self._order = 0
-        self._last: tuple[list[str], Draft, np.ndarray] | None = None  # names, draft, rows that took it
-        self._eagle = np.full(max_requests, 2.0)  # mean accepted EAGLE tokens, by slot
-        self._proposals = 0
+        self._last: tuple[list[str], Draft] | None = None  # names of its rows, draft
 
     # -- what was drawn ---------------------------------------------------------------------------------------
 
@@ -100,23 +94,18 @@ class SuffixBridge:
             self._order += 1
             self._live[name] = request
             self._drafter.start(request)
-            self._eagle[request.slot] = self._eagle.mean()
         return request
 
     def _judge(self, fed: dict[str, tuple[int, int]]) -> None:
         """Records in the drafter what became of its last drafts, of which vLLM may have fed a part."""
         if self._last is None:
             return
-        (names, draft, taken), self._last = self._last, None
+        (names, draft), self._last = self._last, None
         counts = [fed.get(name, (0, 0)) for name in names]
         drafted = np.array([c[0] for c in counts])[draft.row_of]
         accepted = np.array([c[1] for c in counts])[draft.row_of]
-        reached = taken[draft.row_of] & (draft.positions < np.minimum(drafted, accepted + 1))
+        reached = draft.positions < np.minimum(drafted, accepted + 1)
         self._drafter.observe(draft, reached, reached & (draft.positions < accepted))
-        for name, is_suffix, (count, ok) in zip(names, taken, counts, strict=True):
-            if not is_suffix and count and name in self._live:
-                slot = self._live[name].slot
-                self._eagle[slot] = _MEMORY * self._eagle[slot] + (1 - _MEMORY) * ok
 
     def finish(self, name: str) -> None:
         """The request has ended, or is dropped: its siblings may still draft from it."""
@@ -134,16 +123,11 @@ class SuffixBridge:
 
     def propose_lists(self, sampled: Lists, strategy: DraftStrategy) -> Lists:
         """Drafts of vLLM's rows, where `sampled` has tokens."""
-        drafts = iter(self._propose(np.ones(len(self._names), bool), strategy))
-        return [next(drafts) if tokens else [] for tokens in sampled]
-
-    def improve(self, names: list[str], proposed: Tensor, strategy: DraftStrategy) -> Tensor:
-        """EAGLE's drafts [B, K] with the suffix drafts in place of those that are worth less."""
-        drafts, tokens = dict(zip(self._names, self._propose(None, strategy), strict=True)), proposed.clone()
-        for row, name in enumerate(names):
-            if draft := drafts.get(name):
-                tokens[row, : len(draft)] = torch.tensor(draft).to(tokens)
-        return tokens
+        lengths = np.full(self._rows.num_rows, strategy.draft_len, np.int32)
+        draft = self._drafter.propose(self._rows, lengths, strategy)
+        self._last = (list(self._names), draft)
+        drafts = iter(np.split(draft.tokens, np.cumsum(draft.counts)[:-1]))
+        return [next(drafts).tolist() if tokens else [] for tokens in sampled]
 
     def state_dict(self) -> dict[str, Any]:
         """The drafter's calibration."""
@@ -152,17 +136,3 @@ class SuffixBridge:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes `state_dict`'s."""
         self._drafter.load_state_dict(state)
-
-    def _propose(self, taken: np.ndarray | None, strategy: DraftStrategy) -> Lists:
-        """The suffix draft of each row that uses it; `taken`: these rows, None: where it is worth more than EAGLE's."""
-        rows = self._rows
-        lengths = np.full(rows.num_rows, strategy.draft_len, np.int32)
-        draft = self._drafter.propose(rows, lengths, strategy)
-        if taken is None:
-            self._proposals += 1
-            worth = np.bincount(draft.row_of, draft.cumulative_acceptance, minlength=rows.num_rows)
-            taken = worth > self._eagle[rows.slots[: rows.num_rows]]
-            taken &= self._proposals % _EXPLORE > 0
-        self._last = (list(self._names), draft, taken)
-        parts = np.split(draft.tokens, np.cumsum(draft.counts)[:-1]) if len(draft.counts) else []
-        return [part.tolist() if is_used else [] for part, is_used in zip(parts, taken, strict=True)]

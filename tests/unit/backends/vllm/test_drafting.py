@@ -38,7 +38,7 @@ class Engine:
         self.drafting.record(np.append(drafted, chunk), np.append(accepted, chunk), is_drawn, not prompts)
         self.drafted = self.drafting.begin()
         self.now += DRAFT_S * self.drafted + 100.0 * prompts
-        self.drafting.end([], torch.zeros(rows, self.drafted))
+        self.drafting.end()
         return self.drafted
 
 
@@ -89,5 +89,5 @@ def test_on_gpus_a_steps_seconds_hold_the_devices_work(monkeypatch: pytest.Monke
         drafting.record(drafted, drafted, drafted > 0, is_decode=True)
         drafting.begin()
         queued[0] += draft
-        drafting.end([], torch.zeros(2, 1))
+        drafting.end()
     assert [(m.step_seconds, m.draft_seconds) for m in measured] == [(5.0, 2.0), (7.0, 1.0)]

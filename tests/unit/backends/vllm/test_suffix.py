@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_tlt.backends.vllm.plugin.suffix import SuffixBridge
 from megatron_tlt.config.speculation import SuffixSection
@@ -49,18 +48,3 @@ def test_a_sibling_is_drafted_from_whatever_the_order_of_rows() -> None:
     note(b, "d", [0], [TEXT[0]])
     note(b, "d", [1], [TEXT[1]])
     assert b.propose_lists([[1]], THREE) == [[]], "c never drew a token, and a and b have ended: nothing stays"
-
-
-def test_eagle_keeps_the_rows_where_it_is_worth_more() -> None:
-    b = bridge()
-    for t, token in enumerate(TEXT):
-        note(b, "a", [t], [token])
-    for t, token in enumerate(TEXT[:6]):
-        note(b, "xb", [t, t], [30 - t, token])
-    b._eagle[:] = 0.01
-    eagle = torch.full((2, 3), 19)
-    assert b.improve(["x", "b"], eagle, THREE).tolist()[1] == TEXT[6:9]
-    assert eagle.eq(19).all(), "EAGLE's own tensor stays"
-    note(b, "xb", [6, 6], [24, TEXT[6]])
-    b._eagle[:] = 3.0
-    assert b.improve(["x", "b"], eagle, THREE).tolist() == [[19] * 3] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -92,7 +93,6 @@ def test_vllm_runs_what_it_can() -> None:
     assert problems(*VLLM, replay, device="cpu") == problems(*VLLM, replay, f"{graphs}=false", device="cuda") == {}
     assert set(problems(*VLLM, replay, device="cuda")) == {graphs}
     assert problems(*VLLM, *EAGLE_ARMS) == {}
-    assert problems(*VLLM, *EAGLE_ARMS, "rollout.speculation.with_suffix=true", f"{LEAST}=0.1") == {}
     for kind in DRAFTERS:
         drafter = (f"rollout.speculation.drafter={kind}", "rollout.speculation.drafter_path=d")
         assert problems(*VLLM, *drafter, "idle.train_drafter=true") == {}
@@ -127,7 +127,13 @@ def test_trtllm_gives_no_hidden_states_and_the_actor_does() -> None:
     assert problems(*TRAINED, f"{STATES}=actor") == {}
     at = "rollout.speculation"
     assert "must be 'none', 'eagle3'" in problems(*TRAINED, f"{at}.drafter=eagle")[f"{at}.drafter"]
-    assert set(problems(*TRAINED, f"{at}.with_suffix=true")) == {f"{at}.with_suffix"}
+
+
+@pytest.mark.parametrize("engine", [TRAINED, (*VLLM, *EAGLE_ARMS)])
+def test_only_the_embedded_engine_mixes_drafters(engine: Sequence[str]) -> None:
+    at = "rollout.speculation.with_suffix"
+    assert problems(*engine, f"{at}=true")[at].endswith("one drafter drafts")
+    assert problems("rollout.backend=embedded", *EAGLE_ARMS, f"{at}=true", f"{LEAST}=0.1") == {}
 
 
 @pytest.mark.parametrize(
