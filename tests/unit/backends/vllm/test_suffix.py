@@ -50,16 +50,17 @@ def test_a_sibling_is_drafted_from_whatever_the_order_of_rows() -> None:
     assert b.propose_lists([[1]], THREE) == [[]], "c never drew a token, and a and b have ended: nothing stays"
 
 
-def test_match_rates_count_what_vllm_verified() -> None:
-    """Three tokens are drafted and vLLM verifies two of them, the first of which is right."""
+@pytest.mark.parametrize(("fed", "accepted", "missed"), [(3, 1, 1), (2, 2, 0)])
+def test_match_rates_count_what_vllm_verified(fed: int, accepted: int, missed: int) -> None:
+    """vLLM verifies `fed` of three drafted tokens; the first `accepted` are right. None counts behind a wrong one."""
     b = bridge()
     for t, token in enumerate(TEXT):
         note(b, "a", [t], [token])
     for t, token in enumerate(TEXT[:4]):
         note(b, "b", [t], [token])
     assert b.propose_lists([[1]], THREE) == [TEXT[4:7]]
-    keys, cold, out = np.zeros(1, np.uint64), np.zeros(1, np.float32), np.array([[TEXT[4], 1, -1]], np.int32)
-    fed = np.array([4]), np.array([2]), np.array([1])
-    b.note(["b"], lambda _: (PROMPT, 5), keys, cold, *fed, out, np.array([True]))
-    missed, matched = np.array(b.state_dict()["rates"]["counts"]).sum(0)
-    assert (missed, matched) == (1, 1)
+    keys, cold = np.zeros(1, np.uint64), np.zeros(1, np.float32)
+    out = np.array([[*TEXT[4 : 4 + accepted], *[1] * (4 - accepted)]], np.int32)
+    counts = np.array([4]), np.array([fed]), np.array([accepted])
+    b.note(["b"], lambda _: (PROMPT, 5), keys, cold, *counts, out, np.array([True]))
+    assert np.array(b.state_dict()["rates"]["counts"]).sum(0).tolist() == [missed, accepted]
