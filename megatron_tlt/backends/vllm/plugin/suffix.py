@@ -1,6 +1,6 @@
 """The embedded engine's suffix drafter inside vLLM.
 
-    a step's sample  ->  SuffixBridge.note: rows of the drafter follow vLLM's batch, earlier drafts are judged
+    a step's sample  ->  SuffixBridge.note: rows of the drafter follow vLLM's batch; match rates of the last drafts
     a proposal       ->  the suffix draft of each row
 
 Rows are those of vLLM's batch, in its order, so `RunningRows` is filled here instead of by a scheduler. There is no
@@ -71,7 +71,7 @@ class SuffixBridge:
 
         `prompts(name)`: a request's prompt and prompt id; `keys` uint64 [B] of the requests, `temperature` [B].
         """
-        self._judge(dict(zip(names, zip(drafted.tolist(), accepted.tolist(), strict=True), strict=True)))
+        self._observe(dict(zip(names, zip(drafted.tolist(), accepted.tolist(), strict=True), strict=True)))
         rows = self._rows
         rows.requests.clear()
         self._names = [name for name, drawn in zip(names, is_drawn, strict=True) if drawn]
@@ -96,7 +96,7 @@ class SuffixBridge:
             self._drafter.start(request)
         return request
 
-    def _judge(self, fed: dict[str, tuple[int, int]]) -> None:
+    def _observe(self, fed: dict[str, tuple[int, int]]) -> None:
         """Records in the drafter what became of its last drafts, of which vLLM may have fed a part."""
         if self._last is None:
             return

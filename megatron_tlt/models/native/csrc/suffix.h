@@ -1,9 +1,10 @@
 /* Depth-limited suffix tries over token sequences: what followed each context, and how often.
  *
- * A node is a string of at most depth + 1 tokens; its count is the number of its occurrences, its suffix link the node without the first token. A string is a node once the string without its last token was seen twice:
- * until then its parent only remembers where it was seen (`lazy`), which keeps text that never repeats at about one
- * node a token. A sequence stands on the longest suffix of its text that is a node; this node and those along its
- * suffix links are its contexts, so nothing is searched when it goes on.
+ * A node is a string of at most depth + 1 tokens; its count is the number of its occurrences, its suffix link the node
+ * without the first token. A string is a node once the string without its last token was seen twice: until then its
+ * parent only remembers where it was seen (`lazy`), which keeps text that never repeats at about one node a token. A
+ * sequence stands on the longest suffix of its text that is a node; this node and those along its suffix links are its
+ * contexts, so nothing is searched when it goes on.
  *
  * Node 0 is the root (the empty string) and stands for "none" wherever a child or a neighbour is named.
  */
