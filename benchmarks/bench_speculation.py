@@ -11,7 +11,7 @@ the quickstart's. Responses of all strategies are compared; a difference ends th
 
 `--layers N` makes the policy deeper by layers that change nothing (their output projections are zero): the same
 responses and acceptance at the cost of a larger model, whose weights do not fit the processor's cache. That is the
-regime of real policies, where a forward is bound by reading weights and further rows are nearly free.
+case of real policies, where a forward is bound by reading weights and further rows are nearly free.
 """
 
 from __future__ import annotations

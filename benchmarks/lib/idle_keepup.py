@@ -8,7 +8,7 @@ two:
     from random   made from a layer of the policy, no file; trained in idle time
     warmed up     `assets/demo-drafter`, left so: what the one from random weights is measured against
 
-The last two run for as many steps as are needed to see whether 10 are enough, of 64 questions: a drafter that has
+The last two run for as many steps as are needed to see whether 10 are enough, of 64 prompts: a drafter that has
 only the responses to 8 overfits to them (docs/design/decisions.md).
 """
 

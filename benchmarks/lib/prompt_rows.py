@@ -1,4 +1,4 @@
-"""A run's prompts as JSON rows, and its reward of a text: what a peer needs to train or answer on the same prompts.
+"""A run's prompts as JSON rows, and its reward of a text: what a peer needs to train or respond on the same prompts.
 
 The parent writes the rows with this project's prompt stream; a peer's process, in an environment of its own, reads them
 and scores texts by the project's reward functions. Imports no torch.
@@ -16,18 +16,19 @@ from megatron_tlt.rewards.base import judge
 from megatron_tlt.rewards.build import build_scorers
 from megatron_tlt.types import Prompt, Sample
 
-_QUESTION = ("prompt_id", "dataset_id", "text", "answer", "task", "metadata")  # fields of a Prompt
+_FIELDS = ("prompt_id", "dataset_id", "text", "answer", "task", "metadata")  # fields of a Prompt
 Row = dict[str, Any]
-"""{"prompt": messages, or text where the run uses no chat template; "token_ids": what the run feeds; "question"}."""
+"""{"prompt": messages, or text where the run uses no chat template; "token_ids": what the run feeds; "fields": those of
+`Prompt` that a reward reads}."""
 
 
 def write_rows(prompts: Sequence[Prompt], section: DataSection, path: Path) -> None:
     """One line a prompt, in order."""
     with path.open("w", encoding="utf-8") as file:
         for prompt in prompts:
-            question = {name: getattr(prompt, name) for name in _QUESTION}
+            fields = {name: getattr(prompt, name) for name in _FIELDS}
             row = {"prompt": _request(prompt.text, section), "token_ids": prompt.token_ids}
-            file.write(json.dumps(row | {"question": json.dumps(question)}) + "\n")
+            file.write(json.dumps(row | {"fields": json.dumps(fields)}) + "\n")
 
 
 def _request(text: str, section: DataSection) -> str | list[dict[str, str]]:
@@ -44,13 +45,13 @@ def read_rows(path: Path) -> list[Row]:
 
 
 class RowReward:
-    """The value that a run with these reward functions gives a text as the answer to a row's prompt."""
+    """The value that a run with these reward functions gives a text as the response to a row's prompt."""
 
     def __init__(self, section: RewardSection):
         self._scorers, self._failure_value = build_scorers(section), section.failure_value
 
-    def __call__(self, question: str, text: str) -> float:
-        """`question` is a row's; `text` an answer without special tokens."""
-        prompt = Prompt(token_ids=(), **json.loads(question))
+    def __call__(self, fields: str, text: str) -> float:
+        """`fields` are a row's; `text` a response without special tokens."""
+        prompt = Prompt(token_ids=(), **json.loads(fields))
         sample = Sample(prompt.prompt_id, 0, [], [], text, "stop", 0)
         return judge(self._scorers, self._failure_value, prompt, sample).value

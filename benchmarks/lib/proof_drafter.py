@@ -31,8 +31,8 @@ def from_nothing(bench: Bench) -> tuple[Rows, dict[str, float]]:
         kept = {key: [row.get(key, 0.0) for row in timed] for key in ("drafter/steps", "idle/recovered_seconds")}
         rows.append({"part": "drafter", "drafter": name, "hidden": HIDDEN, "accept_length": lengths[name], **kept})
     share = lengths[FROM_NOTHING][-1] / lengths[DEMO_START][-1]
-    verdict = "met" if share >= GOAL else "MISSED"
-    print(f"drafter from nothing, share of the demo drafter: {share:.3f}  goal {GOAL}: {verdict}", flush=True)
+    outcome = "met" if share >= GOAL else "MISSED"
+    print(f"drafter from nothing, share of the demo drafter: {share:.3f}  goal {GOAL}: {outcome}", flush=True)
     if bench.args.picture is not None:
         bench.args.picture.parent.mkdir(parents=True, exist_ok=True)
         bench.args.picture.with_name(f"{bench.args.picture.stem}-drafter.svg").write_text(picture(lengths))

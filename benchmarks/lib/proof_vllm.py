@@ -87,7 +87,7 @@ class Turns:
         }
 
 
-class Questions:
+class PromptSource:
     """The configuration's training prompts, each given out once, and the reward of responses to them."""
 
     def __init__(self, config: Path, model: Path, are_equal: bool):
@@ -136,16 +136,16 @@ def open_side(side: str, args: argparse.Namespace, context: int, vllm_drafter: P
     return Child(side, [python, __file__, *options], 1, {"PYTHONPATH": path})
 
 
-def measure(children: list[Child], questions: Questions, requests: int, turns: int, batches: int) -> Rows:
+def measure(children: list[Child], source: PromptSource, requests: int, turns: int, batches: int) -> Rows:
     """Rows of one size; the sides take turns, the first rollout warms up."""
     done = {child.name: Turns() for child in children}
-    warm = questions.next_work(requests)
+    warm = source.next_work(requests)
     for child in children:
         child.run(warm)
     for _ in range(turns):
-        works = [questions.next_work(requests) for _ in range(batches)]
+        works = [source.next_work(requests) for _ in range(batches)]
         for child in children:
-            done[child.name].add([child.run(work) for work in works], works, questions.score)
+            done[child.name].add([child.run(work) for work in works], works, source.score)
     ours = next((of_side.outputs for side, of_side in done.items() if side in OURS), None)
     rows = [of_side.row(requests, side, ours) for side, of_side in done.items()]
     for r in rows:
@@ -212,15 +212,15 @@ def run(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     """Rows and summary."""
     if args.quick:
         args.requests, args.turns, args.batches, args.eager = [4], 1, 2, True
-    questions = Questions(args.config, args.model, args.equal)
-    context = questions.config.data.max_prompt_tokens + questions.config.rollout.max_tokens
+    source = PromptSource(args.config, args.model, args.equal)
+    context = source.config.data.max_prompt_tokens + source.config.rollout.max_tokens
     with tempfile.TemporaryDirectory() as folder:
         vllm_drafter = Path(folder) / "drafter"
         write_vllm_drafter(args.drafter, vllm_drafter)
         children = [open_side(side, args, context, vllm_drafter) for side in args.sides]
         rows: Rows = []
         for requests in args.requests:
-            rows += measure(children, questions, requests, args.turns, args.batches)
+            rows += measure(children, source, requests, args.turns, args.batches)
         for child in children:
             child.close()
     return rows, summarize(rows)

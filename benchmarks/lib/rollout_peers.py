@@ -1,7 +1,7 @@
 """The engines of proof_vllm.py, this project's and vLLM's CPU build, each speculating in its own ways.
 
 A side runs in a process of its own, vLLM's in vLLM's environment, so vendors are imported inside. Each function loads a
-policy and returns a function that responses `Work`. All sample at temperature 1: this project's with keyed noise,
+policy and returns a function that serves `Work`. All sample at temperature 1: this project's with keyed noise,
 vLLM's with random numbers of their own.
 """
 

@@ -1,4 +1,4 @@
-"""The engines that bench_rollout.py compares: each function loads a model and returns a function that responses
+"""The engines that bench_rollout.py compares: each function loads a model and returns a function that serves
 `Work` and returns its seconds.
 
 A side runs in a process of its own under the interpreter of its own virtual environment, so vendors are imported

@@ -48,9 +48,9 @@ def reward_function(section: RewardSection) -> Any:
     """The run's reward in TRL's signature: completions are chats of one message, or texts without a chat template."""
     value = RowReward(section)
 
-    def reward(prompts: list[Any], completions: list[Any], question: list[str], **_: Any) -> list[float]:
+    def reward(prompts: list[Any], completions: list[Any], fields: list[str], **_: Any) -> list[float]:
         texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-        return [value(q, text) for q, text in zip(question, texts, strict=True)]
+        return [value(row, text) for row, text in zip(fields, texts, strict=True)]
 
     return reward
 
@@ -124,7 +124,7 @@ def main() -> None:
         model=model,
         reward_funcs=[reward_function(RewardSection.model_validate(job["rewards"]))],
         args=settings(job),
-        train_dataset=Dataset.from_list([{k: row[k] for k in ("prompt", "question")} for row in rows]),
+        train_dataset=Dataset.from_list([{k: row[k] for k in ("prompt", "fields")} for row in rows]),
         processing_class=tokenizer,
         optimizers=(optimizer, schedule),
         callbacks=[clock],

@@ -61,7 +61,7 @@ def test_a_row_is_rewarded_as_the_run_rewards_it(config, prompts, tmp_path: Path
     pool.close()
     reward = RowReward(config.rewards)
     values = [
-        [reward(row["question"], sample.text) for sample in group.samples]
+        [reward(row["fields"], sample.text) for sample in group.samples]
         for row, group in zip(read_rows(tmp_path / "rows.jsonl"), groups, strict=True)
     ]
     assert values == [[r.value for r in group.rewards] for group in groups]
