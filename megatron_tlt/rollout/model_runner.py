@@ -276,11 +276,11 @@ class _FedRows:
 
 
 def _first_rows(requests: list[Request]) -> SamplingRows:
-    """Sampling parameters and keys of the first tokens of `requests`."""
+    """Sampling parameters and keys of the tokens that `requests` draw behind their prompt and their `output`."""
     keys = np.array([r.key for r in requests], np.uint64)
     params = [r.params for r in requests]
     return SamplingRows(
-        row_keys(keys, np.zeros(len(requests), np.int32)),
+        row_keys(keys, np.array([len(r.output) for r in requests], np.int32)),
         np.array([p.temperature for p in params], np.float32),
         np.array([p.top_k for p in params], np.int32),
         np.array([p.top_p for p in params], np.float64),
