@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from megatron_tlt.backends.process import EngineProcess
     from megatron_tlt.sync.served_weights import ServedWeights
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort"}
 _HISTORY_MIB = 64  # lengths only
 
@@ -218,7 +218,7 @@ class RemoteBackend(BaseBackend):
             if self._pending and self.process.is_alive:
                 self.process.call("abort")
         except BackendError as error:
-            logger.warning("after an interrupted rollout: %s", error)
+            _log.warning("after an interrupted rollout: %s", error)
         self._pending.clear()
         for message in self.process.responses:
             self._drop_response(message)

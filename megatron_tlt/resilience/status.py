@@ -126,7 +126,7 @@ def _touched(path: Path) -> float:
         return 0.0
 
 
-def render(
+def status_text(
     run_dir: str | Path, status: RunStatus, top: int = 0, now: float | None = None, hint: str = "--all"
 ) -> str:
     """The state as text: a line on the run, then a table of the `top` worst ranks (0: all); `hint`: what shows all."""

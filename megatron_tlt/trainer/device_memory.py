@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.distributed.world import World
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _LARGE = 1 << 21  # elements of fp32 that NCCL sends by its protocol for large messages
 # Bytes outside PyTorch that come later: kernels' modules at their first use, NCCL's channels between pairs (PP, EP,
@@ -82,7 +82,7 @@ def cache_bytes(config: Config, world: World) -> int | None:
         allowed = f"one request of full length needs {least / GIB:.2f} GiB, and {there}"
         raise ConfigError.of("cluster.memory_gib", config.cluster.memory_gib, allowed)
     if world.is_main:
-        logger.warning("the memory plan's KV cache of %.2f GiB is not there: %s", planned / GIB, there)
+        _log.warning("the memory plan's KV cache of %.2f GiB is not there: %s", planned / GIB, there)
     return left
 
 

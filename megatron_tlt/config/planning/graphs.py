@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.engine import row_bytes
-from megatron_tlt.config.planning.parameters import MIB, element_bytes, route_bytes
+from megatron_tlt.config.planning.parameters import MIB, element_bytes, routed_experts_bytes
 from megatron_tlt.config.root import Config
 
 _SMALL = (1, 2, 4, 8)  # the first batch buckets; behind them come multiples of the stride,
@@ -77,7 +77,8 @@ def least_graph_bytes(config: Config, shape: ArchitectureConfig) -> int:
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
     gathered = 2 * shape.vocab_size if rollout.tp > 1 else 0
     buffers = shape.vocab_size + config.rollout.speculation.state_parts * shape.hidden_size
-    return graph_rows(config) * ((buffers + gathered) * element + route_bytes(shape) + row_bytes(config, shape))
+    row = (buffers + gathered) * element + routed_experts_bytes(shape) + row_bytes(config, shape)
+    return graph_rows(config) * row
 
 
 def graph_rows(config: Config) -> int:

@@ -120,7 +120,7 @@ def _stage(
         KV: 0,
         "drafter": engine.drafter_weight_bytes(config, shape),
         **drafter.training_parts(config, shape, device),
-        "weight sync bucket": policy.push_bytes(config, shape, dims),
+        "weight sync bucket": policy.weight_sync_bytes(config, shape, dims),
     }
     if config.rollout.backend != "embedded":
         own = config.rollout.process_mib * MIB // (1 if device == "cuda" else 4)

@@ -93,9 +93,9 @@ def kv_bytes_per_token(config: Config, shape: ArchitectureConfig) -> int:
     is_read = own > 0 and config.rollout.backend == "embedded"
     states = speculation.state_parts * is_read * shape.hidden_size
     # The cache has room for the experts' numbers, recorded or not.
-    return (keys_values + states) * element_bytes(config.rollout.dtype) + route_bytes(shape)
+    return (keys_values + states) * element_bytes(config.rollout.dtype) + routed_experts_bytes(shape)
 
 
-def route_bytes(shape: ArchitectureConfig) -> int:
+def routed_experts_bytes(shape: ArchitectureConfig) -> int:
     """Bytes of the numbers of one token's experts, all layers: one byte each up to 256 experts, else two."""
     return shape.num_experts_per_tok * len(shape.moe_layers) * (1 if shape.num_experts <= 256 else 2)

@@ -115,7 +115,7 @@ def rotation_bytes(config: Config | SftConfig, shape: ArchitectureConfig, dims: 
     return models * rotation_rows(config.model.max_context, dims.tp, dims.cp) * shape.head_dim * 4
 
 
-def push_bytes(config: Config, shape: ArchitectureConfig, dims: Dims) -> int:
+def weight_sync_bytes(config: Config, shape: ArchitectureConfig, dims: Dims) -> int:
     """A bucket of full tensors, and the parts and the join of the largest one where ranks hold parts."""
     widths = 2 * shape.intermediate_size, 2 * shape.num_experts * shape.moe_intermediate_size  # experts are one stack
     largest = max(shape.vocab_size, *widths) * shape.hidden_size * element_bytes(config.actor.dtype)
