@@ -76,7 +76,7 @@ class ForwardStateCollector:
         self._seen: set[Key] = set()
         self._chosen: list[tuple[TrainSequence, int]] = []  # with their owner among the replica's ranks
         self._left: dict[Key, int] = {}  # owners of those that no forward has passed yet
-        self._parts: dict[tuple[Key, int], HostCopy] = {}  # by column: what this rank has read
+        self._parts: dict[tuple[Key, int], HostCopy] = {}  # by column: states that this rank has read
         self._places: list[tuple[Key, int, int]] = []  # rows of the forward under way that this rank reads
         self._whole: MicroBatch | None = None  # that micro-batch, if any rank of its stage reads some
         # Ranks of one stage share its responses out; their places among the owners of a stage.
@@ -186,7 +186,7 @@ class ForwardStateCollector:
 def choose(
     sequences: Sequence[TrainSequence], num_owners: int, budget_bytes: int, row_bytes: int, seed: int
 ) -> list[tuple[TrainSequence, int]]:
-    """Responses that are collected, with their owners, who get about as many bytes each and at most `budget_bytes`.
+    """Responses to collect, with their owners, each of which gets about as many bytes and at most `budget_bytes`.
 
     Where that is short a random choice stays, a function of the seed and the responses' names: a fair sample of
     lengths.
