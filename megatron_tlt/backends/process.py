@@ -38,7 +38,7 @@ _END_S = 30.0
 
 @dataclass(frozen=True)
 class EngineLaunch:
-    """What is started, in which environment."""
+    """The command of a child process and its environment."""
 
     name: str  # the engine's, as in messages
     section: str  # path of its configuration
@@ -257,7 +257,7 @@ class EngineProcess:
         return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def failure(self, what: str) -> BackendError:
-        """Kills the child; returns the error with what it did and the end of its log.
+        """Kills the child; returns the error with its cause and the end of its log.
 
         The log of an engine that had been started stays, in a file of the temporary directory.
         """

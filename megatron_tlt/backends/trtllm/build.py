@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.engine_process import TrtllmSection
     from megatron_tlt.drafter.kinds.base import SavedDrafter
 
-_PACKAGE = "tlt_backends"  # what backends/ is called in the other environment
+_PACKAGE = "tlt_backends"  # the name of backends/ in the other environment
 # From TensorRT-LLM's Ray executor, and from verl and NeMo-RL, which all set them.
 _ENGINE = {
     "TLLM_DISABLE_MPI": "1",
