@@ -44,7 +44,7 @@ def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Pat
 
 
 def export_problems(out: Path, config: Config, overwrite: bool) -> list[ConfigProblem]:
-    """What keeps the configuration's run from being written as `out`, found without loading it."""
+    """Problems with writing the configuration's run as `out`, found without loading it."""
     run_dir, resume = Path(config.train.run_dir), config.checkpoint.resume
     problems = checkpoint_problems(resume)
     model = config.model

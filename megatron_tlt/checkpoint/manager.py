@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when one is written, what it holds, which one a run resumes from.
+"""Checkpoints of a run: when one is written, its contents, which one a run resumes from.
 
     RUN_DIR/checkpoints/step-000030/
       *.distcp, .metadata, metadata.json, common.pt   policy, optimizer, random states: megatron's torch_dist format

@@ -63,7 +63,7 @@ def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None
 
 
 def _candidates(checkpoints: Path) -> list[Path]:
-    """What `latest` points to, then everything older, newest first (everything, if there is no pointer)."""
+    """The step that `latest` names, then all older ones, newest first (all, if there is no pointer)."""
     steps, latest = files.complete_steps(checkpoints), files.read_latest(checkpoints)
     if latest is None:
         return steps
