@@ -1,4 +1,4 @@
-"""`megatron-tlt status RUN_DIR`: what every rank of a run does, the worst first. Needs no MPI and no GPU."""
+"""`megatron-tlt status RUN_DIR`: the state of every rank of a run, the worst first. Needs no MPI and no GPU."""
 
 from __future__ import annotations
 
