@@ -8,8 +8,8 @@ Legend: B sequences, k rows of each, H hidden, F intermediate, V vocabulary, t =
 * Buffers that all graphs write: `e*(V + H)` a row, with a drafter of kind eagle3 `e*(V + 4H)`, and the numbers of its
   experts. Temporary memory, shared by all graphs: that of the largest one, of each row what a forward has
   (`engine.row_bytes`), on several ranks its logits a second and a third time.
-* What a graph takes beside it (its nodes) is the driver's affair and is measured at each capture: what the budget
-  (`rollout.graph_memory_mib`) has no room for runs without a graph.
+* The driver's memory for a graph's nodes is measured at each capture. Forwards for which the budget
+  (`rollout.graph_memory_mib`) has no room run without a graph.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def drafter_parameters(config: Config, shape: ArchitectureConfig) -> int:
 
 
 def kv_bytes_per_token(config: Config, shape: ArchitectureConfig) -> int:
-    """KV cache of one token of context on one rank of an engine; with a trained drafter its own, and what it reads."""
+    """KV cache of one token of context on one rank of an engine; with a trained drafter also the drafter's."""
     heads, speculation = -(-shape.num_kv_heads // config.rollout.tp), config.rollout.speculation
     own = 0 if speculation.trained is None else speculation.trained.cached_layers
     keys_values = 2 * (shape.num_layers * heads + own * shape.num_kv_heads) * shape.head_dim

@@ -7,7 +7,7 @@ Of experts d is the number of ranks that hold the same ones: those of a pipeline
   in fp32; the optimizer holds an fp32 master copy and two moments). The distributed optimizer divides the
   last term by the data parallel size: the `6 + 12/d` bytes a parameter of megatron-core's distributed
   optimizer documentation, stage 1 of Rajbhandari et al., arXiv 1910.02054, section 5.
-* Activations, the LM head and what backward takes: `activations.py`.
+* Activations, the LM head and temporaries of the backward pass: `activations.py`.
 * Transformer Engine's layers read one table of rotations, which stays.
 * A weight sync gathers one tensor after the other: its parts and their join, and the bucket that collects them.
 """
@@ -76,7 +76,7 @@ def _longest(config: Config | SftConfig) -> int:
 def activation_bytes(
     config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device = "cpu"
 ) -> int:
-    """What an update takes on one rank of a stage beside its state; see `activations.py`.
+    """Bytes that an update takes on one rank of a stage beside its state; see `activations.py`.
 
     Where only the run will show whether there is Transformer Engine, the more of both forms of context parallelism.
     """
