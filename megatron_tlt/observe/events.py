@@ -1,10 +1,10 @@
-"""What each rank did and when: spans and instants in run_dir/events/rank-00000.jsonl. Torch-free.
+"""Spans and instants of each rank in run_dir/events/rank-00000.jsonl. Torch-free.
 
 A line: `{"ts": seconds since the epoch at its start, "rank", "step", "kind": "span" | "instant" | "state", "name",
 "dur": seconds (spans, states), "attrs": {...}}`. Spans are the phases of a step, one after the other; states (BUSY,
 IDLE, TRAINING) divide the rollout and idle spans. Lines are buffered and written at the end of a step, when a span ends
-in an error, and at exit. A resumed run appends, after a new `open` instant: steps done again are repeated. What a rank
-does now is in RUN_DIR/status (`resilience/heartbeat.py`).
+in an error, and at exit. A resumed run appends, after a new `open` instant: steps done again are repeated. The present
+state of a rank is in RUN_DIR/status (`resilience/heartbeat.py`).
 """
 
 from __future__ import annotations

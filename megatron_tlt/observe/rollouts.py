@@ -1,4 +1,4 @@
-"""What a step's rollouts leave: a row of statistics in run_dir/rollouts.jsonl, responses in samples.jsonl. Torch-free.
+"""Records of a step's rollouts: a row of statistics in run_dir/rollouts.jsonl, responses in samples.jsonl. Torch-free.
 
 A row of rollouts.jsonl has a few kilobytes, whatever the number of ranks:
 

@@ -32,7 +32,7 @@ _FIELDS: dict[str, dict[str, type | UnionType]] = {
 
 @dataclass
 class RunData:
-    """What a run has written so far."""
+    """The files of a run, as far as it has written them."""
 
     run_dir: Path
     config: JsonRow
