@@ -106,7 +106,7 @@ class Heartbeat:
         self._sleep(_DEATH_S)
         reason, ranks = ("hung", at_fault) if outcome == "timeout" else ("failed", [self._status.rank])
         end = JobEnd(self._status.start, reason, detail, ranks, time.time())
-        with suppress(OSError):  # what this process prints names the reason, too
+        with suppress(OSError):  # this process's own messages name the reason, too
             self._files.claim_end(end)
         known = self._files.read_end(end.start)
         if known is not None and known.outcome == "hung":
