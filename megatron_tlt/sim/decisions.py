@@ -40,7 +40,7 @@ def request_knots(most: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class RateTable:
-    """Seconds for each token of every running request, and what was decided, at the knots."""
+    """Seconds for each token of every running request, and the decisions, at the knots."""
 
     requests: np.ndarray  # int64 [K], ascending
     contexts: np.ndarray  # float64 [X], ascending

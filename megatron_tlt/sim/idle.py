@@ -50,7 +50,7 @@ class IdleTime:
         running = int(np.count_nonzero(trains))
         if not running:
             return Waits(ends, np.zeros(len(ends)), 0, done, 0.0)
-        # The last of so many micro-steps that end evenly spread. What runs is finished.
+        # The last of so many micro-steps that end evenly spread. A running one is finished.
         late = step * running / (running + 1)
         steps = np.where(trains, np.floor(np.maximum(done - begins, 0.0) / step) + 1, 0.0)
         seconds = np.minimum(steps * step, np.where(trains, done + late - begins, 0.0))

@@ -1,4 +1,4 @@
-"""What is refused before a simulation starts: a model that does not fit its GPU, and minutes of work. Torch-free."""
+"""Limits checked before a simulation starts: a model must fit its GPU, and the work is bounded. Torch-free."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def point_table(result: SimResult) -> Table:
 
 
 def decision_table(result: SimResult) -> Table | None:
-    """What the selector does at each number of running requests, of the last point that speculates; None: none does."""
+    """The selector's choice at each number of running requests, of the last point that speculates; None: none does."""
     speculating = [p for p in result.points if any(s.accept_length for s in p.strategies)]
     if not speculating:
         return None
