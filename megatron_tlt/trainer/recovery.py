@@ -1,4 +1,4 @@
-"""What a run survives by: checkpoints, cached responses, the orderly end after a signal, the limit of skipped updates.
+"""Recovery of a run: checkpoints, cached responses, the orderly end after a signal, the limit of skipped updates.
 
     resume -> [ begin_step ... save_if_due -> end_step ] ... -> finish
                     a signal: save_and_leave, with the state of before the unfinished step

@@ -132,7 +132,7 @@ def _judged(groups: Sequence[SampleGroup]) -> tuple[int, str | None]:
 
 
 def _check_judged(everywhere: Sequence[tuple[int, str | None]]) -> None:
-    """Raises RewardError on every rank if no response of any rank was judged: nothing can be learned from them."""
+    """Raises RewardError on every rank if no response of any rank was judged: such an update would learn nothing."""
     why = next((why for _, why in everywhere if why is not None), None)
     if why is not None and not any(judged for judged, _ in everywhere):
         raise RewardError(f"the reward functions failed on every response of this rollout; one of them: {why}")
