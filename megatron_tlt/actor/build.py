@@ -194,7 +194,8 @@ def _engine_layer(config: ModelConfig, actor: ActorSection) -> ModuleSpec:
 
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_norm)
     if actor.recompute == "selective" and "layernorm" in actor.recompute_modules:
-        backend, parts = TESpecProvider(), layer.submodules
+        backend = TESpecProvider()
+        parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = backend.layer_norm()
         parts.self_attention.submodules.linear_qkv = backend.column_parallel_linear()
         parts.mlp.submodules.linear_fc1 = backend.column_parallel_linear()
@@ -324,7 +325,8 @@ class PolicyModel:
 
     def _routing(self, batch: MicroBatch, routing: Routing) -> Routing:
         """The inputs of this rank's routers in this forward; they write their statistics to `routing`, too."""
-        routed_experts, is_token = recorded_routed_experts(batch) if routing.replays else None, routing.is_token
+        routed_experts = recorded_routed_experts(batch) if routing.replays else None
+        is_token = routing.is_token
         if self.megatron_config.sequence_parallel:
             at, tp = self.groups.at.tp, self.groups.dims.tp
             is_token = is_token.chunk(tp)[at]

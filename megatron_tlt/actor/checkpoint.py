@@ -145,7 +145,8 @@ def sharded_state(
 
     `values_of`: see `start_save`; None to load, into the state itself.
     """
-    metadata, loading = _metadata(groups, module.config), values_of is None
+    metadata = _metadata(groups, module.config)
+    loading = values_of is None
     read = values_of or (lambda tensor: tensor)
     optimizer_shards.prime(optimizer)
     optimizer_shards.describe_in_place(optimizer, read)

@@ -105,7 +105,8 @@ class ForwardStateCollector:
         those that no forward has passed yet, and emits them at the end. Collective over the replica.
         """
         new = [s for s in sequences if _key(s) not in self._seen and response_len(s) >= _MIN_TOKENS]
-        self._seen, self._version = {_key(s) for s in sequences}, version
+        self._seen = {_key(s) for s in sequences}
+        self._version = version
         self._chosen = choose(new, self._width * self._groups.dims.pp, self._budget, self._row, self._seed)
         self._left = {_key(s): owner for s, owner in self._chosen}
         self._left_out = len(new) - len(self._chosen)

@@ -133,7 +133,8 @@ class EngineProcess:
             ) from error
 
     def _check_version(self, hello: Message) -> None:
-        launch, engine = self.launch, hello.get("engine")
+        launch = self.launch
+        engine = hello.get("engine")
         if hello["type"] != "hello" or engine != launch.settings.version:
             wanted = f"{launch.section}.version is {launch.settings.version}"
             raise self.failure(f"is {launch.name} {engine}, {wanted}")

@@ -121,7 +121,8 @@ class CheckpointManager:
         prune: bool = True,
     ) -> None:
         self.wait()  # a writer slower than the interval delays the run: better than ever more saves in memory
-        drafter_state, files = drafter(), {}  # collective among the ranks of an engine
+        drafter_state = drafter()  # collective among the ranks of an engine
+        files = {}
         if drafter_state is not None and self._world.is_main:
             files[DRAFTER_STATE] = drafter_state_writer(drafter_state)
         target = step_directory(self._directory, step)

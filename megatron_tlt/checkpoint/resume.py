@@ -64,7 +64,8 @@ def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None
 
 def _candidates(checkpoints: Path) -> list[Path]:
     """The step that `latest` names, then all older ones, newest first (all, if there is no pointer)."""
-    steps, latest = files.complete_steps(checkpoints), files.read_latest(checkpoints)
+    steps = files.complete_steps(checkpoints)
+    latest = files.read_latest(checkpoints)
     if latest is None:
         return steps
     return [latest, *(path for path in steps if files.step_of(path) < files.step_of(latest))]

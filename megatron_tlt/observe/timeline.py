@@ -64,7 +64,9 @@ def _rank_events(run: RunData, rank: int, origin: float, steps: Collection[int] 
     yield from _names(rank, f"rank {rank}", {_PHASES: "phases", _STATES: "state"})
     slices: dict[int, list[Event]] = {_PHASES: [], _STATES: []}
     for row in run.events(rank):
-        step, name, attrs = row.get("step"), row["name"], row.get("attrs", {})
+        step = row.get("step")
+        name = row["name"]
+        attrs = row.get("attrs", {})
         if steps is not None and (step is None or step + 1 not in steps):
             continue
         base = {"name": name, "pid": rank, "ts": _micros(row["ts"] - origin)}

@@ -61,7 +61,8 @@ class Heartbeat:
 
     def enter(self, phase: str, step: int) -> None:
         """The rank enters a phase."""
-        now, old = self._clock(), self._status
+        now = self._clock()
+        old = self._status
         self._durations[old.phase].append(now - self._phase_began)
         self._phase_began = now
         limit = phase_limit(self._durations[phase])

@@ -166,7 +166,8 @@ class Watchdog:
         """
         sizes: dict[Path, int] = {}
         for rank, pid in self._pids.items():
-            path, status = self._files.stacks_of(rank), self._status(rank)
+            path = self._files.stacks_of(rank)
+            status = self._status(rank)
             heading = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {status.name} in {status.where}"
             try:
                 with path.open("a", encoding="utf-8") as file:

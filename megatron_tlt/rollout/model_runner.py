@@ -138,7 +138,8 @@ class ModelRunner:
         The cache ends as plain decoding would have left it: slots behind the accepted tokens are written again before
         they are read. Mutates the cache.
         """
-        fed, pool = _FedRows.of(draft), self.pool
+        fed = _FedRows.of(draft)
+        pool = self.pool
         if pool is not None and pool.key(len(draft.counts), int(draft.counts.max()) + 1) is None:
             pool.graphs.stats.eager += 1
             pool = None  # more rows than its buffers hold
@@ -149,7 +150,10 @@ class ModelRunner:
 
     def _verify_input(self, draft: Draft, fed: _FedRows, to_pool: bool) -> DecoderInput:
         """Last tokens and their drafts as one ragged batch."""
-        rows, size, count, total = self.rows, self._block_size, len(draft.counts), len(fed.request)
+        rows = self.rows
+        size = self._block_size
+        count = len(draft.counts)
+        total = len(fed.request)
         tokens, positions = rows.token_ids[fed.request], rows.positions[fed.request] + fed.depth
         tokens[fed.depth > 0] = draft.tokens
         block, inside = np.divmod(positions, size)

@@ -206,7 +206,8 @@ class Scheduler:
         return 0 if is_partial and len(prefill.children) == 1 else 1
 
     def _start_child(self, prefill: Prefill, batch: Batch) -> None:
-        size, length = self.blocks.block_size, len(prefill.tokens)
+        size = self.blocks.block_size
+        length = len(prefill.tokens)
         full, offset = divmod(length, size)
         request = prefill.children.pop(0)
         blocks = prefill.blocks
@@ -316,7 +317,8 @@ class Scheduler:
 
     def _check(self, prefill: Prefill) -> None:
         longest = max(r.params.max_tokens - len(r.output) for r in prefill.children)
-        length, limits = len(prefill.tokens), self.limits
+        length = len(prefill.tokens)
+        limits = self.limits
         name = f"prompt {prefill.children[0].prompt_id}"
         if length < 1 or longest < 1:
             raise BackendError(

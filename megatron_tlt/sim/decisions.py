@@ -86,7 +86,9 @@ class Decider:
 
     def _make(self, quality: float) -> RateTable:
         shape = len(self._requests), len(self._contexts)
-        seconds, speculating, accepted = np.zeros(shape), np.zeros(shape[0]), np.zeros(shape[0])
+        seconds = np.zeros(shape)
+        speculating = np.zeros(shape[0])
+        accepted = np.zeros(shape[0])
         by_knot: dict[int, StepCounts] = {}
         speculation = Speculation(self._config, self._costs, (self._config.workload.seed, 2))
         speculation.set_quality(quality)

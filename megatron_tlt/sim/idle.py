@@ -43,7 +43,8 @@ class IdleTime:
 
     def waits(self, rollouts: Sequence[ReplicaRollout]) -> Waits:
         """Of one step."""
-        ends, step = np.array([r.seconds for r in rollouts]), self._micro_step
+        ends = np.array([r.seconds for r in rollouts])
+        step = self._micro_step
         done = float(ends.max())
         begins = ends + self._policy.min_tail_seconds
         trains = (begins < done) & [self._trains(done - r.seconds, len(r.lengths)) for r in rollouts]

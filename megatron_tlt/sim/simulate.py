@@ -83,7 +83,8 @@ class Simulation:
         return record, rollouts
 
     def _point(self, mode: str, records: list[StepRecord], running: list[tuple[float, int]]) -> Point:
-        cluster, steps = self._cluster, len(records)
+        cluster = self._cluster
+        steps = len(records)
         total = sum(r.seconds for r in records)
         return Point(
             mode,

@@ -63,7 +63,9 @@ class ServedWeights:
     def begin(self, version: int) -> None:
         """Opens a weight sync of `version`; an open one is given up."""
         self._open, self._next_drafter = version, self.drafter_version
-        self._missing, self.open_checksums, self.checksums = set(self._shapes), {}, {}
+        self._missing = set(self._shapes)
+        self.open_checksums = {}
+        self.checksums = {}
 
     def require_open(self, what: str) -> int:
         """The version of the open weight sync. Raises SyncError, naming `what` came, if none is open."""

@@ -115,7 +115,8 @@ class GroupSampler:
     def _report(self, running: int, waiting: int, generated_tokens: int) -> None:
         """The replica's progress, to watchdog and display, with an estimate of the tokens left."""
         lengths = self.backend.running_lengths()
-        left, longest = tokens_left(lengths, waiting, self._lengths), int(lengths.max(initial=0))
+        left = tokens_left(lengths, waiting, self._lengths)
+        longest = int(lengths.max(initial=0))
         self.queues.world.heartbeat(state="BUSY", running=running, queued=waiting, longest=longest, left=left)
         self.metrics.on_rollout(running, waiting, generated_tokens)
 

@@ -41,7 +41,8 @@ def build_trtllm(options: EngineOptions) -> TrtllmBackend:
     BackendError.
     """
     rollout, model, drafter = options.rollout, options.model, options.drafter
-    section, policy = rollout.trtllm, ModelConfig.from_hf(model.path)
+    section = rollout.trtllm
+    policy = ModelConfig.from_hf(model.path)
     with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
         files = None if drafter is None else _write(drafter, Path(folder) / "drafter", DTYPES[rollout.dtype])
         arguments = build_llm_kwargs(rollout, model, files)
