@@ -30,7 +30,7 @@ class TltError(Exception):
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One thing wrong with a configuration: where, what was given, what is allowed."""
+    """One error of a configuration: its field, the given value, the allowed ones."""
 
     path: str
     value: object
@@ -61,7 +61,7 @@ class CheckpointError(TltError):
 
 
 class SyncError(TltError):
-    """A weight push that did not arrive whole, or arrived different."""
+    """A weight sync that did not arrive whole, or arrived different."""
 
 
 class BackendError(TltError):

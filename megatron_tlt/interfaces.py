@@ -48,7 +48,7 @@ class RolloutBackend(Protocol):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        """What this kind of engine supports."""
+        """The capabilities of this kind of engine."""
 
     @property
     def policy_version(self) -> int: ...
@@ -100,7 +100,7 @@ class RolloutBackend(Protocol):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What the engine learned about its own speed. Mutates nothing."""
+        """The engine's measurements of its own speed. Mutates nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned. Mutates selector and calibration."""
@@ -121,7 +121,7 @@ class RolloutBackend(Protocol):
         """Closes the weight sync: every tensor must have come. Mutates the versions. Raises SyncError."""
 
     def weight_checksums(self) -> dict[str, int]:
-        """Checksum of every tensor as it was received in the last push (`sync.verify`). Mutates nothing."""
+        """Checksum of every tensor as it was received in the last weight sync (`sync.verify`). Mutates nothing."""
 
     def take_stats(self) -> EngineStats:
         """Counters since the last call. Resets them."""

@@ -41,7 +41,7 @@ class SamplingParams:
     seed: int = 0
 
     def out_of_range(self) -> Iterator[tuple[str, float, str]]:
-        """(field, value, what it must be) of temperature and masks that cannot be."""
+        """(field, value, allowed values) of an impossible temperature or mask."""
         if not self.temperature >= 0:
             yield "temperature", self.temperature, ">= 0"
         if not self.top_k >= 0:
@@ -98,7 +98,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """What one `RolloutBackend.generate` generates, and the callbacks that it calls meanwhile."""
+    """The arguments of one `RolloutBackend.generate`, and the callbacks that it calls meanwhile."""
 
     prompts: Iterable[Prompt]
     params: SamplingParams
@@ -192,7 +192,7 @@ class RewardResult:
 
 @dataclass(slots=True)
 class SampleGroup:
-    """All samples of one prompt with their rewards: what group-relative algorithms work on."""
+    """All samples of one prompt with their rewards: the input of group-relative algorithms."""
 
     prompt: Prompt
     samples: list[Sample]
@@ -222,7 +222,7 @@ class TrainSequence:
 
 @dataclass(slots=True)
 class TrainBatch:
-    """What this data-parallel rank updates the policy with in one step.
+    """The data with which this data-parallel rank updates the policy in one step.
 
     `mini_batches` are optimizer steps in order (the same count on every data-parallel rank; a list may be
     empty). `denominators[i]` is the world-wide divisor of mini-batch i's loss sum: computed once by the
@@ -238,7 +238,7 @@ class TrainBatch:
 
 @dataclass(slots=True)
 class TrainOutput:
-    """What an update reports. `policy_version` counts updates of the weights since step 0."""
+    """The result of an update. `policy_version` counts updates of the weights since step 0."""
 
     policy_version: int
     metrics: dict[str, float]
@@ -269,7 +269,7 @@ class HiddenStateSample:
 
 @dataclass(frozen=True, slots=True)
 class BackendCapabilities:
-    """What a kind of rollout engine supports; `check` refuses a configuration that needs more."""
+    """Capabilities of a kind of rollout engine; `check` refuses a configuration that needs more."""
 
     keyed_sampling: bool  # a response is a function of seed, prompt and policy, the same bits with any drafter
     selectors: bool  # our selectors decide how much each step drafts
@@ -283,7 +283,7 @@ class BackendCapabilities:
 
 
 DraftedBy = Literal["none", "suffix", "trained", "mixed"]
-"""What drafts a step: nothing, the suffix drafter, the trained one, or for each request the better of the two."""
+"""The source of a step's drafts: none, the suffix drafter, the trained one, or for each request the better one."""
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
     "embedded": BackendCapabilities(True, True, True, True, True, True, True, True),
     "trtllm": BackendCapabilities(False, False, False, False, False, False, False, False, ("none", "eagle3")),
@@ -305,9 +305,9 @@ CAPABILITIES: dict[BackendName, BackendCapabilities] = {
 class DraftStrategy:
     """How one step speculates.
 
-    `kind` says what drafts; "none" is plain decoding. Each request drafts up to `draft_len` tokens in a row. The draft
-    ends before a token whose cumulative acceptance, the estimated probability that the policy emits it, is below
-    `min_cumulative_acceptance`.
+    `kind` names the source of drafts; "none" is plain decoding. Each request drafts up to `draft_len` tokens in a row.
+    The draft ends before a token whose cumulative acceptance, the estimated probability that the policy emits it, is
+    below `min_cumulative_acceptance`.
     """
 
     kind: DraftedBy
@@ -325,7 +325,7 @@ NO_DRAFT = DraftStrategy("none", 0)
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """One measured decoding step, plain or speculative: what strategy selectors learn from. L: the longest draft."""
+    """One measured decoding step, plain or speculative: the input of strategy selectors. L: the longest draft."""
 
     strategy: DraftStrategy
     num_running: int  # B, requests in the step

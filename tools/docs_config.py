@@ -26,8 +26,8 @@ later ones win; maps merge key by key, lists are replaced). Words on the command
 `megatron-tlt train configs/quickstart.yaml train.num_steps=20 rollout.temperature=0.9
 data.train.tasks.0.weight=2`. Values are typed as in YAML 1.2: `true`/`false` are booleans, `on` and `no` are
 text, `1e-6` is a number. A key may stand in a file once. An unknown key or a value out of range ends the
-command with every problem listed. `megatron-tlt check CONFIG` prints who is who
-among the ranks and the memory they need, with `--show-config` also what a file resolves to.
+command with every problem listed. `megatron-tlt check CONFIG` prints the place of
+each rank in the layout and its memory, with `--show-config` also the resolved file.
 """
 
 

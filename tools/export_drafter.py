@@ -2,7 +2,7 @@
 
     python tools/export_drafter.py --drafter DIR --format hf|sglang|trtllm|vllm --out DIR [--dtype bf16]
 
-`--drafter` is a directory of `megatron-tlt drafter train`. What runs where: docs/guides/export_drafter.md. Exit codes:
+`--drafter` is a directory of `megatron-tlt drafter train`. Engines: docs/guides/export_drafter.md. Exit codes:
 0 written, 1 the directory cannot be written, 2 bad input: an argument, a file, a drafter that the engine cannot run.
 """
 

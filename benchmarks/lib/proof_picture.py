@@ -11,8 +11,8 @@ from pathlib import Path
 
 from megatron_tlt.observe import colours
 from megatron_tlt.observe.events import read_events
-from megatron_tlt.observe.jsonl import Row
-from megatron_tlt.observe.report_charts import PHASES
+from megatron_tlt.observe.jsonl import JsonRow
+from megatron_tlt.observe.report_charts import PHASE_COLOURS
 from megatron_tlt.observe.runfiles import read_run
 
 WIDTH, LEFT, RIGHT = 860, 96, 56  # pixels
@@ -62,7 +62,7 @@ def _headline(figures: Mapping[str, float]) -> str:
 
 
 def _colour(phase: str) -> str:
-    return PHASES.get(phase, colours.RED)
+    return PHASE_COLOURS.get(phase, colours.RED)
 
 
 def _lanes(folder: Path, step: int) -> list[tuple[list[tuple[float, float, str]], list[tuple[float, float]]]]:
@@ -75,7 +75,7 @@ def _lanes(folder: Path, step: int) -> list[tuple[list[tuple[float, float, str]]
     )
     found = []
     for of_rank in events.values():
-        spans = [e for e in of_rank if e["kind"] == "span" and e["name"] in PHASES and e["ts"] >= begin - 0.5]
+        spans = [e for e in of_rank if e["kind"] == "span" and e["name"] in PHASE_COLOURS and e["ts"] >= begin - 0.5]
         spans = [e for e in spans if e["name"] not in ("log", "checkpoint")]
         training = [e for e in of_rank if e["kind"] == "state" and e["name"] == "TRAINING"]
         lane = [_interval(e, begin, _colour(e["name"])) for e in spans]
@@ -90,7 +90,7 @@ def _lanes(folder: Path, step: int) -> list[tuple[list[tuple[float, float, str]]
     return found
 
 
-def _interval(event: Row, begin: float, colour: str) -> tuple[float, float, str]:
+def _interval(event: JsonRow, begin: float, colour: str) -> tuple[float, float, str]:
     start = max(0.0, event["ts"] - begin)
     return start, start + event["dur"], colour
 
@@ -98,7 +98,7 @@ def _interval(event: Row, begin: float, colour: str) -> tuple[float, float, str]
 def _bar(title: str, seconds: Mapping[str, float], y: float, scale: float) -> list[str]:
     """A stacked bar of a step, rollout first."""
     parts, x = [_text(LEFT - 8, y + 16, title, anchor="end")], float(LEFT)
-    for phase in sorted(seconds, key=lambda name: [*PHASES, name].index(name)):
+    for phase in sorted(seconds, key=lambda name: [*PHASE_COLOURS, name].index(name)):
         width = seconds[phase] * scale
         parts.append(_rect(x, y, width, 22, _colour(phase)))
         if width > 60:
@@ -119,7 +119,7 @@ def _legend(seconds: Mapping[str, Mapping[str, float]], y: float) -> list[str]:
         name: max(of.get(name, 0.0) for of in seconds.values()) for of in seconds.values() for name in of
     }
     total = max(sum(of.values()) for of in seconds.values())
-    names = [name for name in PHASES if longest.get(name, 0.0) > 0.01 * total]
+    names = [name for name in PHASE_COLOURS if longest.get(name, 0.0) > 0.01 * total]
     entries = [(name, _colour(name)) for name in names if name != "merge"]
     entries.append(("training and merging drafters", colours.AMBER))
     parts, x = [], float(LEFT)

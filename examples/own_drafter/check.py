@@ -18,7 +18,7 @@ def layer_ids(config: dict) -> list[int]:
 
 
 def problems(config: dict, tensors: dict, policy: dict) -> list[str]:
-    """What contradicts the policy's config.json, or config.json of the drafter itself."""
+    """Contradictions to the policy's config.json, or within the drafter's own."""
     H, V = policy["hidden_size"], config["draft_vocab_size"]
     layers = layer_ids(config)
     shapes = {"fc.weight": (H, len(layers) * H), "lm_head.weight": (V, H), "norm.weight": (H,)}
@@ -40,7 +40,7 @@ def problems(config: dict, tensors: dict, policy: dict) -> list[str]:
 
 
 def main(drafter: Path, policy: Path) -> None:
-    """Prints the summary, or ends with what is wrong."""
+    """Prints the summary, or ends with the problems."""
     config = json.loads((drafter / "config.json").read_text())
     tensors = load_file(drafter / "model.safetensors")
     if found := problems(config, tensors, json.loads((policy / "config.json").read_text())):

@@ -35,7 +35,7 @@ class PackedRows(PackedSeqParams):
     `runs` are (count, length) of neighbouring sequences of one length: they go through attention as one batch.
     `rotation` is RoPE's cos and sin of the rows, see there. Under context parallelism (`context_parallel.py`) runs and
     bounds are those of all ranks' rows: `to_whole` puts these rows, one rank after the other, into the micro-batch's
-    order; `masks` are what layers share. `routing`: what routers of experts read (`routing.py`).
+    order; `masks` are shared by the layers. `routing`: inputs of the routers (`routing.py`).
     """
 
     runs: tuple[tuple[int, int], ...] = ()

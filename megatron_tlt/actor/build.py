@@ -85,7 +85,7 @@ def _recompute(actor: ActorSection) -> dict[str, Any]:
 
 
 def _fusions(actor: ActorSection) -> dict[str, bool]:
-    """What is fused. RoPE and SwiGLU of the local layers are in `attention.py` and `elementwise.py`.
+    """megatron's fused operations. RoPE and SwiGLU of the local layers are in `attention.py` and `elementwise.py`.
 
     Transformer Engine's RoPE reads the sequences' bounds on the device, and rotates in fp32 as the engine does;
     megatron's own brings them to the host, in every layer. Of `tp_comm_overlap` nothing: its buffers have one fixed
@@ -194,7 +194,8 @@ def _engine_layer(config: ModelConfig, actor: ActorSection) -> ModuleSpec:
 
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_norm)
     if actor.recompute == "selective" and "layernorm" in actor.recompute_modules:
-        backend, parts = TESpecProvider(), layer.submodules
+        backend = TESpecProvider()
+        parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = backend.layer_norm()
         parts.self_attention.submodules.linear_qkv = backend.column_parallel_linear()
         parts.mlp.submodules.linear_fc1 = backend.column_parallel_linear()
@@ -310,7 +311,7 @@ class PolicyModel:
     def forward(self, wrapped: Any, batch: MicroBatch) -> Tensor:
         """Logits [1, N, V] of this rank's response rows on the last stage, hidden states elsewhere.
 
-        `wrapped` is what the schedule passes: the module itself or its DDP wrapper.
+        `wrapped` comes from the schedule: the module itself or its DDP wrapper.
         """
         self._rows = batch.rows
         packing = batch.packing
@@ -323,8 +324,9 @@ class PolicyModel:
             return wrapped(batch.input_ids, batch.positions, None, packed_seq_params=packing)
 
     def _routing(self, batch: MicroBatch, routing: Routing) -> Routing:
-        """What this rank's routers read in this forward; they leave their statistics in `routing`, too."""
-        routed_experts, is_token = recorded_routed_experts(batch) if routing.replays else None, routing.is_token
+        """The inputs of this rank's routers in this forward; they write their statistics to `routing`, too."""
+        routed_experts = recorded_routed_experts(batch) if routing.replays else None
+        is_token = routing.is_token
         if self.megatron_config.sequence_parallel:
             at, tp = self.groups.at.tp, self.groups.dims.tp
             is_token = is_token.chunk(tp)[at]

@@ -63,8 +63,8 @@ def start_save(
 ) -> SaveHandle:
     """Begins to save; returns when the state is copied and training may go on. Collective.
 
-    `values_of`: where the values of a tensor of the state are to be read, on any device. `files_of_rank`: what else
-    this rank's thread writes, by file name; may be called until the handle is done. The handle must be polled or waited
+    `values_of`: where the values of a tensor of the state are to be read, on any device. `files_of_rank`: writers of
+    this rank's other files, by file name; may be called until the handle is done. The handle must be polled or waited
     for by all ranks together before the next save.
     """
     scratch = files.scratch_of(directory)
@@ -141,11 +141,12 @@ class SaveHandle:
 def sharded_state(
     module: Any, optimizer: Any, groups: ActorGroups, values_of: Callable[[Tensor], Tensor] | None
 ) -> dict[str, Any]:
-    """megatron's description of which part of which global tensor this rank holds, of what is `trainable`.
+    """megatron's description of the parts of global tensors that this rank holds, of `trainable` parameters.
 
     `values_of`: see `start_save`; None to load, into the state itself.
     """
-    metadata, loading = _metadata(groups, module.config), values_of is None
+    metadata = _metadata(groups, module.config)
+    loading = values_of is None
     read = values_of or (lambda tensor: tensor)
     optimizer_shards.prime(optimizer)
     optimizer_shards.describe_in_place(optimizer, read)

@@ -39,14 +39,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is and which bytes it must consist of."""
+    """The record of a checkpoint: model, versions, and checksums of its files."""
 
     step: int
     policy_version: int
     optimizer_steps: int
     layout: dict[str, int]
     model: dict[str, Any]
-    training: dict[str, str]  # dtype, optimizer, distributed optimizer: what must agree to load it
+    training: dict[str, str]  # dtype, optimizer, distributed optimizer: must agree to load it
     extra: dict[str, Any]
     files: dict[str, FileRecord] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Raises ValueError, with what is wrong."""
+        """Raises ValueError that names the error."""
         body = json.loads(text)
         if not isinstance(body, dict) or body.pop("digest", None) != _digest(body):
             raise ValueError("its digest does not match its content")
@@ -76,7 +76,7 @@ def model_record(config: ModelConfig) -> dict[str, Any]:
 
 
 def model_differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """What differs between two records (`model_record`), for messages."""
+    """Differences between two records (`model_record`), for messages."""
     wrong = [(name, value) for name, value in wanted.items() if found.get(name) != value]
     return [f"{name} is {found.get(name)!r}, not {value!r}" for name, value in wrong]
 
@@ -114,7 +114,7 @@ def record_of(file: Path) -> FileRecord:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises CheckpointError that names the directory and what is wrong with it."""
+    """Raises CheckpointError that names the directory and its damage."""
     if not directory.is_dir():
         raise CheckpointError(f"checkpoint {directory} does not exist")
     try:
@@ -126,7 +126,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def damage_of(directory: Path, part: int = 0, parts: int = 1, checksums: bool = True) -> str | None:
-    """What is missing, truncated or altered among every `parts`-th file of the manifest from number `part` on.
+    """The missing, truncated or altered files among every `parts`-th file of the manifest from number `part` on.
 
     Without `checksums` no file is read: altered ones pass. Raises CheckpointError if the manifest cannot be read.
     """

@@ -1,7 +1,7 @@
-"""Elementwise parts of a layer with backward passes of their own: few passes over memory, nothing kept but inputs.
+"""Elementwise parts of a layer with backward passes of their own: few passes over memory, only inputs are saved.
 
-On a CPU each operation of autograd reads and writes whole activations; what it records for them took as long as half of
-the matrix products.
+On a CPU each operation of autograd reads and writes whole activations; recording them for backward took half as
+long as the matrix products.
 
 Legend: T packed rows, n heads, d width of a head, F width of the MLP (of this TP rank), H width of a norm.
 """

@@ -66,7 +66,8 @@ class GroupedExperts(MegatronModule):
         assert pg_collection.expt_tp.size() == 1
         self._ep, self._replicas = pg_collection.ep, pg_collection.expt_dp
         self._recompute_activation = recompute_activation
-        width, made = config.moe_ffn_hidden_size, {"dtype": config.params_dtype, "device": current_device()}
+        width = config.moe_ffn_hidden_size
+        made = {"dtype": config.params_dtype, "device": current_device()}
         self.fc1 = torch.nn.Parameter(torch.empty(num_local_experts, 2 * width, config.hidden_size, **made))
         self.fc2 = torch.nn.Parameter(torch.empty(num_local_experts, config.hidden_size, width, **made))
 

@@ -16,7 +16,7 @@ from megatron_tlt.errors import ConfigError
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-_open: Dims | None = None  # what megatron's globals hold now
+_open: Dims | None = None  # of megatron's present globals
 
 
 @dataclass(frozen=True)

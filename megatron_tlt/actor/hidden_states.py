@@ -76,7 +76,7 @@ class ForwardStateCollector:
         self._seen: set[Key] = set()
         self._chosen: list[tuple[TrainSequence, int]] = []  # with their owner among the replica's ranks
         self._left: dict[Key, int] = {}  # owners of those that no forward has passed yet
-        self._parts: dict[tuple[Key, int], HostCopy] = {}  # by column: what this rank has read
+        self._parts: dict[tuple[Key, int], HostCopy] = {}  # by column: states that this rank has read
         self._places: list[tuple[Key, int, int]] = []  # rows of the forward under way that this rank reads
         self._whole: MicroBatch | None = None  # that micro-batch, if any rank of its stage reads some
         # Ranks of one stage share its responses out; their places among the owners of a stage.
@@ -105,7 +105,8 @@ class ForwardStateCollector:
         those that no forward has passed yet, and emits them at the end. Collective over the replica.
         """
         new = [s for s in sequences if _key(s) not in self._seen and response_len(s) >= _MIN_TOKENS]
-        self._seen, self._version = {_key(s) for s in sequences}, version
+        self._seen = {_key(s) for s in sequences}
+        self._version = version
         self._chosen = choose(new, self._width * self._groups.dims.pp, self._budget, self._row, self._seed)
         self._left = {_key(s): owner for s, owner in self._chosen}
         self._left_out = len(new) - len(self._chosen)
@@ -186,7 +187,7 @@ class ForwardStateCollector:
 def choose(
     sequences: Sequence[TrainSequence], num_owners: int, budget_bytes: int, row_bytes: int, seed: int
 ) -> list[tuple[TrainSequence, int]]:
-    """Responses that are collected, with their owners, who get about as many bytes each and at most `budget_bytes`.
+    """Responses to collect, with their owners, each of which gets about as many bytes and at most `budget_bytes`.
 
     Where that is short a random choice stays, a function of the seed and the responses' names: a fair sample of
     lengths.

@@ -171,7 +171,8 @@ def _of_rank(whole: MicroBatch, sizes: list[int], layout: RowLayout) -> MicroBat
         return torch.from_numpy(array).to(layout.device)
 
     by_rank = np.concatenate([rows_of_rank(sizes, layout.cp, rank) for rank in range(layout.cp)])
-    place, count = np.argsort(by_rank), len(by_rank) // layout.cp
+    place = np.argsort(by_rank)
+    count = len(by_rank) // layout.cp
     here = tensor(by_rank[layout.cp_rank * count :][:count])
     rows = tensor(place)[whole.rows] - layout.cp_rank * count
     own = ((rows >= 0) & (rows < count)).nonzero().flatten()

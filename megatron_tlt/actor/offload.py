@@ -1,7 +1,7 @@
 """Optimizer state in host memory between updates (`actor.offload_optimizer`).
 
 Moments and fp32 master weights are copied to the host and their memory on the device is freed; gradient buffers are
-freed without a copy, for every update starts from zero. What is freed is the storage: tensors, and the views that
+freed without a copy, for every update starts from zero. Only the storage is freed: tensors, and the views that
 megatron's distributed optimizer keeps of them, stay the same objects, and come back with the same bits. Weights stay
 on the device: scoring and weight syncs read them.
 

@@ -94,7 +94,7 @@ def build_optimizer(ddp: DistributedDataParallel, section: OptimizerSection, act
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What one optimizer step did."""
+    """The result of one optimizer step."""
 
     applied: bool
     lr: float

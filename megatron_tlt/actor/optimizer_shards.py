@@ -3,8 +3,7 @@
 megatron's distributed optimizer gives a data-parallel rank one range of each bucket, so of the row-major elements of a
 parameter it holds one range too. A checkpoint describes parts of a tensor as boxes (offset and size along each
 dimension): a range of a matrix is at most three of them, the end of a row, whole rows, the beginning of a row. The
-boxes are views of the optimizer's own tensors; a save copies nothing but what this rank writes, and a load fills them
-in place.
+boxes are views of the optimizer's own tensors; a save copies only this rank's boxes, and a load fills them in place.
 
 megatron-core 0.16.1 has three forms of its own: `fully_reshardable` gathers the state of all replicas (on every rank
 over NCCL, or on the first over gloo), `dp_reshardable` can be read under the same TP x PP only, and
@@ -133,7 +132,7 @@ def _described(
     is_loading: bool = False,
     metadata: Any = None,
 ) -> dict[int, dict[str, dict[int, ShardedTensor]]]:
-    """Boxes by parameter, name of the state, number: what this rank holds. `self` is a DistributedOptimizer."""
+    """This rank's boxes by parameter, name of the state and number. `self` is a DistributedOptimizer."""
     bases, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
     of_parameter = {base.data: base for base in nested_values(bases)}
     described = {}
@@ -194,7 +193,7 @@ def _shards(
 
 
 def _tensors_of(base: ShardedTensor | ShardedTensorFactory, data: Tensor) -> list[ShardedTensor]:
-    """What a parameter is stored as, if its values were `data`."""
+    """The stored form of a parameter whose values are `data`."""
     if isinstance(base, ShardedTensorFactory):
         return list(nested_values(base.build_fn(base.key, data, base.replica_id, base.flattened_range)))
     return [replace(base, data=data, dtype=data.dtype)]

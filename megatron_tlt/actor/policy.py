@@ -264,7 +264,8 @@ class MegatronPolicy:
         if not self.config.num_experts:
             return {}
         found = [batch.routing for batches in packed for batch in batches if isinstance(batch.routing, Routing)]
-        layers, config = len(self.config.moe_layers), self.config
+        layers = len(self.config.moe_layers)
+        config = self.config
         return routing_metrics(found, layers, config.num_experts, config.num_experts_per_tok, self._replays)
 
     def _unreplayed_mismatch(self, packed: list[list[MicroBatch]], temperature: float) -> dict[str, float]:

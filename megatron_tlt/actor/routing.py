@@ -1,7 +1,7 @@
 """The router of a mixture of experts: in fp32, with replayed choices, auxiliary losses and statistics.
 
-Router replay (R3, arXiv 2510.11370): which experts a token takes is what the rollout engine recorded; how much each
-counts stays the softmax of this policy's own logits, so gradients reach the router. A choice of -1 is unknown (a prefix
+Router replay (R3, arXiv 2510.11370): a token takes the experts that the rollout engine recorded; their gates are still
+the softmax of this policy's own logits, so gradients reach the router. A choice of -1 is unknown (a prefix
 from the cache, padding) and left to the router.
 
 `Routing` is part of the micro-batch's `PackedRows`, which megatron passes to every layer, also when it recomputes one.
@@ -32,7 +32,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 @dataclass
 class Routing:
-    """What the routers of one micro-batch read, and the statistics that they leave."""
+    """Inputs of the routers of one micro-batch, and the statistics that they write."""
 
     is_token: Tensor  # [R] bool, False for padding
     replays: bool = False  # whether a forward takes the experts that the sequences have recorded

@@ -50,7 +50,7 @@ class ThreadWriter(FileSystemWriterAsync):
         super().__init__(str(path), per_thread_copy_ahead=0)  # nothing is left to copy from a device
         self.records: dict[str, FileRecord] = {}
         self.failure: str | None = "the writer thread died"
-        """What went wrong in the thread, once it has ended."""
+        """The error of the thread, once it has ended."""
         self._snapshot: _Snapshot | None = None
         self._results: list[WriteResult] = []
         self._thread: threading.Thread | None = None
@@ -91,12 +91,12 @@ class ThreadWriter(FileSystemWriterAsync):
         self._thread.join()
 
     def retrieve_write_results(self) -> list[WriteResult]:
-        """What megatron's finalisation puts into the metadata."""
+        """The entries that megatron's finalisation puts into the metadata."""
         return self._results
 
 
 class _Snapshot(DefaultSavePlanner):
-    """Gives torch's writer copies of what a plan writes."""
+    """Gives torch's writer copies of a plan's tensors."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner):
         super().__init__()

@@ -52,7 +52,7 @@ BACKEND = "metadata.json"
 METADATA = ".metadata"
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 
-# What a checkpoint holds beside the weights: optimizer state, random states, layers' extra state (FP8 scales).
+# Entries of a checkpoint beside the weights: optimizer state, random states, layers' extra state (FP8 scales).
 _NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|.*\._extra_state")
 
 
@@ -65,7 +65,7 @@ class Stored:
 
 
 def locate(path: str | Path) -> Path:
-    """The directory with the shards: `path` itself, or what the pointer file in it names. Raises CheckpointError."""
+    """The directory with the shards: `path` itself, or the one that its pointer file names. Raises CheckpointError."""
     root = Path(path)
     if not root.is_dir():
         raise CheckpointError(f"Megatron checkpoint {root} does not exist")
@@ -164,7 +164,7 @@ class TorchDistReader:
         """Compares names and shapes with a model's, both ways. Reads no tensor.
 
         Raises CheckpointError that names every missing, unexpected and misshapen tensor, or, if there is a manifest
-        and it is of another model, what differs between the models.
+        and it is of another model, the differences between the models.
         """
         manifest = self.manifest()
         if manifest and (wrong := model_differences(manifest.model, model_record(config))):

@@ -52,7 +52,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def value_of(parameter: nn.Parameter) -> Tensor:
-    """What weight sync and export read of a parameter, in its shape. May be made for this call."""
+    """The tensor that weight sync and export read for a parameter, in its shape. May be made for this call."""
     return parameter.data
 
 

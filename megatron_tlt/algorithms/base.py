@@ -1,7 +1,7 @@
-"""What every algorithm shares: the step's table, the loss's inputs, clipping, KL, corrections, metrics.
+"""The common part of all algorithms: the step's table, the loss's inputs, clipping, KL, corrections, metrics.
 
 An algorithm's own file defines three things: how a reward becomes an advantage, how tokens are weighed within
-their response, and what the sum is divided by. Legend: N samples of the step over all ranks, R response
+their response, and the divisor of the sum. Legend: N samples of the step over all ranks, R response
 tokens of one sample, T response tokens of one packed micro-batch.
 """
 
@@ -95,7 +95,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def divisor(self, lengths: Ints) -> float:
-        """What the loss sum over responses of these lengths is divided by."""
+        """The divisor of the loss sum over responses of these lengths."""
 
     def pooled(self, values: Tensor, inputs: LossInputs) -> Tensor:
         """[T] log-ratios as the importance ratio sees them: by token, unless overridden. Differentiable."""

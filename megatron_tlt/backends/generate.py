@@ -127,7 +127,7 @@ def response_lines(samples: Sequence[Sample], with_logprobs: bool) -> Iterator[s
 
 
 def stats_report(stats: EngineStats, backend: EmbeddedBackend) -> str:
-    """`EngineStats` with rates and what computed."""
+    """`EngineStats` with rates, the decoder's kind and the size of its cache."""
     spec = stats.speculation
     report = {
         **asdict(stats),

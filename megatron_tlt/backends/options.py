@@ -1,4 +1,4 @@
-"""What a rollout engine of any kind is built from."""
+"""The inputs from which a rollout engine of any kind is built."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The configuration of one rank's engine, and what the run adds. `config.checks.backend` has passed: an option that
-    a kind of engine does not support is at its default.
+    """The configuration of one rank's engine, and the run's own values.
+
+    `config.checks.backend` has passed: an option that a kind of engine does not support is at its default.
     """
 
     rollout: RolloutSection

@@ -38,7 +38,7 @@ _END_S = 30.0
 
 @dataclass(frozen=True)
 class EngineLaunch:
-    """What is started, in which environment."""
+    """The command of a child process and its environment."""
 
     name: str  # the engine's, as in messages
     section: str  # path of its configuration
@@ -133,7 +133,8 @@ class EngineProcess:
             ) from error
 
     def _check_version(self, hello: Message) -> None:
-        launch, engine = self.launch, hello.get("engine")
+        launch = self.launch
+        engine = hello.get("engine")
         if hello["type"] != "hello" or engine != launch.settings.version:
             wanted = f"{launch.section}.version is {launch.settings.version}"
             raise self.failure(f"is {launch.name} {engine}, {wanted}")
@@ -257,7 +258,7 @@ class EngineProcess:
         return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def failure(self, what: str) -> BackendError:
-        """Kills the child; returns the error with what it did and the end of its log.
+        """Kills the child; returns the error with its cause and the end of its log.
 
         The log of an engine that had been started stays, in a file of the temporary directory.
         """

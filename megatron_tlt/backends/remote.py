@@ -1,4 +1,4 @@
-"""The rank's side of an engine in another process: what every such backend does alike.
+"""The rank's side of an engine in another process: the common part of these backends.
 
 rank                                             the engine's process
 RemoteBackend --- EngineProcess: messages ------ serving: loop  --- an EngineHost
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from megatron_tlt.backends.process import EngineProcess
     from megatron_tlt.sync.served_weights import ServedWeights
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort"}
 _HISTORY_MIB = 64  # lengths only
 
@@ -72,7 +72,7 @@ class RemoteBackend(BaseBackend):
         self._name = process.launch.name
         self._next_drafter: tuple[Mapping[str, Tensor], int] | None = None  # of the open weight sync
         self._requests = 0
-        # Of the generate under way: what waits, in the order in which it starts, and what the engine has.
+        # Of the generate under way: waiting requests, in the order in which they start, and those that the engine has.
         self._wanted: Iterator[tuple[Prompt, int]] = iter(())
         self._pending: dict[int, tuple[int, int]] = {}  # a request's number -> (prompt id, sample index)
         self._prompts: dict[int, Prompt] = {}
@@ -90,7 +90,7 @@ class RemoteBackend(BaseBackend):
     # -- what engines do differently ------------------------------------------------------------------------
 
     capabilities: BackendCapabilities
-    """What this engine supports."""
+    """The capabilities of this engine."""
 
     @abstractmethod
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
@@ -212,13 +212,13 @@ class RemoteBackend(BaseBackend):
         return Sample(key[0], key[1], token_ids, [], text, reason, self._weights.version)
 
     def _abandon(self) -> None:
-        """Drops the queue and all requests in flight: the engine answers them before its reply to `abort`."""
+        """Drops the queue and all requests in flight: the engine ends them before its reply to `abort`."""
         self._wanted = iter(())
         try:
             if self._pending and self.process.is_alive:
                 self.process.call("abort")
         except BackendError as error:
-            logger.warning("after an interrupted rollout: %s", error)
+            _log.warning("after an interrupted rollout: %s", error)
         self._pending.clear()
         for message in self.process.responses:
             self._drop_response(message)
@@ -286,7 +286,7 @@ class RemoteBackend(BaseBackend):
         self._weights.commit()
 
     def _send(self, kind: str, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, int]:
-        """Returns when the engine has loaded them: the checksums of what arrived, with `sync.verify`."""
+        """Returns when the engine has loaded them; with `sync.verify` the checksums of the tensors as they arrived."""
         if self.process.launch.settings.transport == "shared_memory":
             sending = in_shared_memory(tensors, self.process.shared.path)
         else:

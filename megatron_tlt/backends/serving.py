@@ -1,4 +1,4 @@
-"""The engine's process behind its socket: what every engine's server does alike.
+"""The engine's process behind its socket: the common part of the engines' servers.
 
 Runs in the engine's environment, possibly under another package name, so only the standard library is imported. One
 client: when it disconnects, this process ends. A message is a line of JSON, a map with a text under "type" (a bytes
@@ -9,14 +9,15 @@ value is `{"$bytes": its hexadecimal digits}`); nothing that arrives is ever exe
 |---|---|
 | start(llm, ...), after this side's hello(engine, pid) | reply, once the engine stands; this may take minutes |
 | submit(id, key, prompt_id, token_ids, params) | one response(id, token_ids, finish_reason or error), in any order |
-| abort() | reply, behind the responses of what ran, with finish_reason "cancelled" |
+| abort() | reply, behind the responses of the running requests, with finish_reason "cancelled" |
 | begin_update(), finish_update() | reply each, around a weight sync of the policy |
 | weights(tensors, verify), drafter(tensors, verify) | reply(checksums); drafter brings all of its tensors at once |
-| stats() and what else the engine's `EngineHost` does | reply, with fields of the engine's own |
+| stats() and the other operations of the engine's `EngineHost` | reply, with fields of the engine's own |
 | shutdown() | reply, and the end |
 
-Every request but submit has a `call`, repeated in its reply or in error(call, message). Versions of weight syncs, and
-whether all tensors have come, are the client's business, which submits nothing in between (`sync/served_weights.py`).
+Every request but submit has a `call`, repeated in its reply or in error(call, message). The client
+checks versions of weight syncs and that all tensors have come, and submits nothing in between
+(`sync/served_weights.py`).
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class EngineHost(ABC):
         """Starts a request; its response is sent when it comes."""
 
     def progress(self) -> Message:
-        """What a heartbeat carries beside `in_flight`."""
+        """Fields of a heartbeat beside `in_flight`."""
         return {}
 
     @abstractmethod

@@ -77,7 +77,7 @@ def by_cuda_ipc(tensors: Sequence[Named], section: str) -> Iterator[dict[str, An
 
 
 def ipc_arguments(tensor: Tensor, section: str) -> list[Any]:
-    """What torch's own reduction gives for a CUDA tensor, as plain data: the arguments of `rebuild_cuda_tensor`.
+    """The result of torch's own reduction of a CUDA tensor, as plain data: the arguments of `rebuild_cuda_tensor`.
 
     Without its classes and the device: the engine opens the handle on its own, which is the same GPU. Raises SyncError.
     """

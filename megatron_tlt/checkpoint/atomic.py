@@ -18,7 +18,7 @@ _SPARE = 64 << 20  # bytes for config.json, tokenizer, metadata and what torch.s
 
 
 def problem_of(out: Path, overwrite: bool = False, sources: Iterable[Path] = ()) -> str | None:
-    """What keeps a directory `out` from being made, with `overwrite` in the place of a model that is there.
+    """The problem with making a directory `out`, with `overwrite` in the place of a model; None: there is none.
 
     Nothing but a model is replaced, and none of the `sources` that the new directory is made from.
     """

@@ -44,8 +44,9 @@ def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Pat
 
 
 def export_problems(out: Path, config: Config, overwrite: bool) -> list[ConfigProblem]:
-    """What keeps the configuration's run from being written as `out`, found without loading it."""
-    run_dir, resume = Path(config.train.run_dir), config.checkpoint.resume
+    """Problems with writing the configuration's run as `out`, found without loading it."""
+    run_dir = Path(config.train.run_dir)
+    resume = config.checkpoint.resume
     problems = checkpoint_problems(resume)
     model = config.model
     sources = model.path, model.megatron_path, model.tokenizer, run_dir, *({resume} - {"auto", "never"})

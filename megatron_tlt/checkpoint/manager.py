@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when one is written, what it holds, which one a run resumes from.
+"""Checkpoints of a run: when one is written, its contents, which one a run resumes from.
 
     RUN_DIR/checkpoints/step-000030/
       *.distcp, .metadata, metadata.json, common.pt   policy, optimizer, random states: megatron's torch_dist format
@@ -121,7 +121,8 @@ class CheckpointManager:
         prune: bool = True,
     ) -> None:
         self.wait()  # a writer slower than the interval delays the run: better than ever more saves in memory
-        drafter_state, files = drafter(), {}  # collective among the ranks of an engine
+        drafter_state = drafter()  # collective among the ranks of an engine
+        files = {}
         if drafter_state is not None and self._world.is_main:
             files[DRAFTER_STATE] = drafter_state_writer(drafter_state)
         target = step_directory(self._directory, step)

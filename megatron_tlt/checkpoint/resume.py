@@ -63,8 +63,9 @@ def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None
 
 
 def _candidates(checkpoints: Path) -> list[Path]:
-    """What `latest` points to, then everything older, newest first (everything, if there is no pointer)."""
-    steps, latest = files.complete_steps(checkpoints), files.read_latest(checkpoints)
+    """The step that `latest` names, then all older ones, newest first (all, if there is no pointer)."""
+    steps = files.complete_steps(checkpoints)
+    latest = files.read_latest(checkpoints)
     if latest is None:
         return steps
     return [latest, *(path for path in steps if files.step_of(path) < files.step_of(latest))]

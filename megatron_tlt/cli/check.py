@@ -1,4 +1,4 @@
-"""`megatron-tlt check`: whether a configuration can run, where each rank sits and what it needs. Starts no ranks."""
+"""`megatron-tlt check`: whether a configuration can run, the place of each rank and its memory. Starts no ranks."""
 
 from __future__ import annotations
 

@@ -104,12 +104,14 @@ def _pretraining(config: Config, world: World, args: argparse.Namespace) -> Draf
     config = without_checkpoints(config.model_copy(update={"rollout": plain, "idle": waiting}))
     held_out = [] if args.action == "train" else [*check_held_out(config)]
     check_on(config, world, [*check_drafter_engine(config), *held_out])
-    path, policy = config.model.path, ModelConfig.from_hf(config.model.path)
+    path = config.model.path
+    policy = ModelConfig.from_hf(config.model.path)
     start = None
     if args.drafter is not None:
         start = _load(args.drafter, config, speculation, world, may_be_other)
     drafter = drafter_shape(speculation, policy) if start is None else start.config
-    tokenizer, layers = open_tokenizer(config), drafter.aux_layers
+    tokenizer = open_tokenizer(config)
+    layers = drafter.aux_layers
     backend = open_backend(config, world, tokenizer, keep_layers=layers)
     world.enter("load")
     BucketedSync(config.sync, backend, world).push(iter_weights(path, policy), version=0)

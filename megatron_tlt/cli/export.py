@@ -60,7 +60,7 @@ def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:
 
 
 def problems_of(config: Config, out: Path, overwrite: bool = False) -> list[ConfigProblem]:
-    """What keeps a configuration's run from being exported as `out`. Engines, prompts and layout do not matter."""
+    """Problems with exporting a configuration's run as `out`. Engines, prompts and layout do not matter."""
     from megatron_tlt.checkpoint.export import export_problems
     from megatron_tlt.trainer.preflight import read_model, tokenizer_problems
 

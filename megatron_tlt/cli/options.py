@@ -1,4 +1,4 @@
-"""What several commands share: the configuration arguments."""
+"""The configuration arguments that several commands share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megatron-tlt simulate`: what a run would take on a cluster."""
+"""`megatron-tlt simulate`: seconds of a run's steps on a cluster."""
 
 from __future__ import annotations
 

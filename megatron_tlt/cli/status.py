@@ -1,4 +1,4 @@
-"""`megatron-tlt status RUN_DIR`: what every rank of a run does, the worst first. Needs no MPI and no GPU."""
+"""`megatron-tlt status RUN_DIR`: the state of every rank of a run, the worst first. Needs no MPI and no GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, OK
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.resilience.status import read_status, render
+from megatron_tlt.resilience.status import read_status, status_text
 
 if TYPE_CHECKING:
     import argparse
@@ -34,7 +34,7 @@ def _status(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(status.as_json(), indent=2))
     else:
-        print(render(args.run_dir, status, 0 if args.all else _SHOWN))
+        print(status_text(args.run_dir, status, 0 if args.all else _SHOWN))
     if status.condition == "unknown":
         return BAD_INPUT
     return FAILED if status.condition in ("crashed", "hung", "lost") else OK

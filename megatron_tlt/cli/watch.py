@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.exit_codes import OK
-from megatron_tlt.resilience.status import read_status, render
+from megatron_tlt.resilience.status import read_status, status_text
 
 if TYPE_CHECKING:
     import argparse
@@ -56,6 +56,6 @@ def view(run_dir: Path) -> tuple[str, bool]:
     lines = [step_line(row["step"], run.num_steps, row) for row in run.steps[-_STEPS:]]
     for row in run.evals[-1:]:
         lines.append(f"held-out accuracy after step {row['step']}: {row.get('eval/pass@1') or 0:.3f}")
-    lines.append(render(run_dir, status, _RANKS, hint=f"megatron-tlt status --all {run_dir}"))
+    lines.append(status_text(run_dir, status, _RANKS, hint=f"megatron-tlt status --all {run_dir}"))
     is_over = status.condition != "running" if status.rows else run.is_finished
     return "\n".join(lines), is_over

@@ -49,8 +49,8 @@ class ActorSection(Section):
         "layernorm",
         "mlp_act",
     )
-    """What selective redoes: norms (of Transformer Engine's layers) and the MLP's activation cost elementwise passes,
-    the MLP most of a forward pass."""
+    """Modules that selective recompute computes again: norms (of Transformer Engine's layers) and the MLP's activation
+    cost elementwise passes, the MLP most of a forward pass."""
     overlap: Literal["auto", "on", "off"] = "auto"
     """Communicate gradients of data-parallel replicas during backward, and, with the distributed optimizer, weights
     during the next forward. auto: on with CUDA."""

@@ -15,14 +15,14 @@ Arithmetic = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceSizes:
-    """What depends on the device that a drafter is trained on."""
+    """Sizes that depend on the device on which a drafter is trained."""
 
     dtype: Arithmetic
     micro_step_tokens: int
     buffer_mib: float
 
 
-# What "auto" stands for. A GPU needs thousands of tokens to be busy, and its buffer is the host's memory.
+# The values of "auto". A GPU needs thousands of tokens to be busy, and its buffer is the host's memory.
 AUTO = {"cpu": DeviceSizes("fp32", 192, 64.0), "cuda": DeviceSizes("bf16", 4096, 4096.0)}
 
 
@@ -128,7 +128,7 @@ class DrafterSection(Section):
     """Training during RL."""
 
     def online_draft_steps(self, kind: DrafterFacts) -> int:
-        """`online.draft_steps`, or what auto stands for with a drafter of this kind."""
+        """`online.draft_steps`, or the value of auto with a drafter of this kind."""
         given = self.online.draft_steps
         return kind.online_draft_steps if given == "auto" else given
 

@@ -17,7 +17,7 @@ DrafterName = Literal["none", "suffix", "eagle", "eagle3"]
 
 @dataclass(frozen=True, slots=True)
 class DrafterFacts:
-    """What planning, checks and simulation need of a kind of trained drafter."""
+    """Facts of a kind of trained drafter that planning, checks and simulation need."""
 
     name: str
     layers_read: int  # policy layers whose outputs it reads beside the final hidden state
@@ -55,7 +55,7 @@ class DrafterFacts:
         return max((self.layers_read or 2) * h * h, h * shape.intermediate_size, head)
 
     def kept_elements(self, shape: ArchitectureConfig, steps: int) -> int:
-        """What a training micro-step that drafts `steps` positions keeps of a token for backward, but for the loss."""
+        """Elements a token that a training micro-step of `steps` positions keeps for backward, without the loss."""
         heads = (3 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         layer = 10 * shape.hidden_size + heads + 3 * shape.intermediate_size
         return layer * steps + (self.more_kept * steps - self.less_first) * shape.hidden_size
@@ -69,7 +69,7 @@ DRAFTERS = {
     facts.name: facts
     for facts in (
         DrafterFacts("eagle", 0, False, online_draft_steps=1),
-        # Three norms with their inputs in fp32, and what the layer reads of the position before.
+        # Three norms with their inputs in fp32, and the layer's input of the position before.
         DrafterFacts("eagle3", 3, True, online_draft_steps=3, more_kept=21, less_first=17),
     )
 }

@@ -1,4 +1,4 @@
-"""What ranks do while they wait for the slowest one."""
+"""Idle ranks, which wait for the slowest one."""
 
 from __future__ import annotations
 

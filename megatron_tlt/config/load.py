@@ -145,7 +145,8 @@ def _problem(detail: ErrorDetails, root: type[BaseModel]) -> ConfigProblem:
             annotation = element_of(annotation)
         elif section is not None and part in section.model_fields:
             field = section.model_fields[part]
-            annotation, allowed = field.annotation, field_allowed(field)
+            annotation = field.annotation
+            allowed = field_allowed(field)
         elif section is not None and detail["type"] == "extra_forbidden":
             return _unknown_key(root, section, ".".join(steps), str(part), detail["input"])
         else:

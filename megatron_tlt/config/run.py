@@ -92,20 +92,20 @@ class DistributedSection(Section):
 
 
 class ObserveSection(Section):
-    """What is written and shown."""
+    """Files, displays and services for a run's figures."""
 
     tensorboard: bool = True
     """Write TensorBoard event files under run_dir/tensorboard."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project."""
     samples_per_step: NonNegativeInt = 2
-    """Sample rollouts written to run_dir/samples.jsonl each step, with what was drafted for them; 0: none."""
+    """Sample rollouts written to run_dir/samples.jsonl each step, with their drafts; 0: none."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """A line a step (none: nothing). rich: and a live line of the rollout under them; auto: that, on a terminal."""
 
 
 class WatchdogSection(Section):
-    """Heartbeats, and what happens without them (docs/guides/on_call.md, "Status, hangs and stacks")."""
+    """Heartbeats, and the end of a run without them (docs/guides/on_call.md, "Status, hangs and stacks")."""
 
     heartbeat_s: float = Field(default=5.0, ge=0.05, le=60)
     """Every rank writes its progress within a phase to run_dir/status so often, in seconds."""
@@ -125,13 +125,13 @@ class ClusterSection(Section):
     """Ranks of one node (GPUs, or CPU processes)."""
     memory_gib: PositiveFloat | None = None
     """Memory of one rank's device, which the memory plan may fill: a config that needs more is refused. Default: on
-    CUDA what the GPU has, known in a run only."""
+    CUDA the GPU's memory, known in a run only."""
     reserve_gib: NonNegativeFloat = 2.0
-    """Of `memory_gib`, on CUDA, what the plan leaves to all that PyTorch does not allocate: the context, NCCL's
+    """Of `memory_gib`, on CUDA, the part that the plan leaves to memory outside PyTorch: the context, NCCL's
     communicators, workspaces of libraries, other processes. A run that finds more taken gets a smaller KV cache."""
     host_memory_gib: PositiveFloat | None = None
     """Memory of one node's host, where device is cuda: a config whose ranks need more there is refused. Default: 256
-    GiB for each rank of a node, as nodes of 2 TiB with eight GPUs have; in a run what the smallest node has."""
+    GiB for each rank of a node, as nodes of 2 TiB with eight GPUs have; in a run the memory of the smallest node."""
 
     @property
     def host_gib(self) -> float:

@@ -1,4 +1,4 @@
-"""What the configuration models allow, as text: shared by error messages and `docs/reference/config.md`."""
+"""The allowed values of the configuration models, as text, for error messages and `docs/reference/config.md`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value"}
 
-# What users of verl, NeMo-RL, TRL and Megatron-LM type: too far from our names for a spelling match.
+# Names in verl, NeMo-RL, TRL and Megatron-LM: too far from our names for a spelling match.
 SYNONYMS = {
     "tensor_model_parallel_size": "actor.tp",
     "tensor_parallel_size": "rollout.tp",

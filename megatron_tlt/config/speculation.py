@@ -87,19 +87,19 @@ class SpeculationSection(Section):
 
     @property
     def state_parts(self) -> int:
-        """Width of a token's state in hidden sizes: what the trained drafter reads; without one the final state."""
+        """Width of a token's state in hidden sizes, as the trained drafter reads it; without one the final state."""
         return 1 if self.trained is None else self.trained.state_parts
 
     @property
     def drafts_by(self) -> DraftedBy:
-        """What drafts, whatever the kind of a trained drafter is."""
+        """The source of drafts, for every kind of trained drafter."""
         if self.trained is None:
             return "suffix" if self.drafter == "suffix" else "none"
         return "mixed" if self.with_suffix else "trained"
 
     @property
     def rows_each(self) -> int:
-        """Most rows that a request has in a forward: its last token and what was drafted."""
+        """Most rows that a request has in a forward: its last token and its drafted tokens."""
         return 1 + self.draft_len * (self.drafter != "none")
 
     @property

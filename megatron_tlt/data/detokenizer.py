@@ -28,7 +28,7 @@ class IncrementalDecoder:
         return self._held
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """The text that became certain with these tokens; what comes with an unfinished character is held back."""
+        """The text that became certain with these tokens; the text with an unfinished character is held back."""
         self._last.extend(token_ids)
         before = self._tokenizer.decode(self._last[: self._done])
         text = self._tokenizer.decode(self._last)

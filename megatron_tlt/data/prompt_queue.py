@@ -89,7 +89,8 @@ class PromptQueues:
     def open(self, prompts: Sequence[Prompt], num_samples: int) -> PromptQueue:
         """The queue of a rollout of `prompts`, those of all replicas. All ranks open their queues in the same order."""
         replica, tp_rank = rollout_replica(self.world.rank, self.tp)
-        num_replicas, count = self.world.size // self.tp, self.world.new_counter()
+        num_replicas = self.world.size // self.tp
+        count = self.world.new_counter()
         share = first_share(len(prompts), num_replicas, num_samples, self.max_running)
 
         def ticket() -> int:

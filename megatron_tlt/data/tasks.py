@@ -74,7 +74,7 @@ class TaskSource:
         return f"tasks {', '.join(task.name for task in self._tasks)}"
 
     def row(self, index: int) -> Row:
-        """Row `index` >= 0. Its metadata is what the task's verifier needs: task_name, task_params, task_entry.
+        """Row `index` >= 0. Its metadata is for the task's verifier: task_name, task_params, task_entry.
 
         Raises DataError naming task and item when the generator fails.
         """
@@ -97,7 +97,7 @@ class TaskSource:
 
 
 def _problems(task: TaskConfig, path: str) -> list[ConfigProblem]:
-    """What is wrong with name and parameter names of a task."""
+    """Problems with name and parameter names of a task."""
     if task.name not in DATASETS:
         allowed = f"no task of reasoning-gym{_nearest(task.name, DATASETS)}"
         return [ConfigProblem(f"{path}.name", task.name, allowed)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher promised. `size` is None where the launcher does not give it."""
+    """The launcher's announcement. `size` is None where the launcher does not give it."""
 
     launcher: str
     size: int | None
@@ -26,7 +26,7 @@ _BATCH_STEP = "4294967291"  # Slurm's step id of the batch script itself, where 
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """Reads the launcher's promise from the environment.
+    """Reads the launcher's announcement from the environment.
 
     `srun` counts only inside a step of its own: a batch script's shell carries most SLURM_ variables too.
     Where srun itself provides PMI (--mpi=pmi2) both are set and agree; where mpiexec runs inside an allocation

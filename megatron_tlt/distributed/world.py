@@ -43,7 +43,7 @@ _ABORT_S = 20.0  # for the launcher to end a rank after another one's MPI_Abort
 
 @dataclass
 class _Phase:
-    """What this rank is doing, how many counters it has made, its monitor, what it releases at its end.
+    """This rank's phase, the number of counters it has made, its monitor, and the functions to call at its end.
 
     Mutable on purpose: the world is frozen.
     """
@@ -75,7 +75,7 @@ class World:
     def start(cls, section: DistributedSection, threads: int | None = None) -> World:
         """Initialises MPI and torch.distributed once. Collective.
 
-        Raises DistributedError if the world does not have the size that the launcher promised: a wrong pair
+        Raises DistributedError if the world does not have the size that the launcher announced: a wrong pair
         of launcher and MPI library silently gives N worlds of one rank.
         """
         comm = _start_mpi()
@@ -308,11 +308,11 @@ def _join(comm: MPI.Comm, hosts: list[str], device: torch.device, timeout_s: flo
 
 
 def set_nccl_environment() -> None:
-    """What this program needs of NCCL, unless the user set it otherwise. Before the first group."""
+    """This program's settings of NCCL, where the user has not set them. Before the first group."""
     # Buffers of captured collectives are registered as one allocation each, which growing segments are not
     # (pytorch#158029): replays would hang.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    # All algorithms connect with the communicator, not at their first use: what they take can be measured.
+    # All algorithms connect with the communicator, not at their first use: their memory can be measured.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
 

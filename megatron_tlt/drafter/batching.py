@@ -119,7 +119,7 @@ def epoch(
 
 
 def bases_by_step(sequences: Sequence[DraftSequence], steps: int) -> list[int]:
-    """Bases that have unrolled step 0, 1, .. `steps` - 1: what the loss of those sequences is a mean over."""
+    """Bases that have unrolled step 0, 1, .. `steps` - 1: the loss of those sequences is a mean over them."""
     runs = np.concatenate([np.zeros(0, np.int64), *(s.runs for s in sequences)])
     return [int(np.maximum(0, runs - step).sum()) for step in range(steps)]
 

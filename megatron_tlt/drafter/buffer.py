@@ -2,8 +2,8 @@
 
 A rank that becomes idle early has had short responses, and training on those alone would teach the drafter the
 beginnings of responses only. So the longer half of the previous steps' responses is kept (their shorter half is dropped
-as soon as a step begins), long responses of other replicas are added once a step is over (`add_shared`), and all that
-is held is drawn alike.
+as soon as a step begins), long responses of other replicas are added once a step is over (`add_shared`), and all
+responses in the buffer are drawn with one probability.
 
 When the budget is short: the oldest version goes first, its shortest responses first; of this step's responses a random
 choice stays, whatever the order they came in, so that it is a fair sample of the lengths. The length of another
@@ -44,8 +44,8 @@ class _Entry:
 
 
 class HiddenStateBuffer:
-    """Holds at most `budget_bytes` of tokens and hidden states. What is sampled is a function of the seed and of what
-    was added in which step, not of the order within the step.
+    """Holds at most `budget_bytes` of tokens and hidden states. The samples are a function of the seed and of the
+    responses added in each step, not of their order within the step.
     """
 
     def __init__(self, budget_bytes: int, window: int, max_age: int, seed: int):
@@ -55,7 +55,7 @@ class HiddenStateBuffer:
         self._entries: dict[SampleKey, _Entry] = {}
         self._bytes = self._step = self._epochs = 0
         self._lengths: list[int] = []  # of this step's responses, kept or not
-        self._epoch: list[list[DraftSequence]] = []  # batches that are not yet drawn; empty: what is held has changed
+        self._epoch: list[list[DraftSequence]] = []  # batches that are not yet drawn; empty: the contents have changed
         self._batch_tokens = 0  # that those were made for
 
     # -- filling --------------------------------------------------------------------------------------------
@@ -148,8 +148,8 @@ class HiddenStateBuffer:
     def sample(self, batch_tokens: int) -> list[DraftSequence] | None:
         """Windows of about one length; None if there are none.
 
-        Their padded size (count x longest) is at most `batch_tokens`; no window is longer. Every window of what is held
-        comes once before one comes again.
+        Their padded size (count x longest) is at most `batch_tokens`; no window is longer. Every window of the
+        buffer's responses comes once before one comes again.
         """
         if batch_tokens != self._batch_tokens or not self._epoch:
             self._batch_tokens, self._epochs = batch_tokens, self._epochs + 1

@@ -109,7 +109,7 @@ def load_drafter(
 
 
 def drafter_problems(speculation: SpeculationSection, policy: ModelConfig, model: str | Path) -> list[ConfigProblem]:
-    """What keeps the policy in `model`, of shape `policy`, from drafting as configured. Reads the drafter."""
+    """Problems of the policy in `model`, of shape `policy`, with the configured drafter, which is read."""
     at, path = "rollout.speculation.drafter_path", speculation.drafter_path
     if speculation.trained is None:
         return []

@@ -1,7 +1,7 @@
-"""The drafter during RL: which hidden states it is trained on, when the ranks' drafters are merged and published.
+"""The drafter during RL: the hidden states for its training, and when the ranks' drafters are merged and published.
 
-    rank 0   rollout ================================== | score .. update | merge | push policy and drafter
-    rank 1   rollout ============ | train train train . | score .. update | merge | push policy and drafter
+    rank 0   rollout ================================== | score .. update | merge | sync policy and drafter
+    rank 1   rollout ============ | train train train . | score .. update | merge | sync policy and drafter
                      hidden states of finished responses --^     |
                           or, to the next step's windows, <----- of the responses that it passes (actor.hidden_states)
 
@@ -131,7 +131,7 @@ class OnlineDrafterController:
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """Weights, moments and versions of the drafter in training; without one, what the run was resumed with.
+        """Weights, moments and versions of the drafter in training; without one, those with which the run was resumed.
 
         Collective among the ranks of the first replica, whose first rank gets the tensors; None on the other replicas.
         """

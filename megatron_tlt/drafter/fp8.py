@@ -32,7 +32,7 @@ _MULTIPLE = 16  # of all sizes of an FP8 product, in elements
 def use_fp8(model: DrafterModel, device: torch.device) -> Precision:
     """Puts the layer's linears on FP8; returns the context in which the model's forward passes must run.
 
-    Names and values of the parameters stay. Raises ConfigError if this machine, what is installed, or the
+    Names and values of the parameters stay. Raises ConfigError if this machine, the installed libraries, or the
     drafter's sizes do not allow it.
     """
     _check_sizes(model)

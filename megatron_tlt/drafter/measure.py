@@ -1,8 +1,8 @@
 """How well a drafter drafts, from finished responses alone: no engine runs.
 
 A coupled draft from a base matches the policy exactly while the drafter's perturbed arg max is the response's own
-token; up to there the draft has read the response's tokens. So one unrolled pass over the responses gives, for every
-base, what a draft there would have been worth.
+token; up to there the draft has read the response's tokens. So one unrolled pass over the responses gives the
+accepted length of a draft at every base.
 
 Legend: J drafted positions, R rows, V vocabulary.
 """
@@ -93,7 +93,7 @@ def measure(
     batch_tokens: int,
     window: int,
 ) -> MeasuredAcceptance:
-    """What drafts of `steps` tokens would be worth on these responses, sampled with their `key`s at `temperature`.
+    """Accepted lengths of drafts of `steps` tokens on these responses, sampled with their `key`s at `temperature`.
 
     Distributions are compared at `temperature` (1 if that is 0). embed and head [V, H] on the model's device. The last
     H columns of the sequences' hidden states are the policy's final ones.

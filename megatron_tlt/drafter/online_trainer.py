@@ -5,7 +5,7 @@
     merge(...)                             all ranks: one drafter again, or none if no rank trained
     weights()                              to the engines, behind the policy's own
 
-A *window* is the time from one merge to the next. Gradients are there within it only. Embedding and LM head are those
+A *window* is the time from one merge to the next. Gradients exist within it only. Embedding and LM head are those
 of the policy that rolls out, where its engine keeps them: responses of the versions before it are read through them,
 too. Legend: R ranks, H hidden size, V vocabulary.
 """
@@ -153,7 +153,7 @@ class OnlineDrafterTrainer:
         except DrafterError as error:
             self.disable(str(error))
             raise
-        # Own share only: the shares of a group's ranks add up to what their one drafter was trained on.
+        # Own share only: the shares of a group's ranks add up to the tokens that their one drafter was trained on.
         self.window_tokens += sum(s.num_bases for s in self._share(sample))
         return metrics
 

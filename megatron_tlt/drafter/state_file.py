@@ -22,7 +22,7 @@ DRAFTER_STATE = "drafter.safetensors"  # in a checkpoint's directory
 
 
 def drafter_state_writer(state: Mapping[str, Any]) -> Callable[[Path], None]:
-    """What writes `state`, a nested dictionary of tensors and JSON values, as a file, and may raise OSError.
+    """A function that writes `state`, a nested dictionary of tensors and JSON values, as a file; it may raise OSError.
 
     Tensors in the host's memory must not change until it is written. Raises TypeError for a value that is not JSON.
     """

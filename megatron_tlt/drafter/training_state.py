@@ -1,7 +1,7 @@
-"""What training a drafter keeps of each parameter: fp32 master weight, running mean, Adam's moments.
+"""The training state of each parameter of a drafter: fp32 master weight, running mean, Adam's moments.
 
-Engines draft with the running mean: at a constant learning rate the weights themselves jump about the place they
-are drawn to, and their mean is nearer to it (Polyak and Juditsky, 1992).
+Engines draft with the running mean: at a constant learning rate the weights scatter around the optimum, and
+their mean is nearer to it (Polyak and Juditsky, 1992).
 
     parameter   [=============]      in the model's type, whole on every rank; forward and backward use it
     kept on     [ r0 | r1 | r2 ]     fp32 state, an equal share on each rank of a tensor-parallel group
@@ -53,7 +53,7 @@ class TrainingState:
             for state in states:
                 self._kept[state][name] = _fresh(state, weight, source)
         self._gradients: list[Tensor] = []  # float32 [n] by parameter, of the whole group
-        self._host: list[tuple[Tensor, Tensor]] = []  # what `restore` overwrites, and its copies
+        self._host: list[tuple[Tensor, Tensor]] = []  # the tensors that `restore` overwrites, and their copies
 
     def _own(self, whole: Tensor) -> Tensor:
         """This rank's share [n] of a tensor of a parameter's shape, a view."""
@@ -169,7 +169,7 @@ class TrainingState:
         _wait_for_copies(self._host)
 
     def restore(self) -> None:
-        """Everything is what it was at the last `remember`. No rank waits for another."""
+        """Sets everything back to the last `remember`. No rank waits for another."""
         for tensor, copy in self._host:
             tensor.copy_(copy, non_blocking=True)
         _wait_for_copies(self._host)

@@ -1,1 +1,1 @@
-"""What ranks do while they wait for the slowest one: states, policy, coordination over MPI, the window."""
+"""Idle ranks, which wait for the slowest one: states, policy, coordination over MPI, the window."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Action(IntEnum):
-    """What an idle rank does next. Ordered: of several proposals in a tensor-parallel group the highest counts."""
+    """The next action of an idle rank. Ordered: of several proposals in a tensor-parallel group the highest counts."""
 
     WAIT = 0
     TRAIN = 1

@@ -17,7 +17,7 @@ from enum import IntEnum
 
 
 class RankState(IntEnum):
-    """What a rank does during the rollout phase."""
+    """The state of a rank during the rollout phase."""
 
     BUSY = 0
     IDLE = 1

@@ -38,7 +38,7 @@ StepFn = Callable[[], Mapping[str, float] | None]
 
 @dataclass(frozen=True)
 class WindowReport:
-    """What one rank did in one window. Wall times are seconds since 1970, to be compared across ranks."""
+    """One rank's record of one window. Wall times are seconds since 1970, to be compared across ranks."""
 
     spans: tuple[StateSpan, ...]
     """The rollout phase by state, BUSY first, without gaps (seconds of the window's clock)."""
@@ -124,7 +124,7 @@ class IdleWindow:
         return self._finish(sums)
 
     def _next_action(self, sums: _Sums) -> Action:
-        """Polls; what the group does next. Collective among the group."""
+        """Polls; returns the group's next action. Collective among the group."""
         self.coordinator.test_done()
         self._show_state()
         proposal = Action.WAIT

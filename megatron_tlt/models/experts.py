@@ -7,7 +7,7 @@ Inside the program the experts of a layer are two stacked tensors, whatever the 
     model.layers.L.mlp.experts.down_proj         [E, H, F]
     model.layers.L.mlp.shared_expert.{gate,up,down}_proj.weight, .mlp.shared_expert_gate.weight [1, H]    (Qwen2-MoE)
 
-On disk every expert has its own three tensors; the rows of a stack are theirs, expert by expert.
+On disk every expert has its own three tensors; a stack has their rows, expert by expert.
 No torch here.
 
 Legend: E experts, H hidden, F width of an expert.

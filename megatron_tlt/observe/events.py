@@ -1,10 +1,10 @@
-"""What each rank did and when: spans and instants in run_dir/events/rank-00000.jsonl. Torch-free.
+"""Spans and instants of each rank in run_dir/events/rank-00000.jsonl. Torch-free.
 
 A line: `{"ts": seconds since the epoch at its start, "rank", "step", "kind": "span" | "instant" | "state", "name",
 "dur": seconds (spans, states), "attrs": {...}}`. Spans are the phases of a step, one after the other; states (BUSY,
 IDLE, TRAINING) divide the rollout and idle spans. Lines are buffered and written at the end of a step, when a span ends
-in an error, and at exit. A resumed run appends, after a new `open` instant: steps done again are repeated. What a rank
-does now is in RUN_DIR/status (`resilience/heartbeat.py`).
+in an error, and at exit. A resumed run appends, after a new `open` instant: steps done again are repeated. The present
+state of a rank is in RUN_DIR/status (`resilience/heartbeat.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.observe.clock import wall_seconds
-from megatron_tlt.observe.jsonl import LineFile, Row, read_rows, to_line
+from megatron_tlt.observe.jsonl import JsonRow, LineFile, read_rows, to_line
 
 _BUFFERED_LINES = 512
 
@@ -73,9 +73,9 @@ class EventLog:
         self._add(started, step, "state", name, attrs, seconds)
 
     def _add(
-        self, ts: float, step: int | None, kind: str, name: str, attrs: Row, dur: float | None = None
+        self, ts: float, step: int | None, kind: str, name: str, attrs: JsonRow, dur: float | None = None
     ) -> None:
-        row: Row = {"ts": round(ts, 6), "rank": self.rank, "step": step, "kind": kind, "name": name}
+        row: JsonRow = {"ts": round(ts, 6), "rank": self.rank, "step": step, "kind": kind, "name": name}
         if dur is not None:
             row["dur"] = round(dur, 6)
         if attrs:
@@ -104,6 +104,6 @@ class EventLog:
         atexit.unregister(self.close)
 
 
-def read_events(run_dir: str | Path, rank: int) -> list[Row]:
+def read_events(run_dir: str | Path, rank: int) -> list[JsonRow]:
     """All events of one rank, in the order they were written, without torn lines."""
     return list(read_rows(events_path(run_dir, rank)))

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_tlt.observe.files import write_atomically
 
-Row = dict[str, Any]
+JsonRow = dict[str, Any]
 SkippedLines = dict[Path, set[int]]
 """Numbers, from 1, of the lines of each file that could not be read."""
 
@@ -70,8 +70,8 @@ class StepFile(LineFile):
 
 
 def read_rows(
-    path: Path, skipped: SkippedLines | None = None, is_valid: Callable[[Row], bool] = bool
-) -> Iterator[Row]:
+    path: Path, skipped: SkippedLines | None = None, is_valid: Callable[[JsonRow], bool] = bool
+) -> Iterator[JsonRow]:
     """The rows of a file; nothing if there is no file.
 
     Lines that hold no JSON object, or one that is not valid, are left out; their numbers are added to `skipped`.

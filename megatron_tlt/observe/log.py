@@ -33,14 +33,14 @@ class RankFormatter(logging.Formatter):
 _formatter = RankFormatter()
 
 
-def setup_logging(rank: int, size: int, level: int = logging.INFO, stream: TextIO | None = None) -> None:
+def setup_logging(rank: int, size: int, stream: TextIO | None = None) -> None:
     """Prepares the package's logger for this rank; may be called again. `stream` defaults to stderr."""
     _formatter.rank, _formatter.size = rank, size
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(_formatter)
     logger = logging.getLogger(ROOT)
     logger.handlers[:] = [handler]
-    logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False
 
 

@@ -1,6 +1,6 @@
 """The peak of memory in each phase of a step on this rank.
 
-On CUDA it is the allocator's peak and, beside it, what was mapped outside of it (`count_outside`): tensors, not the
+On CUDA it is the allocator's peak and, beside it, the memory mapped outside of it (`count_outside`): tensors, not the
 CUDA context, NCCL's channels or other processes; the sum is exact where both peaks fall together. On CPU it is the
 peak of the process's resident memory (VmHWM, reset through /proc/self/clear_refs), with the interpreter and its
 libraries. Where the kernel refuses the reset nothing is reported.
@@ -18,7 +18,7 @@ import torch
 MIB = 2**20
 _PROC = Path("/proc/self")
 _cuda = {"before_reset": 0, "outside": 0, "outside_peak": 0}
-"""Bytes on this rank's GPU: the present phase's peak before a reset inside the phase; what is mapped outside the
+"""Bytes on this rank's GPU: the present phase's peak before a reset inside the phase; those mapped outside the
 allocator now, and at most in the phase."""
 
 

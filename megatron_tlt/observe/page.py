@@ -181,7 +181,7 @@ class Page:
     tone: str = ""
     """Of the headline: "good", "bad" or neither."""
     warnings: Sequence[str] = ()
-    """What the page lacks and why, one sentence each."""
+    """Parts that the page lacks, with the reason, one sentence each."""
     stats: list[Stat] = field(default_factory=list)
     sections: list[PageSection] = field(default_factory=list)
     footer: str = ""

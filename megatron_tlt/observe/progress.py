@@ -1,4 +1,4 @@
-"""What rank 0 shows of a run in progress: lines, under them a live one on a terminal; or nothing.
+"""Rank 0's display of a run in progress: lines, under them a live one on a terminal; or nothing.
 
 No thread draws: the live line is redrawn, at most four times a second, when the loop or the engine reports, so that
 drawing never competes with a kernel.
@@ -27,7 +27,7 @@ TERMINAL_VARIABLE = "MEGATRON_TLT_TERMINAL_SHOWN"
 _REDRAW_S = 0.25
 _LINE_S = 30.0  # least time between two lines of a rollout, where there is no live one
 
-# (label, metric, format) of what a step shows
+# (label, metric, format) of a step's line
 _SHOWN = (
     ("seconds", "time/step", "{:.1f}"),
     ("tokens/s", "engine/tokens_per_s", "{:.0f}"),

@@ -9,7 +9,7 @@ from megatron_tlt.observe import report_charts as charts
 from megatron_tlt.observe.page import Page, PageSection, Samples, Stat, Table
 from megatron_tlt.observe.report_rollout import rollout
 from megatron_tlt.observe.report_speculation import speculation
-from megatron_tlt.observe.runfiles import Row, RunData, chosen_steps, require_metrics
+from megatron_tlt.observe.runfiles import JsonRow, RunData, chosen_steps, require_metrics
 
 _VALUE_CHARACTERS = 90  # of a setting
 _TEXT_CHARACTERS = 6000  # of a prompt or a response
@@ -121,7 +121,7 @@ def _samples(run: RunData) -> PageSection:
     return PageSection("Samples", [Samples(rows[:_SAMPLES])] if rows else [], text)
 
 
-def _shown(row: Row) -> Row:
+def _shown(row: JsonRow) -> JsonRow:
     """Facts in a line, the prompt, and the response in stretches."""
     facts = [f"step {row['step']}", f"reward {row.get('reward') or 0:g}", f"{row.get('tokens', 0)} tokens"]
     facts += [str(row[name]) for name in ("task", "finish_reason") if row.get(name)]

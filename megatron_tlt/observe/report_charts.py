@@ -10,7 +10,7 @@ from megatron_tlt.observe.page import Chart, PageSection, Part, bar, line
 from megatron_tlt.observe.runfiles import RunData
 
 # Phases in the order of a step, each with its colour; others are red.
-PHASES = {
+PHASE_COLOURS = {
     "rollout": colours.BLUE,
     "idle": colours.GREY,
     "score": colours.OLIVE,
@@ -70,7 +70,7 @@ def phases_of(run: RunData) -> dict[str, list[float]]:
     """Seconds of each phase in each step (0 where it did not run), means over the ranks, in the order of a step."""
     names = {name.removeprefix("time/") for row in run.steps for name in row if name.startswith("time/")}
     names -= {"step", "eval", "checkpoint"}  # the last two are counted to the step after theirs
-    ordered = [name for name in PHASES if name in names] + sorted(names - PHASES.keys())
+    ordered = [name for name in PHASE_COLOURS if name in names] + sorted(names - PHASE_COLOURS.keys())
     return {name: [row.get(f"time/{name}") or 0.0 for row in run.steps] for name in ordered}
 
 
@@ -78,7 +78,7 @@ def time(run: RunData) -> PageSection:
     """Seconds of a step by phase."""
     steps = [row["step"] for row in run.steps]
     bars = [
-        bar(name, steps, seconds, PHASES.get(name, colours.RED)) for name, seconds in phases_of(run).items()
+        bar(name, steps, seconds, PHASE_COLOURS.get(name, colours.RED)) for name, seconds in phases_of(run).items()
     ]
     note = "Idle: the rank has no request left, while other ranks still generate."
     title, unit, layout = "Step time by phase", "seconds, mean of the ranks", {"barmode": "stack"}

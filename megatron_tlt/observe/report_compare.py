@@ -10,7 +10,7 @@ from megatron_tlt.observe.page import Page, PageSection, Part, Table
 from megatron_tlt.observe.report import seconds_text, settings, state_of, subtitle, written_now
 from megatron_tlt.observe.report_charts import phases_of
 from megatron_tlt.observe.report_speculation import speculation
-from megatron_tlt.observe.runfiles import Row, RunData, require_metrics
+from megatron_tlt.observe.runfiles import JsonRow, RunData, require_metrics
 
 Pair = tuple[RunData, RunData]
 Names = tuple[str, str]
@@ -20,7 +20,7 @@ _UNEQUAL_MACHINES = 1.25  # ratio of the times of the same update from which the
 _SHORTEST = 1e-3  # seconds a step from which a phase has a ratio
 
 
-def equality(a: Sequence[Row], b: Sequence[Row]) -> tuple[str, str]:
+def equality(a: Sequence[JsonRow], b: Sequence[JsonRow]) -> tuple[str, str]:
     """Compares the digests of rows of rollouts.jsonl: ("good" for equal, "bad", or "" for not known; a sentence)."""
     first = {row["step"]: row for row in a}
     pairs = [(first[row["step"]], row) for row in b if row["step"] in first]

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_tlt.observe import colours
 from megatron_tlt.observe.page import Chart, PageSection, Trace, bar, line
-from megatron_tlt.observe.runfiles import Row, RunData, chosen_steps
+from megatron_tlt.observe.runfiles import JsonRow, RunData, chosen_steps
 
 STATES = {"BUSY": colours.BLUE, "TRAINING": colours.AMBER, "IDLE": colours.GREY}
 _STEPS = 12  # steps to choose from
@@ -41,14 +41,14 @@ class StepView:
 def step_views(run: RunData) -> list[StepView]:
     """Detailed views of some steps of a run, by step. Reads the events of every rank once."""
     wanted = chosen_steps(run, _STEPS)
-    by_step: dict[int, dict[int, list[Row]]] = {step: {} for step in wanted}
+    by_step: dict[int, dict[int, list[JsonRow]]] = {step: {} for step in wanted}
     for rank in run.ranks if wanted else ():
         for step, rows in run.events_of_steps(rank, wanted).items():
             by_step[step][rank] = rows
     return [_view(step, by_rank) for step, by_rank in by_step.items() if by_rank]
 
 
-def _view(step: int, by_rank: Mapping[int, Sequence[Row]]) -> StepView:
+def _view(step: int, by_rank: Mapping[int, Sequence[JsonRow]]) -> StepView:
     view = StepView(step)
     every = [row for rows in by_rank.values() for row in rows]
     origin = min((r["ts"] for r in every if r["kind"] == "state" or r["name"] == "rollout"), default=0.0)

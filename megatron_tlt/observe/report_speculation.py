@@ -11,7 +11,7 @@ from megatron_tlt.observe import colours
 from megatron_tlt.observe.page import Chart, PageSection, Trace, bar
 from megatron_tlt.observe.report_charts import labelled, metric_chart
 from megatron_tlt.observe.rollouts import column_sums
-from megatron_tlt.observe.runfiles import Row, RunData, has_fields
+from megatron_tlt.observe.runfiles import JsonRow, RunData, has_fields
 
 PERCENT: dict[str, Any] = {"tickformat": ".0%", "range": [0, 1]}
 
@@ -44,12 +44,12 @@ def speculation(runs: Sequence[RunData]) -> PageSection:
     return PageSection("Speculation", parts)
 
 
-def _speculative(run: RunData) -> list[Row]:
+def _speculative(run: RunData) -> list[JsonRow]:
     fields = {"strategies": dict, "drafted_at": list, "accepted_at": list, "by_batch": dict}
     return [row for row in run.rollouts if has_fields(row, fields)]
 
 
-def _position_bars(label: str, rows: Sequence[Row], colour: str) -> Trace:
+def _position_bars(label: str, rows: Sequence[JsonRow], colour: str) -> Trace:
     """For each draft position, from 1: the share of drafts accepted up to it, and the mean tokens of a step up to it.
 
     A draft that ended before a position counts in the mean as one that was not accepted there.
@@ -63,7 +63,7 @@ def _position_bars(label: str, rows: Sequence[Row], colour: str) -> Trace:
     return bar(f"accepted{label}", positions, shares, colour, customdata=facts, hovertemplate=hover)
 
 
-def _batch_bars(label: str, rows: Sequence[Row], colour: str) -> Trace:
+def _batch_bars(label: str, rows: Sequence[JsonRow], colour: str) -> Trace:
     sizes = sorted({int(size) for row in rows for size in row["by_batch"]})
     sums = {size: column_sums([row["by_batch"].get(str(size), [0, 0]) for row in rows]) for size in sizes}
     sums = {size: both for size, both in sums.items() if both[0]}
@@ -74,7 +74,7 @@ def _batch_bars(label: str, rows: Sequence[Row], colour: str) -> Trace:
     return bar(f"accepted length{label}", labels, lengths, colour, customdata=counts, hovertemplate=hover)
 
 
-def _strategies(rows: Sequence[Row]) -> Chart:
+def _strategies(rows: Sequence[JsonRow]) -> Chart:
     """Share of decoding steps by strategy: plain ones, then the most used."""
     counts = sum((Counter(row["strategies"]) for row in rows), Counter[str]())
     steps = [row["step"] for row in rows]

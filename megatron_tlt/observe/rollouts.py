@@ -1,4 +1,4 @@
-"""What a step's rollouts leave: a row of statistics in run_dir/rollouts.jsonl, responses in samples.jsonl. Torch-free.
+"""Records of a step's rollouts: a row of statistics in run_dir/rollouts.jsonl, responses in samples.jsonl. Torch-free.
 
 A row of rollouts.jsonl has a few kilobytes, whatever the number of ranks:
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tlt.observe.jsonl import Row
+from megatron_tlt.observe.jsonl import JsonRow
 from megatron_tlt.types import EngineStats, RewardResult, Sample, SampleGroup, SpeculationStats
 
 ROLLOUTS_FILE = "rollouts.jsonl"
@@ -34,9 +34,9 @@ _MASK = (1 << 64) - 1
 DraftsOf = Callable[[Sample], dict[str, Any] | None]
 
 
-def rank_row(stats: EngineStats, groups: Sequence[SampleGroup]) -> Row:
+def rank_row(stats: EngineStats, groups: Sequence[SampleGroup]) -> JsonRow:
     """One rank's part of a row, to be gathered; digests are still numbers."""
-    row: Row = {"samples": sum(len(group.samples) for group in groups)}
+    row: JsonRow = {"samples": sum(len(group.samples) for group in groups)}
     row["responses"], row["rewards"] = digests(groups)
     if stats.speculation.steps_by_strategy:
         row |= _speculation(stats.speculation)
@@ -59,7 +59,7 @@ def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def _speculation(stats: SpeculationStats) -> Row:
+def _speculation(stats: SpeculationStats) -> JsonRow:
     by_batch: dict[int, list[int]] = {}
     for running, (rows, emitted) in stats.by_batch.items():
         bucket = by_batch.setdefault(bucket_of(running), [0, 0])
@@ -78,9 +78,9 @@ def bucket_of(running: int) -> int:
     return 1 << (running - 1).bit_length()
 
 
-def step_row(ranks: Sequence[Row]) -> Row:
+def step_row(ranks: Sequence[JsonRow]) -> JsonRow:
     """The row of a step, from all ranks' `rank_row`."""
-    row: Row = {"samples": sum(r["samples"] for r in ranks)}
+    row: JsonRow = {"samples": sum(r["samples"] for r in ranks)}
     for name in ("responses", "rewards"):
         row[name] = f"{sum(r[name] for r in ranks) & _MASK:016x}"
     spec = [r for r in ranks if "strategies" in r]
@@ -100,7 +100,7 @@ def column_sums(lists: Sequence[Sequence[int]]) -> list[int]:
     return [sum(values) for values in zip_longest(*lists, fillvalue=0)]
 
 
-def sample_rows(groups: Sequence[SampleGroup], most: int, drafts_of: DraftsOf | None = None) -> list[Row]:
+def sample_rows(groups: Sequence[SampleGroup], most: int, drafts_of: DraftsOf | None = None) -> list[JsonRow]:
     """The best and the worst response of the first prompts, `most` in all: the update learns from their contrast.
 
     `drafts_of` returns the drafts of a sample, None where they are not known.
@@ -118,8 +118,8 @@ def _best_and_worst(group: SampleGroup) -> list[tuple[Sample, RewardResult]]:
     return scored[:1] + scored[1:][-1:]
 
 
-def _row(group: SampleGroup, sample: Sample, reward: RewardResult) -> Row:
-    row: Row = {
+def _row(group: SampleGroup, sample: Sample, reward: RewardResult) -> JsonRow:
+    row: JsonRow = {
         "prompt_id": sample.prompt_id,
         "sample_index": sample.sample_index,
         "task": group.prompt.task,

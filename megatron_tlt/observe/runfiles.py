@@ -15,7 +15,7 @@ from types import UnionType
 
 from megatron_tlt.errors import ConfigError, shortened
 from megatron_tlt.observe.events import events_path
-from megatron_tlt.observe.jsonl import Row, SkippedLines, read_rows
+from megatron_tlt.observe.jsonl import JsonRow, SkippedLines, read_rows
 from megatron_tlt.observe.metrics import METRICS_FILE
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, SAMPLES_FILE
 from megatron_tlt.observe.summary import SUMMARY_FILE
@@ -32,17 +32,17 @@ _FIELDS: dict[str, dict[str, type | UnionType]] = {
 
 @dataclass
 class RunData:
-    """What a run has written so far."""
+    """The files of a run, as far as it has written them."""
 
     run_dir: Path
-    config: Row
-    steps: list[Row]
+    config: JsonRow
+    steps: list[JsonRow]
     """Rows of metrics.jsonl that are steps, by step."""
-    evals: list[Row]
+    evals: list[JsonRow]
     """Rows that are evaluations, by step."""
-    rollouts: list[Row]
-    samples: list[Row]
-    summary: Row | None
+    rollouts: list[JsonRow]
+    samples: list[JsonRow]
+    summary: JsonRow | None
     ranks: list[int]
     skipped: SkippedLines = field(default_factory=dict)
     """Grows as events are read."""
@@ -76,7 +76,7 @@ class RunData:
             for path, lines in sorted(self.skipped.items())
         ]
 
-    def column(self, name: str, rows: Sequence[Row] | None = None) -> tuple[list[int], list[float]]:
+    def column(self, name: str, rows: Sequence[JsonRow] | None = None) -> tuple[list[int], list[float]]:
         """(steps, values) of a metric, where it is there; in `steps`, or in other rows."""
         rows = self.steps if rows is None else rows
         found = [row for row in rows if isinstance(row.get(name), int | float)]
@@ -98,14 +98,14 @@ class RunData:
         ranks = sorted((int(name.removeprefix(prefix)), name) for name in names)
         return {rank: self.total(name) for rank, name in ranks}
 
-    def events(self, rank: int) -> Iterator[Row]:
+    def events(self, rank: int) -> Iterator[JsonRow]:
         """All events of one rank, in the order they were written."""
         return read_rows(events_path(self.run_dir, rank), self.skipped, is_event)
 
-    def events_of_steps(self, rank: int, steps: Collection[int]) -> dict[int, list[Row]]:
+    def events_of_steps(self, rank: int, steps: Collection[int]) -> dict[int, list[JsonRow]]:
         """A rank's events of `steps` (0 is the first). Of a step done again after a resume, the later ones."""
-        found: dict[int, list[Row]] = {}
-        of_start: dict[int, list[Row]] = {}
+        found: dict[int, list[JsonRow]] = {}
+        of_start: dict[int, list[JsonRow]] = {}
         for row in self.events(rank):
             if row["name"] == "open":
                 found, of_start = found | of_start, {}
@@ -114,12 +114,12 @@ class RunData:
         return found | of_start
 
 
-def has_fields(row: Row, fields: Mapping[str, type | UnionType]) -> bool:
+def has_fields(row: JsonRow, fields: Mapping[str, type | UnionType]) -> bool:
     """Whether a row has values of these types."""
     return all(name in row and isinstance(row[name], kind) for name, kind in fields.items())
 
 
-def is_event(row: Row) -> bool:
+def is_event(row: JsonRow) -> bool:
     """Whether a row has an event's fields, of the right types."""
     fields = _EVENT | ({} if row.get("kind") == "instant" else {"dur": int | float})
     needed = {"start", "running"} if row.get("name") == "curve" else set()
@@ -137,11 +137,11 @@ def read_run(run_dir: str | Path, with_responses: bool = True) -> RunData:
         raise ConfigError.of("RUN_DIR", str(run_dir), f"holds no run: neither {METRICS_FILE} nor events/")
     skipped: SkippedLines = {}
 
-    def rows(name: str) -> list[Row]:
+    def rows(name: str) -> list[JsonRow]:
         return list(read_rows(folder / name, skipped, partial(has_fields, fields=_FIELDS[name])))
 
-    steps: dict[int, Row] = {}
-    evals: dict[int, Row] = {}
+    steps: dict[int, JsonRow] = {}
+    evals: dict[int, JsonRow] = {}
     for row in rows(METRICS_FILE):
         kind = evals if any(name.startswith("eval/") for name in row) else steps
         kind[row["step"]] = row
@@ -164,7 +164,7 @@ def require_metrics(run: RunData) -> None:
         raise ConfigError.of("RUN_DIR", str(run.run_dir), f"nothing could be read: {'; '.join(run.warnings)}")
 
 
-def _object(path: Path, skipped: SkippedLines) -> Row | None:
+def _object(path: Path, skipped: SkippedLines) -> JsonRow | None:
     """The JSON object in a file; None where there is no file or, added to `skipped`, no whole object."""
     try:
         value = json.loads(path.read_bytes())

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.errors import ConfigError, shortened
-from megatron_tlt.observe.jsonl import Row
+from megatron_tlt.observe.jsonl import JsonRow
 from megatron_tlt.observe.runfiles import RunData
 
 Event = dict[str, Any]
-PHASES, STATES = 1, 2  # threads of a rank
+_PHASES = 1  # threads of a rank
+_STATES = 2
 
 
 def write_timeline(run: RunData, out: Path, steps: Collection[int] | None = None) -> int:
@@ -60,22 +61,24 @@ def _names(pid: int, process: str, threads: dict[int, str]) -> Iterator[Event]:
 
 def _rank_events(run: RunData, rank: int, origin: float, steps: Collection[int] | None) -> Iterator[Event]:
     """One rank's events, in microseconds since `origin`."""
-    yield from _names(rank, f"rank {rank}", {PHASES: "phases", STATES: "state"})
-    slices: dict[int, list[Event]] = {PHASES: [], STATES: []}
+    yield from _names(rank, f"rank {rank}", {_PHASES: "phases", _STATES: "state"})
+    slices: dict[int, list[Event]] = {_PHASES: [], _STATES: []}
     for row in run.events(rank):
-        step, name, attrs = row.get("step"), row["name"], row.get("attrs", {})
+        step = row.get("step")
+        name = row["name"]
+        attrs = row.get("attrs", {})
         if steps is not None and (step is None or step + 1 not in steps):
             continue
         base = {"name": name, "pid": rank, "ts": _micros(row["ts"] - origin)}
         if row.get("kind") in ("span", "state"):
-            thread = PHASES if row["kind"] == "span" else STATES
+            thread = _PHASES if row["kind"] == "span" else _STATES
             args = attrs if step is None else {"step": step + 1, **attrs}
             times = {"cat": row["kind"], "tid": thread, "dur": _micros(row["dur"])}
             slices[thread].append({"ph": "X", **base, **times, "args": args})
         elif name == "curve":
             yield from _curve(rank, attrs, origin)
         else:
-            yield {"ph": "i", "s": "t", "tid": PHASES, "cat": "instant", **base, "args": attrs}
+            yield {"ph": "i", "s": "t", "tid": _PHASES, "cat": "instant", **base, "args": attrs}
     for rows in slices.values():
         yield from one_after_the_other(rows)
 
@@ -91,7 +94,7 @@ def one_after_the_other(slices: Iterable[Event]) -> list[Event]:
     return ordered
 
 
-def _curve(rank: int, attrs: Row, origin: float) -> Iterator[Event]:
+def _curve(rank: int, attrs: JsonRow, origin: float) -> Iterator[Event]:
     start, points = attrs["start"] - origin, attrs["running"]
     for ms, running in points:
         yield _counter(rank, "running requests", _micros(start + ms / 1e3), running=running)

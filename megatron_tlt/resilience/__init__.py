@@ -1,1 +1,1 @@
-"""What keeps a job alive or ends it well."""
+"""Keeping a job alive, and ending it with everything saved."""

@@ -61,7 +61,8 @@ class Heartbeat:
 
     def enter(self, phase: str, step: int) -> None:
         """The rank enters a phase."""
-        now, old = self._clock(), self._status
+        now = self._clock()
+        old = self._status
         self._durations[old.phase].append(now - self._phase_began)
         self._phase_began = now
         limit = phase_limit(self._durations[phase])
@@ -106,7 +107,7 @@ class Heartbeat:
         self._sleep(_DEATH_S)
         reason, ranks = ("hung", at_fault) if outcome == "timeout" else ("failed", [self._status.rank])
         end = JobEnd(self._status.start, reason, detail, ranks, time.time())
-        with suppress(OSError):  # what this process prints names the reason, too
+        with suppress(OSError):  # this process's own messages name the reason, too
             self._files.claim_end(end)
         known = self._files.read_end(end.start)
         if known is not None and known.outcome == "hung":

@@ -3,9 +3,9 @@
     rank 0   rollout =====x=====x==x====X  killed            rollout (only what is missing) ==== | score ...
     cache              add   add add      --- restart --->   read
 
-A cached response is what the engine would generate again: tokens and log-probs are a function of seed, prompt and
-weights (docs/design/numerics.md), and the key in each file names all three. Hidden states are not kept, so the
-drafter trains on fewer responses of a resumed step; the policy is not affected.
+A cached response equals the one that the engine would generate again: tokens and log-probs are a function of seed,
+prompt and weights (docs/design/numerics.md), and the key in each file names all three. Hidden states are not kept, so
+the drafter trains on fewer responses of a resumed step; the policy is not affected.
 
     run_dir/rollout_cache/step-000013/replica-00001-5f0c2a.jsonl    responses of step 13 by replica 1 of one start
 
@@ -141,7 +141,7 @@ class ResponseWriter:
     def end(self) -> None:
         """Closes the step's file. A second call does nothing."""
         if self._file is not None:
-            with suppress(OSError):  # what a full disk did not take was reported when it was written
+            with suppress(OSError):  # a full disk was reported at the write
                 self._file.close()
         self._path, self._file = None, None
 
@@ -177,7 +177,7 @@ class RolloutCache:
     ):
         """Without keyed sampling in `backend` nothing is kept or reused.
 
-        `identity`: what a response depends on besides prompt and weights, JSON-able. `fresh`: ignore old responses.
+        `identity`: settings on which a response depends, JSON-able. `fresh`: ignore old responses.
         """
         self._directory, self._world = run_dir / "rollout_cache", world
         self._backend = backend

@@ -1,7 +1,7 @@
-"""Removing what killed jobs have left in /dev/shm. Stdlib only.
+"""Removing the files of killed jobs from /dev/shm. Stdlib only.
 
 Weights go to engines of other processes in `tlt-...` directories; their owner holds a flock on them as long as it
-lives. What this user does not own, what is young, and what is locked, is left alone.
+lives. Files of other users, young ones and locked ones stay.
 """
 
 from __future__ import annotations

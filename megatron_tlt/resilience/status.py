@@ -34,7 +34,7 @@ class RankRow:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What the status files say of one run."""
+    """The state of one run, from its status files."""
 
     rows: list[RankRow]
     """Worst first."""
@@ -126,10 +126,10 @@ def _touched(path: Path) -> float:
         return 0.0
 
 
-def render(
+def status_text(
     run_dir: str | Path, status: RunStatus, top: int = 0, now: float | None = None, hint: str = "--all"
 ) -> str:
-    """The state as text: a line on the run, then a table of the `top` worst ranks (0: all); `hint`: what shows all."""
+    """The state as text: a line on the run, then a table of the `top` worst ranks (0: all); `hint`: how to see all."""
     now = time.time() if now is None else now
     if not status.rows:
         return "\n".join([f"{run_dir}: no status files", *status.problems])

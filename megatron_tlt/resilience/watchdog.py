@@ -27,7 +27,7 @@ from pathlib import Path
 from megatron_tlt.resilience.status_files import JobEnd, RankStatus, StatusFiles
 
 ALL_STACKS_SIGNAL = signal.SIGRTMIN  # every thread's: it reads frames that change meanwhile, and may crash the process
-# Schedulers and terminals send these to every process; what they mean is up to the ranks.
+# Schedulers and terminals send these to every process; the ranks handle them.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _ENVIRONMENT = "PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "TMPDIR"  # no launcher's: it is not a rank
 _BOOT = (
@@ -131,7 +131,7 @@ class Watchdog:
         self._claim("hung", text, ranks)
 
     def _claim(self, outcome: str, text: str, ranks: list[int]) -> None:
-        """Writes why the job ends and says so, unless another process has. Ends the job."""
+        """Writes and prints the reason for the end of the job, unless another process has. Ends the job."""
         end = JobEnd(self._options.start, outcome, text, ranks, time.time())
         try:
             is_first = self._files.claim_end(end)
@@ -166,7 +166,8 @@ class Watchdog:
         """
         sizes: dict[Path, int] = {}
         for rank, pid in self._pids.items():
-            path, status = self._files.stacks_of(rank), self._status(rank)
+            path = self._files.stacks_of(rank)
+            status = self._status(rank)
             heading = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {status.name} in {status.where}"
             try:
                 with path.open("a", encoding="utf-8") as file:

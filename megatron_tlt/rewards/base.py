@@ -30,7 +30,7 @@ def judge(
 ) -> RewardResult:
     """The weighted sum of all functions; correct means that every function that counts reaches its threshold.
 
-    Never raises for what a reward function does: the sample's value is then `failure_value`, it is not
+    Never raises for an error of a reward function: the sample's value is then `failure_value`, it is not
     correct, and `failure` names the function and its error. Mutates nothing.
     """
     parts: dict[str, float] = {}

@@ -15,15 +15,15 @@ def build_scorers(section: RewardSection) -> list[NamedScorer]:
     return [NamedScorer(label, config, _build(config)) for label, config in named]
 
 
-def function_problems(section: RewardSection, field: str = "rewards") -> list[ConfigProblem]:
-    """Users' functions that cannot be imported or called. Imports them; `field` names the section."""
+def function_problems(section: RewardSection) -> list[ConfigProblem]:
+    """Users' functions that cannot be imported or called. Imports them."""
     problems = []
     for index, config in enumerate(section.functions):
         try:
             if config.name == "python" and config.path is not None and ":" in config.path:  # else: config/checks
                 load_function(config)
         except RewardError as error:
-            problems.append(ConfigProblem(f"{field}.functions.{index}.path", config.path, str(error)))
+            problems.append(ConfigProblem(f"rewards.functions.{index}.path", config.path, str(error)))
     return problems
 
 

@@ -1,6 +1,6 @@
 """The verifier that belongs to a procedural task of `reasoning-gym`.
 
-The prompt carries what it takes: metadata `task_name`, `task_params` and `task_entry` (the generated item).
+The prompt has its inputs: metadata `task_name`, `task_params` and `task_entry` (the generated item).
 """
 
 from __future__ import annotations

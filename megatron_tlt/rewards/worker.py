@@ -63,7 +63,7 @@ def start(section_json: str, rank: int) -> None:
     global _section, _scorers, _problem  # noqa: PLW0603  the pool calls plain functions
     _die_with(rank)
     os.setsid()  # a process group of its own, see `_on_terminate`
-    os.dup2(2, 1)  # what a user's function prints must not mix with the rank's own output
+    os.dup2(2, 1)  # prints of a user's function must not mix with the rank's own output
     for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:
         del os.environ[name]
     os.environ.update(dict.fromkeys(_THREADS, "1"))

@@ -212,7 +212,8 @@ class Engine:
 
     def _count(self, batch: Batch, result: StepResult, num_finished: int, started: float, scheduled: float) -> None:
         """Counts a step that was begun and scheduled at these seconds."""
-        stats, committed = self._stats, time.perf_counter()
+        stats = self._stats
+        committed = time.perf_counter()
         stats.seconds += committed - started
         stats.steps += 1
         stats.generated_tokens += len(result.tokens)

@@ -138,7 +138,8 @@ class ModelRunner:
         The cache ends as plain decoding would have left it: slots behind the accepted tokens are written again before
         they are read. Mutates the cache.
         """
-        fed, pool = _FedRows.of(draft), self.pool
+        fed = _FedRows.of(draft)
+        pool = self.pool
         if pool is not None and pool.key(len(draft.counts), int(draft.counts.max()) + 1) is None:
             pool.graphs.stats.eager += 1
             pool = None  # more rows than its buffers hold
@@ -149,7 +150,10 @@ class ModelRunner:
 
     def _verify_input(self, draft: Draft, fed: _FedRows, to_pool: bool) -> DecoderInput:
         """Last tokens and their drafts as one ragged batch."""
-        rows, size, count, total = self.rows, self._block_size, len(draft.counts), len(fed.request)
+        rows = self.rows
+        size = self._block_size
+        count = len(draft.counts)
+        total = len(fed.request)
         tokens, positions = rows.token_ids[fed.request], rows.positions[fed.request] + fed.depth
         tokens[fed.depth > 0] = draft.tokens
         block, inside = np.divmod(positions, size)
@@ -276,11 +280,11 @@ class _FedRows:
 
 
 def _first_rows(requests: list[Request]) -> SamplingRows:
-    """Sampling parameters and keys of the first tokens of `requests`."""
+    """Sampling parameters and keys of the tokens that `requests` draw behind their prompt and their `output`."""
     keys = np.array([r.key for r in requests], np.uint64)
     params = [r.params for r in requests]
     return SamplingRows(
-        row_keys(keys, np.zeros(len(requests), np.int32)),
+        row_keys(keys, np.array([len(r.output) for r in requests], np.int32)),
         np.array([p.temperature for p in params], np.float32),
         np.array([p.top_k for p in params], np.int32),
         np.array([p.top_p for p in params], np.float64),

@@ -56,13 +56,14 @@ class Request:
 class Prefill:
     """Tokens to compute into the cache, once, and the requests that continue from there.
 
-    A new prompt is one `Prefill` with its n samples as `children`; they draw their first tokens from the same
-    row of logits. A preempted request is queued again as a `Prefill` of its own, `sampled` already.
+    A new prompt is one `Prefill` with its n samples as `children`; they draw their next tokens from the same row of
+    logits. A request whose `output` begins with given tokens is one of prompt and output. A preempted request is queued
+    again as a `Prefill` of its own, `sampled` already.
     """
 
     tokens: np.ndarray  # int32 [L]
     children: list[Request]  # not yet started, in order
-    sampled: bool = False  # the children have a first token already
+    sampled: bool = False  # the children have drawn the token behind `tokens` already
     blocks: list[int] = field(default_factory=list)
     done: int = 0  # tokens in the cache
 

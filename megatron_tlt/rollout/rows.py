@@ -56,7 +56,8 @@ class RunningRows:
 
     def start(self, request: Request, blocks: Sequence[int], cached: int, slot_mapping: int) -> None:
         """Gives `request` the next row; `cached` tokens are in `blocks`, its last output is fed next."""
-        row, params = len(self.requests), request.params
+        row = len(self.requests)
+        params = request.params
         assert request.row < 0
         request.row, request.slot = row, self._free_slots.pop()
         self.requests.append(request)
@@ -81,7 +82,8 @@ class RunningRows:
 
     def stop(self, request: Request) -> list[int]:
         """Removes `request` and sets its output; returns its blocks. The last row moves into the hole."""
-        row, last = request.row, len(self.requests) - 1
+        row = request.row
+        last = len(self.requests) - 1
         length = int(self.output_len[row])
         request.output = self.outputs[request.slot, :length].tolist()
         request.logprobs = self.logprobs[request.slot, :length].tolist()

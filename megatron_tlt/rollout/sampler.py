@@ -110,7 +110,8 @@ class Sampler:
     ) -> None:
         """Draws the rows with a mask again, among the tokens inside the mask. Mutates `token` and `logprob`."""
         at = np.flatnonzero(rows.masked)
-        some, index = rows.part(at), torch.from_numpy(at)
+        some = rows.part(at)
+        index = torch.from_numpy(at)
         scores = logits[index] / torch.from_numpy(some.temperature).unsqueeze(1)
         drawn, _ = native(some.apply_masks(scores), torch.ones(len(at)), torch.from_numpy(some.keys))
         token[index] = drawn

@@ -206,7 +206,8 @@ class Scheduler:
         return 0 if is_partial and len(prefill.children) == 1 else 1
 
     def _start_child(self, prefill: Prefill, batch: Batch) -> None:
-        size, length = self.blocks.block_size, len(prefill.tokens)
+        size = self.blocks.block_size
+        length = len(prefill.tokens)
         full, offset = divmod(length, size)
         request = prefill.children.pop(0)
         blocks = prefill.blocks
@@ -315,8 +316,9 @@ class Scheduler:
         return finished
 
     def _check(self, prefill: Prefill) -> None:
-        longest = max(r.params.max_tokens for r in prefill.children)
-        length, limits = len(prefill.tokens), self.limits
+        longest = max(r.params.max_tokens - len(r.output) for r in prefill.children)
+        length = len(prefill.tokens)
+        limits = self.limits
         name = f"prompt {prefill.children[0].prompt_id}"
         if length < 1 or longest < 1:
             raise BackendError(
@@ -344,13 +346,14 @@ def _resumption(request: Request) -> Prefill:
 
 
 def _draw_first(prefill: Prefill, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Request]:
-    """Sets every child's first token; returns and removes those that end with it."""
+    """Appends every child's token to its output; returns and removes those that end with it."""
     prefill.sampled = True
     for request, token, logprob in zip(prefill.children, tokens, logprobs, strict=True):
-        request.output, request.logprobs = [token], [logprob]
+        request.output.append(token)
+        request.logprobs.append(logprob)
         if request.stop_strings is not None and request.stop_strings.push(token):
             request.finish_reason = "stop"
-        request.finish_reason = _finish_reason(request, token, 1)
+        request.finish_reason = _finish_reason(request, token, len(request.output))
     finished = [r for r in prefill.children if r.finish_reason is not None]
     prefill.children = [r for r in prefill.children if r.finish_reason is None]
     return finished

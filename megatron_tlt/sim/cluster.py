@@ -69,7 +69,7 @@ class Cluster:
         """From the last replica's end to all ranks having received it.
 
         Two polls, and a hop for each doubling of ranks (measured up to 256 ranks on loopback; a network adds to each
-        hop). What a micro-step under way adds is in `Waits.late`.
+        hop). The time of a micro-step under way is in `Waits.late`.
         """
         if self.gpus == 1:
             return 0.0

@@ -40,7 +40,7 @@ def request_knots(most: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class RateTable:
-    """Seconds for each token of every running request, and what was decided, at the knots."""
+    """Seconds for each token of every running request, and the decisions, at the knots."""
 
     requests: np.ndarray  # int64 [K], ascending
     contexts: np.ndarray  # float64 [X], ascending
@@ -86,7 +86,9 @@ class Decider:
 
     def _make(self, quality: float) -> RateTable:
         shape = len(self._requests), len(self._contexts)
-        seconds, speculating, accepted = np.zeros(shape), np.zeros(shape[0]), np.zeros(shape[0])
+        seconds = np.zeros(shape)
+        speculating = np.zeros(shape[0])
+        accepted = np.zeros(shape[0])
         by_knot: dict[int, StepCounts] = {}
         speculation = Speculation(self._config, self._costs, (self._config.workload.seed, 2))
         speculation.set_quality(quality)

@@ -43,14 +43,15 @@ class IdleTime:
 
     def waits(self, rollouts: Sequence[ReplicaRollout]) -> Waits:
         """Of one step."""
-        ends, step = np.array([r.seconds for r in rollouts]), self._micro_step
+        ends = np.array([r.seconds for r in rollouts])
+        step = self._micro_step
         done = float(ends.max())
         begins = ends + self._policy.min_tail_seconds
         trains = (begins < done) & [self._trains(done - r.seconds, len(r.lengths)) for r in rollouts]
         running = int(np.count_nonzero(trains))
         if not running:
             return Waits(ends, np.zeros(len(ends)), 0, done, 0.0)
-        # The last of so many micro-steps that end evenly spread. What runs is finished.
+        # The last of so many micro-steps that end evenly spread. A running one is finished.
         late = step * running / (running + 1)
         steps = np.where(trains, np.floor(np.maximum(done - begins, 0.0) / step) + 1, 0.0)
         seconds = np.minimum(steps * step, np.where(trains, done + late - begins, 0.0))

@@ -1,4 +1,4 @@
-"""What is refused before a simulation starts: a model that does not fit its GPU, and minutes of work. Torch-free."""
+"""Limits checked before a simulation starts: a model must fit its GPU, and the work is bounded. Torch-free."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def check_limits(configs: Sequence[SimConfig]) -> Iterator[ConfigProblem]:
 
 def _check_memory(config: SimConfig) -> Iterator[ConfigProblem]:
     """Whether an engine has room for its weights and one longest response."""
-    room, model = cache_tokens(config), config.model
+    room = cache_tokens(config)
+    model = config.model
     needed = config.workload.prompt_tokens + config.rollout.max_tokens
     if room is None or model is None or room >= needed:
         return

@@ -71,7 +71,8 @@ def in_mode(config: SimConfig, mode: str, nodes: int) -> SimConfig:
 
 def titled(config: SimConfig) -> str:
     """The configuration's name with the model's size and the GPU that were simulated, whatever the name says."""
-    gpu, model = config.cluster.gpu.upper(), config.model
+    gpu = config.cluster.gpu.upper()
+    model = config.model
     if model is None:
         return f"{config.name}, on {gpu}"
     return f"{config.name}: {model.family}, {total_parameters(model) / 1e9:.3g} billion parameters, on {gpu}"

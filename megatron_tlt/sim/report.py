@@ -36,7 +36,7 @@ def write_report(result: SimResult, path: Path) -> None:
 
 def build_page(result: SimResult) -> Page:
     """The page, its headline first."""
-    page = Page(result.name, "simulated, not measured: what was assumed is at the end")
+    page = Page(result.name, "simulated, not measured: the assumptions are at the end")
     page.headline = headline(result)
     page.stats = _stats(result)
     decisions = decision_table(result)

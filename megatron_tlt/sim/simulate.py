@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.cluster import Cluster
-from megatron_tlt.sim.cost_model import CostModel, build_costs
+from megatron_tlt.sim.cost_model import build_costs
 from megatron_tlt.sim.decisions import Decider, shares
 from megatron_tlt.sim.idle import Adaptation, IdleTime
 from megatron_tlt.sim.result import SIM_PHASES, Point, StepRecord, Strategy
@@ -24,9 +24,9 @@ _CURVE = 512  # points of the running-requests curve
 class Simulation:
     """One configuration, one mode. `run` may be called once."""
 
-    def __init__(self, config: SimConfig, costs: CostModel | None = None):
+    def __init__(self, config: SimConfig):
         self._config = config
-        self._costs = costs or build_costs(config)
+        self._costs = build_costs(config)
         self._cluster = Cluster(config)
         self._lengths = Lengths(config)
         self._drafter = Adaptation(config)
@@ -83,7 +83,8 @@ class Simulation:
         return record, rollouts
 
     def _point(self, mode: str, records: list[StepRecord], running: list[tuple[float, int]]) -> Point:
-        cluster, steps = self._cluster, len(records)
+        cluster = self._cluster
+        steps = len(records)
         total = sum(r.seconds for r in records)
         return Point(
             mode,

@@ -101,7 +101,8 @@ class Speculation:
         return drafting + verifying, emitted
 
     def _count(self, name: str, seconds: float, running: int, emitted: np.ndarray, drafted: bool) -> None:
-        counts, tokens = self.counts, int(emitted.sum())
+        counts = self.counts
+        tokens = int(emitted.sum())
         counts.steps[name] += 1
         counts.seconds += seconds
         counts.row_steps += running

@@ -27,7 +27,8 @@ def point_table(result: SimResult) -> Table:
     head += ["idle GPU-h", "recovered", "GPU-h"]
     rows: list[list[Cell]] = []
     for p in result.points:
-        found, hundred = speedup.get((p.nodes, p.mode)), 100 / len(p.steps)
+        found = speedup.get((p.nodes, p.mode))
+        hundred = 100 / len(p.steps)
         gains = [found.rollout, found.e2e] if found else [None, None]
         hours = [p.idle_gpu_hours * hundred, p.recovered_gpu_hours * hundred, p.gpu_hours * hundred]
         drafted = p.accept_length or None  # 0: nothing was drafted
@@ -39,7 +40,7 @@ def point_table(result: SimResult) -> Table:
 
 
 def decision_table(result: SimResult) -> Table | None:
-    """What the selector does at each number of running requests, of the last point that speculates; None: none does."""
+    """The selector's choice at each number of running requests, of the last point that speculates; None: none does."""
     speculating = [p for p in result.points if any(s.accept_length for s in p.strategies)]
     if not speculating:
         return None

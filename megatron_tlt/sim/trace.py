@@ -1,4 +1,4 @@
-"""How long the responses of a step are: drawn from a distribution, or from what a real run wrote. Torch-free.
+"""How long the responses of a step are: drawn from a distribution, or from the files of a real run. Torch-free.
 
 Lengths depend on the seed, the step and the prompt only, so every mode and every number of nodes has the same ones.
 Empirical ones are the same lengths in every step, dealt anew.
@@ -103,7 +103,7 @@ def _of_file(path: Path) -> np.ndarray:
 
 
 def _of_line(value: Any) -> float:
-    """Raises ValueError, TypeError or KeyError for what is no length."""
+    """Raises ValueError, TypeError or KeyError for a value that is not a length."""
     if isinstance(value, dict):
         found = value["token_ids"] if "token_ids" in value else value["tokens"]
         value = len(found) if isinstance(found, list) else found

@@ -1,4 +1,4 @@
-"""The receiving end of a weight sync: which weights an engine serves, and what of an open sync has come.
+"""The receiving end of a weight sync: the weights that an engine serves, and the tensors that an open sync has loaded.
 
     begin(version) -> accept(bucket) ... -> accept_drafter(version) -> commit()
 
@@ -39,7 +39,7 @@ class ServedWeights:
         self.version, self.drafter_version = version, 0
         self.checksums: dict[str, int] = {}
         self.open_checksums: dict[str, int] = {}
-        """Of the open weight sync: the engine's owner adds those of what was loaded, if they are kept."""
+        """Of the open weight sync: the engine's owner adds those of the loaded tensors, if they are kept."""
         self._open: int | None = None
         self._missing: set[str] = set()
         self._next_drafter = 0
@@ -63,7 +63,9 @@ class ServedWeights:
     def begin(self, version: int) -> None:
         """Opens a weight sync of `version`; an open one is given up."""
         self._open, self._next_drafter = version, self.drafter_version
-        self._missing, self.open_checksums, self.checksums = set(self._shapes), {}, {}
+        self._missing = set(self._shapes)
+        self.open_checksums = {}
+        self.checksums = {}
 
     def require_open(self, what: str) -> int:
         """The version of the open weight sync. Raises SyncError, naming `what` came, if none is open."""

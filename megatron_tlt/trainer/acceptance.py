@@ -1,6 +1,6 @@
 """Warnings about acceptance that no working drafter has: the commonest bugs of speculation, which no response shows.
 
-Drafts never change a response, so a drafter that is broken only makes rollouts slower, silently.
+Drafts never change a response, so a broken drafter only makes rollouts slower, silently.
 """
 
 from __future__ import annotations

@@ -216,7 +216,8 @@ class BatchAssembler:
     def _with_kl(
         self, table: StepTable, flat: Sequence[TrainSequence], token_kl: Sequence[np.ndarray]
     ) -> RewardTable:
-        row_of, kl_sum = table.rewards.row_of(), np.zeros(len(table.mini_batch))
+        row_of = table.rewards.row_of()
+        kl_sum = np.zeros(len(table.mini_batch))
         for sequence, kl in zip(flat, token_kl, strict=True):
             trajectory = sequence.trajectory
             kl_sum[row_of[(trajectory.prompt_id, trajectory.sample_index)]] = kl.sum(dtype=np.float64)

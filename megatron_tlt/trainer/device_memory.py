@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.distributed.world import World
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _LARGE = 1 << 21  # elements of fp32 that NCCL sends by its protocol for large messages
 # Bytes outside PyTorch that come later: kernels' modules at their first use, NCCL's channels between pairs (PP, EP,
@@ -35,7 +35,7 @@ def let_segments_grow(device: torch.device, transport: str | None = None) -> Non
 
     Not where the environment configures its allocator, and not with the transport cuda_ipc: handles of such segments
     differ by PyTorch's version (`backends/transport.py`). By a call, for engines in processes of their own would
-    inherit a variable: what puts their weights to sleep takes plain memory.
+    inherit a variable, and an engine that puts weights to sleep needs plain memory.
     """
     configured = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     if device.type == "cuda" and not configured and transport != "cuda_ipc":
@@ -54,8 +54,9 @@ def open_communicators(groups: Sequence[dist.ProcessGroup], engine: TensorParall
 
 
 def cache_bytes(config: Config, world: World) -> int | None:
-    """The KV cache of one rank, the same on all: by the memory plan (`check` prints it), or what every GPU has left of
-    it beside what the plan allocates later; None on CPU, where engines choose by themselves. Collective on CUDA.
+    """The KV cache of one rank, the same on all: by the memory plan (`check` prints it), or as much of it as every
+    GPU has left beside the plan's later allocations; None on CPU, where engines choose by themselves. Collective on
+    CUDA.
 
     Needs `cluster.memory_gib` there: see `with_device_memory`. Raises ConfigError on all ranks if less remains than a
     request of full length needs.
@@ -82,7 +83,7 @@ def cache_bytes(config: Config, world: World) -> int | None:
         allowed = f"one request of full length needs {least / GIB:.2f} GiB, and {there}"
         raise ConfigError.of("cluster.memory_gib", config.cluster.memory_gib, allowed)
     if world.is_main:
-        logger.warning("the memory plan's KV cache of %.2f GiB is not there: %s", planned / GIB, there)
+        _log.warning("the memory plan's KV cache of %.2f GiB is not there: %s", planned / GIB, there)
     return left
 
 

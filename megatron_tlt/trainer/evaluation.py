@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from megatron_tlt.types import Prompt, SamplingParams
 
 _SEED_OFFSET = 0x5EED  # evaluation must not reuse the noise of training rollouts
-_HISTOGRAM_BINS = 16
 _COLUMNS = {"prompt": np.int64, "correct": np.int64, "reward": float, "length": float, "cut": float}
 
 
@@ -50,8 +49,6 @@ class EvalResult:
     mean_length: float
     p95_length: float
     truncated: float
-    histogram_edges: list[float]
-    histogram_counts: list[int]
 
     def metrics(self) -> dict[str, float]:
         """Scalars under `eval/`."""
@@ -125,7 +122,6 @@ def summarise(step: int, columns: dict[str, np.ndarray]) -> EvalResult:
     ks = [2**i for i in range(int(total.min()).bit_length())]
     share = right / total
     stderr = float(share.std(ddof=1) / math.sqrt(len(share))) if len(share) > 1 else float("nan")
-    counts, edges = np.histogram(columns["length"], bins=_HISTOGRAM_BINS)
     return EvalResult(
         step=step,
         num_prompts=len(total),
@@ -135,6 +131,4 @@ def summarise(step: int, columns: dict[str, np.ndarray]) -> EvalResult:
         mean_length=float(columns["length"].mean()),
         p95_length=float(np.quantile(columns["length"], 0.95)),
         truncated=float(columns["cut"].mean()),
-        histogram_edges=edges.tolist(),
-        histogram_counts=counts.tolist(),
     )

@@ -136,7 +136,7 @@ class RLTrainer:
             return
         with self.metrics.phase("eval"):
             result = self.evaluator.run(self.state.step, self.recovery.shutdown)
-        self.backend.take_stats()  # what evaluation generated is not counted as rollout
+        self.backend.take_stats()  # tokens of the evaluation are not counted as rollout
         self.state.evaluations.append(result)
         self.metrics.log_eval(result)
 

@@ -121,7 +121,8 @@ class RunMetrics:
         `metrics` are equal on all ranks; names without a section belong to `policy/`. `mine` are this rank's metrics,
         see `combined`.
         """
-        step, seconds = self.state.step, time.perf_counter() - self._step_started
+        step = self.state.step
+        seconds = time.perf_counter() - self._step_started
         curve = curve_attrs(stats)
         if curve is not None:
             self._events.instant("curve", step - 1, **curve)

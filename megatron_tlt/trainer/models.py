@@ -40,7 +40,7 @@ def build_models(
 ) -> tuple[MegatronPolicy, OnlineDrafterTrainer | None, RolloutBackend]:
     """Policy, drafter in training (None: none is trained), engine, in the order of the memory plan. Collective.
 
-    The KV cache is what the plan leaves beside everything else, so the engine comes last.
+    The KV cache takes the memory that the plan leaves beside everything else, so the engine comes last.
     """
     policy = _policy(config, world, algorithm)
     drafter_trainer = _drafter_trainer(config, world, tp)

@@ -1,4 +1,4 @@
-"""What a run survives by: checkpoints, cached responses, the orderly end after a signal, the limit of skipped updates.
+"""Recovery of a run: checkpoints, cached responses, the orderly end after a signal, the limit of skipped updates.
 
     resume -> [ begin_step ... save_if_due -> end_step ] ... -> finish
                     a signal: save_and_leave, with the state of before the unfinished step
@@ -89,7 +89,8 @@ class Recovery:
 
     def save_and_leave(self, reason: GracefulExit) -> None:
         """A checkpoint of the last finished step; the unfinished one leaves no trace in it. Collective."""
-        step, why = self.state.step, f"{self.shutdown.reason()}: {reason}; "
+        step = self.state.step
+        why = f"{self.shutdown.reason()}: {reason}; "
         ended = f"ended by a signal after step {step} of {self.config.train.num_steps}"
         if not self.policy.has_stepped:  # such a checkpoint could not be loaded again
             self.metrics.note(f"{why}there was no update yet, the next start begins anew")

@@ -115,7 +115,8 @@ class GroupSampler:
     def _report(self, running: int, waiting: int, generated_tokens: int) -> None:
         """The replica's progress, to watchdog and display, with an estimate of the tokens left."""
         lengths = self.backend.running_lengths()
-        left, longest = tokens_left(lengths, waiting, self._lengths), int(lengths.max(initial=0))
+        left = tokens_left(lengths, waiting, self._lengths)
+        longest = int(lengths.max(initial=0))
         self.queues.world.heartbeat(state="BUSY", running=running, queued=waiting, longest=longest, left=left)
         self.metrics.on_rollout(running, waiting, generated_tokens)
 
@@ -132,7 +133,7 @@ def _judged(groups: Sequence[SampleGroup]) -> tuple[int, str | None]:
 
 
 def _check_judged(everywhere: Sequence[tuple[int, str | None]]) -> None:
-    """Raises RewardError on every rank if no response of any rank was judged: nothing can be learned from them."""
+    """Raises RewardError on every rank if no response of any rank was judged: such an update would learn nothing."""
     why = next((why for _, why in everywhere if why is not None), None)
     if why is not None and not any(judged for judged, _ in everywhere):
         raise RewardError(f"the reward functions failed on every response of this rollout; one of them: {why}")

@@ -71,7 +71,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     lock = _prepare(config, world)
     run_dir = Path(config.train.run_dir)
 
-    # What a batch is made of.
+    # Inputs of a batch.
     algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
     rewards = RewardPool(config.rewards, on_result=world.heartbeat)
     rewards.warm_up()  # the workers import while this rank builds its engine
@@ -81,7 +81,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     state = TrainState()
     metrics = RunMetrics(config, world, state, _traced_drafts(config, world, backend))
 
-    # What happens around rollout and update.
+    # Around rollout and update.
     has_drafter = config.rollout.speculation.trained is not None
     drafter = OnlineDrafterController(world, backend, drafter_trainer, _sharing(config, world), has_drafter)
     queues = prompt_queues(config, world, tp)

@@ -98,7 +98,8 @@ class SftTrainer:
         """Trains `sft.num_steps` steps and writes `sft.out`. Collective."""
         sft = self._config.sft
         steps = steps_of(self._train, sft.tokens_per_step, sft.seed)
-        started, tokens = time.perf_counter(), 0
+        started = time.perf_counter()
+        tokens = 0
         with closing(build_progress("auto", sft.num_steps, self._world.rank)) as progress:
             for step in range(1, sft.num_steps + 1):
                 progress.work("sft: steps", step - 1, sft.num_steps)

@@ -74,7 +74,6 @@ def test_eval_is_the_same_on_one_and_two_ranks(run):
         results.append(json.loads(out.read_text()))
     assert results[0] == results[1]
     assert results[0]["num_prompts"] == 8 and set(results[0]["pass_at"]) == {"1", "2"}
-    assert sum(results[0]["histogram_counts"]) == 16
 
 
 def test_generate_is_the_same_on_one_and_two_ranks(run):

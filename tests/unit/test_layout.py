@@ -1,4 +1,4 @@
-"""Budgets of the tree that no linter holds (floors and doors are import-linter's, in pyproject.toml)."""
+"""Budgets of the tree that no linter holds (floors and vendor libraries are import-linter's, in pyproject.toml)."""
 
 import ast
 from pathlib import Path

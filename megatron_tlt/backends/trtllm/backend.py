@@ -21,7 +21,7 @@ from megatron_tlt.types import (
     SpeculationStats,
 )
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class TrtllmBackend(RemoteBackend):
@@ -79,7 +79,7 @@ class TrtllmBackend(RemoteBackend):
         totals, stats = reply["totals"], self._stats
         self._stats = EngineStats()
         if reply["error"] is not None and not self._warned:
-            logger.warning("counts of steps and drafts are incomplete: %s", reply["error"])
+            _log.warning("counts of steps and drafts are incomplete: %s", reply["error"])
             self._warned = True
         rows, accepted = totals["numRequestsWithDraftTokens"], totals["numAcceptedTokens"]
         stats.steps = totals["iterations"]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.engine_process import TrtllmSection
     from megatron_tlt.drafter.kinds.base import SavedDrafter
 
-_PACKAGE = "tlt_backends"  # what backends/ is called in the other environment
+_PACKAGE = "tlt_backends"  # the name of backends/ in the other environment
 # From TensorRT-LLM's Ray executor, and from verl and NeMo-RL, which all set them.
 _ENGINE = {
     "TLLM_DISABLE_MPI": "1",
@@ -41,7 +41,8 @@ def build_trtllm(options: EngineOptions) -> TrtllmBackend:
     BackendError.
     """
     rollout, model, drafter = options.rollout, options.model, options.drafter
-    section, policy = rollout.trtllm, ModelConfig.from_hf(model.path)
+    section = rollout.trtllm
+    policy = ModelConfig.from_hf(model.path)
     with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
         files = None if drafter is None else _write(drafter, Path(folder) / "drafter", DTYPES[rollout.dtype])
         arguments = build_llm_kwargs(rollout, model, files)

@@ -60,5 +60,5 @@ class TrtllmWorkerExtension(WorkerExtension):  # type: ignore[misc]  # of anothe
 
 
 def _loaded(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
-    """What a handle rebuilds: the tensor that it holds."""
+    """The tensor of a handle."""
     return tensor

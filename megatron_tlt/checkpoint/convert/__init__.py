@@ -1,1 +1,1 @@
-"""Checkpoints from Hugging Face to Megatron and back, and what is in them."""
+"""Checkpoints from Hugging Face to Megatron and back, and their inspection."""

@@ -1,4 +1,4 @@
-"""What is in a checkpoint of either kind, and how two of them differ, tensor by tensor under Hugging Face names."""
+"""The contents of a checkpoint of either kind; differences of two, tensor by tensor under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BLOCK = 1 << 22  # numbers compared at once: bounds the fp64 copies
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint, and what is known of it without reading tensors."""
+    """A checkpoint, and its facts that need no tensor to be read."""
 
     kind: str
     directory: Path

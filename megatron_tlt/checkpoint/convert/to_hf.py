@@ -1,6 +1,6 @@
 """A Megatron distributed checkpoint as a Hugging Face directory, one parameter in memory at a time, without megatron.
 
-The source is a run's or another program's, of any layout. What each safetensors file holds follows from the shapes
+The source is a run's or another program's, of any layout. The contents of each safetensors file follow from the shapes
 alone, so every rank writes its files without the others, and every header is final when it is written.
 """
 

@@ -1,4 +1,4 @@
-"""Rules of single commands: what they need of a configuration, and the arguments of `generate`."""
+"""Rules of single commands: their needs of a configuration, and the arguments of `generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places where a command will write: what keeps it from doing so, found before anything is made."""
+"""Places where a command will write: problems with them, found before anything is made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_tlt.errors import ConfigProblem
 
 
 def output_file_problems(field: str, path: str | Path | None, may_exist: bool = True) -> list[ConfigProblem]:
-    """What keeps a file from being written at `path` (None: nothing is to be written). Creates nothing.
+    """Problems with writing a file at `path` (None: nothing is to be written). Creates nothing.
 
     Missing parent directories are no problem: the commands make them. `may_exist`: whether it may replace a file.
     """
@@ -28,7 +28,7 @@ def output_file_problems(field: str, path: str | Path | None, may_exist: bool = 
 def output_directory_problems(
     field: str, path: str | Path, given: str | Path | None = None, must_be_writable: bool = True
 ) -> list[ConfigProblem]:
-    """What keeps `path` from being made, or written into where it exists. Creates nothing.
+    """Problems with making `path`, or with writing into it where it exists. Creates nothing.
 
     `given` is the value to show, if it is not `path`. Without `must_be_writable` only a file in the way counts: a
     login node may not have the file system of the ranks.

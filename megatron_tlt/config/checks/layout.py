@@ -29,7 +29,7 @@ def check_grid(config: Config | SftConfig, num_ranks: int) -> Problems:
 
 
 def check_world(config: Config | SftConfig, num_ranks: int, device: Device | None) -> Problems:
-    """Ranks = tp * pp * cp * dp, and what each dimension needs."""
+    """Ranks = tp * pp * cp * dp, and the needs of each dimension."""
     yield from check_grid(config, num_ranks)
     actor = config.actor
     if actor.sequence_parallel and actor.tp == 1:
@@ -53,7 +53,7 @@ def cp_problems(
 ) -> Problems:
     """A form of context parallelism that layers, heads, type, or the installed Transformer Engine do not have.
 
-    `engine`: version of the latter; default: what is installed, if anything is.
+    `engine`: version of the latter; default: the installed one, if any.
     """
     actor = config.actor
     if actor.cp == 1:

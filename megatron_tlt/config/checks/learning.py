@@ -1,4 +1,4 @@
-"""Cross-checks of what is learned: algorithm, prompts, rewards, optimizer."""
+"""Cross-checks of learning: algorithm, prompts, rewards, optimizer."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def check_config(
 ) -> list[ConfigProblem]:
     """All problems of a run on `num_ranks` ranks; an empty list means it can run.
 
-    `device` is what the ranks will use (None: `distributed.device`, unknown if that is auto); `max_positions` the
+    `device`: of the ranks (None: `distributed.device`, unknown if that is auto); `max_positions` the
     longest context the model was made for, in tokens.
     """
     device = resolve_device(config, device)

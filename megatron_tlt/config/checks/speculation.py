@@ -80,7 +80,7 @@ def _check_hidden_states(config: Config) -> Problems:
 
 
 def _check_kind(config: Config) -> Problems:
-    """Settings that the kind of drafter does not have, and what a drafter made from the policy cannot have."""
+    """Settings that the kind of drafter does not have, and those that a drafter made from the policy cannot have."""
     section, at = config.rollout.speculation, "rollout.speculation"
     for name, has in (("layers", "layers_read"), ("draft_vocab_size", "has_own_head")):
         value, kind = getattr(section, name), section.trained

@@ -1,1 +1,1 @@
-"""What a configuration needs: memory per rank, and the report of `megatron-tlt check`. Torch-free."""
+"""Memory per rank of a configuration, and the report of `megatron-tlt check`. Torch-free."""

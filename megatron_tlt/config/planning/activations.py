@@ -1,4 +1,4 @@
-"""What an update takes beside weights, gradients and optimizer state: activations, LM head, temporaries.
+"""Memory of an update beside weights, gradients and optimizer state: activations, LM head, temporaries.
 
 Legend: T tokens of a micro-batch on this rank, H hidden, F intermediate, V vocabulary, d head width, A / K query /
 key-value heads, L layers, t = tp, s = t with sequence parallelism, else 1; e bytes of an element; E experts, k a token,
@@ -10,12 +10,12 @@ G the width of one, R rows that reach this rank's.
   CPU 12, for that norm computes in fp32, operation by operation). Local layers on CPU: a = k = 3; with norms of queries
   and keys a = 5, k = 4. CUDA: with such norms a and k less two and one.
 * Selective recompute keeps of these: with `layernorm` no output of a norm (CUDA), with `mlp_act` no activation, with
-  `mlp` nothing inside of the MLP (CUDA: nor its norm's output, which Transformer Engine has inside). What it redoes of
-  one layer is there while that layer goes back.
+  `mlp` nothing inside of the MLP (CUDA: nor its norm's output, which Transformer Engine has inside). The modules that
+  are computed again exist during their layer's backward pass.
 * A layer with experts has in the MLP's place `R*e*(H + 4*G)` (their input, fc1's output, its activation before and
   after the gates), with `mlp_act` two G less; four tables of the router, fp32 [T/s, E]; and the shared expert's MLP. R
   is `2*k*T/s`: twice the even share, a guess.
-* Full recompute (section 5) keeps `T*e*H/s` a layer, and one layer in full with its gradients while it goes back.
+* Full recompute (section 5) keeps `T*e*H/s` a layer, and one layer in full with its gradients during its backward pass.
 * 1F1B keeps min(pp - stage, micro-batches) micro-batches alive on a stage (section 4.2.3).
 * Context parallelism (c ranks): T is this rank's share. p2p keeps what one rank keeps, and while a layer's attention
   runs the outputs of c steps, keys and values that arrive and leave, and their gradients, `T*e*(c*A + 8*K)*d/t`; a2a
@@ -44,7 +44,7 @@ _IMBALANCE = 2  # rows of a rank's experts over the even share
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one rank has of a micro-batch and of the model."""
+    """One rank's part of a micro-batch and of the model."""
 
     tokens: int  # T
     element: int  # e
@@ -63,7 +63,7 @@ class Slice:
 def layer_bytes(
     shape: ArchitectureConfig, at: Slice, redone: Collection[str] = (), has_experts: bool = False
 ) -> float:
-    """What one layer keeps for backward, if the modules `redone` (`actor.recompute_modules`) are computed again."""
+    """Bytes that a layer keeps for backward, if the modules `redone` (`actor.recompute_modules`) are computed again."""
     normed = shape.family in ("qwen3", "qwen3_moe")
     fused = at.device == "cuda"
     h = 12 if at.element == 2 and not fused else 4
@@ -120,7 +120,7 @@ def head_bytes(shape: ArchitectureConfig, at: Slice) -> float:
 
 
 def update_bytes(shape: ArchitectureConfig, at: Slice, recompute: str, modules: Collection[str] = ()) -> int:
-    """The most that lives at once in an update. `modules`: what selective recompute redoes."""
+    """The most that lives at once in an update. `modules`: those that selective recompute redoes."""
     total = again = 0.0
     for layers, has_experts in ((at.layers, False), (at.expert_layers, True)):
         layer = layer_bytes(shape, at, (), has_experts) if layers else 0.0

@@ -57,7 +57,7 @@ def has_packed_head(config: Config, device: Device) -> bool:
 
 
 def process_bytes(config: Config, shape: ArchitectureConfig) -> dict[str, int]:
-    """What an engine in a process of its own takes beside weights and cache. A weight sync: in vLLM a layer's experts,
+    """Bytes of an engine in a process of its own beside weights and cache. A weight sync: in vLLM a layer's experts,
     that came and made ready. Training a drafter: room for hidden states in vLLM, where it hands them out, and the
     policy's tables on the rank.
     """

@@ -8,8 +8,8 @@ Legend: B sequences, k rows of each, H hidden, F intermediate, V vocabulary, t =
 * Buffers that all graphs write: `e*(V + H)` a row, with a drafter of kind eagle3 `e*(V + 4H)`, and the numbers of its
   experts. Temporary memory, shared by all graphs: that of the largest one, of each row what a forward has
   (`engine.row_bytes`), on several ranks its logits a second and a third time.
-* What a graph takes beside it (its nodes) is the driver's affair and is measured at each capture: what the budget
-  (`rollout.graph_memory_mib`) has no room for runs without a graph.
+* The driver's memory for a graph's nodes is measured at each capture. Forwards for which the budget
+  (`rollout.graph_memory_mib`) has no room run without a graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.engine import row_bytes
-from megatron_tlt.config.planning.parameters import MIB, element_bytes, route_bytes
+from megatron_tlt.config.planning.parameters import MIB, element_bytes, routed_experts_bytes
 from megatron_tlt.config.root import Config
 
 _SMALL = (1, 2, 4, 8)  # the first batch buckets; behind them come multiples of the stride,
@@ -77,7 +77,8 @@ def least_graph_bytes(config: Config, shape: ArchitectureConfig) -> int:
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
     gathered = 2 * shape.vocab_size if rollout.tp > 1 else 0
     buffers = shape.vocab_size + config.rollout.speculation.state_parts * shape.hidden_size
-    return graph_rows(config) * ((buffers + gathered) * element + route_bytes(shape) + row_bytes(config, shape))
+    row = (buffers + gathered) * element + routed_experts_bytes(shape) + row_bytes(config, shape)
+    return graph_rows(config) * row
 
 
 def graph_rows(config: Config) -> int:

@@ -1,8 +1,8 @@
-"""Memory of one rank, planned before anything is allocated: what `check` prints, and what setup allocates by.
+"""Memory of one rank, planned before anything is allocated: `check` prints the plan, and setup allocates by it.
 
 Not everything is there at once: activations belong to the update, the drafter's gradients to the idle window, the
 bucket to the weight sync, a released KV cache to the rollout, offloaded optimizer state to the update. A rank needs
-what its fullest phase needs; a save takes nothing on the device, a resume what an update has but activations.
+the memory of its fullest phase; a save takes nothing on the device, a resume as much as an update without activations.
 
 On CUDA the KV cache is what remains of the device beside everything else of the fullest phase in which it is there, at
 most what all running requests need at full length. So a device is never fuller than planned: weights
@@ -23,7 +23,7 @@ from megatron_tlt.config.planning.parameters import GIB, MIB, element_bytes, pin
 from megatron_tlt.config.root import Config, SftConfig
 
 _INTERPRETER_BYTES = GIB // 2  # on CPU, with torch and megatron imported
-# Of a GPU, what the caching allocator cannot use: rests of segments. A guess, to be replaced by what a GPU shows.
+# Of a GPU, memory that the caching allocator cannot use: rests of segments. A guess, to be measured on a GPU.
 _FRAGMENT_SHARE = 0.02
 
 Phase = Literal["rollout", "idle window", "update", "merge", "weight_sync"]
@@ -88,7 +88,7 @@ def estimate_memory(
 def _policy_parts(
     config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device
 ) -> dict[str, int]:
-    """What every run has, and what is not allocated through PyTorch."""
+    """The parts of every run, and memory that is not allocated through PyTorch."""
     count, experts = stage_parameters(shape, dims, stage)
     element = element_bytes(config.actor.dtype)
     runtime = {"runtime": _INTERPRETER_BYTES} if device == "cpu" else {RESERVE: int(config.cluster.reserve_gib * GIB)}
@@ -120,7 +120,7 @@ def _stage(
         KV: 0,
         "drafter": engine.drafter_weight_bytes(config, shape),
         **drafter.training_parts(config, shape, device),
-        "weight sync bucket": policy.push_bytes(config, shape, dims),
+        "weight sync bucket": policy.weight_sync_bytes(config, shape, dims),
     }
     if config.rollout.backend != "embedded":
         own = config.rollout.process_mib * MIB // (1 if device == "cuda" else 4)

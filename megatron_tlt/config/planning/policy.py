@@ -7,7 +7,7 @@ Of experts d is the number of ranks that hold the same ones: those of a pipeline
   in fp32; the optimizer holds an fp32 master copy and two moments). The distributed optimizer divides the
   last term by the data parallel size: the `6 + 12/d` bytes a parameter of megatron-core's distributed
   optimizer documentation, stage 1 of Rajbhandari et al., arXiv 1910.02054, section 5.
-* Activations, the LM head and what backward takes: `activations.py`.
+* Activations, the LM head and temporaries of the backward pass: `activations.py`.
 * Transformer Engine's layers read one table of rotations, which stays.
 * A weight sync gathers one tensor after the other: its parts and their join, and the bucket that collects them.
 """
@@ -76,7 +76,7 @@ def _longest(config: Config | SftConfig) -> int:
 def activation_bytes(
     config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device = "cpu"
 ) -> int:
-    """What an update takes on one rank of a stage beside its state; see `activations.py`.
+    """Bytes that an update takes on one rank of a stage beside its state; see `activations.py`.
 
     Where only the run will show whether there is Transformer Engine, the more of both forms of context parallelism.
     """
@@ -115,7 +115,7 @@ def rotation_bytes(config: Config | SftConfig, shape: ArchitectureConfig, dims: 
     return models * rotation_rows(config.model.max_context, dims.tp, dims.cp) * shape.head_dim * 4
 
 
-def push_bytes(config: Config, shape: ArchitectureConfig, dims: Dims) -> int:
+def weight_sync_bytes(config: Config, shape: ArchitectureConfig, dims: Dims) -> int:
     """A bucket of full tensors, and the parts and the join of the largest one where ranks hold parts."""
     widths = 2 * shape.intermediate_size, 2 * shape.num_experts * shape.moe_intermediate_size  # experts are one stack
     largest = max(shape.vocab_size, *widths) * shape.hidden_size * element_bytes(config.actor.dtype)

@@ -1,4 +1,4 @@
-"""What `megatron-tlt check` prints: the rank grid, memory per rank, tokens per step."""
+"""The report of `megatron-tlt check`: the rank grid, memory per rank, tokens per step."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def full_requests(config: Config, shape: ArchitectureConfig, cache_bytes: int) -
 
 
 def _cache_line(config: Config, shape: ArchitectureConfig, cache_bytes: int, device: Device | None) -> list[str]:
-    """What the cache holds; on CUDA without a limit nothing is known but that one request must fit."""
+    """The requests that the cache holds; on CUDA without a limit it is only known that one must fit."""
     if config.rollout.backend == "trtllm":
         share = config.rollout.trtllm.kv_cache_fraction
         return [

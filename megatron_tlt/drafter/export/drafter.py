@@ -43,9 +43,9 @@ def write_export(files: ExportFiles, out: Path) -> None:
 
 
 def export_files(directory: str | Path, out: str | Path, form: Format, dtype: torch.dtype) -> ExportFiles:
-    """What an export to the new directory `out` consists of.
+    """The files of an export to the new directory `out`.
 
-    Everything that can be wrong is found here: ConfigError for what the engine cannot run, or an `out` that exists,
+    Finds all errors: ConfigError for a drafter that the engine cannot run or an existing `out`,
     CheckpointError for a drafter that is torn.
     """
     if Path(out).exists() or Path(out).is_symlink():

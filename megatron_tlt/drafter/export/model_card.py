@@ -1,4 +1,4 @@
-"""README.md of an exported drafter: what it is, what it needs, how it is served, and what was tried of that."""
+"""README.md of an exported drafter: its kind, its needs, the command to serve it, and which engines were tried."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ A draft model for speculative decoding, trained by Megatron-TLT. It is no langua
 
 _HF = """
 `drafter.safetensors` and `config.json` are a drafter directory of Megatron-TLT (`rollout.speculation.drafter_path`);
-`config.json` has the policy's shape. What it shares with the policy (embedding, LM head) is not here.
+`config.json` has the policy's shape. Tensors that it shares with the policy (embedding, LM head) are not here.
 """
 
 _SGLANG = """

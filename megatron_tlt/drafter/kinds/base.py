@@ -1,6 +1,6 @@
 """`DrafterKind`: all that depends on the kind of a trained drafter, in one object. `registry` finds it by name.
 
-What configuration, planning and simulation need of it is torch-free: `config.drafter_kinds.DrafterFacts`.
+Facts for configuration, planning and simulation are torch-free: `config.drafter_kinds.DrafterFacts`.
 
 Legend: H hidden size, V vocabulary.
 """
@@ -76,7 +76,7 @@ class DrafterKind(ABC):
 
     @abstractmethod
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> DrafterConfig:
-        """A drafter of `policy` that is not trained yet. Raises ConfigError for what the policy does not have."""
+        """A drafter of `policy`, not trained yet. Raises ConfigError for layers that the policy does not have."""
 
     def entries(self, config: DrafterConfig) -> dict[str, Any]:
         """The entries of config.json beside the policy's shape; `read_entries` reads them."""

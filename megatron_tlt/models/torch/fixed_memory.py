@@ -1,8 +1,8 @@
 """Memory of a GPU that can be freed and allocated again at the same address, by CUDA's virtual memory management.
 
 A range of addresses is reserved once. Physical memory is mapped into it, and unmapped when others need it: the contents
-are lost, the address stays, so captured graphs that use it stay valid. PyTorch's allocator has no such promise, so this
-memory is outside of it.
+are lost, the address stays, so captured graphs that use it stay valid. PyTorch's allocator does not guarantee that, so
+this memory is outside of it.
 
     reserve --map--> [ in use ] --unmap--> [ address only ] --map--> [ in use, other contents ] ...
 """

@@ -88,7 +88,7 @@ class PagedPlan:
         self.splits = splits or _splits(programs, longest, _processors(device))
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `attention.Plan.attend`."""
+        """See `attention.AttentionPlan.attend`."""
         return self._run(q, keys, values, self)
 
 

@@ -59,7 +59,8 @@ class BucketedEpsilonGreedy:
 
     def record(self, measurement: StepMeasurement) -> None:
         """See `StrategySelector.record`. The reward is the step's tokens per second."""
-        name, bucket = measurement.strategy.name, self._bucket(measurement.num_running)
+        name = measurement.strategy.name
+        bucket = self._bucket(measurement.num_running)
         rewards = self._rewards[bucket][name]
         rewards.append(measurement.num_emitted / (measurement.draft_seconds + measurement.step_seconds))
         self._scores[bucket][name] = median(rewards)

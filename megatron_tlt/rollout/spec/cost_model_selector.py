@@ -97,7 +97,8 @@ class CostModelSelector:
 
     def record(self, measurement: StepMeasurement) -> None:
         """See `StrategySelector.record`."""
-        bucket, strategy = self._bucket(measurement.num_running), measurement.strategy
+        bucket = self._bucket(measurement.num_running)
+        strategy = measurement.strategy
         candidate = self._candidates.index((strategy.kind, strategy.draft_len))
         if candidate != bucket.current:  # rank 0 of the tensor-parallel group selected it
             self._start_interval(bucket, candidate, strategy.min_cumulative_acceptance)
@@ -154,7 +155,8 @@ class CostModelSelector:
         rows = np.array([m.num_rows for m in steps], np.float64)
         measured = np.array([m.step_seconds for m in steps]) / self._slowdown
         drafting = float(np.median([m.draft_seconds for m in steps])) / self._slowdown
-        costs, here = bucket.costs, (float(running.mean()), float(rows.mean()))
+        costs = bucket.costs
+        here = (float(running.mean()), float(rows.mean()))
         # Steps of an interval differ in B and T, so the median is taken of their seconds over the predicted ones.
         ratio = float(np.median(measured / costs.step_seconds(running, rows, candidate.length)))
         seconds = ratio * float(costs.step_seconds(*here, candidate.length))
@@ -203,7 +205,9 @@ class CostModelSelector:
 
     def _speeds(self, bucket: _Bucket) -> list[float]:
         """Expected tokens per second of every candidate, at the machine's usual speed."""
-        running, measured, speeds = bucket.running, self._measured_candidates(bucket), []
+        running = bucket.running
+        measured = self._measured_candidates(bucket)
+        speeds = []
         nearest = {(c.kind, c.length): c for _, c in reversed(measured)}
         distance = min((d for d, c in measured if c.length), default=0)
         drafted = [c for d, c in measured if c.length and d == distance]

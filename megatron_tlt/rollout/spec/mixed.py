@@ -36,7 +36,7 @@ class MixedDrafter:
         """For requests in `slots` slots."""
         self.suffix, self.trained = suffix, trained
         self._value = np.full(slots, 4.0, np.float32)  # of a trained draft, by slot
-        self._mean_value = 4.0  # of all requests: what a new one starts from
+        self._mean_value = 4.0  # of all requests: the start of a new one
         self._since_trained = 0  # proposals since the last trained draft
 
     def start(self, request: Request) -> None:

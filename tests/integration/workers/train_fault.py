@@ -25,7 +25,7 @@ class Fault:
     kind: str
 
     def happen(self, world: Any) -> None:
-        """Does not return, but for SIGSTOP once somebody sends SIGCONT."""
+        """Does not return, but for SIGSTOP after a SIGCONT."""
         if self.kind.startswith("SIG"):
             os.kill(os.getpid(), signal.Signals[self.kind])
         elif self.kind == "spin":

@@ -17,7 +17,7 @@ expected = [
     if to == world.rank
 ]
 assert got == expected, (world.rank, got, expected)
-# nobody sends anything; only one sends; a large payload
+# no rank sends anything; only one sends; a large payload
 assert redistribute(world, []) == []
 only = redistribute(world, [(np.arange(300_000), [world.size - 1])] if world.rank == 0 else [])
 assert len(only) == (world.rank == world.size - 1) and all(int(a[-1]) == 299_999 for a in only)

@@ -1,4 +1,4 @@
-"""Every file under configs/ loads, and every one that can be run passes all checks."""
+"""Every file under configs/ and of benchmarks/lib loads, and every one that can be run passes all checks."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def test_simulations_pass_every_check(path):
     assert list(check_sim(load_config(path, root=SimConfig))) == []
 
 
-RUNS = [p for p in FILES if not is_part(p) and p not in SIMULATIONS]
+RUNS = [p for p in FILES if not is_part(p) and p not in SIMULATIONS] + sorted((ROOT / "benchmarks/lib").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", RUNS, ids=label)

@@ -226,7 +226,7 @@ def test_responses_of_anything_else_are_not_used(tmp_path: Path, change: dict[st
 def test_covered_steps_are_removed_at_the_start_and_on_the_way(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         (tmp_path / f"rollout_cache/step-00000{step}").mkdir(parents=True)
-    (tmp_path / "rollout_cache/step-000001.old").touch()  # somebody's copy: not ours to read
+    (tmp_path / "rollout_cache/step-000001.old").touch()  # a copy made by hand: it is not read
 
     def left() -> list[str]:
         return sorted(path.name for path in (tmp_path / "rollout_cache").iterdir() if path.is_dir())

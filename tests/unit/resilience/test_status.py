@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from megatron_tlt.cli.main import main
-from megatron_tlt.resilience.status import read_status, render
+from megatron_tlt.resilience.status import read_status, status_text
 from megatron_tlt.resilience.status_files import JobEnd, RankStatus, StatusFiles
 
 NOW = 1000.0
@@ -64,7 +64,7 @@ def test_a_directory_that_is_none_or_has_no_status(tmp_path, capsys):
     assert main(["status", str(tmp_path)]) == 2
     assert "no status files" in capsys.readouterr().out
     write(tmp_path, {"step": -1})
-    shown = render("RUN", read_status(tmp_path))  # no path that could have the number in it
+    shown = status_text("RUN", read_status(tmp_path))  # no path that could have the number in it
     assert "before its first step; 1 of 3" in shown and "-1" not in shown
 
 
@@ -74,7 +74,7 @@ def test_a_running_job_with_the_worst_rank_first(tmp_path):
     write(tmp_path, {}, {"phase_at": NOW - 39}, idle)
     status = read_status(tmp_path, NOW + 2)
     assert status.condition == "running"
-    lines = render("RUN", status, now=NOW + 2).splitlines()
+    lines = status_text("RUN", status, now=NOW + 2).splitlines()
     assert lines[0] == "RUN: running, step 4; 3 of 3 ranks on 3 hosts, last sign of life 3.0 s ago"
     rows = [" ".join(line.split()) for line in lines[2:]]
     assert rows[0] == "rank host pid condition phase step for limit silent running queued longest left"
@@ -82,7 +82,7 @@ def test_a_running_job_with_the_worst_rank_first(tmp_path):
     assert rows[3] == "0 n0 10 running rollout (BUSY) 4 14.0 s 40.0 s 3.0 s 3 1 70 100"
     assert rows[2] == "2 n2 12 running idle (TRAINING) 4 502 s 40.0 s 402 s", "it only waits"
     write(tmp_path, *[{}] * 40)
-    text = render("RUN", read_status(tmp_path, NOW), top=32, now=NOW)
+    text = status_text("RUN", read_status(tmp_path, NOW), top=32, now=NOW)
     assert text.count("rollout (BUSY)") == 32 and text.endswith("and 8 more (--all)")
 
 

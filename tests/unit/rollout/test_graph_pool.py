@@ -215,7 +215,7 @@ def test_an_engine_over_a_pool_gives_the_same_responses(tmp_path, monkeypatch) -
 
 
 def test_graphs_are_gone_before_the_groups_whose_collectives_they_hold(monkeypatch) -> None:
-    """Also of an engine that somebody still holds, and where a command ends early."""
+    """Also of an engine with other references to it, and where a command ends early."""
     ends = []
     monkeypatch.setattr(world.dist, "barrier", lambda: None)
     for end in ("close", "release"):

@@ -10,7 +10,7 @@ import torch
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.rollout.engine import Engine
-from megatron_tlt.rollout.request import Request
+from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.sampler import gumbel_noise
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import SamplingParams
@@ -131,6 +131,37 @@ def test_preemption_in_a_tiny_pool(jobs: list[Job], reference: Responses, block_
         assert responses(engine, jobs) == reference
         preempted += engine.take_stats().preemptions
     assert preempted > 10
+
+
+@pytest.mark.parametrize("spare_blocks", [0, 400])
+def test_given_tokens_continue_a_response(jobs: list[Job], reference: Responses, spare_blocks: int):
+    """A request whose output begins with given tokens draws by the key of the position behind them."""
+    engine = make_engine(num_blocks=-(-max(len(j[1]) + j[2].max_tokens for j in jobs) // 4) + spare_blocks)
+    for (prompt_id, index), (output, *_) in reference.items():
+        _, prompt, params, _ = jobs[prompt_id]
+        count = min(prompt_id % 3 + 1, len(output) - 1) if index else len(output) - 1
+        if params.stop or count < 1:
+            continue
+        tokens = np.array(prompt + output[:count], np.int32)
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {0})
+        request = Request(
+            tokens[: len(prompt)],
+            params,
+            prompt_id,
+            index,
+            order=100 * prompt_id + index,
+            stop_token_ids=stops,
+        )
+        request.output, request.logprobs, request.given = output[:count], [0.0] * count, ((0, count),)
+        engine.scheduler.add(Prefill(tokens, [request]))
+    finished = engine.run()
+    assert len(finished) > 5
+    assert (engine.take_stats().preemptions > 0) == (spare_blocks == 0)
+    for request in finished:
+        output, reason, logprobs = reference[request.prompt_id, request.sample_index]
+        begin = request.given[0][1]
+        assert (request.output, request.finish_reason) == (output, reason)
+        assert np.float32(request.logprobs).tolist() == [0.0] * begin + logprobs[begin:]
 
 
 def test_a_prompt_is_prefilled_once_and_its_full_blocks_are_shared():

@@ -62,7 +62,7 @@ def there(others=()):
 
 def test_the_cache_is_what_the_fullest_gpu_has_left_of_the_plan(gpu, monkeypatch):
     (recipe, stages, state), warned = gpu, []
-    monkeypatch.setattr(device_memory.logger, "warning", lambda text, *values: warned.append(text % values))
+    monkeypatch.setattr(device_memory._log, "warning", lambda text, *values: warned.append(text % values))
     planned, reserve = stages[0].parts[KV], stages[0].parts[RESERVE]
     assert reserve == 2 * GIB and stages[0].of_phase("rollout") == pytest.approx(79 * GIB, abs=2)
     assert cache_bytes(recipe, there()) == planned  # less is taken than was reserved: the plan

@@ -42,7 +42,7 @@ _INSTEAD = "train a drafter of kind eagle3, which every format takes, or use --f
 
 
 class PairKind(DrafterKind):
-    """What EAGLE and EAGLE-3 share: one layer over pairs, which drafts position by position."""
+    """The common part of EAGLE and EAGLE-3: one layer over pairs, which drafts position by position."""
 
     def build_decoder(self, policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:
         """See `DrafterKind.build_decoder`."""

@@ -82,7 +82,7 @@ def assert_same(a: Draft, b: Draft) -> None:
 @both
 @pytest.mark.parametrize("name", CONFIGS)
 def test_drafts_equal_plain_pytorch(kernels: str, name: str) -> None:
-    """Prompts fed before, in pieces or not at all; rows that want nothing; drafts across blocks; greedy rows."""
+    """Prompts fed before, in pieces or not at all; rows without a draft; drafts across blocks; greedy rows."""
     rows = rows_of(loaded(name, kernels), [40, 515, 3, 2, 18], temperature=[1.0, 0.7, 0.0, 1.0, 0.0])
     rows.feed(0, 1, 20)
     rows.feed(1, 1, 500)
