@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.config.vllm import VllmSection
-
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.result import Result
 from benchmarks.gpu.speculation import SAMPLES, SMOKE_SAMPLES, open_prompts, policy_and_drafter
@@ -21,6 +19,7 @@ from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.build import build_vllm
 from megatron_tlt.backends.vllm.launch import find_python
+from megatron_tlt.config.engine_process import VllmSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.drafter.checkpoint import load_drafter

@@ -75,7 +75,7 @@ def test_the_logs_hold_what_a_report_needs(folder: Path):
     off, train = (list(read_rows(folder / name / ROLLOUTS_FILE)) for name in ("off", "train-"))
     assert [row["step"] for row in train] == [1, 2, 3, 4]
     for plain, drafted, metrics in zip(off, train, rows(folder / "train-"), strict=True):
-        assert all(plain[name] == drafted[name] for name in ("responses", "rewards", "lengths", "samples"))
+        assert all(plain[name] == drafted[name] for name in ("responses", "rewards", "samples"))
         assert "strategies" not in plain and set(drafted["strategies"]) <= {"none", "trained_3"}
         assert sum(n for n, _ in drafted["by_batch"].values()) == metrics["engine/spec_row_steps"]
         assert sum(n for _, n in drafted["by_batch"].values()) == metrics["engine/spec_emitted_tokens"]

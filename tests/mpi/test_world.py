@@ -48,7 +48,7 @@ from megatron_tlt.distributed.world import World
 world = World.start(DistributedSection(), 1)
 names = set(re.findall(r"/dev/shm/mpich\\w+", open("/proc/self/maps").read()))
 world.barrier()
-print("mapped", len(names), "left", sum(map(os.path.exists, names)), end=";", flush=True)
+print(f"mapped {len(names)} left {sum(map(os.path.exists, names))};", end="", flush=True)
 world.barrier()
 sys.exit(2)
 """
