@@ -162,7 +162,10 @@ BAD_LINES = [
         '{"prompt": "a"}\n{"promt": "b"}\n',
         r"bad\.jsonl:2: no field 'prompt'; there are 'promt', did you mean 'promt'",
     ),
-    ('{"prompt": [1]}\n', r"bad\.jsonl:1: field 'prompt' must be a string, found list"),
+    ('{"prompt": {"a": 1}}\n', r"field 'prompt' must be a string or a list of chat messages, found dict"),
+    ('{"prompt": [1]}\n', r"bad\.jsonl:1: field 'prompt': message 0 must have a role \(system, user"),
+    ('{"prompt": [{"role": "user", "content": [1]}]}\n', r"message 0 must have .* a string as content"),
+    ('{"prompt": [{"role": "system", "content": "a"}]}\n', r"field 'prompt': no message of a user"),
     ('{"prompt": ""}\n', r"bad\.jsonl:1: .*found an empty string"),
     (
         '{"prompt": "a", "answer": {}}\n',
@@ -192,7 +195,7 @@ def test_other_bad_sources(tmp_path: Path, ten: PromptSourceConfig) -> None:
     (tmp_path / "junk.parquet").write_text("junk")
     pyarrow.parquet.write_table(pyarrow.table({"prompts": ["q"]}), tmp_path / "typo.parquet")
     (tmp_path / "empty").mkdir()
-    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"prompt": ["q"]})}).save_to_disk(
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"prompt": ["q"]})}).save_to_disk(
         str(tmp_path / "d")
     )
     cases = [
@@ -202,8 +205,8 @@ def test_other_bad_sources(tmp_path: Path, ten: PromptSourceConfig) -> None:
         ("parquet", "junk.parquet", "not a Parquet file"),
         ("parquet", "typo.parquet", "typo.parquet:0: no field 'prompt'.*did you mean 'prompts'"),
         ("hf", "missing", "no such directory"),
-        ("hf", "empty", "not a directory written by"),
-        ("hf", "d", "several splits; name one of: .*train"),
+        ("hf", "empty", "no split 'train'; there are: none"),
+        ("hf", "d", "no split 'train'; there are: test"),
     ]
     for kind, name, message in cases:
         with pytest.raises(DataError, match=message):
