@@ -351,7 +351,7 @@ def _reason(named: Named, error: Exception) -> str:
         return f"{_endpoint()} has {named.name}, but no revision {named.revision!r} of it"
     if _is_unreachable(error):
         why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{_endpoint()} is not reachable"
-        return f"is no path here, is not whole in the cache {cache} as a {kind}, and {why}"
+        return f"is no path here, and no whole {kind} in the cache {cache}; {why}"
     if isinstance(error, OSError) and error.errno is not None:
         return f"cannot be written to {cache}: {error.strerror}"
     return str(error).strip().partition("\n")[0]
