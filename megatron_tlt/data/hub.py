@@ -217,16 +217,19 @@ def _commit(named: Named, recorded: dict[str, str]) -> str:
 def _download_all(
     names: Sequence[Named], commits: dict[str, str]
 ) -> tuple[dict[str, str], list[ConfigProblem]]:
-    """This node's directories, by field, and why a name has none."""
+    """This node's directories, by field, and why a name has none. Every name is looked at before one is fetched."""
     directories: dict[str, str] = {}
     problems: list[ConfigProblem] = []
+    looked = {}
     for named in names:
         with _explained(named, problems):
-            commit = commits[named.field]
-            files, missing = _look(named, commit)
-            if missing:
-                _announce(named, commit, missing)
-            directories[named.field] = _snapshot(named, commit, files)
+            looked[named] = _look(named, commits[named.field])
+    for named, (files, missing) in looked.items():
+        with _explained(named, problems):
+            if missing and not problems:
+                _announce(named, commits[named.field], missing)
+            if not problems:
+                directories[named.field] = _snapshot(named, commits[named.field], files)
     return directories, problems
 
 
