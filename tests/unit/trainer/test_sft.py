@@ -45,6 +45,28 @@ def test_a_chat_template_is_used_where_there_is_one(tmp_path):
     assert (chat.trajectory.response_start, plain.trajectory.response_start) == (5, 1)
 
 
+def test_chat_messages_end_with_the_completion(tmp_path):
+    chat = '{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]}'
+    path = write(tmp_path / "r.jsonl", chat)
+    (sequence,) = read(path, max_context=20, chat_template=True)
+    tokenizer = CharTokenizer()
+    assert sequence.trajectory.token_ids.tolist() == [*tokenizer.encode("A b B"), *tokenizer.encode("c"), 0]
+    with pytest.raises(DataError, match=r"r\.jsonl:1: chat messages need sft\.chat_template"):
+        read(path)
+    unanswered = write(tmp_path / "u.jsonl", '{"messages": [{"role": "user", "content": "b"}]}')
+    with pytest.raises(DataError, match=r"u\.jsonl:1: field 'messages' must end with a message of the assistant"):
+        read(unanswered)
+
+
+def test_a_split_of_a_data_set_with_columns_of_its_own_is_read(tmp_path):
+    write(tmp_path / "train.jsonl", '{"q": "a", "r": "b"}')
+    write(tmp_path / "test.jsonl", '{"q": "a", "r": "c"}')
+    tokenizer = CharTokenizer()
+    for split, text in (("train", "ab"), ("test", "ac")):
+        (sequence,) = read(tmp_path, prompt_field="q", completion_field="r", train_split=split)
+        assert sequence.trajectory.token_ids.tolist() == [*tokenizer.encode(text), 0]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
