@@ -49,9 +49,9 @@ def generate_file(
 
     Input lines: {"prompt": text} or {"token_ids": [ids]}. Output lines, by prompt and sample: prompt_index,
     sample_index, text, token_ids, finish_reason and, with `logprobs`, logprobs. The prompt's index is its id in the
-    sampling key. `chat`: prompts, also lists of messages, are wrapped in the tokenizer's chat template. `rollout`: the engine; its sampling
-    fields are not read. All ranks of a tensor-parallel group call this; its rank 0 writes. Raises DataError naming
-    file and line, ConfigError, CheckpointError, BackendError.
+    sampling key. `chat`: prompts, also lists of messages, are wrapped in the chat template. `rollout`: the engine; its
+    sampling fields are not read. All ranks of a tensor-parallel group call this; its rank 0 writes. Raises DataError
+    naming file and line, ConfigError, CheckpointError, BackendError.
     """
     prompts = read_prompts(in_jsonl, tokenizer, chat)
     ranks = tp.size if tp is not None else 1

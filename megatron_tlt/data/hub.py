@@ -47,7 +47,7 @@ _SNAPSHOT = re.compile(r"(?:model|dataset)s--([^/]+?)--([^/]+)/snapshots/([0-9a-
 # Of a model: its description and tokenizer, and for "model" its weights. Folders hold the same weights in other forms.
 _COMPANIONS = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 _OTHER_FORMS = ("*/*", "consolidated*")
-_WAIT_S = 10.0  # between two looks for a signal of a rank that waits for a download
+_WAIT_S = 2.0  # between two looks for a signal of a rank that waits for a download; after the first it says so
 
 
 @dataclass(frozen=True)

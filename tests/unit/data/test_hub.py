@@ -5,21 +5,28 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from huggingface_hub import constants
 
 from megatron_tlt.cli.main import main
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data import hub as hub_module
 from megatron_tlt.data.hub import cached, fetch_argument, is_name, names_of, on_this_machine, with_names
 from megatron_tlt.distributed.together import SingleProcess
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.errors import ConfigError, ConfigProblem
+from tests.helpers import thread_ranks
 from tests.helpers.hub_server import Hub, Repository, serving
 from tests.helpers.mpi import ROOT
+from tests.helpers.thread_ranks import ThreadRank
 
 POLICY = {path.name: path.read_bytes() for path in (ROOT / "assets/demo-policy").iterdir() if path.suffix != ".md"}
 UNUSED = {"README.md": b"1", "pytorch_model.bin": b"1", "original/a.json": b"{}", "consolidated.safetensors": b"2"}
@@ -258,3 +265,66 @@ def test_a_path_that_exists_wins_over_a_name(
     assert on_this_machine(configured(settings), ALONE).model.path == "a/policy"
     assert cached(configured(settings))[0].model.path == "a/policy"
     assert not any("policy" in line for line in hub.asked)
+
+
+class OneOfFour(ThreadRank):
+    """Ranks 0 and 1 on host a, 2 and 3 on host b."""
+
+    store = dist.HashStore()
+    current = threading.local()
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self._shared[self.rank] = value
+        self._barrier.wait()
+        gathered = [*self._shared]
+        self._barrier.wait()
+        return gathered
+
+
+def fetched_by_four(monkeypatch: pytest.MonkeyPatch, download: Any) -> list[Path | str]:
+    """What `fetch_argument` of a/policy returns or raises on every rank, where leaders call `download(rank, ...)`."""
+    monkeypatch.setattr(hub_module, "_WAIT_S", 0.05)
+    monkeypatch.setattr(OneOfFour, "store", dist.HashStore())
+    rank_of_thread = OneOfFour.current
+    monkeypatch.setattr(socket, "gethostname", lambda: "ab"[rank_of_thread.rank // 2])
+    monkeypatch.setattr(hub_module, "_download_all", lambda *args: download(rank_of_thread.rank, *args))
+
+    def body(rank: ThreadRank) -> Path | str:
+        rank_of_thread.rank = rank.rank
+        try:
+            return fetch_argument("--model", Path("a/policy"), rank)
+        except ConfigError as error:
+            return str(error)
+
+    monkeypatch.setattr(thread_ranks, "ThreadRank", OneOfFour)
+    return thread_ranks.on_ranks(4, body)
+
+
+def test_the_first_rank_of_a_node_fetches_and_the_others_wait_with_a_message(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, leaders = hub_module._download_all, []
+
+    def slow(rank: int, *args: Any) -> Any:
+        leaders.append(rank)
+        time.sleep(0.5)
+        return real(*args)
+
+    directories = fetched_by_four(monkeypatch, slow)
+    assert len(set(directories)) == 1 and (Path(directories[3]) / "model.safetensors").is_file()
+    assert sorted(leaders) == [0, 2]
+    assert len(hub.fetched("/model.safetensors")) == 1, "nodes that share a cache fetch a file once"
+    said = capsys.readouterr().err
+    assert "rank 1 waits for rank 0, which fetches --model" in said
+    assert "rank 3 waits for rank 2, which fetches --model" in said
+
+
+def test_a_node_that_cannot_fetch_ends_the_ranks_of_all(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = hub_module._download_all
+    problem = ConfigProblem("--model", "a/policy", "cannot be written")
+    told = fetched_by_four(monkeypatch, lambda rank, *args: ({}, [problem]) if rank == 2 else real(*args))
+    assert told == [str(problem)] * 4
