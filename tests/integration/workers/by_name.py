@@ -1,4 +1,4 @@
-"""`megatron-tlt ARGV`, or a script of tools/ with its arguments, in a fork whose huggingface_hub reads the environment."""
+"""`megatron-tlt ARGV`, or a script with its arguments, in a fork whose huggingface_hub reads the environment."""
 
 import importlib
 import runpy
