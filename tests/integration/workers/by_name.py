@@ -9,6 +9,7 @@ from huggingface_hub import constants
 importlib.reload(constants)  # imported by the process that was forked
 if sys.argv[1].endswith(".py"):
     sys.argv = sys.argv[1:]
+    sys.path.insert(0, "tools")
     runpy.run_path(sys.argv[0], run_name="__main__")
 else:
     from megatron_tlt.cli.main import main

@@ -37,7 +37,7 @@ ALL = card(BY_SPLIT, DEFAULT, FOLDER, ANYWHERE)
         (card(BY_SPLIT), "a/train-1.csv", None, None, "a/train-1.csv"),  # the only one
         ("", "rows.parquet more.parquet notes.txt .cache/x.parquet", None, None, "more.parquet rows.parquet"),
         ("", "data/train-0.parquet data/test-0.parquet", None, "test", "data/test-0.parquet"),
-        ("", "x_eval.jsonl constraints.jsonl", None, "test", "x_eval.jsonl"),
+        ("", "x_eval.jsonl contest.jsonl", None, "test", "x_eval.jsonl"),
         ("", "en/train.jsonl cn/train.jsonl", "en", None, "en/train.jsonl"),
         ("# No front matter", "train.jsonl", None, None, "train.jsonl"),
     ],

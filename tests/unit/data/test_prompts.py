@@ -144,7 +144,7 @@ def test_chat_template_and_system_prompt(ten: PromptSourceConfig) -> None:
 
 
 SAY = [{"role": "user", "content": "hi", "name": None}]
-TURNS = [{"role": "system", "content": "S"}, *SAY, {"role": "assistant", "content": "yes?"}, *SAY]
+TURNS = [{"role": "system", "content": "S"}, {"role": "user", "content": "ho"}, {"role": "assistant", "content": "yes?"}, *SAY]
 RESPONSE = {"role": "assistant", "content": "bye"}
 
 
@@ -153,8 +153,8 @@ RESPONSE = {"role": "assistant", "content": "bye"}
     [
         (SAY, None, "u:hi "),
         (SAY, "D", "s:D u:hi "),
-        (TURNS, "D", "s:S u:hi a:yes? u:hi "),  # its own system message counts
-        ([*TURNS, RESPONSE], None, "s:S u:hi a:yes? u:hi "),  # the response of a row for fine-tuning is left out
+        (TURNS, "D", "s:S u:ho a:yes? u:hi "),  # its own system message counts
+        ([*TURNS, RESPONSE], None, "s:S u:ho a:yes? u:hi "),  # the response of a row for fine-tuning is left out
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
