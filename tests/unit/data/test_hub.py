@@ -135,6 +135,8 @@ def test_every_field_that_takes_a_name_is_known(settings: list[str]) -> None:
     fields = {named.field for named in names_of(configured([*settings, *own]))}
     drafter = "rollout.speculation.drafter_path"
     assert fields == {"model.path", "model.tokenizer", drafter, "data.train.path", "data.eval.path"}
+    files = configured([*settings, "data.eval={kind: jsonl, path: a/rows}"])
+    assert "data.eval.path" not in {named.field for named in names_of(files)}
     sft = {"train_path": "a/rows@v1", "eval_path": "a/rows", "out": "o", "subset": "main"}
     config = build_config({"model": {"path": "m"}, "sft": sft}, (), SftConfig)
     found = [(n.field, n.name, n.revision, n.subset, n.split) for n in names_of(config)]
