@@ -144,7 +144,8 @@ def test_chat_template_and_system_prompt(ten: PromptSourceConfig) -> None:
 
 
 SAY = [{"role": "user", "content": "hi", "name": None}]
-TURNS = [{"role": "system", "content": "S"}, {"role": "user", "content": "ho"}, {"role": "assistant", "content": "yes?"}, *SAY]
+EARLIER = [{"role": "user", "content": "ho"}, {"role": "assistant", "content": "yes?"}]
+TURNS = [{"role": "system", "content": "S"}, *EARLIER, *SAY]
 RESPONSE = {"role": "assistant", "content": "bye"}
 
 
