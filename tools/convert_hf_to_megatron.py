@@ -17,6 +17,7 @@ import conversion as command
 from megatron_tlt.checkpoint.atomic import check_room, gib
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.cli.exit_codes import OK
+from megatron_tlt.data.hub import fetch_argument
 from megatron_tlt.distributed.together import Ranks
 
 
@@ -25,11 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hf", type=Path, required=True, help="Hugging Face directory")
+    parser.add_argument("--hf", type=Path, required=True, help="Hugging Face directory, or OWNER/NAME on the hub")
     command.add_output(parser)
     args = parser.parse_args(argv)
 
     def plan(ranks: Ranks) -> MegatronConversion:
+        args.hf = fetch_argument("--hf", args.hf, ranks)
         command.check_output(args, [args.hf], ranks)
         return MegatronConversion.plan(args.hf, args.dtype)
 

@@ -16,6 +16,7 @@ import conversion as command
 from megatron_tlt.checkpoint.atomic import check_room, gib
 from megatron_tlt.checkpoint.convert.to_hf import HfConversion
 from megatron_tlt.cli.exit_codes import OK
+from megatron_tlt.data.hub import fetch_argument
 from megatron_tlt.distributed.together import Ranks
 
 
@@ -31,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="with latest_checkpointed_iteration.txt, or with the shards",
     )
     parser.add_argument(
-        "--config", type=Path, help="Hugging Face directory; default: config.json beside the shards"
+        "--config",
+        type=Path,
+        help="Hugging Face directory, or OWNER/NAME on the hub; default: config.json beside the shards",
     )
     parser.add_argument("--max-file-gib", type=float, default=4.0, help="split safetensors above this size")
     command.add_output(parser)
@@ -40,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--max-file-gib must be above 0")
 
     def plan(ranks: Ranks) -> HfConversion:
+        if args.config is not None:
+            args.config = fetch_argument("--config", args.config, ranks, weights=False)
         command.check_output(args, [args.megatron], ranks)  # before the checksums
         limit = int(args.max_file_gib * 2**30)
         todo = HfConversion.plan(args.megatron, args.dtype, args.config, limit, verify=ranks.is_main)

@@ -22,6 +22,7 @@ from megatron_tlt.checkpoint.convert.inspection import (
     open_checkpoint,
 )
 from megatron_tlt.cli.exit_codes import FAILED, OK
+from megatron_tlt.data.hub import fetch_argument
 from megatron_tlt.distributed.together import Ranks
 
 _CODES = """exit status:
@@ -47,8 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def plan(ranks: Ranks) -> tuple[Opened, Opened | None]:
-        opened = open_checkpoint(args.directory, args.config)
-        other = None if args.compare is None else open_checkpoint(args.compare, args.config)
+        config = None if args.config is None else fetch_argument("--config", args.config, ranks, weights=False)
+        opened = open_checkpoint(fetch_argument("directory", args.directory, ranks), config)
+        other = None
+        if args.compare is not None:
+            other = open_checkpoint(fetch_argument("--compare", args.compare, ranks), config)
         if other is not None:  # before all of the first is read
             check_same_model(opened, other)
         return opened, other

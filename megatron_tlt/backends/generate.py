@@ -16,6 +16,7 @@ from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.data.chat import as_messages, last_user_text
 from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.files import write_atomically
@@ -48,9 +49,9 @@ def generate_file(
 
     Input lines: {"prompt": text} or {"token_ids": [ids]}. Output lines, by prompt and sample: prompt_index,
     sample_index, text, token_ids, finish_reason and, with `logprobs`, logprobs. The prompt's index is its id in the
-    sampling key. `chat`: prompts are wrapped in the tokenizer's chat template. `rollout`: the engine; its sampling
-    fields are not read. All ranks of a tensor-parallel group call this; its rank 0 writes. Raises DataError naming
-    file and line, ConfigError, CheckpointError, BackendError.
+    sampling key. `chat`: prompts, also lists of messages, are wrapped in the chat template. `rollout`: the engine; its
+    sampling fields are not read. All ranks of a tensor-parallel group call this; its rank 0 writes. Raises DataError
+    naming file and line, ConfigError, CheckpointError, BackendError.
     """
     prompts = read_prompts(in_jsonl, tokenizer, chat)
     ranks = tp.size if tp is not None else 1
@@ -157,10 +158,17 @@ def _parse(line: str, where: str, tokenizer: HFTokenizer | None, chat: bool) -> 
         raise DataError(f'{where}: an object with either "prompt" or "token_ids" is needed, got {line.strip()[:80]}')
     key = keys.pop()
     value = record[key]
-    if key == "prompt" and isinstance(value, str):
-        if tokenizer is None:
-            raise DataError(f'{where}: "prompt" needs a tokenizer and the model has none; give "token_ids"')
+    if key == "prompt" and tokenizer is None:
+        raise DataError(f'{where}: "prompt" needs a tokenizer and the model has none; give "token_ids"')
+    if key == "prompt" and tokenizer is not None and isinstance(value, list) and chat:
+        try:
+            messages = as_messages(value)
+        except ValueError as error:
+            raise DataError(f"{where}: {error}") from error
+        return last_user_text(messages), tuple(tokenizer.encode_chat(messages))
+    if key == "prompt" and tokenizer is not None and isinstance(value, str):
         return value, tuple(tokenizer.encode_chat(value) if chat else tokenizer.encode(value))
     if key == "token_ids" and isinstance(value, list) and all(type(i) is int for i in value):
         return "", tuple(value)
-    raise DataError(f'{where}: "prompt" must be a string, "token_ids" a list of integers')
+    allowed = '"prompt" must be a string (with --chat also a list of messages), "token_ids" a list of integers'
+    raise DataError(f"{where}: {allowed}")

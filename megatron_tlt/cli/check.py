@@ -23,6 +23,7 @@ def add_check(commands: Any) -> None:
         "--ranks", type=int, help="number of ranks (default: cluster.nodes * ranks_per_node)"
     )
     command.add_argument("--sft", action="store_true", help="a config of `sft`, not of `train`")
+    command.add_argument("--fetch", action="store_true", help="fetch what the config names on the Hugging Face hub")
     command.add_argument("--show-config", action="store_true", help="print the whole configuration, with all defaults")
     command.set_defaults(run=_check)
 
@@ -30,11 +31,15 @@ def add_check(commands: Any) -> None:
 def _check(args: argparse.Namespace) -> int:
     from megatron_tlt.config.load import dump_config
     from megatron_tlt.config.root import Config, SftConfig
+    from megatron_tlt.data.hub import on_this_machine
+    from megatron_tlt.distributed.together import SingleProcess
     from megatron_tlt.trainer.preflight import check_report
 
     if problems := [*check_num_ranks(args.ranks)]:
         raise ConfigError(problems)
     config = read_config(args, SftConfig) if args.sft else read_config(args, Config)
+    if args.fetch:
+        on_this_machine(config, SingleProcess())
     report = check_report(config, args.ranks)
     if detect_launch().rank not in (0, None):  # started as several ranks: one copy is enough
         return OK

@@ -48,13 +48,14 @@ def add_drafter(commands: Any) -> None:
 
 def _run(body: Body, args: argparse.Namespace) -> int:
     from megatron_tlt.config.root import Config
+    from megatron_tlt.data.hub import on_this_machine
 
     config = read_config(args, Config)
     check_out = output_file_problems if args.action == "eval" else output_directory_problems
     if problems := check_out("--out", args.out):
         raise ConfigError(problems)
     return run_on_every_rank(
-        config.distributed, config.rollout.threads, lambda world: body(config, world, args)
+        config.distributed, config.rollout.threads, lambda world: body(on_this_machine(config, world), world, args)
     )
 
 

@@ -35,13 +35,16 @@ def add_eval(commands: Any) -> None:
 
 def _eval(args: argparse.Namespace) -> int:
     from megatron_tlt.config.root import Config
+    from megatron_tlt.data.hub import on_this_machine
 
     config = read_config(args, Config)
     if problems := output_file_problems("--out", args.out, args.overwrite):
         raise ConfigError(problems)
-    return run_on_every_rank(
-        config.distributed, config.rollout.threads, lambda world: _eval_on(config, world, args.out)
-    )
+
+    def body(world: World) -> None:
+        _eval_on(on_this_machine(config, world), world, args.out)
+
+    return run_on_every_rank(config.distributed, config.rollout.threads, body)
 
 
 def _eval_on(config: Config, world: World, out: Path | None) -> None:

@@ -29,10 +29,13 @@ def add_export(commands: Any) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     from megatron_tlt.config.root import Config
+    from megatron_tlt.data.hub import on_this_machine
 
     config = read_config(args, Config)
     host = config.distributed.model_copy(update={"device": "cpu"})  # nothing is built, on no device
-    return run_on_every_rank(host, None, lambda world: _export_on(config, world, args))
+    return run_on_every_rank(
+        host, None, lambda world: _export_on(on_this_machine(config, world, weights=False), world, args)
+    )
 
 
 def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ def add_generate(commands: Any) -> None:
     text = "generate responses to the prompts of a JSONL file"
     command = commands.add_parser("generate", help=text, description=text)
     add = command.add_argument
-    add("--model", type=Path, required=True, help="Hugging Face directory")
+    add("--model", type=Path, required=True, help="Hugging Face directory, or OWNER/NAME on the hub")
     add("--prompts", type=Path, required=True, help='JSONL of {"prompt"} or {"token_ids"}')
     add("--out", type=Path, required=True, help="JSONL to write")
     add("--n", type=int, default=1, help="responses to each prompt (default: %(default)s)")
@@ -81,11 +81,13 @@ def argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
 def _generate_on(args: argparse.Namespace, engine: RolloutSection, world: World) -> None:
     """One rank's part: several ranks are one tensor-parallel engine. Collective."""
     from megatron_tlt.backends.generate import generate_file
+    from megatron_tlt.data.hub import fetch_argument
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.trainer.models import tensor_parallel
     from megatron_tlt.trainer.preflight import generation_problems
 
     world.enter("generate")
+    args.model = fetch_argument("--model", args.model, world)
     problems = generation_problems(args.model, args.prompts, engine.speculation) if world.is_main else []
     if problems := world.broadcast_object(problems):
         raise ConfigError(problems)

@@ -23,6 +23,9 @@ def _sft(args: argparse.Namespace) -> int:
     from megatron_tlt.config.root import SftConfig
 
     config = read_config(args, SftConfig)
+    from megatron_tlt.data.hub import on_this_machine
     from megatron_tlt.trainer.setup import build_sft_trainer
 
-    return run_on_every_rank(config.distributed, None, lambda world: build_sft_trainer(config, world).run())
+    return run_on_every_rank(
+        config.distributed, None, lambda world: build_sft_trainer(on_this_machine(config, world), world).run()
+    )

@@ -28,10 +28,11 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_tlt.config.root import Config
 
     config = read_config(args, Config)  # mistakes are reported before those seconds
+    from megatron_tlt.data.hub import on_this_machine
     from megatron_tlt.trainer.setup import build_trainer
 
     def body(world: World) -> int:
-        trainer = build_trainer(config, world, signals)
+        trainer = build_trainer(on_this_machine(config, world), world, signals)
         stopped = trainer.run()
         trainer.close()
         return SAVED if stopped else OK

@@ -24,13 +24,23 @@ class PromptSourceConfig(Section):
     """Where prompts come from."""
 
     kind: Literal["tasks", "jsonl", "parquet", "hf"] = "tasks"
-    """tasks: procedural (seeded, infinite); jsonl or parquet: files; hf: what Dataset.save_to_disk wrote."""
+    """tasks: procedural (seeded, infinite); jsonl or parquet: files; hf: a data set of the Hugging Face hub by name, a
+    clone of one (files of Parquet, JSON or CSV), or a directory that Dataset.save_to_disk wrote."""
     path: str | None = None
-    """File or directory (all kinds but tasks)."""
+    """File or directory (all kinds but tasks). hf: or a name on the hub, OWNER/NAME or OWNER/NAME@REVISION."""
+    subset: str | None = None
+    """hf: subset of the data set (`configs` of its card, else a folder); default: the card's default, or the only
+    one."""
+    split: str | None = None
+    """hf: split of the data set; default: train."""
     prompt_field: str = "prompt"
-    """Column of the prompt."""
+    """Column of the prompt: a string, or chat messages (a list of {role, content}), of which a last one of the
+    assistant is left out. A.B: field B of column A."""
     answer_field: str = "answer"
-    """Column of the reference answer."""
+    """Column of the reference answer. A.B: field B of column A."""
+    answer_pattern: str | None = None
+    """Regular expression that finds the reference answer in its column, for example after "####": the group that took
+    part in the last match. A row without a match is an error."""
     tasks: tuple[TaskConfig, ...] = ()
     """Procedural tasks to mix."""
     seed: NonNegativeInt = 0
@@ -49,7 +59,7 @@ class DataSection(Section):
     chat_template: bool = True
     """Wrap prompts in the tokenizer's chat template if it has one."""
     system_prompt: str | None = None
-    """System message of the chat template."""
+    """System message of the chat template, for prompts without one of their own."""
     max_prompt_tokens: PositiveInt = 1024
     """Longer prompts are dropped."""
 

@@ -52,10 +52,11 @@ class ModelSection(Section):
     """The model to train."""
 
     path: str
-    """Hugging Face directory (config.json, *.safetensors, tokenizer files) the policy starts from. Relative
-    paths count from the working directory."""
+    """Hugging Face directory (config.json, *.safetensors, tokenizer files) the policy starts from, or a name on the
+    Hugging Face hub: OWNER/NAME, or OWNER/NAME@REVISION (branch, tag, commit). Relative paths count from the working
+    directory; one that exists is never read as a name."""
     tokenizer: str | None = None
-    """Directory of the tokenizer; default: `path`."""
+    """Directory of the tokenizer, or a name on the hub; default: `path`."""
     megatron_path: str | None = None
     """Megatron distributed checkpoint (torch_dist, any layout) that the policy takes its starting weights from.
     `path` then gives only config.json and the tokenizer. The directory with latest_checkpointed_iteration.txt, or

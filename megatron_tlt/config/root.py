@@ -89,9 +89,20 @@ class SftSection(Section):
     """Supervised fine-tuning: records, length, output."""
 
     train_path: str
-    """JSONL of {"prompt", "completion"} records."""
+    """JSONL of {"prompt", "completion"} or {"messages"} records (chat messages, the last one of the assistant), or a
+    data set: a directory or a name on the Hugging Face hub, as with `data.train.path` and kind: hf."""
     eval_path: str | None = None
-    """JSONL of held-out records; their loss is reported."""
+    """Held-out records; their loss is reported."""
+    subset: str | None = None
+    """Subset of a data set."""
+    train_split: str = "train"
+    """Split of a data set in train_path."""
+    eval_split: str = "test"
+    """Split of a data set in eval_path."""
+    prompt_field: str = "prompt"
+    """Column of the prompt: a string or chat messages."""
+    completion_field: str = "completion"
+    """Column of the completion."""
     out: str
     """Hugging Face directory to write."""
     num_steps: PositiveInt = 1000

@@ -51,7 +51,8 @@ class SpeculationSection(Section):
     """Mix a trained drafter with suffix drafts: each request takes the draft of which more tokens are expected to be
     accepted. No effect with none and suffix; for the embedded engine only."""
     drafter_path: str | None = None
-    """Directory of the trained drafter's weights, of this kind (`megatron-tlt drafter train` makes one)."""
+    """Directory of the trained drafter's weights, of this kind (`megatron-tlt drafter train` makes one), or a name on
+    the Hugging Face hub, as in model.path."""
     layers: tuple[NonNegativeInt, ...] | None = None
     """eagle3: the three policy layers, from 0, whose outputs it reads; null: those of drafter_path, or 1, L/2 - 1,
     L - 4 of L layers."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig
 from megatron_tlt.data.hashing import digest, hashed
-from megatron_tlt.data.sources import Source, open_file
+from megatron_tlt.data.sources import Row, Source, open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 from megatron_tlt.types import Prompt
@@ -155,7 +155,7 @@ class PromptStream:
                 break
             row = self._source.row(self._row_number(self._draws))
             self._draws += 1
-            tokens = self._encode(row.prompt)
+            tokens = self._encode(row)
             if len(tokens) > self._max_prompt_tokens:
                 continue
             prompt_id, self._next_id = self._next_id, self._next_id + 1
@@ -186,7 +186,12 @@ class PromptStream:
             self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(size)
         return int(self._order[1][place])
 
-    def _encode(self, prompt: str) -> list[int]:
+    def _encode(self, row: Row) -> list[int]:
         if self._chat:
-            return self._tokenizer.encode_chat(prompt, self._system)
-        return self._tokenizer.encode(prompt)
+            return self._tokenizer.encode_chat(row.messages or row.prompt, self._system)
+        if row.messages is not None and len(row.messages) > 1:
+            raise DataError(
+                f"{row.dataset_id}: {len(row.messages)} chat messages need data.chat_template and a tokenizer with a "
+                "chat template"
+            )
+        return self._tokenizer.encode(row.prompt)

@@ -5,26 +5,37 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_tlt.config.data import PromptSourceConfig
+from megatron_tlt.config.root import SftSection
+from megatron_tlt.data.chat import Messages, as_messages, as_prompt, last_user_text
+from megatron_tlt.data.dataset_files import DEFAULT_SPLIT, read_dataset_files
 from megatron_tlt.errors import DataError
 
 _DEFAULT_ANSWER_FIELD = "answer"
+_SAVED = ("state.json", "dataset_dict.json")  # of Dataset.save_to_disk and DatasetDict.save_to_disk
+_MESSAGES = "messages"
+_CHECKED_AT_ONCE = 1000  # rows
 
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt before tokenization. `metadata` has the source's other columns."""
+    """One prompt before tokenization. `metadata` has the source's other columns.
+
+    `messages`: the whole prompt where it is a chat; `prompt` is then its last user message.
+    """
 
     dataset_id: str
     prompt: str
     answer: str | None
     task: str
     metadata: dict[str, Any]
+    messages: Messages | None = None
 
 
 class Source(Protocol):
@@ -50,6 +61,7 @@ class FileSource:
     def __init__(self, config: PromptSourceConfig, path: Path, records: Any, places: Sequence[object]):
         """Checks every record, a mapping; number i stands at `places[i]`. Raises DataError naming file and place."""
         self._config, self._path, self._records, self._places = config, path, records, places
+        self._pattern = None if config.answer_pattern is None else re.compile(config.answer_pattern, re.DOTALL)
         if not len(records):
             raise DataError(f"{path}: no records")
         self._fingerprint = self._check()
@@ -72,13 +84,15 @@ class FileSource:
         prompt, answer = self._fields(index, record)
         taken = {self._config.prompt_field, self._config.answer_field}
         metadata = {key: value for key, value in record.items() if key not in taken}
-        return Row(f"{self._path.stem}:{index}", prompt, answer, self._path.stem, metadata)
+        messages = None if isinstance(prompt, str) else prompt
+        text = prompt if isinstance(prompt, str) else last_user_text(prompt)
+        return Row(f"{self._path.stem}:{index}", text, answer, self._path.stem, metadata, messages)
 
     def _check(self) -> str:
         """Looks at every record once; returns the fingerprint."""
         sha, answers = hashlib.sha256(), 0
-        for index in range(self.size):
-            prompt, answer = self._fields(index, self._records[index])
+        for index, record in enumerate(self._records_to_check()):
+            prompt, answer = self._fields(index, record)
             answers += answer is not None
             sha.update(json.dumps([prompt, answer]).encode())
         field = self._config.answer_field
@@ -88,21 +102,68 @@ class FileSource:
             raise DataError(f"{self._path}: no record has the answer field {field!r}{there}")
         return sha.hexdigest()[:16]
 
-    def _fields(self, index: int, record: Mapping[str, Any]) -> tuple[str, str | None]:
+    def _records_to_check(self) -> Iterator[Mapping[str, Any]]:
+        """All records. Of tables only the columns of prompt and answer, in batches: a million rows take seconds."""
+        if not hasattr(self._records, "select_columns"):
+            yield from self._records
+            return
+        names = (self._config.prompt_field, self._config.answer_field)
+        there = self._records.column_names
+        wanted = [c for c in there if any(name == c or name.startswith(f"{c}.") for name in names)]
+        for batch in self._records.select_columns(wanted or there).iter(_CHECKED_AT_ONCE):
+            for values in zip(*batch.values(), strict=True):
+                yield dict(zip(batch, values, strict=True))
+
+    def _fields(self, index: int, record: Mapping[str, Any]) -> tuple[str | Messages, str | None]:
         where = f"{self._path}:{self._places[index]}"
-        prompt = record.get(self._config.prompt_field)
+        prompt = _field(record, self._config.prompt_field)
         if prompt is None:
             there = _columns(record, self._config.prompt_field)
             raise DataError(f"{where}: no field {self._config.prompt_field!r}{there}")
-        if not isinstance(prompt, str) or not prompt:
-            found = type(prompt).__name__ if prompt != "" else "an empty string"
-            raise DataError(f"{where}: field {self._config.prompt_field!r} must be a string, found {found}")
-        answer = record.get(self._config.answer_field)
+        answer = _field(record, self._config.answer_field)
         if answer is not None and not isinstance(answer, str | int | float):
             found = type(answer).__name__
             allowed = "must be a string or a number"
             raise DataError(f"{where}: field {self._config.answer_field!r} {allowed}, found {found}")
-        return prompt, None if answer is None else str(answer)
+        text = None if answer is None else str(answer)
+        return _checked_prompt(prompt, self._config.prompt_field, where), self._extracted(text, where)
+
+    def _extracted(self, answer: str | None, where: str) -> str | None:
+        """The reference answer within its column. Raises DataError where the pattern finds none."""
+        if self._pattern is None or answer is None:
+            return answer
+        matches = [*self._pattern.finditer(answer)]
+        found = next((group for group in matches[-1].groups() if group is not None), None) if matches else None
+        if found is None:
+            field, end = self._config.answer_field, answer[-60:]
+            raise DataError(f"{where}: answer_pattern finds nothing in field {field!r}, which ends in {end!r}")
+        return found.strip()
+
+
+def _field(record: Mapping[str, Any], name: str) -> Any:
+    """The value of a column, or of a field of one for a name with dots; None where it is missing."""
+    if name in record:
+        return record[name]
+    first, _, rest = name.partition(".")
+    inner = record.get(first)
+    return _field(inner, rest) if rest and isinstance(inner, Mapping) else None
+
+
+def _checked_prompt(value: Any, field: str, where: str) -> str | Messages:
+    """A string, or the messages of a chat to respond to. Raises DataError."""
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list):
+        return as_prompt(_checked_messages(value, field, where))
+    found = type(value).__name__ if value != "" else "an empty string"
+    raise DataError(f"{where}: field {field!r} must be a string or a list of chat messages, found {found}")
+
+
+def _checked_messages(value: Any, field: str, where: str) -> Messages:
+    try:
+        return as_messages(value)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: field {field!r}: {error}") from error
 
 
 def _columns(record: Mapping[str, Any], wanted: str) -> str:
@@ -115,7 +176,10 @@ def open_file(config: PromptSourceConfig, path: Path) -> FileSource:
     """The source of a file or directory. Raises DataError naming file and line or record of the first bad one."""
     if config.kind == "jsonl":
         return FileSource(config, path, *read_jsonl(path))
-    records = _read_parquet(path) if config.kind == "parquet" else _read_dataset(path)
+    if config.kind == "parquet":
+        records = _read_parquet(path)
+    else:
+        records = read_dataset(path, config.subset, config.split)
     return FileSource(config, path, records, range(len(records)))
 
 
@@ -142,20 +206,33 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     return records, numbers
 
 
-def read_completions(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The {"prompt", "completion"} records of a JSONL file and their line numbers.
+def read_completions(sft: SftSection, path: Path, split: str) -> tuple[list[tuple[str | Messages, str]], list[int]]:
+    """(prompt, completion) of every record of a JSONL file or a data set's split, and the records' numbers.
 
-    Raises DataError naming file and line, also where a record lacks one of the two texts or there is no record.
+    A record has two texts, or `messages` that end with the assistant's. Raises DataError naming file and record, also
+    where there is no record.
     """
-    records, numbers = read_jsonl(path)
-    for record, number in zip(records, numbers, strict=True):
-        if missing := [k for k in ("prompt", "completion") if not isinstance(record.get(k), str)]:
-            raise DataError(
-                f"{path}:{number}: field {missing[0]!r} must be a string, found keys {sorted(record)}"
-            )
-    if not records:
+    if path.is_dir():
+        records = read_dataset(path, sft.subset, split)
+        numbers = [*range(len(records))]
+    else:
+        records, numbers = read_jsonl(path)
+    if not len(records):
         raise DataError(f"{path}: no records")
-    return records, numbers
+    return [_completion(sft, r, f"{path}:{n}") for r, n in zip(records, numbers, strict=True)], numbers
+
+
+def _completion(sft: SftSection, record: Mapping[str, Any], where: str) -> tuple[str | Messages, str]:
+    if _MESSAGES in record and sft.prompt_field not in record:
+        messages = _checked_messages(record[_MESSAGES], _MESSAGES, where)
+        if messages[-1]["role"] != "assistant":
+            raise DataError(f"{where}: field {_MESSAGES!r} must end with a message of the assistant")
+        return messages[:-1], messages[-1]["content"]
+    prompt, completion = _field(record, sft.prompt_field), _field(record, sft.completion_field)
+    if not isinstance(completion, str) or prompt is None:
+        missing = sft.prompt_field if prompt is None else sft.completion_field
+        raise DataError(f"{where}: field {missing!r} must be a string, found keys {sorted(record)}")
+    return _checked_prompt(prompt, sft.prompt_field, where), completion
 
 
 def _read_parquet(path: Path) -> Any:
@@ -171,17 +248,24 @@ def _read_parquet(path: Path) -> Any:
         raise DataError(f"{path}: not a Parquet file: {error}") from error
 
 
-def _read_dataset(path: Path) -> Any:
-    """The one split in a directory that `Dataset.save_to_disk` wrote."""
+def read_dataset(path: Path, subset: str | None, split: str | None) -> Any:
+    """The rows of a data set's split, as mappings: of a directory that `Dataset.save_to_disk` wrote, or of a clone.
+
+    Raises DataError, also for several splits where none is named.
+    """
     import datasets
 
     if not path.is_dir():
-        raise DataError(f"{path}: no such directory; kind: hf reads what Dataset.save_to_disk wrote")
+        raise DataError(f"{path}: no such directory")
+    if not any((path / name).is_file() for name in _SAVED):
+        return read_dataset_files(path, subset, split)
     try:
         loaded = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a directory written by Dataset.save_to_disk: {error}") from error
-    if isinstance(loaded, datasets.DatasetDict):
-        splits = ", ".join(str(path / name) for name in loaded)
-        raise DataError(f"{path}: holds several splits; name one of: {splits}")
-    return loaded
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    wanted = split or DEFAULT_SPLIT
+    if wanted not in loaded:
+        raise DataError(f"{path}: no split {wanted!r}; there are: {', '.join(loaded)}")
+    return loaded[wanted]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.errors import CheckpointError
+from megatron_tlt.data.chat import Messages, with_system
+from megatron_tlt.errors import CheckpointError, DataError
 
 _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")  # of any version of the library
 
@@ -50,15 +51,23 @@ class HFTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def encode_chat(self, text: str, system: str | None = None) -> list[int]:
-        """Token ids of the chat template around a user message, open for the response."""
+    def encode_chat(self, prompt: str | Messages, system: str | None = None) -> list[int]:
+        """Token ids of the chat template around messages (a string: one of the user), open for the response.
+
+        `system`: see `with_system`. Raises CheckpointError without a template, DataError for messages it refuses.
+        """
+        from jinja2 import TemplateError
+
         if not self.has_chat_template:
             raise CheckpointError(f"{self._tokenizer.name_or_path}: the tokenizer has no chat template")
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        messages.append({"role": "user", "content": text})
-        ids: list[int] = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+        try:
+            ids: list[int] = self._tokenizer.apply_chat_template(
+                with_system(messages, system), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in with_system(messages, system))
+            raise DataError(f"the chat template refuses messages of {roles}: {error}") from error
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

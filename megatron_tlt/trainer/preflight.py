@@ -12,6 +12,7 @@ from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data.hub import cached, is_name, names_of
 from megatron_tlt.data.prompts import source_problems
 from megatron_tlt.data.sources import read_completions
 from megatron_tlt.data.tokenizer import has_tokenizer
@@ -33,20 +34,23 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     """`megatron-tlt check`: the report, or ConfigError with every problem.
 
     Model and prompt files may be on another machine (a login node has neither); where they are here they count. Where
-    the model is not, `model.architecture` must say what is planned.
+    the model is not, `model.architecture` must say what is planned, or its name where to fetch it from.
     """
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
-    problems = _problems(config, num_ranks, None) + _problems_of_large_files(config)
-    if config.model.architecture is None:
+    config, to_fetch, problems = cached(config)
+    problems += _problems(config, num_ranks, None) + _problems_of_large_files(config)
+    if config.model.architecture is None and not is_name(config.model.path):
         problems += missing_model(config)
     field, path = ("train.run_dir", config.train.run_dir) if isinstance(config, Config) else ("sft.out", config.sft.out)
     problems += output_directory_problems(field, path, must_be_writable=False)
     if problems:
         raise ConfigError(problems)
-    absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing_files(config)]
+    named = {name.field for name in names_of(config)}
+    missing = [problem for problem in missing_files(config) if problem.path not in named]
+    absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing]
     model, _ = read_model("model.path", config.model.path)
     shape = None if model is None else model.architecture
-    return "\n".join([render_check(config, shape, num_ranks), *absent])
+    return "\n".join([render_check(config, shape, num_ranks), *to_fetch, *absent])
 
 
 def check_on(config: Config | SftConfig, world: World, found_before: Sequence[ConfigProblem] = ()) -> None:
@@ -190,11 +194,11 @@ def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:
             if source is not None and (has_tasks or (source.path is not None and Path(source.path).exists())):
                 problems += source_problems(source, name)
         return problems + function_problems(config.rewards)
-    for field in ("train_path", "eval_path"):
-        path = getattr(config.sft, field)
+    sft = config.sft
+    for field, path, split in (("train", sft.train_path, sft.train_split), ("eval", sft.eval_path, sft.eval_split)):
         try:
             if path is not None and Path(path).exists():
-                read_completions(Path(path))
+                read_completions(sft, Path(path), split)
         except DataError as error:
-            problems.append(ConfigProblem(f"sft.{field}", path, str(error)))
+            problems.append(ConfigProblem(f"sft.{field}_path", path, str(error)))
     return problems

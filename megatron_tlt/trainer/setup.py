@@ -15,6 +15,7 @@ import torch
 from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data.hub import with_names
 from megatron_tlt.data.prompt_queue import PromptQueues
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -243,6 +244,6 @@ def _prepare(config: Config, world: World) -> RunLock | None:
     lock = lock_on_all(run_dir, world)
     world.set_monitor(lambda: start_watchdog(config.watchdog.heartbeat_s, config.hang_s, run_dir, world))
     if world.is_main:
-        dump: dict[str, Any] = config.model_dump(mode="json")
+        dump: dict[str, Any] = with_names(config).model_dump(mode="json")  # a start on other nodes finds the same files
         (run_dir / "config.json").write_text(json.dumps(dump, indent=2) + "\n", encoding="utf-8")
     return lock

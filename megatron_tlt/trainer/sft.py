@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tlt.algorithms.base import LossInputs
-    from megatron_tlt.config.root import SftConfig
+    from megatron_tlt.config.root import SftConfig, SftSection
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.world import World
 
@@ -37,17 +37,25 @@ class CompletionLoss:
         return nll, {"nll": nll.detach(), "tokens": inputs.mask.sum()}
 
 
-def read_records(path: Path, tokenizer: HFTokenizer, chat: bool, max_context: int) -> list[TrainSequence]:
-    """Tokenizes {"prompt", "completion"} records; the end-of-sequence token is added to the completion.
+def read_records(
+    sft: SftSection, path: Path, split: str, tokenizer: HFTokenizer, max_context: int
+) -> list[TrainSequence]:
+    """Tokenizes prompts and completions; the end-of-sequence token is added to the completion.
 
-    `chat` wraps prompts in the tokenizer's chat template if it has one. Raises DataError naming file and line for
-    a record that is not such an object or exceeds `max_context` tokens.
+    `sft.chat_template` wraps prompts in the tokenizer's chat template if it has one. Raises DataError naming file and
+    record for one that is not of this form or exceeds `max_context` tokens.
     """
-    eos, chat = tokenizer.eos_token_ids[0], chat and tokenizer.has_chat_template
+    eos, chat = tokenizer.eos_token_ids[0], sft.chat_template and tokenizer.has_chat_template
     sequences = []
-    for record, number in zip(*read_completions(path), strict=True):
-        prompt = tokenizer.encode_chat(record["prompt"]) if chat else tokenizer.encode(record["prompt"])
-        tokens = [*prompt, *tokenizer.encode(record["completion"]), eos]
+    for (text, completion), number in zip(*read_completions(sft, path, split), strict=True):
+        if chat:
+            prompt = tokenizer.encode_chat(text)
+        elif isinstance(text, str):
+            prompt = tokenizer.encode(text)
+        else:
+            needed = "sft.chat_template and a tokenizer with a chat template"
+            raise DataError(f"{path}:{number}: chat messages need {needed}")
+        tokens = [*prompt, *tokenizer.encode(completion), eos]
         if len(tokens) > max_context:
             raise DataError(f"{path}:{number}: {len(tokens)} tokens, model.max_context allows {max_context}")
         unknown = np.zeros(len(tokens) - len(prompt), np.float32)
@@ -80,11 +88,11 @@ class SftTrainer:
         self._config, self._world, self._tokenizer = config, world, tokenizer
         sft = config.sft
 
-        def read(path: str) -> list[TrainSequence]:
-            return read_records(Path(path), tokenizer, sft.chat_template, config.model.max_context)
+        def read(path: str, split: str) -> list[TrainSequence]:
+            return read_records(sft, Path(path), split, tokenizer, config.model.max_context)
 
-        self._train = read(sft.train_path)
-        self._eval = [] if sft.eval_path is None else read(sft.eval_path)
+        self._train = read(sft.train_path, sft.train_split)
+        self._eval = [] if sft.eval_path is None else read(sft.eval_path, sft.eval_split)
         self.policy = MegatronPolicy(
             world,
             config.model,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -95,7 +95,8 @@ class CharTokenizer:
     def encode(self, text: str) -> list[int]:
         return [self.alphabet.index(c) for c in text]
 
-    def encode_chat(self, text: str) -> list[int]:
+    def encode_chat(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+        text = prompt if isinstance(prompt, str) else " ".join(message["content"] for message in prompt)
         return self.encode(f"A {text} B")
 
     def decode(self, token_ids: Iterable[int]) -> str:

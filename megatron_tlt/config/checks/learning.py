@@ -49,12 +49,19 @@ def check_data(config: Config) -> Problems:
     if train.kind == "tasks" and held_out == train:
         allowed = "must differ from data.train.seed, or evaluation uses the training prompts"
         yield ConfigProblem("data.eval.seed", held_out.seed, allowed)
-    if train.kind != "tasks" and train.path is not None and held_out.path == train.path:
-        allowed = "must differ from data.train.path, or evaluation uses the training prompts"
+    place = train.path, train.subset, train.split or "train"
+    if train.kind != "tasks" and place[0] and place == (held_out.path, held_out.subset, held_out.split or "train"):
+        allowed = "must differ from data.train.path (or in its split), or evaluation uses the training prompts"
         yield ConfigProblem("data.eval.path", held_out.path, allowed)
 
 
 def _check_source(path: str, source: PromptSourceConfig) -> Problems:
+    if source.kind != "hf":
+        for name in ("subset", "split"):
+            if getattr(source, name) is not None:
+                yield ConfigProblem(f"{path}.{name}", getattr(source, name), f"has no meaning with kind: {source.kind}")
+    if source.answer_pattern is not None:
+        yield from _check_pattern(f"{path}.answer_pattern", source.answer_pattern, needs_group=True)
     if source.kind == "tasks":
         if not source.tasks:
             yield ConfigProblem(f"{path}.tasks", [], "needs at least one task with kind: tasks")
@@ -112,15 +119,19 @@ def _check_reward_parameters(path: str, function: RewardConfig) -> Problems:
         yield ConfigProblem(f"{path}.name", function.name, "path and params are for name: python")
     if function.name == "format" and function.pattern is None:
         yield ConfigProblem(f"{path}.pattern", None, "is required with name: format")
-    if function.pattern is None:
-        return
+    if function.pattern is not None:
+        needs_group = function.name in ("task", "math", "exact")
+        yield from _check_pattern(f"{path}.pattern", function.pattern, needs_group)
+
+
+def _check_pattern(path: str, pattern: str, needs_group: bool) -> Problems:
     try:
-        groups = re.compile(function.pattern).groups
+        groups = re.compile(pattern).groups
     except re.error as error:
-        yield ConfigProblem(f"{path}.pattern", function.pattern, f"is no regular expression: {error}")
+        yield ConfigProblem(path, pattern, f"is no regular expression: {error}")
         return
-    if function.name in ("task", "math", "exact") and groups < 1:
-        yield ConfigProblem(f"{path}.pattern", function.pattern, "needs a group (...) around the answer")
+    if needs_group and groups < 1:
+        yield ConfigProblem(path, pattern, "needs a group (...) around the answer")
 
 
 def check_optimizer(optimizer: OptimizerSection, total_steps: int) -> Problems:

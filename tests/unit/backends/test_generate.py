@@ -65,6 +65,11 @@ def test_prompts_need_a_tokenizer_and_chat_wraps_them(tmp_path: Path):
     file.write_text('{"prompt": "b"}\n')
     with pytest.raises(DataError, match="needs a tokenizer"):
         read_prompts(file, None, chat=False)
-    assert CharTokenizer().decode(read_prompts(file, CharTokenizer(), chat=True)[0].token_ids) == "A b B"
+    messages = '[{"role": "system", "content": "c"}, {"role": "user", "content": "d"}]'
+    file.write_text(f'{{"prompt": "b"}}\n{{"prompt": {messages}}}\n')
+    prompts = read_prompts(file, CharTokenizer(), chat=True)
+    assert [CharTokenizer().decode(prompt.token_ids) for prompt in prompts] == ["A b B", "A c d B"]
+    with pytest.raises(DataError, match=r'with --chat also a list of messages'):
+        read_prompts(file, CharTokenizer(), chat=False)
     with pytest.raises(DataError, match="cannot be read"):
         read_prompts(tmp_path / "none.jsonl", None, chat=False)

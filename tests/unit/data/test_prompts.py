@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig, TaskConfig
+from megatron_tlt.data.chat import with_system
 from megatron_tlt.data.prompts import build_prompts, source_problems
 from megatron_tlt.errors import ConfigError, DataError
 
@@ -28,8 +29,9 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, text: str, system: str | None = None) -> list[int]:
-        return self.encode(f"{system or ''}[{text}]")
+    def encode_chat(self, prompt: Any, system: str | None = None) -> list[int]:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.encode("".join(f"{m['role'][0]}:{m['content']} " for m in with_system(messages, system)))
 
     def decode(self, token_ids: Any) -> str:
         return bytes(token_ids).decode()
@@ -133,12 +135,48 @@ def test_chat_template_and_system_prompt(ten: PromptSourceConfig) -> None:
     def text(tokenizer: Letters, **section: Any) -> str:
         return letters.decode(stream(ten, tokenizer=tokenizer, **section).next_batch(1)[0].token_ids)
 
-    assert text(letters).startswith("[q")
-    assert text(letters, system_prompt="Be brief.").startswith("Be brief.[q")
+    assert text(letters).startswith("u:q")
+    assert text(letters, system_prompt="Be brief.").startswith("s:Be brief. u:q")
     assert text(letters, chat_template=False).startswith("q")
     assert text(Plain()).startswith("q")
     with pytest.raises(ConfigError, match=r"data\.system_prompt"):
         text(Plain(), system_prompt="Be brief.")
+
+
+SAY = [{"role": "user", "content": "hi", "name": None}]
+EARLIER = [{"role": "user", "content": "ho"}, {"role": "assistant", "content": "yes?"}]
+TURNS = [{"role": "system", "content": "S"}, *EARLIER, *SAY]
+RESPONSE = {"role": "assistant", "content": "bye"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "system", "expected"),
+    [
+        (SAY, None, "u:hi "),
+        (SAY, "D", "s:D u:hi "),
+        (TURNS, "D", "s:S u:ho a:yes? u:hi "),  # its own system message counts
+        ([*TURNS, RESPONSE], None, "s:S u:ho a:yes? u:hi "),  # the response of a row for fine-tuning is left out
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_prompt_may_be_chat_messages(
+    tmp_path: Path, kind: Any, messages: list[Any], system: str | None, expected: str
+) -> None:
+    records = [{"messages": messages, "about": {"gold": {"value": 7}}, "level": 3}]
+    if kind == "jsonl":
+        source = write_jsonl(tmp_path / "chat.jsonl", records)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "chat.parquet")
+        source = PromptSourceConfig(kind=kind, path=str(tmp_path / "chat.parquet"))
+    source = source.model_copy(update={"prompt_field": "messages", "answer_field": "about.gold.value"})
+    (prompt,) = stream(source, system_prompt=system).next_batch(1)
+    assert (Letters().decode(prompt.token_ids), prompt.text, prompt.answer) == (expected, "hi", "7")
+    assert prompt.metadata["level"] == 3
+    if len(messages) > 1:
+        with pytest.raises(DataError, match=r"chat messages need data\.chat_template and a tokenizer"):
+            stream(source, tokenizer=Plain())
+    elif system is None:
+        assert Letters().decode(stream(source, tokenizer=Plain()).next_batch(1)[0].token_ids) == "hi"
 
 
 def test_parquet_and_datasets_directories_read_alike(tmp_path: Path) -> None:
@@ -162,7 +200,10 @@ BAD_LINES = [
         '{"prompt": "a"}\n{"promt": "b"}\n',
         r"bad\.jsonl:2: no field 'prompt'; there are 'promt', did you mean 'promt'",
     ),
-    ('{"prompt": [1]}\n', r"bad\.jsonl:1: field 'prompt' must be a string, found list"),
+    ('{"prompt": {"a": 1}}\n', r"field 'prompt' must be a string or a list of chat messages, found dict"),
+    ('{"prompt": [1]}\n', r"bad\.jsonl:1: field 'prompt': message 0 must have a role \(system, user"),
+    ('{"prompt": [{"role": "user", "content": [1]}]}\n', r"message 0 must have .* a string as content"),
+    ('{"prompt": [{"role": "system", "content": "a"}]}\n', r"field 'prompt': no message of a user"),
     ('{"prompt": ""}\n', r"bad\.jsonl:1: .*found an empty string"),
     (
         '{"prompt": "a", "answer": {}}\n',
@@ -192,7 +233,7 @@ def test_other_bad_sources(tmp_path: Path, ten: PromptSourceConfig) -> None:
     (tmp_path / "junk.parquet").write_text("junk")
     pyarrow.parquet.write_table(pyarrow.table({"prompts": ["q"]}), tmp_path / "typo.parquet")
     (tmp_path / "empty").mkdir()
-    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"prompt": ["q"]})}).save_to_disk(
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"prompt": ["q"]})}).save_to_disk(
         str(tmp_path / "d")
     )
     cases = [
@@ -202,8 +243,8 @@ def test_other_bad_sources(tmp_path: Path, ten: PromptSourceConfig) -> None:
         ("parquet", "junk.parquet", "not a Parquet file"),
         ("parquet", "typo.parquet", "typo.parquet:0: no field 'prompt'.*did you mean 'prompts'"),
         ("hf", "missing", "no such directory"),
-        ("hf", "empty", "not a directory written by"),
-        ("hf", "d", "several splits; name one of: .*train"),
+        ("hf", "empty", "no split 'train'; there are: none"),
+        ("hf", "d", "no split 'train'; there are: test"),
     ]
     for kind, name, message in cases:
         with pytest.raises(DataError, match=message):

@@ -1,0 +1,399 @@
+"""Names on the Hugging Face hub: the one module in which a name becomes a directory of this machine.
+
+`Qwen/Qwen2.5-7B`, or `Qwen/Qwen2.5-7B@REVISION` (branch, tag or commit), stands where a configuration or a command
+takes a path; a path that exists is never read as a name. Everything behind this module sees directories.
+
+    rank 0             name -> commit (or the commit that run_dir/config.json records)    broadcast
+    first rank a node  commit -> files in the cache of huggingface_hub                    others wait, without a timeout
+    every rank         the configuration with directories in place of names
+
+huggingface_hub reads HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and proxies. Where nodes share a
+cache, its file locks let one of them write a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data.dataset_files import CARD, FORMATS, choose_files
+from megatron_tlt.distributed.together import SingleProcess
+from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
+
+if TYPE_CHECKING:
+    from huggingface_hub import DryRunFileInfo
+
+    from megatron_tlt.distributed.together import Ranks
+    from megatron_tlt.distributed.world import World
+
+RootT = TypeVar("RootT", bound="Config | SftConfig")
+Content = Literal["model", "companions", "rows"]
+
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\S+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SNAPSHOT = re.compile(r"(?:model|dataset)s--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})$")  # of huggingface_hub's cache
+# Of a model: its description and tokenizer, and for "model" its weights. Folders hold the same weights in other forms.
+_COMPANIONS = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
+_OTHER_FORMS = ("*/*", "consolidated*")
+_WAIT_S = 2.0  # between two looks for a signal of a rank that waits for a download; after the first it says so
+
+
+@dataclass(frozen=True)
+class Named:
+    """A field or argument whose value is a name on the hub."""
+
+    field: str
+    value: str
+    content: Content
+    subset: str | None = None
+    split: str | None = None
+
+    @property
+    def name(self) -> str:
+        """OWNER/NAME."""
+        return self.value.partition("@")[0]
+
+    @property
+    def revision(self) -> str | None:
+        """Branch, tag or commit; None: the default branch."""
+        return self.value.partition("@")[2] or None
+
+    @property
+    def repository(self) -> dict[str, str]:
+        """What every function of huggingface_hub takes."""
+        return {"repo_id": self.name, "repo_type": "dataset" if self.content == "rows" else "model"}
+
+
+def is_name(value: str | Path | None) -> bool:
+    """Whether a value is read as a name on the hub: OWNER/NAME or OWNER/NAME@REVISION, and no path or data file."""
+    if value is None or not (match := _NAME.fullmatch(str(value))):
+        return False
+    return not match[1].endswith(FORMATS) and not os.path.lexists(value)
+
+
+def names_of(config: Config | SftConfig, weights: bool = True) -> list[Named]:
+    """The fields of a configuration that name something on the hub. `weights`: whether the command reads them."""
+    model = config.model
+    content: Content = "model" if weights and model.megatron_path is None else "companions"
+    found = [Named("model.path", model.path, content)]
+    if model.tokenizer is not None:
+        found.append(Named("model.tokenizer", model.tokenizer, "companions"))
+    if isinstance(config, SftConfig):
+        sft = config.sft
+        for field, path, split in (("train", sft.train_path, sft.train_split), ("eval", sft.eval_path, sft.eval_split)):
+            if path is not None:
+                found.append(Named(f"sft.{field}_path", path, "rows", sft.subset, split))
+    else:
+        speculation = config.rollout.speculation
+        if weights and speculation.trained and speculation.drafter_path is not None:
+            found.append(Named("rollout.speculation.drafter_path", speculation.drafter_path, "model"))
+        for field, source in (("train", config.data.train), ("eval", config.data.eval)):
+            if weights and source is not None and source.kind == "hf" and source.path is not None:
+                found.append(Named(f"data.{field}.path", source.path, "rows", source.subset, source.split))
+    return [named for named in found if is_name(named.value)]
+
+
+def on_this_machine(config: RootT, ranks: Ranks, weights: bool = True) -> RootT:
+    """The configuration with a directory in place of every name; fetches what the cache lacks. Collective.
+
+    A run that goes on uses the commits that its config.json records. Without `weights` only descriptions and
+    tokenizers of models are fetched. Raises ConfigError, on every rank, with a line for each name that cannot be had.
+    """
+    directories = fetch(names_of(config, weights), ranks, _recorded(config))
+    return _with_values(config, {field: str(directory) for field, directory in directories.items()})
+
+
+def fetch_argument(field: str, value: Path, ranks: Ranks, weights: bool = True) -> Path:
+    """The directory of a model that an argument of a command gives by path or by name. Collective. See `fetch`."""
+    named = Named(field, str(value), "model" if weights else "companions")
+    return fetch([named], ranks)[field] if is_name(value) else value
+
+
+def fetch(names: Sequence[Named], ranks: Ranks, recorded: dict[str, str] | None = None) -> dict[str, Path]:
+    """The directory on this node of every name, by field: the same commit on every rank. Collective.
+
+    `recorded`: commits by name, which names without a commit take. Raises ConfigError on every rank.
+    """
+    if not names:
+        return {}
+    commits, problems = ranks.broadcast_object(_commits(names, recorded or {}) if ranks.is_main else None)
+    if problems:
+        raise ConfigError(problems)
+    hosts = ranks.all_gather_object(socket.gethostname())
+    leader = hosts.index(hosts[ranks.rank])
+    result: tuple[dict[str, str], list[ConfigProblem]] | None = None
+    if leader == ranks.rank:
+        result = _download_all(names, commits)
+    if not isinstance(ranks, SingleProcess):
+        result = _wait_for_leaders(names, ranks, result, leader, sorted({hosts.index(host) for host in hosts}))
+    assert result is not None, "a single rank is a leader"
+    if result[1]:
+        raise ConfigError(result[1])
+    return {field: Path(directory) for field, directory in result[0].items()}
+
+
+def cached(config: RootT) -> tuple[RootT, list[str], list[ConfigProblem]]:
+    """For `check`: downloads nothing but the cards of data sets, and works without a network.
+
+    Returns the configuration with a directory for every name whose files are all in the cache, a line for each of the
+    others with its size, and a problem for each name that the hub refuses, or that is all there is of the model.
+    """
+    lines: list[str] = []
+    problems: list[ConfigProblem] = []
+    directories: dict[str, str] = {}
+    recorded = _recorded(config)
+    for named in names_of(config):
+        unknown: list[ConfigProblem] = []
+        size = ""
+        with _explained(named, problems, unknown):
+            commit = _commit(named, recorded)
+            files, missing = _look(named, commit)
+            if missing:
+                size = _size_of(missing, commit)
+            else:
+                directories[named.field] = _snapshot(named, commit, files)
+        if unknown and named.field == "model.path" and config.model.architecture is None:
+            problems += unknown  # nothing says what is planned
+        elif size or unknown:
+            size = size or f"size unknown: {unknown[0].allowed}"
+            lines.append(f"to be fetched from {_endpoint()}: {named.field} = {named.value} ({size})")
+    return _with_values(config, directories), lines, problems
+
+
+def with_names(config: Config) -> Config:
+    """The inverse of `on_this_machine`, with commits: OWNER/NAME@COMMIT for every directory in a hub's cache."""
+    paths = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
+    paths["rollout.speculation.drafter_path"] = config.rollout.speculation.drafter_path
+    paths["data.train.path"] = config.data.train.path
+    paths["data.eval.path"] = None if config.data.eval is None else config.data.eval.path
+    found = {field: _SNAPSHOT.search(path or "") for field, path in paths.items()}
+    return _with_values(config, {field: f"{m[1]}/{m[2]}@{m[3]}" for field, m in found.items() if m})
+
+
+def _recorded(config: Config | SftConfig) -> dict[str, str]:
+    """Commits by name that the run's config.json records; none where no run goes on."""
+    if isinstance(config, SftConfig) or config.checkpoint.resume == "never":
+        return {}
+    try:
+        text = (Path(config.train.run_dir) / "config.json").read_text(encoding="utf-8")
+        before = Config.model_validate(json.loads(text))
+    except (OSError, ValueError):  # no run yet, or one of another version
+        return {}
+    values = [named.value.partition("@") for named in names_of(before)]
+    return {name: commit for name, _, commit in values if _COMMIT.fullmatch(commit)}
+
+
+def _commits(names: Sequence[Named], recorded: dict[str, str]) -> tuple[dict[str, str], list[ConfigProblem]]:
+    """The commit of every name, by field, and why there is none."""
+    commits: dict[str, str] = {}
+    problems: list[ConfigProblem] = []
+    for named in names:
+        with _explained(named, problems):
+            commits[named.field] = _commit(named, recorded)
+    return commits, problems
+
+
+def _commit(named: Named, recorded: dict[str, str]) -> str:
+    """The recorded commit of a name without one, else what the hub says, or the cache where the hub is silent."""
+    if named.name in recorded and not _COMMIT.fullmatch(named.revision or ""):
+        _say(f"{named.field} = {named.value}: commit {recorded[named.name]}, as in the run's config.json")
+        return recorded[named.name]
+    commit: str = _api().resolve_revision(**named.repository, revision=named.revision).resolved
+    return commit
+
+
+def _download_all(
+    names: Sequence[Named], commits: dict[str, str]
+) -> tuple[dict[str, str], list[ConfigProblem]]:
+    """This node's directories, by field, and why a name has none. Every name is looked at before one is fetched."""
+    directories: dict[str, str] = {}
+    problems: list[ConfigProblem] = []
+    looked = {}
+    for named in names:
+        with _explained(named, problems):
+            looked[named] = _look(named, commits[named.field])
+    for named, (files, missing) in looked.items():
+        with _explained(named, problems):
+            if missing and not problems:
+                _announce(named, commits[named.field], missing)
+            if not problems:
+                directories[named.field] = _snapshot(named, commits[named.field], files)
+    return directories, problems
+
+
+def _look(named: Named, commit: str) -> tuple[list[str], list[DryRunFileInfo]]:
+    """Patterns of the needed files, and the files that the cache lacks. Raises an error of huggingface_hub."""
+    from huggingface_hub.errors import DryRunError
+
+    files = _files(named, commit)
+    try:
+        found = _snapshot(named, commit, files, dry_run=True)
+    except DryRunError:  # the hub is silent
+        _snapshot(named, commit, files, local_files_only=True)
+        found = []
+    return files, [info for info in found if info.will_download]
+
+
+def _files(named: Named, commit: str) -> list[str]:
+    """Patterns of the files that are needed. Of a data set its card is fetched to know them. Raises DataError."""
+    if named.content == "companions":
+        return [*_COMPANIONS]
+    if named.content == "model":
+        return [*_COMPANIONS, "*.safetensors"]
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    folder = Path(_snapshot(named, commit, [CARD]))
+    try:
+        there = [entry.path for entry in get_cached_repo_tree(**named.repository, revision=commit)]
+    except CachedRepoTreeNotFoundError:  # a cache that another version filled
+        there = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return [CARD, *choose_files(there, folder / CARD, named.subset, named.split, named.value)]
+
+
+def _snapshot(named: Named, commit: str, files: list[str], **how: bool) -> Any:
+    ignored = None if named.content == "rows" else [*_OTHER_FORMS]
+    return _api().snapshot_download(
+        **named.repository, revision=commit, allow_patterns=files, ignore_patterns=ignored, **how
+    )
+
+
+def _announce(named: Named, commit: str, missing: Sequence[DryRunFileInfo]) -> None:
+    """Says what is fetched. Raises OSError where the disk has no room for it."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    existing = next(path for path in (cache, *cache.absolute().parents) if path.exists())
+    total, free = sum(info.file_size or 0 for info in missing), shutil.disk_usage(existing).free
+    if total > free:
+        raise OSError(errno.ENOSPC, f"needs {_bytes(total)}, {_bytes(free)} are free")
+    _say(f"fetching {named.field} = {named.value} ({_size_of(missing, commit)}) from {_endpoint()} to {cache}")
+
+
+def _size_of(missing: Sequence[DryRunFileInfo], commit: str) -> str:
+    total = sum(info.file_size or 0 for info in missing)
+    return f"{_bytes(total)} in {len(missing)} file{'s' * (len(missing) > 1)}, commit {commit[:12]}"
+
+
+def _wait_for_leaders(
+    names: Sequence[Named],
+    world: World,
+    own: tuple[dict[str, str], list[ConfigProblem]] | None,
+    leader: int,
+    leaders: Sequence[int],
+) -> tuple[dict[str, str], list[ConfigProblem]]:
+    """What this node's leader found, with the problems of all leaders. A collective would time out meanwhile."""
+    from torch.distributed import DistStoreError
+
+    fields = "+".join(named.field for named in names)
+    if own is not None:
+        problems = [[p.path, str(p.value), p.allowed] for p in own[1]]
+        world.store.set(f"hub/{fields}/{world.rank}", json.dumps([own[0], problems]))
+    keys, has_spoken = [f"hub/{fields}/{rank}" for rank in leaders], False
+    while not world.store.check(keys):
+        try:
+            world.store.wait(keys, timedelta(seconds=_WAIT_S))
+        except DistStoreError:
+            if not has_spoken:
+                _say(f"rank {world.rank} waits for rank {leader}, which fetches {fields}")
+            has_spoken = True
+    results = {rank: json.loads(world.store.get(key)) for rank, key in zip(leaders, keys, strict=True)}
+    return results[leader][0], [ConfigProblem(*problem) for _, found in results.values() for problem in found]
+
+
+@contextmanager
+def _explained(
+    named: Named, problems: list[ConfigProblem], unreachable: list[ConfigProblem] | None = None
+) -> Iterator[None]:
+    """Appends an error of the hub, the network or the disk to `problems`, as a problem of this name.
+
+    `unreachable`: takes those that say nothing about the name, because the hub could not be asked.
+    """
+    from huggingface_hub.errors import HTTPError, RevisionResolutionError, XetDownloadError
+
+    try:
+        yield
+    except (HTTPError, OSError, ValueError, RevisionResolutionError, XetDownloadError, DataError) as error:
+        problem = ConfigProblem(named.field, named.value, _reason(named, error))
+        (problems if unreachable is None or not _is_unreachable(error) else unreachable).append(problem)
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Whether the hub could not be asked: offline mode, no connection, a server in trouble."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.HfHubHTTPError):
+        return error.response.status_code >= 500
+    silent = (errors.HTTPError, errors.RevisionResolutionError, errors.OfflineModeIsEnabled, errors.DryRunError)
+    return isinstance(error, (*silent, errors.LocalEntryNotFoundError))
+
+
+def _reason(named: Named, error: Exception) -> str:
+    """One line about an error."""
+    from huggingface_hub import constants, errors
+
+    kind, cache = named.repository["repo_type"], constants.HF_HUB_CACHE
+    if isinstance(error, errors.GatedRepoError):
+        return f"is gated: accept its terms at {_endpoint()}/{named.name}, then set HF_TOKEN to a token of that account"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        private = "a private one needs HF_TOKEN with a token that may read it"
+        return f"is no path here, and {_endpoint()} has no {kind} {named.name} ({private})"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{_endpoint()} has {named.name}, but no revision {named.revision!r} of it"
+    if _is_unreachable(error):
+        why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{_endpoint()} is not reachable"
+        return f"is no path here, and no whole {kind} in the cache {cache}; {why}"
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"cannot be written to {cache}: {error.strerror}"
+    return str(error).strip().partition("\n")[0]
+
+
+def _with_values(section: Any, values: dict[str, str]) -> Any:
+    """A copy of a configuration with other values for some fields, by dotted path."""
+    for path, value in values.items():
+        section = _with_value(section, path.split("."), value)
+    return section
+
+
+def _with_value(section: Any, keys: list[str], value: str) -> Any:
+    new = value if len(keys) == 1 else _with_value(getattr(section, keys[0]), keys[1:], value)
+    return section.model_copy(update={keys[0]: new})
+
+
+def _api() -> Any:
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():  # a bar is thousands of lines in a job's log
+        disable_progress_bars()
+    return HfApi(library_name="megatron-tlt")
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.2f} GiB"
+
+
+def _say(text: str) -> None:
+    print(f"megatron-tlt: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,102 @@
+"""Which files of a published data set make up a subset's split, and their rows."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megatron_tlt.data.dataset_files import choose_files, read_dataset_files
+from megatron_tlt.errors import DataError
+
+
+def card(*configs: str) -> str:
+    return "\n".join(["---", "license: mit", "configs:", *(f"- {config}" for config in configs), "---", "# About"])
+
+
+BY_SPLIT = "{config_name: a, data_files: [{split: train, path: a/train-*}, {split: test, path: [a/t1.csv, a/t2.csv]}]}"
+DEFAULT = "{config_name: b, default: true, data_files: [b/x.json, b/y.json]}"
+FOLDER = "{config_name: c, data_dir: c}"
+ANYWHERE = "{config_name: d, data_files: 'd/**/*.parquet'}"
+ALL = card(BY_SPLIT, DEFAULT, FOLDER, ANYWHERE)
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "subset", "split", "expected"),
+    [
+        (ALL, "a/train-1.csv a/train-0.csv a/test.csv b/x.json", "a", None, "a/train-0.csv a/train-1.csv"),
+        (ALL, "a/t2.csv a/t1.csv a/t3.csv", "a", "test", "a/t1.csv a/t2.csv"),
+        (ALL, "b/x.json b/y.json b/z.json", None, None, "b/x.json b/y.json"),
+        (ALL, "c/train.jsonl c/dev.jsonl train.jsonl", "c", "validation", "c/dev.jsonl"),
+        (ALL, "d/0.parquet d/e/1.parquet 2.parquet", "d", None, "d/0.parquet d/e/1.parquet"),
+        (card(BY_SPLIT), "a/train-1.csv", None, None, "a/train-1.csv"),  # the only one
+        ("", "rows.parquet more.parquet notes.txt .cache/x.parquet", None, None, "more.parquet rows.parquet"),
+        ("", "data/train-0.parquet data/test-0.parquet", None, "test", "data/test-0.parquet"),
+        ("", "x_eval.jsonl contest.jsonl", None, "test", "x_eval.jsonl"),
+        ("", "en/train.jsonl cn/train.jsonl", "en", None, "en/train.jsonl"),
+        ("# No front matter", "train.jsonl", None, None, "train.jsonl"),
+    ],
+)
+def test_card_or_names_tell_splits(
+    tmp_path: Path, text: str, names: str, subset: str | None, split: str | None, expected: str
+) -> None:
+    (tmp_path / "README.md").write_text(text)
+    assert choose_files(names.split(), tmp_path / "README.md", subset, split, "x") == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("text", "subset", "split", "message"),
+    [
+        (ALL, "z", None, "x: no subset 'z'; there are: a, b, c, d"),
+        (card(BY_SPLIT, FOLDER), None, None, "x: `subset` must name one of its subsets; there are: a, c"),
+        (ALL, "a", "dev", "x: no split 'dev'; there are: train"),
+        ("", None, "test", "x: no split 'test'; there are: train"),
+        (card("{name: a}"), None, None, "x: README.md does not describe its subsets: KeyError"),
+        ("---\nconfigs: [\n---\n", None, None, "x: README.md does not describe its subsets: ConfigError"),
+    ],
+)
+def test_what_is_not_there_is_named_with_what_is(
+    tmp_path: Path, text: str, subset: str | None, split: str | None, message: str
+) -> None:
+    (tmp_path / "README.md").write_text(text)
+    with pytest.raises(DataError) as caught:
+        choose_files(["a/train-0.csv"], tmp_path / "README.md", subset, split, "x")
+    assert message in str(caught.value)
+
+
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
+    return buffer.getvalue()
+
+
+FIRST, SECOND = {"q": "a, b", "n": 1}, {"q": "c", "n": 2}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "files"),
+    [
+        ("parquet", [parquet([FIRST]), parquet([SECOND])]),
+        ("jsonl", [json.dumps(FIRST).encode() + b"\n\n", json.dumps(SECOND).encode()]),
+        ("json", [json.dumps([FIRST, SECOND]).encode()]),
+        ("csv", [b'q,n\n"a, b",1\n', b"q,n\nc,2\n"]),
+    ],
+)
+def test_files_of_every_format_are_joined_in_order(tmp_path: Path, suffix: str, files: list[bytes]) -> None:
+    for number, data in enumerate(files):
+        (tmp_path / f"train-{number}.{suffix}").write_bytes(data)
+    assert [dict(row) for row in read_dataset_files(tmp_path, None, None)] == [FIRST, SECOND]
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_bytes(b"junk")
+    with pytest.raises(DataError, match=r"train\.parquet cannot be read"):
+        read_dataset_files(tmp_path, None, None)
+    (tmp_path / "train.csv").write_bytes(b"q\na\n")
+    with pytest.raises(DataError, match=r"mixes formats: \.csv, \.parquet"):
+        read_dataset_files(tmp_path, None, None)

@@ -1,0 +1,332 @@
+"""Names on the hub, against a stand-in for it on the loopback interface and against caches without one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from huggingface_hub import constants
+
+from megatron_tlt.cli.main import main
+from megatron_tlt.config.load import build_config, load_config
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data import hub as hub_module
+from megatron_tlt.data.hub import cached, fetch_argument, is_name, names_of, on_this_machine, with_names
+from megatron_tlt.distributed.together import SingleProcess
+from megatron_tlt.errors import ConfigError, ConfigProblem
+from tests.helpers import thread_ranks
+from tests.helpers.hub_server import Hub, Repository, serving
+from tests.helpers.mpi import ROOT
+from tests.helpers.thread_ranks import ThreadRank
+
+POLICY = {path.name: path.read_bytes() for path in (ROOT / "assets/demo-policy").iterdir() if path.suffix != ".md"}
+UNUSED = {"README.md": b"1", "pytorch_model.bin": b"1", "original/a.json": b"{}", "consolidated.safetensors": b"2"}
+CARD = b"""---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+- config_name: socratic
+  data_files: socratic/*
+---
+"""
+ROWS = {
+    "README.md": CARD,
+    "main/train-0.jsonl": b'{"prompt": "1 + 1", "answer": "2"}\n',
+    "main/test-0.jsonl": b'{"prompt": "1 + 2", "answer": "3"}\n',
+    "socratic/0.jsonl": b'{"prompt": "?", "answer": "!"}\n',
+}
+ALONE = SingleProcess()
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path, offline: bool = False) -> None:
+    """What HF_ENDPOINT, HF_HUB_CACHE and HF_HUB_OFFLINE do before huggingface_hub is imported."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    repositories = {
+        "models/a/policy": Repository(POLICY | UNUSED),
+        "models/a/gated": Repository(POLICY, gated=True, token="secret"),
+        "datasets/a/rows": Repository(ROWS),
+    }
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with serving(repositories) as hub:
+        pretend(monkeypatch, hub.url, tmp_path / "cache")
+        yield hub
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> list[str]:
+    rows = "{kind: hf, path: a/rows, subset: main, split: %s}"
+    return [
+        "model.path=a/policy",
+        f"data.train={rows % 'train'}",
+        f"data.eval={rows % 'test'}",
+        f"train.run_dir={tmp_path / 'run'}",
+    ]
+
+
+def configured(settings: list[str]) -> Config:
+    return load_config(ROOT / "configs/quickstart.yaml", settings)
+
+
+def problems_of(*settings: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        on_this_machine(configured([*settings]), ALONE)
+    assert str(caught.value).count("\n") == len(caught.value.problems) - 1, "one line for each name"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("Qwen/Qwen2.5-7B", True),
+        ("Qwen/Qwen2.5-7B@refs/pr/1", True),
+        ("data/train.jsonl", False),
+        ("./models/x", False),
+        ("../x", False),
+        ("/data/x", False),
+        ("a/b/c", False),
+        ("gpt2", False),
+        ("assets/demo-policy", False),  # is there
+        (None, False),
+    ],
+)
+def test_a_name_has_an_owner_and_is_no_path(value: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert is_name(value) is expected
+
+
+def test_only_the_files_that_are_read_are_fetched_and_only_once(hub: Hub, settings: list[str]) -> None:
+    local = on_this_machine(configured(settings), ALONE)
+    fetched = {line.rpartition("/")[2] for line in hub.fetched("")}
+    assert fetched == {*POLICY, "README.md", "train-0.jsonl", "test-0.jsonl"}
+    assert {path.name: path.read_bytes() for path in Path(local.model.path).iterdir()} == POLICY
+    hub.asked.clear()
+    assert on_this_machine(configured(settings), ALONE) == local and not hub.fetched("")
+
+
+def test_commands_that_read_no_weights_fetch_none(hub: Hub, settings: list[str]) -> None:
+    on_this_machine(configured([*settings, "rollout.speculation.drafter_path=no/drafter"]), ALONE, weights=False)
+    assert hub.fetched("/tokenizer.json") and not hub.fetched("safetensors") and not hub.fetched("jsonl")
+    fetch_argument("--config", Path("a/policy"), ALONE, weights=False)
+    assert not hub.fetched("safetensors")
+    assert (fetch_argument("--hf", Path("a/policy"), ALONE) / "model.safetensors").is_file()
+
+
+def test_every_field_that_takes_a_name_is_known(settings: list[str]) -> None:
+    own = ["model.tokenizer=a/t", "rollout.speculation={drafter: eagle, drafter_path: a/d}"]
+    fields = {named.field for named in names_of(configured([*settings, *own]))}
+    drafter = "rollout.speculation.drafter_path"
+    assert fields == {"model.path", "model.tokenizer", drafter, "data.train.path", "data.eval.path"}
+    files = configured([*settings, "data.eval={kind: jsonl, path: a/rows}"])
+    assert "data.eval.path" not in {named.field for named in names_of(files)}
+    sft = {"train_path": "a/rows@v1", "eval_path": "a/rows", "out": "o", "subset": "main"}
+    config = build_config({"model": {"path": "m"}, "sft": sft}, (), SftConfig)
+    found = [(n.field, n.name, n.revision, n.subset, n.split) for n in names_of(config)]
+    assert found == [
+        ("sft.train_path", "a/rows", "v1", "main", "train"),
+        ("sft.eval_path", "a/rows", None, "main", "test"),
+    ]
+
+
+def test_a_run_that_goes_on_uses_the_commits_of_its_first_start(
+    hub: Hub, settings: list[str], tmp_path: Path
+) -> None:
+    local = on_this_machine(configured(settings), ALONE)
+    first = {key: repository.commit for key, repository in hub.repositories.items()}
+    named = with_names(local)
+    assert named.model.path == f"a/policy@{first['models/a/policy']}"
+    assert named.data.eval is not None and named.data.eval.path == f"a/rows@{first['datasets/a/rows']}"
+    assert on_this_machine(named, ALONE) == local
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text(json.dumps(named.model_dump(mode="json")))
+    for key in hub.repositories:
+        hub.repositories[key] = Repository({**hub.repositories[key].files, "config.json": b"{}"})
+    again = on_this_machine(configured(settings), ALONE)
+    assert (again.model.path, again.data) == (local.model.path, local.data)
+    anew = on_this_machine(configured([*settings, "checkpoint.resume=never"]), ALONE)
+    assert anew.model.path.endswith(hub.repositories["models/a/policy"].commit)
+
+
+def test_names_that_cannot_be_had_are_named_with_the_reason(hub: Hub, settings: list[str]) -> None:
+    told = problems_of(*settings, "model.path=no/where", "data.eval.path=no/rows")
+    assert f"model.path = 'no/where': is no path here, and {hub.url} has no model no/where (a private" in told
+    assert f"data.eval.path = 'no/rows': is no path here, and {hub.url} has no dataset no/rows (a private" in told
+    told = problems_of(*settings, "data.train.subset=x", "data.eval.split=val")
+    assert "data.train.path = 'a/rows': a/rows: no subset 'x'; there are: main, socratic" in told
+    assert "data.eval.path = 'a/rows': a/rows: no split 'val'; there are: test, train" in told
+    assert not hub.fetched("safetensors"), "nothing is fetched in vain"
+    assert "has a/policy, but no revision 'v9' of it" in problems_of("model.path=a/policy@v9")
+
+
+def test_a_gated_model_needs_its_token(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"is gated: accept its terms at {hub.url}/a/gated, then set HF_TOKEN" in problems_of("model.path=a/gated")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert (fetch_argument("--model", Path("a/gated"), ALONE) / "model.safetensors").is_file()
+
+
+def test_a_disk_without_room_is_found_before_or_while_files_are_written(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**7, 10**7 - 9, 9))
+        assert "needs 9.1" in (told := problems_of("model.path=a/policy")) and "9 B are free" in told
+        assert not hub.fetched("safetensors")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", refuse)
+    told = problems_of("model.path=a/policy")
+    assert f"cannot be written to {constants.HF_HUB_CACHE}: No space left on device" in told
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_cache_is_enough_where_the_hub_is_not_reachable(
+    offline: bool, hub: Hub, settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    local = on_this_machine(configured(settings), ALONE)
+    hub.asked.clear()
+    closed = "http://127.0.0.1:9"
+    pretend(monkeypatch, hub.url if offline else closed, tmp_path / "cache", offline)
+    assert on_this_machine(configured(settings), ALONE) == local
+    why = "HF_HUB_OFFLINE is set" if offline else f"{closed} is not reachable"
+    told = problems_of(*settings, "model.path=no/where", "data.eval.path=no/rows")
+    if offline:
+        told += problems_of(*settings, "data.train.subset=socratic")
+    for name, kind in (("no/where", "model"), ("no/rows", "dataset"), *[("a/rows", "dataset")] * offline):
+        assert f" = '{name}': is no path here, and no whole {kind} in the cache {tmp_path / 'cache'}; {why}" in told
+    assert not hub.asked
+
+
+def test_a_cache_that_another_tool_filled_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: list[str]
+) -> None:
+    """Snapshots and refs, as `hf download` leaves them; without listings of the repositories."""
+    pretend(monkeypatch, "http://127.0.0.1:9", tmp_path, offline=True)
+    for folder, files in (("models--a--policy", POLICY), ("datasets--a--rows", ROWS)):
+        for name, data in files.items():
+            path = tmp_path / folder / "snapshots" / ("1" * 40) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        (tmp_path / folder / "refs").mkdir()
+        (tmp_path / folder / "refs/main").write_text("1" * 40)
+    local = on_this_machine(configured(settings), ALONE)
+    assert (local.model.path, local.data.train.path) == (
+        str(tmp_path / "models--a--policy/snapshots" / ("1" * 40)),
+        str(tmp_path / "datasets--a--rows/snapshots" / ("1" * 40)),
+    )
+
+
+@pytest.mark.slow
+def test_check_says_what_would_be_fetched_and_fetches_where_it_is_asked_to(
+    hub: Hub, settings: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["check", str(ROOT / "configs/quickstart.yaml"), *settings, "rewards.functions=[{name: exact}]"]
+    command += ["rollout.speculation.allow_other_policy=true"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    commit = hub.repositories["models/a/policy"].commit[:12]
+    size = sum(len(data) for data in POLICY.values()) / 2**20
+    assert f"to be fetched from {hub.url}: model.path = a/policy ({size:.4g} MiB in " in said and commit in said
+    assert "data.train.path = a/rows (35 B in 1 file, commit " in said
+    assert "not on this machine" not in said and not hub.fetched("safetensors")
+    assert main([*command, "--fetch"]) == 0
+    assert "to be fetched" not in capsys.readouterr().out and len(hub.fetched("/model.safetensors")) == 1
+    assert main([*command, "model.path=no/where"]) == 2
+    assert "has no model no/where" in capsys.readouterr().err
+    assert main([*command, "data.train.split=test"]) == 2, "evaluation uses the training prompts"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert main([*command, "data.train.path=no/rows", "data.train.split=train"]) == 0
+    assert "data.train.path = no/rows (size unknown: " in capsys.readouterr().out
+
+
+def test_a_path_that_exists_wins_over_a_name(
+    hub: Hub, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a/policy").mkdir(parents=True)
+    settings.append("rollout.speculation.drafter=none")
+    assert on_this_machine(configured(settings), ALONE).model.path == "a/policy"
+    assert cached(configured(settings))[0].model.path == "a/policy"
+    assert not any("policy" in line for line in hub.asked)
+
+
+class OneOfFour(ThreadRank):
+    """Ranks 0 and 1 on host a, 2 and 3 on host b."""
+
+    store = dist.HashStore()
+    current = threading.local()
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self._shared[self.rank] = value
+        self._barrier.wait()
+        gathered = [*self._shared]
+        self._barrier.wait()
+        return gathered
+
+
+def fetched_by_four(monkeypatch: pytest.MonkeyPatch, download: Any) -> list[Path | str]:
+    """What `fetch_argument` of a/policy returns or raises on every rank, where leaders call `download(rank, ...)`."""
+    monkeypatch.setattr(hub_module, "_WAIT_S", 0.05)
+    monkeypatch.setattr(OneOfFour, "store", dist.HashStore())
+    rank_of_thread = OneOfFour.current
+    monkeypatch.setattr(socket, "gethostname", lambda: "ab"[rank_of_thread.rank // 2])
+    monkeypatch.setattr(hub_module, "_download_all", lambda *args: download(rank_of_thread.rank, *args))
+
+    def body(rank: ThreadRank) -> Path | str:
+        rank_of_thread.rank = rank.rank
+        try:
+            return fetch_argument("--model", Path("a/policy"), rank)
+        except ConfigError as error:
+            return str(error)
+
+    monkeypatch.setattr(thread_ranks, "ThreadRank", OneOfFour)
+    return thread_ranks.on_ranks(4, body)
+
+
+def test_the_first_rank_of_a_node_fetches_and_the_others_wait_with_a_message(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, leaders = hub_module._download_all, []
+
+    def slow(rank: int, *args: Any) -> Any:
+        leaders.append(rank)
+        time.sleep(0.5)
+        return real(*args)
+
+    directories = fetched_by_four(monkeypatch, slow)
+    assert len(set(directories)) == 1 and (Path(directories[3]) / "model.safetensors").is_file()
+    assert sorted(leaders) == [0, 2]
+    assert len(hub.fetched("/model.safetensors")) == 1, "nodes that share a cache fetch a file once"
+    said = capsys.readouterr().err
+    assert "rank 1 waits for rank 0, which fetches --model" in said
+    assert "rank 3 waits for rank 2, which fetches --model" in said
+
+
+def test_a_node_that_cannot_fetch_ends_the_ranks_of_all(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = hub_module._download_all
+    problem = ConfigProblem("--model", "a/policy", "cannot be written")
+    told = fetched_by_four(monkeypatch, lambda rank, *args: ({}, [problem]) if rank == 2 else real(*args))
+    assert told == [str(problem)] * 4
