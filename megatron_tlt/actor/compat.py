@@ -143,7 +143,7 @@ def _import_without_compiler() -> None:
     try:
         from megatron.core.jit import disable_jit_fuser
 
-        disable_jit_fuser()  # what is imported later
+        disable_jit_fuser()  # for later imports
     finally:
         torch.compile = compile_
 

@@ -14,7 +14,7 @@ from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.observe.files import sync
 
-_SPARE = 64 << 20  # bytes for config.json, tokenizer, metadata and what torch.save adds to every tensor
+_SPARE = 64 << 20  # bytes for config.json, tokenizer, metadata and the overhead of torch.save a tensor
 
 
 def problem_of(out: Path, overwrite: bool = False, sources: Iterable[Path] = ()) -> str | None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def add_check(commands: Any) -> None:
     """Adds the command to the parser."""
-    text = "report whether a config can run, where each rank sits and what it needs"
+    text = "report whether a config can run, the place of each rank and its memory"
     command = commands.add_parser("check", help=text, description=text)
     add_config(command)
     command.add_argument(

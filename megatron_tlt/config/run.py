@@ -1,4 +1,4 @@
-"""The run: length, evaluation, checkpoints, what a signal and a restart do, observation, cluster."""
+"""The run: length, evaluation, checkpoints, signals and restarts, observation, cluster."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ takes lines of up to 1,023 characters and the rest for another request. So a ran
 MPI_Init ("value not properly terminated in client request"): about every third start on two nodes
 (docs/design/decisions.md).
 
-A thread that is new to glibc's malloc mostly gets memory of its own, without the main one's live data between; what is
-free there is made zero first, for it may have been another thread's.
+A thread that is new to glibc's malloc mostly gets memory of its own, without the main one's live data between; its
+free part is made zero first, for it may have been another thread's.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def compare_page(a: RunData, b: RunData) -> Page:
     page.warnings = a.warnings + b.warnings
     page.sections = [
         PageSection(
-            "What differs in the settings", [Table(["field", *names], _differences(a, b), wide=True)]
+            "Differences in the settings", [Table(["field", *names], _differences(a, b), wide=True)]
         ),
         charts.learning([a, b]),
         _time(both, names),

@@ -36,7 +36,7 @@ def python_reward(config: RewardConfig) -> Scorer:
 def load_function(config: RewardConfig) -> Callable[..., object]:
     """The function at `config.path`, `package.module:function` or `path/to/file.py:function`.
 
-    Raises RewardError: what the path, the function or its signature lacks, or the error of the module at import.
+    Raises RewardError for a wrong path, function or signature, or with the error of the module at import.
     """
     assert config.path is not None, "config/checks requires it"
     where, _, name = config.path.rpartition(":")

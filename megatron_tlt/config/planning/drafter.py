@@ -15,7 +15,7 @@ queries and of keys; t = rollout.tp; e bytes of an element of the drafter in tra
   outputs, and the gradient of its own LM head in fp32, twice once the blocks are gone.
 * On the host: hidden states, the state where the window began, and the copy that a checkpoint is written from.
 
-Compared with what the trainer allocates in tests/unit/config/planning/test_drafter_memory.py.
+Compared with the trainer's allocations in tests/unit/config/planning/test_drafter_memory.py.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Not everything is there at once: activations belong to the update, the drafter's
 bucket to the weight sync, a released KV cache to the rollout, offloaded optimizer state to the update. A rank needs
 the memory of its fullest phase; a save takes nothing on the device, a resume as much as an update without activations.
 
-On CUDA the KV cache is what remains of the device beside everything else of the fullest phase in which it is there, at
-most what all running requests need at full length. So a device is never fuller than planned: weights
+On CUDA the KV cache takes the rest of the device beside everything else of the fullest phase in which it is there, at
+most the need of all running requests at full length. So a device is never fuller than planned: weights
 and optimizer are allocated first, the drafter's training state next, the engine with its cache last
 (`trainer/models.py`). All sums are in bytes; the report shows GiB. Formulas: `policy.py`, `engine.py`, `drafter.py`.
 """

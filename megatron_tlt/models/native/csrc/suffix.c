@@ -131,7 +131,7 @@ static void advance(SuffixPool *pool, SuffixTrie *t, uint32_t sequence, int32_t 
     t->text[sequence].at = below;
 }
 
-/* Appends tokens to a sequence. Without memory for the text it ends here: what comes later is not taken either. */
+/* Appends tokens to a sequence. Without memory for the text it ends here: later tokens are not taken either. */
 static int append(SuffixPool *pool, SuffixTrie *t, uint32_t sequence, const int32_t *tokens, int64_t n) {
     SuffixText *s = &t->text[sequence];
     if (s->has_ended) return SUFFIX_NO_MEMORY;
@@ -220,7 +220,7 @@ static SuffixTrie *get(const SuffixPool *pool, int32_t trie) {
     return trie >= 0 && trie < pool->tries ? pool->trie[trie] : NULL;
 }
 
-/* Makes nodes of all contexts at the end of a sequence, so that those who go on from there share them. */
+/* Makes nodes of all contexts at the end of a sequence, so that sequences which go on from there share them. */
 static void materialise_end(SuffixPool *pool, SuffixTrie *t, uint32_t sequence) {
     const SuffixText *s = &t->text[sequence];
     const uint32_t longest = s->length < (uint32_t)pool->depth ? s->length : (uint32_t)pool->depth;

@@ -1,4 +1,4 @@
-/* Depth-limited suffix tries over token sequences: what followed each context, and how often.
+/* Depth-limited suffix tries over token sequences: the continuations of each context, with counts.
  *
  * A node is a string of at most depth + 1 tokens; its count is the number of its occurrences, its suffix link the node
  * without the first token. A string is a node once the string without its last token was seen twice: until then its

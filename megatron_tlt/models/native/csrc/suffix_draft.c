@@ -1,9 +1,9 @@
 /* Drafts from suffix tries: the likely continuations of a request's contexts, under the policy's own sampling noise.
  *
  * The next token's distribution is interpolated over all contexts, longest first: a context with total count n and u
- * different continuations keeps the share n / (n + u) of what is left and passes u to the shorter ones (Witten and Bell
+ * different continuations keeps the share n / (n + u) of the rest and passes u to the shorter ones (Witten and Bell
  * 1991, method C). The candidate with the largest log share + keyed Gumbel noise is drafted: the token that the policy
- * would draw if its distribution were this one (DESIGN decision 2).
+ * would draw if its distribution were this one (docs/design/numerics.md).
  */
 #include <math.h>
 
@@ -34,7 +34,7 @@ static void add(Candidates *c, int32_t token, float share) {
     if (c->size < MOST_CANDIDATES) c->item[c->size++] = (Candidate){token, share, 0};
 }
 
-/* Mixes in what followed one context. */
+/* Mixes in the continuations of one context. */
 static void add_context(SuffixPool *pool, SuffixTrie *t, uint32_t v, Candidates *c) {
     suffix_expand(pool, t, v);
     const SuffixNode *n = &t->node[v];
