@@ -131,7 +131,7 @@ def _launch_attention(sequences: int, heads: int, kv_heads: int, d: int) -> None
     from megatron_tlt.models.torch.kernels.attention import attend
 
     low, bf16 = empty(sequences, dtype=torch.int32), torch.bfloat16
-    forms = [(bf16, 1, None, 1), (bf16, 1, low, 4), (bf16, 8, None, 1), (bf16, 512, None, 1)]
+    forms = [(bf16, 1, None, 1), (bf16, 1, low, 64), (bf16, 8, None, 1), (bf16, 512, None, 1)]
     forms.append((torch.float32, 512, None, 1))
     for dtype, rows, first, splits in forms:
         total, cache = sequences * rows, empty(2, 4096, kv_heads, d, dtype=dtype)

@@ -27,8 +27,8 @@ from megatron_tlt.models.inputs import DecoderInput
 
 _MOST_FOLDED = 64  # rows times query heads of one tile; sequences of so many rows have tiles of one head
 _LEAST_FOLDED = 16  # of a matrix product
-_SPLIT_TOKENS = 256  # cached positions that are worth a program of their own
-_MOST_SPLITS = 32
+_SPLIT_TOKENS = 64  # cached positions of a program at least: one fold of the kernel
+_MOST_SPLITS = 64  # of 2 kv heads they fill the processors of an H100 at batch 1; `_combine` has them in registers
 
 # q [T, Hq, D], keys and values [slots, Hkv, D] (one layer's cache, flat), the batch's plan -> [T, Hq, D]
 PagedRun = Callable[[Tensor, Tensor, Tensor, "PagedPlan"], Tensor]

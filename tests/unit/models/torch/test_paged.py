@@ -104,6 +104,25 @@ def test_paged_attention_equals_gathered_attention(run, kind, contexts, splits, 
     torch.testing.assert_close(paged.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
 
 
+# Heads and kv heads of Qwen2.5 0.5B (and of 7B over TP 2), 1.5B, 7B, and of 7B over TP 4.
+@pytest.mark.parametrize("heads", [(14, 2), (12, 2), (28, 4), (7, 1)])
+@pytest.mark.parametrize("batch_size", [1, 8, 128])
+def test_splits_fill_the_processors_and_are_no_more(heads, batch_size, monkeypatch):
+    """132 processors, contexts of up to 4096 positions: without splits where sequences fill them, else a program each
+    (half of them with one kv head), at most two.
+    """
+    monkeypatch.setattr("megatron_tlt.models.torch.paged._processors", lambda device: 132)
+    (query_heads, kv_heads), row = heads, torch.zeros(batch_size, dtype=torch.int32, device=DEVICE)
+    starts, tables = torch.arange(batch_size + 1, device=DEVICE), row.new_zeros(batch_size, 256)
+    batch = DecoderInput.of([row, row, row, starts, row, tables, row])
+    splits = PagedPlan(attend_rows, batch, 16, (kv_heads, query_heads // kv_heads), rows_each=1).splits
+    programs = batch_size * kv_heads
+    if programs >= 132:
+        assert splits == 1
+    else:
+        assert (64 if programs == 1 else 128) <= programs * splits <= 2 * 132
+
+
 @runs()
 def test_half_precision_stays_within_its_rounding(run):
     """bf16 on a GPU; Triton's interpreter has no bf16 products, so fp16 there."""

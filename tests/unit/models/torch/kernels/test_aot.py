@@ -23,7 +23,7 @@ _REGISTERS = {  # a thread; what a kernel takes now, and a little more
     "_attend bf16 16 HAS_LOW": 120,
     "_attend bf16 64": 244,
     "_attend fp32 64": 160,
-    "_combine": 32,
+    "_combine": 88,
     "_scores": 48,
     "_choose": 40,
     "_group": 64,
