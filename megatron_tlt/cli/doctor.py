@@ -87,7 +87,7 @@ def check_gpu() -> Finding:
 
 
 def check_software(has_gpu: bool) -> Iterator[Finding]:
-    """Python, libraries, compiler, torch, Transformer Engine, apex, MPI."""
+    """Python, libraries, compiler, torch, Transformer Engine and its layers, apex, MPI."""
     python = f"{sys.version.split()[0]} ({sys.executable})"
     is_known = (3, 11) <= sys.version_info[:2] <= (3, 12)
     yield Finding("Python", "ok" if is_known else "FAILED", python, "PYTHON=python3.12 make setup")
@@ -99,6 +99,7 @@ def check_software(has_gpu: bool) -> Iterator[Finding]:
     yield Finding("C compiler", "ok" if compiler else "warning", compiler or "no cc, gcc or clang", hint)
     yield check_torch(has_gpu)
     yield check_transformer_engine(has_gpu)
+    yield check_fused_layers("cuda" if has_gpu else None)
     yield check_apex()
     code, said = _run([sys.executable, "-c", _MPI])
     hint = "pip install mpi4py and either pip install mpich, or load the site's MPI (module load)"
@@ -131,6 +132,21 @@ def check_transformer_engine(has_gpu: bool) -> Finding:
         wanted = f">= {'.'.join(map(str, low))}, < {'.'.join(map(str, high))}"
         return Finding(name, "warning", f"{version}; megatron-core accepts {wanted}", hint)
     return Finding(name, "ok", version)
+
+
+def check_fused_layers(device: str | None) -> Finding:
+    """Transformer Engine computes what the actor's layers need (`cli/te_probe.py`); None: there is no GPU."""
+    name = "fused layers"
+    if device is None or version_of("transformer-engine") is None:
+        lacking = "no GPU" if device is None else "no Transformer Engine"
+        return Finding(name, "absent", f"not applicable: {lacking}")
+    code, said = _run([sys.executable, "-m", "megatron_tlt.cli.te_probe", device])
+    hint = (
+        "build Transformer Engine anew for this torch and CUDA; an undefined cublasLt symbol: pip install -U "
+        "nvidia-cublas; or pip uninstall transformer-engine: the actor uses local layers"
+    )
+    right = "a linear and a packed attention, forward and backward, equal PyTorch's"
+    return Finding(name, "FAILED" if code else "ok", _last(said) if code else right, hint)
 
 
 def check_apex() -> Finding:

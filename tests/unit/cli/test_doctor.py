@@ -77,6 +77,56 @@ def test_transformer_engine_is_of_a_version_that_megatron_accepts(version, statu
     assert doctor.check_transformer_engine(has_gpu=True).status == status
 
 
+# Transformer Engine's two modules as the probe calls them, in PyTorch. `{}`: how its attention begins.
+TE = """
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+
+class Linear(nn.Linear):
+    def __init__(self, inputs, outputs, bias, params_dtype, device):
+        super().__init__(inputs, outputs, bias, device=device, dtype=params_dtype)
+
+
+class DotProductAttention(nn.Module):
+    def __init__(self, heads, size, num_gqa_groups, attention_dropout, qkv_format, attn_mask_type):
+        super().__init__()
+
+    def forward(self, q, k, v, qkv_format, attn_mask_type, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv):
+        {}
+        assert (qkv_format, attn_mask_type) == ("thd", "padding_causal") and max_seqlen_q == max(ends.diff())
+        same = torch.bucketize(torch.arange(len(q)), ends, right=True)
+        mask = (same[:, None] == same).tril()
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return attend(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+"""
+WRONG = "Linear.forward = lambda self, x: 1.1 * nn.Linear.forward(self, x)"
+UNDEFINED = "libtransformer_engine.so: undefined symbol: cublasLtGroupedMatrixLayoutInit_internal"
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "said"),
+    [
+        (TE.format("ends = cu_seqlens_q"), "ok", "equal PyTorch's"),
+        (TE.format("ends = cu_seqlens_q") + WRONG, "FAILED", "linear: output is"),
+        (TE.format("ends = cu_seqlens_q; k = k.detach() + 0 * k"), "FAILED", "attention: gradient 2"),
+        (f"raise OSError({UNDEFINED!r})", "FAILED", UNDEFINED),
+    ],
+    ids=["right", "wrong linear", "wrong attention", "missing symbol"],
+)
+def test_fused_layers_run_once_and_are_compared(source, status, said, tmp_path, monkeypatch):
+    """In a process of its own, with a stand-in for Transformer Engine on the path."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine/__init__.py").touch()
+    (tmp_path / "transformer_engine/pytorch.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "version_of", lambda name: "2.11.0")
+    found = doctor.check_fused_layers("cpu")
+    assert found.status == status and said in found.detail, found
+    assert doctor.check_fused_layers(None).detail == "not applicable: no GPU"
+
+
 def test_requirements_pin_what_megatron_accepts():
     """Against the metadata of the megatron-core that is installed."""
     accepted = next(
@@ -119,7 +169,7 @@ def test_tensorrt_llm_is_looked_for_in_its_own_environment(program, tmp_path):
 def test_the_doctor_passes_where_the_tests_run_and_names_what_is_required(capsys, tmp_path, monkeypatch):
     assert main(["doctor", "--json", "--run-dir", str(tmp_path)]) == 0
     found = {row["name"]: row["status"] for row in json.loads(capsys.readouterr().out)}
-    assert found["two ranks"] == found["MPI"] == found["libraries"] == "ok" and len(found) == 13
+    assert found["two ranks"] == found["MPI"] == found["libraries"] == "ok" and len(found) == 14
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
     assert main(["doctor", "--launcher", "/no/such/launcher -n 2"]) == 1
     said = capsys.readouterr().out
