@@ -58,7 +58,8 @@ class RolloutSection(Section):
     """Token budget of one forward; longer prompts are prefilled in chunks."""
     numerics: Literal["default", "invariant"] = "default"
     """invariant: a row's result does not depend on the rows that share its forward, bit for bit. The native decoder
-    always computes so; the PyTorch decoder pays for it with fixed tiles."""
+    always computes so; the PyTorch decoder pays for it with fixed tiles. With vllm its batch-invariant mode, on GPUs of
+    compute capability 8.0 and above: other requests of a batch change nothing, drafts may (docs/design/numerics.md)."""
     cuda_graphs: bool = True
     """On CUDA, run decoding and verifying steps as captured graphs (default numerics, Triton's kernels)."""
     graph_memory_mib: PositiveInt = 2048

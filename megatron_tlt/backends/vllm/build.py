@@ -16,12 +16,14 @@ from megatron_tlt.backends.vllm.args import drafter_files, engine_args, speculat
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.launch import vllm_launch
 from megatron_tlt.drafter.checkpoint import write_directory
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.experts import route_type
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.sync.served_weights import ServedWeights
 
+_LEAST_CAPABILITY = (8, 0)  # of a GPU, for vLLM's batch-invariant mode
 _BLOCK = 128  # tokens: vLLM's own block on CPUs, a multiple of those on GPUs
 
 
@@ -34,6 +36,7 @@ def build_vllm(options: EngineOptions) -> VllmBackend:
     device = torch.device(options.device)
     policy = ModelConfig.from_hf(model.path)
     assert (drafter is not None) == (rollout.speculation.trained is not None)
+    _require_capability(rollout.numerics, device)
     with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
         arguments = _arguments(options, Path(folder))
         process = EngineProcess(vllm_launch(rollout), visible_device(device, "vllm"))
@@ -55,6 +58,13 @@ def build_vllm(options: EngineOptions) -> VllmBackend:
         end_tokens(policy, options.tokenizer),
         experts_per_token=policy.num_experts_per_tok,
     )
+
+
+def _require_capability(numerics: str, device: torch.device) -> None:
+    """Raises ConfigError for a GPU on which vLLM's batch-invariant mode does not hold, since vLLM starts there, too."""
+    if numerics == "invariant" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        allowed = "needs a GPU of compute capability 8.0 or above with rollout.backend: vllm"
+        raise ConfigError.of("rollout.numerics", numerics, allowed)
 
 
 def _arguments(options: EngineOptions, folder: Path) -> dict[str, Any]:

@@ -21,6 +21,8 @@ _ENGINE = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the plugin is written for the first
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "",  # none of the environment's own
+    # Graphs of a whole forward, which the batch-invariant mode turns on, would replay without the plugin's hooks.
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": "0",
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -31,7 +33,10 @@ def vllm_launch(rollout: RolloutSection) -> EngineLaunch:
     python = find_python(section)
     if python is None:
         raise ConfigError(python_problems(section))
-    threads = {"OMP_NUM_THREADS": str(rollout.threads)}
+    ours = {
+        "OMP_NUM_THREADS": str(rollout.threads),
+        "VLLM_BATCH_INVARIANT": "1" if rollout.numerics == "invariant" else "0",
+    }
     return EngineLaunch(
         name="vLLM",
         section="rollout.vllm",
@@ -39,7 +44,7 @@ def vllm_launch(rollout: RolloutSection) -> EngineLaunch:
         package=("megatron_tlt", _PACKAGE),
         module="megatron_tlt.backends.vllm.server",
         python=python,
-        environment={**_ENGINE, **threads, **section.environment},
+        environment={**_ENGINE, **ours, **section.environment},
     )
 
 

@@ -36,7 +36,7 @@ def check_backend(config: Config, device: str | None) -> Problems:
 
 def _check_process(rollout: RolloutSection, section: EngineProcessSection, device: str | None) -> Problems:
     """Settings of the embedded engine that one in a process of its own does not read, and how weights get there."""
-    for path, value in (("numerics", "default"), ("release_cache", False), ("kernels", "auto")):
+    for path, value in (("release_cache", False), ("kernels", "auto")):
         if (given := getattr(rollout, path)) != value:
             its_own = f"rollout.backend: {rollout.backend}, whose engine has its own (rollout.{rollout.backend})"
             yield ConfigProblem(f"rollout.{path}", given, f"must be {json.dumps(value)} with {its_own}")
@@ -89,6 +89,9 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
             yield ConfigProblem("rollout.speculation.min_cumulative_acceptance", least, allowed)
     if not section.version.startswith(_VLLM_SERIES):
         yield ConfigProblem("rollout.vllm.version", section.version, f"must be {_VLLM_SERIES}x")
+    if config.rollout.numerics == "invariant" and device == "cpu":
+        allowed = "must be 'default' on CPU with rollout.backend: vllm, whose batch-invariant mode needs Triton's kernels"
+        yield ConfigProblem("rollout.numerics", "invariant", allowed)
     if config.actor.router_replay == "rollout" and config.rollout.cuda_graphs and device == "cuda":
         allowed = "must be false with rollout.backend: vllm and actor.router_replay: rollout: "
         yield ConfigProblem("rollout.cuda_graphs", True, allowed + "inside captured graphs no router can be read")
@@ -100,6 +103,9 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
 def _check_trtllm(config: Config) -> Problems:
     rollout, section = config.rollout, config.rollout.trtllm
     at = "rollout.trtllm"
+    if rollout.numerics != "default":
+        allowed = "must be 'default' with rollout.backend: trtllm, whose responses depend on the batch"
+        yield ConfigProblem("rollout.numerics", rollout.numerics, allowed)
     if section.python is None:
         allowed = "is required with rollout.backend: trtllm: the Python executable of its environment"
         yield ConfigProblem(f"{at}.python", None, allowed)

@@ -9,18 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_tlt.backends.options import EngineOptions
+from megatron_tlt.backends.process import EngineProcess
 from megatron_tlt.backends.vllm.args import (
     drafter_files,
     engine_args,
     request_args,
     speculative_config,
 )
+from megatron_tlt.backends.vllm.build import build_vllm
 from megatron_tlt.backends.vllm.launch import vllm_launch
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.kinds.base import SavedDrafter
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.types import SamplingParams
@@ -101,3 +104,21 @@ def test_the_process_needs_an_environment(monkeypatch: pytest.MonkeyPatch) -> No
     assert launch.python == "/v/bin/python"
     assert launch.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert (launch.environment["A"], launch.environment["HF_HUB_OFFLINE"]) == ("b", "0")
+
+
+@pytest.mark.parametrize(("numerics", "value"), [("default", 0), ("invariant", 1)])
+def test_invariant_numerics_reach_the_process(numerics: Any, value: int, tmp_path: Path) -> None:
+    """A Python that prints the variable and ends: the error shows what it has printed."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "batch invariant: $VLLM_BATCH_INVARIANT" >&2; exit 7\n')
+    python.chmod(0o755)
+    section = rollout(python=str(python)).model_copy(update={"numerics": numerics})
+    with pytest.raises(BackendError, match=f"batch invariant: {value}"):
+        EngineProcess(vllm_launch(section))
+
+
+def test_a_gpu_without_vllms_batch_invariant_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    section = rollout().model_copy(update={"numerics": "invariant"})
+    with pytest.raises(ConfigError, match=r"compute capability 8\.0"):
+        build_vllm(EngineOptions(section, MODEL, device="cuda"))

@@ -140,7 +140,6 @@ def test_only_the_embedded_engine_mixes_drafters(engine: Sequence[str]) -> None:
     ("overrides", "path"),
     [
         (["rollout.tp=2"], "rollout.tp"),
-        (["rollout.numerics=invariant"], "rollout.numerics"),
         (["rollout.release_cache=true"], "rollout.release_cache"),
         (["rollout.kernels=torch"], "rollout.kernels"),
         ([*EAGLE_ARMS, "rollout.speculation.bandit.arms=[0]"], "rollout.speculation.bandit.arms"),
@@ -151,3 +150,9 @@ def test_only_the_embedded_engine_mixes_drafters(engine: Sequence[str]) -> None:
 )
 def test_what_vllm_cannot_do_is_refused(overrides: list[str], path: str) -> None:
     assert set(problems(*VLLM, *overrides)) == {path}
+
+
+def test_vllm_is_batch_invariant_on_gpus_only() -> None:
+    found = problems(*VLLM, "rollout.numerics=invariant", "rollout.vllm.transport=shared_memory", device="cpu")
+    assert "needs Triton's kernels" in found.pop("rollout.numerics") and not found
+    assert problems(*VLLM, "rollout.numerics=invariant", device="cuda") == problems(*VLLM, device="cuda")
