@@ -20,14 +20,16 @@ from lib.bench_record import ROOT, write_record
 sys.path.insert(0, str(ROOT))
 
 # Name -> engine settings of the other run of a pair; the first run is plain, 64 requests at a time.
+_FIXED = [
+    "rollout.max_running_requests=64",
+    "rollout.speculation.selector=fixed",
+    "rollout.speculation.draft_len=4",
+    "rollout.speculation.with_suffix=false",
+]
 OTHERS: dict[str, list[str]] = {
     "plain, 8 at a time": ["rollout.max_running_requests=8"],
-    "suffix drafts": [
-        "rollout.max_running_requests=64",
-        "rollout.speculation.drafter=suffix",
-        "rollout.speculation.selector=fixed",
-        "rollout.speculation.draft_len=4",
-    ],
+    "suffix drafts": [*_FIXED, "rollout.speculation.drafter=suffix"],
+    "eagle drafts": [*_FIXED, "rollout.speculation.drafter=eagle"],
 }
 KINDS = [("native", "default"), ("torch", "default"), ("torch", "invariant")]
 

@@ -55,3 +55,4 @@ class DecoderOutput:
     hidden: Tensor | None = None  # [T, W] in the compute type, if `all_hidden`
     # [T, layers with experts * k] of type `experts.route_type`, if `all_routed_experts`: each row's experts, best first
     routed_experts: Tensor | None = None
+    slots: Tensor | None = None  # [T] int32, of graphs that return either: the batch's slot mapping on the device

@@ -74,10 +74,12 @@ class GraphPool:
         capturer: EagerCapturer | None = None,
     ):
         """`kv` has a scratch block behind its last one. `budget_bytes` bounds `graphs.memory_bytes`; None: no limit."""
-        self._decoder, self._kv, self._sizes = decoder, kv, sizes
+        self._decoder, self._kv = decoder, kv
         self._batch_buckets = batch_buckets(sizes.max_batch)
+        self._max_rows = sizes.max_rows
+        self._keys: dict[tuple[int, int], GraphKey | None] = {}  # by sequences and rows of each
         decoder.reserve_positions(sizes.max_context + ROWS_EACH[-1])
-        self._staging = _Staging(sizes.max_rows, self._batch_buckets[-1], sizes.max_blocks, decoder.device)
+        self._staging = _Staging(sizes, kv.num_blocks, decoder.device)
         dtype, device = decoder.dtype, decoder.device
         self._logits = torch.zeros(sizes.max_rows, decoder.config.vocab_size, dtype=dtype, device=device)
         self._hidden = torch.zeros(sizes.max_rows, decoder.state_size, dtype=dtype, device=device)
@@ -98,7 +100,7 @@ class GraphPool:
         goes; with `shapes` these (B, k). Before the first request: writes to the cache's scratch block. Mutates.
         """
         if shapes is None:
-            shapes = captured_shapes(self._batch_buckets[-1], self._sizes.max_rows, rows_each)
+            shapes = captured_shapes(self._batch_buckets[-1], self._max_rows, rows_each)
         first, *keys = [GraphKey(*shape) for shape in shapes]
         self._capture(first)
         for key, step in others:
@@ -107,8 +109,7 @@ class GraphPool:
             self._capture(key)
 
     def _capture(self, key: GraphKey) -> None:
-        inputs = self._staging.blank(key, self._kv.num_blocks, self._sizes.block_size)
-        self.graphs.capture(key, self._step(key, inputs))
+        self.graphs.capture(key, self._step(key, self._staging.blank(key)))
 
     def _step(self, key: GraphKey, inputs: DecoderInput) -> StaticStep:
         return lambda: self._decoder.forward_static(inputs, self._kv, key.tokens, self._outputs(key))
@@ -126,26 +127,42 @@ class GraphPool:
         memory that it is copied to is written again by the next call: by then this call's results must have come to the
         host.
         """
-        counts = np.diff(batch.query_start.numpy())
-        key = self.key(len(counts), int(counts.max()))
+        starts = batch.query_start.numpy()
+        counts = starts[1:] - starts[:-1]
+        key = self.key(counts.size, counts.max().item())
         assert key is not None, "more rows than the buffers hold"
-        inputs, place, wanted = self._staging.fill(batch, key, self._kv.num_blocks, self._sizes.block_size)
+        inputs, place, wanted = self._staging.fill(batch, key, counts)
         self.graphs.run(key, self._step(key, inputs))
-        rows = key.batch_size * key.tokens
-        out = DecoderOutput(self._logits[:rows].index_select(0, wanted))
+        out = DecoderOutput(self._logits.index_select(0, wanted))
         if batch.all_hidden:
-            out.hidden = self._hidden[:rows].index_select(0, place)
+            out.hidden = self._hidden.index_select(0, place)
         if batch.all_routed_experts:
-            out.routed_experts = self._routed_experts[:rows].index_select(0, place)
+            out.routed_experts = self._routed_experts.index_select(0, place)
+        if batch.all_hidden or batch.all_routed_experts:
+            out.slots = inputs.slot_mapping.index_select(0, place)
         return out
 
     def key(self, sequences: int, tokens_per_seq: int) -> GraphKey | None:
         """The bucket of a batch of at most `tokens_per_seq` rows a sequence; None: none fits."""
-        batch = round_up(self._batch_buckets, sequences)
-        tokens = round_up(ROWS_EACH, tokens_per_seq)
-        if batch is None or tokens is None or batch * tokens > self._sizes.max_rows:
-            return None
-        return GraphKey(batch, tokens)
+        asked = sequences, tokens_per_seq
+        if asked not in self._keys:
+            batch = round_up(self._batch_buckets, sequences)
+            tokens = round_up(ROWS_EACH, tokens_per_seq)
+            is_held = batch is not None and tokens is not None and batch * tokens <= self._max_rows
+            self._keys[asked] = GraphKey(batch, tokens) if is_held else None
+        return self._keys[asked]
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """The buffers' beginnings as a key (B, k) divides them: arrays in the host's memory, tensors on the device."""
+
+    by_row: np.ndarray  # [3, B * k]: token, position, slot
+    lengths: np.ndarray  # [B], of contexts
+    tables: np.ndarray  # [B, M]
+    firsts: np.ndarray  # [B], each sequence's first row
+    end: int  # elements of all of them
+    inputs: DecoderInput
 
 
 class _Staging:
@@ -155,75 +172,74 @@ class _Staging:
     outside the graph, where the batch's T rows were put and which rows are wanted.
     """
 
-    def __init__(self, max_rows: int, max_batch: int, max_blocks: int, device: torch.device):
-        self._blocks = max_blocks
-        size = 5 * max_rows + max_batch * (1 + max_blocks)
+    def __init__(self, sizes: PoolSizes, scratch_block: int, device: torch.device):
+        """Rows of padding write into `scratch_block`."""
+        self._blocks, self._scratch_block = sizes.max_blocks, scratch_block
+        self._scratch_slot = scratch_block * sizes.block_size
+        size = 5 * sizes.max_rows + batch_buckets(sizes.max_batch)[-1] * (1 + self._blocks)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._array = self._host.numpy()
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._inputs: dict[GraphKey, DecoderInput] = {}
+        self._every = np.arange(sizes.max_rows)
+        self._views: dict[GraphKey, _Views] = {}
 
     @property
     def nbytes(self) -> int:
         """Device memory, in bytes."""
         return self._device.nbytes
 
-    def blank(self, key: GraphKey, scratch_block: int, block_size: int) -> DecoderInput:
+    def blank(self, key: GraphKey) -> DecoderInput:
         """Static inputs of padding only, copied to the device."""
-        _, lengths, tables = self._padding(key, scratch_block, block_size)
-        end = 3 * key.batch_size * key.tokens + lengths.size + tables.size
-        self._device[:end].copy_(self._host[:end])
-        return self._input(key)
+        views = self._views_of(key)
+        self._pad(views, 0)
+        self._device[: views.end].copy_(self._host[: views.end])
+        return views.inputs
 
-    def _padding(
-        self, key: GraphKey, scratch_block: int, block_size: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Views of the host's buffer, filled with padding: by row [3, B * k], lengths [B], tables [B, M]."""
-        rows = key.batch_size * key.tokens
-        by_row = self._array[: 3 * rows].reshape(3, rows)
-        by_row[:2], by_row[2] = 0, scratch_block * block_size
-        lengths, tables = np.split(
-            self._array[3 * rows :][: key.batch_size * (1 + self._blocks)], [key.batch_size]
-        )
-        lengths[:], tables[:] = 1, scratch_block
-        return by_row, lengths, tables.reshape(key.batch_size, self._blocks)
+    def _pad(self, views: _Views, sequences: int) -> None:
+        """Padding in every row, and in the lengths and tables behind the first `sequences`."""
+        views.by_row[:2], views.by_row[2] = 0, self._scratch_slot
+        views.lengths[sequences:], views.tables[sequences:] = 1, self._scratch_block
 
-    def fill(
-        self, batch: DecoderInput, key: GraphKey, scratch_block: int, block_size: int
-    ) -> tuple[DecoderInput, Tensor, Tensor]:
-        """Pads `batch` to `key` and starts the copy: static inputs, rows [T] of the batch in them, rows wanted [R]."""
-        starts, total = batch.query_start.numpy(), len(batch.token_ids)
-        counts = np.diff(starts)
-        assert counts.min() > 0 and counts.max() <= key.tokens, (
-            "a sequence has no row, or more than tokens_per_seq"
-        )
-        sequences = len(counts)
-        first = np.arange(sequences) * key.tokens
-        place = np.repeat(first - starts[:-1], counts) + np.arange(total)
-        (tokens, positions, slots), lengths, tables = self._padding(key, scratch_block, block_size)
-        tokens[place], positions[place] = batch.token_ids.numpy(), batch.positions.numpy()
-        slots[place] = batch.slot_mapping.numpy()
-        lengths[:sequences] = batch.context_lens.numpy()
+    def fill(self, batch: DecoderInput, key: GraphKey, counts: np.ndarray) -> tuple[DecoderInput, Tensor, Tensor]:
+        """Pads `batch`, of `counts` [S] rows a sequence, to `key` and starts the copy: static inputs, rows [T] of the
+        batch in them, rows wanted [R].
+        """
+        assert counts.all(), "a sequence has no row"
+        views, sequences, total = self._views_of(key), counts.size, batch.token_ids.numel()
+        place = (views.firsts[:sequences] - batch.query_start.numpy()[:-1]).repeat(counts)
+        place += self._every[:total]
+        if total < views.by_row.shape[1]:
+            self._pad(views, sequences)
+        views.by_row[0, place] = batch.token_ids.numpy()
+        views.by_row[1, place] = batch.positions.numpy()
+        views.by_row[2, place] = batch.slot_mapping.numpy()
+        views.lengths[:sequences] = batch.context_lens.numpy()
         known = batch.block_tables.numpy()
-        tables[:sequences, : known.shape[1]] = known
-        at = 3 * key.batch_size * key.tokens + lengths.size + tables.size
+        width = known.shape[1]
+        views.tables[:sequences, :width], views.tables[:sequences, width:] = known, self._scratch_block
         wanted = place[batch.logit_rows.numpy()]
-        end = at + total + len(wanted)
-        self._array[at : at + total] = place
-        self._array[at + total : end] = wanted
+        middle = views.end + total
+        end = middle + wanted.size
+        self._array[views.end : middle] = place
+        self._array[middle:end] = wanted
         self._device[:end].copy_(self._host[:end], non_blocking=True)
-        return self._input(key), self._device[at : at + total], self._device[at + total : end]
+        return views.inputs, self._device[views.end : middle], self._device[middle:end]
 
-    def _input(self, key: GraphKey) -> DecoderInput:
-        known = self._inputs.get(key)
-        if known is not None:
-            return known
-        rows = key.batch_size * key.tokens
-        by_row = self._device[: 3 * rows].view(3, rows)
-        lengths, tables = self._device[3 * rows :][: key.batch_size * (1 + self._blocks)].split(
-            [key.batch_size, key.batch_size * self._blocks]
-        )
+    def _views_of(self, key: GraphKey) -> _Views:
+        if key not in self._views:
+            self._views[key] = self._divide(key)
+        return self._views[key]
+
+    def _divide(self, key: GraphKey) -> _Views:
+        rows, batch = key.batch_size * key.tokens, key.batch_size
+        sizes = [3 * rows, batch, batch * self._blocks]
+        end = sum(sizes)
+        by_row, lengths, tables = self._device[:end].split(sizes)
         every = torch.arange(rows + 1, dtype=torch.int32, device=self._device.device)
-        shaped = tables.view(key.batch_size, self._blocks)
-        made = DecoderInput.of([*by_row, every[:: key.tokens], lengths, shaped, every[:rows]])
-        return self._inputs.setdefault(key, made)
+        inputs = DecoderInput.of(
+            [*by_row.view(3, rows), every[:: key.tokens], lengths, tables.view(batch, self._blocks), every[:rows]]
+        )
+        host_rows, host_lengths, host_tables = (part.numpy() for part in self._host[:end].split(sizes))
+        shaped = host_tables.reshape(batch, self._blocks)
+        firsts = np.arange(0, rows, key.tokens)
+        return _Views(host_rows.reshape(3, rows), host_lengths, shaped, firsts, end, inputs)

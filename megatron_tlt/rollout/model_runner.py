@@ -115,12 +115,13 @@ class ModelRunner:
         """The forward. Writes the rows' hidden states and experts where they are kept."""
         inputs.all_hidden, inputs.all_routed_experts = self.pages is not None, self._routed_experts is not None
         output = self.decoder.forward(inputs, self.kv) if pool is None else pool.run(inputs)
+        slots = inputs.slot_mapping if output.slots is None else output.slots
         if self._routed_experts is not None:
             assert output.routed_experts is not None
-            self._routed_experts.write(inputs.slot_mapping, output.routed_experts)
+            self._routed_experts.write(slots, output.routed_experts)
         if self.pages is not None:
             assert output.hidden is not None
-            self.pages.write(inputs.slot_mapping, output.hidden)
+            self.pages.write(slots, output.hidden)
         return output
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -247,10 +248,10 @@ class ModelRunner:
 
     def _draw(self, logits: Tensor, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
         """Tokens int32 [R] and log-probabilities float32 [R] of `logits` [R, V]."""
-        tokens, logprobs = self.sampler.sample(logits, rows)
         if self.tp.size == 1 and self.device.type == "cpu":
+            tokens, logprobs = self.sampler.sample(logits, rows)
             return tokens.numpy(), logprobs.numpy()
-        both = torch.stack((tokens, logprobs.view(torch.int32)))
+        both = self.sampler.sample_packed(logits, rows)
         if self.tp.size > 1:
             self.tp.broadcast(both)  # ranks may round differently: rank 0 decides, so that they cannot drift apart
         drawn = both.cpu().numpy()  # the step's one wait for the device

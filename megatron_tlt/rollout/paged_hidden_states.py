@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_tlt.models.torch.transfer import HostCopies, HostCopy, indices, upload
+from megatron_tlt.models.torch.transfer import HostCopies, HostCopy, indices
 
 
 class PagedHiddenStates:
@@ -41,12 +41,8 @@ class PagedHiddenStates:
         self.data = self.data.new_zeros(self.num_blocks * self.block_size, self.data.shape[1])
 
     def write(self, slots: Tensor, hidden: Tensor) -> None:
-        """`hidden` [T, W] to `slots` [T] of any integer type, here or in the host's memory. The host does not wait.
-        Mutates the pages.
-        """
-        device = self.data.device
-        here = slots if slots.device == device else upload(slots.numpy(), device)
-        self.data.index_copy_(0, here.long(), hidden)
+        """`hidden` [T, W] to `slots` [T] of any integer type, both on the device. Mutates the pages."""
+        self.data.index_copy_(0, slots.long(), hidden)
 
     def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copies block src[i] to dst[i]; all sources are read before anything is written."""

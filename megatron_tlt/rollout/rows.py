@@ -140,6 +140,11 @@ class RunningRows:
         rows: list[int] = ended.nonzero()[0].tolist()
         return rows
 
+    def add_blocks(self, rows: np.ndarray, blocks: np.ndarray) -> None:
+        """Appends `blocks` [R] to the tables of `rows` [R], one to each; no row twice."""
+        self.block_tables[rows, self.num_blocks[rows]] = blocks
+        self.num_blocks[rows] += 1
+
     def add_block(self, row: int, block: int) -> None:
         """Appends a block to a row's table."""
         self.block_tables[row, self.num_blocks[row]] = block

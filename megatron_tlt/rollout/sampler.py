@@ -93,8 +93,8 @@ class Sampler:
                 self._resample_masked(self._native, logits, rows, token, logprob)
             return token, logprob
         if self._kernel is not None:
-            both = self._kernel(logits, *_upload(rows, self.device), rows.is_masked)
-            return both[0], both[1].view(torch.float32)
+            packed = self.sample_packed(logits, rows)
+            return packed[0], packed[1].view(torch.float32)
         step = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
         parts = [
             self._sample_part(logits[i : i + step], rows.part(slice(i, i + step)))
@@ -103,6 +103,13 @@ class Sampler:
         if len(parts) == 1:
             return parts[0]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def sample_packed(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """The result of `sample` as one tensor, int32 [2, R]: tokens, and the bits of their log-probabilities."""
+        if self._kernel is not None:
+            return self._kernel(logits, *_upload(rows, self.device), rows.is_masked)
+        tokens, logprobs = self.sample(logits, rows)
+        return torch.stack((tokens, logprobs.view(torch.int32)))
 
     @staticmethod
     def _resample_masked(
@@ -135,12 +142,9 @@ class Sampler:
 def _upload(rows: SamplingRows, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Keys int64, temperature, top_k int32, 1 - top_p and min_p, each [R]: one copy to the device."""
     drop = (1 - rows.top_p).astype(np.float32)  # in double, rounded once, as in `masks.py`
-    columns = rows.keys, rows.temperature, rows.top_k, drop, rows.min_p
-    packed = upload(
-        np.concatenate([np.ascontiguousarray(column).view(np.int32) for column in columns]), device
-    )
-    count = len(drop)
-    key_bits, temperature, top_k, dropped, min_p = packed.split([2 * count, count, count, count, count])
-    floats = (part.view(torch.float32) for part in (temperature, dropped, min_p))
-    temperature, dropped, min_p = floats
-    return key_bits.view(torch.int64), temperature, top_k, dropped, min_p
+    columns = rows.keys, rows.top_k, rows.temperature, drop, rows.min_p
+    packed = upload(np.concatenate([column.view(np.int32) for column in columns]), device)
+    count = drop.size
+    keys, top_k, floats = packed.split_with_sizes([2 * count, count, 3 * count])
+    temperature, dropped, least = floats.view(torch.float32).chunk(3)
+    return keys.view(torch.int64), temperature, top_k, dropped, least

@@ -140,20 +140,22 @@ class Scheduler:
     def _grow(self) -> None:
         """Allocates a block for each row whose next position opens one; preempts latest arrivals if none is free."""
         rows = self.rows
-        count, size = rows.num_rows, self.blocks.block_size
-        opens = (rows.positions[:count] % size == 0).nonzero()[0].tolist()
-        if not opens:
+        size = self.blocks.block_size
+        opens = (rows.positions[: rows.num_rows] % size == 0).nonzero()[0]
+        if not opens.size:
             return
-        requests = [rows.requests[row] for row in opens]
-        if len(requests) > self.blocks.num_free:
-            requests.sort(key=lambda r: r.order)  # the oldest are served first
-        for request in requests:
-            while request.row >= 0 and not self.blocks.num_free:
-                self.preempt()
-            if request.row >= 0:
-                (block,) = self.blocks.allocate(1)
-                rows.add_block(request.row, block)
-                rows.slot_mapping[request.row] = block * size
+        if opens.size > self.blocks.num_free:
+            opens = self._make_room(opens)
+        blocks = np.array(self.blocks.allocate(opens.size), np.int32)
+        rows.add_blocks(opens, blocks)
+        rows.slot_mapping[opens] = blocks * size
+
+    def _make_room(self, opens: np.ndarray) -> np.ndarray:
+        """Preempts latest arrivals until each of the rows `opens` that still runs has a free block; returns these."""
+        requests = [self.rows.requests[row] for row in opens]
+        while sum(request.row >= 0 for request in requests) > self.blocks.num_free:
+            self.preempt()
+        return np.array([request.row for request in requests if request.row >= 0], np.int64)
 
     def preempt(self) -> None:
         """Frees all blocks of the latest arrival that holds some; it is recomputed later."""

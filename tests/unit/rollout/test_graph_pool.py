@@ -94,7 +94,7 @@ def test_wider_states_and_routed_experts_take_what_the_plan_counts() -> None:
             key = GraphKey(8, rows // 8)
             memory.reset_peak()
             before = memory.live
-            pool._step(key, pool._staging.blank(key, 8, 16))()
+            pool._step(key, pool._staging.blank(key))()
             step = memory.peak - before
         assert fixed + rows * row_bytes(config, shape) == least_graph_bytes(config, shape)
         return step, rows * row_bytes(config, shape)
