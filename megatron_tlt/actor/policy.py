@@ -65,6 +65,7 @@ from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import weight_reader
+from megatron_tlt.observe.log import announced
 from megatron_tlt.types import TrainBatch, TrainOutput, TrainSequence
 
 # isort: split
@@ -99,6 +100,7 @@ class MegatronPolicy:
         self.groups = ActorGroups.create(world, self.dims)
         self.total_optimizer_steps = total_optimizer_steps
         self.policy_version = 0
+        self._has_compiled = world.device.type != "cuda"
         # Attempted ones, skipped ones included: the position on the learning-rate schedule.
         self.optimizer_steps = 0
         self.has_stepped = optimizer.name == "sgd"
@@ -140,7 +142,7 @@ class MegatronPolicy:
         packed = [self._for_update(sequences) for sequences in batch.mini_batches]
         measured = self._unreplayed_mismatch(packed, batch.temperature) if self.actor.measure_replay else {}
         results, sums = [], []
-        with self._collecting([s for sequences in batch.mini_batches for s in sequences]):
+        with self._first_update(), self._collecting([s for sequences in batch.mini_batches for s in sequences]):
             scored = [self._score(batches, batch.temperature, len(packed) > 1) for batches in packed]
             with self._offload.on_device():
                 for batches, denominator in zip(scored, batch.denominators, strict=True):
@@ -154,6 +156,13 @@ class MegatronPolicy:
         self.policy_version += int(applied)
         metrics = self._report(results, sums, objectives) | self._routing_metrics(packed) | measured
         return TrainOutput(self.policy_version, metrics, skipped=not applied)
+
+    def _first_update(self) -> AbstractContextManager[object]:
+        """Around the first update on a GPU, in which Megatron's fused functions are compiled."""
+        if self._has_compiled:
+            return nullcontext()
+        self._has_compiled = True
+        return announced("first update", "compiles Megatron's fused functions, up to a minute more than later ones")
 
     def _score(self, batches: list[MicroBatch], temperature: float, needs_old: bool) -> list[Scored]:
         """Adds the reference's log-probs if the loss reads them, and those of the weights before the update."""

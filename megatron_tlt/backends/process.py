@@ -24,6 +24,7 @@ from megatron_tlt.backends.serving import Message, WireError, line_of, message_o
 from megatron_tlt.backends.transport import SharedDirectory
 from megatron_tlt.distributed.child_signals import signals_blocked
 from megatron_tlt.errors import BackendError, ConfigError
+from megatron_tlt.observe.log import announced
 
 if TYPE_CHECKING:
     from megatron_tlt.config.engine_process import EngineProcessSection
@@ -141,8 +142,10 @@ class EngineProcess:
 
     def start(self, **arguments: Any) -> None:
         """Has the child start its engine. Raises BackendError; then neither process nor files are left."""
+        start_s, name = self.launch.settings.start_s, self.launch.name
         try:
-            self.call("start", patience=self.launch.settings.start_s, **arguments)
+            with announced(f"starting {name}", f"minutes at its first start, at most {start_s:g} s; log: {self._log}"):
+                self.call("start", patience=start_s, **arguments)
         except BaseException:
             self.close()
             raise

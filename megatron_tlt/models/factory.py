@@ -75,8 +75,13 @@ def sample_kernel(kernels: Kernels, device: torch.device) -> SampleKernel | None
 
 
 def _has_triton(kernels: Kernels, device: torch.device) -> bool:
-    """Whether Triton's kernels run: CUDA builds of PyTorch bring it on Linux."""
-    return kernels == "auto" and device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    """Whether Triton's kernels run: CUDA builds of PyTorch bring it on Linux. Then their compiling is logged."""
+    if kernels != "auto" or device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    from megatron_tlt.models.torch.kernels.compile_log import log_compiles
+
+    log_compiles()
+    return True
 
 
 def build_eagle(policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 ROOT = "megatron_tlt"
+
+_log = logging.getLogger(__name__)
 
 
 class RankFormatter(logging.Formatter):
@@ -47,3 +52,12 @@ def setup_logging(rank: int, size: int, stream: TextIO | None = None) -> None:
 def enter_phase(name: str, step: int | None = None) -> None:
     """Sets the phase and step of the lines from now on."""
     _formatter.phase, _formatter.step = name, step
+
+
+@contextmanager
+def announced(work: str, expected: str) -> Iterator[None]:
+    """Logs `work` and how long it is `expected` to take, then its seconds: for work that shows no other sign."""
+    _log.info("%s: %s", work, expected)
+    started = time.monotonic()
+    yield
+    _log.info("%s: done in %.1f s", work, time.monotonic() - started)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
+from megatron_tlt.observe.log import announced
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
@@ -102,7 +104,11 @@ class Engine:
         if keep_address:
             for kv in (self.runner.kv, *([] if trained is None else [trained.kv])):
                 kv.fix_address()
-        self.runner.pool.capture(rows_each, [] if trained is None else trained.steps())
+        steps = [] if trained is None else trained.steps()
+        is_slow = self.runner.device.type == "cuda"
+        expected = "about ten seconds, more where kernels are compiled first"
+        with announced("capturing CUDA graphs", expected) if is_slow else nullcontext():
+            self.runner.pool.capture(rows_each, steps)
 
     def drop_graphs(self) -> None:
         """Drops captured graphs, before the process groups of their collectives are destroyed. Mutates."""

@@ -146,11 +146,15 @@ class GraphPool:
         """The bucket of a batch of at most `tokens_per_seq` rows a sequence; None: none fits."""
         asked = sequences, tokens_per_seq
         if asked not in self._keys:
-            batch = round_up(self._batch_buckets, sequences)
-            tokens = round_up(ROWS_EACH, tokens_per_seq)
-            is_held = batch is not None and tokens is not None and batch * tokens <= self._max_rows
-            self._keys[asked] = GraphKey(batch, tokens) if is_held else None
+            self._keys[asked] = self._find_key(sequences, tokens_per_seq)
         return self._keys[asked]
+
+    def _find_key(self, sequences: int, tokens_per_seq: int) -> GraphKey | None:
+        batch = round_up(self._batch_buckets, sequences)
+        tokens = round_up(ROWS_EACH, tokens_per_seq)
+        if batch is None or tokens is None or batch * tokens > self._max_rows:
+            return None
+        return GraphKey(batch, tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
     if not section.version.startswith(_VLLM_SERIES):
         yield ConfigProblem("rollout.vllm.version", section.version, f"must be {_VLLM_SERIES}x")
     if config.rollout.numerics == "invariant" and device == "cpu":
-        allowed = "must be 'default' on CPU with rollout.backend: vllm, whose batch-invariant mode needs Triton's kernels"
+        allowed = "must be 'default' on CPU with rollout.backend: vllm, whose batch-invariant mode needs Triton"
         yield ConfigProblem("rollout.numerics", "invariant", allowed)
     if config.actor.router_replay == "rollout" and config.rollout.cuda_graphs and device == "cuda":
         allowed = "must be false with rollout.backend: vllm and actor.router_replay: rollout: "

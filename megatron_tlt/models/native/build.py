@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from megatron_tlt.errors import BackendError
+from megatron_tlt.observe.log import announced
 
 SOURCE_DIR = Path(__file__).with_name("csrc")
 FLAGS = ("-std=gnu99", "-O3", "-march=native", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
@@ -44,7 +45,8 @@ def library_path() -> Path:
     target = _cache_dir() / f"native-{_key(compiler)}.so"
     if target.exists():
         return target
-    with open(target.with_suffix(".lock"), "w") as lock:
+    expected = "once on this machine, some seconds"
+    with announced("compiling the native decoder", expected), open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             _compile(compiler, target)
