@@ -53,7 +53,11 @@ def compiled(launch: Launch) -> dict[str, Any]:
 
 
 def named(launch: Launch) -> str:
-    """The kernel, and of attention its form: the type, rows times heads of a tile, what else is compiled in."""
+    """The kernel and, of experts' products, float32; of attention the type, rows times heads of a tile, what else is
+    compiled in.
+    """
+    if launch.name in ("_gate_up", "_down") and launch.arguments["weight"].dtype is torch.float32:
+        return f"{launch.name} fp32"
     if launch.name != "_attend":
         return launch.name
     given = launch.arguments
@@ -120,7 +124,7 @@ def _launch_experts() -> None:
     from megatron_tlt.models.torch.kernels.experts import mix_experts, route
 
     hidden, width, count, k = 2048, 768, 128, 8
-    for rows, dtype in ((64, torch.bfloat16), (4096, torch.bfloat16), (64, torch.float32)):
+    for rows, dtype in ((64, torch.bfloat16), (600, torch.bfloat16), (4096, torch.bfloat16), (4096, torch.float32)):
         h, router = empty(rows, hidden, dtype=dtype), empty(count, hidden, dtype=dtype)
         gate_up, down = empty(count, 2 * width, hidden, dtype=dtype), empty(count, hidden, width, dtype=dtype)
         mix_experts(h, *route(h, router, k, True), gate_up, down)

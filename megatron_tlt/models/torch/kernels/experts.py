@@ -22,10 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Rows of an expert, columns and steps of the summed dimension (in bf16; half as many in float32) at a time: where an
-# expert has few rows its weights are read once by many programs, where it has many each reading serves more of them.
-_FEW_ROWS, _MANY_ROWS = (16, 32, 128), (64, 64, 64)
+# By the mean number of rows of an expert, above which a tile is used: rows, columns, bytes of a step of the summed
+# dimension, warps. Few rows: many programs read the weights once. More: each reading serves more rows.
+_TILES = ((48, (128, 64, 128, 8)), (32, (64, 64, 128, 4)), (-1, (16, 32, 256, 4)))
 _SCORED = 16  # rows and experts a program of `_scores`: the smallest tile of the tensor cores
+_SCORED_STEP = 256  # bytes of its summed dimension
 _SCANNED = 1024  # pairs that `_group` reads at a time
 _SUMMED = 1024  # values of a row a program of `_sum`
 
@@ -39,7 +40,7 @@ def route(h: Tensor, router: Tensor, k: int, renormalise: bool) -> tuple[Tensor,
     scores, gates = (torch.empty(rows, n, dtype=torch.float32, device=h.device) for n in (experts, k))
     ids = torch.empty(rows, k, dtype=torch.int32, device=h.device)
     grid = triton.cdiv(rows, _SCORED), triton.cdiv(experts, _SCORED)
-    step = _FEW_ROWS[2] * 2 // h.element_size()
+    step = _SCORED_STEP // h.element_size()
     _scores[grid](h, router, scores, rows, experts, H=hidden, TILE=_SCORED, STEP=step)
     sizes = {"E": experts, "EXPERTS": triton.next_power_of_2(experts), "K": k}
     _choose[(rows,)](scores, gates, ids, RENORMALISE=renormalise, **sizes)
@@ -53,9 +54,9 @@ def mix_experts(h: Tensor, gates: Tensor, ids: Tensor, gate_up: Tensor, down: Te
     listed = torch.empty(experts, rows, dtype=torch.int32, device=h.device)
     counts = torch.empty(experts, dtype=torch.int32, device=h.device)
     inner, done, out = h.new_empty(rows * k, width), h.new_empty(rows * k, hidden), torch.empty_like(h)
-    many, columns, step = _FEW_ROWS if rows * k <= 2 * _FEW_ROWS[0] * experts else _MANY_ROWS
-    tile = {"H": hidden, "F": width, "K": k, "ROWS": many, "COLUMNS": columns}
-    tile["STEP"] = step * 2 // h.element_size()
+    many, columns, step, warps = next(tile for least, tile in _TILES if rows * k > least * experts)
+    tile = {"H": hidden, "F": width, "K": k, "ROWS": many, "COLUMNS": columns, "STEP": step // h.element_size()}
+    tile["num_warps"] = warps
     _group[(experts,)](ids, listed, counts, rows * k, rows, SCANNED=_SCANNED)
     _gate_up[(experts, triton.cdiv(width, columns))](h, gate_up, listed, counts, inner, rows, **tile)
     _down[(experts, triton.cdiv(hidden, columns))](inner, down, listed, counts, done, rows, **tile)

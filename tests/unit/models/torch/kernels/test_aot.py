@@ -28,7 +28,9 @@ _REGISTERS = {  # a thread; what a kernel takes now, and a little more
     "_choose": 40,
     "_group": 64,
     "_gate_up": 136,
+    "_gate_up fp32": 255,
     "_down": 104,
+    "_down fp32": 136,
     "_sum": 40,
 }
 

@@ -14,10 +14,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 from megatron_tlt.models.torch.kernels import experts
 from megatron_tlt.models.torch.kernels.layers import FUSED
 from megatron_tlt.models.torch.layers import PLAIN
+from tests.helpers.launches import noted_launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # rows, hidden, experts, chosen, width: no expert without and some without rows; sizes that no tile divides; many rows
-SHAPES = [(1, 64, 8, 2, 24), (37, 136, 6, 3, 72), (70, 64, 3, 2, 40)]
+SHAPES = [(1, 64, 8, 2, 24), (37, 136, 6, 3, 72), (70, 64, 3, 2, 40), (80, 64, 3, 2, 40)]
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -43,3 +44,16 @@ def test_rows_go_to_their_experts(
     got, want = (ops.mix_experts(h, gates, ids, gate_up, down) for ops in (FUSED, PLAIN))
     bound = 1e-5 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(got, want, atol=bound * float(want.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tile"), [(256, (16, 32, 4)), (600, (64, 64, 4)), (768, (64, 64, 4)), (2048, (128, 64, 8))]
+)
+def test_prefill_chunks_have_large_tiles(rows: int, tile: tuple[int, int, int]) -> None:
+    """Of Qwen3-30B-A3B, whose 128 experts have rows / 16 each: as vLLM's measured tables for an H100 grow."""
+    h = torch.empty(rows, 2048, dtype=torch.bfloat16, device="meta")
+    gates, ids = h.new_empty(rows, 8, dtype=torch.float32), h.new_empty(rows, 8, dtype=torch.int32)
+    with noted_launches() as launches:
+        experts.mix_experts(h, gates, ids, h.new_empty(128, 1536, 2048), h.new_empty(128, 2048, 768))
+    products = [n.arguments for n in launches if n.name in ("_gate_up", "_down")]
+    assert [(a["ROWS"], a["COLUMNS"], a["num_warps"]) for a in products] == [tile, tile]
