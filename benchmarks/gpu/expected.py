@@ -16,8 +16,8 @@ EXPECTED: dict[str, dict[str, str]] = {
     "decode": {
         "of_bandwidth_bound_1": "0.63 to 0.66",
         "of_bandwidth_bound_128": "0.5 to 0.6",
-        "host_ms_1": "0.3 to 0.8",
-        "host_ms_128": "0.3 to 0.8",
+        "host_ms_1": "0.2 to 0.7",
+        "host_ms_128": "0.2 to 0.7",
     },
     "speculation": {"speedup_b1": "about 2", "worst_batch": "1"},
     "rl": {"same_responses": "below 1: bf16", "off_over_on": "1"},
