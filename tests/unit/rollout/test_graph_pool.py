@@ -172,6 +172,7 @@ def test_static_forwards_equal_ragged_ones(setup, is_captured: bool) -> None:
         want, got = decoder.forward(batch, kv), pool.run(batch)
         for a, b in ((got.logits, want.logits), (got.hidden, want.hidden)):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+        assert torch.equal(got.slots, batch.slot_mapping), "where hidden states go, without another copy"
         torch.testing.assert_close(driver.kv.data[:, :, :used], kv.data[:, :, :used], atol=1e-5, rtol=1e-5)
         kept.append((got.logits, got.logits.clone()))
     assert all(torch.equal(*pair) for pair in kept)
