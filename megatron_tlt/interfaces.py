@@ -105,6 +105,11 @@ class RolloutBackend(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned. Mutates selector and calibration."""
 
+    def release_weights(self) -> None:
+        """Gives back the weights' memory, where the engine can, since nothing is generated before the next weight sync,
+        which brings all of them. Mutates the engine.
+        """
+
     def begin_update(self, version: int) -> None:
         """Opens a weight sync; until `finish_update` the engine refuses to generate. Mutates the version state."""
 

@@ -37,6 +37,10 @@ class BaseBackend:
         """Publications of the drafter that drafts now; 0: the one that the engine was started with."""
         return self._weights.drafter_version
 
+    def release_weights(self) -> None:
+        """See `RolloutBackend.release_weights`. This engine keeps them."""
+        return
+
     def weight_checksums(self) -> dict[str, int]:
         """CRC-32 of every tensor as received in the last weight sync; empty unless the backend keeps them."""
         return dict(self._weights.checksums)

@@ -20,8 +20,10 @@ Sums = dict[str, int]
 DEVICE = 6  # the place in the arguments of torch's `rebuild_cuda_tensor` of the device that opens it
 
 
-def load_tensors(location: Location, device: Any) -> dict[str, torch.Tensor]:
-    """The tensors by name on a device (an index: a CUDA device); those of handles lie in the sender's memory."""
+def load_tensors(location: Location, device: int | torch.device) -> dict[str, torch.Tensor]:
+    """The tensors by name on a device (an index: a CUDA device); those of handles lie in the sender's memory and need
+    an index.
+    """
     if "file" in location:
         at = torch.device("cuda", device) if isinstance(device, int) else device
         tensors = load(Path(location["file"]).read_bytes())
@@ -38,7 +40,7 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> Sums:
     return found
 
 
-def _from_ipc(arguments: list[Any], device: Any) -> torch.Tensor:
+def _from_ipc(arguments: list[Any], device: int | torch.device) -> torch.Tensor:
     """Calls torch's `rebuild_cuda_tensor` with the plain data of `transport.ipc_arguments`."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 

@@ -68,6 +68,7 @@ class RemoteBackend(BaseBackend):
         self._options = options
         self._rollout = options.rollout
         self._eos_token_ids = tuple(eos_token_ids)
+        self._is_shared = options.tp is not None and options.tp.size > 1
         self._tables: dict[str, Tensor] = {}
         self._name = process.launch.name
         self._next_drafter: tuple[Mapping[str, Tensor], int] | None = None  # of the open weight sync
@@ -187,6 +188,8 @@ class RemoteBackend(BaseBackend):
                 if idle_beats > 1:  # a response may be on its way during one
                     raise self.process.failure(f"has no requests, but {len(self._pending)} wait for responses")
                 self._lengths = np.array(message.get("lengths", ()), np.int32)
+                if self._is_shared and not message.get("in_step"):
+                    continue  # other ranks of the engine may have no such heartbeat here, and progress is collective
             running = min(len(self._pending), self._rollout.max_running_requests)
             self._stats.running_curve.append((time.perf_counter() - started, running))
             if call.on_progress is not None:
@@ -287,7 +290,8 @@ class RemoteBackend(BaseBackend):
 
     def _send(self, kind: str, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, int]:
         """Returns when the engine has loaded them; with `sync.verify` the checksums of the tensors as they arrived."""
-        if self.process.launch.settings.transport == "shared_memory":
+        transport = self.process.launch.settings.transport_on(torch.device(self._options.device).type)
+        if transport == "shared_memory":
             sending = in_shared_memory(tensors, self.process.shared.path)
         else:
             sending = by_cuda_ipc(tensors, self.process.launch.section)

@@ -32,7 +32,8 @@ class AlgorithmSection(Section):
     mini_batches: PositiveInt = 1
     """Optimizer steps per RL step; with more than 1 the later ones are off-policy and clipped."""
     importance_cap: NonNegativeFloat = 2.0
-    """Cap of the truncated importance correction for the engine/actor log-prob mismatch; 0: off."""
+    """Cap of the truncated importance correction for the engine/actor log-prob mismatch; 0: off. No effect with
+    TensorRT-LLM and vLLM: the actor scores their responses."""
     dynamic_sampling: bool = False
     """DAPO: drop groups whose rewards are all equal and roll out more prompts instead."""
     max_sampling_rounds: PositiveInt = 4

@@ -14,8 +14,8 @@ class EngineProcessSection(Section):
 
     python: str | None
     version: str
-    transport: Literal["cuda_ipc", "shared_memory"] = "shared_memory"
-    """How weights get there: files in /dev/shm or handles of GPU memory."""
+    transport: Literal["auto", "cuda_ipc", "shared_memory"] = "auto"
+    """How weights get there: handles of GPU memory (auto: on CUDA) or files in /dev/shm (auto: on CPU)."""
     heartbeat_s: PositiveFloat = 2.0
     """Seconds between two signs of life of the engine's process."""
     silence_s: PositiveFloat = 60.0
@@ -26,6 +26,12 @@ class EngineProcessSection(Section):
     """More arguments of the engine by its own names, passed as they are."""
     environment: dict[str, str] = Field(default_factory=dict)
     """More environment variables of its process."""
+
+    def transport_on(self, device: str) -> str:
+        """`transport`; for auto that of the device type."""
+        if self.transport != "auto":
+            return self.transport
+        return "cuda_ipc" if device == "cuda" else "shared_memory"
 
 
 class VllmSection(EngineProcessSection):
@@ -58,8 +64,6 @@ class TrtllmSection(EngineProcessSection):
     """Python executable of the environment with TensorRT-LLM. Required."""
     version: str = "1.2.1"
     """Version of TensorRT-LLM in it (1.2.x or 1.3.x); another one is refused."""
-    transport: Literal["cuda_ipc", "shared_memory"] = "cuda_ipc"
-    """How weights get there: handles of GPU memory or files in /dev/shm. Never chosen for you."""
     draft_len: PositiveInt = Field(default=4, le=32)
     """Tokens drafted in a row, the same for all requests."""
     kv_cache_fraction: float = Field(default=0.5, gt=0, lt=1)

@@ -50,8 +50,9 @@ class RolloutSection(Section):
     """KV-cache memory of one rank; default: what max_running_requests need, on CUDA at most what the memory plan leaves
     of cluster.memory_gib (`check` prints it)."""
     release_cache: bool = False
-    """Give the memory of the KV cache back whenever no rollout runs (embedded engine; responses stay the same).
-    Captured graphs stay: on CUDA the cache comes back at its address. For TensorRT-LLM: rollout.trtllm.sleep."""
+    """Give the memory of the KV cache back whenever no rollout runs (responses stay the same). Captured graphs stay: on
+    CUDA the cache comes back at its address. vLLM, on CUDA only, gives its weights back, too, until the weight sync.
+    For TensorRT-LLM: rollout.trtllm.sleep."""
     max_running_requests: PositiveInt = 256
     """Most requests decoded in one forward."""
     max_batched_tokens: PositiveInt = 2048
@@ -86,10 +87,17 @@ class RolloutSection(Section):
         """The section of an engine in a process of its own; None: the engine is in the rank."""
         return {"embedded": None, "trtllm": self.trtllm, "vllm": self.vllm}[self.backend]
 
-    @property
-    def transport(self) -> str | None:
-        """How weights come to an engine in a process of its own; None: there is none."""
-        return None if self.engine_process is None else self.engine_process.transport
+    def vllm_sleeps(self, device: str) -> bool:
+        """Whether the engine is a vLLM that gives back its KV cache between rollouts, and its weights from the last
+        rollout of a step to the weight sync.
+        """
+        return self.backend == "vllm" and self.release_cache and device == "cuda"
+
+    def releases_cache(self, device: str) -> bool:
+        """Whether the KV cache is there in rollouts only."""
+        if self.backend == "vllm":
+            return self.vllm_sleeps(device)
+        return self.trtllm.sleep == "kv_cache" if self.backend == "trtllm" else self.release_cache
 
     @property
     def kv_cache_bytes(self) -> int | None:

@@ -49,7 +49,7 @@ class SpeculationSection(Section):
     serving engines have it for policies of every family."""
     with_suffix: bool = False
     """Mix a trained drafter with suffix drafts: each request takes the draft of which more tokens are expected to be
-    accepted. No effect with none and suffix; for the embedded engine only."""
+    accepted. No effect with none and suffix, nor with vLLM, where the trained drafter drafts alone."""
     drafter_path: str | None = None
     """Directory of the trained drafter's weights, of this kind (`megatron-tlt drafter train` makes one), or a name on
     the Hugging Face hub, as in model.path."""

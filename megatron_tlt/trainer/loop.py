@@ -81,6 +81,7 @@ class RLTrainer:
         self.recovery.begin_step()
         groups, of_rank = self.sampler.sample(self.state.step + 1)  # rollout, idle window, score
         stats = self.backend.take_stats()
+        self.backend.release_weights()  # until the weight sync
         with self.metrics.phase("exchange"):
             table, sequences = self.assembler.exchange(groups)
         with self.metrics.phase("logprobs"):

@@ -63,7 +63,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     from megatron_tlt.trainer.recovery import Recovery, TrainState
     from megatron_tlt.trainer.sampling import GroupSampler
 
-    device_memory.let_segments_grow(world.device, config.rollout.transport)
+    device_memory.let_segments_grow(world.device, config.rollout.engine_process)
     config = device_memory.with_device_memory(config, world)
     check_on(config, world, output_directory_problems("train.run_dir", config.train.run_dir))
     tokenizer = open_tokenizer(config)

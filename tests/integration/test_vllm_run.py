@@ -79,3 +79,9 @@ def test_experts_that_vllm_chose_are_replayed_and_tlt_changes_no_weight(tmp_path
         assert row["policy/replay_flips"] < 1e-3, "in fp32 both choose alike, up to near-ties"
     assert sum(row["drafter/steps"] for row in rows(on)) > 0, "idle time trained it"
     assert_same_training(without, on, 3)
+
+
+def test_ranks_of_a_tensor_parallel_engine_respond_alike_and_as_the_embedded_engine() -> None:
+    """Each with a vLLM of its own, whose schedulers take the same steps, also after an interrupted rollout."""
+    done = run_ranks(2, "tests/integration/workers/vllm_tensor_parallel.py", timeout=400)
+    assert done.stdout.count("interrupted") == done.stdout.count("equal on both ranks") == 2

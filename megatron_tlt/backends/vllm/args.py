@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.types import SamplingParams
 
+# Of the GPU, which vLLM wants free before it starts. Nothing reads the share beside `kv_cache_memory_bytes`; the memory
+# plan has made room for weights and cache, and policy and optimizer are there already.
+_FREE_SHARE = 0.01
 SUFFIX_PROPOSER = "megatron_tlt.backends.vllm.plugin.suffix.SuffixProposer"
 
 
@@ -46,13 +49,16 @@ def engine_args(
     model: ModelSection,
     cache_bytes: int,
     speculation: Mapping[str, Any] | None,
-    is_eager: bool,
+    device: str,
 ) -> dict[str, Any]:
-    """Arguments of `vllm.EngineArgs`. Raises ConfigError.
+    """Arguments of `vllm.EngineArgs` on a type of device. Raises ConfigError.
 
     The policy's weights are dummies until the first weight sync, which brings them as every later one. No prefix cache:
-    requests of one prompt would lack the hidden states of the part that they share.
+    requests of one prompt would lack the hidden states of the part that they share. An engine that sleeps loses the
+    policy's weights, and keeps the drafter's, which no weight sync has to bring.
     """
+    is_eager = device != "cuda" or not rollout.cuda_graphs
+    sleep = {"enable_sleep_mode": True, "sleep_preserve_parameter_names": ["draft.*"]}
     arguments: dict[str, Any] = {
         "model": str(Path(model.path).resolve()),
         "load_format": "dummy",
@@ -62,6 +68,9 @@ def engine_args(
         "max_num_seqs": rollout.max_running_requests,
         "max_num_batched_tokens": max(rollout.max_batched_tokens, model.max_context),
         "kv_cache_memory_bytes": cache_bytes,
+        **(_tensor_parallel(rollout.tp) if rollout.tp > 1 else {}),
+        **({"gpu_memory_utilization": _FREE_SHARE} if device == "cuda" else {}),
+        **(sleep if rollout.vllm_sleeps(device) else {}),
         "enable_prefix_caching": False,
         "async_scheduling": False,  # a step's tokens are known before the next one is scheduled
         "disable_log_stats": True,
@@ -71,6 +80,28 @@ def engine_args(
         "speculative_config": None if speculation is None else dict(speculation),
     }
     return with_more(arguments, rollout.vllm.engine, "rollout.vllm.engine")
+
+
+def _tensor_parallel(size: int) -> dict[str, Any]:
+    """Each rank's process is a worker of one engine: vLLM's workers join as ranks that a launcher has started. It then
+    sees no GPU but its own, of which its own all-reduce wants the peers': NCCL reduces.
+    """
+    return {
+        "tensor_parallel_size": size,
+        "distributed_executor_backend": "external_launcher",
+        "disable_custom_all_reduce": True,
+    }
+
+
+def launcher_variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """How a process of one of `size` ranks on this machine finds the others, by torch's names."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def request_args(params: SamplingParams, eos_token_ids: Iterable[int]) -> dict[str, Any]:

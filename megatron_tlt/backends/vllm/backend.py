@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors.torch import load
 
 from megatron_tlt.backends.remote import RemoteBackend
@@ -42,9 +43,44 @@ class VllmBackend(RemoteBackend):
         super().__init__(*args)
         self._experts_per_token = experts_per_token
         self._sink: Callable[[HiddenStateSample], None] | None = None
+        self._sleeps = self._rollout.vllm_sleeps(torch.device(self._options.device).type)
+        self._asleep: set[str] = set()  # of "kv_cache" and "weights", vLLM's names
 
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
         return request_args(params, self._eos_token_ids) | {"hidden": self._sink is not None}
+
+    # -- memory between rollouts ----------------------------------------------------------------------------------
+
+    def _before_generate(self) -> None:
+        self._wake("kv_cache")
+
+    def _after_generate(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Gives the KV cache's memory back until the next `generate`, where vLLM sleeps."""
+        if self._sleeps and "kv_cache" not in self._asleep:
+            self.process.call("sleep_cache")
+            self._asleep.add("kv_cache")
+
+    def release_weights(self) -> None:
+        """See `RolloutBackend.release_weights`; the KV cache's memory, too."""
+        if self._sleeps and "weights" not in self._asleep:
+            self.process.call("sleep_weights")
+            self._asleep |= {"kv_cache", "weights"}
+
+    def begin_update(self, version: int) -> None:
+        """As `RemoteBackend`; the KV cache's memory is given back, for an interrupted rollout has left it."""
+        self.release()
+        self._wake("weights")
+        super().begin_update(version)
+
+    def _wake(self, what: str) -> None:
+        """Takes memory again that the engine has given back; PyTorch here returns what it keeps for itself."""
+        if what in self._asleep:
+            torch.cuda.empty_cache()
+            self.process.call("wake", tags=[what])
+            self._asleep.remove(what)
 
     # -- hidden states ----------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.devices import visible_device
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.process import EngineProcess
-from megatron_tlt.backends.vllm.args import drafter_files, engine_args, speculative_config
+from megatron_tlt.backends.vllm.args import (
+    drafter_files,
+    engine_args,
+    launcher_variables,
+    speculative_config,
+)
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.launch import vllm_launch
 from megatron_tlt.drafter.checkpoint import write_directory
@@ -28,7 +34,8 @@ _BLOCK = 128  # tokens: vLLM's own block on CPUs, a multiple of those on GPUs
 
 
 def build_vllm(options: EngineOptions) -> VllmBackend:
-    """The engine of this rank, started on its device, without weights (version -1).
+    """The engine of this rank, or its part of one of `rollout.tp` ranks, started on its device, without weights
+    (version -1). Collective among those ranks.
 
     Raises ConfigError, CheckpointError or BackendError.
     """
@@ -39,25 +46,39 @@ def build_vllm(options: EngineOptions) -> VllmBackend:
     _require_capability(rollout.numerics, device)
     with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
         arguments = _arguments(options, Path(folder))
-        process = EngineProcess(vllm_launch(rollout), visible_device(device, "vllm"))
+        variables = visible_device(device, "vllm")
+        if (tp := options.tp) is not None and tp.size > 1:
+            variables |= launcher_variables(tp.rank, tp.size, tp.broadcast_object(_free_port()))
+        process = EngineProcess(vllm_launch(rollout), variables)
         process.start(
             llm=arguments,
             hidden_bytes=rollout.vllm.hidden_mib << 20 if options.keep_layers is not None else 0,
             max_len=arguments["max_model_len"],
             max_requests=rollout.max_running_requests,
-            speculation=rollout.speculation.model_dump(),
+            speculation={**rollout.speculation.model_dump(), "with_suffix": False},
             routed_experts=route_type(policy.num_experts) if options.keep_routed_experts else None,
             directory=str(process.shared.path),
             tokenizer=str(Path(model.tokenizer or model.path).resolve()),
             stop=list(rollout.stop),
+            beat_s=rollout.vllm.heartbeat_s,
         )
-    return VllmBackend(
+    backend = VllmBackend(
         process,
         ServedWeights.of_policy(policy, options.sync.verify),
         options,
         end_tokens(policy, options.tokenizer),
         experts_per_token=policy.num_experts_per_tok,
     )
+    backend.release()  # until the first rollout
+    return backend
+
+
+def _free_port() -> int:
+    """A port of this machine that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
 
 
 def _require_capability(numerics: str, device: torch.device) -> None:
@@ -72,11 +93,11 @@ def _arguments(options: EngineOptions, folder: Path) -> dict[str, Any]:
     rollout, model, drafter = options.rollout, options.model, options.drafter
     device = torch.device(options.device)
     policy = ModelConfig.from_hf(model.path)
-    cached = policy.num_layers * policy.num_kv_heads * policy.head_dim
+    cached = policy.num_layers * policy.num_kv_heads * policy.head_dim // rollout.tp
     if drafter is not None:
         files, layer = drafter_files(drafter, rollout.dtype), drafter.config.layer
         write_directory(folder, files.tensors, files.json)
-        cached += layer.num_kv_heads * layer.head_dim
+        cached += layer.num_kv_heads * layer.head_dim // rollout.tp
     # Drafts lie behind the last token; vLLM verifies zeros for all requests in a step where those of one do not fit.
     context = min(model.max_context + rollout.speculation.longest_draft, policy.max_position_embeddings)
     block_bytes = 2 * cached * DTYPES[rollout.dtype].itemsize * _BLOCK
@@ -89,8 +110,7 @@ def _arguments(options: EngineOptions, folder: Path) -> dict[str, Any]:
         device=device,
         local_ranks=options.local_ranks,
     )
-    is_eager = device.type != "cuda" or not rollout.cuda_graphs
     method, read = ("", None) if drafter is None else (drafter.config.kind, folder)
     speculation = speculative_config(rollout, method, read)
     model = model.model_copy(update={"max_context": context})
-    return engine_args(rollout, model, blocks * block_bytes, speculation, is_eager)
+    return engine_args(rollout, model, blocks * block_bytes, speculation, device.type)

@@ -5,13 +5,19 @@
                     shared memory: weights ->, hidden states of responses <-
 
 The engine is used by its thread only, which steps until an operation waits for it, so that requests are batched in the
-order in which they came, and weights change between two steps. Messages are those of `serving.py`; here a response may
-carry `kept` (a safetensors file, which the client removes, of `hidden` states and `routed_experts`) and `text` (up to
-the stop string that ended it), and
+order in which they came, and weights change between two steps. With `rollout.tp` above 1 each rank of an engine has
+such a process, with a scheduler of its own, and the first one orders the others' steps: how many requests to admit,
+when to pause for an operation.
+
+Messages are those of `serving.py`; here a response may carry `kept` (a safetensors file, which the client removes, of
+`hidden` states and `routed_experts`) and `text` (up to the stop string that ended it), a heartbeat may be `in_step`:
+sent between the same two steps by all ranks of an engine, and
 
 | from the client | response |
 |---|---|
-| start(llm, hidden_bytes, max_requests, max_len, speculation, routed experts, directory, tokenizer, stop) | reply |
+| start(llm, hidden_bytes, max_requests, max_len, speculation, routed_experts, | reply |
+| directory, tokenizer, stop, beat_s) | |
+| sleep_cache(), sleep_weights(), wake(tags) | reply, once memory is given back or there again |
 | speculation() | reply(state), of selector and calibration |
 | load_speculation(state) | reply |
 """
@@ -19,8 +25,11 @@ the stop string that ended it), and
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
+import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -58,6 +67,15 @@ class _Live:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What the first rank of an engine has all of its ranks do before a step."""
+
+    awaits: int  # operations of this run of steps, done and waiting, before it goes on; 0: it steps
+    admits: int  # requests, in the order of their submission
+    beats: bool
+
+
 class VllmHost(EngineHost):
     """One engine and the requests in it; called in the event loop only."""
 
@@ -68,6 +86,10 @@ class VllmHost(EngineHost):
         self._waiting = 0  # operations that wait for the engine's thread
         self._live: dict[str, _Live] = {}  # by external id
         self._stepping: asyncio.Task[None] | None = None
+        self._arrived = threading.Semaphore(0)  # requests submitted and not in the engine
+        self._operations = 0  # done since the steps under way began
+        self._operated = asyncio.Event()
+        self._beat_s, self._beaten = math.inf, 0.0  # between heartbeats in step; when the last one was sent
         self._directory = self._tokenizer_at = Path()
         self._tokenizer: HFTokenizer | None = None  # read for the first stop string
 
@@ -92,6 +114,8 @@ class VllmHost(EngineHost):
             return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
         finally:
             self._waiting -= 1
+            self._operations += 1
+            self._operated.set()
 
     async def _rpc(self, method: str, *args: Any) -> Any:
         return (await self._in_thread(lambda: self._engine.collective_rpc(method, args=args)))[0]
@@ -100,7 +124,10 @@ class VllmHost(EngineHost):
         """Starts the engine with our extension."""
         self._directory, self._tokenizer_at = Path(message["directory"]), Path(message["tokenizer"])
         self._stop_finder(message["stop"])  # a tokenizer that cannot be read ends the start, not a response
-        self._engine = await self._in_thread(adapter.start_engine, message["llm"])
+        records_routers = message["routed_experts"] is not None
+        self._engine = await self._in_thread(adapter.start_engine, message["llm"], records_routers)
+        if message["llm"].get("tensor_parallel_size", 1) > 1:
+            self._beat_s = message["beat_s"]
         names = ("hidden_bytes", "max_len", "max_requests", "speculation", "routed_experts")
         await self._rpc("tlt_install", *(message[name] for name in names))
         return {}
@@ -110,32 +137,49 @@ class VllmHost(EngineHost):
     def submit(self, message: Message) -> None:
         """Queues a request; its response is sent when it comes."""
         self._submitted.append(message)
+        self._arrived.release()
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
         """Steps until nothing is in flight. A failure ends this process, and the client shows the end of its log."""
         loop = asyncio.get_running_loop()
+        self._operations = 0
         try:
             while self.in_flight:
-                await loop.run_in_executor(self._thread, self._step, loop)
+                awaits = await loop.run_in_executor(self._thread, self._step, loop)
+                while self._operations < awaits:  # on ranks other than the first they may be on their way
+                    self._operated.clear()
+                    await self._operated.wait()
         except Exception:  # noqa: BLE001 - no later request could be served either
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
 
-    def _step(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _step(self, loop: asyncio.AbstractEventLoop) -> int:
         """Steps of the engine, in its thread; sends responses as they end.
 
-        Returns when an operation waits or nothing is left: a turn of the event loop for each step would cost its time.
+        Returns when operations wait (how many must be done before the next step) or nothing is left (0): a turn of the
+        event loop for each step would cost its time. All ranks of an engine take the same steps, as the first one
+        orders.
         """
-        while self.in_flight and not self._waiting:
-            while self._submitted:
+        while self.in_flight:
+            awaits = self._operations + self._waiting if self._waiting else 0
+            is_due = time.monotonic() - self._beaten > self._beat_s
+            order = adapter.first_ranks(_Order(awaits, len(self._submitted), is_due))
+            if order.awaits:
+                return order.awaits
+            for _ in range(order.admits):
+                self._arrived.acquire()  # on other ranks the request may be on its way
                 self._add(self._submitted[0])
                 self._submitted.popleft()  # last: until then a heartbeat counts it here
             for output in self._engine.step():
                 if self._note(output):
                     loop.call_soon_threadsafe(self._send, self._response(output))
+            if order.beats:
+                self._beaten = time.monotonic()
+                loop.call_soon_threadsafe(self._send, {"type": "beat", "in_step": True, **self.progress()})
+        return 0
 
     def _add(self, message: Message) -> None:
         number, prompt, params = message["id"], message["token_ids"], message["params"]
@@ -196,6 +240,8 @@ class VllmHost(EngineHost):
         """Returns the numbers of the dropped requests."""
         numbers = [message["id"] for message in self._submitted] + [live.number for live in self._live.values()]
         internal = [live.internal for live in self._live.values()]
+        for _ in self._submitted:
+            self._arrived.acquire()
         self._submitted.clear()
         self._live.clear()
         self._engine.abort_request(internal, internal=True)
@@ -214,6 +260,21 @@ class VllmHost(EngineHost):
         """All tensors of the policy have come."""
         await self._rpc("tlt_finish_update")
         await self._in_thread(self._engine.reset_prefix_cache)
+        return {}
+
+    async def do_sleep_cache(self, _: Message) -> Message:
+        """Gives the KV cache's memory back; what is cached is lost."""
+        await self._in_thread(adapter.sleep_cache, self._engine)
+        return {}
+
+    async def do_sleep_weights(self, _: Message) -> Message:
+        """Gives back the KV cache's memory and the policy's weights, which the next weight sync brings."""
+        await self._in_thread(adapter.sleep_weights, self._engine)
+        return {}
+
+    async def do_wake(self, message: Message) -> Message:
+        """Takes the memory of `tags` again."""
+        await self._in_thread(adapter.wake, self._engine, message["tags"])
         return {}
 
     async def do_stats(self, _: Message) -> Message:

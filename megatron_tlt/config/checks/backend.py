@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 from megatron_tlt.config.engine_process import EngineProcessSection
@@ -36,10 +35,9 @@ def check_backend(config: Config, device: str | None) -> Problems:
 
 def _check_process(rollout: RolloutSection, section: EngineProcessSection, device: str | None) -> Problems:
     """Settings of the embedded engine that one in a process of its own does not read, and how weights get there."""
-    for path, value in (("release_cache", False), ("kernels", "auto")):
-        if (given := getattr(rollout, path)) != value:
-            its_own = f"rollout.backend: {rollout.backend}, whose engine has its own (rollout.{rollout.backend})"
-            yield ConfigProblem(f"rollout.{path}", given, f"must be {json.dumps(value)} with {its_own}")
+    if rollout.kernels != "auto":
+        allowed = f"must be 'auto' with rollout.backend: {rollout.backend}, whose engine has kernels of its own"
+        yield ConfigProblem("rollout.kernels", rollout.kernels, allowed)
     if section.transport == "cuda_ipc" and device == "cpu":
         at = f"rollout.{rollout.backend}.transport"
         yield ConfigProblem(at, section.transport, "must be 'shared_memory' on CPU")
@@ -54,12 +52,6 @@ def _check_sampling(config: Config) -> Problems:
     if not can.stop_strings and rollout.stop:
         allowed = f"must be empty with {name}, which stops at tokens only"
         yield ConfigProblem("rollout.stop", rollout.stop, allowed)
-    is_set = "importance_cap" in config.algorithm.model_fields_set
-    if not can.logprobs and is_set and config.algorithm.importance_cap > 0:
-        allowed = (
-            f"must be 0 with {name}: the actor computes the log-probs, so there is no mismatch to correct"
-        )
-        yield ConfigProblem("algorithm.importance_cap", config.algorithm.importance_cap, allowed)
 
 
 def _check_drafting(config: Config) -> Problems:
@@ -69,7 +61,7 @@ def _check_drafting(config: Config) -> Problems:
     if can.drafters is not None and section.drafter not in can.drafters:
         allowed = f"must be {', '.join(map(repr, can.drafters))} with {name}"
         yield ConfigProblem(f"{at}.drafter", section.drafter, allowed)
-    if section.drafts_by == "mixed" and backend != "embedded":
+    if section.drafts_by == "mixed" and backend == "trtllm":
         yield ConfigProblem(f"{at}.with_suffix", True, f"must be false with {name}: one drafter drafts")
     chosen = section.drafter != "none" and "selector" in section.model_fields_set
     if chosen and not can.selectors:
@@ -84,7 +76,7 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
             allowed = "must have an arm that drafts with rollout.backend: vllm (none drafts: drafter: none)"
             yield ConfigProblem("rollout.speculation.bandit.arms", speculation.bandit.arms, allowed)
         least = speculation.min_cumulative_acceptance
-        if speculation.drafts_by == "trained" and speculation.selector != "cost_model" and least > 0:
+        if speculation.trained is not None and speculation.selector != "cost_model" and least > 0:
             allowed = "must be 0 with rollout.backend: vllm and a trained drafter, whose drafts are never cut"
             yield ConfigProblem("rollout.speculation.min_cumulative_acceptance", least, allowed)
     if not section.version.startswith(_VLLM_SERIES):
@@ -92,9 +84,6 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
     if config.rollout.numerics == "invariant" and device == "cpu":
         allowed = "must be 'default' on CPU with rollout.backend: vllm, whose batch-invariant mode needs Triton"
         yield ConfigProblem("rollout.numerics", "invariant", allowed)
-    if config.actor.router_replay == "rollout" and config.rollout.cuda_graphs and device == "cuda":
-        allowed = "must be false with rollout.backend: vllm and actor.router_replay: rollout: "
-        yield ConfigProblem("rollout.cuda_graphs", True, allowed + "inside captured graphs no router can be read")
     if config.idle.train_drafter and config.hidden_states_of == "engine" and not section.hidden_mib:
         allowed = "must be above 0 with idle.train_drafter, or there is nothing to train on"
         yield ConfigProblem("rollout.vllm.hidden_mib", 0, allowed)
@@ -106,6 +95,9 @@ def _check_trtllm(config: Config) -> Problems:
     if rollout.numerics != "default":
         allowed = "must be 'default' with rollout.backend: trtllm, whose responses depend on the batch"
         yield ConfigProblem("rollout.numerics", rollout.numerics, allowed)
+    if rollout.release_cache:
+        allowed = "must be false with rollout.backend: trtllm: use rollout.trtllm.sleep"
+        yield ConfigProblem("rollout.release_cache", True, allowed)
     if section.python is None:
         allowed = "is required with rollout.backend: trtllm: the Python executable of its environment"
         yield ConfigProblem(f"{at}.python", None, allowed)

@@ -28,9 +28,11 @@ from megatron_tlt.config.planning.parameters import (
 )
 from megatron_tlt.config.root import Config
 
-LOADED = "experts as they load"  # the part's name
+LOADED = "experts as they load"  # names of parts
+HIDDEN = "rollout.vllm.hidden_mib"
 _SAMPLED_AT_ONCE = 1 << 23  # logits that `rollout.sampler` draws from at a time; a test compares
 _SAMPLED_BYTES = 56  # of a logit's keyed noise and scores there
+_VLLM_SAMPLED_AT_ONCE = 1 << 26  # logits that the plugin in vLLM copies to fp32 at a time; a test compares
 
 
 def kv_cache_bytes(config: Config, shape: ArchitectureConfig, requests: int) -> int:
@@ -67,7 +69,7 @@ def process_bytes(config: Config, shape: ArchitectureConfig) -> dict[str, int]:
     if not config.idle.train_drafter:
         return experts
     tables = (1 if shape.tie_word_embeddings else 2) * shape.vocab_size * shape.hidden_size
-    states = {"rollout.vllm.hidden_mib": rollout.vllm.hidden_mib * MIB}
+    states = {HIDDEN: rollout.vllm.hidden_mib * MIB}
     return experts | (states if config.hidden_states_of == "engine" else {}) | {
         "embedding and LM head": tables * element_bytes(rollout.dtype),
     }
@@ -91,13 +93,17 @@ def rollout_step_bytes(config: Config, shape: ArchitectureConfig, device: Device
     those of each expert that a row takes, with input and output; the experts' numbers; the outputs of layers that a
     drafter reads. On CPU, of each request its logits, noise and ranks, eight times V in fp32. On CUDA, of each of R
     rows its logits in the engine's type and in fp32; on several ranks those of all ranks, too, and joined; and what
-    the sampler takes.
+    the sampler takes. vLLM's ranks have all logits, which are drawn from in chunks.
     """
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
     forward = rollout.max_batched_tokens * row_bytes(config, shape)
     if device == "cpu":
         return max(forward, rollout.max_running_requests * shape.vocab_size * 8 * 4)
     logits = verified_rows(config) * shape.vocab_size
+    if rollout.backend == "vllm":
+        gathered = logits * element if rollout.tp == 1 else logits * element * (2 + 1 / rollout.tp)
+        copies = min(logits, _VLLM_SAMPLED_AT_ONCE) * 4
+        return max(forward, int(gathered) + copies + min(logits, _SAMPLED_AT_ONCE) * _SAMPLED_BYTES)
     each = element + 4 if rollout.tp == 1 else 8 + (element + 4) / rollout.tp
     return max(forward, int(logits * each) + min(logits, _SAMPLED_AT_ONCE) * _SAMPLED_BYTES)
 

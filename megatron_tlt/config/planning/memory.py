@@ -148,9 +148,11 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
         "weight sync bucket": ("weight_sync",),
         engine.LOADED: ("weight_sync",),
     }
-    sleeps = config.rollout.backend == "trtllm" and config.rollout.trtllm.sleep == "kv_cache"
-    if sleeps or config.rollout.release_cache:
+    if config.rollout.releases_cache(device):
         only[KV] = ("rollout",)
+    if config.rollout.vllm_sleeps(device):
+        only |= dict.fromkeys(("engine weights", "drafter"), ("rollout", "idle window", "weight_sync"))
+        only[engine.HIDDEN] = ("rollout",)
     if config.actor.offload_optimizer:
         only["gradients"] = ("update",)
         if device == "cuda":  # on CPU the host is where it lies anyway

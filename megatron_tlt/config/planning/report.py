@@ -13,8 +13,10 @@ from megatron_tlt.config.planning.parameters import GIB, kv_bytes_per_token, tot
 from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import aligned
+from megatron_tlt.types import CAPABILITIES
 
 MAX_GRID_ROWS = 16
+_FEW = 4  # times the requests of full length that a cache holds: the running requests beyond which `check` warns
 
 
 def render_check(
@@ -67,7 +69,18 @@ def _engines(config: Config, num_ranks: int) -> list[str]:
     spans = [_span(i * size, size) for i in range(count)]
     shown = ", ".join(spans) if count <= MAX_GRID_ROWS else f"{spans[0]}, {spans[1]}, ..., {spans[-1]}"
     each = "rank" if size == 1 else "ranks"
-    return [f"Rollout engines: {count} of {size} {each}: {shown}"]
+    return [f"Rollout engines: {count} of {size} {each}: {shown}", *_without_effect(config)]
+
+
+def _without_effect(config: Config) -> list[str]:
+    """Settings that an engine does not need, which a recipe may have for another one."""
+    rollout = config.rollout
+    reasons = {}
+    if not CAPABILITIES[rollout.backend].logprobs and config.algorithm.importance_cap > 0:
+        reasons["algorithm.importance_cap"] = "the actor scores the responses"
+    if rollout.backend == "vllm" and rollout.speculation.drafts_by == "mixed":
+        reasons["rollout.speculation.with_suffix"] = "the trained drafter drafts alone"
+    return [f"  no effect with {rollout.backend}: {name}: {why}" for name, why in reasons.items()]
 
 
 def _memory(
@@ -117,9 +130,10 @@ def _cache_line(config: Config, shape: ArchitectureConfig, cache_bytes: int, dev
     if device == "cuda" and config.rollout.kv_cache_mib is None and config.cluster.memory_gib is None:
         return [f"  the KV cache takes what remains of the GPU; {cache_bytes / GIB:.2f} GiB hold one request"]
     running = config.rollout.max_running_requests
-    return [
-        f"  the KV cache of an engine holds {held} requests of full length ({length} tokens); {running} may run"
-    ]
+    lines = [f"  the KV cache of an engine holds {held} requests of full length ({length} tokens); {running} may run"]
+    if _FEW * held < running:
+        lines.append("  warning: fewer than a quarter: requests that find no room are preempted and computed again")
+    return lines
 
 
 def _tokens(config: Config | SftConfig, dims: Dims) -> list[str]:

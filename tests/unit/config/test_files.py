@@ -78,6 +78,19 @@ def test_recipes_draft_and_train_their_drafter_and_fit(path):
     assert training <= (TRAINING_GIB.get(shape.hidden_size, 2) + eagle3) * GIB
 
 
+@pytest.mark.parametrize("path", [path for path in RECIPES if "trtllm" not in path.stem], ids=label)
+def test_recipes_roll_out_in_vllm(path):
+    """By one override; with memory that comes and goes the cache is near the embedded engine's."""
+    ours, vllm = load_config(path), load_config(path, ["rollout.backend=vllm"])
+    shape, ranks = ours.model.architecture, ours.cluster.num_ranks
+    assert [str(p) for p in find_problems(vllm, None, ranks)] == []
+    caches = [estimate_memory(config, shape, ranks)[0].parts[KV] for config in (ours, vllm)]
+    assert caches[1] > 0.75 * caches[0]
+    report = render_check(vllm, None, ranks)
+    assert "no effect with vllm: rollout.speculation.with_suffix" in report
+    assert "no effect with vllm: algorithm.importance_cap" in report
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=label)
 def test_recipe_names_match_their_contents(path):
     config = load_config(path)

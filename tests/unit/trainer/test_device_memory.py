@@ -100,15 +100,16 @@ def test_segments_grow_unless_the_environment_or_handles_to_them_forbid_it(monke
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
 
-    def transport(*overrides):
-        return config(*overrides).rollout.transport
+    def engine(*overrides):
+        return config(*overrides).rollout.engine_process
 
     cuda, shared = torch.device("cuda"), "rollout.vllm.transport=shared_memory"
-    let_segments_grow(torch.device("cpu"))
-    let_segments_grow(cuda, transport("rollout.backend=trtllm"))
+    let_segments_grow(torch.device("cpu"), engine("rollout.backend=vllm"))
+    for backend in ("trtllm", "vllm"):
+        let_segments_grow(cuda, engine(f"rollout.backend={backend}"))
     assert asked == []
-    for engine in (["rollout.backend=embedded"], ["rollout.backend=vllm", shared]):
-        let_segments_grow(cuda, transport(*engine))
+    for overrides in (["rollout.backend=embedded"], ["rollout.backend=vllm", shared]):
+        let_segments_grow(cuda, engine(*overrides))
     assert asked == ["expandable_segments:True"] * 2
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
     let_segments_grow(cuda)

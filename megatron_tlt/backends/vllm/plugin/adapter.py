@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_tlt.backends.vllm.plugin import compat
 
 _HERE = __name__.rpartition(".")[0]
+T = TypeVar("T")
 _EAGLE = "EagleQwen3ForCausalLM"
 
 
@@ -25,16 +26,48 @@ def register() -> None:
         ModelRegistry.register_model(_EAGLE, f"{_HERE}.eagle_qwen3:{_EAGLE}")
 
 
-def start_engine(arguments: dict[str, Any]) -> Any:
-    """A `vllm.LLMEngine` in this process. Raises RuntimeError where vLLM is not as recorded in `compat`."""
+def start_engine(arguments: dict[str, Any], records_routers: bool) -> Any:
+    """A `vllm.LLMEngine` in this process; `records_routers`: what its routers choose can be read. Raises RuntimeError
+    where vLLM is not as recorded in `compat`.
+    """
     found = compat.differences(version())
     if found:
         raise RuntimeError("this vLLM does not fit the plugin: " + "; ".join(found))
     register()
+    if arguments.get("tensor_parallel_size", 1) > 1:
+        compat.reduce_by_gloo()
+    if records_routers:
+        compat.bind_routers_at_load()
     from vllm import EngineArgs, LLMEngine
 
     extension = f"{_HERE}.extension.VllmWorkerExtension"
     return LLMEngine.from_engine_args(EngineArgs(**arguments, worker_extension_cls=extension))
+
+
+def first_ranks(value: T) -> T:
+    """The value of the engine's first rank, on all of its ranks, which call this in one order."""
+    return compat.first_ranks(value)
+
+
+def sleep_cache(engine: Any) -> None:
+    """Gives back the memory of the KV cache and of hidden states, and drops the prefix cache; only without requests.
+    vLLM asks for a pause first, which ends when all memory is there again.
+    """
+    engine.collective_rpc("tlt_release")
+    engine.sleep(level=0)
+    engine.release_kv_cache_memory()
+
+
+def sleep_weights(engine: Any) -> None:
+    """Gives back weights and KV cache, whatever of them is there; buffers stay, and the drafter's parameters (see
+    `engine_args`). Only without requests.
+    """
+    engine.sleep(level=2)
+
+
+def wake(engine: Any, tags: list[str]) -> None:
+    """Takes the memory of "weights" or "kv_cache" again, at its addresses, with arbitrary contents."""
+    engine.wake_up(tags=tags)
 
 
 def vllm_sampling_params(arguments: dict[str, Any], extra: dict[str, Any]) -> Any:

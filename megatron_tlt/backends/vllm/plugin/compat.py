@@ -8,14 +8,16 @@ unnecessary; all that only reads the runner's state goes with a public interface
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+T = TypeVar("T")
 SERIES = "0.32."
 # (module, name, its parameters): functions that are called, replaced, or called back.
 SIGNATURES = (
@@ -38,6 +40,9 @@ SIGNATURES = (
     ),
     ("v1.engine.llm_engine", "LLMEngine.step", "self"),
     ("v1.engine.llm_engine", "LLMEngine.abort_request", "self request_ids internal"),
+    ("v1.engine.llm_engine", "LLMEngine.sleep", "self level mode"),
+    ("v1.engine.llm_engine", "LLMEngine.release_kv_cache_memory", "self"),
+    ("v1.engine.llm_engine", "LLMEngine.wake_up", "self tags"),
     (
         "v1.engine.llm_engine",
         "LLMEngine.reset_prefix_cache",
@@ -60,14 +65,22 @@ SIGNATURES = (
     ),
     (
         "model_executor.layers.fused_moe.routed_experts_capturer",
-        "RoutedExpertsCapturer.capture",  # what `_Chosen` stands for
+        "RoutedExpertsCapturer",
+        "max_num_batched_tokens vllm_config",
+    ),
+    (
+        "model_executor.layers.fused_moe.routed_experts_capturer",
+        "RoutedExpertsCapturer.capture",  # `Chosen` stands for it
         "self layer_id topk_ids",
     ),
+    ("v1.worker.gpu_worker", "Worker.load_model", "self load_dummy_weights"),
     (
         "model_executor.layers.fused_moe.unquantized_fused_moe_method",
         "UnquantizedFusedMoEMethod._setup_kernel",  # what `_make_kernels_anew` makes happen
         "self layer w13 w2",
     ),
+    ("distributed.parallel_state", "get_tp_group", ""),
+    ("distributed.parallel_state", "GroupCoordinator.broadcast_object", "self obj src"),
     ("model_executor.models.utils", "get_draft_quant_config", "vllm_config"),
     ("model_executor.models.utils", "maybe_prefix", "prefix name"),
 )
@@ -111,6 +124,36 @@ def _find(module: str, name: str) -> Any:
     return found
 
 
+def first_ranks(value: T) -> T:
+    """The value of the engine's first rank, on all of its tensor-parallel ranks, which call this in one order. Through
+    shared memory; a wait for the first rank, no collective of the device.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    first: T = get_tp_group().broadcast_object(value)
+    return first
+
+
+# Remove when CPU workers of an external launcher get names of their own for shared memory.
+def reduce_by_gloo() -> None:
+    """Tensor-parallel workers on CPUs reduce by gloo, not in shared memory: its name would be that of every engine on
+    this machine, and its ranks spin. Workers that do not share a name use gloo. On GPUs nothing changes.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.worker import cpu_worker
+
+    initialise = cpu_worker.init_worker_distributed_environment
+
+    def initialise_apart(config: Any, rank: int, *args: Any) -> None:
+        os.environ["VLLM_DIST_IDENT"] = str(rank)
+        initialise(config, rank, *args)
+
+    cpu_worker.init_worker_distributed_environment = initialise_apart
+
+
 # -- the model runner's batch ---------------------------------------------------------------------------------
 
 
@@ -151,9 +194,9 @@ def row_starts(runner: Any) -> np.ndarray:
     return starts
 
 
-def drafts(metadata: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Drafted tokens of each row, int [B], and the tokens, row by row, int [sum]."""
-    return np.asarray(metadata.num_draft_tokens, np.int64), metadata.draft_token_ids.cpu().numpy()
+def drafts(metadata: Any) -> tuple[np.ndarray, Tensor]:
+    """Drafted tokens of each row, int [B], and the tokens, row by row, int32 [sum] on the device."""
+    return np.asarray(metadata.num_draft_tokens, np.int64), metadata.draft_token_ids
 
 
 def sampler_output(tokens: Tensor) -> Any:
@@ -224,31 +267,47 @@ def states(output: Any) -> Tensor:
 
 
 # Remove when a request's output names the experts of its own tokens for every kernel.
-def watch_routers(runner: Any, dtype: torch.dtype) -> Callable[[Any], Tensor]:
-    """A function that reads, after a forward, the experts of its tokens: [T, layers with experts * k], ascending in a
-    layer, on the host. Raises ValueError for kernels that do not record their choice.
+def bind_routers_at_load() -> None:
+    """From now on a worker that has loaded its model records what its routers choose, as `tlt_chosen`. Before graphs
+    are captured: they write the record when they are replayed. Raises ValueError, at the load, for kernels that do not
+    record their choice.
     """
-    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+        RoutedExpertsCapturer,
+        bind_routed_experts_capturer,
+    )
+    from vllm.v1.worker.gpu_worker import Worker
 
-    record = _Chosen()
-    bind_routed_experts_capturer(runner.get_model(), record)
+    load_model = Worker.load_model
 
-    def read(output: Any) -> Tensor:
-        ids = torch.stack([ids for _, ids in sorted(record.of_layer.items())], dim=1)
-        return ids.sort(-1).values.flatten(1).to("cpu", dtype)
+    def load_and_bind(worker: Any, **kwargs: Any) -> None:
+        load_model(worker, **kwargs)
+        most = worker.vllm_config.scheduler_config.max_num_batched_tokens
+        worker.tlt_chosen = Chosen(RoutedExpertsCapturer(most, worker.vllm_config))
+        bind_routed_experts_capturer(worker.model_runner.get_model(), worker.tlt_chosen)
 
-    return read
+    Worker.load_model = load_and_bind
 
 
-class _Chosen:
-    """The experts [T, k] that each layer chose last, by the layer's number."""
+class Chosen:
+    """The experts that each layer chose in the last forward, in a buffer of vLLM's [T, layers, k], at one address."""
 
-    def __init__(self) -> None:
-        self.of_layer: dict[int, Tensor] = {}
+    def __init__(self, capturer: Any) -> None:
+        self._capturer = capturer
+        self._layers: set[int] = set()  # with experts
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
-        """vLLM calls it in every forward of a layer with experts."""
-        self.of_layer[layer_id] = topk_ids
+        """vLLM calls it in a layer's forward, but not where a graph of it is replayed."""
+        self._layers.add(layer_id)
+        self._capturer.capture(layer_id, topk_ids)
+
+    def of(self, output: Any, dtype: torch.dtype) -> Tensor:
+        """Of the tokens of a forward with this output: [T, layers with experts * k], ascending in a layer, on the
+        host.
+        """
+        rows = len(output[0] if isinstance(output, tuple) else output)
+        ids = self._capturer.device_buffer[:rows, sorted(self._layers)]
+        return ids.sort(-1).values.flatten(1).to("cpu", dtype)
 
 
 # -- weights --------------------------------------------------------------------------------------------------

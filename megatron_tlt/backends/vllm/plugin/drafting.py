@@ -8,6 +8,9 @@ vLLM proposes at the end of a step what the next one verifies, so a step's secon
 end of the sample behind it. A step of length 0 is plain; a trained drafter still reads its tokens then (one layer's
 forward), because its cache could not catch up later, and that time counts as the plain step's.
 
+On GPUs seconds lie between events of the stream, which are read when the next proposal begins. Behind a verified step
+they have passed by then, for its tokens have come to the host; behind a plain step this is the measurement's one wait.
+
 Legend: B rows of a step, K drafted tokens of a row.
 """
 
@@ -26,7 +29,7 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.spec.counters import SpeculationCounters
 from megatron_tlt.rollout.spec.selector import build_selector
-from megatron_tlt.types import NO_DRAFT, StepMeasurement
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 
 class StepDrafting:
@@ -37,16 +40,22 @@ class StepDrafting:
         section: SpeculationSection,
         device: torch.device,
         suffix: SuffixBridge | None = None,
-        clock: Callable[[], float] | None = None,
+        agree: Callable[[DraftStrategy], DraftStrategy] = lambda strategy: strategy,
+        clock: Callable[[], Any] | None = None,
     ):
-        """`section` drafts with chains. `suffix`: the suffix drafter, where that drafts."""
+        """`section` drafts with chains. `suffix`: the suffix drafter, where that drafts. `agree` gives all ranks of an
+        engine the first one's strategy.
+        """
         self._kind, self._selector, self.suffix = section.drafts_by, build_selector(section), suffix
-        self._clock = clock or _clock_of(device)
+        self._agree, self._clock = agree, clock or _clock_of(device)
         self._counters = SpeculationCounters()
         self._strategy = NO_DRAFT  # of the last proposal
         self._rows = 0  # of the last step, with those in the middle of their prompts
         self._is_decode = self._is_measured = False  # the last step; whether that and the proposal behind it were
-        self._started = self._proposed = self._draft_seconds = 0.0
+        self._started: Any = None  # when the last proposal began
+        self._drafted: Any = None  # the same, if it drafted
+        self._proposed: Any = None  # when it was made
+        self._unread: Callable[[], None] | None = None  # reads the seconds of the last step
 
     def record(self, drafted: np.ndarray, accepted: np.ndarray, is_drawn: np.ndarray, is_decode: bool) -> None:
         """A step of B rows was sampled, of whose `drafted` int [B] tokens the first `accepted` int [B] were right.
@@ -60,18 +69,32 @@ class StepDrafting:
         reached = (at < drafted[:, None]) & (at <= accepted[:, None])
         hits = (at < accepted[:, None]).sum(0)
         rows, fed, emitted = len(drafted), int((drafted + 1).sum()), int((accepted + 1).sum())
-        seconds = self._draft_seconds, now - self._proposed
-        step = StepMeasurement(strategy, rows, fed, *seconds, emitted, reached.sum(0), hits)
-        if is_decode and self._is_measured:
-            self._selector.record(step)
+        marks = self._drafted, self._proposed, now
+        is_measured = is_decode and self._is_measured
         draft = chains(drafted) if fed > rows else None
-        if is_decode or draft is not None:
-            self._counters.add(step, draft)
+
+        def read() -> None:
+            seconds = _seconds(*marks[:2]), _seconds(*marks[1:])
+            step = StepMeasurement(strategy, rows, fed, *seconds, emitted, reached.sum(0), hits)
+            if is_measured:
+                self._selector.record(step)
+            if is_decode or draft is not None:
+                self._counters.add(step, draft)
+
+        self._read()
+        self._unread = read
         self._is_decode, self._is_measured = is_decode, False
+
+    def _read(self) -> None:
+        """Reads the last step's seconds, once: the selector learns of a step before it chooses for the next."""
+        read, self._unread = self._unread, None
+        if read is not None:
+            read()
 
     def begin(self) -> int:
         """How many tokens the proposal that begins now drafts for each row; 0: none."""
-        self._strategy = strategy = self._selector.select(self._rows)
+        self._read()
+        self._strategy = strategy = self._agree(self._selector.select(self._rows))
         self._started = self._clock()
         return strategy.draft_len
 
@@ -86,17 +109,19 @@ class StepDrafting:
 
     def end(self) -> None:
         """The proposal that `begin` began is made."""
-        now, is_plain = self._clock(), self._strategy.kind == NO_DRAFT.kind
-        self._draft_seconds = 0.0 if is_plain else now - self._started
-        self._proposed = self._started if is_plain else now
+        is_plain = self._strategy.kind == NO_DRAFT.kind
+        self._drafted = None if is_plain else self._started
+        self._proposed = self._started if is_plain else self._clock()
         self._is_measured = self._is_decode
 
     def take_stats(self) -> dict[str, Any]:
         """The fields of `SpeculationStats` since the last call. Resets them."""
+        self._read()
         return asdict(self._counters.take())
 
     def state_dict(self) -> dict[str, Any]:
         """What selector and calibration have learned."""
+        self._read()
         calibration = None if self.suffix is None else self.suffix.state_dict()
         return {"drafter": self._kind, "selector": self._selector.state_dict(), "calibration": calibration}
 
@@ -108,18 +133,29 @@ class StepDrafting:
                 self.suffix.load_state_dict(state["calibration"])
 
 
-def _clock_of(device: torch.device) -> Callable[[], float]:
-    """Seconds: on CPU of this thread, as in the embedded engine; on GPUs once the device has done its work, for a
-    plain step only queues it.
+def _clock_of(device: torch.device) -> Callable[[], Any]:
+    """A function that marks a time: on CPU in seconds of this thread, as in the embedded engine; on GPUs by an event
+    behind the work that is queued, for a step only queues it.
     """
     if device.type != "cuda":
         return time.thread_time
 
-    def read() -> float:
-        torch.cuda.current_stream(device).synchronize()
-        return time.perf_counter()
+    def mark() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
 
-    return read
+    return mark
+
+
+def _seconds(start: Any, end: Any) -> float:
+    """Between two marks; 0 where the first one is missing. Waits for events that have not passed."""
+    if start is None:
+        return 0.0
+    if isinstance(end, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def chains(drafted: np.ndarray, tokens: np.ndarray | None = None) -> Draft:

@@ -5,6 +5,7 @@ vLLM mixes the class into its worker: no `__init__`, names of our own.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class VllmWorkerExtension:
     tlt_drafting: StepDrafting | None
     tlt_sampling: KeyedSampling
     tlt_tap: PositionTap | None
+    tlt_chosen: compat.Chosen  # by `bind_routers_at_load`
     tlt_routed_experts: PositionTap | None
     _tlt_is_loading: bool
 
@@ -48,7 +50,7 @@ class VllmWorkerExtension:
             suffix = SuffixBridge(section.suffix, max_requests, max_len, vocab)
         self.tlt_drafting = None
         if section.drafter != "none":
-            self.tlt_drafting = StepDrafting(section, torch.device(runner.device), suffix)
+            self.tlt_drafting = StepDrafting(section, torch.device(runner.device), suffix, compat.first_ranks)
         self.tlt_sampling = KeyedSampling(runner, self.tlt_drafting)
         self.tlt_tap = self.tlt_routed_experts = None
         if hidden_bytes:
@@ -60,8 +62,8 @@ class VllmWorkerExtension:
                 is_taken=lambda request: bool(compat.extra_args(runner, request)[HIDDEN]),
             )
         if routed_experts is not None:
-            chosen = compat.watch_routers(runner, getattr(torch, routed_experts))
-            self.tlt_routed_experts = PositionTap(runner, max_len, max_requests, states=chosen)
+            read = partial(self.tlt_chosen.of, dtype=getattr(torch, routed_experts))
+            self.tlt_routed_experts = PositionTap(runner, max_len, max_requests, states=read)
         self._tlt_is_loading = False
 
     def tlt_end(self, request: str, count: int) -> dict[str, Tensor]:
@@ -70,6 +72,13 @@ class VllmWorkerExtension:
         taps = {"hidden": self.tlt_tap, "routed_experts": self.tlt_routed_experts}
         taken = {name: tap.take(request, count) for name, tap in taps.items() if tap is not None}
         return {name: states for name, states in taken.items() if states is not None}
+
+    def tlt_release(self) -> None:
+        """Frees what is kept of running responses, when there are none."""
+        for tap in (self.tlt_tap, self.tlt_routed_experts):
+            if tap is not None:
+                tap.release()
+        torch.cuda.empty_cache()
 
     def tlt_stats(self) -> dict[str, Any]:
         """Steps and drafts since the last call. Resets them."""
@@ -113,9 +122,10 @@ class VllmWorkerExtension:
         return sums
 
     def _tlt_load(self, model: Any, location: Location, verify: bool) -> Sums:
-        # Copies: a layer's parts wait for the last one, perhaps for buckets, while the sender uses its memory again.
-        tensors = load_tensors(location, self.model_runner.device)
-        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        device = torch.device(self.model_runner.device)
+        tensors = load_tensors(location, device if device.type == "cpu" else device.index or 0)
+        if "ipc" in location:  # a layer's parts wait for the last one, while the sender uses its memory again
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         sums = checksums(tensors) if verify else {}

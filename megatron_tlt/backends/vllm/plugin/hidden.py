@@ -71,6 +71,11 @@ class PositionTap:
         self._pool = like.new_empty(slots * self._max_len + 1, width)
         self._free = list(range(slots))[::-1]
 
+    def release(self) -> None:
+        """Frees the memory until the next forward; only without requests."""
+        assert not self._slots
+        self._pool = None
+
     def _base(self, request: str) -> int:
         """First row of the request's slot; -1: it has none."""
         slot = self._slots.get(request)

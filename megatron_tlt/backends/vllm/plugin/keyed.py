@@ -25,9 +25,13 @@ from megatron_tlt.models.factory import sample_kernel
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.models.native.decoder import keyed_sample
+from megatron_tlt.models.torch.transfer import upload
 from megatron_tlt.rollout.sampler import NativeSample, Sampler, SamplingRows
 from megatron_tlt.rollout.spec.verify import accept_matches
 
+# Elements of [rows, V] that are drawn from at a time: 441 rows of 152k tokens, 256 MiB in fp32, so that plain decoding
+# is one chunk. The memory plan counts it (`config.planning.engine`); a test compares.
+FP32_AT_ONCE = 1 << 26
 ARGUMENT = "tlt"  # in `SamplingParams.extra_args`: [key, temperature, top_k, top_p, min_p, prompt id]
 Arguments = tuple[int, float, int, float, float, int]
 
@@ -82,25 +86,32 @@ class KeyedSampling:
         if metadata is None:
             drafted = accepted = np.zeros(count, np.int64)
             out = self._draw(logits, self._batch.part(slice(None)), done)[:, None]
+            chosen = None
         else:
             drafted, draft_tokens = compat.drafts(metadata)
             rows = drafted + 1
             owner, starts = np.repeat(np.arange(count), rows), np.cumsum(rows) - rows
             within = np.arange(len(owner)) - starts[owner]
-            drawn = self._draw(logits, self._batch.part(owner), done[owner] + within).cpu().numpy()
-            chosen, accepted = follow(drawn, drafted, draft_tokens)
-            out = torch.from_numpy(chosen).to(self._device)
+            drawn = self._draw(logits, self._batch.part(owner), done[owner] + within)
+            both = torch.cat([drawn, draft_tokens]).cpu().numpy()  # the step's one wait for the device
+            chosen, accepted = follow(both[: len(owner)], drafted, both[len(owner) :])
+            out = upload(chosen, self._device)
         self._next = done + accepted + 1
         if self._drafting is not None:
-            self._record(self._drafting, out, drafted, accepted, done)
+            self._record(self._drafting, out if chosen is None else chosen, drafted, accepted, done)
         return compat.sampler_output(out)
 
     def _record(
-        self, drafting: StepDrafting, out: Tensor, drafted: np.ndarray, accepted: np.ndarray, done: np.ndarray
+        self,
+        drafting: StepDrafting,
+        out: Tensor | np.ndarray,
+        drafted: np.ndarray,
+        accepted: np.ndarray,
+        done: np.ndarray,
     ) -> None:
         is_drawn = compat.is_drawn(self._runner)
         if drafting.suffix is not None:
-            tokens = out.cpu().numpy()
+            tokens = out if isinstance(out, np.ndarray) else out.cpu().numpy()
             batch = self._names, self._prompt_of, self._batch.keys, self._batch.temperature
             drafting.suffix.note(*batch, done, drafted, accepted, tokens, is_drawn)
         fed = int(compat.row_starts(self._runner)[-1])
@@ -124,9 +135,14 @@ class KeyedSampling:
         return self._draw(logits, part, self._next + self._proposed - 1).long()
 
     def _draw(self, logits: Tensor, rows: SamplingRows, positions: np.ndarray) -> Tensor:
-        """Tokens int32 [R] of logits [R, V] with the noise of these output positions. Mutates `rows`."""
+        """Tokens int32 [R] of logits [R, V] with the noise of these output positions, drawn in chunks of rows: copies
+        in fp32 take at most `FP32_AT_ONCE` elements. Mutates `rows`.
+        """
         rows.keys = row_keys(rows.keys, positions)
-        return self._sampler.sample(logits.float().contiguous(), rows)[0]
+        step = max(1, FP32_AT_ONCE // logits.shape[1])
+        parts = [slice(at, at + step) for at in range(0, max(1, len(logits)), step)]
+        drawn = [self._sampler.sample(logits[part].float().contiguous(), rows.part(part))[0] for part in parts]
+        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
 def follow(drawn: np.ndarray, drafted: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

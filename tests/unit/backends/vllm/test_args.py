@@ -55,12 +55,27 @@ def test_vllm_gets_the_longest_draft_of_every_drafter() -> None:
 
 
 def test_the_engine_section_adds_arguments_and_replaces_none() -> None:
-    given = engine_args(rollout(engine={"swap_space": 1}), MODEL, 1 << 20, None, is_eager=True)
+    given = engine_args(rollout(engine={"swap_space": 1}), MODEL, 1 << 20, None, "cpu")
     assert given["swap_space"] == 1
     assert given["kv_cache_memory_bytes"] == 1 << 20
     assert given["load_format"] == "dummy", "the first weight sync brings the weights"
     with pytest.raises(ConfigError, match="set by other settings already: dtype"):
-        engine_args(rollout(engine={"dtype": "half"}), MODEL, 1 << 20, None, is_eager=True)
+        engine_args(rollout(engine={"dtype": "half"}), MODEL, 1 << 20, None, "cpu")
+
+
+def test_what_an_engine_on_a_gpu_is_started_with_beside() -> None:
+    """vLLM wants a share of the GPU free, whatever cache it is given; policy and optimizer have taken theirs."""
+    ours = rollout()
+    on_cpu, on_gpu = (engine_args(ours, MODEL, 1 << 30, None, device) for device in ("cpu", "cuda"))
+    beside = {name: value for name, value in on_gpu.items() if on_cpu.get(name) != value}
+    assert beside.keys() == {"gpu_memory_utilization", "enforce_eager", "compilation_config"}
+    assert beside["gpu_memory_utilization"] * 80 < 1, "GiB of an H100, where the policy's part is full"
+    sleeping = ours.model_copy(update={"release_cache": True})
+    assert engine_args(sleeping, MODEL, 1 << 30, None, "cpu") == on_cpu, "vLLM sleeps on GPUs only"
+    more = {"enable_sleep_mode": True, "sleep_preserve_parameter_names": ["draft.*"]}
+    assert engine_args(sleeping, MODEL, 1 << 30, None, "cuda") == on_gpu | more
+    shared = engine_args(ours.model_copy(update={"tp": 4}), MODEL, 1 << 30, None, "cuda")
+    assert shared["tensor_parallel_size"] == 4 and shared["distributed_executor_backend"] == "external_launcher"
 
 
 def test_a_request_ends_where_the_embedded_engines_does() -> None:

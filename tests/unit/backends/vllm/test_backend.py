@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_tlt.backends import remote
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
+from megatron_tlt.config.engine_process import VllmSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.errors import BackendError, SyncError
@@ -167,7 +170,7 @@ def test_a_push_that_fails_at_its_end_keeps_no_copy_of_the_drafter() -> None:
 
 def test_tensors_that_fail_leave_no_file(tmp_path: Path) -> None:
     backend, process = toy_backend(ToyProcess(), 2)
-    settings = SimpleNamespace(transport="shared_memory")
+    settings = VllmSection()  # auto: shared memory on CPU
     process.launch, process.shared = SimpleNamespace(settings=settings), SimpleNamespace(path=tmp_path)  # type: ignore[attr-defined,assignment]
 
     def call(kind: str, tensors: dict[str, str], verify: bool) -> None:
@@ -178,3 +181,107 @@ def test_tensors_that_fail_leave_no_file(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match="could not drafter"):
         backend._send("drafter", [("fc.weight", torch.ones(2))])
     assert list(tmp_path.iterdir()) == []
+
+
+class SleepingProcess(ToyProcess):
+    """Notes the order of its calls, and of rollouts as "submit"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        super().send(message)
+        self.calls.append("submit")
+
+    def call(self, kind: str, tags: list[str] | None = None) -> None:
+        self.calls.append(kind if tags is None else (kind, *tags))
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_memory_is_there_for_rollouts_and_weight_syncs_only(monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
+    """A step with two rounds of rollouts, one that evaluates without an update between, one interrupted."""
+    emptied: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
+    process = SleepingProcess()
+    weights = ServedWeights({EMBED: (5, 2)}, (), False)
+    rollout = RolloutSection(backend="vllm", order="arrival", release_cache=sleeps)
+    backend = VllmBackend(process, weights, EngineOptions(rollout, MODEL, device="cuda"))
+    monkeypatch.setattr(backend, "_send", lambda kind, tensors: {})
+    backend.release()  # as `build_vllm` does
+
+    def sync(version: int) -> None:
+        backend.begin_update(version)
+        backend.update_weights(WeightBucket(version, [(EMBED, torch.zeros(5, 2))]))
+        backend.finish_update()
+
+    def generate(on_progress: Any = None) -> None:
+        call = GenerateCall([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), 1, on_progress)
+        backend.generate(call)
+
+    def interrupt(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    sync(0)
+    generate()
+    generate()
+    backend.release_weights()
+    backend.release_weights()
+    sync(1)
+    with pytest.raises(KeyboardInterrupt):
+        generate(interrupt)
+    sync(2)
+    with pytest.raises(KeyboardInterrupt):
+        generate(interrupt)
+    backend.release_weights()
+    sync(3)
+    generate()
+    one_sync, rollout_of = ["begin_update", "finish_update"], ["submit"]
+    if sleeps:
+        rollout_of = [("wake", "kv_cache"), "submit", "sleep_cache"]
+    update = ["sleep_weights", ("wake", "weights")] if sleeps else []
+    expected = [*one_sync, *rollout_of, *rollout_of, *update, *one_sync]
+    expected += [*rollout_of, *one_sync]  # the interrupted rollout's cache is released before the sync
+    expected += [*rollout_of[:2], *update, *one_sync, *rollout_of]
+    assert process.calls == (["sleep_cache"] if sleeps else []) + expected
+    assert len(emptied) == sum(call[0] == "wake" for call in process.calls)
+
+
+def test_progress_of_a_shared_engine_is_called_at_the_same_steps_on_all_ranks() -> None:
+    """Heartbeats that each process sends by its own clock count for liveness only."""
+    weights = toy_backend(ToyProcess(), 2)[0]._weights
+    tp = SimpleNamespace(size=2)
+    seen: list[list[int]] = []
+    for beats in (1, 3):
+        process = ToyProcess()
+        options = EngineOptions(RolloutSection(order="arrival", max_running_requests=2), MODEL, tp=tp)  # type: ignore[arg-type]
+        backend = VllmBackend(process, weights, options)
+        response = process.next_response
+        own = {"type": "beat", "lengths": [1], "in_flight": 2, "last_request": 2}
+        left = iter([*[own] * beats, response, {"type": "beat", "lengths": [2], "in_step": True}, response])
+        process.next_response = lambda: m() if callable(m := next(left)) else m  # type: ignore[method-assign]  # noqa: B023
+        calls: list[int] = []
+        prompts = [Prompt(0, "q", (1, 2), "?")]
+        backend.generate(GenerateCall(prompts, SamplingParams(max_tokens=4), 2, lambda *of: calls.append(of[0])))  # noqa: B023
+        seen.append(calls)
+    assert seen == [[1, 1, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "used"),
+    [
+        ("auto", "cpu", "in_shared_memory"),
+        ("auto", "cuda", "by_cuda_ipc"),
+        ("shared_memory", "cuda", "in_shared_memory"),
+    ],
+)
+def test_weights_go_by_handles_on_gpus(monkeypatch: pytest.MonkeyPatch, transport: Any, device: str, used: str) -> None:
+    seen: list[str] = []
+    for name in ("in_shared_memory", "by_cuda_ipc"):
+        monkeypatch.setattr(remote, name, lambda *of, name=name: seen.append(name) or nullcontext({}))
+    settings = VllmSection(transport=transport)
+    launch = SimpleNamespace(name="vLLM", section="rollout.vllm", settings=settings)
+    process = SimpleNamespace(launch=launch, shared=SimpleNamespace(path="/"), call=lambda *_, **__: {"checksums": {}})
+    weights = ServedWeights({EMBED: (5, 2)}, (), False)
+    VllmBackend(process, weights, EngineOptions(RolloutSection(), MODEL, device=device))._send("weights", [])
+    assert seen == [used]

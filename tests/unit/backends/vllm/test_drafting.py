@@ -11,6 +11,7 @@ import torch
 
 from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
 from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.types import NO_DRAFT, DraftStrategy
 
 PLAIN_S, ROW_S, DRAFT_S = 10.0, 0.8, 0.2  # seconds of a step, of each row beyond eight, of drafting a token
 LENGTH, LIKELY = 4, 0.9
@@ -71,23 +72,56 @@ def test_steps_are_counted_and_those_with_prompts_not_measured() -> None:
     assert stats["emitted_tokens"] == stats["row_steps"] + sum(stats["accepted_at"])
 
 
-def test_on_gpus_a_steps_seconds_hold_the_devices_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work of 5 seconds is queued before each clock read, and done where the stream is waited for."""
-    now, queued, measured = [0.0], [0.0], []
+class Device:
+    """A GPU's queue: work ends when it is waited for, or when the host has read a step's tokens."""
 
-    def wait() -> None:
-        now[0] += queued[0]
-        queued[0] = 0.0
+    def __init__(self) -> None:
+        self.queued = 0.0  # when the work that is queued ends, in the device's seconds
+        self.reached = 0.0
+        self.waits = 0
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=wait))
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    def wait(self, until: float) -> None:
+        self.waits += self.reached < until
+        self.reached = max(self.reached, until)
+
+    def event(self, enable_timing: bool) -> SimpleNamespace:
+        event = SimpleNamespace(at=0.0)
+        event.record = lambda stream: setattr(event, "at", self.queued)
+        event.synchronize = lambda: self.wait(event.at)
+        event.elapsed_time = lambda end: 1e3 * (end.at - event.at)
+        return event
+
+
+def test_on_gpus_a_steps_seconds_hold_the_devices_work_and_nothing_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, measured = Device(), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
     section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=1)
     drafting, drafted = StepDrafting(section, torch.device("cuda")), np.ones(2, int)
     drafting._selector.record = measured.append  # type: ignore[method-assign]
-    for forward, draft in ((3.0, 2.0), (5.0, 1.0), (7.0, 4.0)):
-        queued[0] += forward
-        drafting.record(drafted, drafted, drafted > 0, is_decode=True)
+    draft_one = DraftStrategy("trained", 1)
+    chosen = iter([draft_one, draft_one, NO_DRAFT, draft_one])
+    monkeypatch.setattr(drafting._selector, "select", lambda num_running: next(chosen))
+    for forward, draft in ((3.0, 2.0), (5.0, 1.0), (7.0, 4.0), (6.0, 2.0)):
+        device.queued += forward
+        if verified := drafting._strategy.draft_len:
+            device.reached = device.queued  # the tokens of a verified step have come to the host
+        drafting.record(drafted * verified, drafted * verified, drafted > 0, is_decode=True)
+        waits = device.waits
         drafting.begin()
-        queued[0] += draft
+        assert device.waits - waits == (forward == 6.0), "for a plain step's seconds only"
+        device.queued += draft
         drafting.end()
-    assert [(m.step_seconds, m.draft_seconds) for m in measured] == [(5.0, 2.0), (7.0, 1.0)]
+    assert [(m.step_seconds, m.draft_seconds) for m in measured] == [(5.0, 2.0), (7.0, 1.0), (10.0, 0.0)]
+
+
+def test_ranks_of_an_engine_draft_as_the_first_one_has_chosen() -> None:
+    section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=3)
+    first = StepDrafting(section, torch.device("cpu"))
+    chosen: list[DraftStrategy] = []
+    first._agree = lambda strategy: chosen.append(strategy) or strategy  # type: ignore[func-returns-value]
+    other = section.model_copy(update={"draft_len": 1})
+    second = StepDrafting(other, torch.device("cpu"), agree=lambda _: chosen.pop())
+    assert first.begin() == second.begin() == 3

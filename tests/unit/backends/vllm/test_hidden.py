@@ -60,3 +60,13 @@ def test_the_last_state_of_each_position_is_kept(runner: Runner) -> None:
     assert tap.take("c", 1) is None and tap.take("x", 3) is None
     forward(runner, 500.0, e=[0], f=[0])
     assert tap.take("e", 1) is not None and tap.take("f", 1) is not None, "both slots are free again"
+
+
+def test_released_memory_is_taken_again_by_the_next_forward(runner: Runner) -> None:
+    tap = PositionTap(runner, L, 8, budget_bytes=2 * L * H * 4)
+    for value in (100.0, 200.0):
+        forward(runner, value, a=[0, 1], b=[0])
+        a, b = tap.take("a", 2), tap.take("b", 1)
+        assert a is not None and b is not None and a[:, 0].tolist() == [value, value + 1]
+        tap.release()
+        assert tap._pool is None

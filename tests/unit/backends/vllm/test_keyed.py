@@ -1,11 +1,16 @@
-"""Coupled verification of chains against a loop."""
+"""Coupled verification of chains against a loop; a step's waits for the device and its memory."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
-from megatron_tlt.backends.vllm.plugin.keyed import follow
+from megatron_tlt.backends.vllm.plugin import compat, keyed
+from megatron_tlt.backends.vllm.plugin.keyed import KeyedSampling, follow
 
 
 def by_hand(tokens: list[int], drafts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
@@ -34,3 +39,74 @@ def test_a_chain_is_followed_as_far_as_it_agrees(seed: int) -> None:
     assert out.shape == (len(counts), counts.max() + 1)
     assert [row[row >= 0].tolist() for row in out] == emitted
     assert accepted.tolist() == expected
+
+
+VOCAB = 50
+
+
+class Runner:
+    """What the sampler reads of a model runner: requests with one token of output, and `rows` of a forward."""
+
+    device = "cpu"
+
+    def __init__(self, names: list[str], rows: int) -> None:
+        extra = {keyed.ARGUMENT: [7, 1.0, 0, 1.0, 0.0, 0]}
+        params = SimpleNamespace(extra_args=extra)
+        self.requests = {name: SimpleNamespace(sampling_params=params) for name in names}
+        lengths = {"num_tokens_no_spec": np.full(len(names), 4), "num_prompt_tokens": np.full(len(names), 3)}
+        self.input_batch = SimpleNamespace(num_reqs=len(names), req_ids=names, **lengths)
+        self._sample: Any = None
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of fp32 logits that the sampler was given; it is PyTorch's."""
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(keyed, "_native_sample", lambda device: None)
+    monkeypatch.setattr(compat, "sampler_output", lambda tokens: tokens)
+    sample = keyed.Sampler.sample
+
+    def noted(self: Any, logits: torch.Tensor, rows: Any) -> Any:
+        shapes.append(tuple(logits.shape))
+        return sample(self, logits, rows)
+
+    monkeypatch.setattr(keyed.Sampler, "sample", noted)
+    return shapes
+
+
+def verify(drafts: list[list[int]]) -> torch.Tensor:
+    """The tokens [B, K + 1] of a step that verifies `drafts`, of random bf16 logits."""
+    runner = Runner([str(i) for i in range(len(drafts))], rows := sum(map(len, drafts)) + len(drafts))
+    flat = torch.tensor([t for draft in drafts for t in draft], dtype=torch.int32)
+    metadata = SimpleNamespace(num_draft_tokens=[len(draft) for draft in drafts], draft_token_ids=flat)
+    logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(3)).bfloat16()
+    KeyedSampling(runner)
+    tokens: torch.Tensor = runner._sample(logits, metadata)
+    return tokens
+
+
+def test_chunks_draw_the_same_tokens_in_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch, sampled: list[tuple[int, ...]]
+) -> None:
+    drafts = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
+    whole = verify(drafts)
+    assert sampled == [(12, VOCAB)]
+    monkeypatch.setattr(keyed, "FP32_AT_ONCE", 5 * VOCAB + 1)
+    sampled.clear()
+    assert torch.equal(verify(drafts), whole)
+    assert sampled == [(5, VOCAB), (5, VOCAB), (2, VOCAB)]
+
+
+def test_a_verifying_step_waits_for_the_device_once_and_copies_its_tokens_up_once(
+    monkeypatch: pytest.MonkeyPatch, sampled: list[tuple[int, ...]]
+) -> None:
+    moves: list[str] = []
+    cpu, upload, to = torch.Tensor.cpu, keyed.upload, torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: moves.append("down") or cpu(self))
+    monkeypatch.setattr(keyed, "upload", lambda *of: moves.append("up") or upload(*of))
+    zeros = torch.zeros(40, dtype=torch.int32)
+    monkeypatch.setattr(keyed.Sampler, "sample", lambda self, logits, rows: (zeros[: len(logits)], None))
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *of, **k: moves.append("to") or to(self, *of, **k))
+    out = verify([[0, 0], [1]] * 8)
+    assert moves == ["down", "up", "to"], "the copy of `upload`"
+    assert out.tolist() == [[0, 0, 0], [0, -1, -1]] * 8

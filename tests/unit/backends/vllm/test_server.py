@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +23,10 @@ Message = dict[str, Any]
 
 
 class ToyEngine:
-    """Two steps a request, or more while `endless`; the call named `failing` raises."""
+    """`most` steps a request, or more while `endless`; the call named `failing` raises."""
 
     def __init__(self) -> None:
-        self.failing, self.endless = "", False
+        self.failing, self.endless, self.most = "", False, 2
         self.lengths: dict[str, int] = {}
         self.engine_core = SimpleNamespace(shutdown=lambda: None)
 
@@ -43,7 +45,7 @@ class ToyEngine:
         outputs = []
         for name in list(self.lengths):
             self.lengths[name] += not self.endless
-            finished = self.lengths[name] == 2
+            finished = self.lengths[name] == self.most
             response = SimpleNamespace(token_ids=[5] * self.lengths[name], finish_reason="length")
             outputs.append(SimpleNamespace(request_id=name, outputs=[response], finished=finished))
             if finished:
@@ -61,18 +63,19 @@ class ToyEngine:
 
 
 class Talk:
-    """A VllmHost, its engine, and the responses that it has sent."""
+    """A VllmHost, its engine, and the responses and heartbeats that it has sent."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine, self.responses = ToyEngine(), []  # type: tuple[ToyEngine, list[Message]]
-        monkeypatch.setattr(server.adapter, "start_engine", lambda llm: self.engine)
+        monkeypatch.setattr(server.adapter, "start_engine", lambda llm, records_routers: self.engine)
+        monkeypatch.setattr(server.adapter, "first_ranks", lambda order: order)
         monkeypatch.setattr(server.adapter, "vllm_sampling_params", lambda params, extra: None)
         self.folder, self.host = folder, server.VllmHost(self.responses.append)
 
-    async def start(self, stop: tuple[str, ...] = ()) -> None:
+    async def start(self, stop: tuple[str, ...] = (), tp: int = 1) -> None:
         names = ("llm", "hidden_bytes", "max_len", "max_requests", "speculation", "routed_experts")
         about = {"directory": str(self.folder), "tokenizer": str(self.folder / "none"), "stop": list(stop)}
-        await self.host.do_start({**dict.fromkeys(names), **about})
+        await self.host.do_start({**dict.fromkeys(names), "llm": {"tensor_parallel_size": tp}, "beat_s": 0.0, **about})
 
     def submit(self, *numbers: int) -> None:
         for n in numbers:
@@ -152,3 +155,56 @@ def test_a_drafter_is_replaced_while_a_request_runs(talk: Talk) -> None:
         assert [(a["id"], a["token_ids"], a["finish_reason"]) for a in talk.responses] == [(1, [5, 5], "length")]
 
     asyncio.run(go())
+
+
+class Ranks:
+    """Two processes of one engine: the first one's orders, in a queue that the other one reads."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.talks = [Talk(folder, monkeypatch) for _ in range(2)]
+        self.orders: queue.Queue[Any] = queue.Queue()
+        self.logs: tuple[list[Any], list[Any]] = ([], [])
+        for rank, talk in enumerate(self.talks):
+            talk.host._thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine {rank}")
+            talk.engine.step, talk.engine.add_request = self.logged(rank, "step"), self.logged(rank, "add_request")  # type: ignore[method-assign]
+        monkeypatch.setattr(server.adapter, "first_ranks", self.first_ranks)
+
+    def first_ranks(self, order: Any) -> Any:
+        if threading.current_thread().name.startswith("engine 0"):
+            self.orders.put(order)
+            return order
+        return self.orders.get(timeout=5)
+
+    def logged(self, rank: int, name: str) -> Any:
+        call = getattr(self.talks[rank].engine, name)
+        return lambda *of: self.logs[rank].append((name, *of[:1])) or call(*of)
+
+
+def test_ranks_of_an_engine_take_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests and an abort that reach the ranks in either order and at other times."""
+    ranks = Ranks(tmp_path, monkeypatch)
+    first, second = ranks.talks
+
+    async def go() -> None:
+        for talk in ranks.talks:
+            monkeypatch.setattr(server.adapter, "start_engine", lambda llm, records_routers, of=talk: of.engine)
+            await talk.start(tp=2)
+            talk.engine.most = 2000
+        for talk in (second, first, first, second):
+            talk.submit(talk.host.last_request)
+            talk.host.last_request += 1
+            await asyncio.sleep(0.02)
+        await asyncio.gather(*(talk.host._stepping for talk in ranks.talks))
+        for talk in ranks.talks:
+            talk.engine.endless = True
+            talk.submit(7)
+        for talk in (first, second):
+            await asyncio.sleep(0.02)
+            await talk.host.do_abort({})
+        await asyncio.gather(*(talk.host._stepping for talk in ranks.talks))
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+    assert ranks.logs[0] == ranks.logs[1] and ("add_request", "7") in ranks.logs[0]
+    sent = [[m["type"], m.get("id")] for m in first.responses]
+    assert sent == [[m["type"], m.get("id")] for m in second.responses]
+    assert [n for kind, n in sent if kind == "response"] == [0, 1, 7] and ["beat", None] in sent

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tlt.backends.vllm.plugin import keyed
 from megatron_tlt.config.checks.memory import check_memory
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.load import build_config, load_config
@@ -157,6 +158,15 @@ def test_the_report_shows_grid_memory_and_tokens():
     assert total.split()[-1] == f"{worst / GIB:.2f}"
 
 
+def test_a_cache_for_few_of_the_running_requests_is_warned_of():
+    recipe = CONFIGS / "recipes/grpo-qwen2.5-7b-1n8g.yaml"
+    config = load_config(recipe)
+    each = 8192 * kv_bytes_per_token(config, config.model.architecture) / 2**20
+    for held, is_warned in ((63, True), (64, False)):
+        text = render_check(load_config(recipe, [f"rollout.kv_cache_mib={int(each * held) + 1}"]), None, 8)
+        assert f"holds {held} requests" in text and ("warning: fewer than a quarter" in text) == is_warned
+
+
 def test_layers_with_experts_may_be_on_one_stage_only():
     shape = shape_of("qwen3-30b-a3b").model_copy(update={"dense_layers": tuple(range(24))})
     config = config_of("actor.pp=2", "rollout.backend=embedded")
@@ -266,6 +276,9 @@ def test_a_node_whose_ranks_need_more_than_its_host_has_is_refused():
     assert f"8 ranks of a node need {node:.1f} GiB" in problem.allowed and "optimizer 21.3" in problem.allowed
 
 
+SLEEPS = "rollout.release_cache=true"
+
+
 def test_an_engine_in_another_process_is_planned_by_its_own_settings():
     shape = shape_of("qwen2.5-7b")
     sizes = ["rollout.max_running_requests=64", "model.max_context=8192", "optimizer.name=sgd"]
@@ -279,6 +292,17 @@ def test_an_engine_in_another_process_is_planned_by_its_own_settings():
     experts = shape.model_copy(update={"num_experts": 128, "moe_intermediate_size": 768, "dense_layers": (0,)})
     (stage,) = estimate_memory(vllm_of, experts, 2, "cuda", 500)
     assert stage.parts[engine.LOADED] == 2 * 128 * 3 * 768 * 3584 * 2 and stage.only[engine.LOADED] == ("weight_sync",)
+    asleep = estimate_memory(config_of(*TLT, *sizes, "rollout.backend=vllm", SLEEPS), shape, 2, "cuda", 110)[0]
+    for name, phases in (
+        (KV, {"rollout"}),
+        (engine.HIDDEN, {"rollout"}),
+        ("engine weights", {"rollout", "idle window", "weight_sync"}),
+        ("drafter", {"rollout", "idle window", "weight_sync"}),
+    ):
+        assert set(asleep.only[name]) == phases and name not in vllm.only
+    assert asleep.parts[KV] > vllm.parts[KV] and asleep.of_phase("rollout") <= 110 * GIB
+    on_cpu = estimate_memory(config_of(*TLT, *sizes, "rollout.backend=vllm", SLEEPS), shape, 2, "cpu")[0]
+    assert not {KV, "engine weights"} & on_cpu.only.keys(), "vLLM sleeps on GPUs only"
     more = config_of(*TLT, *sizes, "rollout.backend=vllm", "rollout.process_mib=3072")
     assert estimate_memory(more, shape, 2, "cuda", 110)[0].parts["engine's process"] == 3 * GIB
     few = ["rollout.dtype=bf16", *sizes, "rollout.backend=trtllm", "rollout.trtllm.kv_cache_fraction=0.25"]
@@ -297,4 +321,5 @@ def test_sizes_that_the_plan_repeats_are_those_of_the_code():
         logprob.replace('"', "'")
     )
     assert engine._SAMPLED_AT_ONCE == sampler._ELEMENTS_AT_ONCE
+    assert engine._VLLM_SAMPLED_AT_ONCE == keyed.FP32_AT_ONCE
     assert drafter.HEAD_BLOCK == loss._MAX_ELEMENTS
