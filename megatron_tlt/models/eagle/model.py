@@ -102,13 +102,17 @@ class PairModel(DrafterModel):
                     scale = 0.2 if any(part in name for part in small) else 1.0
                     p.copy_(torch.randn(p.shape, generator=generator) * scale * p.shape[1] ** -0.5)
 
+    @property
+    def source_layer(self) -> int:
+        """The policy's layer that `take_layer` takes."""
+        return min(1, self.config.policy.num_layers - 1)
+
     def take_layer(self, read: Callable[[str], Tensor]) -> None:
         """The layer becomes the policy's second one, its output scaled down; inputs twice as wide are read alike.
 
         A policy's layer with experts has no MLP of this form: the drafter's stays as it is.
         """
-        policy, block = self.config.policy, self.block
-        index = min(1, policy.num_layers - 1)
+        policy, block, index = self.config.policy, self.block, self.source_layer
         with torch.no_grad():
             for name, p in block.named_parameters():
                 if name.startswith("mlp.") and index in policy.moe_layers:
@@ -246,11 +250,17 @@ class EagleModel(PairModel):
         """Replaces the weights of `initialise` by those of the policy's second layer, which learn faster.
 
         The layer reads the embedding beside the hidden state; its output is scaled down, so that o_s is still close
-        to h_{s-1}.
+        to h_{s-1}. The norm before the policy's attention becomes part of the projections: they read states as the
+        final norm scales them. Without it, queries and keys of a real model are ten times too large, and the softmax
+        of their products passes no gradient.
         """
         self.take_layer(read)
         with torch.no_grad():
-            h = self.config.policy.hidden_size
+            h, attention = self.config.policy.hidden_size, self.layer.self_attn
+            scale = read(f"model.layers.{self.source_layer}.input_layernorm.weight").float()
+            scale = scale / read("model.norm.weight").float().square().mean().sqrt()  # the size of a state
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+                projection.weight.mul_(scale.to(projection.weight))
             self.fc.weight[:, :h] = torch.eye(h, device=self.fc.weight.device)
 
     @property

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
+from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.batching import DraftSequence, collate
+from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.eagle.eagle3 import build_model
-from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.models.eagle.model import START_SCALE, EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
+from megatron_tlt.models.torch.layers import rms_norm
+from megatron_tlt.types import HiddenStateSample, Trajectory
 from tests.helpers.pairs import expected
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
 from tests.helpers.tiny_models import moe_config, random_tensors
@@ -69,14 +76,71 @@ def test_a_drafter_started_from_the_policy_is_its_second_layer_and_near_the_iden
     model.initialise(0)
     model.start_from_policy(policy.__getitem__)
     named = dict(model.named_parameters())
-    for name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.up_proj.weight"):
-        assert torch.equal(named[f"layer.{name}"], policy[f"model.layers.1.{name}"])
+    assert torch.equal(named["layer.mlp.up_proj.weight"], policy["model.layers.1.mlp.up_proj.weight"])
     added = named["layer.self_attn.o_proj.weight"]
     assert added.norm() < policy["model.layers.1.self_attn.o_proj.weight"].norm()
     token, hidden = torch.randn(2, 5, config.hidden_size)
     apart = model.join(token, torch.zeros_like(token)), model.join(torch.zeros_like(hidden), hidden)
     assert torch.equal(apart[0], token)  # the embedding as the policy's layers read it
     assert torch.cosine_similarity(apart[1], hidden).min() > 0.9
+
+
+@pytest.mark.parametrize("width", [576, 1024])
+def test_projections_of_a_real_models_layer_read_states_of_their_own_size(width: int) -> None:
+    """Queries, keys and values of a state are those of the policy's layer, whose norm comes before them."""
+    config, policy = real_policy(width)
+    model = EagleModel(config)
+    model.initialise(0)
+    model.start_from_policy(policy.__getitem__)
+    unit = rms_norm(torch.randn(50, width), torch.ones(width), 0.0)
+    inputs = unit * policy["model.layers.1.input_layernorm.weight"]
+    states = unit * policy["model.norm.weight"].square().mean().sqrt()
+    for part in ("q_proj", "k_proj", "v_proj"):
+        want = inputs @ policy[f"model.layers.1.self_attn.{part}.weight"].T
+        torch.testing.assert_close(getattr(model.layer.self_attn, part)(states), want, atol=1e-3, rtol=1e-3)
+
+
+def test_a_drafter_of_a_real_models_width_learns_a_cycle_of_tokens_in_a_few_steps() -> None:
+    """States are those behind a final norm of a real model's scale, with one large dimension."""
+    config, policy = real_policy(576)
+    head, vocab = policy["lm_head.weight"], config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    follows = torch.randperm(vocab, generator=generator)
+    sequences = []
+    for _ in range(16):
+        ids = [int(torch.randint(vocab, (1,), generator=generator))]
+        while len(ids) < 32:
+            ids.append(int(follows[ids[-1]]))
+        states = head[follows[ids]] + torch.tensor([2.0] + [0.0] * 575)
+        hidden = rms_norm(states, policy["model.norm.weight"], 0.0)
+        sequences.append(DraftSequence(torch.tensor(ids), hidden, np.arange(32) >= 8, 8))
+    model = EagleModel(config)
+    model.initialise(0)
+    model.start_from_policy(policy.__getitem__)
+    trainer = OnlineDrafterTrainer(model, DrafterSection())
+    trainer.begin_step(0, lambda: (policy["model.embed_tokens.weight"], head))
+    for number, sequence in enumerate(sequences):
+        trajectory = Trajectory(number, 0, sequence.token_ids.numpy(), np.zeros(24, np.float32))
+        trainer.buffer.add(HiddenStateSample(trajectory, sequence.hidden[:-1]))
+    overlaps = [(trainer.train_step() or {})["accept/1"] for _ in range(25)]
+    assert sum(overlaps[-5:]) / 5 > 0.85
+
+
+def real_policy(width: int) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    """A Llama of two layers whose second one, norms and LM head have the sizes that SmolLM2-135M's have."""
+    config = replace(
+        FAMILIES["llama"], hidden_size=width, num_heads=width // 64, num_kv_heads=1, head_dim=64, intermediate_size=128
+    )
+    policy = dict(random_tensors(config.parameter_shapes(), 3))
+    sizes = {"q_proj": 0.25, "k_proj": 0.28, "v_proj": 0.12, "o_proj": 0.14, "gate": 0.2, "up": 0.18, "down": 0.18}
+    sizes |= {"embed_tokens": 0.14, "lm_head": 0.14}
+    for name, tensor in policy.items():
+        size = next((size for part, size in sizes.items() if part in name), None)
+        if size is not None:
+            tensor.mul_(size / tensor.square().mean().sqrt())
+        else:
+            tensor.fill_(1.8 if name == "model.norm.weight" else 0.17)
+    return config, policy
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -90,7 +154,7 @@ def test_a_policys_layer_with_experts_gives_all_but_the_mlp(kind: str) -> None:
     before = model.block.mlp.up_proj.weight.clone()
     model.start_from_policy(policy.__getitem__)
     start = "model.layers.1.self_attn."
-    assert torch.equal(model.block.self_attn.k_proj.weight[:, : config.hidden_size], policy[f"{start}k_proj.weight"])
+    assert torch.equal(model.block.self_attn.o_proj.weight, START_SCALE * policy[f"{start}o_proj.weight"])
     assert torch.equal(model.block.mlp.up_proj.weight, before)
 
 
