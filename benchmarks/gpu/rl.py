@@ -21,6 +21,7 @@ import yaml
 
 from benchmarks.gpu.check import ROOT, Check
 from benchmarks.gpu.result import Result, Row
+from megatron_tlt.config.data import PromptSourceConfig
 
 OFF = {"rollout": {"speculation": {"drafter": "none"}}, "idle": {"train_drafter": False}}
 # Always drafts, so that agreement is no accident.
@@ -125,10 +126,7 @@ def settings(check: Check, folder: Path, steps: int) -> dict[str, Any]:
         "defaults": [str(check.recipe.resolve())],
         "model": {"path": str(check.random_policy().resolve()), "architecture": None},
         "rollout": {"samples_per_prompt": SAMPLES, "max_tokens": 256},
-        "data": {
-            "train": {"kind": "jsonl", "path": str(folder / "train.jsonl")},
-            "eval": {"kind": "jsonl", "path": str(folder / "eval.jsonl")},
-        },
+        "data": {name: prompts_in(folder / f"{name}.jsonl") for name in ("train", "eval")},
         "rewards": {
             "workers": 1,
             "functions": [{"name": "python", "path": f"{ROOT}/benchmarks/gpu/rewards.py:reward"}],
@@ -161,6 +159,11 @@ def settings(check: Check, folder: Path, steps: int) -> dict[str, Any]:
         "cluster": {"memory_gib": 4},
     }
     return merged(tree, small)
+
+
+def prompts_in(path: Path) -> dict[str, Any]:
+    """A source of prompts with the settings of none that the recipe has."""
+    return PromptSourceConfig(kind="jsonl", path=str(path)).model_dump(mode="json")
 
 
 def read(folder: Path) -> list[Row]:
