@@ -13,7 +13,8 @@ class IdleSection(Section):
     train_drafter: bool = False
     """Train the drafter while waiting for other ranks."""
     min_tail_seconds: NonNegativeFloat = 0.02
-    """Seconds that a rank has waited before it trains: the wait is taken to last as long again."""
+    """Least seconds that a rank has waited before it trains: the wait is taken to last as long again. A rank whose
+    last micro-step took longer waits for as long as that."""
     min_steps_per_window: NonNegativeInt = 0
     """Training micro-steps after every rollout, whether a rank waits or not: every rank takes them, and the step lasts
     so much longer. For runs of one rollout replica, where no rank ever waits."""

@@ -46,6 +46,7 @@ class OnlineDrafterController:
         self.disabled_reason: str | None = None
         self._world, self._backend = world, backend
         self._sharing, self._has_drafter = sharing or HiddenStateSharing(), has_drafter
+        self._policy_version = 0  # of the step's rollouts
         self._checkpointed: Mapping[str, Any] | None = None  # a drafter that this run does not train
         # Version of the drafter in the engines; None: they have another one than this rank.
         self._published: int | None = 0 if trainer is None else trainer.version
@@ -61,6 +62,7 @@ class OnlineDrafterController:
 
     def begin_step(self, policy_version: int) -> None:
         """Rollouts by `policy_version` begin: drops hidden states that are too old to train on."""
+        self._policy_version = policy_version
         if self.trainer is not None:
             self.trainer.begin_step(policy_version, self._backend.lookup_tables)
 
@@ -89,17 +91,19 @@ class OnlineDrafterController:
         return None if self.trainer is None else self.trainer.train_step()
 
     def merge(self) -> dict[str, float]:
-        """Merges the drafters of all replicas and exchanges hidden states between them. Collective. Returns metrics."""
+        """Merges the drafters of all replicas, once that is worth its time, and exchanges hidden states between them.
+        Collective. Returns metrics.
+        """
         trainer, world = self.trainer, self._world
         if trainer is None:
             return {}
-        report = trainer.merge(_all_reduce, world.rank, world.size)
+        report = trainer.merge(_all_reduce, world.rank, world.size, at_once=False)
         if (report.rolled_back or report.disabled) and self.disabled_reason is None:
             self.disabled_reason = str(trainer.failure or f"training failed on ranks {report.disabled}")
             if report.rolled_back and world.rank == 0:  # a rank's own failure has been logged by that rank
                 _log.warning("drafter training is off for the rest of the run: %s", self.disabled_reason)
         if self._active_trainer is not None:
-            self._sharing.exchange(world, trainer.buffer, trainer.version)
+            self._sharing.exchange(world, trainer.buffer, self._policy_version)
         return {
             "drafter/version": float(trainer.version),
             "drafter/disabled": float(world.size if report.rolled_back else len(report.disabled)),
@@ -131,10 +135,12 @@ class OnlineDrafterController:
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """Weights, moments and versions of the drafter in training; without one, those with which the run was resumed.
+        """Weights, moments and versions of the drafter in training, merged; without one, what the run was resumed with.
 
-        Collective among the ranks of the first replica, whose first rank gets the tensors; None on the other replicas.
+        Collective. The first rank of the first replica gets the tensors; None on the other replicas.
         """
+        if self.trainer is not None:
+            self.trainer.merge(_all_reduce, self._world.rank, self._world.size)
         if self._sharing.replica:
             return None
         return self._checkpointed if self.trainer is None else self.trainer.state_dict()

@@ -5,13 +5,15 @@
     merge(...)                             all ranks: one drafter again, or none if no rank trained
     weights()                              to the engines, behind the policy's own
 
-A *window* is the time from one merge to the next. Gradients exist within it only. Embedding and LM head are those
-of the policy that rolls out, where its engine keeps them: responses of the versions before it are read through them,
-too. Legend: R ranks, H hidden size, V vocabulary.
+A *window* is the time from one merge to the next, of one or several steps: a merge that would take more than
+`_MERGE_SHARE` of the seconds trained in it is put off. Gradients are there in micro-steps only. Embedding and LM head
+are those of the policy that rolls out, where its engine keeps them: responses of the versions before it are read
+through them, too. Legend: R ranks, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ Tables = Callable[[], tuple[Tensor, Tensor]]  # the engine's embedding and LM he
 
 _MIB = 1 << 20
 _START_WIDTH = 128  # hidden size up to which `online.start_lr` is taken as it is
+_MERGE_SHARE = 0.2  # most seconds of a merge on every rank, over the ranks' mean seconds of training since the last one
 _MEAN_START = 9  # the mean's decay is 0.1 after the first step of a run, 0.9 after 81: it forgets its start
 
 
@@ -103,6 +106,9 @@ class OnlineDrafterTrainer:
         self._before: tuple[int, int] | None = None  # steps where the window began, once the state changed
         self.version = 0  # merges that changed the drafter
         self.window_tokens = 0  # response tokens this rank has trained on since the last merge
+        self.window_seconds = 0.0  # in micro-steps since the last merge
+        self._has_tables = False  # whether the policy's tables are there: from a step's first micro-step on
+        self._merge_seconds = 0.0  # of the last merge that changed the drafter
         self.failure: str | None = None  # why this rank trains no more
 
     @property
@@ -148,6 +154,7 @@ class OnlineDrafterTrainer:
         sample = self.buffer.sample(self._tokens * self._tp.size)
         if sample is None:
             return None
+        started = time.perf_counter()
         try:
             metrics = self._learn(sample)
         except DrafterError as error:
@@ -155,6 +162,7 @@ class OnlineDrafterTrainer:
             raise
         # Own share only: the shares of a group's ranks add up to the tokens that their one drafter was trained on.
         self.window_tokens += sum(s.num_bases for s in self._share(sample))
+        self.window_seconds += time.perf_counter() - started
         return metrics
 
     def disable(self, reason: str) -> None:
@@ -184,9 +192,10 @@ class OnlineDrafterTrainer:
         metrics: dict[str, float] = dict.fromkeys(names, 0.0)
         failure: DrafterError | None = None
         self._state.free_gradients()
-        if self._before is None:
+        if not self._has_tables:
             assert self._read_tables is not None
             self._trainer.set_policy(*self._read_tables())
+            self._has_tables = True
         try:  # nothing in here waits for another rank
             with _memory_errors(f"a drafter micro-step of {self._tokens} tokens"):
                 if self._before is None:
@@ -208,14 +217,24 @@ class OnlineDrafterTrainer:
         return metrics
 
     def _close_window(self) -> None:
-        self._before, self.window_tokens = None, 0
+        self._before, self.window_tokens, self.window_seconds = None, 0, 0.0
+        self._free()
+
+    def _free(self) -> None:
+        """Frees what only micro-steps need: gradients, and the tables of a policy that is updated next."""
         self._state.free_gradients()
         self._trainer.set_policy(self._no_table, self._no_table)
+        self._has_tables = False
 
     # -- between windows ------------------------------------------------------------------------------------
 
-    def merge(self, all_reduce: Callable[[Tensor], None], rank: int = 0, size: int = 1) -> MergeReport:
+    def merge(
+        self, all_reduce: Callable[[Tensor], None], rank: int = 0, size: int = 1, at_once: bool = True
+    ) -> MergeReport:
         """Makes one drafter of all ranks' again: all of the state is means, weighted by the tokens trained on.
+
+        Without `at_once` it is put off, and the window goes on, where it would cost too much for so little training
+        (`_MERGE_SHARE`), by the seconds that merges took before.
 
         Collective over the `size` ranks; `all_reduce` sums over them in place, with the same bits on every rank (called
         once if no rank trained, and then nothing changes). Afterwards all ranks hold the same bits. If the drafter of a
@@ -223,11 +242,19 @@ class OnlineDrafterTrainer:
         """
         state, mine = self._state, self.window_tokens
         is_broken = self._before is not None and not state.is_finite()
-        table = torch.zeros(size, 5, dtype=torch.float64, device=self._device)  # each rank fills its row
-        table[rank] = torch.tensor([mine, state.steps, self.trained_steps, not self.enabled, is_broken])
+        row = [mine, state.steps, self.trained_steps, not self.enabled, is_broken]
+        row += [self.window_seconds, self._merge_seconds]
+        table = torch.zeros(size, len(row), dtype=torch.float64, device=self._device)  # each rank fills its row
+        table[rank] = torch.tensor(row, dtype=torch.float64)
         all_reduce(table)
-        tokens, steps, trained, disabled, broken = ([int(x) for x in column] for column in table.T.tolist())
+        *counts, training, merging = table.T.tolist()
+        tokens, steps, trained, disabled, broken = ([int(x) for x in column] for column in counts)
         total, rolled_back = sum(tokens), any(broken)
+        failed = tuple(r for r, is_disabled in enumerate(disabled) if is_disabled)
+        if not at_once and not rolled_back and max(merging) * size > _MERGE_SHARE * sum(training):
+            self._free()
+            return MergeReport(tuple(tokens), failed, rolled_back)
+        started = time.perf_counter()
         if rolled_back:
             self.disable(self.failure or "a replica's drafter was not finite")
         elif total:
@@ -235,8 +262,8 @@ class OnlineDrafterTrainer:
             state.merge(sum(tokens[first : first + self._tp.size]) / total, all_reduce)
             state.steps, self._trainer.trained_steps = max(steps), max(trained)
             self.version += 1
+            self._merge_seconds = time.perf_counter() - started
         self._close_window()
-        failed = tuple(r for r, is_disabled in enumerate(disabled) if is_disabled)
         return MergeReport(tuple(tokens), failed, rolled_back)
 
     def drop_window(self) -> None:

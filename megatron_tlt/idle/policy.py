@@ -39,6 +39,8 @@ class IdleView:
     """Sequences to train on; None: not known."""
     steps: int = 0
     """Micro-steps of this window."""
+    step_seconds: float = 0.0
+    """Of the last micro-step, in this window or before it; 0: there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class IdlePolicy:
     train_drafter: bool = True
     """Train at all."""
     min_tail_seconds: float = 0.02
-    """Seconds that a wait must have lasted, to be trained in: it is taken to last as long again."""
+    """Least seconds that a wait must have lasted, to be trained in."""
     min_steps_per_window: int = 0
     """Micro-steps of one window even where no rank is waited for."""
 
@@ -58,13 +60,17 @@ class IdlePolicy:
         return cls(section.train_drafter, section.min_tail_seconds, section.min_steps_per_window)
 
     def decide(self, view: IdleView) -> Action:
-        """TRAIN where a micro-step is possible and due or the wait is long; STOP when every rank is done; else WAIT."""
+        """TRAIN where a micro-step is possible and due or the wait is long; STOP when every rank is done; else WAIT.
+
+        A wait is taken to last as long again as it has lasted. All ranks wait for the end of a micro-step that is begun
+        too late, so one begins when it is expected to end before the wait does.
+        """
         if view.steps < self.min_steps_per_window and self._can_train(view):
             return Action.TRAIN
         if view.is_over:
             return Action.STOP
-        is_worth_it = self._can_train(view) and view.seconds_idle >= self.min_tail_seconds
-        return Action.TRAIN if is_worth_it else Action.WAIT
+        is_long = view.seconds_idle >= max(self.min_tail_seconds, view.step_seconds)
+        return Action.TRAIN if is_long and self._can_train(view) else Action.WAIT
 
     def _can_train(self, view: IdleView) -> bool:
         """Whether this rank can train at all, however long the wait."""

@@ -88,6 +88,7 @@ class IdleWindow:
         self._poll_seconds = poll_seconds
         self._clock, self._sleep, self._wall = clock, sleep, wall
         self._failure: str | None = None
+        self._step_seconds = 0.0  # of the last micro-step
         self._tracker = StateTracker(self._clock)
         self._began_at = self._wall()
 
@@ -153,6 +154,7 @@ class IdleWindow:
             # An idle replica gets no new samples: without any, none come before the window ends.
             samples_available=0 if sums.has_no_samples else available,
             steps=sums.steps,
+            step_seconds=self._step_seconds,
         )
 
     def _train_one(self, step_fn: StepFn, sums: _Sums) -> None:
@@ -166,6 +168,7 @@ class IdleWindow:
         if metrics is None:
             sums.has_no_samples = True
             return
+        self._step_seconds = seconds
         sums.add(metrics, seconds)
 
     def _finish(self, sums: _Sums) -> WindowReport:

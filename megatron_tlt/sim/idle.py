@@ -4,7 +4,8 @@
     replica 1   rollout ===========|  train train train trai|n     the last micro-step may end late: all wait
     replica 2   rollout ====|idle|  train train train train  |
 
-`idle.policy.IdlePolicy` decides: a replica that has waited `idle.min_tail_seconds` trains until the slowest is done.
+`idle.policy.IdlePolicy` decides: a replica that has waited `idle.min_tail_seconds`, and a micro-step's seconds, trains
+until the slowest is done.
 
 How a drafter gets better is a model with two constants (`config.sim.SimTrainingSection`): an update of the policy
 undoes `drift` of its adaptation, and n tokens of training close 1 - exp(-n / tokens_to_adapt) of the gap.
@@ -46,7 +47,7 @@ class IdleTime:
         ends = np.array([r.seconds for r in rollouts])
         step = self._micro_step
         done = float(ends.max())
-        begins = ends + self._policy.min_tail_seconds
+        begins = ends + max(self._policy.min_tail_seconds, step)
         trains = (begins < done) & [self._trains(done - r.seconds, len(r.lengths)) for r in rollouts]
         running = int(np.count_nonzero(trains))
         if not running:
@@ -59,7 +60,7 @@ class IdleTime:
 
     def _trains(self, seconds_idle: float, samples: int) -> bool:
         """Whether a replica that has waited so long trains, by the production policy."""
-        view = IdleView(seconds_idle, samples_available=samples)
+        view = IdleView(seconds_idle, samples_available=samples, step_seconds=self._micro_step)
         return self._policy.decide(view) is Action.TRAIN
 
 

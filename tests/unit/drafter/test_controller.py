@@ -87,6 +87,18 @@ def test_a_step_trains_merges_and_publishes():
     assert sync(controller) is None, "the engines have it"
 
 
+def test_a_merge_that_was_put_off_is_made_for_a_checkpoint():
+    controller = make()
+    one_step(controller)
+    sync(controller)
+    controller.trainer._merge_seconds = 1e9
+    assert one_step(controller, 1)["drafter/version"] == 1
+    assert sync(controller) is None
+    assert controller.state_dict()["version"] == 2
+    published, version = sync(controller)
+    assert version == 2 and torch.equal(published, weights(controller))
+
+
 def test_a_failure_turns_training_off():
     controller = make()
     one_step(controller)

@@ -28,6 +28,8 @@ WAIT, TRAIN, STOP = Action.WAIT, Action.TRAIN, Action.STOP
         ({"samples_available": None}, TRAIN),
         ({"seconds_idle": 0.1}, TRAIN),
         ({"seconds_idle": 0.099}, WAIT),
+        ({"seconds_idle": 0.5, "step_seconds": 0.5}, TRAIN),
+        ({"seconds_idle": 0.5, "step_seconds": 0.51}, WAIT),  # the ranks would wait for its end
     ],
 )
 def test_decisions(change, action):

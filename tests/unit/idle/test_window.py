@@ -101,6 +101,16 @@ def test_it_trains_until_the_last_rank_is_done_and_no_step_longer(clock):
     assert (report.entered_at, report.left_at) == (12.0, clock.time)
 
 
+def test_a_wait_shorter_than_a_micro_step_is_not_trained_in(clock):
+    coordinator = FakeCoordinator(clock, over_at=clock.time + 1.0)
+    window = make(coordinator, clock)
+    assert run(window, stepper(clock)).steps == 20
+    coordinator.over_at = clock.time + 0.9 * STEP_S
+    assert run(window, stepper(clock)).steps == 0
+    coordinator.over_at = clock.time + 2.5 * STEP_S
+    assert run(window, stepper(clock)).steps == 2
+
+
 def test_spans_fill_the_phase_and_go_to_the_sink_in_wall_time(clock):
     sink = []
     window = make(FakeCoordinator(clock, over_at=11.12), clock, on_span=lambda *span: sink.append(span))

@@ -1,0 +1,134 @@
+"""What a trained drafter costs rollouts that decode plainly: CPU seconds with one at hand over those without.
+
+    python benchmarks/lib/plain_cost.py --model DIR [--drafter DIR] [--requests 1 4 16] --out r.json
+
+Two engines of one process take turns (A B B A ..) with the same requests, each until all have their tokens: one without a
+drafter, one with a drafter whose selector has chosen plain decoding, and whose hidden states are collected as training
+does. So the second pays for hidden states, the drafter's cache, the selector's measurements, and nothing else. Both
+must give the same responses. Without `--drafter` one of kind `--kind` is made from a layer of the model, untrained: a
+plain step does not depend on its weights.
+
+Rows: {"requests", "plain", "with_drafter" (CPU seconds by turn), "ratio" (median of the turns')}.
+Summary: `plain_cost_n` for n requests, and `plain_cost`, the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.lib.bench_record import write_record
+
+if TYPE_CHECKING:
+    from megatron_tlt.backends.embedded import EmbeddedBackend
+    from megatron_tlt.types import HiddenStateSample
+
+CONTEXT, PROMPT = 512, 64
+Rows = list[dict[str, Any]]
+
+
+def make_drafter(model: Path, kind: str, folder: Path) -> Path:
+    """Writes an untrained drafter of `kind` for the policy in `model`, over 4,096 tokens where it has a vocabulary."""
+    import torch
+
+    from megatron_tlt.config.speculation import SpeculationSection
+    from megatron_tlt.drafter.checkpoint import drafter_shape, save_drafter
+    from megatron_tlt.drafter.fingerprint import policy_fingerprint
+    from megatron_tlt.drafter.kinds.registry import KINDS
+    from megatron_tlt.drafter.pretrain import lookup_tables
+    from megatron_tlt.models.config import ModelConfig
+
+    policy = ModelConfig.from_hf(model)
+    size = 4096 if kind == "eagle3" and policy.vocab_size > 4096 else None
+    config = drafter_shape(SpeculationSection(drafter=kind, draft_vocab_size=size), policy)  # type: ignore[arg-type]
+    drafter = KINDS[kind].build_model(config)
+    _, head = lookup_tables(model, policy, torch.device("cpu"))
+    drafter.start_fresh(0, head, torch.ones(policy.vocab_size, dtype=torch.int64))
+    save_drafter(folder, config, drafter.state_dict(), fingerprint=policy_fingerprint(model))
+    return folder
+
+
+def open_engine(model: Path, speculation: dict[str, Any]) -> EmbeddedBackend:
+    """An engine of one thread with the model's weights."""
+    from megatron_tlt.backends.build import build_backend
+    from megatron_tlt.backends.options import EngineOptions
+    from megatron_tlt.config.model import ModelSection
+    from megatron_tlt.config.rollout import RolloutSection
+
+    section = RolloutSection.model_validate(
+        {"dtype": "fp32", "threads": 1, "max_running_requests": 16, "kv_cache_mib": 1024, "speculation": speculation}
+    )
+    policy = ModelSection(path=str(model), max_context=CONTEXT)
+    return build_backend(EngineOptions(section, policy, load_weights=True))
+
+
+def rollout(backend: EmbeddedBackend, first: int, requests: int, tokens: int) -> tuple[float, list[list[int]]]:
+    """CPU seconds of a rollout of `requests` prompts, and the responses."""
+    from megatron_tlt.types import GenerateCall, Prompt, SamplingParams
+
+    vocab = backend.engine.limits.vocab_size
+    rng = np.random.default_rng(first)
+    prompts = [Prompt(first + i, "", tuple(rng.integers(0, vocab, PROMPT).tolist()), "") for i in range(requests)]
+    params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
+    started = time.process_time()
+    samples = backend.generate(GenerateCall(prompts, params, 1))
+    return time.process_time() - started, [list(s.token_ids) for s in samples]
+
+
+def measure(sides: dict[str, EmbeddedBackend], requests: int, turns: int, tokens: int) -> dict[str, Any]:
+    """The row of one number of requests. Raises SystemExit if the sides' responses differ."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(-1, turns):  # the first warms up
+        outputs = []
+        for name in [*sides] if turn % 2 else [*sides][::-1]:
+            took, responses = rollout(sides[name], (turn + 1) * requests, requests, tokens)
+            outputs.append(responses)
+            if turn >= 0:
+                seconds[name].append(took)
+        if outputs[0] != outputs[1]:
+            raise SystemExit(f"{requests} requests, turn {turn}: the drafter changed a response")
+    plain, other = seconds.values()
+    ratio = statistics.median(b / a for a, b in zip(plain, other, strict=True))
+    print(f"{requests:3d} requests: {min(plain):.3f} and {min(other):.3f} CPU seconds, ratio {ratio:.3f}", flush=True)
+    return {"requests": requests, **seconds, "ratio": ratio}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--drafter", type=Path, help="a drafter's directory; default: an untrained one")
+    parser.add_argument("--kind", default="eagle3", help="of the untrained one")
+    parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=32, help="of a response")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        drafter = args.drafter or make_drafter(args.model, args.kind, Path(folder) / "drafter")
+        kind = json.loads((drafter / "config.json").read_text())["drafter"]
+        plain = {"selector": "beg_mab", "bandit": {"arms": [0]}}
+        spec = {"drafter": kind, "drafter_path": str(drafter), **plain}
+        sides = {"plain": open_engine(args.model, {}), "with_drafter": open_engine(args.model, spec)}
+    kept: list[HiddenStateSample] = []
+    sides["with_drafter"].collect_hidden_states(lambda sample: (kept.clear(), kept.append(sample)))
+    rows = [measure(sides, n, args.turns, args.tokens) for n in args.requests]
+    summary = {f"plain_cost_{row['requests']}": row["ratio"] for row in rows}
+    write_record(args.out, rows, {**summary, "plain_cost": max(summary.values())})
+
+
+if __name__ == "__main__":
+    main()
