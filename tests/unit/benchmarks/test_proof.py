@@ -12,8 +12,8 @@ from tests.helpers.mpi import ROOT
 from tests.helpers.synthetic_run import write_run
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import proof
-from lib import proof_curves, proof_picture
+from lib import on_off, proof_curves, proof_picture
+from proof import GOALS
 
 
 def job(mode: str, rollout: float, idle: float, update: float, weights: str = "w", recovered: float = 0.0):
@@ -27,7 +27,7 @@ def job(mode: str, rollout: float, idle: float, update: float, weights: str = "w
 def test_ratios_of_two_rounds():
     on = [job("on", 3, 1, 4, recovered=1.5), job("on", 2, 1, 5, recovered=1.0)]
     rows = [job("off", 8, 4, 4), *on, job("off", 6, 6, 4)]
-    figures = proof.summarize(rows)
+    figures = on_off.summarize(rows)
     assert figures["rollout"] == pytest.approx((12 / 4 + 12 / 3) / 2)
     assert figures["e2e"] == pytest.approx(16 / 8)
     assert figures["e2e_limit"] == pytest.approx(16 / 4.5)
@@ -36,7 +36,7 @@ def test_ratios_of_two_rounds():
 
 
 def test_other_weights_are_not_identical_and_the_goal_is_missed():
-    figures = proof.summarize([job("off", 8, 4, 4), job("on", 3, 1, 4, weights="other")])
+    figures = on_off.summarize([job("off", 8, 4, 4), job("on", 3, 1, 4, weights="other")])
     assert figures["identical"] == 0.0
     assert "MISSED" in next(line for line in on_off.judge(figures, GOALS) if line.startswith("same responses"))
 
