@@ -242,13 +242,13 @@ class OnlineDrafterTrainer:
         """
         state, mine = self._state, self.window_tokens
         is_broken = self._before is not None and not state.is_finite()
-        row = [mine, state.steps, self.trained_steps, not self.enabled, is_broken]
-        row += [self.window_seconds, self._merge_seconds]
+        counts = (mine, state.steps, self.trained_steps, not self.enabled, is_broken)
+        row = [*map(float, counts), self.window_seconds, self._merge_seconds]
         table = torch.zeros(size, len(row), dtype=torch.float64, device=self._device)  # each rank fills its row
         table[rank] = torch.tensor(row, dtype=torch.float64)
         all_reduce(table)
-        *counts, training, merging = table.T.tolist()
-        tokens, steps, trained, disabled, broken = ([int(x) for x in column] for column in counts)
+        *columns, training, merging = table.T.tolist()
+        tokens, steps, trained, disabled, broken = ([int(x) for x in column] for column in columns)
         total, rolled_back = sum(tokens), any(broken)
         failed = tuple(r for r, is_disabled in enumerate(disabled) if is_disabled)
         if not at_once and not rolled_back and max(merging) * size > _MERGE_SHARE * sum(training):

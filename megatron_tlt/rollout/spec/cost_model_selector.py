@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 _INTERVAL = 256  # request-steps of a full measurement interval: its median has an error of a few percent
 _TRIAL = 12  # steps of a trial and of a bucket's first interval; the next ones double: a rollout's tail is short
+_FIRST_TRIAL = 64  # request-steps of the first of all trials: of no other one is the loss unknown before it
 _MOST_ACCEPTANCE = 0.95  # highest threshold of verification: without any draft acceptance would not be measured
 _SLOWDOWN_SHARE = 0.5  # of a change of the best candidate's seconds that is ascribed to the machine, not to the step
 
@@ -181,6 +182,7 @@ class CostModelSelector:
         if not any(counts.tried[0] for counts in self._acceptance.values()):
             if bucket.candidates[0].steps:  # plain decoding was measured; a short draft is next
                 self._start_interval(bucket, min(2, len(self._candidates) - 1))
+                bucket.steps = min(_TRIAL, max(4, round(_FIRST_TRIAL / bucket.running)))
             return
         bucket.costs = self._fit()
         speeds = self._speeds(bucket)
