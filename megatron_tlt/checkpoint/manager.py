@@ -89,13 +89,17 @@ class CheckpointManager:
         if self._pending is not None and self._pending.poll():
             self._note(self._pending.directory)
             self._pending = None
-        every = self._section.every
-        self._is_overdue |= bool(every) and (step % every == 0 or step == self._num_steps)
+        self._is_overdue |= self.is_scheduled(step)
         if self._is_overdue and good:
             self._is_overdue = False
             self._start(step, state(), drafter)
             if not self._section.asynchronous:
                 self.wait()
+
+    def is_scheduled(self, step: int) -> bool:
+        """Whether `checkpoint.every` asks for a checkpoint after `step` steps."""
+        every = self._section.every
+        return bool(every) and (step % every == 0 or step == self._num_steps)
 
     def save_now(
         self,

@@ -90,14 +90,14 @@ class OnlineDrafterController:
         """
         return None if self.trainer is None else self.trainer.train_step()
 
-    def merge(self) -> dict[str, float]:
-        """Merges the drafters of all replicas, once that is worth its time, and exchanges hidden states between them.
-        Collective. Returns metrics.
+    def merge(self, at_once: bool = True) -> dict[str, float]:
+        """Merges the drafters of all replicas, without `at_once` only where that is worth its time, and exchanges
+        hidden states between them. Collective. Returns metrics.
         """
         trainer, world = self.trainer, self._world
         if trainer is None:
             return {}
-        report = trainer.merge(_all_reduce, world.rank, world.size, at_once=False)
+        report = trainer.merge(_all_reduce, world.rank, world.size, at_once)
         if (report.rolled_back or report.disabled) and self.disabled_reason is None:
             self.disabled_reason = str(trainer.failure or f"training failed on ranks {report.disabled}")
             if report.rolled_back and world.rank == 0:  # a rank's own failure has been logged by that rank
@@ -135,9 +135,9 @@ class OnlineDrafterController:
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """Weights, moments and versions of the drafter in training, merged; without one, what the run was resumed with.
+        """Weights, moments and versions of the drafter in training; without one, what the run was resumed with.
 
-        Collective. The first rank of the first replica gets the tensors; None on the other replicas.
+        Collective: a merge that was put off is made first (after a signal; other checkpoints follow a merge). The first rank of the first replica gets the tensors; None on the other replicas.
         """
         if self.trainer is not None:
             self.trainer.merge(_all_reduce, self._world.rank, self._world.size)

@@ -6,7 +6,7 @@
     weights()                              to the engines, behind the policy's own
 
 A *window* is the time from one merge to the next, of one or several steps: a merge that would take more than
-`_MERGE_SHARE` of the seconds trained in it is put off. Gradients are there in micro-steps only. Embedding and LM head
+`drafter.online.merge_share` of the seconds trained in it is put off. Gradients are there in micro-steps only. Embedding and LM head
 are those of the policy that rolls out, where its engine keeps them: responses of the versions before it are read
 through them, too. Legend: R ranks, H hidden size, V vocabulary.
 """
@@ -40,7 +40,6 @@ Tables = Callable[[], tuple[Tensor, Tensor]]  # the engine's embedding and LM he
 
 _MIB = 1 << 20
 _START_WIDTH = 128  # hidden size up to which `online.start_lr` is taken as it is
-_MERGE_SHARE = 0.2  # most seconds of a merge on every rank, over the ranks' mean seconds of training since the last one
 _MEAN_START = 9  # the mean's decay is 0.1 after the first step of a run, 0.9 after 81: it forgets its start
 
 
@@ -80,7 +79,7 @@ class OnlineDrafterTrainer:
         self._draft_steps = section.online_draft_steps(KINDS[model.config.kind].facts)
         start_lr = online.start_lr * min(1.0, _START_WIDTH / model.config.policy.hidden_size)
         self._extra_lr = max(0.0, start_lr / online.lr - 1.0)  # of a useless drafter, over lr
-        self._decay = online.mean_decay
+        self._decay, self._merge_share = online.mean_decay, online.merge_share
         window = min(section.max_sequence_tokens, sizes.micro_step_tokens)
         self.buffer = HiddenStateBuffer(int(sizes.buffer_mib * _MIB), window, online.max_age, section.seed)
         self._read_tables: Tables | None = None  # None: no rollout has begun
@@ -234,7 +233,7 @@ class OnlineDrafterTrainer:
         """Makes one drafter of all ranks' again: all of the state is means, weighted by the tokens trained on.
 
         Without `at_once` it is put off, and the window goes on, where it would cost too much for so little training
-        (`_MERGE_SHARE`), by the seconds that merges took before.
+        (`drafter.online.merge_share`), by the seconds that merges took before.
 
         Collective over the `size` ranks; `all_reduce` sums over them in place, with the same bits on every rank (called
         once if no rank trained, and then nothing changes). Afterwards all ranks hold the same bits. If the drafter of a
@@ -251,7 +250,7 @@ class OnlineDrafterTrainer:
         tokens, steps, trained, disabled, broken = ([int(x) for x in column] for column in columns)
         total, rolled_back = sum(tokens), any(broken)
         failed = tuple(r for r, is_disabled in enumerate(disabled) if is_disabled)
-        if not at_once and not rolled_back and max(merging) * size > _MERGE_SHARE * sum(training):
+        if not at_once and not rolled_back and max(merging) * size > self._merge_share * sum(training):
             self._free()
             return MergeReport(tuple(tokens), failed, rolled_back)
         started = time.perf_counter()

@@ -90,7 +90,7 @@ class RLTrainer:
         with self.metrics.phase("update"):
             updated = self._update(batch)
         with self.metrics.phase("merge"):
-            merged = self.drafter.merge()
+            merged = self.drafter.merge(at_once=self.recovery.checkpoints.is_scheduled(self.state.step + 1))
         pushed = self._sync_weights()
         self.recovery.step_done()
         with self.metrics.phase("log"):

@@ -22,6 +22,7 @@ TRAIN = [
     "idle.train_drafter=true",
     "idle.min_tail_seconds=0",
     "drafter.online.warmup_steps=0",
+    "drafter.online.merge_share=1e6",  # a merge in every step
 ]
 EAGLE3 = "rollout.speculation.drafter=eagle3"
 

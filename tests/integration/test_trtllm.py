@@ -23,6 +23,7 @@ def test_a_run_trains_on_an_engine_in_another_process(tmp_path: Path) -> None:
             "speculation": {"drafter": "eagle3"},
         },
         idle={"train_drafter": True, "min_steps_per_window": 2},
+        drafter={"online": {"merge_share": 1e6}},
         # With an entropy bonus responses of equal rewards are trained on, too.
         algorithm={"importance_cap": 0, "entropy_coef": 0.001},
         train={"num_steps": 3},

@@ -15,7 +15,7 @@ from tests.helpers.vllm_engines import NEEDS_VLLM
 pytestmark = [pytest.mark.mpi, *NEEDS_VLLM]
 SMALL = (
     *("train.num_steps=3", "train.prompts_per_step=8", "rollout.max_tokens=160", "rollout.max_running_requests=32"),
-    *("checkpoint.every=1", "checkpoint.keep=3", "eval.every=0", "idle.min_tail_seconds=0"),
+    *("checkpoint.every=1", "checkpoint.keep=3", "eval.every=0", "idle.min_steps_per_window=1"),
 )
 OFF = (
     "rollout.speculation.drafter=none",

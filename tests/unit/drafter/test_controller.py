@@ -56,7 +56,7 @@ def sync(controller: OnlineDrafterController) -> tuple[torch.Tensor, int] | None
     return torch.cat([tensor.flatten() for tensor in published[0].values()]), published[1]
 
 
-def one_step(controller: OnlineDrafterController, version: int = 0, steps: int = 4, broken: bool = False) -> dict:
+def one_step(controller: OnlineDrafterController, version: int = 0, steps: int = 4, broken: bool = False, at_once: bool = True):
     """A rollout of three responses and a window; `broken`: hidden states that are not finite."""
     controller.begin_step(version)
     backend = controller._backend
@@ -71,7 +71,7 @@ def one_step(controller: OnlineDrafterController, version: int = 0, steps: int =
             controller.train_step()
         except DrafterError:
             break
-    return controller.merge()
+    return controller.merge(at_once)
 
 
 def test_a_step_trains_merges_and_publishes():
@@ -92,7 +92,7 @@ def test_a_merge_that_was_put_off_is_made_for_a_checkpoint():
     one_step(controller)
     sync(controller)
     controller.trainer._merge_seconds = 1e9
-    assert one_step(controller, 1)["drafter/version"] == 1
+    assert one_step(controller, 1, at_once=False)["drafter/version"] == 1
     assert sync(controller) is None
     assert controller.state_dict()["version"] == 2
     published, version = sync(controller)
