@@ -135,9 +135,10 @@ class OnlineDrafterController:
     # -- checkpoints ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """Weights, moments and versions of the drafter in training; without one, what the run was resumed with.
+        """Weights, moments and versions of the drafter in training; without one, those with which the run was resumed.
 
-        Collective: a merge that was put off is made first (after a signal; other checkpoints follow a merge). The first rank of the first replica gets the tensors; None on the other replicas.
+        Collective: a merge that was put off is made first (after a signal; other checkpoints follow a merge). The first
+        rank of the first replica gets the tensors; None on the other replicas.
         """
         if self.trainer is not None:
             self.trainer.merge(_all_reduce, self._world.rank, self._world.size)

@@ -6,9 +6,9 @@
     weights()                              to the engines, behind the policy's own
 
 A *window* is the time from one merge to the next, of one or several steps: a merge that would take more than
-`drafter.online.merge_share` of the seconds trained in it is put off. Gradients are there in micro-steps only. Embedding and LM head
-are those of the policy that rolls out, where its engine keeps them: responses of the versions before it are read
-through them, too. Legend: R ranks, H hidden size, V vocabulary.
+`drafter.online.merge_share` of the seconds trained in it is put off. Gradients exist in micro-steps only. Embedding and
+LM head are those of the policy that rolls out, where its engine keeps them: responses of the versions before it are
+read through them, too. Legend: R ranks, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations

@@ -56,7 +56,9 @@ def sync(controller: OnlineDrafterController) -> tuple[torch.Tensor, int] | None
     return torch.cat([tensor.flatten() for tensor in published[0].values()]), published[1]
 
 
-def one_step(controller: OnlineDrafterController, version: int = 0, steps: int = 4, broken: bool = False, at_once: bool = True):
+def one_step(
+    controller: OnlineDrafterController, version: int = 0, steps: int = 4, broken: bool = False, at_once: bool = True
+) -> dict:
     """A rollout of three responses and a window; `broken`: hidden states that are not finite."""
     controller.begin_step(version)
     backend = controller._backend
