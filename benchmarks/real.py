@@ -65,6 +65,12 @@ LEGEND = {
     "own_accept": "the same in this engine",
     "served_equal": "share of vLLM's responses that equal ours",
 }
+AIMS: dict[str, Callable[[dict[str, float]], bool]] = {  # by the figures that each needs
+    "plain decoding with a drafter costs at most 1.02": lambda f: f["plain_cost"] <= 1.02,
+    "reward rises": lambda f: f["reward_after"] > f["reward_before"],
+    "the drafter trained online does not get worse": lambda f: f["accept_last"] >= f["accept_first"],
+    "it accepts more than the frozen one": lambda f: f["accept_last"] > f["accept_frozen"],
+}
 Found = tuple[Rows, dict[str, float]]
 
 
@@ -242,6 +248,17 @@ def run_parts(chain: Chain) -> Found:
     return rows, figures
 
 
+def aims(figures: dict[str, float]) -> list[str]:
+    """A line for each aim; those whose parts have not run are left out."""
+    lines = []
+    for name, is_met in AIMS.items():
+        try:
+            lines.append(f"{name}: {'met' if is_met(figures) else 'MISSED'}")
+        except KeyError:
+            continue
+    return lines
+
+
 def check(args: argparse.Namespace) -> None:
     """Creates the work folder. Raises SystemExit for a model that is none, and for the work folder of another model."""
     if args.model is not None and not (args.model / "config.json").is_file():
@@ -281,7 +298,7 @@ def main() -> None:
     args = parse_arguments()
     check(args)
     _, figures = run_parts(Chain(args))
-    print(*on_off.judge(figures, GOALS, LEGEND), sep="\n")
+    print(*on_off.judge(figures, GOALS, LEGEND), *aims(figures), sep="\n")
 
 
 if __name__ == "__main__":

@@ -121,6 +121,6 @@ def judge(figures: Mapping[str, float], goals: Mapping[str, float], legend: Mapp
     lines = []
     for name, value in figures.items():
         goal = goals.get(name)
-        mark = "" if goal is None else f"  goal {goal:.1f}: {'met' if value >= goal else 'MISSED'}"
+        mark = "" if goal is None else f"  goal {goal:g}: {'met' if value >= goal else 'MISSED'}"
         lines.append(f"{legend[name]:52s}{value:8.3f}{mark}")
     return lines

@@ -56,6 +56,11 @@ def test_what_is_no_model_and_another_models_folder_are_refused(tmp_path: Path):
         real.check(arguments(tmp_path, "--model", str(tmp_path)))
 
 
+def test_aims_are_judged_where_their_parts_have_run():
+    figures = {"plain_cost": 1.03, "accept_first": 2.0, "accept_last": 2.0, "accept_frozen": 2.0}
+    assert [line.rsplit(": ", 1)[1] for line in real.aims(figures)] == ["MISSED", "met", "MISSED"]
+
+
 def test_a_part_before_its_time_is_refused(tmp_path: Path):
     args = arguments(tmp_path, "--parts", "grpo")
     real.check(args)
