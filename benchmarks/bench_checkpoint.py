@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_tlt.drafter.state_file import drafter_state_writer
 from megatron_tlt.drafter.training_state import TrainingState
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.model import EagleModel
 
 POLICY = ModelConfig("qwen3", 151936, 2048, 28, 16, 8, 128, 6144, qk_norm=True)
@@ -42,7 +43,7 @@ QUICK = ModelConfig("qwen3", 16384, 512, 8, 8, 4, 64, 1536, qk_norm=True)
 
 def states(config: ModelConfig) -> tuple[Callable[[], dict[str, Any]], Callable[[], dict[str, Any]]]:
     """(full, selective): functions that copy what they save; they share the trained part."""
-    model = EagleModel(config)
+    model = EagleModel(EagleConfig.of(config))
     model.initialise(0)
     trained = TrainingState(model)
     shape = (config.vocab_size, config.hidden_size)

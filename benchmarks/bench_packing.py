@@ -41,6 +41,7 @@ from megatron_tlt.drafter.pretrain import lookup_tables
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DraftBatch
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.model import EagleModel
 
 POLICY = ROOT / "assets" / "demo-policy"
@@ -114,7 +115,7 @@ def seconds_of(step: Callable[[DraftBatch], object], data: list[DraftBatch]) -> 
 def measure(name: str, shapes: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
     """Rows of one distribution of lengths."""
     config = ModelConfig.from_hf(POLICY)
-    model = EagleModel(config)
+    model = EagleModel(EagleConfig.of(config))
     model.initialise(0)
     tables = lookup_tables(POLICY, config, torch.device("cpu"))
     trainer = DrafterTrainer(model, *tables, DrafterSection(draft_steps=3, lr=1e-6))

@@ -22,6 +22,7 @@ from megatron_tlt.drafter.fp8 import use_fp8
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.model import EagleModel
 
 SEVEN = ModelConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944, qkv_bias=True)  # Qwen2.5-7B
@@ -65,7 +66,7 @@ def measure(
     check: Check, config: ModelConfig, head: Tensor, sequences: list[DraftSequence], mode: str
 ) -> tuple[Row, Tensor]:
     """One arithmetic: the row, and the first step's gradient of the layer's attention output projection."""
-    model = EagleModel(config)
+    model = EagleModel(EagleConfig.of(config))
     model.initialise(0)
     model.to(check.device)
     precision: Callable[[], AbstractContextManager[object]] = nullcontext

@@ -28,6 +28,7 @@ from megatron_tlt.idle.coordinator import IdleCoordinator
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.trainer.sampling import sampling_params
 from megatron_tlt.types import GenerateCall
@@ -36,7 +37,7 @@ from megatron_tlt.types import GenerateCall
 def trainer_of(config: Config, backend: EmbeddedBackend) -> OnlineDrafterTrainer:
     """A trainer that reads the engine's tables."""
     shape = ModelConfig.from_hf(config.model.path)
-    model = EagleModel(shape)
+    model = EagleModel(EagleConfig.of(shape))
     model.initialise(0)
     trainer = OnlineDrafterTrainer(model, config.drafter)
     trainer.begin_step(0, backend.lookup_tables)

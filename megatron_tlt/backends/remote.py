@@ -281,7 +281,9 @@ class RemoteBackend(BaseBackend):
         self._weights.require_complete()
         self.process.call("finish_update")
         if drafter is not None:
-            tensors, version = list(engine_names(drafter[0]).items()), drafter[1]
+            assert self._options.drafter is not None  # or `update_drafter` had raised
+            weights, version = drafter
+            tensors = list(engine_names(self._options.drafter.config, weights).items())
             sums = self._send("drafter", tensors)
             if self._weights.keep_checksums and sums != {name: checksum(tensor) for name, tensor in tensors}:
                 raise SyncError(f"the engine holds other bytes of the drafter than version {version} has")

@@ -21,7 +21,7 @@ class DrafterFacts:
 
     name: str
     layers_read: int  # policy layers whose outputs it reads beside the final hidden state
-    has_own_head: bool  # its LM head is its own, of Vd tokens; else the policy's
+    has_own_head: bool  # its LM head is its own, of Vd tokens, and trained; else rows of the policy's
     online_draft_steps: int  # drafted positions of a training micro-step, where the configuration has auto
     # Kept for backward beyond eagle's layer: multiples of H, a token and drafted position; fewer of the first position.
     more_kept: int = 0

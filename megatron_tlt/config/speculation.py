@@ -10,6 +10,9 @@ from megatron_tlt.config.base import Section
 from megatron_tlt.config.drafter_kinds import DRAFTERS, DrafterFacts, DrafterName
 from megatron_tlt.types import DraftedBy
 
+_LARGE_VOCABULARY = 16384  # tokens, above which a new drafter drafts the most frequent ones only
+_REDUCED = 4096  # tokens: 100.00 % of SmolLM2's responses to sums and word problems
+
 
 class SuffixSection(Section):
     """The suffix drafter: proposes what followed the same context in other and in earlier responses to the prompt."""
@@ -57,8 +60,9 @@ class SpeculationSection(Section):
     """eagle3: the three policy layers, from 0, whose outputs it reads; null: those of drafter_path, or 1, L/2 - 1,
     L - 4 of L layers."""
     draft_vocab_size: PositiveInt | None = None
-    """eagle3: draft only so many of the policy's tokens, those most frequent in the responses of `megatron-tlt drafter
-    train`; null: as in drafter_path, or all."""
+    """A trained drafter drafts only so many of the policy's tokens, those most frequent in the responses that it is
+    first trained on; null: as in drafter_path, or, of a new drafter, 4096 tokens where the policy has more than 16384,
+    else all."""
     allow_other_policy: bool = False
     """Accept a drafter that was made for another policy than model.path, as its fingerprint of the embedding says.
     Responses stay the same; drafts are accepted less."""
@@ -85,6 +89,10 @@ class SpeculationSection(Section):
     def trained(self) -> DrafterFacts | None:
         """The kind of the trained drafter; None where nothing is trained."""
         return DRAFTERS.get(self.drafter)
+
+    def draft_tokens(self, vocab_size: int) -> int:
+        """Tokens that a new drafter of a policy of `vocab_size` tokens drafts."""
+        return self.draft_vocab_size or (_REDUCED if vocab_size > _LARGE_VOCABULARY else vocab_size)
 
     @property
     def state_parts(self) -> int:

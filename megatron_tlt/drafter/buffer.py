@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megatron_tlt.drafter.batching import DraftSequence, epoch
 from megatron_tlt.types import HiddenStateSample
@@ -159,6 +161,15 @@ class HiddenStateBuffer:
         return self._epoch.pop() if self._epoch else None
 
     # -- what is held ---------------------------------------------------------------------------------------
+
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """How often the policy drew each token in this step's responses that are held, int64 [V]."""
+        counts = torch.zeros(vocab_size, dtype=torch.int64)
+        for entry in self._entries.values():
+            if entry.step == self._step:
+                drawn = entry.sequence.token_ids[torch.from_numpy(entry.sequence.drawn)]
+                counts += torch.bincount(drawn, minlength=vocab_size)
+        return counts
 
     def __len__(self) -> int:
         return len(self._entries)

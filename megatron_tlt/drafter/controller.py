@@ -106,6 +106,7 @@ class OnlineDrafterController:
             self._sharing.exchange(world, trainer.buffer, self._policy_version)
         return {
             "drafter/version": float(trainer.version),
+            "drafter/coverage": report.coverage,
             "drafter/disabled": float(world.size if report.rolled_back else len(report.disabled)),
         }
 

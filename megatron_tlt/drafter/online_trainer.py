@@ -50,6 +50,7 @@ class MergeReport:
     tokens: tuple[int, ...]  # by rank, trained on since the last merge
     disabled: tuple[int, ...]  # ranks whose training had failed before
     rolled_back: bool  # a replica's drafter was not finite: training is over on all ranks
+    coverage: float  # share of the tokens of the step's responses that are in the drafter's vocabulary
 
 
 class OnlineDrafterTrainer:
@@ -67,10 +68,12 @@ class OnlineDrafterTrainer:
         tp: TensorParallel | None = None,
         device: torch.device | str = "cpu",
         from_actor: bool = False,
+        choose_vocabulary: bool = False,
     ):
         """`model` (all of it, no shard) has the starting drafter's weights in fp32; the trainer owns it, moves it to
         `device` in the type of `section` and replaces its linears for `section.online.fp8`: ConfigError where that is
-        not available. `from_actor`: hidden states come in by `take_step`.
+        not available. `from_actor`: hidden states come in by `take_step`. `choose_vocabulary`: a reduced vocabulary is
+        that of the first responses of all ranks, and training begins with the merge that has them.
         """
         online, self._device = section.online, torch.device(device)
         sizes = section.sizes(self._device.type)
@@ -91,6 +94,7 @@ class OnlineDrafterTrainer:
         options = {"schedule": "constant", "draft_steps": self._draft_steps}
         options |= {name: getattr(online, name) for name in names}
         self._vocabulary = dict(model.named_buffers())  # of a reduced one; never trained
+        self._awaits_vocabulary = choose_vocabulary and model.config.reduced
         self._state = TrainingState(model, start, self._tp)
         self._no_table = torch.empty(0, 0, device=self._device)
         self._trainer = DrafterTrainer(
@@ -148,7 +152,7 @@ class OnlineDrafterTrainer:
         drafter is then what it was when the window began, and `train_step` returns None from then on. Memory that runs
         out in the optimizer step of several ranks, whose collectives the others wait in, is raised as it is.
         """
-        if not self.enabled or self._read_tables is None:
+        if not self.enabled or self._read_tables is None or self._awaits_vocabulary:
             return None
         sample = self.buffer.sample(self._tokens * self._tp.size)
         if sample is None:
@@ -239,20 +243,24 @@ class OnlineDrafterTrainer:
         once if no rank trained, and then nothing changes). Afterwards all ranks hold the same bits. If the drafter of a
         replica that trained is not finite, all ranks go back to where the window began and train no more.
         """
+        if self._awaits_vocabulary:
+            self._choose_vocabulary(all_reduce)
         state, mine = self._state, self.window_tokens
         is_broken = self._before is not None and not state.is_finite()
-        counts = (mine, state.steps, self.trained_steps, not self.enabled, is_broken)
+        counts = (mine, state.steps, self.trained_steps, not self.enabled, is_broken, *self._covered())
         row = [*map(float, counts), self.window_seconds, self._merge_seconds]
         table = torch.zeros(size, len(row), dtype=torch.float64, device=self._device)  # each rank fills its row
         table[rank] = torch.tensor(row, dtype=torch.float64)
         all_reduce(table)
         *columns, training, merging = table.T.tolist()
-        tokens, steps, trained, disabled, broken = ([int(x) for x in column] for column in columns)
+        whole = ([int(x) for x in column] for column in columns)
+        tokens, steps, trained, disabled, broken, covered, drawn = whole
+        coverage = sum(covered) / max(1, sum(drawn))
         total, rolled_back = sum(tokens), any(broken)
         failed = tuple(r for r, is_disabled in enumerate(disabled) if is_disabled)
         if not at_once and not rolled_back and max(merging) * size > self._merge_share * sum(training):
             self._free()
-            return MergeReport(tuple(tokens), failed, rolled_back)
+            return MergeReport(tuple(tokens), failed, rolled_back, coverage)
         started = time.perf_counter()
         if rolled_back:
             self.disable(self.failure or "a replica's drafter was not finite")
@@ -263,7 +271,24 @@ class OnlineDrafterTrainer:
             self.version += 1
             self._merge_seconds = time.perf_counter() - started
         self._close_window()
-        return MergeReport(tuple(tokens), failed, rolled_back)
+        return MergeReport(tuple(tokens), failed, rolled_back, coverage)
+
+    def _choose_vocabulary(self, all_reduce: Callable[[Tensor], None]) -> None:
+        """The vocabulary becomes the most frequent tokens of the step's responses of all ranks, if there are any."""
+        counts = self.buffer.token_counts(self.model.config.policy.vocab_size).to(self._device)
+        all_reduce(counts)
+        if self._read_tables is None or not bool(counts.any()):
+            return
+        self.model.choose_vocabulary(self._read_tables()[1], counts)
+        for name in self.model.head_parameters:
+            self._state.reset(name)
+        self._awaits_vocabulary = False
+        self.version += 1
+
+    def _covered(self) -> tuple[int, int]:
+        """Tokens of the step's responses that the drafter can draft, and all of them."""
+        counts, ids = self.buffer.token_counts(self.model.config.policy.vocab_size), self.model.token_ids()
+        return int((counts if ids is None else counts[ids.cpu()]).sum()), int(counts.sum())
 
     def drop_window(self) -> None:
         """This rank's drafter is again what it was when the window began."""
@@ -306,6 +331,10 @@ class OnlineDrafterTrainer:
             if kind not in state:
                 raise CheckpointError(f"the drafter's state has no {kind!r}")
             self.model.config.check(self._vocabulary | state[kind])
+        if self._awaits_vocabulary:
+            for name, ids in self._vocabulary.items():
+                ids.copy_(state[MEAN][name])
+            self._awaits_vocabulary = not state["version"]
         for name, ids in self._vocabulary.items():
             if not torch.equal(ids.cpu(), state[MEAN][name].cpu()):
                 raise CheckpointError(f"the drafter's state is of another draft vocabulary ({name})")

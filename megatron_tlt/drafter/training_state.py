@@ -174,6 +174,11 @@ class TrainingState:
             tensor.copy_(copy, non_blocking=True)
         _wait_for_copies(self._host)
 
+    def reset(self, name: str) -> None:
+        """Master and mean of a parameter become its present value; its moments stay."""
+        for state in (RAW, MEAN):
+            self._kept[state][name].copy_(self._own(self._parameters[name].detach()))
+
     # -- by name --------------------------------------------------------------------------------------------
 
     def mean(self) -> dict[str, Tensor]:

@@ -81,6 +81,7 @@ class Decoder(Protocol):
     device: torch.device
     aux_layers: tuple[int, ...]  # policy layers that a drafter of kind eagle3 reads; () without one
     state_size: int
+    head_version: int  # how often the LM head was loaded: a copy of its rows is of one version
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Allocates a zeroed cache (this rank's kv heads)."""

@@ -80,7 +80,9 @@ class RowDrafter(Protocol):
 
 
 class DrafterDecoder(Protocol):
-    """A drafter in the engine. Embedding and, of kind eagle, LM head are the policy decoder's, read at every call."""
+    """A drafter in the engine. Embedding and, of kind eagle, LM head are the policy decoder's, read at every call; of a
+    reduced vocabulary its rows of the head are copied once a weight sync.
+    """
 
     config: DrafterConfig
     kind: str  # "native" or "torch"

@@ -34,6 +34,10 @@ class DrafterConfig(ABC):
         """Whether the drafter's vocabulary is a part of the policy's (`d2t`, `t2d`)."""
         return self.draft_vocab_size != self.policy.vocab_size
 
+    def vocabulary_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of a reduced vocabulary: d2t[i] + i is the policy's id of the drafter's token i, t2d marks the ids."""
+        return {"d2t": (self.draft_vocab_size,), "t2d": (self.policy.vocab_size,)} if self.reduced else {}
+
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor; never the policy's embedding or LM head."""
@@ -98,15 +102,21 @@ class DrafterModel(nn.Module, ABC):
         super().__init__()
         self.config = config
 
+    head_parameters: ClassVar[tuple[str, ...]] = ()  # those that begin as rows of the policy's LM head
+
     @abstractmethod
     def initialise(self, seed: int) -> None:
         """Random weights."""
 
     def start_fresh(self, seed: int, head: Tensor, counts: Tensor) -> None:
-        """`initialise`, and an LM head of its own from the policy's `head` [V, H]; a reduced vocabulary is that of the
-        most frequent tokens of `counts` int64 [V].
-        """
+        """`initialise`, and `choose_vocabulary` of what responses have."""
         self.initialise(seed)
+        self.choose_vocabulary(head, counts)
+
+    def choose_vocabulary(self, head: Tensor, counts: Tensor) -> None:
+        """A reduced vocabulary becomes the most frequent tokens of `counts` int64 [V]; an LM head of the drafter's own
+        becomes the rows of its tokens in the policy's `head` [V, H].
+        """
 
     @abstractmethod
     def start_from_policy(self, read: Callable[[str], Tensor]) -> None:

@@ -9,6 +9,7 @@ from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.drafter.training_state import STATE_NAMES
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from tests.helpers.hidden_states import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables
@@ -23,13 +24,17 @@ def online_trainer(
     first_prompt: int = 0,
     dtype: str = "fp32",
     from_actor: bool = False,
+    tokens: int | None = None,
     **online,
 ) -> OnlineDrafterTrainer:
-    """A trainer whose buffer holds responses of policy version 0; `online` are options."""
-    model = EagleModel(CONFIG)
+    """A trainer whose buffer holds responses of policy version 0; `online` are options, `tokens` the size of a
+    vocabulary to be chosen.
+    """
+    model = EagleModel(EagleConfig.of(CONFIG, tokens))
     model.initialise(0)
     options = {"lr": 3e-3, "start_lr": 3e-3, "draft_steps": 3, "warmup_steps": 3, "micro_step_tokens": 64} | online
-    trainer = OnlineDrafterTrainer(model, DrafterSection(dtype=dtype, online=options), tp=tp, from_actor=from_actor)
+    section = DrafterSection(dtype=dtype, online=options)
+    trainer = OnlineDrafterTrainer(model, section, tp=tp, from_actor=from_actor, choose_vocabulary=tokens is not None)
     trainer.begin_step(0, lambda: lookup_tables(CONFIG))
     for i, length in enumerate(lengths):
         trainer.buffer.add(random_chunk(CONFIG, length, first_prompt + i))

@@ -176,9 +176,11 @@ def expected(
     y = norm(x, at + "post_attention_layernorm")
     gate, up = (y @ e[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
     x = x + (silu(gate) * up) @ e[f"{at}mlp.down_proj.weight"].T
+    ids = torch.arange(config.draft_vocab_size) + e.get("d2t", torch.zeros(()).long())
     if is_eagle:
-        return x @ p.get("lm_head.weight", p["model.embed_tokens.weight"]).T, x
-    own = norm(x, "norm") @ e["lm_head.weight"].T
+        own = x @ p.get("lm_head.weight", p["model.embed_tokens.weight"])[ids].T
+    else:
+        own = norm(x, "norm") @ e["lm_head.weight"].T
     logits = torch.full((n, config.policy.vocab_size), float("-inf"))
-    logits[:, torch.arange(own.shape[1]) + e.get("d2t", torch.zeros(()).long())] = own
+    logits[:, ids] = own
     return logits, x

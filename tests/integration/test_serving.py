@@ -22,8 +22,8 @@ from megatron_tlt.drafter.export.drafter import export_drafter
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
-from megatron_tlt.models.eagle.eagle3 import Eagle3Model, build_model, choose_vocabulary
-from megatron_tlt.models.eagle.model import PairModel
+from megatron_tlt.models.eagle.eagle3 import Eagle3Model, build_model
+from megatron_tlt.models.eagle.model import PairModel, most_frequent
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.types import SamplingParams
 from tests.helpers.engines import generate_all, make_engine, speculating_engine
@@ -69,7 +69,7 @@ def trained(shape: ModelConfig, tokens: int | None) -> PairModel:
     if isinstance(model, Eagle3Model):
         if config.reduced:
             counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=shape.vocab_size)
-            model.set_vocabulary(choose_vocabulary(counts, config.draft_vocab_size))
+            model.set_vocabulary(most_frequent(counts, config.draft_vocab_size))
         model.take_head(head)
     section = DrafterSection(lr=5e-3, num_steps=60, draft_steps=2, warmup_steps=5)
     trainer = DrafterTrainer(model, embed, head, section, temperature=1.0)

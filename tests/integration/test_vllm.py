@@ -31,7 +31,8 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
-from megatron_tlt.models.eagle.eagle3 import Eagle3Model, choose_vocabulary
+from megatron_tlt.models.eagle.eagle3 import Eagle3Model
+from megatron_tlt.models.eagle.model import most_frequent
 from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.types import (
     GenerateCall,
@@ -175,7 +176,7 @@ def trained3(config: DrafterConfig, samples: list[HiddenStateSample], tables: tu
     model, data = Eagle3Model(config), [DraftSequence.of(s) for s in samples]
     model.initialise(0)
     counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=SHAPE.vocab_size)
-    model.set_vocabulary(choose_vocabulary(counts, config.draft_vocab_size))
+    model.set_vocabulary(most_frequent(counts, config.draft_vocab_size))
     model.take_head(tables[1])
     section = DrafterSection(lr=5e-3, num_steps=40, draft_steps=2, warmup_steps=4)
     trainer = DrafterTrainer(model, *tables, section, temperature=1.0)

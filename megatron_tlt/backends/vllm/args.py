@@ -127,5 +127,5 @@ def drafter_files(drafter: SavedDrafter, dtype: str) -> ExportFiles:
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,  # a drafter without tables shares the policy's
     }
-    tensors = cast_tensors(engine_names(drafter.weights), DTYPES[dtype])
+    tensors = cast_tensors(engine_names(drafter.config, drafter.weights), DTYPES[dtype])
     return ExportFiles({"model.safetensors": tensors}, {"config.json": about})

@@ -80,18 +80,13 @@ def _check_hidden_states(config: Config) -> Problems:
 
 
 def _check_kind(config: Config) -> Problems:
-    """Settings that the kind of drafter does not have, and those that a drafter made from the policy cannot have."""
+    """Settings that the kind of drafter does not have."""
     section, at = config.rollout.speculation, "rollout.speculation"
-    for name, has in (("layers", "layers_read"), ("draft_vocab_size", "has_own_head")):
-        value, kind = getattr(section, name), section.trained
-        if kind is not None and value is not None and not getattr(kind, has):
-            kinds = ", ".join(facts.name for facts in DRAFTERS.values() if getattr(facts, has))
-            allowed = f"must be null with drafter: {kind.name}; a drafter that has it: {kinds}"
-            yield ConfigProblem(f"{at}.{name}", value, allowed)
-    is_fresh = config.idle.train_drafter and section.drafter_path is None
-    if is_fresh and section.draft_vocab_size is not None:
-        allowed = f"must be null without {at}.drafter_path: megatron-tlt drafter train chooses the tokens"
-        yield ConfigProblem(f"{at}.draft_vocab_size", section.draft_vocab_size, allowed)
+    kind = section.trained
+    if kind is not None and section.layers is not None and not kind.layers_read:
+        kinds = ", ".join(facts.name for facts in DRAFTERS.values() if facts.layers_read)
+        allowed = f"must be null with drafter: {kind.name}; a drafter that has it: {kinds}"
+        yield ConfigProblem(f"{at}.layers", section.layers, allowed)
 
 
 def _never_trains(config: Config, num_ranks: int) -> bool:

@@ -7,8 +7,9 @@ queries and of keys; t = rollout.tp; e bytes of an element of the drafter in tra
   the weights are the master).
 * A micro-step, in idle windows only: hidden states `T*H*s`; what the layer keeps for backward, `T*e*(10H + 3A + 2K +
   3F)` a drafted position, with a norm's input and output in fp32 of 4H; and the largest of (1) the loss: outputs,
-  targets and gradient, `T*H*(12 + e)`, and four fp32 blocks of the LM head; (2) the MLP's way back, `T*e*(3F + H)` and
-  the gradient of its last weight; (3) all gradients in fp32; with several ranks as they are, one in fp32 for the sum.
+  targets and gradient, `T*H*(12 + e)`, four fp32 blocks of the LM head and, of a reduced vocabulary, its rows; (2)
+  the MLP's way back, `T*e*(3F + H)` and the gradient of its last weight; (3) all gradients in fp32; with several
+  ranks as they are, one in fp32 for the sum.
 * Embedding and LM head are the engine's own tables. From a window to its merge the head is gathered with t > 1, and the
   C decoder's packed one is unpacked.
 * Kind eagle3: hidden states of 4H; kept for backward `T*e*21H` more, of the first position 4H; the loss of normed
@@ -24,7 +25,13 @@ from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.drafter_kinds import DrafterFacts
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.engine import has_packed_head
-from megatron_tlt.config.planning.parameters import MIB, drafter_parameters, element_bytes, pinned_bytes
+from megatron_tlt.config.planning.parameters import (
+    MIB,
+    drafted_tokens,
+    drafter_parameters,
+    element_bytes,
+    pinned_bytes,
+)
 from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config
 
@@ -46,7 +53,7 @@ def training_parts(config: Config, shape: ArchitectureConfig, device: Device) ->
     weights = element_bytes(config.drafter.sizes(device).dtype)
     sharded = (4 if weights < 4 else 0) + 12  # a master copy beside bf16 weights; their mean, two moments
     # Ranks are summed over parameter by parameter, in fp32.
-    summed = 4 * kind.largest_parameter(shape, config.rollout.speculation.draft_vocab_size)
+    summed = 4 * kind.largest_parameter(shape, drafted_tokens(config, shape))
     gradients = weights * count + summed if tp > 1 else 4 * count
     is_contiguous = shape.tie_word_embeddings or not (has_packed_head(config, device) or tp > 1)
     head = 0 if is_contiguous else shape.vocab_size * shape.hidden_size * element_bytes(config.rollout.dtype)
@@ -74,10 +81,12 @@ def _step_bytes(
     sizes, hidden, inter = config.drafter.sizes(device), shape.hidden_size, shape.intermediate_size
     tokens, element = sizes.micro_step_tokens, element_bytes(sizes.dtype)
     kept = tokens * element * kind.kept_elements(shape, config.drafter.online_draft_steps(kind))
-    blocks = 4 * 4 * min(HEAD_BLOCK, tokens * shape.vocab_size)
-    loss = kept + tokens * hidden * (12 + element) + blocks
+    drafted = drafted_tokens(config, shape)
+    blocks = 4 * 4 * min(HEAD_BLOCK, tokens * drafted)
+    rows = drafted * hidden * element_bytes(config.rollout.dtype) if drafted < shape.vocab_size else 0
+    loss = kept + tokens * hidden * (12 + element) + blocks + rows
     if kind.has_own_head:
-        head = 4 * kind.head_elements(shape, config.rollout.speculation.draft_vocab_size)
+        head = 4 * kind.head_elements(shape, drafted_tokens(config, shape))
         loss = kept + tokens * hidden * (20 + element) + max(blocks + head, 2 * head)
     back = kept + element * (tokens * (3 * inter + hidden) + inter * hidden)
     states = kind.state_parts * tokens * hidden * element_bytes(config.rollout.dtype)

@@ -21,6 +21,7 @@ from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.parameters import (
     MIB,
     decoder_parameters,
+    drafted_tokens,
     drafter_parameters,
     element_bytes,
     expert_parameters,
@@ -76,8 +77,14 @@ def process_bytes(config: Config, shape: ArchitectureConfig) -> dict[str, int]:
 
 
 def drafter_weight_bytes(config: Config, shape: ArchitectureConfig) -> int:
-    """The engine's own copy of the trained drafter, whole on every rank."""
-    return drafter_parameters(config, shape) * element_bytes(config.rollout.dtype)
+    """The engine's own copy of the trained drafter, whole on every rank; of a reduced vocabulary without an LM head of
+    its own with the rows of the policy's.
+    """
+    count, tokens = drafter_parameters(config, shape), drafted_tokens(config, shape)
+    kind = config.rollout.speculation.trained
+    if kind is not None and not kind.has_own_head and tokens < shape.vocab_size:
+        count += tokens * shape.hidden_size
+    return count * element_bytes(config.rollout.dtype)
 
 
 def suffix_bytes(config: Config) -> int:

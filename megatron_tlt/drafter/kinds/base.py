@@ -130,9 +130,15 @@ class DrafterKind(ABC):
         return ""
 
 
-def engine_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names of serving engines: a `layer` is their first; others are as they are."""
-    return {n.replace("layer.", "layers.0.", 1) if n.startswith("layer.") else n: t for n, t in weights.items()}
+def engine_names(config: DrafterConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names of serving engines: a `layer` is their first; others are as they are.
+
+    Without the reduced vocabulary of a drafter that has no LM head of its own: engines have none for it, and draft
+    through the policy's whole head.
+    """
+    left_out = () if "lm_head.weight" in weights else config.vocabulary_shapes()
+    named = {name: tensor for name, tensor in weights.items() if name not in left_out}
+    return {n.replace("layer.", "layers.0.", 1) if n.startswith("layer.") else n: t for n, t in named.items()}
 
 
 def cast_tensors(named: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 | kind | reads of the policy | its layer | its LM head |
 |---|---|---|---|
-| eagle | the final hidden state, H | one of the policy's dense sibling, without input norm | the policy's |
+| eagle | the final hidden state, H | one of the policy's dense sibling, without input norm | Vd rows of the policy's |
 | eagle3 | outputs of three layers, 3 H | Llama's, over 2 H inputs, whatever the policy is | its own, of Vd tokens |
 
 Legend: H hidden size, V vocabulary, Vd the drafter's.
@@ -26,15 +26,16 @@ class EagleConfig(DrafterConfig):
     kind = "eagle"
 
     @classmethod
-    def of(cls, policy: ModelConfig) -> Self:
-        """The drafter of `policy`."""
-        return cls(policy, replace(policy.dense_sibling, num_layers=1), policy.vocab_size)
+    def of(cls, policy: ModelConfig, draft_vocab_size: int | None = None) -> Self:
+        """The drafter of `policy`, by default over its whole vocabulary. Raises ConfigError for a larger one."""
+        layer = replace(policy.dense_sibling, num_layers=1)
+        return cls(policy, layer, _checked_size(draft_vocab_size, policy))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """`fc` joins [embedding of the token at s ; hidden state of s - 1], in this order."""
         h, layer = self.policy.hidden_size, self.layer.layer_shapes(0)
         kept = {f"layer.{name}": s for name, s in layer.items() if name != "input_layernorm.weight"}
-        return {"fc.weight": (h, 2 * h), **kept}
+        return {"fc.weight": (h, 2 * h), **kept, **self.vocabulary_shapes()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,7 @@ class Eagle3Config(DrafterConfig):
         rising = all(a < b for a, b in pairwise(chosen))
         if len(chosen) != 3 or not rising or chosen[0] < 0 or chosen[2] > last:
             raise ConfigError.of(f"{at}.layers", list(chosen), f"must be three ascending layers of 0 .. {last}")
-        size = policy.vocab_size if draft_vocab_size is None else draft_vocab_size
-        if not 1 <= size <= policy.vocab_size:
-            raise ConfigError.of(f"{at}.draft_vocab_size", size, f"must be 1 .. {policy.vocab_size}")
+        size = _checked_size(draft_vocab_size, policy)
         own = policy.dense_sibling if layer is None else layer
         own = replace(own, family="llama", num_layers=1, qkv_bias=False, qk_norm=False)
         return cls(policy, own, size, chosen, norm_before_residual)
@@ -79,9 +78,15 @@ class Eagle3Config(DrafterConfig):
         out: dict[str, tuple[int, ...]] = {"fc.weight": (h, 3 * h)}
         out |= {f"midlayer.{name}": s for name, s in (wide | {"hidden_norm.weight": (h,)}).items()}
         out |= {"norm.weight": (h,), "lm_head.weight": (self.draft_vocab_size, h)}
-        if self.reduced:
-            out |= {"d2t": (self.draft_vocab_size,), "t2d": (self.policy.vocab_size,)}
-        return out
+        return out | self.vocabulary_shapes()
+
+
+def _checked_size(draft_vocab_size: int | None, policy: ModelConfig) -> int:
+    size = policy.vocab_size if draft_vocab_size is None else draft_vocab_size
+    if not 1 <= size <= policy.vocab_size:
+        allowed = f"must be 1 .. {policy.vocab_size}"
+        raise ConfigError.of("rollout.speculation.draft_vocab_size", size, allowed)
+    return size
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
-from megatron_tlt.models.eagle.config import Eagle3Config
+from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.eagle.model import Attention, EagleModel, Mlp, Norm, PairModel
 from megatron_tlt.models.torch.layers import rms_norm
 
@@ -42,9 +41,7 @@ class Eagle3Model(PairModel):
     """The EAGLE-3 drafter's weights and arithmetic. `lm_head` is trained, too: it begins as the policy's."""
 
     imitates_states = False
-    d2t: Tensor | None
-    t2d: Tensor | None
-
+    head_parameters = ("lm_head.weight",)
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config):
@@ -54,9 +51,6 @@ class Eagle3Model(PairModel):
         self.midlayer = Layer3(config.layer)
         self.norm = Norm(h)
         self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False)
-        size, vocab = config.draft_vocab_size, config.policy.vocab_size
-        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64) if config.reduced else None)
-        self.register_buffer("t2d", torch.arange(vocab) < size if config.reduced else None)
 
     def initialise(self, seed: int) -> None:
         """Random weights; fc starts with the identity on the highest layer, the closest to the policy's output."""
@@ -64,13 +58,6 @@ class Eagle3Model(PairModel):
         self.draw_weights(seed, ("o_proj", "down_proj", "fc.weight"))
         with torch.no_grad():
             self.fc.weight[:, 2 * h :] += torch.eye(h, device=self.fc.weight.device)
-
-    def start_fresh(self, seed: int, head: Tensor, counts: Tensor) -> None:
-        """See `PairModel.start_fresh`."""
-        self.initialise(seed)
-        if self.config.reduced:
-            self.set_vocabulary(choose_vocabulary(counts, self.config.draft_vocab_size))
-        self.take_head(head)
 
     def start_from_policy(self, read: Callable[[str], Tensor]) -> None:
         """Replaces the weights of `initialise` by those of the policy's second layer, final norm and LM head.
@@ -88,28 +75,7 @@ class Eagle3Model(PairModel):
         with torch.no_grad():
             self.lm_head.weight.copy_(head if ids is None else head[ids.to(head.device)])
 
-    def set_vocabulary(self, token_ids: Tensor) -> None:
-        """Sets the reduced vocabulary: Vd ascending token ids. Raises ConfigError for anything else."""
-        size, vocab = self.config.draft_vocab_size, self.config.policy.vocab_size
-        ids = token_ids.long().cpu()
-        fits = (
-            tuple(ids.shape) == (size,)
-            and bool((ids.diff() > 0).all())
-            and 0 <= int(ids[0]) <= int(ids[-1]) < vocab
-        )
-        if self.d2t is None or self.t2d is None or not fits:
-            given = f"{tuple(ids.shape)} ids"
-            raise ConfigError.of(
-                "draft vocabulary", given, f"must be {size} ascending ids below {vocab}, of a reduced one"
-            )
-        self.d2t.copy_(ids - torch.arange(size))
-        self.t2d.zero_()[ids] = True
-
-    def token_ids(self) -> Tensor | None:
-        """See `PairModel.token_ids`."""
-        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
-    def own_head(self, head: Tensor | None) -> Tensor:
+    def own_head(self, policy_rows: Tensor | None) -> Tensor:
         """Its own."""
         return self.lm_head.weight
 
@@ -141,10 +107,7 @@ class Eagle3Model(PairModel):
 
 def build_model(config: DrafterConfig) -> PairModel:
     """A drafter's weights and arithmetic; the weights are not set."""
-    return Eagle3Model(config) if isinstance(config, Eagle3Config) else EagleModel(config.policy)
-
-
-def choose_vocabulary(counts: Tensor, size: int) -> Tensor:
-    """The `size` most frequent tokens of counts [V], ascending ids [size]; of equals the smaller id."""
-    order = counts.argsort(descending=True, stable=True)
-    return order[:size].sort().values
+    if isinstance(config, Eagle3Config):
+        return Eagle3Model(config)
+    assert isinstance(config, EagleConfig)
+    return EagleModel(config)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from torch.utils.checkpoint import checkpoint
 
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DraftBatch, DrafterConfig, DrafterModel
 from megatron_tlt.models.eagle.config import EagleConfig
@@ -80,11 +81,16 @@ class PairModel(DrafterModel):
     """A drafter of one layer over pairs: arithmetic and training unroll of both kinds."""
 
     imitates_states = True  # its outputs stand for the policy's hidden states, behind the same LM head
+    d2t: Tensor | None
+    t2d: Tensor | None
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
         self._config = shape = config.layer
         self._rope = rope_table(shape, min(shape.max_position_embeddings, _FIRST_POSITIONS))
+        size, vocab = config.draft_vocab_size, config.policy.vocab_size
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64) if config.reduced else None)
+        self.register_buffer("t2d", torch.arange(vocab) < size if config.reduced else None)
 
     @property
     @abstractmethod
@@ -139,12 +145,44 @@ class PairModel(DrafterModel):
         parents = (self.block.self_attn, self.block.mlp)
         return [(p, n, m) for p in parents for n, m in p.named_children() if isinstance(m, nn.Linear)]
 
+    # -- a reduced vocabulary
+
+    def choose_vocabulary(self, head: Tensor, counts: Tensor) -> None:
+        """See `DrafterModel.choose_vocabulary`."""
+        if self.config.reduced:
+            self.set_vocabulary(most_frequent(counts, self.config.draft_vocab_size))
+        self.take_head(head)
+
+    def take_head(self, head: Tensor) -> None:
+        """An LM head of its own becomes the rows of the drafter's tokens in the policy's `head` [V, H]."""
+
+    def set_vocabulary(self, token_ids: Tensor) -> None:
+        """Sets the reduced vocabulary: Vd ascending token ids. Raises ConfigError for anything else."""
+        size, vocab = self.config.draft_vocab_size, self.config.policy.vocab_size
+        ids = token_ids.long().cpu()
+        fits = (
+            tuple(ids.shape) == (size,)
+            and bool((ids.diff() > 0).all())
+            and 0 <= int(ids[0]) <= int(ids[-1]) < vocab
+        )
+        if self.d2t is None or self.t2d is None or not fits:
+            given = f"{tuple(ids.shape)} ids"
+            raise ConfigError.of(
+                "draft vocabulary", given, f"must be {size} ascending ids below {vocab}, of a reduced one"
+            )
+        self.d2t.copy_(ids - torch.arange(size))
+        self.t2d.zero_()[ids] = True
+
+    def token_ids(self) -> Tensor | None:
+        """See `DrafterModel.token_ids`."""
+        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
     # -- behind the layer: here those of kind eagle
 
-    def own_head(self, head: Tensor | None) -> Tensor:
-        """The LM head [Vd, H] of the drafter; `head` [V, H] is the policy's, which kind eagle needs."""
-        assert head is not None
-        return head
+    def own_head(self, policy_rows: Tensor | None) -> Tensor:
+        """The LM head [Vd, H] of the drafter; `policy_rows` [Vd, H] are the policy's, which kind eagle needs."""
+        assert policy_rows is not None
+        return policy_rows
 
     def before_head(self, outputs: Tensor) -> Tensor:
         """The head's input, of outputs [.., H]."""
@@ -152,7 +190,13 @@ class PairModel(DrafterModel):
 
     def full_logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
         """Float32 [.., V] of outputs o [.., H]: -inf for tokens outside the drafter's vocabulary."""
-        own, ids = linear(self.before_head(outputs), self.own_head(head)).float(), self.token_ids()
+        ids = self.token_ids()
+        rows = head if head is None or ids is None else head.index_select(0, ids)
+        return self.spread(linear(self.before_head(outputs), self.own_head(rows)))
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Float32 [.., V] of logits [.., Vd] over the drafter's tokens: -inf for the others."""
+        own, ids = logits.float(), self.token_ids()
         if ids is None:
             return own
         out = own.new_full((*own.shape[:-1], self.config.policy.vocab_size), float("-inf"))
@@ -232,9 +276,9 @@ class PairModel(DrafterModel):
 class EagleModel(PairModel):
     """The EAGLE drafter's weights and arithmetic."""
 
-    def __init__(self, policy: ModelConfig):
-        config = EagleConfig.of(policy)
+    def __init__(self, config: EagleConfig):
         super().__init__(config)
+        policy = config.policy
         self.fc = nn.Linear(2 * policy.hidden_size, policy.hidden_size, bias=False)
         self.layer = DrafterLayer(config.layer)
 
@@ -279,3 +323,9 @@ class EagleModel(PairModel):
     def residual(self, x: Tensor, previous: Tensor) -> Tensor:
         """x."""
         return x
+
+
+def most_frequent(counts: Tensor, size: int) -> Tensor:
+    """The `size` most frequent tokens of counts [V], ascending ids [size]; of equals the smaller id."""
+    order = counts.argsort(descending=True, stable=True)
+    return order[:size].sort().values

@@ -65,6 +65,12 @@ class TorchEagle(DrafterDecoder):
         self._qkv = _joined([part.weight for part in parts])
         self._qkv_bias = _joined([part.bias for part in parts]) if config.layer.qkv_bias else None
         self._gate_up = _joined([mlp.gate_proj.weight, mlp.up_proj.weight])
+        # Rows of the policy's LM head, in place since graphs keep the address, and the version of it that they are of.
+        self._head_rows: Tensor | None = None
+        self._head_version: int | None = None
+        if config.reduced and self.model.imitates_states:
+            shape = config.draft_vocab_size, config.policy.hidden_size
+            self._head_rows = torch.empty(shape, dtype=policy.dtype, device=policy.device)
         self.run_step: RunStep = lambda _key, step: step()
         self._loaded = False
 
@@ -90,7 +96,16 @@ class TorchEagle(DrafterDecoder):
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """See `DrafterDecoder.load_weights`."""
         self.model.load_full(named)
-        self._loaded = True
+        self._loaded, self._head_version = True, None
+
+    def refresh_head(self) -> None:
+        """Copies the rows of a reduced vocabulary from the policy's LM head after a weight sync has replaced it.
+        Collective with tensor parallelism.
+        """
+        ids, version = self.model.token_ids(), self.policy.head_version
+        if self._head_rows is not None and ids is not None and self._head_version != version:
+            torch.index_select(self.policy.lookup_tables()[1], 0, ids, out=self._head_rows)
+            self._head_version = version
 
     @torch.inference_mode()
     def feed(self, pairs: Pairs, pages: Tensor, kv: KVCache) -> None:
@@ -128,6 +143,8 @@ class TorchEagle(DrafterDecoder):
         residual = self.model.residual(x, hidden)
         x, h = ops.add_norm(residual, part, layer.post_attention_layernorm.weight, eps)
         out = x + linear(ops.gated_silu(linear(h, self._gate_up)), layer.mlp.down_proj.weight)
+        if self._head_rows is not None:
+            return self.model.spread(linear(out, self._head_rows)), out
         if self.model.imitates_states:  # through the policy's LM head, which may be sharded
             return self.policy.logits(out), out
         return self.model.full_logits(out), out
@@ -232,6 +249,7 @@ class TorchRowDrafter(RowDrafter):
         if not len(active):
             return recorder.result()
         self._catch_up(active)
+        self._eagle.refresh_head()
         wanted = wanted[active]
         places, blocks = self._begin(active, wanted, recorder.reachable(int(wanted.max())))
         run = self._static(places.shape[2], blocks)

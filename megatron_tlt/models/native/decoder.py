@@ -71,6 +71,7 @@ class NativeDecoder:
         self.state_size = (len(aux_layers) + 1) * config.hidden_size
         self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
         self._ledger = WeightLedger(config)
+        self.head_version = 0
         h = config.hidden_size
         self._packer = Packer()
         self._layers = PackedLayers(config, self._shard, self._packer, (config.vocab_size, h))
@@ -122,6 +123,7 @@ class NativeDecoder:
         if part == "embed_tokens":
             self._embed.copy_(tensor)
         if part == "lm_head" or (part == "embed_tokens" and self.config.tie_word_embeddings):
+            self.head_version += 1
             self._packer.pack(self._layers.extra, tensor)
 
     # -- cache ----------------------------------------------------------------------------------------------

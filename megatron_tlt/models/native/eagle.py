@@ -73,11 +73,13 @@ class NativeEagle(DrafterDecoder):
         )
         self._forward = Forward(self._one, self._whole, None, self._layers)
         embed, head = policy.tables
-        self._own: dict[str, Tensor] = {}  # eagle3: norms, head and token ids, kept alive for C
+        self._own: dict[str, Tensor] = {}  # norms, head and token ids, kept alive for C
+        self._head_version: int | None = None  # of the policy's LM head, whose rows a reduced kind eagle has
+        self._copies_head = config.reduced and not is_eagle3
+        if is_eagle3 or config.reduced:
+            head = self._own["lm_head"] = zeros(self._packer.size(config.draft_vocab_size, h))
         if is_eagle3:
-            self._own = {"hidden_norm": torch.zeros(pad(h)), "norm": torch.zeros(pad(h))}
-            self._own["lm_head"] = zeros(self._packer.size(config.draft_vocab_size, h))
-            head = self._own["lm_head"]
+            self._own |= {"hidden_norm": torch.zeros(pad(h)), "norm": torch.zeros(pad(h))}
             self._forward.model.final_norm = self._own["norm"].data_ptr()
         self._forward.model.embed = embed.data_ptr()
         self._forward.model.head = head.data_ptr()
@@ -95,7 +97,14 @@ class NativeEagle(DrafterDecoder):
         self.config.check(given)
         for name, tensor in given.items():
             self._load(name, tensor.detach())
-        self._loaded = True
+        self._loaded, self._head_version = True, None
+
+    def refresh_head(self) -> None:
+        """Copies the rows of a reduced vocabulary from the policy's LM head after a weight sync has replaced it."""
+        if self._copies_head and self._loaded and self._head_version != self.policy.head_version:
+            self._head_version = self.policy.head_version
+            rows = self.policy.lookup_tables()[1].index_select(0, self._own["ids"])
+            self._packer.pack(self._own["lm_head"], rows)
 
     def _load(self, name: str, tensor: Tensor) -> None:
         if name == "d2t":
@@ -243,6 +252,7 @@ class NativeRowDrafter(RowDrafter):
         self._wanted.wanted[:count] = wanted
         self._wanted.rates[:] = rates
         self._call.min_acceptance = min_acceptance
+        self._eagle.refresh_head()
         self._eagle.run(self._in_c)
         return self._drafted.draft(count)
 

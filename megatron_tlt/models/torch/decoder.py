@@ -67,6 +67,7 @@ class TorchDecoder:
         self.tp = tp if tp is not None and tp.size > 1 else None
         self._shard = Shard(config, tp.rank if tp else 0, tp.size if tp else 1)
         self._ledger = WeightLedger(config)
+        self.head_version = 0
         self._rope = rope_table(config, min(config.max_position_embeddings, 4096), self.device)
         self._allocate()
 
@@ -113,6 +114,7 @@ class TorchDecoder:
             if part == "embed_tokens":
                 self._embed.copy_(tensor)
             if part == "lm_head" or (part == "embed_tokens" and self.config.tie_word_embeddings):
+                self.head_version += 1
                 rows = self._shard.slice("lm_head", tensor)
                 self._head[: rows.shape[0]].copy_(rows)
             return

@@ -20,6 +20,7 @@ from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection, SuffixSection
 from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.errors import ConfigError, SyncError
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.rollout.engine import Engine
@@ -99,7 +100,7 @@ def push(backend: EmbeddedBackend, version: int, drafter: EagleModel | None = No
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30, None])
 def test_a_published_drafter_drafts_and_garbage_changes_nothing(model_dir: Path, garbage: float | None):
-    drafter = EagleModel(TINY)
+    drafter = EagleModel(EagleConfig.of(TINY))
     backend = drafting_backend(model_dir, drafter)
     expected = backend.generate(GenerateCall(PROMPTS, PARAMS, 4))
     with torch.no_grad():

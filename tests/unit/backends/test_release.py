@@ -14,6 +14,7 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.kinds.base import SavedDrafter
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, SamplingParams
 from tests.helpers.mpi import run_one
@@ -30,7 +31,7 @@ def backend_of(model_dir: Path, release_cache: bool, kernels: str = "auto", draf
     trained = None
     if speculation.trained:
         torch.manual_seed(0)
-        made = EagleModel(TINY)
+        made = EagleModel(EagleConfig.of(TINY))
         trained = SavedDrafter(made.config, made.state_dict())
     return build_backend(EngineOptions(rollout, model, load_weights=True, drafter=trained, keep_layers=()))
 

@@ -81,7 +81,7 @@ def test_a_step_trains_merges_and_publishes():
     before = weights(controller).clone()
     assert sync(controller) is None
     metrics = one_step(controller)
-    assert metrics == {"drafter/version": 1, "drafter/disabled": 0}
+    assert metrics == {"drafter/version": 1, "drafter/disabled": 0, "drafter/coverage": 1}
     assert controller.num_samples() == 3
     assert controller.buffer_metrics()["drafter/buffer/added"] == 3
     published, version = sync(controller)

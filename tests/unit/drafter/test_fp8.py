@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def model() -> EagleModel:
-    out = EagleModel(CONFIG)
+    out = EagleModel(EagleConfig.of(CONFIG))
     out.initialise(1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def test_no_gpu_is_an_error_that_names_the_alternatives() -> None:
 
 
 def test_odd_sizes_are_named() -> None:
-    odd = EagleModel(replace(CONFIG, intermediate_size=90))
+    odd = EagleModel(EagleConfig.of(replace(CONFIG, intermediate_size=90)))
     with pytest.raises(ConfigError, match=r"multiples of 16.*gate_proj \(90 x 64\).*down_proj \(64 x 90\)"):
         use_fp8(odd, CPU)
 

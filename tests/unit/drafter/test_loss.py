@@ -9,7 +9,7 @@ from megatron_tlt.config.drafter import DrafterLossSection
 from megatron_tlt.drafter import loss as module
 from megatron_tlt.drafter.batching import DraftSequence, collate
 from megatron_tlt.drafter.kinds.eagle.loss import draft_loss
-from megatron_tlt.models.eagle.config import Eagle3Config
+from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout
@@ -68,7 +68,7 @@ def test_loss_and_gradients_equal_a_loop_over_tokens(monkeypatch, weights, t: fl
     _, head = lookup_tables(CONFIG)
     batch = collate(SEQUENCES)
     outputs = drafted(SEQUENCES)
-    got, _ = draft_loss(EagleModel(CONFIG), outputs, batch, PairLayout(batch), head, weights, t)
+    got, _ = draft_loss(EagleModel(EagleConfig.of(CONFIG)), outputs, batch, PairLayout(batch), head, weights, t)
     want, theirs = token_by_token(SEQUENCES, head, weights, t)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     (2.0 * got).backward()

@@ -51,7 +51,7 @@ def responses(*shapes: tuple[int, int]) -> list[DraftSequence]:
 def run(
     sequences: list[DraftSequence], temperature: float, window: int = 512, config: ModelConfig = CONFIG
 ) -> MeasuredAcceptance:
-    model = EagleModel(config)
+    model = EagleModel(EagleConfig.of(config))
     model.load_full(random_drafter(config).items())
     sizes = {"steps": STEPS, "temperature": temperature, "batch_tokens": 60, "window": window}
     return measure(model, *tables(), sequences, **sizes)

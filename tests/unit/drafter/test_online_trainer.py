@@ -229,3 +229,31 @@ def test_another_drafters_state_is_refused() -> None:
     state["model"] = {**state["model"], "fc.weight": torch.zeros(2, 2)}
     with pytest.raises(CheckpointError, match=r"fc\.weight has shape \(2, 2\)"):
         t.load_state_dict(state)
+
+
+def test_a_reduced_vocabulary_is_that_of_the_first_responses_of_all_ranks() -> None:
+    """Chosen in the first merge, whose other rank's responses all have token 7; a resumed run goes on with it."""
+    trainer = online_trainer(tokens=30)
+
+    def add_another_rank(tensor: torch.Tensor) -> None:
+        if tensor.shape == (CONFIG.vocab_size,):
+            tensor[7] += 1000
+
+    assert trainer.train_step() is None
+    counts = trainer.buffer.token_counts(CONFIG.vocab_size)
+    drawn = torch.cat([e.sequence.token_ids[e.sequence.drawn] for e in trainer.buffer._entries.values()])
+    assert torch.equal(counts, torch.bincount(drawn, minlength=CONFIG.vocab_size))
+    report = trainer.merge(add_another_rank)
+    ids = trainer.model.token_ids()
+    counts[7] += 1000
+    assert ids is not None and 7 in ids
+    left_out = ~torch.isin(torch.arange(len(counts)), ids)
+    assert counts[ids].min() >= counts[left_out].max()
+    counts[7] -= 1000
+    assert report.coverage == pytest.approx(float(counts[ids].sum() / counts.sum())) and report.coverage < 1
+    assert trainer.version == 1 and torch.equal(trainer.weights()["d2t"], ids - torch.arange(30))
+    assert trainer.train_step() is not None
+    trainer.merge(lambda tensor: None)
+    resumed = online_trainer(tokens=30)
+    resumed.load_state_dict(trainer.state_dict())
+    assert torch.equal(resumed.model.token_ids(), ids) and resumed.train_step() is not None

@@ -8,6 +8,7 @@ import torch
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.batching import collate
 from megatron_tlt.drafter.trainer import DrafterTrainer, drafter_learning_rate
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
 
@@ -17,7 +18,7 @@ BATCH = collate([random_sequence(CONFIG, n, 3) for n in (12, 20, 26)])
 
 def trainer(**fields) -> DrafterTrainer:
     section = DrafterSection(**({"draft_steps": 3, "lr": 3e-3, "warmup_steps": 5, "num_steps": 40} | fields))
-    model = EagleModel(CONFIG)
+    model = EagleModel(EagleConfig.of(CONFIG))
     model.initialise(0)
     return DrafterTrainer(model, *lookup_tables(CONFIG), section)
 

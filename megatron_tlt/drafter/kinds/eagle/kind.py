@@ -80,15 +80,19 @@ class EagleKind(PairKind):
 
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> EagleConfig:
         """See `DrafterKind.fresh`."""
-        return EagleConfig.of(policy)
+        return EagleConfig.of(policy, section.draft_tokens(policy.vocab_size))
+
+    def entries(self, config: DrafterConfig) -> dict[str, Any]:
+        """See `DrafterKind.entries`."""
+        return {"draft_vocab_size": config.draft_vocab_size} if config.reduced else {}
 
     def read_entries(self, about: Mapping[str, Any], policy: ModelConfig) -> EagleConfig:
         """See `DrafterKind.read_entries`."""
-        return EagleConfig.of(policy)
+        return EagleConfig.of(policy, about.get("draft_vocab_size"))
 
     def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
         """See `DrafterKind.engine_files`."""
-        policy, named = drafter.config.policy, engine_names(drafter.weights)
+        policy, named = drafter.config.policy, engine_names(drafter.config, drafter.weights)
         _check_engine(policy, engine)
         if engine == "sglang":  # its fc always has a bias, and one that the file lacks stays random
             named["fc.bias"] = torch.zeros(policy.hidden_size)

@@ -33,7 +33,7 @@ class Eagle3Kind(PairKind):
 
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> Eagle3Config:
         """See `DrafterKind.fresh`."""
-        return Eagle3Config.of(policy, section.layers, section.draft_vocab_size)
+        return Eagle3Config.of(policy, section.layers, section.draft_tokens(policy.vocab_size))
 
     def entries(self, config: DrafterConfig) -> dict[str, Any]:
         """See `DrafterKind.entries`."""

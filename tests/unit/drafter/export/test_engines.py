@@ -41,6 +41,7 @@ EAGLE = {
     "qwen2": FAMILIES["qwen2"],
 }
 CONFIGS: dict[str, DrafterConfig] = {f"eagle {name}": EagleConfig.of(policy) for name, policy in EAGLE.items()} | {
+    "eagle reduced": EagleConfig.of(EAGLE["llama"], 40),
     "eagle3 qwen2": Eagle3Config.of(DEEP["qwen2"]),
     "eagle3 qwen3": Eagle3Config.of(DEEP["qwen3"], draft_vocab_size=40),
     "eagle3 llama": Eagle3Config.of(DEEP["llama"], draft_vocab_size=64),
@@ -89,7 +90,11 @@ def test_the_engine_drafts_what_the_model_drafts(kind: Format, name: str, tmp_pa
     for base in (4, 11, 15):
         want = our_logits(config, base)
         scale = float(want[want.isfinite()].abs().max())
-        torch.testing.assert_close(engine_logits(engine, config, base), want, atol=1e-5 * scale, rtol=1e-5)
+        got = engine_logits(engine, config, base)
+        if config.kind == "eagle":  # engines draft through the policy's whole head
+            assert got.isfinite().all()
+            want = torch.where(want.isfinite(), want, got)
+        torch.testing.assert_close(got, want, atol=1e-5 * scale, rtol=1e-5)
 
 
 def tensors_of(config: DrafterConfig, kind: Format) -> set[str]:

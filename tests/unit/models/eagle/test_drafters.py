@@ -23,9 +23,11 @@ from tests.helpers.tiny_models import random_weights
 
 
 def drafter_config(config: ModelConfig) -> DrafterConfig:
-    """Policies of five layers have a drafter of kind eagle3: of a reduced vocabulary, or with the norm first."""
+    """Policies of five layers have a drafter of kind eagle3: of a reduced vocabulary, or with the norm first. Of kind
+    eagle, those of three layers have a reduced vocabulary.
+    """
     if config.num_layers < 5:
-        return EagleConfig.of(config)
+        return EagleConfig.of(config, 50 if config.num_layers == 3 else None)
     if config.qkv_bias:
         return Eagle3Config.of(config, (0, 1, 3), norm_before_residual=True)
     layer = replace(config, num_kv_heads=4, intermediate_size=72, rope_theta=500.0, rms_norm_eps=1e-3)
@@ -43,6 +45,8 @@ CONFIGS = {
     # 72 columns of queries: keys begin in the middle of a panel of weights
     "odd": ModelConfig("qwen2", 73, 72, 1, 3, 3, 24, 90, qkv_bias=True, tie_word_embeddings=True),
     "llama": ModelConfig("llama", 4200, 64, 1, 8, 1, 64, 96, max_position_embeddings=700),
+    "reduced": ModelConfig("llama", 90, 64, 3, 8, 1, 64, 96, max_position_embeddings=700),
+    "reduced tied": ModelConfig("qwen2", 91, 72, 3, 3, 3, 24, 90, qkv_bias=True, tie_word_embeddings=True),
     "eagle3": ModelConfig("qwen3", 83, 68, 5, 4, 2, 24, 90, qk_norm=True, tie_word_embeddings=True),
     "eagle3-norm": ModelConfig("qwen2", 79, 72, 5, 3, 3, 24, 90, qkv_bias=True),
 }
@@ -92,6 +96,21 @@ def test_drafts_equal_plain_pytorch(kernels: str, name: str) -> None:
     assert drafted.counts.tolist() == [9, 5, 3, 0, 4]
     check(drafted, rows, name, rates=rates)
     assert rows.draft(3).counts.tolist() == [0, 0, 0, 3, 0]  # the others have no new pair
+
+
+@both
+@pytest.mark.parametrize("name", ["reduced", "reduced tied"])
+def test_a_reduced_vocabulary_follows_the_policys_head(kernels: str, name: str) -> None:
+    """A weight sync replaces the head whose rows the drafter has copied."""
+    eagle = loaded(name, kernels)
+    before = rows_of(eagle, [40, 18]).draft(6)
+    synced = [(n, t.flip(0) if t.shape[0] == CONFIGS[name].vocab_size else t) for n, t in random_weights(CONFIGS[name])]
+    eagle.policy.load_weights(synced)
+    rows = rows_of(eagle, [40, 18])
+    drafted = rows.draft(6)
+    for row in range(2):
+        check_row(drafted, rows, row, synced, eagle_weights(CONFIGS[name]))
+    assert drafted.tokens.tolist() != before.tokens.tolist()
 
 
 @pytest.mark.parametrize("steps", [2, 9])

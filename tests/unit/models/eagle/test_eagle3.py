@@ -11,7 +11,8 @@ import torch
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.eagle.config import Eagle3Config, default_layers
-from megatron_tlt.models.eagle.eagle3 import Eagle3Model, choose_vocabulary
+from megatron_tlt.models.eagle.eagle3 import Eagle3Model
+from megatron_tlt.models.eagle.model import most_frequent
 from tests.helpers.tiny_drafters import DEEP, lookup_tables
 
 CONFIG = Eagle3Config.of(DEEP["qwen3"], draft_vocab_size=40)
@@ -37,8 +38,8 @@ def test_layers_out_of_reach_are_refused(layers) -> None:
 
 def test_the_vocabulary_is_the_most_frequent_tokens() -> None:
     counts = torch.tensor([3, 9, 0, 9, 1, 0])
-    assert choose_vocabulary(counts, 3).tolist() == [0, 1, 3]
-    assert choose_vocabulary(counts, 5).tolist() == [0, 1, 2, 3, 4]
+    assert most_frequent(counts, 3).tolist() == [0, 1, 3]
+    assert most_frequent(counts, 5).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_the_head_begins_with_the_policys_rows_of_the_vocabulary() -> None:

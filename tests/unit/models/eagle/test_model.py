@@ -25,7 +25,7 @@ from tests.helpers.tiny_models import moe_config, random_tensors
 
 
 def model_of(config: ModelConfig) -> EagleModel:
-    model = EagleModel(config)
+    model = EagleModel(EagleConfig.of(config))
     model.load_full(random_drafter(config).items())
     return model
 
@@ -72,7 +72,7 @@ def test_unrolling_equals_drafting_one_by_one(family: str) -> None:
 def test_a_drafter_started_from_the_policy_is_its_second_layer_and_near_the_identity(family: str) -> None:
     config = FAMILIES[family]
     policy = dict(random_tensors(config.parameter_shapes(), 3))
-    model = EagleModel(config)
+    model = EagleModel(EagleConfig.of(config))
     model.initialise(0)
     model.start_from_policy(policy.__getitem__)
     named = dict(model.named_parameters())
@@ -89,7 +89,7 @@ def test_a_drafter_started_from_the_policy_is_its_second_layer_and_near_the_iden
 def test_projections_of_a_real_models_layer_read_states_of_their_own_size(width: int) -> None:
     """Queries, keys and values of a state are those of the policy's layer, whose norm comes before them."""
     config, policy = real_policy(width)
-    model = EagleModel(config)
+    model = EagleModel(EagleConfig.of(config))
     model.initialise(0)
     model.start_from_policy(policy.__getitem__)
     unit = rms_norm(torch.randn(50, width), torch.ones(width), 0.0)
@@ -114,7 +114,7 @@ def test_a_drafter_of_a_real_models_width_learns_a_cycle_of_tokens_in_a_few_step
         states = head[follows[ids]] + torch.tensor([2.0] + [0.0] * 575)
         hidden = rms_norm(states, policy["model.norm.weight"], 0.0)
         sequences.append(DraftSequence(torch.tensor(ids), hidden, np.arange(32) >= 8, 8))
-    model = EagleModel(config)
+    model = EagleModel(EagleConfig.of(config))
     model.initialise(0)
     model.start_from_policy(policy.__getitem__)
     trainer = OnlineDrafterTrainer(model, DrafterSection())
@@ -165,6 +165,6 @@ def test_tensors_that_do_not_fit_are_all_named() -> None:
     del weights["layer.mlp.up_proj.weight"]
     weights["model.embed_tokens.weight"] = torch.zeros(1)
     with pytest.raises(CheckpointError) as caught:
-        EagleModel(config).load_full(weights.items())
+        EagleModel(EagleConfig.of(config)).load_full(weights.items())
     for text in ("fc.weight has shape", "up_proj.weight is missing", "embed_tokens.weight is not part"):
         assert text in str(caught.value)

@@ -7,6 +7,7 @@ import torch
 
 from megatron_tlt.drafter.batching import collate
 from megatron_tlt.models.eagle import pairs
+from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.eagle.pairs import PairLayout, attend_pairs, take
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_sequence
@@ -63,7 +64,7 @@ def saved_bytes(length: int) -> int:
         seen[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    model = EagleModel(CONFIG)
+    model = EagleModel(EagleConfig.of(CONFIG))
     batch = collate([random_sequence(CONFIG, length, 3)])
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         outputs = model.unroll(lookup_tables(CONFIG)[0], batch, PairLayout(batch), 3)
