@@ -36,7 +36,7 @@ from demo_traces import generate
 
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.batching import DraftSequence, collate, pack
+from megatron_tlt.drafter.batching import DraftSequence, collate, group_by_length
 from megatron_tlt.drafter.pretrain import lookup_tables
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.models.config import ModelConfig
@@ -100,7 +100,7 @@ def batches(sequences: list[DraftSequence]) -> dict[str, list[DraftBatch]]:
     return {
         "padded": [padded(g) for g in groups],
         "packed": [collate(g) for g in groups],
-        "trained": [collate(g) for g in pack(sequences, TOKENS)],
+        "trained": [collate(g) for g in group_by_length(sequences, TOKENS)],
     }
 
 
