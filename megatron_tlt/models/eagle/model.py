@@ -190,9 +190,9 @@ class PairModel(DrafterModel):
 
     def full_logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
         """Float32 [.., V] of outputs o [.., H]: -inf for tokens outside the drafter's vocabulary."""
-        ids = self.token_ids()
-        rows = head if head is None or ids is None else head.index_select(0, ids)
-        return self.spread(linear(self.before_head(outputs), self.own_head(rows)))
+        if head is not None and (ids := self.token_ids()) is not None:
+            head = head.index_select(0, ids)
+        return self.spread(linear(self.before_head(outputs), self.own_head(head)))
 
     def spread(self, logits: Tensor) -> Tensor:
         """Float32 [.., V] of logits [.., Vd] over the drafter's tokens: -inf for the others."""

@@ -146,7 +146,7 @@ def share(world: World) -> None:
     controller = OnlineDrafterController(world, None, trainer, sharing)
     responses = {r: [100 * r + i for i in range(3)] for r in range(replicas)}
     for turn in range(replicas):
-        trainer.version = turn
+        controller._policy_version = turn  # of the step's rollouts: the sender goes round with it
         controller.merge()
         given = {r for r in range(replicas) if r <= turn} if replicas > 1 else set()
         assert held(trainer) == sorted(p for r in given | {replica} for p in responses[r]), (
