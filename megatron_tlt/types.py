@@ -396,6 +396,9 @@ class EngineStats:
     generated_tokens: int = 0
     finished_requests: int = 0
     preemptions: int = 0
+    turns: int = 0  # drawn to their end and passed to an environment
+    given_tokens: int = 0
+    parked_seconds: float = 0.0  # in which every request waited for its environment; not in `seconds`
     seconds: float = 0.0
     started: float = 0.0  # seconds of time.perf_counter that the curve counts from
     running_curve: list[tuple[float, int]] = field(default_factory=list)  # (seconds since start, running requests)

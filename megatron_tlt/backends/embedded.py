@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.backends.base import BaseBackend
 from megatron_tlt.errors import BackendError, CheckpointError, SyncError
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
+from megatron_tlt.rollout.turns import TurnExchange
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import (
     CAPABILITIES,
@@ -79,13 +80,16 @@ class EmbeddedBackend(BaseBackend):
         self.resume()
         if self._traced_prompts and engine.speculator is not None:
             engine.speculator.start_trace(traced)
+        turns = None if call.turns is None else TurnExchange(call.turns, engine.runner.tp, call.while_parked)
         done = False
         try:
-            engine.run(call.on_progress, take, self._fetching(call, traced))
+            engine.run(call.on_progress, take, self._fetching(call, traced, turns), turns)
             done = True
         finally:
             if not done:  # one refused prompt or an interrupt must not leave others in the engine
-                engine.abort_all()
+                dropped = engine.abort_all()
+                for request in dropped if turns is not None else ():
+                    turns.discard(request)
             if engine.speculator is not None:
                 engine.speculator.drafter.end_generate()
             if self._release_cache:
@@ -93,10 +97,12 @@ class EmbeddedBackend(BaseBackend):
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
         return samples
 
-    def _fetching(self, call: GenerateCall, traced: set[int]) -> Callable[[], bool]:
+    def _fetching(
+        self, call: GenerateCall, traced: set[int], turns: TurnExchange | None
+    ) -> Callable[[], bool]:
         """A function that adds the requests of the next prompt to the engine; it returns False once there is none.
 
-        `traced` gets the first prompts, as many as are traced.
+        `turns` gets every prompt, `traced` the first prompts, as many as are traced.
         """
         without: dict[int, set[int]] = defaultdict(set)
         for prompt_id, sample_index in call.have:
@@ -108,6 +114,8 @@ class EmbeddedBackend(BaseBackend):
                 return False
             if len(traced) < self._traced_prompts:
                 traced.add(prompt.prompt_id)
+            if turns is not None:
+                turns.add(prompt)
             self.engine.add(
                 prompt.token_ids,
                 call.params,
@@ -115,6 +123,7 @@ class EmbeddedBackend(BaseBackend):
                 num_samples=call.num_samples,
                 dataset_id=prompt.dataset_id,
                 without=without[prompt.prompt_id],
+                takes_turns=turns is not None,
             )
             return True
 
@@ -231,4 +240,6 @@ class EmbeddedBackend(BaseBackend):
             policy_version=self._weights.version,
             routed_experts=request.routed_experts,
             given=request.given,
+            turn_rewards=request.turn_rewards,
+            failure=request.failure,
         )

@@ -24,7 +24,7 @@ from megatron_tlt.rollout.sampler import NativeSample, Sampler
 from megatron_tlt.rollout.scheduler import Scheduler, SchedulerLimits
 from megatron_tlt.rollout.spec.build import Drafting, build_speculator
 from megatron_tlt.rollout.stops import StopStringFinder
-from megatron_tlt.types import EngineStats, ProgressCallback, SamplingParams
+from megatron_tlt.types import EngineStats, FinishReason, ProgressCallback, SamplingParams, TurnResult
 
 if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megatron_tlt.models.keyed_noise import SampleKernel
     from megatron_tlt.models.torch.decoder import TorchDecoder
     from megatron_tlt.rollout.spec.speculator import Speculator
+    from megatron_tlt.rollout.turns import TurnExchange
 
 _PROGRESS_EVERY_S = 0.02  # seconds between two calls of `on_progress`: a call must not slow the steps down
 _PROGRESS_EVERY_STEPS = 8  # the same in steps, for an engine of several ranks: all must call at the same step
@@ -141,12 +142,12 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are queued or prefilling."""
+        """Requests that are queued, prefilling or parked."""
         return self.scheduler.num_waiting
 
     @property
     def is_idle(self) -> bool:
-        """Whether this replica has no live request and no queue."""
+        """Whether this replica has no request: none that runs, waits or is parked."""
         return self.scheduler.is_idle
 
     def add(
@@ -158,10 +159,11 @@ class Engine:
         num_samples: int = 1,
         dataset_id: str = "",
         without: Collection[int] = (),
+        takes_turns: bool = False,
     ) -> list[Request]:
         """Queues `num_samples` samples of one prompt, from `sample_index` on; computes nothing yet.
 
-        Indices in `without` are left out. A response depends on its own index only, not on the other samples of the
+        `takes_turns`: their drawn turns go to the environments of `run`. Indices in `without` are left out. A response depends on its own index only, not on the other samples of the
         prompt. Raises BackendError, naming the numbers, if the request could never run.
         """
         prompt = np.asarray(prompt_token_ids, np.int32)
@@ -178,6 +180,7 @@ class Engine:
                 stops,
                 self._stop_finder(params),
                 dataset_id,
+                takes_turns=takes_turns,
             )
             for i, index in enumerate(indices)
         ]
@@ -226,9 +229,10 @@ class Engine:
         if batch.chunks:
             stats.prompt_tokens += batch.num_tokens - batch.num_decode
         stats.finished_requests += num_finished
-        if batch.num_decode != self._last_running:
+        is_prefill = not batch.num_decode and self.num_running  # of a step of its own
+        if batch.num_decode != self._last_running and not is_prefill:
             self._add_to_curve(batch.num_decode, scheduled)
-        if self.is_idle:
+        if not self.scheduler.has_work:
             self._add_to_curve(0, committed)
 
     def run(
@@ -236,28 +240,73 @@ class Engine:
         on_progress: ProgressCallback | None = None,
         on_finished: Callable[[Request], None] | None = None,
         fetch: Callable[[], bool] | None = None,
+        turns: TurnExchange | None = None,
     ) -> list[Request]:
         """Steps until idle; returns all requests that ended, in the order of their arrival.
 
         `on_finished` is called with each of them after the step in which it ended. `fetch` is called between two steps
         while a further request may run: it adds the requests of another prompt, or returns False after the last one.
+        `turns`: the environments of requests that take turns.
         """
         finished: list[Request] = []
         generated, first = self._stats.generated_tokens, self._stats.steps
+        self.scheduler.separates_prefill = turns is not None
         reported = 0.0
         while self._fill(fetch):
-            ended = self.step()
+            ended = [] if turns is None else self._hear(turns)
+            if is_step := self.scheduler.has_work:
+                ended += self.step()
+            if turns is not None:
+                self._tell(turns, ended)
             finished += ended
             if on_finished is not None:
                 for request in ended:
                     on_finished(request)
             if self.runner.tp.size > 1:
-                due = (self._stats.steps - first) % _PROGRESS_EVERY_STEPS == 0
+                due = not is_step or (self._stats.steps - first) % _PROGRESS_EVERY_STEPS == 0
             elif due := (now := time.perf_counter()) - reported >= _PROGRESS_EVERY_S:
                 reported = now
             if due and on_progress is not None:
                 on_progress(self.num_running, self.num_waiting, self._stats.generated_tokens - generated)
         return sorted(finished, key=lambda r: r.order)
+
+    def _hear(self, turns: TurnExchange) -> list[Request]:
+        """Continues requests with what their environments have returned; returns those that have ended.
+
+        Where nothing else is left to compute it waits for a first result, for a moment.
+        """
+        scheduler, ended = self.scheduler, []
+        started = time.perf_counter()
+        is_busy = scheduler.has_work
+        if not len(scheduler.parked) or (is_busy and not turns.is_due(self._stats.steps)):
+            return []
+        for result in turns.poll(wait=not is_busy):
+            request = scheduler.parked.find(result.prompt_id, result.sample_index)
+            if request is None:
+                continue
+            reason = _answered(request, result)
+            if reason is None:
+                scheduler.extend(request, result.given)
+                request.stop_strings = self._stop_finder(request.params)
+                self._stats.given_tokens += len(result.given)
+            elif scheduler.end(request, reason, recompute=self.runner.keeps_states):
+                self._finish(request)
+                ended.append(request)
+        if ended and self._collector is not None:
+            self._collector.emit(wait=self.is_idle)
+        self._stats.finished_requests += len(ended)
+        if not is_busy:
+            self._stats.parked_seconds += time.perf_counter() - started
+        return ended
+
+    def _tell(self, turns: TurnExchange, ended: Sequence[Request]) -> None:
+        """Passes turns that were drawn to the end to their environments; closes those of requests that were cut."""
+        for request in self.scheduler.parked.take_ended_turns():
+            turns.submit(request, self.text_of(request))
+            self._stats.turns += 1
+        for request in ended:
+            if request.finish_reason == "length":
+                turns.discard(request)
 
     def _fill(self, fetch: Callable[[], bool] | None) -> bool:
         """Fetches prompts up to the most running requests, unless some are queued. Whether any request is left."""
@@ -268,10 +317,10 @@ class Engine:
         return not self.is_idle
 
     def text_of(self, request: Request) -> str:
-        """A finished request's text, cut after its stop string; empty without a tokenizer."""
+        """The last turn of a finished or parked request, cut after its stop string; empty without a tokenizer."""
         stops = request.stop_strings
         cut = None if stops is None else stops.cut_text
-        return self.text_of_tokens(request.output) if cut is None else cut
+        return self.text_of_tokens(request.output[request.turn_start :]) if cut is None else cut
 
     def text_of_tokens(self, token_ids: Sequence[int]) -> str:
         """The tokens' text; empty without a tokenizer."""
@@ -351,6 +400,18 @@ class Engine:
             raise BackendError(f"{name}: an empty stop string would end every response")
         for field, value, allowed in params.out_of_range():
             raise BackendError(f"{name}: {field} = {value} must be {allowed}")
+
+
+def _answered(request: Request, result: TurnResult) -> FinishReason | None:
+    """Why a parked request ends with its environment's `result`; None: it goes on. Notes reward and failure in it."""
+    if result.failure is not None:
+        request.failure = result.failure
+        return "abort"
+    request.turn_rewards.append(result.reward)
+    if result.done or not result.given:
+        return "env"
+    fits = len(request.output) + len(result.given) < request.params.max_tokens
+    return None if fits else "length"
 
 
 def _return_to_system(device: torch.device) -> None:

@@ -95,6 +95,11 @@ class ModelRunner:
             pages.resume()
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether something of every cached token is read when its request has ended."""
+        return bool(self._kept)
+
+    @property
     def _kept(self) -> list[PagedHiddenStates]:
         """The records of every cached token, in pages like those of keys and values."""
         return [pages for pages in (self.pages, self._routed_experts) if pages is not None]
@@ -185,19 +190,20 @@ class ModelRunner:
     def _mixed_input(self, batch: Batch) -> DecoderInput:
         """Decoding rows and prefill chunks as one ragged batch."""
         decoding = batch.num_decode
+        first = 0 if decoding else self.rows.num_rows  # chunks alone leave the arrays of the running rows as they are
         seqs = decoding + len(batch.chunks)
         query_start = np.empty(seqs + 1, np.int32)
         query_start[: decoding + 1] = self._one_each[: decoding + 1]
         at, last_rows = decoding, []
         for seq, chunk in enumerate(batch.chunks, decoding):
-            at = self._fill_chunk(chunk, seq, at)
+            at = self._fill_chunk(chunk, first + seq, first + at) - first
             query_start[seq + 1] = at
             if chunk.draws:
                 last_rows.append(at - 1)
         if not batch.num_draws:
             last_rows.append(at - 1)  # not sampled: decoders need not handle batches without logits
         logit_rows = np.concatenate((self._one_each[:decoding], np.asarray(last_rows, np.int32)))
-        return self._pack(at, seqs, query_start, logit_rows, to_pool=False)
+        return self._pack(at, seqs, query_start, logit_rows, to_pool=False, first=first)
 
     def _fill_chunk(self, chunk: PrefillChunk, seq: int, at: int) -> int:
         """Writes a chunk's tokens behind the rows already there; returns where it ends."""
@@ -219,10 +225,13 @@ class ModelRunner:
         query_start: np.ndarray,
         logit_rows: np.ndarray,
         to_pool: bool,
+        first: int = 0,
     ) -> DecoderInput:
+        """The arrays' elements and rows from `first` on."""
         rows = self.rows
-        fed = (rows.token_ids[:tokens], rows.positions[:tokens], rows.slot_mapping[:tokens])
-        seen = (rows.context_lens[:seqs], rows.block_tables[:seqs])
+        at = slice(first, first + tokens)
+        fed = (rows.token_ids[at], rows.positions[at], rows.slot_mapping[at])
+        seen = (rows.context_lens[first : first + seqs], rows.block_tables[first : first + seqs])
         return self._to_input([*fed, query_start, *seen, logit_rows], to_pool)
 
     def _to_input(self, arrays: list[np.ndarray], to_pool: bool) -> DecoderInput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,9 @@ class Request:
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     given: tuple[Span, ...] = ()  # of `output`, as in `types.Sample`
+    takes_turns: bool = False  # its drawn turns go to an environment, which continues or ends the trajectory
+    turn_rewards: list[float] = field(default_factory=list)  # of the turns that the environment has answered
+    failure: str | None = None  # of the environment
     finish_reason: FinishReason | None = None
     # KV blocks of a finished request, until the next schedule
     blocks: list[int] = field(default_factory=list)
@@ -44,6 +48,29 @@ class Request:
     def key(self) -> int:
         """The request's sampling key, uint64."""
         return request_key(self.params.seed, self.prompt_id, self.sample_index)
+
+    @property
+    def turn_start(self) -> int:
+        """The place in `output` of the present turn's first token."""
+        return self.given[-1][1] if self.given else 0
+
+    @property
+    def limit(self) -> int:
+        """Tokens of `output` at which the present turn ends at the latest."""
+        most, of_turn = self.params.max_tokens, self.params.max_turn_tokens
+        return min(most, self.turn_start + of_turn) if self.takes_turns and of_turn else most
+
+    @property
+    def computed(self) -> np.ndarray:
+        """Int32: prompt and output but for the last token, which is fed next. Not while it runs."""
+        return np.concatenate((self.prompt, np.asarray(self.output[:-1], np.int32)))
+
+    def give(self, tokens: Sequence[int]) -> None:
+        """Continues `output` with tokens that are not drawn: a new turn begins behind them. Mutates."""
+        begin = len(self.output)
+        self.output += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.given += ((begin, len(self.output)),)
 
     @property
     def is_masked(self) -> bool:
@@ -58,7 +85,8 @@ class Prefill:
 
     A new prompt is one `Prefill` with its n samples as `children`; they draw their next tokens from the same row of
     logits. A request whose `output` begins with given tokens is one of prompt and output. A preempted request is queued
-    again as a `Prefill` of its own, `sampled` already.
+    again as a `Prefill` of its own, `sampled` already. One that waits for its environment is a `Prefill` all the time:
+    its tokens are in the cache, as long as memory lasts, until given ones follow.
     """
 
     tokens: np.ndarray  # int32 [L]
@@ -66,6 +94,7 @@ class Prefill:
     sampled: bool = False  # the children have drawn the token behind `tokens` already
     blocks: list[int] = field(default_factory=list)
     done: int = 0  # tokens in the cache
+    kept: int = 0  # of these, tokens that were there when the request was parked
 
     @property
     def order(self) -> int:
@@ -76,6 +105,12 @@ class Prefill:
     def is_complete(self) -> bool:
         """Whether all tokens are in the cache."""
         return self.done == len(self.tokens)
+
+    def drop_blocks(self) -> list[int]:
+        """Forgets its blocks and that anything was computed; returns them."""
+        blocks, self.blocks = self.blocks, []
+        self.done = self.kept = 0
+        return blocks
 
     def __lt__(self, other: Prefill) -> bool:
         return self.order < other.order

@@ -25,12 +25,12 @@ class RunningRows:
         self.positions: np.ndarray = self.counters[0]  # [T] of the token to feed
         self.context_lens: np.ndarray = self.counters[1]  # [N] cached tokens after the forward
         self.slot_mapping: np.ndarray = self.counters[2]  # [T] block * block_size + offset
-        self.output_len: np.ndarray = self.counters[3]  # [N] tokens drawn so far = position of the next one
+        self.output_len: np.ndarray = self.counters[3]  # [N] tokens so far, given ones too = position of the next one
         self.token_ids = np.zeros(width, np.int32)  # [T] to feed
         self.block_tables = np.zeros((max_rows, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_rows, np.int32)
         self.write_at = np.zeros(max_rows, np.int64)  # flat index of the next output element
-        self.limit = np.zeros(max_rows, np.int32)  # max_tokens
+        self.limit = np.zeros(max_rows, np.int32)  # tokens at which the response or its present turn ends
         self.slots = np.zeros(max_rows, np.int32)  # of the row's request
         self.keys = np.zeros(max_rows, np.uint64)
         self.temperature = np.zeros(max_rows, np.float32)
@@ -70,7 +70,7 @@ class RunningRows:
         self.outputs[request.slot, :length] = request.output
         self.logprobs[request.slot, :length] = request.logprobs
         self.write_at[row] = request.slot * self.outputs.shape[1] + length
-        self.limit[row] = params.max_tokens
+        self.limit[row] = request.limit
         self.keys[row] = request.key
         self.temperature[row] = params.temperature
         self.top_k[row], self.top_p[row], self.min_p[row] = params.top_k, params.top_p, params.min_p

@@ -2,12 +2,18 @@
 code.
 
     waiting ──admit──> prefilling ──prompt done──> ready ──row and block free──> running ──> finished
-       ^                    │                        │                              │
-       └────────────────────┴───────preempt (latest arrival first)──────────────────┘
+       ^                    │                        │                              │  │        ^
+       ├────────────────────┴───────preempt (latest arrival first)──────────────────┘  │        │
+       └──────extend─────── parked (waits for its environment) <─────turn ended────────┘────end─┘
 
 First come, first served: a request that holds blocks arrived before every request that waits. Under memory pressure
 the latest arrival is preempted: its blocks are freed and its tokens computed again later. So the oldest request always
-progresses.
+progresses. A parked request keeps its blocks and has no row. Its blocks are the first to go: to running requests, and
+to queued ones that arrived before it or where nothing else is computed.
+
+With environments (`separates_prefill`) a step is either of prefill or of decoding, since a step with prefill drafts
+nothing. A step of prefill makes every running request wait for one step; it comes once the queued ones have waited as
+many steps, all together. With R running requests and A arrivals a step it comes every sqrt(2 R / A) steps.
 """
 
 from __future__ import annotations
@@ -21,6 +27,8 @@ import numpy as np
 from megatron_tlt.errors import BackendError
 from megatron_tlt.rollout.batch import Batch, PrefillChunk, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
+from megatron_tlt.rollout.ends import draw_first, finish_reason, is_turn_end, run_length
+from megatron_tlt.rollout.parked import ParkedRequests
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.types import FinishReason
@@ -46,6 +54,9 @@ class Scheduler:
         sizes = limits.max_running, limits.max_batched_tokens, max_blocks, limits.vocab_size
         self.rows = RunningRows(*sizes, max_output=limits.max_context)
         self.num_preemptions = 0
+        self.separates_prefill = False
+        self._waited = 0  # steps that the queued requests have waited since the last step of prefill, all together
+        self.parked = ParkedRequests()
         self._waiting: list[Prefill] = []  # heap by order
         self._prefilling: list[Prefill] = []  # in order, blocks allocated
         self._ready: list[Prefill] = []  # in order, all in the cache, children to start
@@ -58,13 +69,19 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are queued or prefilling."""
-        return sum(len(p.children) for queue in (self._waiting, self._prefilling, self._ready) for p in queue)
+        """Requests that are queued, prefilling or parked."""
+        queues = (self._waiting, self._prefilling, self._ready)
+        return sum(len(p.children) for queue in queues for p in queue) + len(self.parked)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has anything to compute."""
+        return bool(self.rows.requests or self._waiting or self._prefilling or self._ready)
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is left."""
-        return not (self.rows.requests or self._waiting or self._prefilling or self._ready)
+        return not (self.has_work or len(self.parked))
 
     @property
     def has_queue(self) -> bool:
@@ -77,24 +94,46 @@ class Scheduler:
         heapq.heappush(self._waiting, prefill)
 
     def schedule(self) -> Batch:
-        """The next step: every running request decodes one token, prompts fill the rest of the token budget.
+        """The next step: every running request decodes one token, prompts fill the rest of the token budget. With
+        `separates_prefill` it is of one kind.
 
         Mutates block tables and queues; each call is followed by one `commit` of the same batch.
         """
-        self._grow()
         batch = Batch(0)
+        if self.separates_prefill and self._is_prefill_due():
+            self._take_chunks(batch)
+            if batch.chunks:
+                self._waited = 0
+                return batch
+        self._grow()
         if self._ready:
             self._start_children(batch)
         batch.num_decode = self.rows.num_rows
-        budget = self.limits.max_batched_tokens - batch.num_decode
+        if not self.separates_prefill:
+            self._take_chunks(batch)
+        return batch
+
+    def _is_prefill_due(self) -> bool:
+        """Whether the queued requests have waited as long as a step of prefill would make the running ones wait.
+
+        Mutates the counter of their steps.
+        """
+        if not (self._waiting or self._prefilling):
+            return False
+        self._waited += sum(len(p.children) for queue in (self._waiting, self._prefilling) for p in queue)
+        return self._waited >= self.rows.num_rows
+
+    def _take_chunks(self, batch: Batch) -> None:
+        """Fills the budget of tokens with prefill, in order, as far as rows and memory last."""
+        budget = self.limits.max_batched_tokens - self.rows.num_rows
         for prefill in self._prefilling:
             budget = self._take_chunk(batch, prefill, budget)
         while self._waiting and budget > 0 and not self._ready and self._may_admit(self._waiting[0]):
             prefill = heapq.heappop(self._waiting)
-            prefill.blocks = self.blocks.allocate(self.blocks.blocks_for(len(prefill.tokens)))
+            missing = self.blocks.blocks_for(len(prefill.tokens)) - len(prefill.blocks)
+            prefill.blocks = prefill.blocks + self.blocks.allocate(missing)
             self._prefilling.append(prefill)
             budget = self._take_chunk(batch, prefill, budget)
-        return batch
 
     def reserve(self, lengths: np.ndarray) -> np.ndarray:
         """Allocates blocks for `lengths` int32 [D] drafted tokens behind each row's next one; returns how many fit.
@@ -126,7 +165,7 @@ class Scheduler:
         dropped = list(self.rows.requests)
         for request in dropped:
             self._leave(request)
-        for queue in (self._waiting, self._prefilling, self._ready):
+        for queue in (self._waiting, self._prefilling, self._ready, self.parked.clear()):
             for prefill in queue:
                 self.blocks.free(prefill.blocks)
                 dropped += prefill.children
@@ -134,6 +173,50 @@ class Scheduler:
         for request in dropped:
             request.finish_reason = "abort"
         return dropped
+
+    # Turns
+
+    def extend(self, request: Request, tokens: Sequence[int]) -> None:
+        """Continues a parked request with given `tokens`; it draws again once they are computed. Mutates."""
+        prefill = self.parked.pop(request)
+        request.give(tokens)
+        prefill.tokens = np.concatenate((request.prompt, np.asarray(request.output, np.int32)))
+        heapq.heappush(self._waiting, prefill)
+
+    def end(self, request: Request, reason: FinishReason, recompute: bool) -> bool:
+        """Ends a parked request. False where its blocks were lost and it is queued, to be computed once more and
+        returned by a later `commit` (`recompute`: its hidden states or experts are read). Mutates.
+        """
+        prefill = self.parked.pop(request)
+        request.finish_reason = reason
+        if recompute and not prefill.is_complete:
+            prefill.sampled = True
+            heapq.heappush(self._waiting, prefill)
+            return False
+        request.blocks = prefill.drop_blocks()
+        self.blocks.free(request.blocks)
+        return True
+
+    def _has_room(self, need: int, prefill: Prefill) -> bool:
+        """Whether `need` blocks are free for `prefill`, which parked requests that came later may lose for it. Where
+        nothing is computed any of them may, or all would wait for the environments.
+        """
+        after = prefill.order if self.rows.requests or self._prefilling else -1
+        while need > self.blocks.num_free:
+            if not self._take_parked_blocks(after, prefill):
+                return False
+        return True
+
+    def _take_parked_blocks(self, after: int = -1, but: Prefill | None = None) -> bool:
+        """Frees the blocks of the latest arrival that is parked, or queued behind its environment's tokens, and that
+        came later than order `after`. False: no such one has blocks.
+        """
+        holders = [p for p in (*self.parked, *self._waiting) if p.blocks and p.order > after and p is not but]
+        if not holders:
+            return False
+        self.num_preemptions += 1
+        self.blocks.free(max(holders, key=lambda p: p.order).drop_blocks())
+        return True
 
     # Memory
 
@@ -158,7 +241,9 @@ class Scheduler:
         return np.array([request.row for request in requests if request.row >= 0], np.int64)
 
     def preempt(self) -> None:
-        """Frees all blocks of the latest arrival that holds some; it is recomputed later."""
+        """Frees all blocks of the latest arrival that holds some, a parked one first; it is recomputed later."""
+        if self._take_parked_blocks():
+            return
         queues = [q for q in (self._prefilling, self._ready) if q]
         queue = max(queues, key=lambda q: q[-1].order, default=None)
         latest = max(self.rows.requests, key=lambda r: r.order, default=None)
@@ -166,12 +251,11 @@ class Scheduler:
         self.num_preemptions += 1
         if queue and (latest is None or queue[-1].order > latest.order):
             prefill = queue.pop()
-            self.blocks.free(prefill.blocks)
-            prefill.blocks, prefill.done = [], 0
+            self.blocks.free(prefill.drop_blocks())
         else:
             assert latest is not None
             self._leave(latest)
-            prefill = _resumption(latest)
+            prefill = Prefill(latest.computed, [latest], sampled=True)
         heapq.heappush(self._waiting, prefill)
 
     def _may_admit(self, prefill: Prefill) -> bool:
@@ -179,7 +263,8 @@ class Scheduler:
         if promised >= self.limits.max_running:
             return False
         # One block stays free for each request that may soon open one: or admitting only causes preemption.
-        return self.blocks.blocks_for(len(prefill.tokens)) + promised <= self.blocks.num_free
+        need = self.blocks.blocks_for(len(prefill.tokens)) - len(prefill.blocks)
+        return self._has_room(need + promised, prefill)
 
     # Prefill and fork
 
@@ -196,7 +281,7 @@ class Scheduler:
             prefill = self._ready[0]
             need = self._blocks_to_start(prefill)
             running = self.rows.num_rows
-            if running >= self.limits.max_running or need + running > self.blocks.num_free:
+            if running >= self.limits.max_running or not self._has_room(need + running, prefill):
                 return
             self._start_child(prefill, batch)
             if not prefill.children:
@@ -244,17 +329,21 @@ class Scheduler:
         return self._end(ended) if ended else []
 
     def _end(self, ended: list[int]) -> list[Request]:
-        """Removes the rows of `ended`, a superset, whose response has ended; returns their requests."""
+        """Removes the rows of `ended`, a superset, whose response or turn has ended; returns the finished requests."""
         rows, finished = self.rows, []
         for row in ended:
             request = rows.requests[row]
             last = int(rows.token_ids[row])
-            request.finish_reason = _finish_reason(request, last, int(rows.output_len[row]))
+            request.finish_reason = finish_reason(request, last, int(rows.output_len[row]))
             if request.finish_reason is not None:
                 finished.append(request)
         for request in finished:
-            request.blocks = self._leave(request)
-        return finished
+            if is_turn_end(request, int(rows.output_len[request.row])):
+                cached = int(rows.positions[request.row])
+                self.parked.add(request, rows.stop(request), cached)
+            else:
+                request.blocks = self._leave(request)
+        return [request for request in finished if request.finish_reason is not None]
 
     def truncate(self, result: StepResult) -> None:
         """Cuts each row's run of tokens behind the first that ends the response. Mutates `result`.
@@ -274,7 +363,7 @@ class Scheduler:
         affected.update(r.row for r in rows.requests if r.stop_strings is not None)
         for row in affected:
             run = result.tokens[ends[row] - counts[row] : ends[row]].tolist()
-            counts[row] = _run_length(rows.requests[row], run)
+            counts[row] = run_length(rows.requests[row], run)
         if (counts != result.counts).any():
             within = np.arange(len(result.tokens)) - np.repeat(ends - result.counts, result.counts)
             result.keep(within < np.repeat(counts, result.counts), counts)
@@ -303,19 +392,29 @@ class Scheduler:
             prefill.done = chunk.end
             if chunk.draws:
                 first, at = at, at + len(prefill.children)
-                ended = _draw_first(
+                ended = draw_first(
                     prefill, result.tokens[first:at].tolist(), result.logprobs[first:at].tolist()
                 )
-                for request in ended:
-                    request.blocks = list(prefill.blocks)
-                finished += ended
+                finished += self._end_first(prefill, ended)
             if prefill.is_complete:
                 self._prefilling.remove(prefill)
+                finished += _computed_again(prefill)
                 if prefill.children:
                     self._ready.append(prefill)
                 else:
                     self.blocks.free(prefill.blocks)
         return finished
+
+    def _end_first(self, prefill: Prefill, ended: list[Request]) -> list[Request]:
+        """Of the children `ended`, which have no row, parks those whose turn has ended; returns the finished ones."""
+        for request in ended:
+            if is_turn_end(request, len(request.output)):
+                full = len(prefill.tokens) // self.blocks.block_size  # the last block is the siblings' to write into
+                self.blocks.share(prefill.blocks[:full])
+                self.parked.add(request, prefill.blocks[:full], full * self.blocks.block_size)
+            else:
+                request.blocks = list(prefill.blocks)
+        return [request for request in ended if request.finish_reason is not None]
 
     def _check(self, prefill: Prefill) -> None:
         longest = max(r.params.max_tokens - len(r.output) for r in prefill.children)
@@ -341,38 +440,10 @@ class Scheduler:
             )
 
 
-def _resumption(request: Request) -> Prefill:
-    """The prefill of a preempted request: prompt and output but for the last token, which is fed next."""
-    tokens = np.concatenate((request.prompt, np.asarray(request.output[:-1], np.int32)))
-    return Prefill(tokens, [request], sampled=True)
-
-
-def _draw_first(prefill: Prefill, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Request]:
-    """Appends every child's token to its output; returns and removes those that end with it."""
-    prefill.sampled = True
-    for request, token, logprob in zip(prefill.children, tokens, logprobs, strict=True):
-        request.output.append(token)
-        request.logprobs.append(logprob)
-        if request.stop_strings is not None and request.stop_strings.push(token):
-            request.finish_reason = "stop"
-        request.finish_reason = _finish_reason(request, token, len(request.output))
-    finished = [r for r in prefill.children if r.finish_reason is not None]
-    prefill.children = [r for r in prefill.children if r.finish_reason is None]
-    return finished
-
-
-def _run_length(request: Request, run: Sequence[int]) -> int:
-    """Tokens of `run` up to the first that ends the response: those that plain decoding would have drawn."""
-    for length, token in enumerate(run, 1):
-        if request.stop_strings is not None and request.stop_strings.push(token):
-            request.finish_reason = "stop"
-            return length
-        if token in request.stop_token_ids:
-            return length
-    return len(run)
-
-
-def _finish_reason(request: Request, token: int, length: int) -> FinishReason | None:
-    if request.finish_reason is not None or token in request.stop_token_ids:
-        return "stop"
-    return "length" if length >= request.params.max_tokens else None
+def _computed_again(prefill: Prefill) -> list[Request]:
+    """Removes and returns the request of a `prefill` that had ended while it was parked without its blocks."""
+    ended = [request for request in prefill.children if request.finish_reason is not None]
+    for request in ended:
+        request.blocks = list(prefill.blocks)
+        prefill.children.remove(request)
+    return ended

@@ -25,7 +25,7 @@ from megatron_tlt.models.drafter_decoder import (
     DraftingRows,
     Pairs,
 )
-from megatron_tlt.rollout.batch import Batch
+from megatron_tlt.rollout.batch import Batch, PrefillChunk
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
@@ -79,7 +79,7 @@ class TrainedDrafter(Drafter):
         columns: list[tuple[np.ndarray, ...]] = []
         size = self.kv.block_size
         for chunk in batch.chunks:
-            first = max(1, chunk.start)  # position 0 has no hidden state before it
+            first = max(1, _first_pair(chunk))  # position 0 has no hidden state before it
             if chunk.end <= first:
                 continue
             positions = np.arange(first - 1, chunk.end, dtype=np.int32)
@@ -116,6 +116,19 @@ class TrainedDrafter(Drafter):
         """See `Drafter.observe`."""
         if draft.feature is not None:
             self._match_rates.observe(draft.feature[reached], accepted[reached])
+
+
+def _first_pair(chunk: PrefillChunk) -> int:
+    """The position from which on the drafter's cache may lack pairs. Where a chunk continues a parked request, these
+    are of its last drawn turn: pairs behind the last draft were never fed.
+    """
+    prefill = chunk.prefill
+    if not prefill.kept or chunk.start != prefill.kept:
+        return chunk.start
+    request = prefill.children[0]
+    before = request.given[:-1] if len(request.output) == len(prefill.tokens) - len(request.prompt) else request.given
+    turn_start = before[-1][1] if before else 0
+    return min(chunk.start, len(request.prompt) + turn_start)
 
 
 def _match_rates() -> MatchRates:

@@ -1,0 +1,60 @@
+"""`TurnExchange`: drawn turns to the environments of a rollout, and their results back, the same on all ranks of an
+engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron_tlt.types import Prompt, TurnResult
+
+if TYPE_CHECKING:
+    from megatron_tlt.distributed.tensor_parallel import TensorParallel
+    from megatron_tlt.interfaces import TurnSource
+    from megatron_tlt.rollout.request import Request
+
+_POLL_S = 0.02  # of waiting for a result where no request can run: progress is reported in between
+_POLL_EVERY_STEPS = 4  # between two polls while requests run, for an engine of several ranks: a poll is a broadcast
+
+
+class TurnExchange:
+    """Of the ranks of an engine the first one's environments are used; all of them make the same calls."""
+
+    def __init__(self, source: TurnSource, tp: TensorParallel, while_parked: Callable[[], bool] | None = None):
+        """`while_parked`: see `GenerateCall`."""
+        self._source, self._tp, self._while_parked = source, tp, while_parked
+        self._prompts: dict[int, Prompt] = {}
+        self._has_other_work = while_parked is not None
+
+    def add(self, prompt: Prompt) -> None:
+        """A prompt whose responses take turns."""
+        self._prompts[prompt.prompt_id] = prompt
+
+    def is_due(self, steps: int) -> bool:
+        """Whether to poll between two steps, of which the engine has computed `steps`."""
+        return self._tp.size == 1 or steps % _POLL_EVERY_STEPS == 0
+
+    def submit(self, request: Request, text: str) -> None:
+        """The last turn of `request`, drawn to its end."""
+        if self._tp.rank == 0:
+            prompt, turn = self._prompts[request.prompt_id], len(request.turn_rewards)
+            self._source.submit(prompt, request.sample_index, turn, request.output[request.turn_start :], text)
+
+    def discard(self, request: Request) -> None:
+        """`request` has ended without its environment."""
+        if self._tp.rank == 0:
+            self._source.discard(request.prompt_id, request.sample_index)
+
+    def poll(self, wait: bool) -> list[TurnResult]:
+        """Results that have come. With `wait` nothing else is left to do: does a piece of other work, if there is any,
+        else waits for a moment. Collective.
+        """
+        results = self._poll(0.0 if self._has_other_work or not wait else _POLL_S)
+        if wait and not results and self._while_parked is not None:
+            self._has_other_work = self._while_parked()
+        return results
+
+    def _poll(self, timeout_s: float) -> list[TurnResult]:
+        mine = self._source.poll(timeout_s) if self._tp.rank == 0 else []
+        return self._tp.broadcast_object(mine)
