@@ -163,8 +163,9 @@ class Engine:
     ) -> list[Request]:
         """Queues `num_samples` samples of one prompt, from `sample_index` on; computes nothing yet.
 
-        `takes_turns`: their drawn turns go to the environments of `run`. Indices in `without` are left out. A response depends on its own index only, not on the other samples of the
-        prompt. Raises BackendError, naming the numbers, if the request could never run.
+        Indices in `without` are left out. A response depends on its own index only, not on the other samples of the
+        prompt. `takes_turns`: the drawn turns go to the environments of `run`. Raises BackendError, naming the numbers,
+        if the request could never run.
         """
         prompt = np.asarray(prompt_token_ids, np.int32)
         self._check(prompt, params, prompt_id, num_samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -111,10 +112,7 @@ def _last_turn(
     while True:
         start = given[-1][1] if given else 0
         most = min(params.max_tokens, start + (params.max_turn_tokens or params.max_tokens))
-        of_turn = SamplingParams(
-            **{name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")},
-            max_tokens=most,
-        )
+        of_turn = replace(params, max_tokens=most, max_turn_tokens=0)
         request = Request(prompt, of_turn, prompt_id, index, 0, stops, engine._stop_finder(params))
         request.output, request.logprobs = list(output), list(logprobs)
         engine.scheduler.add(Prefill(np.concatenate((prompt, np.array(output, np.int32))), [request]))
