@@ -133,9 +133,9 @@ class GenerateCall:
     """The environments: each drawn turn goes to one, and its answer continues the response. Of the ranks of one engine
     the first one's are used; the others pass theirs all the same.
     """
-    while_parked: Callable[[], bool] | None = None
-    """Called again and again while every request waits for its environment: a piece of other work, whether any was
-    done. Collective among the ranks of one engine; it must not last much longer than a step.
+    while_parked: Callable[[float], bool] | None = None
+    """Called again and again while every request waits for its environment, with the seconds of this wait so far. Does
+    a piece of other work, and returns whether there was any. Collective among the ranks of one engine.
     """
 
 

@@ -36,7 +36,12 @@ class RewardTable:
     correct: npt.NDArray[np.bool_]  # [N]
     length: Ints  # [N], response tokens that the policy drew
     truncated: npt.NDArray[np.bool_]  # [N], cut off at max_tokens
+    aborted: npt.NDArray[np.bool_]  # [N], its environment failed: no loss, and no part in others' advantages
     kl_sum: Floats  # [N], sum of the sample's per-token KL; zeros when unused
+
+    def valid(self) -> RewardTable:
+        """The rows that are not aborted."""
+        return RewardTable(**{name: column[~self.aborted] for name, column in vars(self).items()})
 
     def row_of(self) -> dict[tuple[int, int], int]:
         """Row by (prompt_id, sample_index)."""
@@ -131,29 +136,38 @@ class Algorithm(ABC):
         excess = (length - (self.max_tokens - buffer)) / buffer
         return self.config.overlong_penalty * min(max(excess, 0.0), 1.0)
 
-    def keep_group(self, rewards: Sequence[float]) -> bool:
-        """Whether a group has a gradient; always true without dynamic sampling (DAPO, equation 11)."""
-        return not self.config.dynamic_sampling or any(value != rewards[0] for value in rewards)
+    def keep_group(self, group: SampleGroup) -> bool:
+        """Whether a scored group has a gradient; always true without dynamic sampling (DAPO, equation 11)."""
+        if not self.config.dynamic_sampling:
+            return True
+        pairs = zip(self.shaped(group), group.samples, strict=True)
+        return len({reward for reward, sample in pairs if sample.finish_reason != "abort"}) > 1
 
     def trained(self, table: RewardTable) -> npt.NDArray[np.bool_]:
         """[N] whether a row takes part in the loss."""
         masked = table.truncated if self.config.mask_truncated else np.zeros_like(table.truncated)
-        trained: npt.NDArray[np.bool_] = (table.length > 0) & ~masked
+        trained: npt.NDArray[np.bool_] = (table.length > 0) & ~masked & ~table.aborted
         return trained
+
+    def advantages(self, table: RewardTable, rewards: Floats) -> Floats:
+        """[N] `row_advantages` among the rows that are not aborted; 0 of those that are. Pure."""
+        values = np.zeros(len(rewards))
+        values[~table.aborted] = self.row_advantages(table.valid(), rewards[~table.aborted])
+        return values
 
     def has_gradient(self, table: RewardTable) -> npt.NDArray[np.bool_]:
         """[N] whether a row must be run through the update; the others' gradients are exactly zero.
 
-        Rows without are counted by `denominator` all the same. Every row has one as long as its advantages depend
-        on log-probs that are not there yet (KL in the reward). Pure.
+        Rows without are counted by `denominator` all the same. Every row that is not aborted has one as long as its
+        advantages depend on log-probs that are not there yet (KL in the reward). Pure.
         """
         if self.needs_token_kl:
-            return np.ones(len(table.reward), dtype=np.bool_)
+            return ~table.aborted
         trained = self.trained(table)
         if not self.zero_advantage_has_no_gradient:
             return trained
         # As the loss sees them, in fp32. NaN is not zero: a broken reward must reach the guard of the update.
-        return trained & (self.row_advantages(table, table.reward).astype(np.float32) != 0)
+        return trained & (self.advantages(table, table.reward).astype(np.float32) != 0)
 
     def denominator(self, table: RewardTable, members: Ints) -> float:
         """World-wide divisor of the loss sum over the rows `members`; 0 if none of them is trained."""
@@ -194,19 +208,20 @@ class Algorithm(ABC):
     ) -> list[Floats]:
         """[R] advantages of every sequence; sequence i is row `rows[i]`. Collective where overridden."""
         rewards = table.reward - self.config.kl_coef * table.kl_sum if self.needs_token_kl else table.reward
-        advantages = self.row_advantages(table, rewards)
+        advantages = self.advantages(table, rewards)
         pairs = zip(sequences, rows, strict=True)
         return [np.full(len(s.loss_mask), advantages[row]) for s, row in pairs]
 
     def table_metrics(self, table: RewardTable) -> dict[str, float]:
         """Metrics of the step that follow from the table alone."""
-        if not len(table.reward):
+        valid = table.valid()
+        if not len(valid.reward):
             return {}
         return {
-            "reward/mean": float(table.reward.mean()),
-            "reward/std": float(table.reward.std()),
-            "reward/equal_groups": share_of_equal_groups(table.prompt_id, table.reward),
-            "reward/kl": float(table.kl_sum.sum() / max(table.length.sum(), 1)),
+            "reward/mean": float(valid.reward.mean()),
+            "reward/std": float(valid.reward.std()),
+            "reward/equal_groups": share_of_equal_groups(valid.prompt_id, valid.reward),
+            "reward/kl": float(valid.kl_sum.sum() / max(valid.length.sum(), 1)),
             "loss/masked_samples": float(1.0 - self.trained(table).mean()),
         }
 

@@ -87,9 +87,9 @@ class EmbeddedBackend(BaseBackend):
             done = True
         finally:
             if not done:  # one refused prompt or an interrupt must not leave others in the engine
-                dropped = engine.abort_all()
-                for request in dropped if turns is not None else ():
-                    turns.discard(request)
+                for request in engine.abort_all():
+                    if turns is not None:
+                        turns.discard(request)
             if engine.speculator is not None:
                 engine.speculator.drafter.end_generate()
             if self._release_cache:

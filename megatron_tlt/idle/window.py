@@ -18,7 +18,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import DrafterError
@@ -46,8 +46,10 @@ class WindowReport:
     """In IDLE and TRAINING."""
     training_seconds: float
     """Of that, inside micro-steps: recovered."""
+    parked_training_seconds: float
+    """In micro-steps before it, while every request of this replica waited for its environment."""
     steps: int
-    """Micro-steps."""
+    """Micro-steps, also of those waits."""
     tokens: int
     """Tokens trained on."""
     entered_at: float
@@ -89,13 +91,13 @@ class IdleWindow:
         self._clock, self._sleep, self._wall = clock, sleep, wall
         self._failure: str | None = None
         self._step_seconds = 0.0  # of the last micro-step
-        self._tracker = StateTracker(self._clock)
-        self._began_at = self._wall()
+        self.begin()
 
     def begin(self) -> None:
         """The rollout phase begins, BUSY."""
         self._tracker = StateTracker(self._clock)
         self._began_at = self._wall()
+        self._sums = _Sums()
 
     def disable(self, reason: str) -> None:
         """Turns training off for the rest of the run. A second call does nothing."""
@@ -107,7 +109,9 @@ class IdleWindow:
         A DrafterError of `step_fn` turns training off, here and on the other ranks of the group; any other error
         passes through.
         """
-        sums = _Sums(self._clock())
+        sums = self._sums
+        sums.idle_since, sums.parked_seconds = self._clock(), sums.seconds
+        sums.has_no_samples = False
         self.coordinator.enter_done()
         self._tracker.to(RankState.IDLE)
         while (action := self._next_action(sums)) is not Action.STOP:
@@ -124,15 +128,35 @@ class IdleWindow:
             self._show_state()
         return self._finish(sums)
 
+    def train_while_parked(self, step_fn: StepFn, seconds: float) -> bool:
+        """A micro-step during the rollout, where every request of this replica has waited `seconds` for its environment.
+
+        Returns whether the policy took one. Collective among the group; errors as in `run`.
+        """
+        sums = self._sums
+        # More samples may come, and the least steps of a window are not due yet.
+        sums.has_no_samples = False
+        view = replace(self._view(sums), seconds_idle=seconds, is_over=False, steps=self.policy.min_steps_per_window)
+        action, done = self._agreed(view), sums.steps
+        if action is Action.TRAIN:
+            self._train_one(step_fn, sums)
+        elif action is Action.DISABLE:
+            self._disable_group()
+        return sums.steps > done
+
     def _next_action(self, sums: _Sums) -> Action:
         """Polls; returns the group's next action. Collective among the group."""
         self.coordinator.test_done()
         self._show_state()
+        return self._agreed(self._view(sums))
+
+    def _agreed(self, view: IdleView) -> Action:
+        """The group's next action. Collective among the group."""
         proposal = Action.WAIT
         if self._failure is not None and self.disabled_reason is None:
             proposal = Action.DISABLE
         elif self._is_group_leader:
-            proposal = self.policy.decide(self._view(sums))
+            proposal = self.policy.decide(view)
         return Action(self._agree(proposal))
 
     def _disable_group(self) -> None:
@@ -180,7 +204,8 @@ class IdleWindow:
         return WindowReport(
             spans=spans,
             idle_seconds=seconds_in(spans, RankState.IDLE, RankState.TRAINING),
-            training_seconds=sums.seconds,
+            training_seconds=sums.seconds - sums.parked_seconds,
+            parked_training_seconds=sums.parked_seconds,
             steps=sums.steps,
             tokens=sums.tokens,
             entered_at=self.coordinator.entered_at,
@@ -191,12 +216,13 @@ class IdleWindow:
 
 @dataclass
 class _Sums:
-    """Sums of one window."""
+    """Sums of one window and of the rollout before it."""
 
-    idle_since: float
+    idle_since: float = 0.0
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    parked_seconds: float = 0.0  # of `seconds`, before the window
     has_no_samples: bool = False
     metrics: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 

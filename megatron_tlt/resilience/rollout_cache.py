@@ -115,8 +115,8 @@ class ResponseWriter:
         self._path, self._key = path, key
 
     def add(self, sample: Sample, prompt_crc: int) -> None:
-        """Appends a finished response."""
-        if self._path is None or self.has_failed:
+        """Appends a finished response, unless its environment failed: a restart tries again."""
+        if self._path is None or self.has_failed or sample.failure is not None:
             return
         try:
             self._append(self._path, encode_response(sample, prompt_crc))

@@ -4,6 +4,7 @@ engine.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,11 +22,17 @@ _POLL_EVERY_STEPS = 4  # between two polls while requests run, for an engine of 
 class TurnExchange:
     """Of the ranks of an engine the first one's environments are used; all of them make the same calls."""
 
-    def __init__(self, source: TurnSource, tp: TensorParallel, while_parked: Callable[[], bool] | None = None):
+    def __init__(
+        self,
+        source: TurnSource,
+        tp: TensorParallel,
+        while_parked: Callable[[float], bool] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         """`while_parked`: see `GenerateCall`."""
-        self._source, self._tp, self._while_parked = source, tp, while_parked
+        self._source, self._tp, self._while_parked, self._clock = source, tp, while_parked, clock
         self._prompts: dict[int, Prompt] = {}
-        self._has_other_work = while_parked is not None
+        self._waits_since: float | None = None  # where nothing but waiting is left
 
     def add(self, prompt: Prompt) -> None:
         """A prompt whose responses take turns."""
@@ -50,11 +57,13 @@ class TurnExchange:
         """Results that have come. With `wait` nothing else is left to do: does a piece of other work, if there is any,
         else waits for a moment. Collective.
         """
-        results = self._poll(0.0 if self._has_other_work or not wait else _POLL_S)
-        if wait and not results and self._while_parked is not None:
-            self._has_other_work = self._while_parked()
-        return results
-
-    def _poll(self, timeout_s: float) -> list[TurnResult]:
-        mine = self._source.poll(timeout_s) if self._tp.rank == 0 else []
-        return self._tp.broadcast_object(mine)
+        seconds = 0.0
+        if not wait:
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = self._clock()
+        else:
+            seconds = self._clock() - self._waits_since
+        worked = wait and self._while_parked is not None and self._while_parked(seconds)
+        timeout_s = _POLL_S if wait and not worked else 0.0
+        return self._tp.broadcast_object(self._source.poll(timeout_s) if self._tp.rank == 0 else [])

@@ -35,6 +35,7 @@ _COLUMNS = {
     "correct": np.bool_,
     "length": np.int64,
     "truncated": np.bool_,
+    "aborted": np.bool_,
     "cost": np.int64,
     "failed": np.bool_,
 }
@@ -95,13 +96,13 @@ class StepTable:
 
     def metrics(self) -> dict[str, float]:
         """Statistics of rewards, accuracy and lengths over all ranks, and how much the update left out."""
-        length = self.rewards.length
+        length, valid = self.rewards.length, self.rewards.valid()
         if not len(length):
             return {"rollout/samples": 0.0}
         skipped = float(length[self.dp_rank < 0].sum())
         return {
             "rollout/samples": float(len(length)),
-            "reward/accuracy": float(self.rewards.correct.mean()),
+            "reward/accuracy": float(valid.correct.mean()) if len(valid.correct) else 0.0,
             "reward/failures": float(self.failures),
             "length/mean": float(length.mean()),
             "length/median": float(np.median(length)),
@@ -196,6 +197,7 @@ class BatchAssembler:
                 reward.correct,
                 sample.num_drawn,
                 sample.finish_reason == "length",
+                sample.finish_reason == "abort",
                 len(group.prompt.token_ids) + len(sample.token_ids),
                 reward.failure is not None,
             )

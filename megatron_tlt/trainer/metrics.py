@@ -28,6 +28,7 @@ from megatron_tlt.observe.rollouts import (
 )
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary, write_summary
 from megatron_tlt.trainer.acceptance import AcceptanceMonitor
+from megatron_tlt.trainer.turn_metrics import failure_warning, turn_means, turn_sums
 
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions")
+_TURN_COUNTERS = ("turns", "given_tokens", "parked_seconds")
 _SPEC_COUNTERS = ("row_steps", "drafted_tokens", "emitted_tokens", "passed_over_tokens", "instead_tokens")
 _DRAFTER = ("loss", "accept/1")  # of the micro-steps' metrics
 _IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps")
@@ -127,7 +129,9 @@ class RunMetrics:
         if curve is not None:
             self._events.instant("curve", step - 1, **curve)
         phases = self._events.end_step()
-        own = {**mine, **combined(self._windows), **self._peaks.take(), **_counters(stats)}
+        own = {**mine, **combined(self._windows), **self._peaks.take(), **_counters(stats), **turn_sums(groups)}
+        if (failures := failure_warning(groups)) is not None:
+            _log.warning(failures)
         responses = rank_row(stats, groups)
         gathered = self.world.all_gather_object((phases, own, responses))
         all_phases = [of_rank for of_rank, _, _ in gathered]
@@ -136,7 +140,7 @@ class RunMetrics:
         tokens = row["engine/generated_tokens"]
         wall = max(of_rank.get("rollout", 0.0) for of_rank in all_phases)
         row |= {"time/step": seconds, "engine/tokens_per_s": tokens / wall if wall > 0 else 0.0}
-        row |= _acceptance(row) | _stop_time(row)
+        row |= _acceptance(row) | _stop_time(row) | turn_means(row)
         for warning in self._acceptance.check(row):
             if self.world.is_main:
                 _log.warning(warning)
@@ -206,6 +210,8 @@ def window_metrics(report: WindowReport, is_group_leader: bool) -> dict[str, flo
     The ranks of a replica train as one, so only its leader counts micro-steps.
     """
     row = {"idle/seconds": report.idle_seconds, "idle/recovered_seconds": report.training_seconds}
+    if report.parked_training_seconds:
+        row["env/recovered_seconds"] = report.parked_training_seconds
     if is_group_leader:
         row |= {"drafter/steps": float(report.steps), "drafter/tokens": float(report.tokens)}
     row |= {"idle/entered_max": report.entered_at, "idle/left_max": report.left_at}
@@ -230,7 +236,7 @@ def _phase_times(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _counters(stats: EngineStats) -> dict[str, float]:
-    values = {name: getattr(stats, name) for name in _COUNTERS}
+    values = {name: getattr(stats, name) for name in _COUNTERS + (_TURN_COUNTERS if stats.turns else ())}
     values |= {f"spec_{name}": getattr(stats.speculation, name) for name in _SPEC_COUNTERS}
     return {f"engine/{name}": float(value) for name, value in values.items()}
 

@@ -9,7 +9,7 @@ Between two steps of its engine every rank reports its progress (`resilience.hea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,7 +74,7 @@ class GroupSampler:
             with self.metrics.phase("score"):
                 self.rewards.score(groups)
                 share_responses(self.queues.world, self.backend, groups)
-                kept += [g for g in groups if self.algorithm.keep_group(self.algorithm.shaped(g))]
+                kept += [g for g in groups if self.algorithm.keep_group(g)]
                 mine = [group.prompt.prompt_id for group in kept], _judged(groups)
                 everywhere = self.queues.world.all_gather_object(mine)
                 ids = sorted(prompt_id for of_rank, _ in everywhere for prompt_id in of_rank)
@@ -106,6 +106,9 @@ class GroupSampler:
         num_samples = self.config.rollout.samples_per_prompt
         queue = self.queues.open(self.backend.ordered(prompts), num_samples)
         call = GenerateCall(queue, sampling_params(self.config), num_samples, self._report)
+        if not self.config.rollout.releases_cache(self.queues.world.device.type):  # else training takes its memory
+            step = self.drafter.train_step
+            call = replace(call, while_parked=lambda seconds: self.idle_window.train_while_parked(step, seconds))
         with self.drafter.collecting():
             samples, is_cut_short = self.shutdown.interruptible(self.rollout_cache.generate, call)
         if samples:

@@ -25,6 +25,7 @@ def table(**changes: np.ndarray) -> RewardTable:
         "correct": REWARD >= 1,
         "length": np.array([4, 2, 6, 1, 3, 0]),
         "truncated": np.array([False, False, True, False, False, False]),
+        "aborted": np.zeros(6, np.bool_),
         "kl_sum": np.zeros(6),
     }
     return RewardTable(**{**columns, **changes})
@@ -128,10 +129,12 @@ def test_overlong_shaping_is_equation_13(length: int, penalty: float) -> None:
 def test_dynamic_sampling_drops_groups_of_equal_rewards() -> None:
     plain = build_algorithm(AlgorithmSection(name="dapo"), 10)
     dynamic = build_algorithm(AlgorithmSection(name="dapo", dynamic_sampling=True), 10)
-    assert plain.keep_group([1.0, 1.0])
-    assert not dynamic.keep_group([1.0, 1.0])
-    assert not dynamic.keep_group([0.0, 0.0])
-    assert dynamic.keep_group([1.0, 0.0])
+    assert plain.keep_group(group_of([3, 3], [1.0, 1.0]))
+    assert not dynamic.keep_group(group_of([3, 3], [1.0, 1.0]))
+    group = group_of([3, 3, 3], [1.0, 0.0, 0.0])
+    assert dynamic.keep_group(group)
+    group.samples[0].finish_reason = "abort"
+    assert not dynamic.keep_group(group)
 
 
 def test_defaults_of_the_papers() -> None:

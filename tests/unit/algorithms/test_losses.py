@@ -160,6 +160,7 @@ def make_table(responses: list[Response]) -> RewardTable:
         correct=np.array([a.reward == 1 for a in responses]),
         length=np.array([len(a) for a in responses]),
         truncated=np.array([a.truncated for a in responses]),
+        aborted=np.zeros(len(responses), np.bool_),
         kl_sum=np.array([sum(a.kl) for a in responses]),
     )
 

@@ -111,6 +111,21 @@ def test_a_wait_shorter_than_a_micro_step_is_not_trained_in(clock):
     assert run(window, stepper(clock)).steps == 2
 
 
+def test_long_waits_for_environments_are_trained_in(clock):
+    """In the rollout, before the window: their micro-steps count among the least ones of the window."""
+    policy = IdlePolicy(min_tail_seconds=0.1, min_steps_per_window=3)
+    window = make(FakeCoordinator(clock, over_at=clock.time), clock, policy)
+    window.begin()
+    step = stepper(clock)
+    assert [window.train_while_parked(step, seconds) for seconds in (0.0, 0.09, 0.1, 0.2)] == [False] * 2 + [True] * 2
+    assert not window.train_while_parked(lambda: None, 1.0)  # nothing to train on yet
+    report = window.run(step)
+    assert (report.steps, report.tokens) == (3, 300)
+    assert report.parked_training_seconds == pytest.approx(2 * STEP_S)
+    assert report.training_seconds == pytest.approx(STEP_S) and report.idle_seconds >= STEP_S
+    assert run(window, step).parked_training_seconds == 0.0
+
+
 def test_spans_fill_the_phase_and_go_to_the_sink_in_wall_time(clock):
     sink = []
     window = make(FakeCoordinator(clock, over_at=11.12), clock, on_span=lambda *span: sink.append(span))

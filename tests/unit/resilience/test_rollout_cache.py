@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,8 @@ def response(prompt_id: int, index: int, length: int) -> Sample:
     tokens = rng.integers(0, 2**31 - 1, length).tolist()
     text, reason = "ab\u00e9\U0001f600\udcff\n", ("stop", "length")[index % 2]
     given = ((1, 3), (9, 10)) if length > 10 else ()
-    return Sample(prompt_id, index, tokens, logprobs, text, reason, 7, given=given)
+    rewards = [0.1, 0.0, -1 / 3] if given else []
+    return Sample(prompt_id, index, tokens, logprobs, text, reason, 7, given=given, turn_rewards=rewards)
 
 
 RESPONSES = [response(p, i, length) for p, i, length in ((0, 0, 3), (0, 5, 1), (2, 1, 40), (3, 0, 2))]
@@ -90,6 +92,13 @@ def test_the_writer_writes_privately_and_in_order(tmp_path: Path) -> None:
     writer.begin(path.with_name("other.jsonl"), KEY)  # a step without a response makes no file
     writer.end()
     assert [file.name for file in path.parent.iterdir()] == ["replica.jsonl"]
+
+
+def test_a_failed_environment_is_tried_again(tmp_path: Path) -> None:
+    writer = ResponseWriter(1 << 20)
+    writer.begin(tmp_path / "step/replica.jsonl", KEY)
+    writer.add(replace(RESPONSES[0], failure="timeout"), 0)
+    assert not (tmp_path / "step").exists()
 
 
 def test_a_disk_error_ends_writing_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.models.drafter_decoder import Pairs
+from megatron_tlt.rollout import engine as engine_module
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.spec.trained import TrainedDrafter
-from megatron_tlt.types import HiddenStateSample, SamplingParams
+from megatron_tlt.sync.served_weights import ServedWeights
+from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, SamplingParams, Trajectory
 from tests.helpers import engines
 from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
 from tests.helpers.fake_turns import FakeTurns, Trajectories, run_turns, turn_by_turn
@@ -81,6 +85,87 @@ def test_no_memory_pressure_shows(jobs, reference: Trajectories, block_size: int
     assert preempted > 10
 
 
+def test_most_steps_may_draft():
+    """64 trajectories, short answers: a step with prefill drafts nothing, so answers gather for one of their own."""
+    params = SamplingParams(max_tokens=120, max_turn_tokens=25, ignore_eos=True, seed=5)
+    jobs = [(i, list(range(1, 9)), params, 4) for i in range(16)]
+    engine = make_engine(num_blocks=4000, max_running=64, budget=512, block_size=4)
+    steps, schedule = [], engine.scheduler.schedule
+
+    def counted():
+        batch = schedule()
+        steps.append((batch.num_decode, len(batch.chunks)))
+        return batch
+
+    engine.scheduler.schedule = counted  # type: ignore[method-assign]
+    run_turns(engine, jobs, FakeTurns(delay=random.Random(0), longest=5))
+    assert not [step for step in steps if all(step)], "prefill in a step that decodes"
+    assert sum(decoding > 0 for decoding, _ in steps) > 0.8 * len(steps)
+
+
+PROMPTS = [Prompt(i, f"q{i}", (3, 4, 5 + i), f"text {i}") for i in range(6)]
+
+
+def make_backend(**sizes: int) -> EmbeddedBackend:
+    return EmbeddedBackend(make_engine(**SIZES | sizes), ServedWeights({}, version=0))
+
+
+def test_a_call_with_environments_counts_their_turns():
+    backend, source, seen = make_backend(), FakeTurns(delay=random.Random(1)), []
+    params = SamplingParams(max_tokens=60, max_turn_tokens=12, seed=5)
+    samples = backend.generate(GenerateCall(PROMPTS, params, 3, turns=source, on_response=seen.append))
+    assert sorted(seen, key=lambda s: (s.prompt_id, s.sample_index)) == samples and len(samples) == 18
+    for sample in samples:
+        last = sample.token_ids[sample.given[-1][1] if sample.given else 0 :]
+        assert sample.text == CharTokenizer().decode(last)
+        assert (sample.failure is not None) == (sample.finish_reason == "abort")
+        assert not np.array(sample.logprobs)[~Trajectory.of((1,), sample).drawn].any()
+    stats = backend.take_stats()
+    assert stats.turns == len(source.seen) == sum(len(s.turn_rewards) + (s.failure is not None) for s in samples)
+    assert stats.generated_tokens == sum(s.num_drawn for s in samples)
+    assert stats.given_tokens == sum(len(s.token_ids) - s.num_drawn for s in samples)
+    assert stats.finished_requests == 18
+    plain = backend.generate(GenerateCall(PROMPTS, replace(params, max_tokens=12, max_turn_tokens=0), 3))
+    by_turn = {(s.prompt_id, s.sample_index): s for s in samples}
+    assert all(by_turn[s.prompt_id, s.sample_index].token_ids[: len(s.token_ids)] == s.token_ids for s in plain)
+    assert {s.finish_reason for s in plain} == {"stop", "length"}
+
+
+def test_other_work_is_done_while_all_wait_and_only_then():
+    backend, source = make_backend(), FakeTurns(delay=random.Random(2))
+    calls: list[float] = []
+    progress: list[tuple[int, ...]] = []
+
+    def work(seconds: float) -> bool:
+        scheduler = backend.engine.scheduler
+        assert len(scheduler.parked) and not scheduler.has_work
+        calls.append(seconds)
+        return len(calls) % 3 > 0
+
+    call = GenerateCall(PROMPTS[:2], SamplingParams(max_tokens=60, max_turn_tokens=12, seed=5), 1, turns=source)
+    expected = backend.generate(call)
+    backend.take_stats()
+    waits, source.waits = source.waits, 0
+    assert backend.generate(replace(call, while_parked=work, on_progress=lambda *n: progress.append(n))) == expected
+    assert 0 < source.waits < waits and calls[0] == 0.0 < max(calls)
+    assert backend.take_stats().parked_seconds >= max(calls)
+
+
+def test_a_rollout_that_is_cut_short_closes_all_environments(monkeypatch: pytest.MonkeyPatch):
+    backend, source = make_backend(), FakeTurns(delay=random.Random(3))
+    params = SamplingParams(max_tokens=60, max_turn_tokens=12, seed=5)
+
+    def stop(running: int, waiting: int, tokens: int) -> None:
+        if len(source.live) > 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine_module, "_PROGRESS_EVERY_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        backend.generate(GenerateCall(PROMPTS, params, 3, turns=source, on_progress=stop))
+    assert not source.live and backend.engine.is_idle
+    assert backend.engine.blocks.num_free == backend.engine.blocks.num_blocks
+
+
 CONFIG = engines.small_config("qwen2_moe")
 WEIGHTS = random_weights(CONFIG, seed=5)
 DRAFTERS = [
@@ -137,7 +222,7 @@ def test_no_draft_shows_and_states_are_whole(real_jobs, plain: Trajectories, spe
 
 
 def check_pairs(drafter: TrainedDrafter) -> None:
-    """At each start of a request's further turn its pairs are all in the cache: computing them again changes no bit of it."""
+    """At the start of a further turn all pairs are in the cache: computing them again changes no bit of it."""
     start, rows = drafter.start, drafter._rows
 
     def checked(request: Request) -> None:

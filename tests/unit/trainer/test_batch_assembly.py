@@ -175,6 +175,41 @@ def test_given_tokens_are_positions_and_nothing_else(name, kl):
             assert np.array_equal(values[drawn], vars_of(single)[field]), field
 
 
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("kl", [{}, {"kl_coef": 0.5, "kl_in": "reward"}])
+def test_an_aborted_response_counts_for_nothing(name, kl):
+    """Groups with one aborted response each, of a great reward, and all of one: the others are as without them."""
+
+    def logprobs(sequences, temperature, which):
+        tokens = [s.trajectory.token_ids[s.trajectory.response_start :] for s in sequences]
+        return [ids * (-0.1 if which == "policy" else -0.3) for ids in tokens]
+
+    def built(groups):
+        algorithm = build_algorithm(AlgorithmSection(name=name, **kl), max_tokens=8)
+        table, batch = assembled(algorithm, groups, logprobs, has_logprobs=False)
+        return {n: v for n, v in table.metrics().items() if n.startswith("reward/")}, batch
+
+    more = make_groups(4)
+    for group in more:
+        group.samples.append(Sample(group.prompt.prompt_id, 3, [1, 2], [-0.5] * 2, "", "abort", 3, failure="timeout"))
+        group.rewards.append(RewardResult(100.0, True))
+    for sample in more[0].samples:
+        sample.finish_reason = "abort"
+    without = make_groups(4)
+    without[0].samples, without[0].rewards = [], []
+    (metrics, plain), (also, batch) = built(without), built(more)
+    assert also == metrics and batch.denominators == plain.denominators
+    assert {n: v for n, v in batch.metrics.items() if n != "loss/masked_samples"} == pytest.approx(
+        {n: v for n, v in plain.metrics.items() if n != "loss/masked_samples"}
+    )
+    pairs = list(zip(chain(*plain.mini_batches), chain(*batch.mini_batches), strict=True))
+    assert len(pairs) == 9
+    for one, other in pairs:
+        assert one.trajectory.sample_index == other.trajectory.sample_index and one.weight == other.weight
+        for field, values in vars_of(one).items():
+            assert np.array_equal(values, vars_of(other)[field]), field
+
+
 def vars_of(sequence):
     """Arrays of one value a response token."""
     values = {"logprobs": sequence.trajectory.logprobs}

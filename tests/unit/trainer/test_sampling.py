@@ -32,6 +32,7 @@ class Ranks:
     """World, engine, rollout cache and metrics of one rank; records what it is asked and what it reports."""
 
     history_responses, policy_version = 8, 0
+    device = SimpleNamespace(type="cpu")
 
     def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size

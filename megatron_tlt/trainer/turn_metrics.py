@@ -1,0 +1,49 @@
+"""Metrics of environments: turns, their rewards, failures.
+
+Every rank gives sums over its own trajectories; the means are made of the sums of all ranks, so that they do not depend
+on which rank generated which trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_tlt.types import SampleGroup
+
+_TURNS = 8  # of which the mean reward is a metric
+_TOTAL, _COUNT = "env/sum/", "env/count/"
+
+
+def turn_sums(groups: Sequence[SampleGroup]) -> dict[str, float]:
+    """Sums over this rank's trajectories; nothing where none had an environment."""
+    samples = [sample for group in groups for sample in group.samples if sample.turn_rewards or sample.failure]
+    if not samples:
+        return {}
+    rewards = [sample.turn_rewards for sample in samples]
+    row = {"env/failures": float(sum(sample.failure is not None for sample in samples))}
+    pairs = {"turns": (float(sum(map(len, rewards))), len(samples))}
+    pairs |= {"reward": (sum(map(sum, rewards)), len(samples))}
+    for turn in range(min(_TURNS, max(map(len, rewards)))):
+        there = [of_turn[turn] for of_turn in rewards if len(of_turn) > turn]
+        pairs[f"reward/turn_{turn + 1}"] = sum(there), len(there)
+    for name, (total, count) in pairs.items():
+        row |= {_TOTAL + name: total, _COUNT + name: float(count)}
+    return row
+
+
+def turn_means(row: dict[str, float]) -> dict[str, float]:
+    """`env/NAME`, the mean of each pair of sums. Removes the sums from `row`."""
+    names = [name.removeprefix(_TOTAL) for name in row if name.startswith(_TOTAL)]
+    return {f"env/{name}": row.pop(_TOTAL + name) / max(1.0, row.pop(_COUNT + name)) for name in names}
+
+
+def failure_warning(groups: Sequence[SampleGroup]) -> str | None:
+    """Names this rank's trajectories that ended without their environment; None without any."""
+    failed = [sample for group in groups for sample in group.samples if sample.failure is not None]
+    if not failed:
+        return None
+    first = failed[0]
+    return (
+        f"{len(failed)} trajectories ended without an answer of their environment and are not trained on; this step is "
+        f"not comparable bit for bit. Prompt {first.prompt_id}, sample {first.sample_index}: {first.failure}"
+    )
