@@ -129,7 +129,7 @@ class IdleWindow:
         return self._finish(sums)
 
     def train_while_parked(self, step_fn: StepFn, seconds: float) -> bool:
-        """A micro-step during the rollout, where every request of this replica has waited `seconds` for its environment.
+        """A micro-step in the rollout, where all requests of this replica have waited `seconds` for their environments.
 
         Returns whether the policy took one. Collective among the group; errors as in `run`.
         """

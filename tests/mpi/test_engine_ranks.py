@@ -42,7 +42,7 @@ def test_one_engine_over_ranks(results: dict[int, dict], family: str, ranks: int
 
 def test_one_drafting_engine_over_ranks(results: dict[int, dict]):
     """Native kernels: equal bits whatever is drafted, as sums over ranks are taken in one order for any rows."""
-    cases = {name: case for name, case in results[2].items() if "ranks_agree" in case}
+    cases = {name: case for name, case in results[2].items() if "off_plain_pass" in case}
     assert len(cases) == 9
     for name, case in cases.items():
         assert case["ranks_agree"] and case["preemptions"] > 0, name
@@ -52,3 +52,10 @@ def test_one_drafting_engine_over_ranks(results: dict[int, dict]):
             assert case["responses"] == cases["native none"]["responses"], name
         if "eagle" in name:
             assert case["accept_length"] >= 1.0, name
+
+
+def test_turns_over_ranks(results: dict[int, dict]):
+    """One engine of two ranks: the first one's environments, and the same trajectories whatever is drafted."""
+    found = results[2]["turns"]
+    assert found["equal"] and found["ranks_agree"]
+    assert found["turns"] > 2 and found["worked"] > 0

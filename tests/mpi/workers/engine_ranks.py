@@ -11,6 +11,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.graph_capture import Captured, EagerCapturer, StaticStep
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
-from megatron_tlt.types import HiddenStateSample
+from megatron_tlt.types import HiddenStateSample, SamplingParams
 from tests.helpers.engines import (
     Responses,
     generate_all,
@@ -33,6 +34,7 @@ from tests.helpers.engines import (
     small_config,
     speculating_engine,
 )
+from tests.helpers.fake_turns import FakeTurns, run_turns
 from tests.helpers.tiny_models import random_weights
 from tests.helpers.whole_texts import read_hidden_states
 
@@ -64,6 +66,7 @@ def main() -> None:
         ties = counting.runner.sampler.near_ties
         results[f"{family}/tp"] = {"responses": encode(sharded), "near_ties": ties}
     if world.size == 2:
+        results["turns"] = turns(world, everyone)
         results |= {f"{kernels} {name}": drafting(world, everyone, kernels, name) for kernels, name in CASES}
     if world.is_main:
         Path(sys.argv[1]).write_text(json.dumps(results))
@@ -104,6 +107,34 @@ def drafting(world: World, tp: GroupTensorParallel, kernels: str, name: str) -> 
         "ranks_agree": all(other == mine for other in world.all_gather_object(mine)),
         "off_plain_pass": difference(engine.runner.decoder),
         "off_one_rank": difference(whole),
+    }
+
+
+def turns(world: World, tp: GroupTensorParallel) -> dict[str, Any]:
+    """Trajectories by drafter, of environments that answer late and only on the first rank; other ranks work with it
+    while all requests wait.
+    """
+    config, weights, work = small_config("qwen3"), random_weights(small_config("qwen3")), list[float]()
+    params = SamplingParams(max_tokens=70, max_turn_tokens=12, seed=17)
+    jobs = [(i, list(range(1 + i, 9 + 3 * i)), params, 3) for i in range(5)]
+
+    def together(seconds: float) -> bool:
+        work.append(seconds)
+        return bool(tp.largest(int(tp.rank == 0 and len(work) % 3 > 0)))
+
+    found = {}
+    for name in ("none", "suffix", "eagle"):
+        engine = speculating_engine(config, weights, "native", speculation=DRAFTING[name], tp=tp, num_blocks=12)
+        source = FakeTurns(131, delay=Random(7 * len(name) + world.rank))
+        found[name] = run_turns(engine, jobs, source, together)
+        assert bool(source.seen) == (world.rank == 0), "other ranks' environments are not used"
+        assert engine.take_stats().preemptions > 0
+    lengths = world.all_gather_object(len(work))
+    return {
+        "equal": found["none"] == found["suffix"] == found["eagle"],
+        "ranks_agree": all(other == found for other in world.all_gather_object(found)),
+        "worked": lengths[0] if len(set(lengths)) == 1 else 0,
+        "turns": max(len(rewards) for _, _, _, rewards, *_ in found["none"].values()),
     }
 
 
