@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         PastResponse,
         Prompt,
         Sample,
+        TurnResult,
         WeightBucket,
     )
 
@@ -40,6 +41,23 @@ class RankMonitor(Protocol):
 
     def close(self, outcome: RankOutcome, detail: str = "", at_fault: Sequence[int] = ()) -> None:
         """The rank ends; after "timeout" it waited in vain for the ranks `at_fault`. A second call does nothing."""
+
+
+class TurnSource(Protocol):
+    """The environments of one rollout; they see texts, the engine sees tokens."""
+
+    def submit(self, prompt: Prompt, sample_index: int, turn: int, token_ids: Sequence[int], text: str) -> None:
+        """Passes a drawn turn (its tokens with the stop token, its text) to the trajectory's environment; returns at
+        once.
+        """
+
+    def poll(self, timeout_s: float = 0.0) -> list[TurnResult]:
+        """Results that have come, in no order; waits for the first one at most `timeout_s`."""
+
+    def discard(self, prompt_id: int, sample_index: int) -> None:
+        """The trajectory has ended (length, signal): closes its environment."""
+
+    def close(self) -> None: ...
 
 
 @runtime_checkable

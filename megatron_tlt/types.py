@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from megatron_tlt.interfaces import TurnSource
+
 BackendName = Literal["embedded", "trtllm", "vllm"]
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "env", "abort"]
+"""Stop token or string; token limit; the environment has ended the trajectory; dropped, or its environment failed."""
 Span = tuple[int, int]  # half-open, of response positions
 ProgressCallback = Callable[[int, int, int], None]
 """Called during a rollout with (running requests, waiting requests, tokens generated so far)."""
@@ -34,7 +37,8 @@ class SamplingParams:
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
-    max_tokens: int = 256
+    max_tokens: int = 256  # of the whole response, drawn and given
+    max_turn_tokens: int = 0  # drawn in one turn, in a call with environments; 0: no limit of its own
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -89,11 +93,25 @@ class Sample:
     # each token that it fed (all but the last one), in any order. None: not recorded.
     routed_experts: np.ndarray | None = field(default=None, compare=False, repr=False)
     given: tuple[Span, ...] = ()  # ascending, disjoint
+    turn_rewards: list[float] = field(default_factory=list)  # the environment's, by turn that it has answered
+    failure: str | None = None  # of the environment; then `finish_reason` is "abort"
 
     @property
     def num_drawn(self) -> int:
         """Response tokens that the policy drew."""
         return len(self.token_ids) - sum(end - begin for begin, end in self.given)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """What an environment returned for a drawn turn, as tokens."""
+
+    prompt_id: int
+    sample_index: int
+    given: tuple[int, ...]  # tokens that the response continues with; empty where the trajectory has ended
+    reward: float = 0.0  # of this turn
+    done: bool = False
+    failure: str | None = None  # why the environment returned nothing: the trajectory ends as "abort"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +129,14 @@ class GenerateCall:
     """Responses (prompt id, sample index) that are neither generated nor returned; equal on ranks of one engine."""
     on_response: Callable[[Sample], None] | None = None
     """Called with each response as soon as it is finished."""
+    turns: TurnSource | None = None
+    """The environments: each drawn turn goes to one, and its answer continues the response. Of the ranks of one engine
+    the first one's are used; the others pass theirs all the same.
+    """
+    while_parked: Callable[[], bool] | None = None
+    """Called again and again while every request waits for its environment: a piece of other work, whether any was
+    done. Collective among the ranks of one engine; it must not last much longer than a step.
+    """
 
 
 @dataclass(slots=True)
