@@ -72,6 +72,7 @@ class Prompt:
     answer: str | None = None
     task: str = "default"
     metadata: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0  # of its environment, 31 bits: another one on every epoch
 
 
 @dataclass(slots=True)
