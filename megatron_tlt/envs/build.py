@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from megatron_tlt.config.env import EnvSection
@@ -59,6 +61,18 @@ def environment_problems(section: EnvSection) -> list[ConfigProblem]:
     except ValueError:  # a class without a signature
         return []
     return []
+
+
+def environment_fingerprint(section: EnvSection) -> dict[str, Any]:
+    """The settings on which a trajectory depends, and a digest of the source of the environment's module. JSON-able.
+
+    Raises EnvError.
+    """
+    loaded = _load_class(section)
+    source = inspect.getsourcefile(loaded)
+    digest = "" if source is None else hashlib.sha256(Path(source).read_bytes()).hexdigest()[:16]
+    not_read = {"timeout_s", "workers", "worker_memory_mib", "path"}
+    return {**section.model_dump(mode="json", exclude=not_read), "class": loaded.__qualname__, "source": digest}
 
 
 def _load_class(section: EnvSection) -> Any:
