@@ -1,7 +1,7 @@
 """The tokens between two turns of the model: an observation in the chat template's form.
 
-    ... <|im_start|>assistant\\n  4?<|im_end|>  \\n<|im_start|>user\\nWrong.<|im_end|>\\n<|im_start|>assistant\\n  5.<|im_end|>
-                                  drawn          given                                                          drawn
+    ...<|im_start|>assistant\\n  4?<|im_end|>  \\n<|im_start|>user\\nWrong.<|im_end|>\\n<|im_start|>assistant\\n  5.
+                                 drawn         given                                                             drawn
 
 A response's tokens are only ever appended to: no drawn turn is rendered or encoded again, since other tokens may have
 the same text. The given tokens are the end of a rendering of a made-up conversation, from the end of the assistant's
@@ -43,8 +43,9 @@ class TurnTokens:
         self._chat = chat and tokenizer.has_chat_template
         self._most = max_observation_tokens
         if tools and not self._chat:
-            allowed = f"has tools, which need data.chat_template and a tokenizer with a chat template ({tokenizer.name})"
-            raise ConfigError.of("env", [tool["function"]["name"] for tool in tools], allowed)
+            names = [tool["function"]["name"] for tool in tools]
+            allowed = f"are tools, which need data.chat_template and a tokenizer with one ({tokenizer.name})"
+            raise ConfigError.of("env", names, allowed)
         self._keep_history = keep_history
         self._checked: set[str] = set()
         for role in roles:

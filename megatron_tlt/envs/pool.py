@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.envs.base import GivenTokens, Step
-from megatron_tlt.envs.process import EnvWorker, WorkerLost
+from megatron_tlt.envs.process import EnvWorker, WorkerLostError
 from megatron_tlt.envs.worker import Discard, Key, Open, Play
 from megatron_tlt.errors import EnvError
 from megatron_tlt.types import Prompt, TurnResult
@@ -140,7 +140,7 @@ class Trajectories:
         try:
             try:
                 answer = trajectory.play(key)
-            except WorkerLost:  # perhaps not of this turn: once more, in another process
+            except WorkerLostError:  # perhaps not of this turn: once more, in another process
                 answer = trajectory.play(key)
         except EnvError as error:
             answer = error

@@ -18,7 +18,7 @@ _START_TIMEOUT_S = 120.0
 T = TypeVar("T")
 
 
-class WorkerLost(EnvError):
+class WorkerLostError(EnvError):
     """The process has died: of the request, or before it."""
 
 
@@ -64,14 +64,14 @@ class EnvWorker:
     def ask(self, request: Request) -> Any:
         """The worker's answer, within `timeout_s` a call of the environment. In the worker's thread.
 
-        Raises EnvError: an error of the environment, or a worker that hung (it is killed); WorkerLost.
+        Raises EnvError: an error of the environment, or a worker that hung (it is killed); WorkerLostError.
         """
         self.ensure_running()
         assert self._pipe is not None
         try:
             self._pipe.send(request)
         except OSError:
-            raise WorkerLost(self._how_it_ended()) from None
+            raise WorkerLostError(self._how_it_ended()) from None
         is_good, value = self._receive(self._section.timeout_s * request.num_calls)
         if not is_good:
             raise EnvError(value)
@@ -91,7 +91,7 @@ class EnvWorker:
             if self._pipe.poll(timeout_s):
                 return self._pipe.recv()
         except (EOFError, OSError):
-            raise WorkerLost(self._how_it_ended()) from None
+            raise WorkerLostError(self._how_it_ended()) from None
         self._kill()
         raise EnvError(f"no answer within {timeout_s:g} s")
 

@@ -1,8 +1,8 @@
 """Python code as a tool, run in a process of its own with limits of CPU, memory, files and network.
 
-The limits protect from accidents (a loop without end, a full disk), not from malice: the code reads every file that this
-user may read, and nothing keeps it from the kernel's interfaces. Code that should be feared needs a container around
-the whole run.
+The limits protect from accidents (a loop without end, a full disk), not from malice: the code reads every file that
+this user may read, and nothing keeps it from the kernel's interfaces. Against malice a container around the whole run
+is needed.
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ class Python:
         Returns:
             The printed text, with the last line of the error message if the program fails.
         """
-        with tempfile.TemporaryDirectory(prefix="python-tool-") as folder:
-            # Into a file, whose size the limit bounds as that of others.
-            with open(os.path.join(folder, ".printed"), "w+b") as printed:
-                why = self._run(code, folder, printed.fileno())
-                printed.seek(0)
-                text = printed.read(self._output).decode(errors="replace")
+        # Into a file, whose size the limit bounds as that of others.
+        with tempfile.TemporaryDirectory(prefix="python-tool-") as folder, tempfile.TemporaryFile() as printed:
+            why = self._run(code, folder, printed.fileno())
+            printed.seek(0)
+            text = printed.read(self._output).decode(errors="replace")
         lines = text.replace(folder, ".").splitlines()
         if why is None and "Traceback (most recent call last):" in lines:
             start = len(lines) - 1 - lines[::-1].index("Traceback (most recent call last):")

@@ -1,6 +1,6 @@
 """Tools: the public methods of a class, called by the model in the forms of Qwen, Hermes and Llama 3.
 
-    <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>       Qwen 2.5 and 3, Hermes; several in a turn
+    <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>   Qwen, Hermes; several in a turn
     {"name": "add", "parameters": {"a": 1, "b": 2}}                             Llama 3, alone in its turn
 
 The calls of a turn run in their order, and their answers, a line each, are one observation. A turn without a call ends

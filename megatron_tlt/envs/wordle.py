@@ -9,12 +9,12 @@ from collections import Counter
 from megatron_tlt.envs.base import Environment, Step
 from megatron_tlt.types import Prompt
 
-WORDS = (
-    "apple bread brick chair chest clock cloud crane dance dream earth flame flour frost glass grape green "
-    "horse house knife light lemon metal money mouse music night ocean paint paper pearl piano plant plate "
-    "queen quiet river robot salad scale sheep shirt sleep smile snake spoon stone storm sugar table tiger "
-    "toast torch tower train truck water wheat wheel world"
-).split()
+WORDS = """
+    apple bread brick chair chest clock cloud crane dance dream earth flame flour frost glass grape green
+    horse house knife light lemon metal money mouse music night ocean paint paper pearl piano plant plate
+    queen quiet river robot salad scale sheep shirt sleep smile snake spoon stone storm sugar table tiger
+    toast torch tower train truck water wheat wheel world
+""".split()  # noqa: SIM905
 
 
 class Wordle(Environment):
