@@ -36,8 +36,11 @@ class EnvPrompts:
     """The texts at the end of prompts; called with the same prompts on every rank."""
 
 
+NO_ENV = EnvPrompts()
+
+
 def build_prompts(
-    section: DataSection, which: Which, tokenizer: HFTokenizer, seed: int, env: EnvPrompts = EnvPrompts()
+    section: DataSection, which: Which, tokenizer: HFTokenizer, seed: int, env: EnvPrompts = NO_ENV
 ) -> PromptStream:
     """The training or held-out stream of a run with this seed.
 
@@ -67,10 +70,15 @@ def build_prompts(
 
 
 def held_out_prompts(
-    section: DataSection, tokenizer: HFTokenizer, count: int, env: EnvPrompts = EnvPrompts()
+    section: DataSection, tokenizer: HFTokenizer, count: int, env: EnvPrompts = NO_ENV
 ) -> list[Prompt]:
     """The first `count` prompts of `data.eval`, for evaluations; none without it. See `build_prompts`."""
     return [] if section.eval is None else build_prompts(section, "eval", tokenizer, 0, env).next_batch(count)
+
+
+def env_seed(seed: int, prompt_id: int) -> int:
+    """The seed of a prompt's environments, 31 bits, in a stream with this seed."""
+    return hashed("env", seed, prompt_id) >> _SEED_SHIFT
 
 
 def open_source(config: PromptSourceConfig, path: str, seed: int) -> Source:
@@ -116,7 +124,7 @@ class PromptStream:
         system: str | None,
         max_prompt_tokens: int,
         once: bool = False,
-        env: EnvPrompts = EnvPrompts(),
+        env: EnvPrompts = NO_ENV,
     ):
         """`once`: a finite source is read once. Raises ConfigError."""
         if system is not None and not (chat and tokenizer.has_chat_template):
@@ -213,7 +221,7 @@ class PromptStream:
                 row.answer,
                 row.task,
                 dict(row.metadata),
-                hashed("env", self._seed, prompt_id) >> _SEED_SHIFT,
+                env_seed(self._seed, prompt_id),
             )
         if self._once and self.epoch and self._next_id:
             return None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from megatron_tlt.data.prompts import EnvPrompts
+from megatron_tlt.data.prompts import NO_ENV, EnvPrompts
 from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.envs.build import environment_tools, has_opening
 from megatron_tlt.envs.pool import EnvironmentPool
@@ -43,7 +43,7 @@ def turns_of(environments: Environments | None) -> Iterator[TurnSource | None]:
 
 def prompts_of(environments: Environments | None) -> EnvPrompts:
     """What the environments add to prompts."""
-    return EnvPrompts() if environments is None else environments.prompts
+    return NO_ENV if environments is None else environments.prompts
 
 
 class Environments:

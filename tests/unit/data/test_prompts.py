@@ -29,7 +29,7 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, prompt: Any, system: str | None = None) -> list[int]:
+    def encode_chat(self, prompt: Any, system: str | None = None, tools: Any = ()) -> list[int]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self.encode("".join(f"{m['role'][0]}:{m['content']} " for m in with_system(messages, system)))
 
