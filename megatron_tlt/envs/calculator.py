@@ -47,8 +47,9 @@ def evaluate(expression: str) -> float:
 
 
 def _value(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        value: float = node.value
+    value: float
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        value = node.value
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         value = _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
     elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:

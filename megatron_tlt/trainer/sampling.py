@@ -58,7 +58,7 @@ class GroupSampler:
     drafter: OnlineDrafterController
     idle_window: IdleWindow
     rewards: RewardPool
-    environments: Environments | None
+    environments: Environments | None = None
     algorithm: Algorithm
     shutdown: GracefulShutdown
     metrics: RunMetrics
