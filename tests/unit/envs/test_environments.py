@@ -65,7 +65,7 @@ def test_games_are_functions_of_their_seed() -> None:
 )
 def test_the_calculator_evaluates_arithmetic_only(expression: str, value: float | None) -> None:
     if value is None:
-        with pytest.raises(ValueError):  # noqa: PT011  several texts
+        with pytest.raises(ValueError):
             evaluate(expression)
     else:
         assert evaluate(expression) == value

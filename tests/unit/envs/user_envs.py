@@ -40,7 +40,9 @@ class Dice(Environment):
 class Gym:
     """Gymnasium's methods."""
 
-    def reset(self, *, seed: int | None = None, options: dict[str, object] | None = None) -> tuple[str, dict[str, object]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, object] | None = None
+    ) -> tuple[str, dict[str, object]]:
         assert options is not None
         return f"{options['prompt']} {seed}", {}
 
