@@ -62,7 +62,7 @@ class Python:
 
     def _run(self, code: str, folder: str, printed: int) -> str | None:
         """Why the program was ended; None: it ended by itself."""
-        command = [sys.executable, "-s", "-P", "-B", "-c", _START]
+        command = [sys.executable, "-s", "-P", "-B", "-u", "-c", _START]
         process = subprocess.Popen(
             [*command, str(self._cpu_s), str(self._memory), str(self._output)],
             stdin=subprocess.PIPE,

@@ -20,8 +20,7 @@ Help.<|im_end|>
 </tool_response><|im_end|>
 {% else %}<|im_start|>{{ m.role }}
 {{ CONTENT }}<|im_end|>
-{% endif %}{%- endfor %}<|im_start|>assistant
-"""
+{% endif %}{%- endfor %}{{ '<|im_start|>assistant\\n' }}"""
 TEMPLATES = {
     "qwen2.5": CHATML.replace("CONTENT", "m.content"),
     # Keeps thoughts behind the last message of a user only.
@@ -31,7 +30,7 @@ TEMPLATES = {
     "smollm2": CHATML.replace("m.role == 'tool'", "false").replace("CONTENT", "m.content"),
     "llama3": "<|begin|>{%- for m in messages %}<|head|>{{ 'ipython' if m.role == 'tool' else m.role }}<|/head|>\n\n"
     "{{ m.content | tojson if m.role == 'tool' else m.content | trim }}<|eot|>{%- endfor %}"
-    "<|head|>assistant<|/head|>\n\n",
+    "{{ '<|head|>assistant<|/head|>\\n\\n' }}",
     "demo": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>",
     "no end": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ",
     "no tools": "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
