@@ -16,7 +16,7 @@ from multiprocessing import context
 from pathlib import Path
 from types import ModuleType
 
-from megatron_tlt.distributed.child_signals import signals_blocked, unblock_signals
+from megatron_tlt.workers.child_signals import signals_blocked, unblock_signals
 
 # Variables by which MPI finds its ranks: removed, so that a user's function may import mpi4py.
 _LAUNCHER = ("PMI_", "PMIX_", "PMI2_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
