@@ -80,8 +80,9 @@ class EnvWorker:
     def close(self) -> None:
         """Kills the process, whatever it does, and ends the thread."""
         self._is_closed = True
-        if self._process is not None:
-            self._process.kill_group()
+        process = self._process  # the thread may be replacing it
+        if process is not None:
+            process.kill_group()
         self._thread.shutdown(cancel_futures=True)
         self._kill()
 

@@ -23,7 +23,9 @@ for kind, limit in ((resource.RLIMIT_CPU, cpu), (resource.RLIMIT_AS, memory), (r
     resource.setrlimit(kind, (limit, limit))
 try:
     import ctypes
-    ctypes.CDLL(None).unshare(0x10000000 | 0x40000000)  # CLONE_NEWUSER | CLONE_NEWNET: no network but a dead loopback
+    libc = ctypes.CDLL(None)
+    libc.unshare(0x10000000 | 0x40000000)  # CLONE_NEWUSER | CLONE_NEWNET: no network but a dead loopback
+    libc.prctl(1, 9)  # PR_SET_PDEATHSIG, after the new user namespace, which clears it: ends with a killed worker
 except Exception:
     pass
 sys.argv = ["code"]
