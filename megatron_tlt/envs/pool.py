@@ -75,7 +75,7 @@ class _Trajectory:
         is_new = starts != self.worker.starts
         if is_new:
             done = 0
-        steps = self.worker.ask(Play(key, self.prompt if is_new else None, tuple(self.turns[done:])))
+        steps = self.worker.ask_running(Play(key, self.prompt if is_new else None, tuple(self.turns[done:])))
         again = steps[: len(self.steps) - done]
         if again != self.steps[done:]:
             raise EnvError("the environment is not a function of prompt, seed and turns: played again after its worker "
@@ -161,9 +161,8 @@ class Trajectories:
 
 def _discard(worker: EnvWorker, key: Key) -> None:
     """In the worker's thread."""
-    if worker.is_running:
-        with suppress(EnvError):  # the trajectory has its result already
-            worker.ask(Discard(key))
+    with suppress(EnvError):  # the trajectory has its result already
+        worker.ask_running(Discard(key))
 
 
 def _texts(prompt: Prompt) -> Prompt:

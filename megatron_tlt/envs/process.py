@@ -62,12 +62,18 @@ class EnvWorker:
             raise EnvError(f"an environment worker did not start: {problem}")
 
     def ask(self, request: Request) -> Any:
-        """The worker's answer, within `timeout_s` a call of the environment. In the worker's thread.
+        """The worker's answer, within `timeout_s` a call of the environment; starts it first, if need be. In the worker's
+        thread.
 
         Raises EnvError: an error of the environment, or a worker that hung (it is killed); WorkerLostError.
         """
         self.ensure_running()
-        assert self._pipe is not None
+        return self.ask_running(request)
+
+    def ask_running(self, request: Request) -> Any:
+        """`ask` of the process that was there before: WorkerLostError where it has ended."""
+        if self._pipe is None or not self.is_running:
+            raise WorkerLostError("the worker has ended")
         try:
             self._pipe.send(request)
         except OSError:
