@@ -62,8 +62,7 @@ class EnvWorker:
             raise EnvError(f"an environment worker did not start: {problem}")
 
     def ask(self, request: Request) -> Any:
-        """The worker's answer, within `timeout_s` a call of the environment; starts it first, if need be. In the worker's
-        thread.
+        """The worker's answer, within `timeout_s` a call of the environment. Starts it, if need be. In its thread.
 
         Raises EnvError: an error of the environment, or a worker that hung (it is killed); WorkerLostError.
         """
