@@ -113,7 +113,7 @@ def test_gymnasiums_methods_are_taken_as_they_are() -> None:
 
 
 def test_python_code_has_limits() -> None:
-    tool = Python(cpu_s=1, output_kib=1)
+    tool = Python(cpu_s=1, wall_s=300.0, output_kib=1)
     assert tool.python("print(1 + 1)\nprint({'a', 'b'})").startswith("2\n")
     assert tool.python("print(1)\n1 / 0") == "1\nerror: ZeroDivisionError: division by zero"
     assert tool.python("bytearray(3 << 30)") == "error: MemoryError"

@@ -37,6 +37,7 @@ def test_each_rank_resets_a_part_of_the_prompts_and_all_raise_together() -> None
     assert environments(0, parts)._openings(PROMPTS) == ["0", "1", "2", "3", "4"]
     assert environments(1, parts)._openings(PROMPTS) == ["0", "1", "2", "3", "4"]
     bad = [*PROMPTS[:3], Prompt(3, "d:3", (), "bad")]
+    parts[0] = ["0", "2"]
     for rank in (1, 0):
         with pytest.raises(EnvError, match="no opening"):
             environments(rank, parts)._openings(bad)
