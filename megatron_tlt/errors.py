@@ -73,6 +73,15 @@ class RewardError(TltError):
     some responses is recorded, not raised)."""
 
 
+class EnvError(TltError):
+    """An environment that cannot be loaded, or that gave no opening text (a failure of one turn ends its trajectory and
+    is recorded, not raised)."""
+
+
+class UserCodeError(TltError):
+    """A user's function or class that cannot be loaded."""
+
+
 class DataError(TltError):
     """Prompts or training records that cannot be read; names file and line."""
 

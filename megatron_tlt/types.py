@@ -72,6 +72,7 @@ class Prompt:
     answer: str | None = None
     task: str = "default"
     metadata: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0  # of its environment, 31 bits: another one on every epoch
 
 
 @dataclass(slots=True)
@@ -306,12 +307,13 @@ class BackendCapabilities:
     routed_experts: bool  # responses can name the experts that their tokens chose
     draft_traces: bool  # the drafts of single responses are known, for samples.jsonl
     drafters: tuple[str, ...] | None = None  # values of `rollout.speculation.drafter` that it has; None: all
+    turns: bool = False  # a response may have turns of an environment between those that it draws
 
 
 DraftedBy = Literal["none", "suffix", "trained", "mixed"]
 """The source of a step's drafts: none, the suffix drafter, the trained one, or for each request the better one."""
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
-    "embedded": BackendCapabilities(True, True, True, True, True, True, True, True),
+    "embedded": BackendCapabilities(True, True, True, True, True, True, True, True, turns=True),
     "trtllm": BackendCapabilities(False, False, False, False, False, False, False, False, ("none", "eagle3")),
     "vllm": BackendCapabilities(
         keyed_sampling=True,

@@ -17,6 +17,8 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.data.chat import as_messages, last_user_text
+from megatron_tlt.data.prompts import NO_ENV, EnvPrompts, env_seed
+from megatron_tlt.data.sources import Row
 from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.files import write_atomically
@@ -27,33 +29,33 @@ if TYPE_CHECKING:
     from megatron_tlt.backends.embedded import EmbeddedBackend
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
+    from megatron_tlt.interfaces import TurnSource
     from megatron_tlt.types import EngineStats, Sample, SamplingParams
 
 
 def generate_file(
     model_dir: Path,
-    in_jsonl: Path,
+    prompts: Sequence[Prompt],
     out_jsonl: Path,
     params: SamplingParams,
     tokenizer: HFTokenizer | None,
     *,
     n: int = 1,
-    chat: bool = False,
     logprobs: bool = False,
     stats_path: Path | None = None,
     rollout: RolloutSection | None = None,
     device: torch.device | str = "cpu",
     tp: TensorParallel | None = None,
+    turns: TurnSource | None = None,
 ) -> EngineStats:
-    """Generates `n` responses to every line of `in_jsonl`, and writes `out_jsonl` at the end, whole.
+    """Generates `n` responses to each of `prompts` (see `read_prompts`), and writes `out_jsonl` at the end, whole.
 
-    Input lines: {"prompt": text} or {"token_ids": [ids]}. Output lines, by prompt and sample: prompt_index,
-    sample_index, text, token_ids, finish_reason and, with `logprobs`, logprobs. The prompt's index is its id in the
-    sampling key. `chat`: prompts, also lists of messages, are wrapped in the chat template. `rollout`: the engine; its
-    sampling fields are not read. All ranks of a tensor-parallel group call this; its rank 0 writes. Raises DataError
-    naming file and line, ConfigError, CheckpointError, BackendError.
+    Output lines, by prompt and sample: prompt_index, sample_index, text, token_ids, finish_reason and, with `logprobs`,
+    logprobs. The prompt's index is its id in the sampling key. `rollout`: the engine; its sampling fields are not read.
+    `turns`: environments; output lines then also have given, turn_rewards and failure, and text is that of the last
+    turn. All ranks of a tensor-parallel group call this; its rank 0 writes. Raises DataError naming file and line,
+    ConfigError, CheckpointError, BackendError.
     """
-    prompts = read_prompts(in_jsonl, tokenizer, chat)
     ranks = tp.size if tp is not None else 1
     section = (rollout or RolloutSection()).model_copy(update={"tp": ranks})
     model = ModelSection(path=str(model_dir), max_context=_context(prompts, params, model_dir))
@@ -63,11 +65,11 @@ def generate_file(
     try:
         started = time.perf_counter()
         with closing(build_progress("auto", 0, 0 if tp is None else tp.rank)) as progress:
-            call = GenerateCall(prompts, params, n)
+            call = GenerateCall(prompts, params, n, turns=turns)
             samples = backend.generate(progress.watched(call, "generate: responses", len(prompts) * n))
         stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
         if tp is None or tp.rank == 0:
-            write_atomically(out_jsonl, response_lines(samples, logprobs))
+            write_atomically(out_jsonl, response_lines(samples, logprobs, turns is not None))
             if stats_path is not None:
                 write_atomically(stats_path, [stats_report(stats, backend)])
     finally:
@@ -89,8 +91,13 @@ def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: Path)
     return count + params.max_tokens
 
 
-def read_prompts(path: Path, tokenizer: HFTokenizer | None, chat: bool) -> list[Prompt]:
+def read_prompts(
+    path: Path, tokenizer: HFTokenizer | None, chat: bool, env: EnvPrompts = NO_ENV, seed: int = 0
+) -> list[Prompt]:
     """The prompts of a JSONL file; `prompt_id` counts them from 0 (empty lines are skipped).
+
+    Lines: {"prompt": text} or {"token_ids": [ids]}. `chat`: prompts, also lists of messages, are wrapped in the chat
+    template. `env`: what environments add, with seeds from `seed`.
 
     Raises DataError naming file and line.
     """
@@ -99,20 +106,29 @@ def read_prompts(path: Path, tokenizer: HFTokenizer | None, chat: bool) -> list[
     except (OSError, UnicodeDecodeError) as e:
         raise DataError(f"{path} cannot be read: {e}") from e
     prompts: list[Prompt] = []
+    rows: list[Row] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        text, token_ids = _parse(line, where, tokenizer, chat)
+        row, token_ids = _parse(line, where, tokenizer, chat, env)
         if not token_ids:
             raise DataError(f"{where}: the prompt has no tokens")
-        prompts.append(Prompt(len(prompts), where, token_ids, text))
+        rows.append(row)
+        prompts.append(Prompt(len(prompts), where, token_ids, row.prompt, seed=env_seed(seed, len(prompts))))
     if not prompts:
         raise DataError(f"{path}: no prompts")
+    if env.openings is None or tokenizer is None:
+        return prompts
+    for number, text in enumerate(env.openings(prompts)):
+        if text is not None:
+            row = rows[number].with_opening(text)
+            ids = _encode(row, tokenizer, chat, env)
+            prompts[number] = replace(prompts[number], text=row.prompt, token_ids=ids)
     return prompts
 
 
-def response_lines(samples: Sequence[Sample], with_logprobs: bool) -> Iterator[str]:
+def response_lines(samples: Sequence[Sample], with_logprobs: bool, with_turns: bool = False) -> Iterator[str]:
     """One JSON object a sample."""
     for sample in samples:
         record: dict[str, Any] = {
@@ -124,6 +140,8 @@ def response_lines(samples: Sequence[Sample], with_logprobs: bool) -> Iterator[s
         }
         if with_logprobs:
             record["logprobs"] = sample.logprobs
+        if with_turns:
+            record |= {"given": sample.given, "turn_rewards": sample.turn_rewards, "failure": sample.failure}
         yield json.dumps(record, ensure_ascii=False)
 
 
@@ -148,7 +166,15 @@ def stats_report(stats: EngineStats, backend: EmbeddedBackend) -> str:
     return json.dumps(report, indent=1)
 
 
-def _parse(line: str, where: str, tokenizer: HFTokenizer | None, chat: bool) -> tuple[str, tuple[int, ...]]:
+def _encode(row: Row, tokenizer: HFTokenizer, chat: bool, env: EnvPrompts) -> tuple[int, ...]:
+    if chat:
+        return tuple(tokenizer.encode_chat(row.messages or row.prompt, tools=env.tools))
+    return tuple(tokenizer.encode(row.prompt))
+
+
+def _parse(
+    line: str, where: str, tokenizer: HFTokenizer | None, chat: bool, env: EnvPrompts
+) -> tuple[Row, tuple[int, ...]]:
     try:
         record: Any = json.loads(line)
     except json.JSONDecodeError as e:
@@ -165,10 +191,14 @@ def _parse(line: str, where: str, tokenizer: HFTokenizer | None, chat: bool) -> 
             messages = as_messages(value)
         except ValueError as error:
             raise DataError(f"{where}: {error}") from error
-        return last_user_text(messages), tuple(tokenizer.encode_chat(messages))
+        row = Row(where, last_user_text(messages), None, "default", {}, messages)
+        return row, _encode(row, tokenizer, chat, env)
     if key == "prompt" and tokenizer is not None and isinstance(value, str):
-        return value, tuple(tokenizer.encode_chat(value) if chat else tokenizer.encode(value))
+        row = Row(where, value, None, "default", {})
+        return row, _encode(row, tokenizer, chat, env)
     if key == "token_ids" and isinstance(value, list) and all(type(i) is int for i in value):
-        return "", tuple(value)
+        if env.openings is not None:
+            raise DataError(f"{where}: the environment's text cannot be added to token_ids: give a prompt")
+        return Row(where, "", None, "default", {}), tuple(value)
     allowed = '"prompt" must be a string (with --chat also a list of messages), "token_ids" a list of integers'
     raise DataError(f"{where}: {allowed}")

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.serving import Message, WireError, line_of, message_of
 from megatron_tlt.backends.transport import SharedDirectory
-from megatron_tlt.distributed.child_signals import signals_blocked
 from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.observe.log import announced
+from megatron_tlt.workers.child_signals import signals_blocked
 
 if TYPE_CHECKING:
     from megatron_tlt.config.engine_process import EngineProcessSection

@@ -55,26 +55,30 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     from megatron_tlt.observe.progress import build_progress
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.sync.push import BucketedSync
+    from megatron_tlt.trainer.environments import open_environments, prompts_of
     from megatron_tlt.trainer.models import open_backend, tensor_parallel
     from megatron_tlt.trainer.preflight import check_on, without_checkpoints
     from megatron_tlt.trainer.setup import build_evaluator, open_tokenizer, prompt_queues
 
     check_on(without_checkpoints(config), world, [*check_held_out(config)])
     tokenizer = open_tokenizer(config)
-    prompts = held_out_prompts(config.data, tokenizer, config.eval.num_prompts)
+    environments = open_environments(config, tokenizer, world)
+    prompts = held_out_prompts(config.data, tokenizer, config.eval.num_prompts, prompts_of(environments))
     rewards = RewardPool(config.rewards)
     tp = tensor_parallel(world, config.rollout.tp)
     backend = open_backend(config, world, tokenizer, tp)
     world.enter("load")
     sync = BucketedSync(config.sync, backend, world)
     sync.push(iter_weights(config.model.path, ModelConfig.from_hf(config.model.path)), version=0)
-    evaluator = build_evaluator(config, prompts, backend, rewards, prompt_queues(config, world, tp))
+    evaluator = build_evaluator(config, prompts, backend, rewards, prompt_queues(config, world, tp), environments)
     assert evaluator is not None, "data.eval is there"
     world.enter("eval")
     # stdout holds the result, as JSON
     with closing(build_progress("auto", 0, world.rank, sys.stderr)) as progress:
         result = evaluator.run(0, progress=progress)
     rewards.close()
+    if environments is not None:
+        environments.close()
     backend.close()
     if world.is_main:
         text = json.dumps(asdict(result), indent=2)

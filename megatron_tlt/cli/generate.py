@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from megatron_tlt.types import SamplingParams
 if TYPE_CHECKING:
     import argparse
 
+    from megatron_tlt.config.env import EnvSection
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.distributed.world import World
 
@@ -39,28 +41,32 @@ def add_generate(commands: Any) -> None:
     add("--kernels", choices=("auto", "native", "torch"), default="auto")
     add("--threads", type=int, default=1)
     add("--chat", action="store_true", help="use the tokenizer's chat template")
+    add("--env", metavar="KIND|PATH:CLASS", help="environment for several turns, e.g. calculator or my_env.py:MyEnv")
     add("--logprobs", action="store_true", help="write the log-probability of every token")
     add("--stats", type=Path, help="JSON of counters and speeds to write")
     add("--overwrite", action="store_true", help="replace --out and --stats where they exist")
-    about = "engine settings, e.g. rollout.speculation.drafter=suffix rollout.numerics=invariant"
-    add("overrides", nargs="*", metavar="rollout.a.b=v", help=about)
+    about = "settings of engine and environment, e.g. rollout.speculation.drafter=suffix rollout.numerics=invariant"
+    add("overrides", nargs="*", metavar="rollout.a.b=v, env.a=v", help=about)
     command.set_defaults(run=_generate)
 
 
 def _generate(args: argparse.Namespace) -> int:
     from megatron_tlt.config.load import load_engine
     from megatron_tlt.config.run import DistributedSection
+    from megatron_tlt.envs.build import environment_problems
 
     problems = argument_problems(args)
     options = [f"rollout.{name}={getattr(args, name)}" for name in ("dtype", "kernels", "threads")]
     try:
-        engine = load_engine([*options, *args.overrides])
+        engine, env = load_engine([*options, *args.overrides], args.env)
     except ConfigError as error:
         raise ConfigError(problems + error.problems) from None
+    if env is not None:
+        problems += environment_problems(env)
     if problems:
         raise ConfigError(problems)
     return run_on_every_rank(
-        DistributedSection(), engine.threads, lambda world: _generate_on(args, engine, world)
+        DistributedSection(), engine.threads, lambda world: _generate_on(args, engine, env, world)
     )
 
 
@@ -78,11 +84,12 @@ def argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
     ]
 
 
-def _generate_on(args: argparse.Namespace, engine: RolloutSection, world: World) -> None:
+def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSection | None, world: World) -> None:
     """One rank's part: several ranks are one tensor-parallel engine. Collective."""
-    from megatron_tlt.backends.generate import generate_file
+    from megatron_tlt.backends.generate import generate_file, read_prompts
     from megatron_tlt.data.hub import fetch_argument
     from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.trainer.environments import Environments, prompts_of, turns_of
     from megatron_tlt.trainer.models import tensor_parallel
     from megatron_tlt.trainer.preflight import generation_problems
 
@@ -91,20 +98,29 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, world: World)
     problems = generation_problems(args.model, args.prompts, engine.speculation) if world.is_main else []
     if problems := world.broadcast_object(problems):
         raise ConfigError(problems)
-    stats = generate_file(
-        args.model,
-        args.prompts,
-        args.out,
-        _sampling(args),
-        HFTokenizer(args.model),
-        stats_path=args.stats,
-        device=world.device,
-        tp=tensor_parallel(world, world.size),
-        n=args.n,
-        chat=args.chat,
-        logprobs=args.logprobs,
-        rollout=engine,
-    )
+    tokenizer = HFTokenizer(args.model)
+    environments = None if env is None else Environments(env, tokenizer, world, chat=args.chat)
+    params = _sampling(args)
+    if env is not None:
+        params = replace(params, max_turn_tokens=env.max_turn_tokens or 0)
+    prompts = read_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
+    with turns_of(environments) as turns:
+        stats = generate_file(
+            args.model,
+            prompts,
+            args.out,
+            params,
+            tokenizer,
+            stats_path=args.stats,
+            device=world.device,
+            tp=tensor_parallel(world, world.size),
+            n=args.n,
+            logprobs=args.logprobs,
+            rollout=engine,
+            turns=turns,
+        )
+    if environments is not None:
+        environments.close()
     if world.is_main:
         written = (
             f"{stats.finished_requests} responses, {stats.generated_tokens} tokens in {stats.seconds:.1f} s"

@@ -23,11 +23,12 @@ class TaskConfig(Section):
 class PromptSourceConfig(Section):
     """Where prompts come from."""
 
-    kind: Literal["tasks", "jsonl", "parquet", "hf"] = "tasks"
-    """tasks: procedural (seeded, infinite); jsonl or parquet: files; hf: a data set of the Hugging Face hub by name, a
-    clone of one (files of Parquet, JSON or CSV), or a directory that Dataset.save_to_disk wrote."""
+    kind: Literal["tasks", "env", "jsonl", "parquet", "hf"] = "tasks"
+    """tasks: procedural (seeded, infinite); env: the environment's own (seeded, infinite); jsonl or parquet: files; hf:
+    a data set of the Hugging Face hub by name, a clone of one (files of Parquet, JSON or CSV), or a directory that
+    Dataset.save_to_disk wrote."""
     path: str | None = None
-    """File or directory (all kinds but tasks). hf: or a name on the hub, OWNER/NAME or OWNER/NAME@REVISION."""
+    """File or directory (jsonl, parquet, hf). hf: or a name on the hub, OWNER/NAME or OWNER/NAME@REVISION."""
     subset: str | None = None
     """hf: subset of the data set (`configs` of its card, else a folder); default: the card's default, or the only
     one."""
@@ -44,7 +45,7 @@ class PromptSourceConfig(Section):
     tasks: tuple[TaskConfig, ...] = ()
     """Procedural tasks to mix."""
     seed: NonNegativeInt = 0
-    """Seed of the tasks, or of the shuffling of a finite source."""
+    """Seed of the tasks or of the environment, or of the shuffling of a finite source."""
     shuffle: bool = True
     """Shuffle a finite source anew each epoch."""
 
@@ -67,9 +68,9 @@ class DataSection(Section):
 class RewardConfig(Section):
     """One reward function."""
 
-    name: Literal["task", "math", "exact", "format", "python"]
+    name: Literal["task", "math", "exact", "format", "python", "env"]
     """task: the procedural task's own verifier; math: math-verify; exact: string match; format: a regular
-    expression; python: a user's function."""
+    expression; python: a user's function; env: the environment's rewards. All but env judge the last turn's text."""
     weight: float = 1.0
     """Factor in the sum of rewards."""
     pattern: str | None = None
@@ -79,6 +80,8 @@ class RewardConfig(Section):
     metadata)."""
     params: dict[str, Any] = Field(default_factory=dict)
     """python: extra keyword arguments of the function."""
+    turns: Literal["sum", "last"] = "sum"
+    """env: the sum of the turns' rewards, or that of the last turn."""
     counts_as_correct: bool = True
     """Whether a value >= `threshold` makes the answer count as correct in accuracy and pass@k."""
     threshold: float = 1.0

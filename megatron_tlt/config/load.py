@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.checks.speculation import check_speculation
+from megatron_tlt.config.env import EnvSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.config.schema import SYNONYMS, element_of, field_allowed, nearest_path, section_of
@@ -60,24 +61,31 @@ def build_config(
     return config
 
 
-def load_engine(overrides: Sequence[str]) -> RolloutSection:
-    """The rollout section of `generate` from overrides alone (`"rollout.a.b=value"`).
+def load_engine(overrides: Sequence[str], env: str | None = None) -> tuple[RolloutSection, EnvSection | None]:
+    """The sections `rollout` and `env` of `generate` from overrides alone (`"rollout.a.b=value"`).
 
-    Raises ConfigError with all problems, also for fields that `generate` takes from options of its own or not at all.
+    `env`: the environment's kind, or its path (with a colon); without it no other setting of `env` is taken. Raises
+    ConfigError with all problems, also for fields that `generate` takes from options of its own or not at all.
     """
     problems = []
     for override in overrides:
         root, _, rest = override.partition(".")
+        if root == "env" and rest and env is not None:
+            continue
         if root != "rollout" or not rest:
-            problems.append(ConfigProblem("override", override, "must look like rollout.key=value"))
+            allowed = "must look like rollout.key=value, or with --env env.key=value"
+            problems.append(ConfigProblem("override", override, allowed))
         elif re.split(r"[.=]", rest, maxsplit=1)[0] in _NOT_READ:
             problems.append(ConfigProblem("override", override, "not read by generate: see its --help"))
     if problems:
         raise ConfigError(problems)
-    section = build_config({"model": {"path": ""}}, overrides, Config).rollout
-    if problems := list(check_speculation(section.speculation)):
+    values: dict[str, Any] = {"model": {"path": ""}}
+    if env is not None:
+        values["env"] = {"path" if ":" in env else "kind": env}
+    config = build_config(values, overrides, Config)
+    if problems := list(check_speculation(config.rollout.speculation)):
         raise ConfigError(problems)
-    return section
+    return config.rollout, config.env
 
 
 def dump_config(config: Section) -> str:

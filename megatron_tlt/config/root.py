@@ -11,6 +11,7 @@ from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.data import DataSection, RewardSection
 from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.env import EnvSection
 from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
@@ -47,6 +48,8 @@ class Config(Section):
     """Prompts."""
     rewards: RewardSection = RewardSection()
     """Rewards."""
+    env: EnvSection | None = None
+    """Multi-turn rollouts; none: one response to each prompt."""
     drafter: DrafterSection = DrafterSection()
     """Training of the drafter."""
     idle: IdleSection = IdleSection()

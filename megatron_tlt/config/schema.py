@@ -51,6 +51,8 @@ SYNONYMS = {
     "max_num_seqs": "rollout.max_running_requests",
     "max_num_batched_tokens": "rollout.max_batched_tokens",
     "gpu_memory_utilization": "rollout.kv_cache_mib",
+    "max_assistant_turns": "env.max_turns",
+    "max_tool_response_length": "env.max_observation_tokens",
     "num_speculative_tokens": "rollout.speculation.draft_len",
 }
 

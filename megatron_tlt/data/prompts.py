@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +12,7 @@ import numpy as np
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig
 from megatron_tlt.data.hashing import digest, hashed
-from megatron_tlt.data.sources import Row, Source, open_file
+from megatron_tlt.data.sources import EnvSource, Row, Source, open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 from megatron_tlt.types import Prompt
@@ -21,9 +23,25 @@ _log = logging.getLogger(__name__)
 
 # Rows of an infinite source in a row that are too long, after which none is expected to fit.
 _MOST_DROPS_IN_A_ROW = 1000
+_SEED_SHIFT = 33  # of 64 bits: some environments take 31
 
 
-def build_prompts(section: DataSection, which: Which, tokenizer: HFTokenizer, seed: int) -> PromptStream:
+@dataclass(frozen=True)
+class EnvPrompts:
+    """What an environment adds to prompts."""
+
+    tools: Sequence[dict[str, Any]] = ()
+    """JSON schemas, for the chat template."""
+    openings: Callable[[Sequence[Prompt]], list[str | None]] | None = None
+    """The texts at the end of prompts; called with the same prompts on every rank."""
+
+
+NO_ENV = EnvPrompts()
+
+
+def build_prompts(
+    section: DataSection, which: Which, tokenizer: HFTokenizer, seed: int, env: EnvPrompts = NO_ENV
+) -> PromptStream:
     """The training or held-out stream of a run with this seed.
 
     The held-out stream depends on its source's own seed only, so that runs of different seeds are measured on the same
@@ -43,6 +61,7 @@ def build_prompts(section: DataSection, which: Which, tokenizer: HFTokenizer, se
         system=section.system_prompt,
         max_prompt_tokens=section.max_prompt_tokens,
         once=which == "eval",
+        env=env,
     )
     start = stream.state_dict()
     stream.next_batch(1)
@@ -50,9 +69,16 @@ def build_prompts(section: DataSection, which: Which, tokenizer: HFTokenizer, se
     return stream
 
 
-def held_out_prompts(section: DataSection, tokenizer: HFTokenizer, count: int) -> list[Prompt]:
+def held_out_prompts(
+    section: DataSection, tokenizer: HFTokenizer, count: int, env: EnvPrompts = NO_ENV
+) -> list[Prompt]:
     """The first `count` prompts of `data.eval`, for evaluations; none without it. See `build_prompts`."""
-    return [] if section.eval is None else build_prompts(section, "eval", tokenizer, seed=0).next_batch(count)
+    return [] if section.eval is None else build_prompts(section, "eval", tokenizer, 0, env).next_batch(count)
+
+
+def env_seed(seed: int, prompt_id: int) -> int:
+    """The seed of a prompt's environments, 31 bits, in a stream with this seed."""
+    return hashed("env", seed, prompt_id) >> _SEED_SHIFT
 
 
 def open_source(config: PromptSourceConfig, path: str, seed: int) -> Source:
@@ -60,6 +86,8 @@ def open_source(config: PromptSourceConfig, path: str, seed: int) -> Source:
 
     Imports only the library that this source needs: each takes about a second.
     """
+    if config.kind == "env":
+        return EnvSource(seed)
     if config.kind == "tasks":
         from megatron_tlt.data.tasks import TaskSource
 
@@ -96,6 +124,7 @@ class PromptStream:
         system: str | None,
         max_prompt_tokens: int,
         once: bool = False,
+        env: EnvPrompts = NO_ENV,
     ):
         """`once`: a finite source is read once. Raises ConfigError."""
         if system is not None and not (chat and tokenizer.has_chat_template):
@@ -104,7 +133,7 @@ class PromptStream:
         self._source, self._tokenizer, self._seed = source, tokenizer, seed
         self._shuffle = shuffle and source.size is not None
         self._chat, self._system = chat and tokenizer.has_chat_template, system
-        self._max_prompt_tokens, self._once = max_prompt_tokens, once
+        self._max_prompt_tokens, self._once, self._env = max_prompt_tokens, once, env
         self._draws = 0  # rows taken from the source, also dropped ones
         self._next_id = 0  # prompts returned
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, permutation)
@@ -122,8 +151,13 @@ class PromptStream:
     def next_batch(self, n: int) -> list[Prompt]:
         """The next n prompts; fewer once a held-out file is used up. Moves the position. Raises DataError."""
         prompts: list[Prompt] = []
-        while len(prompts) < n and (prompt := self._next()) is not None:
-            prompts.append(prompt)
+        drops = 0
+        while len(prompts) < n and (drawn := self._draw(n - len(prompts))):
+            opened = self._opened(drawn)
+            prompts += opened
+            drops = 0 if opened else drops + len(drawn)
+            if drops > _MOST_DROPS_IN_A_ROW:
+                raise self._none_fits("prompt with the environment's text")
         if len(prompts) < n:
             _log.info("%s: only %d prompts left of %d requested", self._source.description, len(prompts), n)
         return prompts
@@ -148,7 +182,27 @@ class PromptStream:
             )
         self._draws, self._next_id = state["draws"], state["next_id"]
 
-    def _next(self) -> Prompt | None:
+    def _draw(self, n: int) -> list[tuple[Row, Prompt]]:
+        """The next n rows whose prompts fit, fewer at the end of a source that is read once."""
+        drawn: list[tuple[Row, Prompt]] = []
+        while len(drawn) < n and (following := self._next()) is not None:
+            drawn.append(following)
+        return drawn
+
+    def _opened(self, drawn: Sequence[tuple[Row, Prompt]]) -> list[Prompt]:
+        """The prompts with the environment's texts, without those that are now too long."""
+        prompts = [prompt for _, prompt in drawn]
+        if self._env.openings is None:
+            return prompts
+        opened = []
+        for (row, prompt), text in zip(drawn, self._env.openings(prompts), strict=True):
+            whole = row if text is None else row.with_opening(text)
+            tokens = prompt.token_ids if text is None else tuple(self._encode(whole))
+            if len(tokens) <= self._max_prompt_tokens:
+                opened.append(replace(prompt, text=whole.prompt, token_ids=tokens))
+        return opened
+
+    def _next(self) -> tuple[Row, Prompt] | None:
         """None at the end of a source that is read once."""
         for _ in range(self._source.size or _MOST_DROPS_IN_A_ROW):
             if self._once and self.epoch:
@@ -159,7 +213,7 @@ class PromptStream:
             if len(tokens) > self._max_prompt_tokens:
                 continue
             prompt_id, self._next_id = self._next_id, self._next_id + 1
-            return Prompt(
+            return row, Prompt(
                 prompt_id,
                 row.dataset_id,
                 tuple(tokens),
@@ -167,13 +221,15 @@ class PromptStream:
                 row.answer,
                 row.task,
                 dict(row.metadata),
+                env_seed(self._seed, prompt_id),
             )
         if self._once and self.epoch and self._next_id:
             return None
-        raise DataError(
-            f"{self._source.description}: no prompt fits into "
-            f"data.max_prompt_tokens = {self._max_prompt_tokens}"
-        )
+        raise self._none_fits("prompt")
+
+    def _none_fits(self, what: str) -> DataError:
+        limit = f"data.max_prompt_tokens = {self._max_prompt_tokens}"
+        return DataError(f"{self._source.description}: no {what} fits into {limit}")
 
     def _row_number(self, draw: int) -> int:
         size = self._source.size
@@ -188,7 +244,7 @@ class PromptStream:
 
     def _encode(self, row: Row) -> list[int]:
         if self._chat:
-            return self._tokenizer.encode_chat(row.messages or row.prompt, self._system)
+            return self._tokenizer.encode_chat(row.messages or row.prompt, self._system, self._env.tools)
         if row.messages is not None and len(row.messages) > 1:
             raise DataError(
                 f"{row.dataset_id}: {len(row.messages)} chat messages need data.chat_template and a tokenizer with a "

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from megatron_tlt.config.data import PromptSourceConfig
 from megatron_tlt.config.root import SftSection
 from megatron_tlt.data.chat import Messages, as_messages, as_prompt, last_user_text
 from megatron_tlt.data.dataset_files import DEFAULT_SPLIT, read_dataset_files
+from megatron_tlt.data.hashing import digest
 from megatron_tlt.errors import DataError
 
 _DEFAULT_ANSWER_FIELD = "answer"
@@ -37,6 +38,16 @@ class Row:
     metadata: dict[str, Any]
     messages: Messages | None = None
 
+    def with_opening(self, text: str) -> Row:
+        """The row with a text of the environment at its end."""
+        prompt = f"{self.prompt}\n\n{text}" if self.prompt else text
+        if self.messages is None:
+            return replace(self, prompt=prompt)
+        last = max(i for i, message in enumerate(self.messages) if message["role"] == "user")
+        messages = [*self.messages]
+        messages[last] = {"role": "user", "content": prompt}
+        return replace(self, prompt=prompt, messages=tuple(messages))
+
 
 class Source(Protocol):
     """Rows by number. A finite source has `size` rows, an infinite one None."""
@@ -53,6 +64,23 @@ class Source(Protocol):
 
     def row(self, index: int) -> Row:
         """Row `index`. Mutates nothing that shows. Raises DataError."""
+
+
+class EnvSource:
+    """An infinite source of empty rows: the environment gives the prompts (`reset`). Row i depends on (seed, i)."""
+
+    size: int | None = None
+    description = "prompts of the environment"
+
+    def __init__(self, seed: int):
+        self._seed = seed
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("env", self._seed)
+
+    def row(self, index: int) -> Row:
+        return Row(f"env:{self._seed:x}:{index}", "", None, "env", {})
 
 
 class FileSource:

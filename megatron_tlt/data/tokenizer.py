@@ -46,29 +46,50 @@ class HFTokenizer:
         """Whether `encode_chat` works."""
         return self._tokenizer.chat_template is not None
 
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Texts that `encode` reads as one token with a meaning of its own, longest first."""
+        return tuple(sorted(self._tokenizer.all_special_tokens, key=len, reverse=True))
+
+    @property
+    def name(self) -> str:
+        """Its directory, for messages."""
+        return str(self._tokenizer.name_or_path)
+
     def encode(self, text: str) -> list[int]:
         """Token ids without special tokens added."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def encode_chat(self, prompt: str | Messages, system: str | None = None) -> list[int]:
+    def encode_chat(
+        self, prompt: str | Messages, system: str | None = None, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
         """Token ids of the chat template around messages (a string: one of the user), open for the response.
 
-        `system`: see `with_system`. Raises CheckpointError without a template, DataError for messages it refuses.
+        `system`: see `with_system`; `tools`: JSON schemas of functions. Raises CheckpointError without a template,
+        DataError for messages it refuses.
         """
+        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+        ids: list[int] = self._apply_template(with_system(messages, system), tools, tokenize=True, return_dict=False)
+        return ids
+
+    def render_chat(self, messages: Sequence[dict[str, str]], tools: Sequence[dict[str, Any]] = ()) -> str:
+        """The text of which `encode_chat` encodes the tokens. Raises as it does."""
+        text: str = self._apply_template(messages, tools, tokenize=False)
+        return text
+
+    def _apply_template(self, messages: Sequence[dict[str, str]], tools: Sequence[dict[str, Any]], **how: bool) -> Any:
         from jinja2 import TemplateError
 
         if not self.has_chat_template:
             raise CheckpointError(f"{self._tokenizer.name_or_path}: the tokenizer has no chat template")
-        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
         try:
-            ids: list[int] = self._tokenizer.apply_chat_template(
-                with_system(messages, system), add_generation_prompt=True, tokenize=True, return_dict=False
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, add_generation_prompt=True, **how
             )
         except TemplateError as error:
-            roles = ", ".join(message["role"] for message in with_system(messages, system))
+            roles = ", ".join(message["role"] for message in messages)
             raise DataError(f"the chat template refuses messages of {roles}: {error}") from error
-        return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""

@@ -31,8 +31,11 @@ def judge(
     """The weighted sum of all functions; correct means that every function that counts reaches its threshold.
 
     Never raises for an error of a reward function: the sample's value is then `failure_value`, it is not
-    correct, and `failure` names the function and its error. Mutates nothing.
+    correct, and `failure` names the function and its error. A trajectory whose environment failed is not
+    judged. Mutates nothing.
     """
+    if sample.failure is not None:
+        return failed(f"env: {sample.failure}", failure_value)
     parts: dict[str, float] = {}
     correct, counting = True, False
     for named in scorers:

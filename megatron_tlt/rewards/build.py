@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.errors import ConfigProblem, RewardError
 from megatron_tlt.rewards.base import NamedScorer, Scorer, labels
+from megatron_tlt.rewards.env import env_reward
 from megatron_tlt.rewards.python import load_function, python_reward
 from megatron_tlt.rewards.text import exact_reward, format_reward
 
@@ -39,4 +40,6 @@ def _build(config: RewardConfig) -> Scorer:
         from megatron_tlt.rewards.math import math_reward
 
         return math_reward(config)
+    if config.name == "env":
+        return env_reward(config)
     return exact_reward(config) if config.name == "exact" else format_reward(config)

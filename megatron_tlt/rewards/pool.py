@@ -9,11 +9,9 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import replace
 
 from pebble import ProcessExpired, ProcessPool
@@ -24,6 +22,7 @@ from megatron_tlt.rewards import worker
 from megatron_tlt.rewards.base import NamedScorer, failed, judge
 from megatron_tlt.rewards.build import build_scorers, function_problems
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
+from megatron_tlt.workers.process import ended
 
 Job = tuple[Prompt, Sample]
 _log = logging.getLogger(__name__)
@@ -80,10 +79,8 @@ class RewardPool:
         if self._pool is not None:
             self._pool.stop()
             for process in multiprocessing.active_children():
-                if isinstance(process, worker.WorkerProcess) and process.pid is not None:
-                    with suppress(ProcessLookupError):  # a worker that is still importing has no group yet
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.kill()
+                if isinstance(process, worker.RewardProcess):
+                    process.kill_group()
             self._pool.join()
             self._pool = None
 
@@ -138,8 +135,7 @@ class RewardPool:
         if isinstance(error, TimeoutError):
             why = f"no result within {self._section.timeout_s:g} s"
         elif isinstance(error, ProcessExpired):
-            code = error.exitcode
-            why = f"worker was ended by signal {-code}" if code < 0 else f"worker ended with exit code {code}"
+            why = ended(error.exitcode)
         else:  # such as KeyboardInterrupt, which `judge` lets pass
             why = f"{type(error).__name__}: {error}"
         return failed(why, self._section.failure_value)

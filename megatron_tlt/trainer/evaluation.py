@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_tlt.distributed.exchange import gather_columns
 from megatron_tlt.trainer.batch_assembly import as_columns, group_samples, share_responses
+from megatron_tlt.trainer.environments import turns_of
 from megatron_tlt.types import GenerateCall
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_tlt.observe.progress import ProgressDisplay
     from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.rewards.pool import RewardPool
+    from megatron_tlt.trainer.environments import Environments
     from megatron_tlt.types import Prompt, SamplingParams
 
 _SEED_OFFSET = 0x5EED  # evaluation must not reuse the noise of training rollouts
@@ -68,8 +70,10 @@ class Evaluator:
         backend: RolloutBackend,
         rewards: RewardPool,
         queues: PromptQueues,
+        environments: Environments | None = None,
     ):
         self._prompts, self._queues = prompts, queues
+        self._environments = environments
         self._section, self._backend, self._rewards, self._world = section, backend, rewards, queues.world
         max_tokens = section.max_tokens or params.max_tokens
         self._params = replace(
@@ -85,14 +89,17 @@ class Evaluator:
         """
         num_samples = self._section.samples_per_prompt
         queue = self._queues.open(self._backend.ordered(self._prompts), num_samples)
-        call = GenerateCall(queue, self._params, num_samples, self._report)
-        if progress is not None:
-            share = -(-len(self._prompts) * self._queues.tp // self._world.size)
-            call = progress.watched(call, "eval: responses of this replica", share * num_samples)
-        if stop is None:
-            samples = self._backend.generate(call)
-        else:
-            samples, dropped = stop.interruptible(self._backend.generate, call)
+        dropped = False
+        with turns_of(self._environments) as turns:
+            call = GenerateCall(queue, self._params, num_samples, self._report, turns=turns)
+            if progress is not None:
+                share = -(-len(self._prompts) * self._queues.tp // self._world.size)
+                call = progress.watched(call, "eval: responses of this replica", share * num_samples)
+            if stop is None:
+                samples = self._backend.generate(call)
+            else:
+                samples, dropped = stop.interruptible(self._backend.generate, call)
+        if stop is not None:
             stop.sync("eval", dropped)
         groups = group_samples(queue.fetched, samples) if self._queues.is_first else []
         self._rewards.score(groups)

@@ -13,13 +13,16 @@ from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.hub import cached, is_name, names_of
-from megatron_tlt.data.prompts import source_problems
+from megatron_tlt.data.prompts import open_source, source_problems
 from megatron_tlt.data.sources import read_completions
 from megatron_tlt.data.tokenizer import has_tokenizer
+from megatron_tlt.envs.build import environment_problems
+from megatron_tlt.envs.check import episode_problems
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import safetensors_problems
 from megatron_tlt.rewards.build import function_problems
+from megatron_tlt.types import Prompt
 
 if TYPE_CHECKING:
     from megatron_tlt.config.checks.layout import Device
@@ -39,6 +42,8 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
     config, to_fetch, problems = cached(config)
     problems += _problems(config, num_ranks, None) + _problems_of_large_files(config)
+    if not problems:
+        problems += _episode_problems(config)
     if config.model.architecture is None and not is_name(config.model.path):
         problems += missing_model(config)
     field, path = ("train.run_dir", config.train.run_dir) if isinstance(config, Config) else ("sft.out", config.sft.out)
@@ -61,6 +66,18 @@ def check_on(config: Config | SftConfig, world: World, found_before: Sequence[Co
     problems += world.broadcast_object(_problems_of_large_files(config) if world.is_main else [])
     if problems:
         raise ConfigError(problems)
+
+
+def _episode_problems(config: Config | SftConfig) -> list[ConfigProblem]:
+    """An environment that does not answer alike twice, on the first training prompt, if that is on this machine."""
+    if isinstance(config, SftConfig) or config.env is None:
+        return []
+    source = config.data.train
+    if source.path is not None and not Path(source.path).exists():
+        return []
+    row = open_source(source, "data.train", seed=0).row(0)
+    prompt = Prompt(0, row.dataset_id, (), row.prompt, row.answer, row.task, row.metadata, seed=1)
+    return episode_problems(config.env, prompt)
 
 
 def _problems(config: Config | SftConfig, num_ranks: int, device: Device | None) -> list[ConfigProblem]:
@@ -186,13 +203,17 @@ def _drafter_problems(section: SpeculationSection, shape: ModelConfig, model: st
 
 
 def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:
-    """Prompts or records on this machine that cannot be read, and users' reward functions that cannot be imported."""
+    """Prompts or records on this machine that cannot be read, and users' reward functions and environments that cannot
+    be imported.
+    """
     problems: list[ConfigProblem] = []
     if isinstance(config, Config):
         for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
             has_tasks = source is not None and source.kind == "tasks" and source.tasks
             if source is not None and (has_tasks or (source.path is not None and Path(source.path).exists())):
                 problems += source_problems(source, name)
+        if config.env is not None and (config.env.kind or config.env.path):
+            problems += environment_problems(config.env)
         return problems + function_problems(config.rewards)
     sft = config.sft
     for field, path, split in (("train", sft.train_path, sft.train_split), ("eval", sft.eval_path, sft.eval_split)):

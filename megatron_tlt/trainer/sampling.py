@@ -17,6 +17,7 @@ import numpy as np
 from megatron_tlt.errors import RewardError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.batch_assembly import group_samples, share_responses
+from megatron_tlt.trainer.environments import turns_of
 from megatron_tlt.types import GenerateCall, SampleGroup, SamplingParams
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_tlt.resilience.rollout_cache import RolloutCache
     from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.rewards.pool import RewardPool
+    from megatron_tlt.trainer.environments import Environments
     from megatron_tlt.trainer.metrics import RunMetrics
     from megatron_tlt.types import Prompt
 
@@ -39,7 +41,9 @@ _FIRST_LENGTH = 256.0  # tokens that a response is expected to have before any h
 def sampling_params(config: Config) -> SamplingParams:
     """How training rollouts are sampled."""
     names = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop")
-    return SamplingParams(**{name: getattr(config.rollout, name) for name in names}, seed=config.train.seed)
+    most = 0 if config.env is None else config.env.max_turn_tokens or 0
+    values = {name: getattr(config.rollout, name) for name in names}
+    return SamplingParams(**values, max_turn_tokens=most, seed=config.train.seed)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,6 +58,7 @@ class GroupSampler:
     drafter: OnlineDrafterController
     idle_window: IdleWindow
     rewards: RewardPool
+    environments: Environments | None = None
     algorithm: Algorithm
     shutdown: GracefulShutdown
     metrics: RunMetrics
@@ -105,15 +110,20 @@ class GroupSampler:
         """
         num_samples = self.config.rollout.samples_per_prompt
         queue = self.queues.open(self.backend.ordered(prompts), num_samples)
-        call = GenerateCall(queue, sampling_params(self.config), num_samples, self._report)
-        if not self.config.rollout.releases_cache(self.queues.world.device.type):  # else training takes its memory
-            step = self.drafter.train_step
-            call = replace(call, while_parked=lambda seconds: self.idle_window.train_while_parked(step, seconds))
-        with self.drafter.collecting():
+        with turns_of(self.environments) as turns, self.drafter.collecting():
+            call = GenerateCall(queue, sampling_params(self.config), num_samples, self._report, turns=turns)
+            if turns is not None and not self.config.rollout.releases_cache(self.queues.world.device.type):
+                call = replace(call, while_parked=self._train_drafter)  # else training takes the cache's memory
             samples, is_cut_short = self.shutdown.interruptible(self.rollout_cache.generate, call)
         if samples:
             self._lengths = np.sort(np.array([len(s.token_ids) for s in samples], np.float64))
         return group_samples(queue.fetched, samples) if self.queues.is_first else [], is_cut_short
+
+    def _train_drafter(self, seconds: float) -> bool:
+        """A micro-step of the drafter where all requests have waited `seconds` for their environments; see
+        `GenerateCall.while_parked`.
+        """
+        return self.idle_window.train_while_parked(self.drafter.train_step, seconds)
 
     def _report(self, running: int, waiting: int, generated_tokens: int) -> None:
         """The replica's progress, to watchdog and display, with an estimate of the tokens left."""
@@ -124,9 +134,11 @@ class GroupSampler:
         self.metrics.on_rollout(running, waiting, generated_tokens)
 
     def close(self) -> None:
-        """Ends the reward workers and frees the communicator of the idle windows. Collective."""
+        """Ends the workers of rewards and environments and frees the communicator of the idle windows. Collective."""
         self.idle_window.coordinator.close()
         self.rewards.close()
+        if self.environments is not None:
+            self.environments.close()
 
 
 def _judged(groups: Sequence[SampleGroup]) -> tuple[int, str | None]:

@@ -21,6 +21,7 @@ from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafter.controller import OnlineDrafterController
 from megatron_tlt.drafter.sharing import HiddenStateSharing
+from megatron_tlt.envs.build import environment_fingerprint
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
@@ -35,6 +36,7 @@ from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import device_memory
+from megatron_tlt.trainer.environments import Environments, open_environments, prompts_of
 from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.models import build_models, tensor_parallel
 from megatron_tlt.trainer.preflight import check_on
@@ -67,8 +69,9 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     config = device_memory.with_device_memory(config, world)
     check_on(config, world, output_directory_problems("train.run_dir", config.train.run_dir))
     tokenizer = open_tokenizer(config)
-    prompts = build_prompts(config.data, "train", tokenizer, config.train.seed)
-    held_out = held_out_prompts(config.data, tokenizer, config.eval.num_prompts)
+    environments = open_environments(config, tokenizer, world)
+    prompts = build_prompts(config.data, "train", tokenizer, config.train.seed, prompts_of(environments))
+    held_out = held_out_prompts(config.data, tokenizer, config.eval.num_prompts, prompts_of(environments))
     lock = _prepare(config, world)
     run_dir = Path(config.train.run_dir)
 
@@ -109,6 +112,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         drafter=drafter,
         idle_window=_idle_window(config, world, tp, drafter, metrics),
         rewards=rewards,
+        environments=environments,
         algorithm=algorithm,
         shutdown=recovery.shutdown,
         metrics=metrics,
@@ -123,7 +127,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         policy=policy,
         drafter=drafter,
         sync=BucketedSync(config.sync, backend, world),
-        evaluator=build_evaluator(config, held_out, backend, rewards, queues),
+        evaluator=build_evaluator(config, held_out, backend, rewards, queues, environments),
         recovery=recovery,
         metrics=metrics,
     )
@@ -152,12 +156,17 @@ def prompt_queues(config: Config, world: World, tp: TensorParallel) -> PromptQue
 
 
 def build_evaluator(
-    config: Config, prompts: list[Prompt], backend: RolloutBackend, rewards: RewardPool, queues: PromptQueues
+    config: Config,
+    prompts: list[Prompt],
+    backend: RolloutBackend,
+    rewards: RewardPool,
+    queues: PromptQueues,
+    environments: Environments | None,
 ) -> Evaluator | None:
     """The evaluator on held-out prompts; None without any."""
     if not prompts:
         return None
-    return Evaluator(prompts, config.eval, sampling_params(config), backend, rewards, queues)
+    return Evaluator(prompts, config.eval, sampling_params(config), backend, rewards, queues, environments)
 
 
 def _sharing(config: Config, world: World) -> HiddenStateSharing:
@@ -207,6 +216,7 @@ def _rollout_cache(config: Config, world: World, tokenizer: HFTokenizer, backend
         **asdict(sampling_params(config)),
         "eos": list(tokenizer.eos_token_ids),
         "device": world.device.type,
+        **({} if config.env is None else {"env": environment_fingerprint(config.env)}),
         **{name: getattr(rollout, name) for name in ("dtype", "kernels", "numerics", "tp")},
         **({} if rollout.backend == "embedded" else {"backend": rollout.backend}),
         **({} if config.actor.router_replay == "off" else {"routed_experts": True}),

@@ -95,7 +95,7 @@ class CharTokenizer:
     def encode(self, text: str) -> list[int]:
         return [self.alphabet.index(c) for c in text]
 
-    def encode_chat(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, prompt: str | Sequence[Mapping[str, str]], *, tools: object = ()) -> list[int]:
         text = prompt if isinstance(prompt, str) else " ".join(message["content"] for message in prompt)
         return self.encode(f"A {text} B")
 

@@ -16,6 +16,7 @@ NOT_HERE = re.compile(r"sbatch -N|squeue|megatron-tlt (status|report) runs/slurm
 GSM8K = {"question": "A pen costs 2. What do three cost?", "answer": "Three cost 3 * 2 = 6.\n#### 6"}
 LEFT = {
     "own_drafter": "runs/own-drafter-sglang/config.json",
+    "own_env": "own-env.html",
     "own_reward": "own-reward.html",
     "slurm_7b": "data/math-train.jsonl",
 }

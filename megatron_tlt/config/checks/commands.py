@@ -26,6 +26,9 @@ def check_drafter_engine(config: Config) -> Iterator[ConfigProblem]:
     if config.rollout.backend != "embedded":
         allowed = "must be 'embedded' here: a drafter learns from the policy's hidden states"
         yield ConfigProblem("rollout.backend", config.rollout.backend, allowed)
+    if config.env is not None:
+        allowed = "must be null here: before a run a drafter learns from single responses"
+        yield ConfigProblem("env", config.env.path or config.env.kind, allowed)
 
 
 def check_generation(params: SamplingParams, num_samples: int) -> Iterator[ConfigProblem]:

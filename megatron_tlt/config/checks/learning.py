@@ -42,11 +42,11 @@ def check_algorithm(config: Config) -> Problems:
 def check_data(config: Config) -> Problems:
     """Sources name what they need; evaluation has somewhere to come from."""
     train, held_out = config.data.train, config.data.eval
-    yield from _check_source("data.train", train)
+    yield from _check_source("data.train", train, config.env is not None)
     if held_out is None:
         return
-    yield from _check_source("data.eval", held_out)
-    if train.kind == "tasks" and held_out == train:
+    yield from _check_source("data.eval", held_out, config.env is not None)
+    if train.kind in ("tasks", "env") and held_out == train:
         allowed = "must differ from data.train.seed, or evaluation uses the training prompts"
         yield ConfigProblem("data.eval.seed", held_out.seed, allowed)
     place = train.path, train.subset, train.split or "train"
@@ -55,30 +55,36 @@ def check_data(config: Config) -> Problems:
         yield ConfigProblem("data.eval.path", held_out.path, allowed)
 
 
-def _check_source(path: str, source: PromptSourceConfig) -> Problems:
+def _check_source(path: str, source: PromptSourceConfig, has_env: bool) -> Problems:
     if source.kind != "hf":
         for name in ("subset", "split"):
             if getattr(source, name) is not None:
                 yield ConfigProblem(f"{path}.{name}", getattr(source, name), f"has no meaning with kind: {source.kind}")
     if source.answer_pattern is not None:
         yield from _check_pattern(f"{path}.answer_pattern", source.answer_pattern, needs_group=True)
-    if source.kind == "tasks":
-        if not source.tasks:
-            yield ConfigProblem(f"{path}.tasks", [], "needs at least one task with kind: tasks")
-        if source.path is not None:
-            yield ConfigProblem(f"{path}.path", source.path, "has no meaning with kind: tasks")
-        kinds = [(task.name, task.params) for task in source.tasks]
-        for index, kind in enumerate(kinds):
-            if kind in kinds[:index]:
-                allowed = "is there before with the same params: give one of them the sum of the weights"
-                yield ConfigProblem(f"{path}.tasks.{index}.name", kind[0], allowed)
-        return
-    if source.path is None:
+    has_file = source.kind not in ("tasks", "env")
+    if has_file and source.path is None:
         yield ConfigProblem(f"{path}.path", None, f"is required with kind: {source.kind}")
-    if source.tasks:
+    if not has_file and source.path is not None:
+        yield ConfigProblem(f"{path}.path", source.path, f"has no meaning with kind: {source.kind}")
+    if source.kind == "env" and not has_env:
+        yield ConfigProblem(f"{path}.kind", "env", "needs an environment: env.kind or env.path")
+    if source.kind == "tasks":
+        yield from _check_tasks(f"{path}.tasks", source)
+    elif source.tasks:
         yield ConfigProblem(
             f"{path}.tasks", [t.name for t in source.tasks], f"has no meaning with kind: {source.kind}"
         )
+
+
+def _check_tasks(path: str, source: PromptSourceConfig) -> Problems:
+    if not source.tasks:
+        yield ConfigProblem(path, [], "needs at least one task with kind: tasks")
+    kinds = [(task.name, task.params) for task in source.tasks]
+    for index, kind in enumerate(kinds):
+        if kind in kinds[:index]:
+            allowed = "is there before with the same params: give one of them the sum of the weights"
+            yield ConfigProblem(f"{path}.{index}.name", kind[0], allowed)
 
 
 def check_rewards(config: Config) -> Problems:
@@ -94,6 +100,8 @@ def check_rewards(config: Config) -> Problems:
         path = f"rewards.functions.{index}"
         if function.name == "task":
             yield from _check_task_reward(path, config)
+        if function.name == "env" and config.env is None:
+            yield ConfigProblem(f"{path}.name", "env", "needs an environment: env.kind or env.path")
         yield from _check_reward_parameters(path, function)
         if config.rewards.workers == 0 and function.name == "python":
             yield ConfigProblem(
@@ -117,6 +125,8 @@ def _check_reward_parameters(path: str, function: RewardConfig) -> Problems:
             )
     elif function.path is not None or function.params:
         yield ConfigProblem(f"{path}.name", function.name, "path and params are for name: python")
+    if function.name != "env" and function.turns != "sum":
+        yield ConfigProblem(f"{path}.turns", function.turns, "is for name: env")
     if function.name == "format" and function.pattern is None:
         yield ConfigProblem(f"{path}.pattern", None, "is required with name: format")
     if function.pattern is not None:

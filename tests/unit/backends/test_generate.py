@@ -18,7 +18,8 @@ def test_generate_file(model_dir: Path, tmp_path: Path):
     prompts, out, stats = tmp_path / "in.jsonl", tmp_path / "new" / "out.jsonl", tmp_path / "stats.json"
     prompts.write_text('{"prompt": "abc"}\n\n{"token_ids": [4, 5]}\n')
     params = SamplingParams(max_tokens=9, seed=2)
-    generate_file(model_dir, prompts, out, params, CharTokenizer(), n=3, logprobs=True, stats_path=stats)
+    read = read_prompts(prompts, CharTokenizer(), chat=False)
+    generate_file(model_dir, read, out, params, CharTokenizer(), n=3, logprobs=True, stats_path=stats)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(a["prompt_index"], a["sample_index"]) for a in lines] == [
         (p, i) for p in (0, 1) for i in range(3)
@@ -33,7 +34,7 @@ def test_generate_file(model_dir: Path, tmp_path: Path):
     assert {"running_curve", "decoder"} <= report.keys()
     again = tmp_path / "again.jsonl"
     generate_file(
-        model_dir, prompts, again, params, CharTokenizer(), n=3, rollout=RolloutSection(kernels="torch")
+        model_dir, read, again, params, CharTokenizer(), n=3, rollout=RolloutSection(kernels="torch")
     )
     assert [json.loads(x)["token_ids"] for x in again.read_text().splitlines()] == [
         a["token_ids"] for a in lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig, TaskConfig
 from megatron_tlt.data.chat import with_system
-from megatron_tlt.data.prompts import build_prompts, source_problems
+from megatron_tlt.data.prompts import EnvPrompts, build_prompts, source_problems
+from megatron_tlt.data.sources import Row
 from megatron_tlt.errors import ConfigError, DataError
+from megatron_tlt.types import Prompt
 
 TASKS = PromptSourceConfig(tasks=(TaskConfig(name="chain_sum"),))
 
@@ -29,7 +32,7 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, prompt: Any, system: str | None = None) -> list[int]:
+    def encode_chat(self, prompt: Any, system: str | None = None, tools: Any = ()) -> list[int]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self.encode("".join(f"{m['role'][0]}:{m['content']} " for m in with_system(messages, system)))
 
@@ -39,6 +42,37 @@ class Letters:
 
 class Plain(Letters):
     has_chat_template = False
+
+
+def test_an_environment_adds_its_text_and_drops_prompts_that_become_too_long() -> None:
+    seeds: list[int] = []
+
+    def openings(prompts: Sequence[Prompt]) -> list[str | None]:
+        seeds.extend(p.seed for p in prompts)
+        return [None if p.prompt_id == 0 else "!" * (1 if p.prompt_id % 2 else 99) for p in prompts]
+
+    section = DataSection(train=PromptSourceConfig(kind="env"), max_prompt_tokens=20)
+    made = build_prompts(section, "train", Letters(), 3, EnvPrompts(openings=openings))  # type: ignore[arg-type]
+    seeds.clear()
+    prompts = made.next_batch(3)
+    assert [(p.prompt_id, p.text, bytes(p.token_ids)) for p in prompts] == [
+        (0, "", b"u: "), (1, "!", b"u:! "), (3, "!", b"u:! ")
+    ]  # fmt: skip
+    assert [p.seed for p in prompts] == [seeds[0], seeds[1], seeds[3]]
+    assert len(set(seeds)) == len(seeds)
+    assert all(seed < 2**31 for seed in seeds)
+    other = build_prompts(section, "train", Letters(), 4, EnvPrompts()).next_batch(1)  # type: ignore[arg-type]
+    assert other[0].seed != prompts[0].seed
+    long = EnvPrompts(openings=lambda prompts: ["!" * 99 for _ in prompts])
+    with pytest.raises(DataError, match="with the environment's text fits"):
+        build_prompts(section, "train", Letters(), 3, long)  # type: ignore[arg-type]
+
+
+def test_the_opening_of_a_chat_ends_its_last_message_of_the_user() -> None:
+    first = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    messages = (*first, {"role": "user", "content": "c"})
+    row = Row("d:0", "c", None, "d", {}, messages).with_opening("o")
+    assert (row.prompt, row.messages) == ("c\n\no", (*first, {"role": "user", "content": "c\n\no"}))
 
 
 def stream(

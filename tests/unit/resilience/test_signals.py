@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from megatron_tlt.config.run import ShutdownSection
-from megatron_tlt.distributed.child_signals import signals_blocked
 from megatron_tlt.resilience.signals import ECHO_S, TERM, WARNING, StopSignals
+from megatron_tlt.workers.child_signals import signals_blocked
 
 SECTION = ShutdownSection(warning_s=100, term_s=20)
 

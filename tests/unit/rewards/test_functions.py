@@ -51,6 +51,16 @@ def test_exact() -> None:
     assert (missing.value, missing.correct) == (-1.0, False)
 
 
+def test_the_environments_rewards_are_summed_or_the_last_one_counts() -> None:
+    last = RewardConfig(name="env", turns="last")
+    for turns, values in (([0.25, 1.0], (1.25, 1.0)), ([], (0.0, 0.0))):
+        sample = Sample(0, 0, [], [], "", "env", 0, turn_rewards=turns)
+        scorers = build_scorers(RewardSection(functions=(RewardConfig(name="env"), last), workers=0))
+        assert tuple(judge(scorers, -1.0, Prompt(0, "d", (), ""), sample).parts.values()) == values
+    failed = judge(scorers, -1.0, Prompt(0, "d", (), ""), Sample(0, 0, [], [], "", "abort", 0, failure="no answer"))
+    assert (failed.value, failed.failure) == (-1.0, "env: no answer")
+
+
 @pytest.mark.parametrize(
     ("answer", "text", "equal"),
     [

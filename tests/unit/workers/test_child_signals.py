@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from megatron_tlt.distributed.child_signals import signals_blocked
+from megatron_tlt.workers.child_signals import signals_blocked
 
 CHILD = """
 import subprocess, sys, time
-from megatron_tlt.distributed.child_signals import unblock_signals
+from megatron_tlt.workers.child_signals import unblock_signals
 if sys.argv[1] == "unblocked":
     unblock_signals()
 print("ready", flush=True)

@@ -1,0 +1,27 @@
+"""Cross-checks of multi-turn rollouts."""
+
+from __future__ import annotations
+
+from megatron_tlt.config.root import Config
+from megatron_tlt.errors import ConfigProblem, Problems
+from megatron_tlt.types import CAPABILITIES
+
+
+def check_env(config: Config) -> Problems:
+    """One environment is named, the engine has turns, and a turn with its observation fits into a response."""
+    section = config.env
+    if section is None:
+        return
+    if (section.kind is None) == (section.path is None):
+        yield ConfigProblem("env.kind", section.kind, "either env.kind or env.path is required")
+    if section.path is not None and not all(section.path.rpartition(":")[::2]):
+        yield ConfigProblem("env.path", section.path, "must be package.module:Class or path/to/file.py:Class")
+    backend = config.rollout.backend
+    if not CAPABILITIES[backend].turns:
+        yield ConfigProblem("rollout.backend", backend, "must be an engine with several turns, with env: 'embedded'")
+    if section.max_turns > 1 and section.max_observation_tokens >= config.rollout.max_tokens:
+        allowed = f"must be < rollout.max_tokens ({config.rollout.max_tokens}), which counts observations too"
+        yield ConfigProblem("env.max_observation_tokens", section.max_observation_tokens, allowed)
+    if section.max_turn_tokens is not None and section.max_turn_tokens > config.rollout.max_tokens:
+        allowed = f"must be <= rollout.max_tokens ({config.rollout.max_tokens})"
+        yield ConfigProblem("env.max_turn_tokens", section.max_turn_tokens, allowed)

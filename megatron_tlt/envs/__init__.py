@@ -1,0 +1,1 @@
+"""Environments of multi-turn rollouts: what answers a drawn turn, in worker processes."""

@@ -1,0 +1,96 @@
+"""The configured environment, loaded; also users' environments, Gymnasium's methods, and classes of tools."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.config.env import EnvSection
+from megatron_tlt.envs.base import MakeEnvironment, ToolSchema
+from megatron_tlt.envs.gymnasium import GymnasiumEnvironment
+from megatron_tlt.envs.tools import ToolEnvironment, tool_schemas
+from megatron_tlt.errors import ConfigProblem, EnvError, UserCodeError
+from megatron_tlt.workers.user_code import load_object
+
+BUILT_IN = {
+    "calculator": "Calculator",
+    "number_guess": "NumberGuess",
+    "python": "Python",
+    "retry": "Retry",
+    "wordle": "Wordle",
+}
+
+
+def load_environment(section: EnvSection) -> MakeEnvironment:
+    """A constructor of the environment of one trajectory. Raises EnvError naming what is missing or does not fit."""
+    loaded = _load_class(section)
+    make = partial(loaded, **section.params)
+    if not hasattr(loaded, "step"):
+        return lambda: ToolEnvironment(make(), section.tool_role)
+    if _is_gymnasium(loaded):
+        return lambda: GymnasiumEnvironment(make())
+    return make
+
+
+def environment_tools(section: EnvSection) -> list[ToolSchema]:
+    """The tools that the chat template shows the model; none for an environment with `step`. Raises EnvError."""
+    loaded = _load_class(section)
+    return [] if hasattr(loaded, "step") else tool_schemas(loaded)
+
+
+def has_opening(section: EnvSection) -> bool:
+    """Whether `reset` may add a text to the prompt. Raises EnvError."""
+    from megatron_tlt.envs.base import Environment
+
+    return getattr(_load_class(section), "reset", Environment.reset) is not Environment.reset
+
+
+def environment_problems(section: EnvSection) -> list[ConfigProblem]:
+    """Why the environment cannot be loaded. Imports it here."""
+    try:
+        environment_tools(section)
+        inspect.signature(_load_class(section)).bind(**section.params)
+    except EnvError as error:
+        return [ConfigProblem("env.path" if section.path else "env.kind", section.path or section.kind, str(error))]
+    except TypeError as error:
+        return [ConfigProblem("env.params", section.params, f"do not fit the constructor: {error}")]
+    except ValueError:  # a class without a signature
+        return []
+    return []
+
+
+def environment_fingerprint(section: EnvSection) -> dict[str, Any]:
+    """The settings on which a trajectory depends, and a digest of the source of the environment's module. JSON-able.
+
+    Raises EnvError.
+    """
+    loaded = _load_class(section)
+    source = inspect.getsourcefile(loaded)
+    digest = "" if source is None else hashlib.sha256(Path(source).read_bytes()).hexdigest()[:16]
+    not_read = {"timeout_s", "workers", "worker_memory_mib", "path"}
+    return {**section.model_dump(mode="json", exclude=not_read), "class": loaded.__qualname__, "source": digest}
+
+
+def _load_class(section: EnvSection) -> Any:
+    if section.path is None:
+        assert section.kind is not None, "config/checks requires it"
+        return getattr(import_module(f"megatron_tlt.envs.{section.kind}"), BUILT_IN[section.kind])
+    try:
+        loaded = load_object(section.path)
+    except UserCodeError as error:
+        raise EnvError(f"environment {section.path!r}: {error}") from error
+    if not isinstance(loaded, type):
+        raise EnvError(f"environment {section.path!r}: is a {type(loaded).__name__}, not a class")
+    if hasattr(loaded, "step") and not hasattr(loaded, "reset"):
+        raise EnvError(f"environment {section.path!r}: has step and no reset")
+    return loaded
+
+
+def _is_gymnasium(loaded: Any) -> bool:
+    """Whether `reset` is Gymnasium's and gem's reset(seed=...) and not reset(prompt, seed)."""
+    names = [*inspect.signature(loaded.reset).parameters][1:]
+    return "seed" in names and names[0] != "prompt"

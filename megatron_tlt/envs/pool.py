@@ -1,0 +1,169 @@
+"""The environments of a run on this rank: the workers, which live as long as the run, and one rollout's trajectories.
+
+    engine --submit(turn)--> Trajectories --Play--> worker's thread --pipe--> worker process: step
+           <--poll(): tokens--             <--Step--
+
+A trajectory stays with one worker. Where that worker died or was killed, the next one plays the trajectory's past turns
+again: they decide an environment's state, and an answer that differs ends the trajectory.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from megatron_tlt.config.env import EnvSection
+from megatron_tlt.envs.base import GivenTokens, Step
+from megatron_tlt.envs.process import EnvWorker, WorkerLostError
+from megatron_tlt.envs.worker import Discard, Key, Open, Play
+from megatron_tlt.errors import EnvError
+from megatron_tlt.types import Prompt, TurnResult
+
+
+class EnvironmentPool:
+    """The worker processes. Use from one thread; close it."""
+
+    def __init__(self, section: EnvSection):
+        """Starts nothing yet."""
+        self.section = section
+        self.workers = [EnvWorker(section) for _ in range(section.workers)]
+
+    def warm_up(self) -> None:
+        """Starts the workers and returns at once: their imports take seconds."""
+        for worker in self.workers:
+            worker.do(worker.ensure_running)
+
+    def openings(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        """The text that `reset` adds to each prompt. Raises EnvError naming the first prompt for which it failed."""
+        futures = []
+        for number, prompt in enumerate(prompts):
+            worker, request = self.workers[number % len(self.workers)], Open(_texts(prompt))
+            futures.append(worker.do(lambda worker=worker, request=request: worker.ask(request)))  # type: ignore[misc]
+        openings = []
+        for prompt, future in zip(prompts, futures, strict=True):
+            try:
+                openings.append(future.result())
+            except EnvError as error:
+                raise EnvError(f"the environment gave no opening for prompt {prompt.dataset_id!r}: {error}") from None
+        return openings
+
+    def trajectories(self, tokens: GivenTokens) -> Trajectories:
+        """The environments of one rollout."""
+        return Trajectories(self.workers, self.section.max_turns, tokens)
+
+    def close(self) -> None:
+        """Ends the workers. The pool cannot be used afterwards."""
+        for worker in self.workers:
+            worker.close()
+
+
+@dataclass(eq=False)
+class _Trajectory:
+    prompt: Prompt
+    worker: EnvWorker
+    turns: list[str] = field(default_factory=list)
+    drawn: Sequence[int] = ()  # the last turn's tokens
+    steps: list[Step] = field(default_factory=list)  # the answers to the turns before the last one
+    played: tuple[int, int] = (0, 0)  # starts of the worker, turns that its process has played since the last one
+
+    def play(self, key: Key) -> Step:
+        """The answer to the last turn. In the worker's thread. Raises EnvError."""
+        self.worker.ensure_running()
+        starts, done = self.played
+        is_new = starts != self.worker.starts
+        if is_new:
+            done = 0
+        steps = self.worker.ask_running(Play(key, self.prompt if is_new else None, tuple(self.turns[done:])))
+        again = steps[: len(self.steps) - done]
+        if again != self.steps[done:]:
+            raise EnvError("the environment is not a function of prompt, seed and turns: played again after its worker "
+                           "was lost, it answered otherwise")  # fmt: skip
+        self.played = self.worker.starts, len(self.turns)
+        answer: Step = steps[-1]
+        self.steps.append(answer)
+        return answer
+
+
+class Trajectories:
+    """The `TurnSource` of one rollout. Use from one thread."""
+
+    def __init__(self, workers: Sequence[EnvWorker], max_turns: int, tokens: GivenTokens):
+        self._workers, self._max_turns, self._tokens = workers, max_turns, tokens
+        self._running: dict[Key, _Trajectory] = {}
+        self._answers: queue.SimpleQueue[tuple[_Trajectory, Key, Step | EnvError]] = queue.SimpleQueue()
+
+    def submit(self, prompt: Prompt, sample_index: int, turn: int, token_ids: Sequence[int], text: str) -> None:
+        """See `interfaces.TurnSource`."""
+        key = prompt.prompt_id, sample_index
+        trajectory = self._running.get(key)
+        if trajectory is None:
+            worker = min(self._workers, key=lambda w: w.load)
+            worker.load += 1
+            trajectory = self._running[key] = _Trajectory(_texts(prompt), worker)
+        assert turn == len(trajectory.turns), f"turn {turn} after {len(trajectory.turns)} turns"
+        trajectory.turns.append(text)
+        trajectory.drawn = tuple(token_ids)
+        trajectory.worker.do(lambda: self._play(trajectory, key))
+
+    def poll(self, timeout_s: float = 0.0) -> list[TurnResult]:
+        """See `interfaces.TurnSource`."""
+        results: list[TurnResult] = []
+        while True:
+            try:
+                if results or timeout_s <= 0:
+                    trajectory, key, answer = self._answers.get_nowait()
+                else:
+                    trajectory, key, answer = self._answers.get(timeout=timeout_s)
+            except queue.Empty:
+                return results
+            if self._running.get(key) is trajectory:  # it may have been discarded meanwhile
+                results.append(self._result(key, trajectory, answer))
+
+    def discard(self, prompt_id: int, sample_index: int) -> None:
+        """See `interfaces.TurnSource`."""
+        key = prompt_id, sample_index
+        if (trajectory := self._running.pop(key, None)) is not None:
+            worker = trajectory.worker
+            worker.load -= 1
+            worker.do(lambda: _discard(worker, key))
+
+    def close(self) -> None:
+        """Ends the trajectories that still run; the workers live on."""
+        for key in list(self._running):
+            self.discard(*key)
+
+    def _play(self, trajectory: _Trajectory, key: Key) -> None:
+        """In the worker's thread."""
+        answer: Step | EnvError
+        try:
+            try:
+                answer = trajectory.play(key)
+            except WorkerLostError:  # perhaps not of this turn: once more, in another process
+                answer = trajectory.play(key)
+        except EnvError as error:
+            answer = error
+        except Exception as error:  # noqa: BLE001  a turn without any result would hang the rollout
+            answer = EnvError(f"{type(error).__name__}: {error}")
+        self._answers.put((trajectory, key, answer))
+
+    def _result(self, key: Key, trajectory: _Trajectory, answer: Step | EnvError) -> TurnResult:
+        if isinstance(answer, EnvError):
+            self.discard(*key)
+            return TurnResult(*key, given=(), failure=str(answer))
+        if answer.done or len(trajectory.turns) >= self._max_turns:
+            self.discard(*key)
+            return TurnResult(*key, given=(), reward=answer.reward, done=True)
+        given = self._tokens.given(answer.observation, answer.role, trajectory.drawn)
+        return TurnResult(*key, given=given, reward=answer.reward)
+
+
+def _discard(worker: EnvWorker, key: Key) -> None:
+    """In the worker's thread."""
+    with suppress(EnvError):  # the trajectory has its result already
+        worker.ask_running(Discard(key))
+
+
+def _texts(prompt: Prompt) -> Prompt:
+    return replace(prompt, token_ids=())

@@ -1,0 +1,59 @@
+"""Another try after the verifier's word, for prompts of any procedural task or with a reference answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+from megatron_tlt.envs.base import Environment, Step
+from megatron_tlt.types import Prompt
+
+
+class Retry(Environment):
+    """Says of a wrong answer that it is wrong. The reward is the last answer's score, 0 to 1."""
+
+    def __init__(
+        self,
+        pattern: str = r"<answer>(.*?)</answer>",
+        tries: int = 2,
+        threshold: float = 1.0,
+        text: str = "That is wrong. Try again.",
+    ):
+        """`pattern`: finds the answer, group 1 of the last match; `threshold`: score from which it is right."""
+        self._pattern, self._tries = re.compile(pattern, re.DOTALL), tries
+        self._threshold, self._text = threshold, text
+        self._prompt: Prompt | None = None
+        self._tried = 0
+
+    def reset(self, prompt: Prompt, seed: int) -> None:
+        self._prompt, self._tried = prompt, 0
+
+    def step(self, response: str) -> Step:
+        assert self._prompt is not None
+        self._tried += 1
+        found = self._pattern.findall(response)
+        score = _score(self._prompt, found[-1].strip()) if found else 0.0
+        if score >= self._threshold or self._tried >= self._tries:
+            return Step(reward=score, done=True)
+        return Step(self._text)
+
+
+def _score(prompt: Prompt, answer: str) -> float:
+    """The task's own score; for a prompt of no task, whether the answer equals the reference. Raises ValueError."""
+    entry = prompt.metadata.get("task_entry")
+    if entry is not None:
+        params = json.dumps(prompt.metadata.get("task_params") or {}, sort_keys=True, default=str)
+        return float(_verifier(prompt.metadata["task_name"], params).score_answer(answer, entry))
+    if prompt.answer is None:
+        raise ValueError(f"prompt {prompt.dataset_id!r} has no reference answer")
+    return float(answer == prompt.answer.strip())
+
+
+@cache
+def _verifier(name: str, params: str) -> Any:
+    """A dataset object only for its `score_answer`: made once per task, as small as can be."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, seed=0, size=1, **json.loads(params))

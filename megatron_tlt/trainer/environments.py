@@ -1,0 +1,88 @@
+"""The environments of a run: its worker pool, the tokens of its observations, what it adds to prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from megatron_tlt.data.prompts import NO_ENV, EnvPrompts
+from megatron_tlt.data.turns import TurnTokens
+from megatron_tlt.envs.build import environment_tools, has_opening
+from megatron_tlt.envs.pool import EnvironmentPool
+from megatron_tlt.errors import EnvError
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.env import EnvSection
+    from megatron_tlt.config.root import Config
+    from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.distributed.together import Ranks
+    from megatron_tlt.interfaces import TurnSource
+    from megatron_tlt.types import Prompt
+
+
+def open_environments(config: Config, tokenizer: HFTokenizer, world: Ranks) -> Environments | None:
+    """This rank's environments; None for single-turn rollouts. Raises ConfigError."""
+    if config.env is None:
+        return None
+    return Environments(config.env, tokenizer, world, chat=config.data.chat_template)
+
+
+@contextmanager
+def turns_of(environments: Environments | None) -> Iterator[TurnSource | None]:
+    """The environments of one rollout, which end with it."""
+    if environments is None:
+        yield None
+        return
+    trajectories = environments.trajectories()
+    try:
+        yield trajectories
+    finally:
+        trajectories.close()
+
+
+def prompts_of(environments: Environments | None) -> EnvPrompts:
+    """What the environments add to prompts."""
+    return NO_ENV if environments is None else environments.prompts
+
+
+class Environments:
+    """One rank's environments. Close them."""
+
+    def __init__(self, section: EnvSection, tokenizer: HFTokenizer, world: Ranks, *, chat: bool):
+        """Starts the workers, which import meanwhile. Raises ConfigError for a chat template that does not fit."""
+        tools = environment_tools(section)
+        self._tokens = TurnTokens(
+            tokenizer,
+            chat=chat,
+            max_observation_tokens=section.max_observation_tokens,
+            tools=tools,
+            roles=(section.tool_role,) if tools else ("user",),
+            keep_history=section.rewritten_history == "keep",
+        )
+        self._pool, self._world = EnvironmentPool(section), world
+        self._pool.warm_up()
+        self.prompts = EnvPrompts(tools, self._openings if has_opening(section) else None)
+
+    def trajectories(self) -> TurnSource:
+        """The environments of one rollout."""
+        return self._pool.trajectories(self._tokens)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._pool.close()
+
+    def _openings(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        """The text that `reset` adds to each prompt; every rank resets a part of them. Collective. Raises EnvError."""
+        rank, size = self._world.rank, self._world.size
+        mine: list[str | None] | str
+        try:
+            mine = self._pool.openings(prompts[rank::size])
+        except EnvError as error:
+            mine = str(error)
+        texts: list[str | None] = [None] * len(prompts)
+        for of_rank, part in enumerate(self._world.all_gather_object(mine)):
+            if isinstance(part, str):
+                raise EnvError(part)
+            texts[of_rank::size] = part
+        return texts

@@ -1,0 +1,87 @@
+"""A worker process of a rank: how it is started, and how it is set up before a user's code runs in it.
+
+This module imports no numpy: a worker limits numpy's threads first (`set_up`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+from contextlib import suppress
+from multiprocessing import context
+from pathlib import Path
+from types import ModuleType
+
+from megatron_tlt.workers.child_signals import signals_blocked, unblock_signals
+
+# Variables by which MPI finds its ranks: removed, so that a user's function may import mpi4py.
+_LAUNCHER = ("PMI_", "PMIX_", "PMI2_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_PR_SET_PDEATHSIG = 1
+_main_module = threading.Lock()
+
+
+class WorkerProcess(context.SpawnProcess):
+    """A fresh interpreter without the rank's main module, which multiprocessing would import and which starts MPI."""
+
+    def start(self) -> None:
+        """Starts the process; signals to the rank are blocked until `set_up` handles them."""
+        with _main_module:
+            main = sys.modules["__main__"]
+            sys.modules["__main__"] = ModuleType("__main__")
+            try:
+                with signals_blocked():
+                    super().start()
+            finally:
+                sys.modules["__main__"] = main
+
+    def kill_group(self) -> None:
+        """Kills the process and those that it has started. Does nothing to one that has ended."""
+        if self.pid is not None:
+            with suppress(ProcessLookupError):  # a worker that is still importing has no group yet
+                os.killpg(self.pid, signal.SIGKILL)
+            self.kill()
+
+
+def set_up(rank: int) -> None:
+    """Makes this process a worker of the rank with process id `rank`: it dies with the rank, is a process group of its
+    own, has one thread a library, no trace of MPI, and prints to stderr.
+    """
+    _die_with(rank)
+    os.setsid()
+    os.dup2(2, 1)  # prints of a user's function must not mix with the rank's own output
+    for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:
+        del os.environ[name]
+    os.environ.update(dict.fromkeys(_THREADS, "1"))
+    unblock_signals()
+
+
+def limit_memory(mib: int) -> None:
+    """Limits the process: more raises MemoryError in the user's function, before the machine is out of memory.
+
+    If the machine runs out of memory all the same, Linux kills this process and not a rank.
+    """
+    wanted = mib << 20
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    if most == resource.RLIM_INFINITY or wanted <= most:
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted, wanted))
+    with suppress(OSError):  # not Linux
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+
+
+def ended(exitcode: int | None) -> str:
+    """How a worker ended, for messages."""
+    code = exitcode or 0
+    return f"worker was ended by signal {-code}" if code < 0 else f"worker ended with exit code {code}"
+
+
+def _die_with(parent: int) -> None:
+    """Has Linux kill this process when its parent dies, so that a hung function does not outlive a killed rank."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before prctl
+        os._exit(1)

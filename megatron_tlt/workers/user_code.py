@@ -1,0 +1,57 @@
+"""A user's function or class by its path."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_tlt.errors import UserCodeError
+
+
+def load_object(path: str) -> Any:
+    """The object at `package.module:name` or `path/to/file.py:name`.
+
+    Raises UserCodeError for a wrong path or name, or with the error of the module at import.
+    """
+    where, _, name = path.rpartition(":")
+    try:
+        module = _module(where)
+    except UserCodeError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's module may raise anything at import
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [f for f in frames if f.filename != __file__ and "importlib" not in f.filename]
+        at = f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
+        raise UserCodeError(f"{where} cannot be imported: {type(error).__name__}: {error}{at}") from error
+    found = getattr(module, name, None)
+    if found is None:
+        raise UserCodeError(f"{where} has no {name!r}")
+    return found
+
+
+def _module(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    path = Path(where)
+    if not path.is_file():
+        raise UserCodeError(f"{path}: no such file (relative paths count from {Path.cwd()})")
+    # A name of its own for every file, so that two files called reward.py do not shadow each other.
+    name = f"_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,174 @@
+"""Built-in environments, tools, and users' environments of every kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.config.env import EnvSection
+from megatron_tlt.envs.base import Environment, Step, as_step
+from megatron_tlt.envs.build import (
+    environment_fingerprint,
+    environment_problems,
+    environment_tools,
+    has_opening,
+    load_environment,
+)
+from megatron_tlt.envs.calculator import evaluate
+from megatron_tlt.envs.check import episode_problems
+from megatron_tlt.envs.python import Python
+from megatron_tlt.envs.tools import ToolCall, parse_calls
+from megatron_tlt.envs.wordle import WORDS, clue
+from megatron_tlt.types import Prompt
+
+USER = Path(__file__).parent / "user_envs.py"
+PROMPT = Prompt(0, "d:0", (), "q", "7", seed=3)
+
+
+def made(prompt: Prompt = PROMPT, **settings: object) -> Environment:
+    environment = load_environment(EnvSection.model_validate(settings))()
+    environment.reset(prompt, prompt.seed)
+    return environment
+
+
+def test_retry_gives_a_second_try_by_the_task_or_the_reference() -> None:
+    wrong, right = "<answer>6</answer>", "<answer>1</answer> no, <answer>7</answer>"
+    retry = made(kind="retry")
+    assert [retry.step(wrong), retry.step(right)] == [Step("That is wrong. Try again."), Step(reward=1.0, done=True)]
+    entry = {"answer": "7", "metadata": {}}
+    task = Prompt(0, "d", (), "3 + 4", "7", metadata={"task_name": "chain_sum", "task_params": {}, "task_entry": entry})
+    retry = made(task, kind="retry", params={"tries": 1})
+    assert retry.step(wrong).done
+    assert made(task, kind="retry").step(right) == Step(reward=1.0, done=True)
+
+
+def test_games_are_functions_of_their_seed() -> None:
+    guess = made(kind="number_guess", params={"most": 4})
+    answers = [guess.step(str(n)) for n in range(1, 5)]
+    right = next(i for i, answer in enumerate(answers) if answer.done)
+    assert [a.observation for a in answers[:right]] == ["The number is higher. Guess again."] * right
+    assert all("lower" in a.observation for a in answers[right + 1 :])
+    assert answers[right].reward == 1.0
+    assert "no number" in guess.step("seven").observation
+    assert clue("sheep", "sleep") == "G-GGG"
+    assert clue("eerie", "sleep") == "YY---"
+    assert {len(word) for word in WORDS} == {5}
+    wordle = made(kind="wordle", params={"tries": 2})
+    assert wordle.step("is it apple").observation.startswith("apple: ")
+    assert wordle.step("none").done
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("2 * (3 + 4) - 7 / 2", 10.5), ("-7 // 2 % 4", 0), ("2 ** 9", None), ("__import__('os')", None), ("1e40", None)],
+)
+def test_the_calculator_evaluates_arithmetic_only(expression: str, value: float | None) -> None:
+    if value is None:
+        with pytest.raises(ValueError):
+            evaluate(expression)
+    else:
+        assert evaluate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("response", "calls"),
+    [
+        ("7", []),
+        ('{"a": 1}', []),
+        ('so\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', [ToolCall("f", {"a": 1})]),
+        ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": "{}"}',
+         [ToolCall("f", {}), ToolCall("g", {})]),
+        ('<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"b": 2}}',
+         [ToolCall("f", {}), ToolCall("g", {"b": 2})]),
+        ("<tool_call>[1]</tool_call>", [ToolCall(problem='a call must be {"name": ..., "arguments": {...}}')]),
+    ],
+)  # fmt: skip
+def test_calls_are_read_in_every_form(response: str, calls: list[ToolCall]) -> None:
+    assert parse_calls(response) == calls
+    assert "is no JSON" in str(parse_calls("<tool_call>{</tool_call>")[0].problem)
+
+
+def test_a_class_of_tools_answers_its_calls_in_order_and_scores_the_last_turn() -> None:
+    section = {"path": f"{USER}:Shop", "params": {"price": 2}, "tool_role": "user"}
+    shop = made(**section)
+    call = '<tool_call>{"name": "buy", "arguments": {"count": %s}}</tool_call>'
+    text = "".join(call % count for count in ('"2"', "10", '"x"')) + call.replace("buy", "sell") % 1
+    assert shop.step(text) == Step(
+        '{"cost": 4}\nerror: ValueError: sold out\n'
+        "error: buy: count: Input should be a valid integer, unable to parse string as an integer\n"
+        "error: no tool 'sell'; there are: buy",
+        role="user",
+    )
+    assert shop.step("done") == Step(reward=2.0, done=True)
+    (tool,) = environment_tools(EnvSection.model_validate(section))
+    assert tool["function"]["name"] == "buy"
+    assert tool["function"]["parameters"]["properties"] == {"count": {"type": "integer", "description": "How many."}}
+
+
+def test_gymnasiums_methods_are_taken_as_they_are() -> None:
+    gym = load_environment(EnvSection(path=f"{USER}:Gym"))()
+    assert gym.reset(PROMPT, 3) == "q 3"
+    assert [gym.step("a"), gym.step("end")] == [Step("did a", 0.5), Step("did end", 0.5, True)]
+
+
+def test_python_code_has_limits() -> None:
+    tool = Python(cpu_s=1, wall_s=300.0, output_kib=1)
+    assert tool.python("print(1 + 1)\nprint({'a', 'b'})").startswith("2\n")
+    assert tool.python("print(1)\n1 / 0") == "1\nerror: ZeroDivisionError: division by zero"
+    assert tool.python("bytearray(3 << 30)") == "error: MemoryError"
+    assert len(tool.python("print('x' * 9999)")) <= 1024
+    assert "File too large" in tool.python("open('f', 'wb').write(b'x' * 9999)")
+    assert tool.python("import os; print(os.environ.get('USER'))") == "None"
+    assert tool.python("while True: pass") == "error: more than 1 s of CPU time"
+    assert Python(wall_s=0.5).python("import time; time.sleep(60)") == "error: no end within 0.5 s"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "calculator"}, None),
+        ({"path": f"{USER}:Act"}, None),
+        ({"path": f"{USER}:Missing"}, "has no 'Missing'"),
+        ({"path": f"{USER}:USER"}, "has no 'USER'"),
+        ({"path": f"{USER}:time"}, "is a module, not a class"),
+        ({"path": f"{USER}:Untyped"}, "tool Untyped.buy"),
+        ({"kind": "wordle", "params": {"words": 3}}, "do not fit the constructor"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(settings: dict[str, object], message: str | None) -> None:
+    problems = environment_problems(EnvSection.model_validate(settings))
+    assert not problems if message is None else message in str(problems[0])
+
+
+def test_an_environment_that_answers_otherwise_is_refused_before_the_run() -> None:
+    assert episode_problems(EnvSection(path=f"{USER}:Act"), PROMPT) == []
+    (problem,) = episode_problems(EnvSection(path=f"{USER}:Dice"), PROMPT)
+    assert "must be a function of prompt, seed and turns" in problem.allowed
+    assert "step('1')" in problem.allowed
+    (problem,) = episode_problems(EnvSection(kind="calculator"), Prompt(0, "env:0", (), ""))
+    assert "must return a text from reset" in problem.allowed
+
+
+def test_only_an_environment_with_a_reset_of_its_own_opens_prompts() -> None:
+    assert has_opening(EnvSection(kind="wordle"))
+    assert not has_opening(EnvSection(kind="calculator"))
+    assert not has_opening(EnvSection(path=f"{USER}:Dice"))
+
+
+def test_the_fingerprint_sees_settings_and_source(tmp_path: Path) -> None:
+    file = tmp_path / "e.py"
+    prints = []
+    for text, turns, workers in (("", 2, 1), ("", 2, 3), ("#", 2, 1), ("", 3, 1)):
+        file.write_text(USER.read_text() + text)
+        section = EnvSection(path=f"{file}:Act", max_turns=turns, workers=workers)
+        prints.append(str(environment_fingerprint(section)))
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
+@pytest.mark.parametrize("value", ["text", (), ("a", 1.0, False, "assistant"), (1, 2, 3, "user", 5)])
+def test_a_step_has_the_right_form(value: object) -> None:
+    assert as_step(("a", 1)) == Step("a", 1.0)
+    with pytest.raises(TypeError):
+        as_step(value)

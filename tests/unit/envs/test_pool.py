@@ -1,0 +1,104 @@
+"""The pool: whatever an environment does, every turn gets a result, in time, and a lost worker changes nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.config.env import EnvSection
+from megatron_tlt.envs.pool import EnvironmentPool, Trajectories
+from megatron_tlt.errors import EnvError
+from megatron_tlt.types import Prompt, TurnResult
+
+USER = Path(__file__).parent / "user_envs.py"
+PROMPTS = [Prompt(i, f"d:{i}", (1, 2), "q", seed=7 + i) for i in range(3)]
+
+
+class Letters:
+    """An observation's characters as tokens, after the drawn ones."""
+
+    def given(self, observation: str, role: str, drawn: Sequence[int]) -> tuple[int, ...]:
+        return (*drawn, *map(ord, observation))
+
+
+@contextmanager
+def trajectories(name: str = "Act", **settings: object) -> Iterator[tuple[EnvironmentPool, Trajectories]]:
+    section = EnvSection.model_validate({"path": f"{USER}:{name}", "max_turns": 9, "timeout_s": 20, **settings})
+    with closing(EnvironmentPool(section)) as pool, closing(pool.trajectories(Letters())) as turns:
+        yield pool, turns
+
+
+def play(turns: Trajectories, texts: dict[int, str], turn: int, sample: int = 0) -> dict[int, TurnResult]:
+    """The results of one turn of some prompts."""
+    for i, text in texts.items():
+        turns.submit(PROMPTS[i], sample, turn, [5, 6], text)
+    results: dict[int, TurnResult] = {}
+    end = time.monotonic() + 60
+    while len(results) < len(texts) and time.monotonic() < end:
+        results |= {r.prompt_id: r for r in turns.poll(1.0)}
+    return results
+
+
+def text_of(result: TurnResult) -> str:
+    return "".join(map(chr, result.given[2:]))
+
+
+def test_turns_of_many_trajectories_go_to_their_own_environments() -> None:
+    with trajectories(workers=2) as (pool, turns):
+        assert turns.poll() == []
+        assert pool.openings(PROMPTS) == ["q 7", "q 8", "q 9"]
+        assert text_of(play(turns, {0: "a", 1: "b", 2: "c"}, 0)[1]) == "q 8 b"
+        second = play(turns, {0: "d", 1: "end"}, 1)
+        assert second[0] == TurnResult(0, 0, (5, 6, *map(ord, "q 7 a d")), reward=3.0)
+        assert second[1] == TurnResult(1, 0, (), reward=3.0, done=True)
+        turns.discard(0, 0)
+        turns.discard(0, 0)
+        assert text_of(play(turns, {0: "e"}, 0)[0]) == "q 7 e", "begun anew"
+        assert {w.load for w in pool.workers} == {1}
+    with trajectories(max_turns=2) as (_, turns):
+        play(turns, {0: "a"}, 0)
+        assert play(turns, {0: "b"}, 1)[0].done
+
+
+def test_every_kind_of_failure_ends_its_trajectory_only() -> None:
+    with trajectories(timeout_s=3) as (_, turns):
+        play(turns, {0: "a", 1: "b", 2: "c"}, 0)
+        assert play(turns, {0: "raise"}, 1)[0] == TurnResult(0, 0, (), failure="RuntimeError: no such luck")
+        assert text_of(play(turns, {1: "still there"}, 1)[1]) == "q 8 b still there"
+        start = time.monotonic()
+        assert play(turns, {1: "hang"}, 2)[1].failure == "no answer within 3 s"
+        assert time.monotonic() - start < 30
+        assert text_of(play(turns, {2: "d"}, 1)[2]) == "q 9 c d", "played again in a new worker"
+        assert play(turns, {2: "die"}, 2)[2].failure == "worker ended with exit code 3"
+        assert text_of(play(turns, {0: "x"}, 0, sample=1)[0]) == "q 7 x"
+
+
+def test_a_worker_that_dies_between_turns_costs_nothing_unless_its_environment_answers_otherwise() -> None:
+    with trajectories() as (_, turns):
+        process = int(text_of(play(turns, {0: "pid"}, 0)[0]))
+        play(turns, {1: "a"}, 0)
+        os.kill(process, signal.SIGKILL)
+        results = play(turns, {0: "b", 1: "b"}, 1)
+        assert text_of(results[1]) == "q 8 a b"
+        assert "is not a function of prompt, seed and turns" in str(results[0].failure)
+
+
+def test_an_environment_that_cannot_be_loaded_fails_every_turn() -> None:
+    with trajectories("Missing") as (pool, turns):
+        assert "has no 'Missing'" in str(play(turns, {0: "a"}, 0)[0].failure)
+        with pytest.raises(EnvError, match="no opening for prompt 'd:0': an environment worker did not start"):
+            pool.openings(PROMPTS)
+
+
+def test_closing_ends_a_hung_worker_at_once() -> None:
+    start = time.monotonic()
+    with trajectories(timeout_s=500) as (_, turns):
+        turns.submit(PROMPTS[0], 0, 0, [5], "hang")
+        time.sleep(0.5)
+    assert time.monotonic() - start < 60

@@ -1,0 +1,77 @@
+"""Environments as users write them: one that does what a turn says, one of Gymnasium's kind, a class of tools."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+from megatron_tlt.envs.base import Environment, Step
+from megatron_tlt.types import Prompt
+
+
+class Act(Environment):
+    """Does what the turn says; `pid` and `lost` name the process."""
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        self.told = [f"{prompt.text} {seed}"]
+        return self.told[0]
+
+    def step(self, response: str) -> Step:
+        self.told.append(response)
+        if response == "hang":
+            time.sleep(60)
+        if response == "die":
+            os._exit(3)
+        if response == "raise":
+            raise RuntimeError("no such luck")
+        if response == "pid":
+            return Step(str(os.getpid()))
+        return Step(" ".join(self.told), reward=float(len(self.told)), done=response == "end")
+
+
+class Dice(Environment):
+    """Not a function of its seed."""
+
+    def step(self, response: str) -> Step:
+        return Step(str(random.random()))
+
+
+class Gym:
+    """Gymnasium's methods."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, object] | None = None
+    ) -> tuple[str, dict[str, object]]:
+        assert options is not None
+        return f"{options['prompt']} {seed}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
+        return f"did {action}", 0.5, False, action == "end", {}
+
+
+class Shop:
+    """Tools; `score` is the reward."""
+
+    def __init__(self, price: int = 3):
+        self.price, self.bought = price, 0
+
+    def buy(self, count: int) -> dict[str, int]:
+        """
+        Buys some.
+
+        Args:
+            count: How many.
+        """
+        if count > 9:
+            raise ValueError("sold out")
+        self.bought += count
+        return {"cost": count * self.price}
+
+    def score(self, response: str) -> float:
+        return float(self.bought)
+
+
+class Untyped:
+    def buy(self, count):
+        """Buys."""

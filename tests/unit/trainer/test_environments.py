@@ -1,0 +1,49 @@
+"""What the environments of a run add to prompts, over ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_tlt.errors import EnvError
+from megatron_tlt.trainer.environments import Environments, prompts_of, turns_of
+from megatron_tlt.types import Prompt
+
+PROMPTS = [Prompt(i, f"d:{i}", (), str(i)) for i in range(5)]
+
+
+def environments(rank: int, parts: list[object]) -> Environments:
+    """Of one of two ranks, whose pool gives prompts back as texts; `parts` gets what the ranks exchange."""
+
+    def openings(prompts: list[Prompt]) -> list[str]:
+        if any(p.text == "bad" for p in prompts):
+            raise EnvError("no opening")
+        return [p.text for p in prompts]
+
+    made = Environments.__new__(Environments)
+    made._pool = SimpleNamespace(openings=openings)  # type: ignore[assignment]
+
+    def all_gather_object(value: object) -> list[object]:
+        parts[rank] = value
+        return parts
+
+    made._world = SimpleNamespace(rank=rank, size=2, all_gather_object=all_gather_object)  # type: ignore[assignment]
+    return made
+
+
+def test_each_rank_resets_a_part_of_the_prompts_and_all_raise_together() -> None:
+    parts: list[object] = [[], ["1", "3"]]
+    assert environments(0, parts)._openings(PROMPTS) == ["0", "1", "2", "3", "4"]
+    assert environments(1, parts)._openings(PROMPTS) == ["0", "1", "2", "3", "4"]
+    bad = [*PROMPTS[:3], Prompt(3, "d:3", (), "bad")]
+    parts[0] = ["0", "2"]
+    for rank in (1, 0):
+        with pytest.raises(EnvError, match="no opening"):
+            environments(rank, parts)._openings(bad)
+
+
+def test_a_run_of_single_turns_has_none() -> None:
+    assert prompts_of(None).openings is None
+    with turns_of(None) as turns:
+        assert turns is None
