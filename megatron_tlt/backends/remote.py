@@ -105,6 +105,8 @@ class RemoteBackend(BaseBackend):
     def generate(self, call: GenerateCall) -> list[Sample]:
         """See `RolloutBackend.generate`. `Sample.logprobs` is empty: see `BackendCapabilities.logprobs`."""
         self._must_serve(call.params)
+        if call.turns is not None:  # `capabilities.turns` is False for all of these engines
+            raise BackendError(f"{self._name} does not run the turns of environments")
         self._before_generate()
         started = time.perf_counter()
         self._seed, self._arguments = call.params.seed, self._sampling(call.params)
