@@ -97,6 +97,10 @@ def _stats(run: RunData) -> Iterator[Stat]:
         used = run.total("idle/recovered_seconds")
         note = f"{seconds_text(used)} of {seconds_text(idle)}, all ranks"
         yield Stat("idle time that trained the drafter", f"{used / idle:.0%}", note)
+    if parked := run.total("engine/parked_seconds"):
+        used = run.total("env/recovered_seconds")
+        note = f"all ranks; the drafter trained in {seconds_text(used)} of it"
+        yield Stat("waiting for environments", seconds_text(parked), note)
 
 
 def settings(run: RunData) -> dict[str, str]:

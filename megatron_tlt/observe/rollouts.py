@@ -10,7 +10,8 @@ A row of rollouts.jsonl has a few kilobytes, whatever the number of ranks:
 
 samples.jsonl has a few responses of every step for people to read. Where speculation is on, a response has its drafts:
 `"drafts": {"pieces": the text of each token (of the first ones), "runs": [[position of the first drafted token, how
-many were accepted, text of those refused], ...]}`.
+many were accepted, text of those refused], ...]}`. With an environment `response` is the last drawn turn, and a row has
+`given` (spans of the response's tokens), `turn_rewards` and `env_failure`.
 """
 
 from __future__ import annotations
@@ -137,4 +138,6 @@ def _row(group: SampleGroup, sample: Sample, reward: RewardResult) -> JsonRow:
         row["parts"] = reward.parts
     if reward.failure is not None:
         row["failure"] = reward.failure
+    if sample.turn_rewards or sample.failure is not None:
+        row |= {"given": sample.given, "turn_rewards": sample.turn_rewards, "env_failure": sample.failure}
     return row
