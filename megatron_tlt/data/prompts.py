@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig
+from megatron_tlt.data.chat import Messages, last_user_text
 from megatron_tlt.data.hashing import digest, hashed
 from megatron_tlt.data.sources import Row, Source, open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -187,11 +188,21 @@ class PromptStream:
         return int(self._order[1][place])
 
     def _encode(self, row: Row) -> list[int]:
-        if self._chat:
-            return self._tokenizer.encode_chat(row.messages or row.prompt, self._system)
-        if row.messages is not None and len(row.messages) > 1:
-            raise DataError(
-                f"{row.dataset_id}: {len(row.messages)} chat messages need data.chat_template and a tokenizer with a "
-                "chat template"
-            )
-        return self._tokenizer.encode(row.prompt)
+        return encode_prompt(self._tokenizer, row.messages or row.prompt, self._chat, self._system, row.dataset_id)
+
+
+def encode_prompt(
+    tokenizer: HFTokenizer, prompt: str | Messages, chat: bool, system: str | None, where: str
+) -> list[int]:
+    """Token ids of a prompt; `chat`: in the tokenizer's chat template, after the message `system`.
+
+    Raises DataError for several messages without the template.
+    """
+    if chat:
+        return tokenizer.encode_chat(prompt, system)
+    if not isinstance(prompt, str):
+        if len(prompt) > 1:
+            needed = "need data.chat_template and a tokenizer with a chat template"
+            raise DataError(f"{where}: {len(prompt)} chat messages {needed}")
+        prompt = last_user_text(prompt)
+    return tokenizer.encode(prompt)
