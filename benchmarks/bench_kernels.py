@@ -5,9 +5,12 @@
 Random Qwen2-layout models of about 10M and 60M parameters, 512 cached positions a sequence. The variants
 of a row take turns (A B A B), medians are printed, minimum and maximum are in the JSON. `limit` is the
 time that the step's weights would take at the speed of a bare matrix product of PyTorch, without
-attention. A second table feeds several rows a sequence, as the verification of a draft does, to a random
-model of the demo policy's shape (2.4M parameters, 150 cached positions): what matters there is the ratio
-to one row.
+attention. A second table feeds several rows a sequence (150 cached positions), as the verification of a draft does, to
+random models of the demo policy's and of SmolLM2-135M's shape, and as many as a prefill: CPU seconds of one thread.
+
+Summary: `tokens_per_s_*` by model, threads and batch; of the 135M model `gflops_n` for n rows, and `of_bound_n`, the
+least time by the machine's own rates (that of one row, which reads all weights, or of n rows at prefill's rate,
+whichever is longer) over the time measured.
 """
 
 from __future__ import annotations
@@ -34,7 +37,11 @@ MODELS = {
     "10M": ModelConfig("qwen2", 4096, 320, 8, 5, 1, 64, 896, qkv_bias=True, tie_word_embeddings=True),
     "60M": ModelConfig("qwen2", 16384, 640, 10, 10, 2, 64, 2048, qkv_bias=True, tie_word_embeddings=True),
 }
-DEMO = ModelConfig("qwen3", 288, 128, 12, 4, 2, 32, 384, qk_norm=True, tie_word_embeddings=True)
+ROWS_OF = {
+    "demo": ModelConfig("qwen3", 288, 128, 12, 4, 2, 32, 384, qk_norm=True, tie_word_embeddings=True),
+    "135M": ModelConfig("llama", 49152, 576, 30, 9, 3, 64, 1536, tie_word_embeddings=True),
+}
+PREFILL = 256  # rows, each with its logits
 BLOCK = 16
 
 
@@ -67,8 +74,10 @@ def make_decoder(config: ModelConfig, kernels: str, threads: int) -> Decoder:
     return decoder
 
 
-def interleaved(variants: dict[str, Callable[[], object]], seconds: float) -> dict[str, list[float]]:
-    """Runs the variants in turns for about `seconds` each; milliseconds per call."""
+def interleaved(
+    variants: dict[str, Callable[[], object]], seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Runs the variants in turns for about `seconds` each; milliseconds per call by `clock`."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for call in variants.values():
         call()
@@ -76,9 +85,9 @@ def interleaved(variants: dict[str, Callable[[], object]], seconds: float) -> di
     while time.perf_counter() < end:
         for name, call in variants.items():
             for _ in range(5):
-                start = time.perf_counter()
+                start = clock()
                 call()
-                times[name].append((time.perf_counter() - start) * 1e3)
+                times[name].append((clock() - start) * 1e3)
     return times
 
 
@@ -123,24 +132,29 @@ def bench_steps(args: argparse.Namespace) -> list[dict]:
 
 
 def bench_rows(args: argparse.Namespace) -> list[dict]:
-    """Native forwards of 1, 2, ... rows a sequence, one thread; the row counts take turns."""
+    """Native forwards of 1, 2, ... rows a sequence and of a prefill, one thread; the row counts take turns."""
     records = []
     torch.set_num_threads(1)
-    decoder = make_decoder(DEMO, "native", 1)
-    for batch in (1, 8):
-        steps = {str(r): make_step(decoder, batch, 150, r) for r in args.rows}
-        times = interleaved(steps, args.seconds / 3)
-        one = statistics.median(times[str(args.rows[0])])
-        for rows in args.rows:
-            t = times[str(rows)]
+    for model, batch in (("demo", 1), ("demo", 8), ("135M", 1)):
+        decoder = make_decoder(ROWS_OF[model], "native", 1)
+        steps = {str(r): make_step(decoder, batch, 150, r) for r in (*args.rows, PREFILL)}
+        times = interleaved(steps, args.seconds / 3, time.process_time)
+        for rows, t in ((int(name), t) for name, t in times.items()):
             ms = statistics.median(t)
-            records.append({"model": "demo", "batch": batch, "rows": rows, "ms": ms, "min_ms": min(t)})
-            print(
-                f"demo 1 thread  B={batch:<3} rows {rows:<3} {ms:8.3f} ms (min {min(t):.3f})"
-                f"  {ms / one:5.2f} of {args.rows[0]} row(s)",
-                flush=True,
-            )
+            gflops = 2e-6 * ROWS_OF[model].num_parameters * batch * rows / ms
+            row = {"model": model, "batch": batch, "rows": rows, "ms": ms, "min_ms": min(t), "gflops": gflops}
+            records.append(row)
+            print(f"{model} 1 thread  B={batch:<3} rows {rows:<3} {ms:8.3f} ms  {gflops:6.1f} Gflop/s", flush=True)
     return records
+
+
+def summarise_rows(records: list[dict]) -> dict[str, float]:
+    """`gflops_n` and `of_bound_n` of the 135M model."""
+    of_real = {row["rows"]: row for row in records if row["model"] == "135M"}
+    least = {n: max(of_real[min(of_real)]["ms"], of_real[PREFILL]["ms"] * n / PREFILL) for n in of_real}
+    return {f"gflops_{n}": row["gflops"] for n, row in of_real.items()} | {
+        f"of_bound_{n}": least[n] / row["ms"] for n, row in of_real.items()
+    }
 
 
 def bench_sampling(args: argparse.Namespace) -> list[dict]:
@@ -162,12 +176,12 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="10M model only, half a second a row")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--kernels", nargs="+", default=["native", "torch"], choices=["native", "torch"])
     parser.add_argument(
-        "--rows", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8, 12], help="rows a sequence, second table"
+        "--rows", nargs="+", type=int, default=[1, 2, 4, 5, 8, 16, 32], help="rows a sequence, second table"
     )
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--seconds", type=float, default=1.5, help="time for each variant of a row")
@@ -175,13 +189,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.models, args.seconds = ["10M"], 0.5
-    rows = bench_steps(args) + bench_rows(args) + bench_sampling(args)
+    several = bench_rows(args)
+    rows = bench_steps(args) + several + bench_sampling(args)
     summary = {
         f"tokens_per_s_{r['model']}_{r['threads']}t_{r['batch']}": r["tokens_per_s"]
         for r in rows
         if r.get("kernels") == "native"
     }
-    write_record(args.out, rows, summary)
+    write_record(args.out, rows, summary | summarise_rows(several))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ training does. So the second pays for hidden states, the drafter's cache, the se
 else. Both must give the same responses. Without `--drafter` one of kind `--kind` is made from a layer of the model,
 untrained: a plain step does not depend on its weights.
 
-Rows: {"requests", "plain", "with_drafter" (CPU seconds by turn), "ratio" (of the least of each side: a busy machine
-only adds seconds)}.
+Rows: {"requests", "plain", "with_drafter" (CPU seconds by turn), "ratio" (median of the turns' ratios: the sides of a
+turn run one after the other, under the same load)}.
 Summary: `plain_cost_n` for n requests, and `plain_cost`, the largest.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -97,8 +98,9 @@ def measure(sides: dict[str, EmbeddedBackend], requests: int, turns: int, tokens
         if outputs[0] != outputs[1]:
             raise SystemExit(f"{requests} requests, turn {turn}: the drafter changed a response")
     plain, other = seconds.values()
-    ratio = min(other) / min(plain)
-    print(f"{requests:3d} requests: {min(plain):.3f} and {min(other):.3f} CPU seconds, ratio {ratio:.3f}", flush=True)
+    ratios = [b / a for a, b in zip(plain, other, strict=True)]
+    ratio = statistics.median(ratios)
+    print(f"{requests:3d} requests: ratio {ratio:.3f}, {min(ratios):.3f} to {max(ratios):.3f} by turn", flush=True)
     return {"requests": requests, **seconds, "ratio": ratio}
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.base import BaseBackend
@@ -17,6 +18,7 @@ from megatron_tlt.types import (
     GenerateCall,
     HiddenStateSample,
     Sample,
+    Trajectory,
     WeightBucket,
 )
 
@@ -128,6 +130,37 @@ class EmbeddedBackend(BaseBackend):
             return True
 
         return fetch
+
+    def read_responses(
+        self, responses: Sequence[Trajectory], seed: int, sink: Callable[[HiddenStateSample], None]
+    ) -> None:
+        """Calls `sink` with each of these finished responses of at least two tokens and the hidden states that one
+        prefill computes, in any order. Their (prompt id, sample index) differ; `seed` is that of their sampling keys.
+        Only without live requests and while no states are collected. Mutates the KV cache and `stats`.
+        """
+        engine, waiting = self.engine, iter(responses)
+        self._weights.check_ready()
+        by_name = {(r.prompt_id, r.sample_index): r for r in responses}
+
+        def take(sample: HiddenStateSample) -> None:
+            drawn = sample.trajectory
+            sink(replace(sample, trajectory=by_name[drawn.prompt_id, drawn.sample_index]))
+
+        def fetch() -> bool:
+            if (response := next(waiting, None)) is None:
+                return False
+            engine.add_response(response, seed)
+            return True
+
+        self.resume()
+        self.collect_hidden_states(take)
+        try:
+            engine.run(fetch=fetch)
+        finally:
+            engine.abort_all()
+            self.collect_hidden_states(None)
+            if self._release_cache:
+                self.release()
 
     def release(self) -> None:
         """Gives the memory of KV cache, hidden states and graphs back until `resume`. A second call does nothing."""

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.cli.exit_codes import OK, SAVED
 from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.checks.commands import check_drafter_engine, check_held_out
 from megatron_tlt.config.checks.files import output_directory_problems, output_file_problems
-from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
+from megatron_tlt.resilience.signals import StopSignals
 
 if TYPE_CHECKING:
     import argparse
@@ -20,10 +22,10 @@ if TYPE_CHECKING:
     from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.kinds.base import SavedDrafter
-    from megatron_tlt.drafter.pretrain import DrafterPretraining
-    from megatron_tlt.types import Prompt
+    from megatron_tlt.models.drafters import DrafterConfig
+    from megatron_tlt.types import Prompt, Trajectory
 
-Body = Callable[["Config", "World", "argparse.Namespace"], None]
+Body = Callable[["Config", "World", "argparse.Namespace"], int]
 
 
 def add_drafter(commands: Any) -> None:
@@ -38,7 +40,7 @@ def add_drafter(commands: Any) -> None:
         action.set_defaults(run=lambda args: _run(body, args))
         return action
 
-    train = add("train", _train, "train it on responses of the model to the config's training prompts")
+    train = add("train", _train, "train it on responses of the model, generated or from files; a stopped one goes on")
     measured = add("eval", _eval, "measure its acceptance on the config's held-out prompts")
     train.add_argument("--out", type=Path, required=True, help="directory to write")
     train.add_argument("--drafter", type=Path, help="start from this drafter, not from fresh weights")
@@ -47,6 +49,7 @@ def add_drafter(commands: Any) -> None:
 
 
 def _run(body: Body, args: argparse.Namespace) -> int:
+    args.signals = StopSignals().install() if args.action == "train" else None  # importing the rest takes seconds
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.hub import on_this_machine
 
@@ -59,64 +62,62 @@ def _run(body: Body, args: argparse.Namespace) -> int:
     )
 
 
-def _train(config: Config, world: World, args: argparse.Namespace) -> None:
-    from megatron_tlt.data.prompts import build_prompts
-    from megatron_tlt.trainer.setup import open_tokenizer
+def _train(config: Config, world: World, args: argparse.Namespace) -> int:
+    from megatron_tlt.observe.log import setup_logging
+    from megatron_tlt.trainer.drafter_training import build_drafter_job, training_settings, unfinished_state
 
-    pretraining = _pretraining(config, world, args)
-    stream = build_prompts(config.data, "train", open_tokenizer(config), config.train.seed)
-    prompts = stream.next_batch(config.drafter.num_prompts)
-    result = pretraining.train(prompts, _held_out(config), args.out)
-    if world.is_main:
-        print(result.table() if result.bases else "no held-out prompts (data.eval): not measured")
-        print(f"wrote {args.out}", flush=True)
+    setup_logging(world.rank, world.size)
+    checked = _checked(config, world, args, [])
+    settings = training_settings(config, args.drafter, world.size)
+    state = unfinished_state(args.out, settings) if config.checkpoint.resume != "never" else None
+    given = _given_responses(config)
+    prompts = _prompts(config) if given is None else []
+    held_out = _held_out(config)
+    job = build_drafter_job(config, *checked, world, args.out, args.signals, settings, state)
+    return SAVED if job.run(prompts, given, held_out) else OK
 
 
-def _eval(config: Config, world: World, args: argparse.Namespace) -> None:
-    pretraining = _pretraining(config, world, args)
-    result = pretraining.measure(pretraining.held_out(_held_out(config)))
+def _eval(config: Config, world: World, args: argparse.Namespace) -> int:
+    from megatron_tlt.drafter.pretrain import held_out_params
+    from megatron_tlt.trainer.drafter_training import open_pretraining
+    from megatron_tlt.trainer.models import tensor_parallel
+    from megatron_tlt.trainer.sampling import sampling_params
+
+    checked = _checked(config, world, args, [*check_held_out(config)])
+    pretraining, backend = open_pretraining(*checked, world, tensor_parallel(world, config.rollout.tp))
+    params = held_out_params(sampling_params(config))
+    result = pretraining.measure(pretraining.generate(_held_out(config), 1, params, backend.generate))
     if world.is_main:
         print(result.table(), flush=True)
         if args.out is not None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
+    return OK
 
 
-def _pretraining(config: Config, world: World, args: argparse.Namespace) -> DrafterPretraining:
-    """The drafter to train or measure, and the engine with the model's weights, without speculation.
+def _checked(
+    config: Config, world: World, args: argparse.Namespace, found: list[ConfigProblem]
+) -> tuple[Config, DrafterConfig, SavedDrafter | None]:
+    """The configuration without speculation, the drafter to train or measure, and the saved one that it starts from.
 
-    Raises ConfigError for a model or a drafter that cannot be, before weights are loaded.
+    Raises ConfigError with all problems, `found` ones too, of a model or a drafter that cannot be; loads no weights of
+    the model.
     """
     from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.drafter.checkpoint import drafter_shape
-    from megatron_tlt.drafter.pretrain import DrafterPretraining
     from megatron_tlt.models.config import ModelConfig
-    from megatron_tlt.models.loader import iter_weights
-    from megatron_tlt.sync.push import BucketedSync
-    from megatron_tlt.trainer.models import open_backend
     from megatron_tlt.trainer.preflight import check_on, without_checkpoints
-    from megatron_tlt.trainer.sampling import sampling_params
-    from megatron_tlt.trainer.setup import open_tokenizer
 
     speculation = config.rollout.speculation
-    may_be_other = args.action == "train" or speculation.allow_other_policy
     plain = config.rollout.model_copy(update={"speculation": SpeculationSection()})
     waiting = config.idle.model_copy(update={"train_drafter": False})
     config = without_checkpoints(config.model_copy(update={"rollout": plain, "idle": waiting}))
-    held_out = [] if args.action == "train" else [*check_held_out(config)]
-    check_on(config, world, [*check_drafter_engine(config), *held_out])
-    path = config.model.path
-    policy = ModelConfig.from_hf(config.model.path)
-    start = None
-    if args.drafter is not None:
-        start = _load(args.drafter, config, speculation, world, may_be_other)
-    drafter = drafter_shape(speculation, policy) if start is None else start.config
-    tokenizer = open_tokenizer(config)
-    layers = drafter.aux_layers
-    backend = open_backend(config, world, tokenizer, keep_layers=layers)
-    world.enter("load")
-    BucketedSync(config.sync, backend, world).push(iter_weights(path, policy), version=0)
-    return DrafterPretraining(config, world, backend, sampling_params(config), drafter, start)
+    check_on(config, world, [*check_drafter_engine(config), *found])
+    if args.drafter is None:
+        return config, drafter_shape(speculation, ModelConfig.from_hf(config.model.path)), None
+    may_be_other = args.action == "train" or speculation.allow_other_policy
+    start = _load(args.drafter, config, speculation, world, may_be_other)
+    return config, start.config, start
 
 
 def _load(
@@ -138,6 +139,32 @@ def _load(
     if problem := world.broadcast_object(problem):
         raise ConfigError(problem)
     return drafter
+
+
+def _given_responses(config: Config) -> list[Trajectory] | None:
+    """The responses in `drafter.responses_path`; None without it. Raises ConfigError for a path that is not there."""
+    from megatron_tlt.data.responses import read_responses
+    from megatron_tlt.models.config import ModelConfig
+    from megatron_tlt.trainer.setup import open_tokenizer
+
+    section = config.drafter
+    if section.responses_path is None:
+        return None
+    path = Path(section.responses_path)
+    if not path.exists():
+        raise ConfigError.of("drafter.responses_path", str(path), "no such file or directory")
+    vocab_size = ModelConfig.from_hf(config.model.path).vocab_size
+    most = section.num_prompts * section.samples_per_prompt
+    return read_responses(config, path, open_tokenizer(config), vocab_size, most)
+
+
+def _prompts(config: Config) -> list[Prompt]:
+    """The prompts to generate responses to."""
+    from megatron_tlt.data.prompts import build_prompts
+    from megatron_tlt.trainer.setup import open_tokenizer
+
+    stream = build_prompts(config.data, "train", open_tokenizer(config), config.train.seed)
+    return stream.next_batch(config.drafter.num_prompts)
 
 
 def _held_out(config: Config) -> list[Prompt]:

@@ -93,18 +93,26 @@ class DrafterSection(Section):
 
     num_prompts: PositiveInt = 512
     """Training prompts of which responses are generated before training."""
+    responses_path: str | None = None
+    """Responses to train on in place of generating: a JSONL file with prompts and responses, or the directory of a run
+    with `observe.save_responses`. Of more than num_prompts x samples_per_prompt the last ones are taken. A prompt is
+    in the column data.train.prompt_field, or as a list of ids in prompt_token_ids; a response in response_field, or in
+    token_ids; or both are in messages, as in `sft.train_path`."""
+    response_field: str = "response"
+    """Column of the response in responses_path."""
     samples_per_prompt: PositiveInt = 4
     """Responses to each of them."""
     eval_prompts: PositiveInt = 128
     """Held-out prompts that acceptance is measured on."""
-    num_steps: PositiveInt = 1000
+    num_steps: PositiveInt = 3000
     """Optimizer steps."""
-    draft_steps: int = Field(default=5, ge=1, le=16)
-    """Positions that are drafted in a row in training."""
+    draft_steps: Literal["auto"] | Annotated[int, Field(ge=1, le=16)] = "auto"
+    """Positions that are drafted in a row in training. auto: as in drafter.online.draft_steps."""
     eval_steps: int = Field(default=8, ge=1, le=32)
     """Positions that are drafted in a row when acceptance is measured."""
-    batch_tokens: PositiveInt = 4096
-    """Token budget of one optimizer step of one rank, padding included."""
+    batch_tokens: Literal["auto"] | PositiveInt = "auto"
+    """Token budget of one optimizer step of one rank, padding included; a longer response is a step of its own. auto:
+    as in drafter.online.micro_step_tokens."""
     max_sequence_tokens: int = Field(default=2048, ge=16)
     """Longer responses are cut into parts of so many tokens for training."""
     lr: PositiveFloat = 1e-3
@@ -124,7 +132,7 @@ class DrafterSection(Section):
     stepped are fp32. auto: fp32 on CPU, bf16 on CUDA."""
     save_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in the written directory."""
-    eval_every: PositiveInt = 200
+    eval_every: PositiveInt = 500
     """Optimizer steps between measurements."""
     seed: NonNegativeInt = 0
     """Seed of weights and data order."""
@@ -135,6 +143,15 @@ class DrafterSection(Section):
         """`online.draft_steps`, or the value of auto with a drafter of this kind."""
         given = self.online.draft_steps
         return kind.online_draft_steps if given == "auto" else given
+
+    def drafted(self, kind: DrafterFacts) -> int:
+        """`draft_steps`, or the value of auto with a drafter of this kind."""
+        return kind.online_draft_steps if self.draft_steps == "auto" else self.draft_steps
+
+    def step_tokens(self, device: str) -> int:
+        """`batch_tokens`, or the value of auto on a device of this type."""
+        auto = AUTO["cuda" if device == "cuda" else "cpu"].micro_step_tokens
+        return auto if self.batch_tokens == "auto" else self.batch_tokens
 
     def sizes(self, device: str) -> DeviceSizes:
         """The settings with a value for "auto" on a device of this type ("cpu", "cuda")."""

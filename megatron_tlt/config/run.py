@@ -100,6 +100,9 @@ class ObserveSection(Section):
     """Also log to this Weights & Biases project."""
     samples_per_step: NonNegativeInt = 2
     """Sample rollouts written to run_dir/samples.jsonl each step, with their drafts; 0: none."""
+    save_responses: bool = False
+    """Write every response of training, text and token ids, to run_dir/responses, for `drafter.responses_path`: some
+    ten bytes a token."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """A line a step (none: nothing). rich: and a live line of the rollout under them; auto: that, on a terminal."""
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig
+from megatron_tlt.data.chat import Messages, last_user_text
 from megatron_tlt.data.hashing import digest, hashed
 from megatron_tlt.data.sources import EnvSource, Row, Source, open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -243,11 +244,27 @@ class PromptStream:
         return int(self._order[1][place])
 
     def _encode(self, row: Row) -> list[int]:
-        if self._chat:
-            return self._tokenizer.encode_chat(row.messages or row.prompt, self._system, self._env.tools)
-        if row.messages is not None and len(row.messages) > 1:
-            raise DataError(
-                f"{row.dataset_id}: {len(row.messages)} chat messages need data.chat_template and a tokenizer with a "
-                "chat template"
-            )
-        return self._tokenizer.encode(row.prompt)
+        prompt, tools = row.messages or row.prompt, self._env.tools
+        return encode_prompt(self._tokenizer, prompt, self._chat, self._system, row.dataset_id, tools)
+
+
+def encode_prompt(
+    tokenizer: HFTokenizer,
+    prompt: str | Messages,
+    chat: bool,
+    system: str | None,
+    where: str,
+    tools: Sequence[dict[str, Any]] = (),
+) -> list[int]:
+    """Token ids of a prompt; `chat`: in the tokenizer's chat template, after the message `system`, with `tools`.
+
+    Raises DataError for several messages without the template.
+    """
+    if chat:
+        return tokenizer.encode_chat(prompt, system, tools)
+    if not isinstance(prompt, str):
+        if len(prompt) > 1:
+            needed = "need data.chat_template and a tokenizer with a chat template"
+            raise DataError(f"{where}: {len(prompt)} chat messages {needed}")
+        prompt = last_user_text(prompt)
+    return tokenizer.encode(prompt)

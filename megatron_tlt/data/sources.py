@@ -126,7 +126,7 @@ class FileSource:
         field = self._config.answer_field
         # A user's reward function may need no answer; a mistyped column is an error all the same.
         if not answers and field != _DEFAULT_ANSWER_FIELD:
-            there = _columns(self._records[0], field)
+            there = columns_hint(self._records[0], field)
             raise DataError(f"{self._path}: no record has the answer field {field!r}{there}")
         return sha.hexdigest()[:16]
 
@@ -144,17 +144,17 @@ class FileSource:
 
     def _fields(self, index: int, record: Mapping[str, Any]) -> tuple[str | Messages, str | None]:
         where = f"{self._path}:{self._places[index]}"
-        prompt = _field(record, self._config.prompt_field)
+        prompt = field_of(record, self._config.prompt_field)
         if prompt is None:
-            there = _columns(record, self._config.prompt_field)
+            there = columns_hint(record, self._config.prompt_field)
             raise DataError(f"{where}: no field {self._config.prompt_field!r}{there}")
-        answer = _field(record, self._config.answer_field)
+        answer = field_of(record, self._config.answer_field)
         if answer is not None and not isinstance(answer, str | int | float):
             found = type(answer).__name__
             allowed = "must be a string or a number"
             raise DataError(f"{where}: field {self._config.answer_field!r} {allowed}, found {found}")
         text = None if answer is None else str(answer)
-        return _checked_prompt(prompt, self._config.prompt_field, where), self._extracted(text, where)
+        return checked_prompt(prompt, self._config.prompt_field, where), self._extracted(text, where)
 
     def _extracted(self, answer: str | None, where: str) -> str | None:
         """The reference answer within its column. Raises DataError where the pattern finds none."""
@@ -168,33 +168,35 @@ class FileSource:
         return found.strip()
 
 
-def _field(record: Mapping[str, Any], name: str) -> Any:
+def field_of(record: Mapping[str, Any], name: str) -> Any:
     """The value of a column, or of a field of one for a name with dots; None where it is missing."""
     if name in record:
         return record[name]
     first, _, rest = name.partition(".")
     inner = record.get(first)
-    return _field(inner, rest) if rest and isinstance(inner, Mapping) else None
+    return field_of(inner, rest) if rest and isinstance(inner, Mapping) else None
 
 
-def _checked_prompt(value: Any, field: str, where: str) -> str | Messages:
+def checked_prompt(value: Any, field: str, where: str) -> str | Messages:
     """A string, or the messages of a chat to respond to. Raises DataError."""
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list):
-        return as_prompt(_checked_messages(value, field, where))
+        return as_prompt(checked_messages(value, field, where))
     found = type(value).__name__ if value != "" else "an empty string"
     raise DataError(f"{where}: field {field!r} must be a string or a list of chat messages, found {found}")
 
 
-def _checked_messages(value: Any, field: str, where: str) -> Messages:
+def checked_messages(value: Any, field: str, where: str) -> Messages:
+    """The messages of a column. Raises DataError."""
     try:
         return as_messages(value)
     except (TypeError, ValueError) as error:
         raise DataError(f"{where}: field {field!r}: {error}") from error
 
 
-def _columns(record: Mapping[str, Any], wanted: str) -> str:
+def columns_hint(record: Mapping[str, Any], wanted: str) -> str:
+    """The columns that there are, and the one whose name is nearest to `wanted`, for an error."""
     close = difflib.get_close_matches(wanted, record, n=1)
     hint = f", did you mean {close[0]!r}?" if close else ""
     return f"; there are {', '.join(map(repr, sorted(record))) or 'none'}{hint}"
@@ -252,15 +254,15 @@ def read_completions(sft: SftSection, path: Path, split: str) -> tuple[list[tupl
 
 def _completion(sft: SftSection, record: Mapping[str, Any], where: str) -> tuple[str | Messages, str]:
     if _MESSAGES in record and sft.prompt_field not in record:
-        messages = _checked_messages(record[_MESSAGES], _MESSAGES, where)
+        messages = checked_messages(record[_MESSAGES], _MESSAGES, where)
         if messages[-1]["role"] != "assistant":
             raise DataError(f"{where}: field {_MESSAGES!r} must end with a message of the assistant")
         return messages[:-1], messages[-1]["content"]
-    prompt, completion = _field(record, sft.prompt_field), _field(record, sft.completion_field)
+    prompt, completion = field_of(record, sft.prompt_field), field_of(record, sft.completion_field)
     if not isinstance(completion, str) or prompt is None:
         missing = sft.prompt_field if prompt is None else sft.completion_field
         raise DataError(f"{where}: field {missing!r} must be a string, found keys {sorted(record)}")
-    return _checked_prompt(prompt, sft.prompt_field, where), completion
+    return checked_prompt(prompt, sft.prompt_field, where), completion
 
 
 def _read_parquet(path: Path) -> Any:

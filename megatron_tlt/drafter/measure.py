@@ -92,16 +92,21 @@ def measure(
     temperature: float,
     batch_tokens: int,
     window: int,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> MeasuredAcceptance:
     """Accepted lengths of drafts of `steps` tokens on these responses, sampled with their `key`s at `temperature`.
 
     Distributions are compared at `temperature` (1 if that is 0). embed and head [V, H] on the model's device. The last
-    H columns of the sequences' hidden states are the policy's final ones.
+    H columns of the sequences' hidden states are the policy's final ones. `on_progress` is called with (batches done,
+    batches in all).
     """
     drafted = partial(model.full_logits, head=head.float())
     sums, bases = MeasuredAcceptance.empty(steps).sums, 0
     parts = [part for s in sequences if s.num_bases for part in windows(s, window)]
-    for group in group_by_length(parts, batch_tokens):
+    groups = group_by_length(parts, batch_tokens)
+    for number, group in enumerate(groups):
+        if on_progress is not None:
+            on_progress(number, len(groups))
         batch = collate(group, head.device)
         layout = model.layout(batch)
         owner = np.searchsorted(batch.starts, layout.bases.cpu().numpy(), side="right") - 1

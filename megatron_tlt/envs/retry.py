@@ -7,6 +7,8 @@ import re
 from functools import cache
 from typing import Any
 
+import reasoning_gym  # here and not at the first turn, whose time is limited
+
 from megatron_tlt.envs.base import Environment, Step
 from megatron_tlt.types import Prompt
 
@@ -54,6 +56,4 @@ def _score(prompt: Prompt, answer: str) -> float:
 @cache
 def _verifier(name: str, params: str) -> Any:
     """A dataset object only for its `score_answer`: made once per task, as small as can be."""
-    import reasoning_gym
-
     return reasoning_gym.create_dataset(name, seed=0, size=1, **json.loads(params))

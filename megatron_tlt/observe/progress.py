@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, TextIO
 
 from rich.console import Console
@@ -48,6 +48,15 @@ def step_line(step: int, num_steps: int | None, metrics: Mapping[str, float | No
     return "  ".join([f"step {step}{of}", *shown])
 
 
+@dataclass(slots=True)
+class _WorkClock:
+    """When a piece of work was started, in seconds, and how much of it was and is done."""
+
+    started: float
+    first: int
+    done: int
+
+
 class ProgressDisplay:
     """A line a step, others by `note`; under them on a terminal a live line, elsewhere one every half minute."""
 
@@ -57,6 +66,7 @@ class ProgressDisplay:
         self._step, self._phase = 0, "start"
         self._phase_start = self._last_line = time.monotonic()
         self._drawn = 0.0
+        self._work: dict[str, _WorkClock] = {}
         self._live: Live | None = None
         if console is not None and console.is_terminal:
             self._live = Live(console=console, auto_refresh=False, transient=True)
@@ -76,14 +86,18 @@ class ProgressDisplay:
     def work(self, name: str, done: int, total: int) -> None:
         """`done` of `total` of the work `name`, its mean rate so far, and the time that the rest takes at this rate.
 
-        The clock of a piece of work starts at its first call, which comes before anything is done.
+        The clock of a piece of work starts at its first call, before anything of this start is done, and again where
+        `done` is less than it was. Two pieces of work may take turns.
         """
         now = time.monotonic()
-        if name != self._phase:
-            self._phase, self._phase_start, self._last_line = name, now, now
+        if (clock := self._work.get(name)) is None:
+            self._last_line = now
+        if clock is None or done < clock.done:
+            self._work[name] = clock = _WorkClock(now, done, done)
+        clock.done = done
         text = f"{name} {done}/{total}"
-        if done:
-            each = (now - self._phase_start) / done / 60  # minutes
+        if done > clock.first:
+            each = (now - clock.started) / (done - clock.first) / 60  # minutes
             text += f", {1 / max(each, 1e-9):.3g} a minute, about {each * (total - done):.1f} minutes left"
         self._show(text)
 

@@ -12,13 +12,16 @@ samples.jsonl has a few responses of every step for people to read. Where specul
 `"drafts": {"pieces": the text of each token (of the first ones), "runs": [[position of the first drafted token, how
 many were accepted, text of those refused], ...]}`. With an environment `response` is the last drawn turn, and a row has
 `given` (spans of the response's tokens), `turn_rewards` and `env_failure`.
+
+responses/rank-00000.jsonl, with `observe.save_responses`, has every response that a rank scored: the fields of
+samples.jsonl and the token ids, to train a drafter on (`data/responses.py` reads them).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -29,6 +32,7 @@ from megatron_tlt.types import EngineStats, RewardResult, Sample, SampleGroup, S
 
 ROLLOUTS_FILE = "rollouts.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+RESPONSES_DIR = "responses"
 _POSITIONS = 32
 _MASK = (1 << 64) - 1
 
@@ -112,6 +116,14 @@ def sample_rows(groups: Sequence[SampleGroup], most: int, drafts_of: DraftsOf | 
         drafts = drafts_of(sample) if drafts_of is not None else None
         rows.append(_row(group, sample, reward) | ({} if drafts is None else {"drafts": drafts}))
     return rows
+
+
+def response_rows(groups: Sequence[SampleGroup]) -> Iterator[JsonRow]:
+    """Every response, with the token ids of its prompt and its own."""
+    for group in groups:
+        for sample, reward in zip(group.samples, group.rewards, strict=True):
+            ids: JsonRow = {"prompt_token_ids": group.prompt.token_ids, "token_ids": sample.token_ids}
+            yield _row(group, sample, reward) | ids | ({"given": sample.given} if sample.given else {})
 
 
 def _best_and_worst(group: SampleGroup) -> list[tuple[Sample, RewardResult]]:

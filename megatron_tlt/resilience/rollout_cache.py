@@ -233,19 +233,32 @@ class RolloutCache:
         found: Responses = {}
         if self._old_files is not None:  # any replica may fetch any prompt
             found = self._same_in_replica(self._read(self._old_files, queue.prompts, call.num_samples))
-        writer = self._writer_for(queue.prompts)
-        made = self._backend.generate(replace(call, have=found.keys(), on_response=writer))
+        if call.on_response is not None:
+            for sample in found.values():
+                call.on_response(sample)
+        on_response = self._writer_for(queue.prompts, call.on_response)
+        made = self._backend.generate(replace(call, have=found.keys(), on_response=on_response))
         fetched = {prompt.prompt_id for prompt in queue.fetched}
         reused = [sample for sample in found.values() if sample.prompt_id in fetched]
         self._reused += len(reused)
         return sorted([*reused, *made], key=lambda s: (s.prompt_id, s.sample_index))
 
-    def _writer_for(self, prompts: Sequence[Prompt]) -> Callable[[Sample], None] | None:
-        """A callback that stores each finished response to `prompts`; None on ranks that do not write."""
+    def _writer_for(
+        self, prompts: Sequence[Prompt], also: Callable[[Sample], None] | None
+    ) -> Callable[[Sample], None] | None:
+        """A callback that stores each finished response to `prompts` and calls `also`; ranks that do not write store
+        none.
+        """
         if (writer := self._writer) is None:
-            return None
+            return also
         crcs = _crcs(prompts)
-        return lambda sample: writer.add(sample, crcs[sample.prompt_id])
+
+        def store(sample: Sample) -> None:
+            writer.add(sample, crcs[sample.prompt_id])
+            if also is not None:
+                also(sample)
+
+        return store
 
     def end_step(self) -> dict[str, float]:
         """After the step's last response; returns metrics of this rank, to be summed over ranks."""

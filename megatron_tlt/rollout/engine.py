@@ -24,7 +24,14 @@ from megatron_tlt.rollout.sampler import NativeSample, Sampler
 from megatron_tlt.rollout.scheduler import Scheduler, SchedulerLimits
 from megatron_tlt.rollout.spec.build import Drafting, build_speculator
 from megatron_tlt.rollout.stops import StopStringFinder
-from megatron_tlt.types import EngineStats, FinishReason, ProgressCallback, SamplingParams, TurnResult
+from megatron_tlt.types import (
+    EngineStats,
+    FinishReason,
+    ProgressCallback,
+    SamplingParams,
+    Trajectory,
+    TurnResult,
+)
 
 if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
@@ -189,6 +196,23 @@ class Engine:
             self.scheduler.add(Prefill(prompt, list(requests)))
         self._arrivals += len(requests)
         return requests
+
+    def add_response(self, response: Trajectory, seed: int) -> None:
+        """Queues a finished response, for its hidden states: all of its tokens but the last are given, so one prefill
+        computes them, and the token that is drawn behind them ends the request. `seed`: of its sampling key.
+
+        Raises BackendError, naming the numbers, if it could never run.
+        """
+        start, size = response.response_start, len(response.logprobs)
+        params = SamplingParams(temperature=0.0, max_tokens=size, ignore_eos=True, seed=seed)
+        tokens = response.token_ids[:-1]
+        name = response.prompt_id, response.sample_index
+        self._check(tokens, params, response.prompt_id, 1)
+        request = Request(tokens[:start], params, *name, self._arrivals, frozenset())
+        request.output, request.logprobs = tokens[start:].tolist(), [0.0] * (size - 1)
+        request.given = ((0, size - 1),)
+        self.scheduler.add(Prefill(tokens, [request]))
+        self._arrivals += 1
 
     def step(self) -> list[Request]:
         """Computes one batch; returns the requests that ended. Mutates cache, queues and counters."""

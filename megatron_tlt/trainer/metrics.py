@@ -13,16 +13,18 @@ from rich.console import Console
 
 from megatron_tlt.observe.curves import curve_attrs
 from megatron_tlt.observe.events import EventLog
-from megatron_tlt.observe.jsonl import StepFile
+from megatron_tlt.observe.jsonl import StepFile, cut_back
 from megatron_tlt.observe.log import enter_phase
 from megatron_tlt.observe.memory import PhasePeaks
 from megatron_tlt.observe.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsLogger
 from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.observe.rollouts import (
+    RESPONSES_DIR,
     ROLLOUTS_FILE,
     SAMPLES_FILE,
     DraftsOf,
     rank_row,
+    response_rows,
     sample_rows,
     step_row,
 )
@@ -62,6 +64,7 @@ class RunMetrics:
         self._metrics: MetricsLogger | None = None
         self._samples: StepFile | None = None
         self._rollouts: StepFile | None = None
+        self._responses: StepFile | None = None
         self._first_step = 0
         self._started = self._step_started = time.perf_counter()
         self._totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)  # over the steps since the start
@@ -76,9 +79,22 @@ class RunMetrics:
             self._rollouts = StepFile(self._run_dir / ROLLOUTS_FILE, steps_done)
             if section.samples_per_step:
                 self._samples = StepFile(self._run_dir / SAMPLES_FILE, steps_done)
+        if section.save_responses:
+            self._responses = self._open_responses(steps_done)
         self._first_step, self._started = steps_done, time.perf_counter()
         if steps_done:
             self._progress.note(f"resumed after step {steps_done}")
+
+    def _open_responses(self, steps_done: int) -> StepFile:
+        """This rank's file of responses. Rank 0 also cuts back the files of ranks that an earlier start had."""
+        directory = self._run_dir / RESPONSES_DIR
+        directory.mkdir(mode=0o700, exist_ok=True)
+        mine = directory / f"rank-{self.world.rank:05d}.jsonl"
+        if self.world.is_main:
+            for file in directory.glob("rank-*.jsonl"):
+                if file.stem > f"rank-{self.world.size - 1:05d}":
+                    cut_back(file, steps_done)
+        return StepFile(mine, steps_done)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -154,6 +170,8 @@ class RunMetrics:
         if self._samples is not None:
             rows = sample_rows(groups, self._config.observe.samples_per_step, self._drafts_of)
             self._samples.write_rows(step, *rows)
+        if self._responses is not None:
+            self._responses.write_rows(step, *response_rows(groups))
         self._progress.step_done(step, row)
 
     def log_eval(self, result: EvalResult) -> None:
@@ -199,7 +217,7 @@ class RunMetrics:
 
     def close(self) -> None:
         """Closes all files."""
-        for part in (self._events, self._metrics, self._samples, self._rollouts):
+        for part in (self._events, self._metrics, self._samples, self._rollouts, self._responses):
             if part is not None:
                 part.close()
 

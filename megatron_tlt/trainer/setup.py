@@ -98,7 +98,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         policy=policy,
         drafter=drafter,
         checkpoints=CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world, lock),
-        rollout_cache=_rollout_cache(config, world, tokenizer, backend),
+        rollout_cache=build_rollout_cache(config, run_dir, world, tokenizer, backend),
         nonfinite=NonFiniteGuard(config.train.max_nonfinite_steps, run_dir, world, policy.dims),
         shutdown=GracefulShutdown(world, config.stop, signals, tp.largest),
         metrics=metrics,
@@ -209,8 +209,10 @@ def _traced_drafts(config: Config, world: World, backend: RolloutBackend) -> Dra
     return backend.drafts_of
 
 
-def _rollout_cache(config: Config, world: World, tokenizer: HFTokenizer, backend: RolloutBackend) -> RolloutCache:
-    """The cache of finished responses; without keyed sampling nothing is kept."""
+def build_rollout_cache(
+    config: Config, run_dir: Path, world: World, tokenizer: HFTokenizer, backend: RolloutBackend
+) -> RolloutCache:
+    """The cache of finished responses in `run_dir`; without keyed sampling nothing is kept."""
     rollout = config.rollout
     identity = {
         **asdict(sampling_params(config)),
@@ -223,7 +225,7 @@ def _rollout_cache(config: Config, world: World, tokenizer: HFTokenizer, backend
     }
     return RolloutCache(
         config.rollout_cache,
-        Path(config.train.run_dir),
+        run_dir,
         world,
         backend,
         WeightFingerprint(world),

@@ -13,6 +13,7 @@ from megatron_tlt.drafter.checkpoint import load_drafter, read_about
 from megatron_tlt.drafter.export.drafter import export_drafter
 from megatron_tlt.models.config import ModelConfig
 from tests.helpers import engine_drafters
+from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import TINY_WARM_UP, make_model, run_drafter, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -85,12 +86,34 @@ def test_what_was_trained_is_exported_for_every_engine(run: Path) -> None:
         assert len(read.offsets) == 80
 
 
+def test_a_stopped_training_goes_on_to_the_same_drafter(tmp_path) -> None:
+    """A signal in a rollout and in two places of the training; and the same responses given in a file."""
+    little = {"num_prompts": 6, "samples_per_prompt": 2, "eval_prompts": 2, "num_steps": 8, "eval_every": 4}
+    speculation = {"drafter": "eagle", "draft_vocab_size": 80}
+    config = write_config(
+        tmp_path,
+        drafter=TINY_WARM_UP | little,
+        rollout={"speculation": speculation, "max_running_requests": 4},
+        cluster={"ranks_per_node": 1},
+    )
+    said = run_ranks(1, "tests/integration/workers/drafter_stops.py", str(config), str(tmp_path)).stdout
+    assert "goes on after step 4/8" in said and "goes on after step 7/8" in said
+    written = {name: (tmp_path / name / "drafter.safetensors").read_bytes() for name in ("whole", "stopped", "given")}
+    assert written["stopped"] == written["whole"] == written["given"]
+    assert not [*tmp_path.glob("*/unfinished")]
+    seen = [json.loads((tmp_path / name / "eval.json").read_text()) for name in ("whole", "stopped")]
+    assert seen[0]["coupled"] == seen[1]["coupled"]
+    assert [point["step"] for point in seen[1]["over_time"]] == [4, 8]
+    assert "more time:" in said and "more data:" in said
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [
         (f"train --out x {SPEC}.drafter=eagle3 {SPEC}.layers=[0,1,3]", f"{SPEC}.layers = [0, 1, 3]: must be three"),
         ("train --out x --drafter trained-eagle3", "has drafter = eagle3, but rollout.speculation.drafter = eagle"),
         (f"train --out x {SPEC}.drafter=suffix", f"{SPEC}.drafter = 'suffix': names no drafter that is trained"),
+        ("train --out x drafter.responses_path=r.jsonl", "drafter.responses_path = 'r.jsonl': no such file"),
         ("eval --drafter nothing", "cannot be read"),
         ("eval --drafter other", "was made for a policy with another embedding than"),
         ("eval --drafter fresh-eagle data.eval=null", "data.eval = None: is required: this command"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,6 +165,7 @@ def run_step(
     weight: float = 1.0,
     step: int = 1,
     prompts: list[Prompt] = PROMPTS,
+    on_response: Callable[[Sample], None] | None = None,
     **options: Any,
 ) -> tuple[list[Sample], dict[str, float]]:
     """One process: starts after step - 1 steps, weight syncs weights, responses, is ended."""
@@ -174,7 +175,7 @@ def run_step(
     cache.begin_step(step, 0)
     try:
         queue = PromptQueue(prompts, 0, 1, len(prompts), lambda: 0)
-        samples = cache.generate(GenerateCall(queue, PARAMS, SAMPLES))
+        samples = cache.generate(GenerateCall(queue, PARAMS, SAMPLES, on_response=on_response))
     finally:
         metrics = cache.end_step()
         cache.close()
@@ -189,9 +190,10 @@ def killed(run_dir: Path, after: int, **options: Any) -> None:
 def test_responses_of_an_interrupted_step_are_reused_and_only_the_rest_is_generated(tmp_path: Path) -> None:
     whole, _ = run_step(tmp_path / "whole", Engine())
     killed(tmp_path, 5)
-    engine = Engine()
-    samples, metrics = run_step(tmp_path, engine)
+    engine, seen = Engine(), []
+    samples, metrics = run_step(tmp_path, engine, on_response=seen.append)
     assert samples == whole
+    assert len(seen) == len(whole), "progress counts reused responses, too"
     assert len(engine.asked) == len(ALL) - 5
     assert metrics == {"rollout_cache/reused": 5.0, "rollout_cache/disabled": 0.0}
     again = Engine()

@@ -62,11 +62,11 @@ class PairKind(DrafterKind):
         forward: AbstractContextManager[object],
         counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, LossParts]:
-        """See `DrafterKind.loss`: drafts of `section.draft_steps` positions from every base."""
+        """See `DrafterKind.loss`: drafts of `section.drafted` positions from every base."""
         assert isinstance(model, PairModel)
         layout, (embed, head) = PairLayout(batch), tables
         with forward:
-            outputs = model.unroll(embed, batch, layout, section.draft_steps)
+            outputs = model.unroll(embed, batch, layout, section.drafted(self.facts))
         return draft_loss(model, outputs, batch, layout, head, section.loss, temperature, counts)
 
 

@@ -2,8 +2,11 @@
  *
  * A weight W[N][K] is stored as panels of NR columns: [N/NR][K][NR]. A kernel keeps M rows x NP panels of sums in registers and walks K once, so each output is one chain of
  * multiply-adds in ascending k, whatever M, NP, the number of rows or of threads: batch invariance by design.
- * Few rows take several panels at once (to hide the latency of the multiply-add), many rows take one. Panels are read
- * straight through, which the hardware prefetches well: software prefetch gained nothing or cost time (Zen 3, Zen 4).
+ * Few rows take several panels at once (to hide the latency of the multiply-add), many rows take one.
+ *
+ * Weights come from memory while the multiply-adds run. The hardware prefetches four panels at once as fast as memory
+ * delivers, fewer at half that speed, so kernels of fewer panels prefetch: one block of rows the same place of the next page,
+ * where the hardware stops; several blocks, which go over a group of panels in turns, each its share of the next group.
  *
  * One call of a kernel does a run of panels and finishes them (bias, residual) in registers: at K = 128 a panel of 6
  * rows is 768 cycles of multiply-adds, and every hundred instructions between two panels is a gap of some 30 cycles.
@@ -17,6 +20,14 @@
 #define MAX_M 12
 #define UNROLL 4 /* steps over K */
 #define CHUNK_BYTES 65536 /* weights that several row blocks go over before the next: a fraction of the L2 cache */
+#define PAGE 1024 /* floats of a memory page */
+
+/* Up to MR rows that pass over the weights together. */
+typedef struct {
+    long first, count;
+    long ahead;       /* elements from weights in use to those that are prefetched */
+    long turn, turns; /* one of `turns` loops over K prefetches, beginning with the `turn`th, from 1 */
+} RowBlock;
 
 typedef struct {
     const float *a;    /* first row, first k */
@@ -29,6 +40,7 @@ typedef struct {
     long out_stride;
     const float *bias; /* of the first column, or NULL */
     int add;           /* the sums are added to `out` */
+    const RowBlock *rows;
 } KernelArgs;
 
 /* Step `u` from the current one. Rows are addressed from one base per three rows, which fits the addressing modes
@@ -52,6 +64,12 @@ INLINE void step(const int M, const int NP, const int u, vf (*acc)[MAX_NP * NV],
     }
 }
 
+/* Fetches the weights of one loop over K that lie `ahead` of the current ones into the L2 cache. */
+INLINE void prefetch(const int NP, const float *const *w, long ahead) {
+    ALL for (int p = 0; p < NP; p++)
+        ALL for (int i = 0; i < UNROLL * NR; i += 64 / (int)sizeof(float)) __builtin_prefetch(w[p] + ahead + i, 0, 2);
+}
+
 /* acc[m][v] = sums over K of M rows and NP panels from `panels` on. */
 INLINE void walk(const int M, const int NP, const KernelArgs *args, const float *panels, vf (*acc)[MAX_NP * NV]) {
     const long s = args->a_stride;
@@ -60,8 +78,12 @@ INLINE void walk(const int M, const int NP, const KernelArgs *args, const float 
     ALL for (int p = 0; p < NP; p++) w[p] = panels + p * args->panel;
     ALL for (int m = 0; m < M; m++)
         ALL for (int v = 0; v < NP * NV; v++) acc[m][v] = vzero();
-    long left = args->steps;
+    long left = args->steps, turn = args->rows->turn;
     for (; left >= UNROLL; left -= UNROLL) {
+        if (NP < MAX_NP && --turn == 0) {
+            prefetch(NP, w, args->rows->ahead);
+            turn = args->rows->turns;
+        }
         ALL for (int u = 0; u < UNROLL; u++) step(M, NP, u, acc, base, s, w);
         ALL for (int p = 0; p < NP; p++) w[p] += UNROLL * NR;
         ALL for (int r = 0; r < (M + 2) / 3; r++) base[r] += UNROLL;
@@ -130,52 +152,53 @@ INLINE void silu_store(const Gemm *g, long row, long column, const float *gate, 
     }
 }
 
-/* out = (out if `add`) + rows [row, row+m) times whole panels [panel, panel+np) + (bias if given). */
-static void product(const Gemm *g, long row, long m, long panel, long np, float *out, long out_stride,
+/* out = (out if `add`) + rows times whole panels [panel, panel+np) + (bias if given). */
+static void product(const Gemm *g, const RowBlock *rows, long panel, long np, float *out, long out_stride,
                     const float *bias, int add) {
     const long size = g->k * NR;
-    KernelArgs args = {g->a + row * g->a_stride, g->a_stride, NULL, size, g->k, 0, out, out_stride, bias, add};
-    for (long most = panels_per_call(m), done; np > 0; np -= done, panel += done) {
+    const float *a = g->a + rows->first * g->a_stride;
+    KernelArgs args = {a, g->a_stride, NULL, size, g->k, 0, out, out_stride, bias, add, rows};
+    for (long most = panels_per_call(rows->count), done; np > 0; np -= done, panel += done) {
         if (most > np) most = np;
         args.w = g->w + panel * size;
         args.calls = np / most;
-        KERNELS[m - 1][most - 1](&args);
+        KERNELS[rows->count - 1][most - 1](&args);
         done = args.calls * most;
         args.out += done * NR;
         if (args.bias) args.bias += done * NR;
     }
 }
 
-/* Rows [row, row+m) times (gate, up) couples of panels: the sums pass through a tile that stays in the L1 cache. */
-static void silu_block(const Gemm *g, long row, long m, long panel, long np) {
+/* Rows times (gate, up) couples of panels: the sums pass through a tile that stays in the L1 cache. */
+static void silu_block(const Gemm *g, const RowBlock *rows, long panel, long np) {
     float c[72 * NR] __attribute__((aligned(64)));
-    const long most = m > 6 ? 6 : 12, stride = most * NR; /* 12 is a multiple of the panels of every kernel */
+    const long most = rows->count > 6 ? 6 : 12, stride = most * NR; /* 12 is a multiple of the panels of every kernel */
     for (long p = 0; p < np; p += most) {
         const long now = np - p < most ? np - p : most;
-        product(g, row, m, panel + p, now, c, stride, NULL, 0);
-        for (long i = 0; i < m; i++)
+        product(g, rows, panel + p, now, c, stride, NULL, 0);
+        for (long i = 0; i < rows->count; i++)
             for (long q = 0; q < now; q += 2) {
                 const float *gate = c + i * stride + q * NR;
-                silu_store(g, row + i, (panel + p + q) / 2 * NR, gate, gate + NR);
+                silu_store(g, rows->first + i, (panel + p + q) / 2 * NR, gate, gate + NR);
             }
     }
 }
 
-/* Rows [row, row+m) times panels [panel, panel+np). */
-static void block(const Gemm *g, long row, long m, long panel, long np) {
+/* Rows times panels [panel, panel+np). */
+static void block(const Gemm *g, const RowBlock *rows, long panel, long np) {
     if (g->epilogue == EPI_SILU) {
-        silu_block(g, row, m, panel, np);
+        silu_block(g, rows, panel, np);
         return;
     }
-    float *out = g->out + row * g->out_stride + panel * NR;
+    float *out = g->out + rows->first * g->out_stride + panel * NR;
     const float *bias = g->epilogue == EPI_BIAS && g->bias ? g->bias + panel * NR : NULL;
     const int cut = !g->out_is_padded && (panel + np) * NR > g->n; /* only EPI_STORE has unpadded rows (the logits) */
-    product(g, row, m, panel, np - cut, out, g->out_stride, bias, g->epilogue == EPI_ADD);
+    product(g, rows, panel, np - cut, out, g->out_stride, bias, g->epilogue == EPI_ADD);
     if (cut) {
         float c[MR * NR] __attribute__((aligned(64)));
         const long last = panel + np - 1, left = g->n - last * NR;
-        product(g, row, m, last, 1, c, NR, NULL, 0);
-        for (long i = 0; i < m; i++)
+        product(g, rows, last, 1, c, NR, NULL, 0);
+        for (long i = 0; i < rows->count; i++)
             memcpy(out + i * g->out_stride + (np - 1) * NR, c + i * NR, (size_t)left * sizeof(float));
     }
 }
@@ -199,8 +222,10 @@ static void gemm_unit(void *arg, long unit) {
     for (long p = first; p < last; p += group) {
         long np = last - p < group ? last - p : group;
         for (long b = b0; b < b1; b++) {
-            long r0 = b * g->rows / c->row_blocks, r1 = (b + 1) * g->rows / c->row_blocks;
-            block(g, r0, r1 - r0, p * c->couple, np * c->couple);
+            const long r0 = b * g->rows / c->row_blocks, r1 = (b + 1) * g->rows / c->row_blocks;
+            const long ahead = b1 - b0 == 1 ? PAGE : np * c->couple * g->k * NR;
+            const RowBlock rows = {r0, r1 - r0, ahead, b - b0 + 1, b1 - b0};
+            block(g, &rows, p * c->couple, np * c->couple);
         }
     }
 }

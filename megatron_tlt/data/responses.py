@@ -1,0 +1,135 @@
+"""Finished responses of another run or program, from files, to train a drafter on.
+
+A line of a JSONL file has a prompt and a response, each as text or as token ids, which are taken where both are there:
+
+    prompt      "prompt_token_ids", else the column `data.train.prompt_field` (text or chat messages, into the chat
+                template as training prompts are)
+    response    "token_ids", else the column `drafter.response_field` (text; the end-of-sequence token is added unless
+                "finish_reason" is not "stop")
+    or          "messages" that end with the assistant's
+    optional    "given": [[begin, end], ...], spans of the response that an environment wrote
+
+A run directory has such lines in `responses/`, if `observe.save_responses` was on. Legend: L tokens of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_tlt.data.prompts import encode_prompt
+from megatron_tlt.data.sources import checked_messages, checked_prompt, columns_hint, field_of, read_jsonl
+from megatron_tlt.errors import DataError
+from megatron_tlt.observe.jsonl import SkippedLines, read_rows
+from megatron_tlt.observe.rollouts import RESPONSES_DIR
+from megatron_tlt.types import Span, Trajectory
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.root import Config
+    from megatron_tlt.data.tokenizer import HFTokenizer
+
+_PROMPT_IDS, _RESPONSE_IDS, _MESSAGES = "prompt_token_ids", "token_ids", "messages"
+
+
+def read_responses(
+    config: Config, path: Path, tokenizer: HFTokenizer, vocab_size: int, most: int
+) -> list[Trajectory]:
+    """The last `most` responses in `path`, a JSONL file or a run directory; `prompt_id` counts them.
+
+    Log-probs are zeros. Raises DataError that names file, line and field, also for more than `model.max_context`
+    tokens.
+    """
+    rows = [*_rows_of_run(path).items()] if path.is_dir() else _rows_of_file(path)
+    found = [
+        _trajectory(number, config, row, where, tokenizer, vocab_size)
+        for number, (where, row) in enumerate(rows[-most:])
+    ]
+    if not found:
+        raise DataError(f"{path}: no responses")
+    return found
+
+
+def _rows_of_file(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    records, numbers = read_jsonl(path)
+    return [(f"{path}:{number}", record) for record, number in zip(records, numbers, strict=True)]
+
+
+def _rows_of_run(run_dir: Path) -> dict[str, Mapping[str, Any]]:
+    """Rows by file and number, in the order of steps; a line that a crash tore is left out. Raises DataError."""
+    files = sorted((run_dir / RESPONSES_DIR).glob("*.jsonl"))
+    if not files:
+        raise DataError(
+            f"{run_dir}: has no {RESPONSES_DIR}/*.jsonl, which a run writes with observe.save_responses=true "
+            "(rollouts.jsonl has statistics only; samples.jsonl, a few responses of a step, can be named itself)"
+        )
+    skipped: SkippedLines = {}
+    rows = [(f"{file}: row {n}", row) for file in files for n, row in enumerate(read_rows(file, skipped), 1)]
+    return dict(sorted(rows, key=lambda item: item[1].get("step", 0)))
+
+
+def _trajectory(
+    number: int, config: Config, row: Mapping[str, Any], where: str, tokenizer: HFTokenizer, vocab_size: int
+) -> Trajectory:
+    prompt, response = _tokens(config, row, where, tokenizer)
+    for name, ids in ((_PROMPT_IDS, prompt), (_RESPONSE_IDS, response)):
+        if not len(ids):
+            raise DataError(f"{where}: field {name!r} has no tokens")
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            found = f"{min(ids)} to {max(ids)}"
+            raise DataError(f"{where}: field {name!r} has ids {found}, the model has 0 to {vocab_size - 1}")
+    length, limit = len(prompt) + len(response), config.model.max_context
+    if length > limit:
+        raise DataError(f"{where}: {length} tokens, model.max_context allows {limit}")
+    tokens = np.array([*prompt, *response], np.int32)
+    return Trajectory(number, 0, tokens, np.zeros(len(response), np.float32), _given(row, len(response), where))
+
+
+def _given(row: Mapping[str, Any], length: int, where: str) -> tuple[Span, ...]:
+    spans: Any = row.get("given", [])
+    last = 0
+    for span in spans if isinstance(spans, list) else [spans]:
+        is_pair = isinstance(span, list) and len(span) == 2 and all(type(i) is int for i in span)
+        if not is_pair or not last <= span[0] < span[1] <= length:
+            raise DataError(f"{where}: field 'given' must be ascending [begin, end] within {length} response tokens")
+        last = span[1]
+    return tuple((begin, end) for begin, end in spans)
+
+
+def _tokens(
+    config: Config, row: Mapping[str, Any], where: str, tokenizer: HFTokenizer
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Token ids of prompt and response."""
+    data, prompt_field, response_field = config.data, config.data.train.prompt_field, config.drafter.response_field
+    chat = data.chat_template and tokenizer.has_chat_template
+    text: Any = field_of(row, response_field)
+    prompt: Any = field_of(row, prompt_field)
+    if _MESSAGES in row and prompt is None and _PROMPT_IDS not in row:
+        messages = checked_messages(row[_MESSAGES], _MESSAGES, where)
+        if messages[-1]["role"] != "assistant":
+            raise DataError(f"{where}: field {_MESSAGES!r} must end with a message of the assistant")
+        prompt, text = messages[:-1], messages[-1]["content"]
+    if _PROMPT_IDS in row:
+        prompt_ids: Sequence[int] = _ids(row, _PROMPT_IDS, where)
+    elif prompt is None:
+        hint = columns_hint(row, prompt_field)
+        raise DataError(f"{where}: field {prompt_field!r} or {_PROMPT_IDS!r} is missing{hint}")
+    else:
+        prompt = prompt if isinstance(prompt, tuple) else checked_prompt(prompt, prompt_field, where)
+        prompt_ids = encode_prompt(tokenizer, prompt, chat, data.system_prompt, where)
+    if _RESPONSE_IDS in row:
+        return prompt_ids, _ids(row, _RESPONSE_IDS, where)
+    if not isinstance(text, str):
+        hint = columns_hint(row, response_field) if text is None else f", found {type(text).__name__}"
+        raise DataError(f"{where}: field {response_field!r} must be a string, or {_RESPONSE_IDS!r} a list of ids{hint}")
+    ends = row.get("finish_reason", "stop") == "stop"
+    return prompt_ids, [*tokenizer.encode(text), *tokenizer.eos_token_ids[: int(ends)]]
+
+
+def _ids(row: Mapping[str, Any], name: str, where: str) -> list[int]:
+    value = row[name]
+    if not isinstance(value, list) or not all(type(i) is int for i in value):
+        raise DataError(f"{where}: field {name!r} must be a list of integers")
+    return value

@@ -1,0 +1,99 @@
+"""Finished responses from files: the forms of a row, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_tlt.config.root import Config
+from megatron_tlt.data.responses import read_responses
+from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.errors import DataError
+from tests.helpers.runs import TOKENIZER
+
+VOCAB = 288
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HFTokenizer:
+    return HFTokenizer(TOKENIZER)
+
+
+def config(**sections) -> Config:
+    return Config(model={"path": str(TOKENIZER), "max_context": 64}, **sections)
+
+
+def read(path: Path, rows: list[dict], tokenizer: HFTokenizer, most: int = 99, **sections):
+    path.write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    return read_responses(config(**sections), path, tokenizer, VOCAB, most)
+
+
+def test_texts_messages_and_ids_are_the_same_response(tmp_path, tokenizer):
+    prompt, response = tokenizer.encode_chat("1 + 2"), [*tokenizer.encode("3"), *tokenizer.eos_token_ids[:1]]
+    user, assistant = ({"role": role, "content": text} for role, text in (("user", "1 + 2"), ("assistant", "3")))
+    rows = [
+        {"prompt": "1 + 2", "response": "3"},
+        {"prompt": [user], "response": "3", "finish_reason": "stop"},
+        {"messages": [user, assistant]},
+        {"prompt_token_ids": prompt, "token_ids": response, "prompt": "other", "response": "other"},
+        {"prompt": "1 + 2", "response": "3", "finish_reason": "length"},
+        {"prompt": "1 + 2", "token_ids": response, "given": [[0, 1]]},
+    ]
+    found = read(tmp_path / "r.jsonl", rows, tokenizer)
+    for trajectory in (*found[:4], found[5]):
+        assert trajectory.token_ids.tolist() == [*prompt, *response]
+        assert trajectory.response_start == len(prompt)
+    assert found[4].token_ids.tolist() == [*prompt, *response[:-1]], "it was cut off: nothing ends it"
+    assert [t.drawn.tolist()[0] for t in found] == [True] * 5 + [False]
+    assert [t.prompt_id for t in found] == list(range(6))
+
+
+def test_columns_and_the_template_are_settings(tmp_path, tokenizer):
+    rows = [{"question": {"text": "1 + 2"}, "output": "3"}]
+    train = {"prompt_field": "question.text"}
+    sections = {"data": {"train": train, "chat_template": False}, "drafter": {"response_field": "output"}}
+    (found,) = read(tmp_path / "r.jsonl", rows, tokenizer, **sections)
+    assert found.token_ids[: found.response_start].tolist() == tokenizer.encode("1 + 2")
+
+
+def test_the_last_responses_are_taken_of_a_run_by_step_without_torn_lines(tmp_path, tokenizer):
+    folder = tmp_path / "responses"
+    folder.mkdir()
+    for rank, steps in enumerate([(1, 2), (1, 2, 3)]):
+        rows = [{"step": step, "prompt_token_ids": [5], "token_ids": [step, rank, 7]} for step in steps]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"rank-{rank:05d}.jsonl").write_text(lines + '{"step": 4, "prom')
+    found = read_responses(config(), tmp_path, tokenizer, VOCAB, 3)
+    assert [t.token_ids[1:3].tolist() for t in found] == [[2, 0], [2, 1], [3, 1]]
+    assert np.isfinite(found[0].logprobs).all()
+
+
+IDS = {"prompt_token_ids": [1], "token_ids": [2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"promt": "a", "response": "b"}, "r.jsonl:2: field 'prompt' or 'prompt_token_ids' is missing.*'promt'"),
+        ({"prompt": "a", "answer": "b"}, "r.jsonl:2: field 'response' must be a string.*'answer', 'prompt'"),
+        ({"prompt": "a", "response": 3}, "field 'response' must be a string.*found int"),
+        ({"prompt": 5, "response": "b"}, "field 'prompt' must be a string or a list of chat messages, found int"),
+        (IDS | {"token_ids": [2, VOCAB]}, f"'token_ids' has ids 2 to {VOCAB}, the model has 0 to {VOCAB - 1}"),
+        (IDS | {"token_ids": "2 3"}, "field 'token_ids' must be a list of integers"),
+        (IDS | {"prompt_token_ids": []}, "field 'prompt_token_ids' has no tokens"),
+        (IDS | {"token_ids": [2] * 64}, "65 tokens, model.max_context allows 64"),
+        (IDS | {"given": [[1, 3]]}, "field 'given' must be ascending"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "must end with a message of the assistant"),
+    ],
+)
+def test_a_wrong_row_is_named(tmp_path, tokenizer, row, says):
+    with pytest.raises(DataError, match=says):
+        read(tmp_path / "r.jsonl", [row], tokenizer)
+
+
+def test_a_run_without_responses_says_what_writes_them(tmp_path, tokenizer):
+    with pytest.raises(DataError, match=r"observe\.save_responses=true"):
+        read_responses(config(), tmp_path, tokenizer, VOCAB, 3)
