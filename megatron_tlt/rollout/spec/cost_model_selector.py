@@ -124,7 +124,7 @@ class CostModelSelector:
         self._is_new = True
 
     def _forget_former_drafter(self) -> None:
-        """At a new drafter's first draft: what was counted of the one before it becomes a prior, equal in all buckets."""
+        """At a new drafter's first draft: what was counted of the one before it becomes a prior, the same for all."""
         if self._is_new:
             self._is_new, self._last_trial = False, self._seconds()
             for counts in self._acceptance.values():
