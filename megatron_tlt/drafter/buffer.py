@@ -1,9 +1,9 @@
 """`HiddenStateBuffer`: a bounded buffer of responses with the policy's hidden states, which the drafter trains on.
 
 A rank that becomes idle early has had short responses, and training on those alone would teach the drafter the
-beginnings of responses only, and training on few responses again and again would teach it those. So responses of several
-steps are kept, long responses of other replicas are added once a step is over (`add_shared`), and all responses in
-the buffer are drawn with one probability.
+beginnings of responses only; training on few responses again and again would teach it just those. So responses of
+several steps are kept, long responses of other replicas are added once a step is over (`add_shared`), and all responses
+in the buffer are drawn with one probability.
 
 When the budget is short: the oldest version goes first, its shortest responses first; of this step's responses a random
 choice stays, whatever the order they came in, so that it is a fair sample of the lengths. The length of another
