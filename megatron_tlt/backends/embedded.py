@@ -222,7 +222,7 @@ class EmbeddedBackend(BaseBackend):
         if speculator is None or speculator.trained is None:
             raise SyncError(f"a drafter of version {version} came to an engine that has none")
         try:
-            speculator.trained.decoder.load_weights(weights.items())
+            speculator.load_drafter(weights.items())
         except CheckpointError as error:
             raise SyncError(f"the drafter of version {version} does not fit: {error}") from error
         self._weights.accept_drafter(version)

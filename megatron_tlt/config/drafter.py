@@ -76,9 +76,10 @@ class OnlineSection(Section):
     replica that waits had short responses, and drafts matter most for long ones. Up to four replicas send at a
     time, in turns; of a response that does not fit, the end is sent. 0: each replica trains on its own responses only,
     as with max_age 0. Not with the actor's hidden states, which all ranks of a replica share out."""
-    max_age: NonNegativeInt = 2
+    max_age: NonNegativeInt = 8
     """Policy versions by which hidden states may be older than the policy that rolls out, whose embedding and LM head
-    read them all; 0: only its own, and none of other replicas, which are sent when a step is over."""
+    read them all; 0: only its own, and none of other replicas, which are sent when a step is over. buffer_mib may hold
+    fewer."""
     merge_share: NonNegativeFloat = 0.2
     """Most time of a merge of the ranks' drafters, as a share of the time that a rank has trained since the last one,
     on average. A merge that would take more is put off to a later step, unless a checkpoint is due. The engines get

@@ -73,7 +73,8 @@ class SpeculationSection(Section):
     hysteresis: float = Field(default=0.03, ge=0, lt=1)
     """Expected gain in tokens per second from which on cost_model changes to another draft length."""
     exploration: float = Field(default=0.01, gt=0, lt=1)
-    """Share of the time that cost_model may lose by trying other draft lengths."""
+    """Share of the time that cost_model may lose by trying other draft lengths. Trials of new weights of a drafter that
+    is not in use may lose two more such shares."""
     draft_len: PositiveInt = Field(default=11, le=32)
     """Most tokens drafted in a row."""
     catch_up_tokens: PositiveInt = 256

@@ -1,9 +1,9 @@
 """`HiddenStateBuffer`: a bounded buffer of responses with the policy's hidden states, which the drafter trains on.
 
 A rank that becomes idle early has had short responses, and training on those alone would teach the drafter the
-beginnings of responses only. So the longer half of the previous steps' responses is kept (their shorter half is dropped
-as soon as a step begins), long responses of other replicas are added once a step is over (`add_shared`), and all
-responses in the buffer are drawn with one probability.
+beginnings of responses only; training on few responses again and again would teach it just those. So responses of
+several steps are kept, long responses of other replicas are added once a step is over (`add_shared`), and all responses
+in the buffer are drawn with one probability.
 
 When the budget is short: the oldest version goes first, its shortest responses first; of this step's responses a random
 choice stays, whatever the order they came in, so that it is a fair sample of the lengths. The length of another
@@ -31,7 +31,6 @@ COUNTERS = (
     "added",
     "dropped_by_age",
     "dropped_by_budget",
-    "dropped_short",  # the shorter half of a step that is over
     "shared",  # of other replicas, and held
 )
 
@@ -56,19 +55,14 @@ class HiddenStateBuffer:
         self._budget, self._window, self._max_age, self._seed = budget_bytes, window, max_age, seed
         self._entries: dict[SampleKey, _Entry] = {}
         self._bytes = self._step = self._epochs = 0
-        self._lengths: list[int] = []  # of this step's responses, kept or not
         self._epoch: list[list[DraftSequence]] = []  # batches that are not yet drawn; empty: the contents have changed
         self._batch_tokens = 0  # that those were made for
 
     # -- filling --------------------------------------------------------------------------------------------
 
     def begin_step(self, policy_version: int) -> None:
-        """A rollout by `policy_version` begins: drops what is too old, and the shorter half of the step before."""
-        if self._lengths:
-            median = float(np.median(self._lengths))
-            ours = [e for e in self._entries.values() if e.step == self._step]
-            self._drop([e for e in ours if e.sequence.reach < median], "dropped_short")
-        self._step, self._lengths = self._step + 1, []
+        """A rollout by `policy_version` begins: drops what is too old."""
+        self._step += 1
         old = [e for e in self._entries.values() if policy_version - e.key[0] > self._max_age]
         self._drop(old, "dropped_by_age")
 
@@ -80,7 +74,6 @@ class HiddenStateBuffer:
         length = sample.trajectory.length
         assert tuple(sample.hidden.shape[:1]) == (length - 1,), f"{length} tokens, {sample.hidden.shape}"
         self.counters["added"] += 1
-        self._lengths.append(length)
         sequence = DraftSequence.of(sample)
         if not sequence.num_bases:
             return
@@ -96,7 +89,7 @@ class HiddenStateBuffer:
     def add_shared(self, key: SampleKey, sequence: DraftSequence) -> None:
         """Adds a response of another replica, if it is new and fits.
 
-        Only between the end of a step and `begin_step`, which drops it if it is shorter than this step's median.
+        Only between the end of a step and `begin_step`.
         """
         if key in self._entries or _size(sequence) > self._budget:
             return

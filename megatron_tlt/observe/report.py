@@ -15,6 +15,7 @@ _VALUE_CHARACTERS = 90  # of a setting
 _TEXT_CHARACTERS = 6000  # of a prompt or a response
 _REFUSED_CHARACTERS = 200  # of one refused draft
 _SAMPLES = 60
+_NEXT_TO_NONE = 0.05  # share of time or tokens
 _SAMPLE_STEPS = 12
 
 
@@ -92,7 +93,9 @@ def _stats(run: RunData) -> Iterator[Stat]:
     if rows := run.total("engine/spec_row_steps"):
         emitted = run.total("engine/spec_emitted_tokens")
         share = emitted / max(1.0, run.total("engine/generated_tokens"))
-        yield Stat("accepted length", f"{emitted / rows:.2f}", f"{share:.0%} of tokens in drafting steps")
+        note = f"{share:.0%} of tokens in drafting steps"
+        note += ": plain decoding was faster" if share < _NEXT_TO_NONE else ""
+        yield Stat("accepted length", f"{emitted / rows:.2f}", note)
     if idle := run.total("idle/seconds"):
         used = run.total("idle/recovered_seconds")
         note = f"{seconds_text(used)} of {seconds_text(idle)}, all ranks"
@@ -101,6 +104,26 @@ def _stats(run: RunData) -> Iterator[Stat]:
         used = run.total("env/recovered_seconds")
         note = f"all ranks; the drafter trained in {seconds_text(used)} of it"
         yield Stat("waiting for environments", seconds_text(parked), note)
+    yield from _tail(run)
+
+
+def _tail(run: RunData) -> Iterator[Stat]:
+    """How much of the rollouts is a tail, in which some rank waits for others or few responses run.
+
+    Drafts for few responses and training in idle time have no more than that to win from.
+    """
+    rollouts, steps = run.total("time/rollout") + run.total("time/idle"), run.total("time/step")
+    medians = run.column("length/median")[1]
+    if not rollouts or not medians or steps <= rollouts:
+        return
+    longest = sum(run.column("length/max")[1]) / max(1.0, sum(medians))
+    tail, waiting = run.seconds_some_rank_waits() / rollouts, run.total("time/idle") / rollouts
+    note = f"of the rollouts some rank waits, {waiting:.0%} of all ranks' time; longest response {longest:.1f} x median"
+    if tail < _NEXT_TO_NONE and longest < 2:  # else few responses run at a rollout's end, also on a single rank
+        yield Stat("rollouts have no tail", f"{tail:.0%}", f"{note}: TLT has next to nothing to win")
+    else:
+        limit = steps / (steps - rollouts)
+        yield Stat("tail of the rollouts", f"{tail:.0%}", f"{note}; without rollouts steps were {limit:.1f}x as fast")
 
 
 def settings(run: RunData) -> dict[str, str]:

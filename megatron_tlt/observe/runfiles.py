@@ -98,6 +98,11 @@ class RunData:
         ranks = sorted((int(name.removeprefix(prefix)), name) for name in names)
         return {rank: self.total(name) for rank, name in ranks}
 
+    def seconds_some_rank_waits(self) -> float:
+        """Seconds of the rollouts in which at least one rank had no request left, over all steps."""
+        waits = ([v for name, v in row.items() if name.startswith("idle/rank")] for row in self.steps)
+        return float(sum(max(seconds, default=0.0) for seconds in waits))
+
     def events(self, rank: int) -> Iterator[JsonRow]:
         """All events of one rank, in the order they were written."""
         return read_rows(events_path(self.run_dir, rank), self.skipped, is_event)

@@ -14,7 +14,7 @@ from math import inf
 from statistics import median
 from typing import Any
 
-from megatron_tlt.types import DraftStrategy, StepMeasurement
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 
 class BucketedEpsilonGreedy:
@@ -65,6 +65,13 @@ class BucketedEpsilonGreedy:
         rewards.append(measurement.num_emitted / (measurement.draft_seconds + measurement.step_seconds))
         self._scores[bucket][name] = median(rewards)
         self._steps[bucket] += 1
+
+    def drafter_changed(self) -> None:
+        """See `StrategySelector.drafter_changed`: arms that draft are unplayed again."""
+        for rewards, scores in zip(self._rewards, self._scores, strict=True):
+            for name in self.arms.keys() - {NO_DRAFT.name}:
+                rewards[name].clear()
+                scores[name] = inf
 
     def state_dict(self) -> dict[str, Any]:
         """Rewards by bucket and arm, steps by bucket."""

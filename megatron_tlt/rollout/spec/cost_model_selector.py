@@ -20,6 +20,10 @@ generates as many tokens. The more a candidate loses, the rarer its trials, so t
 the time at most. The right side of `verified` is the number of tokens that the best candidate generates in the seconds
 of a row.
 
+A new drafter (the first one, or new weights) that no bucket drafts with gets a trial of one drafted token, in the first
+bucket where that loses 2 * `exploration` of the seconds since the last such trial at most, if nothing is accepted. Its
+first measured draft, in a trial or not, reduces what was counted of the drafter before it to a prior.
+
 Torch-free, no clock of its own. Legend: B running requests, T rows fed to the policy, L draft length, P passes.
 """
 
@@ -39,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 _INTERVAL = 256  # request-steps of a full measurement interval: its median has an error of a few percent
 _TRIAL = 12  # steps of a trial and of a bucket's first interval; the next ones double: a rollout's tail is short
-_FIRST_TRIAL = 64  # request-steps of the first of all trials: of no other one is the loss unknown before it
+_FIRST_TRIAL = 64  # request-steps of a new drafter's own trial, in four steps at least
 _MOST_ACCEPTANCE = 0.95  # highest threshold of verification: without any draft acceptance would not be measured
 _SLOWDOWN_SHARE = 0.5  # of a change of the best candidate's seconds that is ascribed to the machine, not to the step
 
@@ -90,6 +94,8 @@ class CostModelSelector:
         self._passes = passes
         self._buckets: dict[int, _Bucket] = {}
         self._acceptance = self._no_counts()  # of all buckets
+        self._is_new = True  # no draft by the present drafter was measured
+        self._last_trial = 0.0  # seconds of all buckets before the last new drafter's first draft
         self._slowdown = 1.0  # seconds of a step now, over its seconds at the machine's usual speed
 
     def select(self, num_running: int) -> DraftStrategy:
@@ -104,6 +110,7 @@ class CostModelSelector:
         if candidate != bucket.current:  # rank 0 of the tensor-parallel group selected it
             self._start_interval(bucket, candidate, strategy.min_cumulative_acceptance)
         if strategy.draft_len:
+            self._forget_former_drafter()
             for counts in (bucket.acceptance, self._acceptance):
                 counts[strategy.kind].add(
                     strategy.draft_len, measurement.num_running, measurement.accepted.tolist()
@@ -111,6 +118,22 @@ class CostModelSelector:
         bucket.measured.append(measurement)
         if len(bucket.measured) >= bucket.steps:
             self._end_interval(bucket)
+
+    def drafter_changed(self) -> None:
+        """See `StrategySelector.drafter_changed`."""
+        self._is_new = True
+
+    def _forget_former_drafter(self) -> None:
+        """At a new drafter's first draft: what was counted of the one before it becomes a prior, the same for all."""
+        if self._is_new:
+            self._is_new, self._last_trial = False, self._seconds()
+            for counts in self._acceptance.values():
+                counts.fade()
+            for bucket in self._buckets.values():
+                bucket.acceptance = self._no_counts()
+
+    def _seconds(self) -> float:
+        return sum(bucket.seconds for bucket in self._buckets.values())
 
     # Measurement intervals
 
@@ -179,12 +202,9 @@ class CostModelSelector:
 
     def _decide(self, bucket: _Bucket) -> None:
         """Chooses the best candidate and that of the next interval. Mutates the bucket."""
-        if not any(counts.tried[0] for counts in self._acceptance.values()):
-            if bucket.candidates[0].steps:  # plain decoding was measured; a short draft is next
-                self._start_interval(bucket, min(2, len(self._candidates) - 1))
-                bucket.steps = min(_TRIAL, max(4, round(_FIRST_TRIAL / bucket.running)))
-            return
         bucket.costs = self._fit()
+        if self._try_new_drafter(bucket) or not any(c.length for _, c in self._measured_candidates(bucket)):
+            return
         speeds = self._speeds(bucket)
         fastest = speeds.index(max(speeds))
         if speeds[fastest] > (1 + self._hysteresis) * speeds[bucket.best]:
@@ -197,6 +217,21 @@ class CostModelSelector:
         due = [i for i, c in enumerate(bucket.candidates) if i != bucket.best and c.next_trial <= bucket.seconds]
         chosen = max(due, key=speeds.__getitem__, default=bucket.best)
         self._start_interval(bucket, chosen, min(best * bucket.costs.seconds_per_row, _MOST_ACCEPTANCE))
+
+    def _try_new_drafter(self, bucket: _Bucket) -> bool:
+        """Begins the trial of a new drafter, if it is due here. Mutates the bucket."""
+        plain, trial, running = *bucket.candidates[:2], bucket.running
+        if not self._is_new or not plain.steps or any(other.best for other in self._buckets.values()):
+            return False
+        steps = min(_TRIAL, max(4, round(_FIRST_TRIAL / running)))
+        if any(c.length for _, c in self._measured_candidates(bucket)):  # else its costs are not known
+            drafting = bucket.costs.seconds(trial, running, running * (1 + trial.length))
+            most_lost = steps * (drafting - bucket.costs.seconds(plain, running, running))
+            if most_lost > 2 * self._exploration * (self._seconds() - self._last_trial):
+                return False
+        self._start_interval(bucket, 1)
+        bucket.steps = steps
+        return True
 
     # Predictions
 
@@ -244,6 +279,8 @@ class CostModelSelector:
             "selector": "cost_model",
             "candidates": [list(candidate) for candidate in self._candidates],
             "slowdown": self._slowdown,
+            "is_new": self._is_new,
+            "last_trial": self._last_trial,
             "acceptance": {kind: asdict(counts) for kind, counts in self._acceptance.items()},
             "buckets": [asdict(bucket) | {"measured": []} for bucket in self._buckets.values()],
         }
@@ -254,7 +291,8 @@ class CostModelSelector:
         if state.keys() != own.keys() or any(state[name] != own[name] for name in ("selector", "candidates")):
             _log.info("the saved strategy selector was another one: this one starts without measurements")
             return
-        self._slowdown = float(state["slowdown"])
+        self._slowdown, self._last_trial = float(state["slowdown"]), float(state["last_trial"])
+        self._is_new = bool(state["is_new"])
         self._acceptance = _acceptance(state)
         for saved in state["buckets"]:
             bucket = self._buckets[saved["key"]] = _Bucket(**saved)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 _LOWEST, _HIGHEST = 1e-3, 0.999  # no token is certain: a product of rates must stay open to counts
+_FADED = 64.0  # observations that a former drafter's counts weigh at most
 _REFRESH_EVERY = 16  # calls of `observe` between two estimates (sooner at first, and if many tokens came)
 
 
@@ -51,6 +52,13 @@ class MatchRates:
         due = min(_REFRESH_EVERY, 1 + self._calls // 8)
         if len(self._waiting) >= due or self._waiting_tokens >= 16 * _REFRESH_EVERY:
             self._refresh()
+
+    def fade(self) -> None:
+        """What was counted so far is of another drafter: it weighs little from now on. Mutates counts and rates."""
+        if self._waiting:
+            self._refresh()
+        self._counts *= min(1.0, _FADED / max(float(self._counts.sum()), 1.0))
+        self._estimate()
 
     def _refresh(self) -> None:
         """Counts the waiting observations and estimates the rates anew."""

@@ -28,6 +28,10 @@ class StrategySelector(Protocol):
         """Adds one measured decoding step. Mutates the selector; by default nothing is kept."""
         return
 
+    def drafter_changed(self) -> None:
+        """The trained drafter has new weights: its acceptance so far is another's. By default nothing changes."""
+        return
+
     def state_dict(self) -> dict[str, Any]:
         """Measurements: numbers, strings, lists and dicts."""
         return {}

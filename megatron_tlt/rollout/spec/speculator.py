@@ -11,7 +11,7 @@ Legend: B running rows, N drafted tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +26,8 @@ from megatron_tlt.rollout.spec.trace import DraftTrace
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_tlt.rollout.spec.selector import StrategySelector
     from megatron_tlt.rollout.spec.trained import TrainedDrafter
 
@@ -122,6 +124,16 @@ class Speculator:
         )
         self.selector.record(measurement)
         self.counters.add(measurement, draft, None if verified is None else verified.accepted)
+
+    def load_drafter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads the trained drafter's tensors: what was measured of the former ones counts little from now on.
+
+        Raises CheckpointError if they do not fit.
+        """
+        assert self.trained is not None
+        self.trained.decoder.load_weights(weights)
+        self.trained.weights_changed()
+        self.selector.drafter_changed()
 
     def start_trace(self, prompt_ids: Collection[int]) -> None:
         """Starts a new `trace`, of the drafts for responses to these prompts."""

@@ -105,6 +105,12 @@ class AcceptanceCounts:
             self.accepted[at] = self.accepted[at] * keep + now
             before = now
 
+    def fade(self) -> None:
+        """All counts weigh no more than a prior from now on. Mutates the counts."""
+        keep = min(1.0, _PRIOR_STEPS / max(self.tried[0], 1.0))
+        self.tried = [keep * count for count in self.tried]
+        self.accepted = [keep * count for count in self.accepted]
+
     def rates(self, prior: list[float] | None = None) -> list[float]:
         """Acceptance rate of each position; where little was counted `prior`, or the rate of the position before."""
         rates, rate = [], _PRIOR_RATE

@@ -98,6 +98,10 @@ class TrainedDrafter(Drafter):
         cached = int(self._rows.positions[request.row])
         self._synced[request.slot], self._first[request.slot] = cached - 1, 1
 
+    def weights_changed(self) -> None:
+        """The decoder has loaded other weights: match rates of those before weigh little. Mutates."""
+        self._match_rates.fade()
+
     def state_dict(self) -> dict[str, Any]:
         """Match rates by gap."""
         return self._match_rates.state_dict()

@@ -81,8 +81,8 @@ def test_wrong_sizes_are_found_together(model_dir: Path):
     assert [p.path for p in caught.value.problems] == ["model.max_context", "rollout.speculation.drafter_path"]
 
 
-def drafting_backend(model_dir: Path, drafter: EagleModel) -> EmbeddedBackend:
-    speculation = SpeculationSection(drafter="eagle", selector="fixed", draft_len=3)
+def drafting_backend(model_dir: Path, drafter: EagleModel, selector: str = "fixed") -> EmbeddedBackend:
+    speculation = SpeculationSection(drafter="eagle", selector=selector, draft_len=3)
     rollout = RolloutSection(kv_cache_mib=4, speculation=speculation)
     model = ModelSection(path=str(model_dir), max_context=64)
     return build_backend(
@@ -112,6 +112,21 @@ def test_a_published_drafter_drafts_and_garbage_changes_nothing(model_dir: Path,
     assert [(s.token_ids, s.logprobs) for s in responses] == [(s.token_ids, s.logprobs) for s in expected]
     stats = backend.take_stats().speculation
     assert stats.drafted_tokens > 0 or garbage is not None
+
+
+def test_acceptance_counts_as_another_drafters_once_a_drafter_came(model_dir: Path):
+    drafter = EagleModel(EagleConfig.of(TINY))
+    backend = drafting_backend(model_dir, drafter, "cost_model")
+    rates = backend.engine.speculator.trained._match_rates
+    state = backend.state_dict()
+    state["selector"]["is_new"] = False
+    state["calibration"]["counts"][0][0] = [1000.0, 0.0]
+    backend.load_state_dict(state)
+    measured = rates.rates[0, 0]
+    push(backend, 1)
+    assert not backend.state_dict()["selector"]["is_new"] and rates.rates[0, 0] == measured
+    push(backend, 2, drafter)
+    assert backend.state_dict()["selector"]["is_new"] and rates.rates[0, 0] > measured
 
 
 def test_an_engine_that_does_not_draft_refuses_a_drafter(model_dir: Path):

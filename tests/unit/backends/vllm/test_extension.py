@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 from torch.multiprocessing import reductions
 
 from megatron_tlt.backends.entries import DEVICE
-from megatron_tlt.backends.vllm.plugin import compat
+from megatron_tlt.backends.vllm.plugin import compat, extension
+from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
 from megatron_tlt.backends.vllm.plugin.extension import VllmWorkerExtension
+from megatron_tlt.config.speculation import SpeculationSection
 
 
 def load(monkeypatch: pytest.MonkeyPatch, device: torch.device, location: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -46,3 +48,18 @@ def test_a_file_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: pytest.fail("a second copy of a bucket"))
     loaded = load(monkeypatch, torch.device("cpu"), {"file": str(tmp_path / "tensors")})
     assert loaded["a"].tolist() == [1, 1]
+
+
+def test_drafts_are_measured_anew_once_a_drafter_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = VllmWorkerExtension()
+    worker.tlt_drafting = StepDrafting(SpeculationSection(drafter="eagle"), torch.device("cpu"))
+    worker.tlt_load_speculation(
+        {**worker.tlt_speculation(), "selector": {**worker.tlt_speculation()["selector"], "is_new": False}}
+    )
+    worker.model_runner = SimpleNamespace(device=torch.device("cpu"))
+    for name in ("begin_reload", "end_reload", "load", "draft_model"):
+        monkeypatch.setattr(compat, name, lambda *_, **__: object())
+    monkeypatch.setattr(extension, "load_tensors", lambda *_: {})
+    assert not worker.tlt_speculation()["selector"]["is_new"]
+    worker.tlt_update_drafter({}, verify=False)
+    assert worker.tlt_speculation()["selector"]["is_new"]

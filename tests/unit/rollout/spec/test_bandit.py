@@ -41,6 +41,14 @@ def test_arms_without_rewards_come_first_in_every_bucket():
     assert play(selector, 40, EQUAL, times=4) == NAMES
 
 
+def test_arms_that_draft_are_played_again_with_a_new_drafter():
+    selector = bandit(epsilon=0.0)
+    slow = {**dict.fromkeys(NAMES, 9.0), NAMES[0]: 1.0}
+    play(selector, 5, slow, times=8)
+    selector.drafter_changed()
+    assert play(selector, 5, slow, times=5) == [*NAMES[1:], NAMES[0], NAMES[0]]
+
+
 def test_finds_the_best_arm_of_each_bucket():
     selector, rng = bandit(), np.random.default_rng(0)
     small = {**EQUAL, NAMES[3]: 0.7}

@@ -97,6 +97,38 @@ def test_finding_out_that_drafts_lose_costs_a_long_tailed_rollout_little():
     assert np.mean(shares) > 0.88
 
 
+def rollouts(qualities, world, changes=True):
+    """Speed over that of plain decoding, by rollout; a new drafter of each quality comes before each rollout."""
+    selector, world, shares = CostModelSelector("trained", 8), SpecWorld(**world), []
+    rng = np.random.default_rng(0)
+    for quality in qualities:
+        world.quality, world.clock = quality, 0.0
+        if changes:
+            selector.drafter_changed()
+        lengths = np.clip(rng.lognormal(4.2, 0.7, 64), 10, 400).astype(int)
+        world.start(lengths)
+        while len(world.lengths):
+            world.step(selector)
+        running = (lengths[:, None] > np.arange(lengths.max())).sum(0)
+        shares.append(sum(float(world.step_seconds(B, B)) for B in running) / world.clock)
+    return shares
+
+
+def test_a_drafter_that_has_improved_is_used_in_the_next_rollout():
+    """Without a word of it, it waits for the next trial of the drafter before it."""
+    told, untold = (
+        np.mean([rollouts([0.02] * 4 + [0.7], {**GPU, "seed": s}, changes)[-1] for s in range(3)])
+        for changes in (True, False)
+    )
+    assert told > 1.35 and told > 1.15 * untold
+
+
+@pytest.mark.parametrize("name", ["useless", "useless gpu"])
+def test_new_drafters_that_stay_bad_cost_less_than_two_percent(name):
+    found = [rollouts([0.02] * 8, {**LOSING[name], "seed": seed}) for seed in range(3)]
+    assert np.mean(found, axis=0)[2:].mean() > 0.98
+
+
 @pytest.mark.parametrize("running", [1, 16])
 def test_of_a_mixed_drafter_the_better_kind_is_chosen(running):
     """The eagle part alone drafts better in one world, and costs much more in the other."""

@@ -64,6 +64,15 @@ def test_follows_a_changing_policy():
     assert table.rates.mean() < 0.3
 
 
+def test_counts_of_a_former_drafter_weigh_little():
+    table = table_of()
+    feed(table, np.full((D, G), 0.1), 20_000)
+    table.fade()
+    assert table.rates.mean() < 0.25  # nothing else is known yet
+    feed(table, np.full((D, G), 0.9), 320, seed=1)
+    assert table.rates.mean() > 0.7
+
+
 def test_rates_change_at_once_at_first_and_only_every_nth_call_later_in_the_same_memory():
     table = table_of()
     changes, rates = [], table.rates
