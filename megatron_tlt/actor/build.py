@@ -239,7 +239,8 @@ def _layer(config: ModelConfig, actor: ActorSection, number: int) -> ModuleSpec:
         params={"place": config.moe_layers.index(number), "recompute": "mlp" in redone},
         submodules=MoESubmodules(
             experts=ModuleSpec(
-                module=GroupedExperts, params={"recompute_activation": "mlp_act" in redone, "lora": actor.lora}
+                module=GroupedExperts,
+                params={"recompute_activation": "mlp_act" in redone, "lora": actor.lora},
             ),
             shared_experts=shared if config.shared_expert_intermediate_size else None,
             router=Router,

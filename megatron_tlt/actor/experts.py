@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_tlt.actor.compat import current_device
 from megatron_tlt.actor.elementwise import swiglu
 from megatron_tlt.actor.hf_names import expert_fields
-from megatron_tlt.actor.lora import FACTORS, AdaptedWeight, Adapter
+from megatron_tlt.actor.lora import AdaptedWeight, Adapter
 from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.models.config import ModelConfig
 
@@ -77,25 +77,25 @@ class GroupedExperts(MegatronModule):
         made = {"dtype": config.params_dtype, "device": current_device()}
         self.fc1 = torch.nn.Parameter(torch.empty(num_local_experts, 2 * width, config.hidden_size, **made))
         self.fc2 = torch.nn.Parameter(torch.empty(num_local_experts, config.hidden_size, width, **made))
-        self._adapters: dict[str, Adapter] = {}
-        if lora is not None:
-            self._adapt(lora, width)
+        self._adapted = None if lora is None else self._adapt(lora, width)
 
-    def _adapt(self, lora: LoraSection, width: int) -> None:
-        """Gives each expert's matrices that are targets adapters of their own."""
+    def _adapt(self, lora: LoraSection, width: int) -> tuple[AdaptedWeight, AdaptedWeight]:
+        """Gives each expert's matrices that are targets adapters of their own. Mutates the module."""
         experts, hidden, dtype = self.fc2.shape[0], self.fc2.shape[1], self.fc2.dtype
         matrices = {
             "gate_proj": ((width, hidden), (0, width)),
             "up_proj": ((width, hidden), (width, 2 * width)),
             "down_proj": ((hidden, width), (0, hidden)),
         }
-        for name, (shape, rows) in matrices.items():
-            if name in lora.targets:
-                self._adapters[name] = Adapter((experts, *shape), lora.rank, rows, dtype)
-                self.add_module(name, self._adapters[name])
-        of_fc2 = [adapter for name, adapter in self._adapters.items() if name == "down_proj"]
-        of_fc1 = [adapter for name, adapter in self._adapters.items() if name != "down_proj"]
-        self.adapted = AdaptedWeight(self.fc1, of_fc1, lora.scale), AdaptedWeight(self.fc2, of_fc2, lora.scale)
+        made = {
+            name: Adapter((experts, *shape), lora.rank, rows, dtype)
+            for name, (shape, rows) in matrices.items()
+            if name in lora.targets
+        }
+        for name, adapter in made.items():
+            self.add_module(name, adapter)
+        of_fc2 = [made.pop("down_proj")] if "down_proj" in made else []
+        return AdaptedWeight(self.fc1, list(made.values()), lora.scale), AdaptedWeight(self.fc2, of_fc2, lora.scale)
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """`rows` [R, H], `probs` [R] their gates -> [R, H]. An expert without a row costs nothing.
@@ -114,8 +114,8 @@ class GroupedExperts(MegatronModule):
     def _product(self, which: int, rows: Tensor, ends: Tensor, counts: Tensor) -> Tensor:
         """`rows` by their experts' fc1 (0) or fc2 (1), whose rows end at `ends` [E / EP]."""
         weight = (self.fc1, self.fc2)[which]
-        if not weight.requires_grad and hasattr(self, "adapted"):
-            adapted = self.adapted[which]
+        if self._adapted is not None:
+            adapted = self._adapted[which]
             return _AdaptedExperts.apply(rows, adapted, ends, counts, *adapted.factors)  # type: ignore[no-any-return]
         taken = _ZeroUnused.apply(weight, counts) if rows.is_cuda else weight
         return F.grouped_mm(rows, taken.transpose(1, 2), offs=ends)
@@ -123,29 +123,19 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """This rank's experts of [(layers,) E, ...], under the names of megatron's own experts."""
+        """This rank's experts of [(layers,) E, ...], under the names of megatron's own experts, and their adapters."""
         axis, ep = len(sharded_offsets), self._ep
+        named = {"fc1": "experts.linear_fc1.weight", "fc2": "experts.linear_fc2.weight"}
         return {
             f"{prefix}{name}": ShardedTensor.from_rank_offsets(
-                f"{prefix}experts.linear_{name}.weight",
-                weight,
+                f"{prefix}{named.get(name, name)}",
+                parameter,
                 *sharded_offsets,
                 (axis, ep.rank(), ep.size()),
                 prepend_axis_num=axis,
                 replica_id=(0, 0, self._replicas.rank()),
             )
-            for name, weight in (("fc1", self.fc1), ("fc2", self.fc2))
-        } | {
-            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
-                f"{prefix}{name}",
-                factor,
-                *sharded_offsets,
-                (axis, ep.rank(), ep.size()),
-                prepend_axis_num=axis,
-                replica_id=(0, 0, self._replicas.rank()),
-            )
-            for name, factor in self.named_parameters()
-            if name.endswith(FACTORS)
+            for name, parameter in self.named_parameters()
         }
 
 
@@ -153,7 +143,9 @@ class _AdaptedExperts(torch.autograd.Function):
     """Rows [R, in] by their experts' merged weights, in the manner of `lora._AdaptedProduct`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, adapted: AdaptedWeight, ends: Tensor, counts: Tensor, *_: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, adapted: AdaptedWeight, ends: Tensor, counts: Tensor, *_: Tensor
+    ) -> Tensor:
         ctx.adapted = adapted
         ctx.save_for_backward(rows, ends, counts)
         return F.grouped_mm(rows, adapted.value().transpose(1, 2), offs=ends)

@@ -147,7 +147,10 @@ def adapter_slots(config: ModelConfig, lora: LoraSection, pp: int) -> dict[Slot,
         module, kinds = slot.paths[0].rpartition(".")[0], _FACTOR_KINDS[slot.kind]
         for matrix, (*lead, rows, inputs) in _matrices(slot, shapes):
             target = matrix.rpartition(".")[2]
-            sides = ("lora_A", kinds[1], (*lead, lora.rank, inputs)), ("lora_B", kinds[0], (*lead, rows, lora.rank))
+            sides = (
+                ("lora_A", kinds[1], (*lead, lora.rank, inputs)),
+                ("lora_B", kinds[0], (*lead, rows, lora.rank)),
+            )
             for factor, kind, shape in sides if target in lora.targets else ():
                 names, paths = (f"{matrix}.{factor}.weight",), (f"{module}.{target}.{factor}",)
                 found[replace(slot, hf_names=names, paths=paths, kind=kind)] = shape

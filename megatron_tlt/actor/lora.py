@@ -20,6 +20,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -116,7 +117,13 @@ class _AdaptedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, adapted: AdaptedWeight, bias: Tensor | None, group: Any, gathers: bool, *_: Tensor
+        ctx: Any,
+        x: Tensor,
+        adapted: AdaptedWeight,
+        bias: Tensor | None,
+        group: Any,
+        gathers: bool,
+        *_: Tensor,
     ) -> Tensor:
         ctx.adapted, ctx.group, ctx.gathers = adapted, group, gathers
         ctx.save_for_backward(x)
@@ -142,7 +149,9 @@ def _gathered(x: Tensor, group: Any, gathers: bool) -> Tensor:
 class AdaptedColumnLinear(ColumnParallelLinear):
     """megatron's column-parallel layer with an adapter for each matrix in it that is a target."""
 
-    def __init__(self, inputs: int, outputs: int, *, lora: LoraSection, matrices: tuple[str, ...], **options: Any):
+    def __init__(
+        self, inputs: int, outputs: int, *, lora: LoraSection, matrices: tuple[str, ...], **options: Any
+    ):
         """`matrices`: names of those in its weight, (q, k, v) by key/value group, or (gate, up)."""
         super().__init__(inputs, outputs, **options)
         config, tp = options["config"], self.tp_group.size()
@@ -153,15 +162,16 @@ class AdaptedColumnLinear(ColumnParallelLinear):
         else:
             groups, half = 1, self.output_size_per_partition // 2
             bounds = [0, half, 2 * half]
-        self._adapters = {}
-        for name, start, stop in zip(matrices, bounds, bounds[1:], strict=False):
-            if name in lora.targets:
-                shape = groups * (stop - start), inputs
-                self._adapters[name] = Adapter(shape, lora.rank, (start, stop), config.params_dtype)
-                self.add_module(name, self._adapters[name])
-        self.adapted = AdaptedWeight(self.weight, list(self._adapters.values()), lora.scale, groups)
+        made = {
+            name: Adapter((groups * (stop - start), inputs), lora.rank, (start, stop), config.params_dtype)
+            for name, (start, stop) in zip(matrices, pairwise(bounds), strict=True)
+            if name in lora.targets
+        }
+        self.adapted = _adapted(self, made, lora.scale, groups)
 
-    def forward(self, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[Tensor, None]:
+    def forward(
+        self, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None
+    ) -> tuple[Tensor, None]:
         """[T, 1, in] ([T / tp, 1, in] under sequence parallel) -> [T, 1, out], and no bias."""
         group = self.tp_group if self.tp_group.size() > 1 else None
         factors = self.adapted.factors
@@ -178,15 +188,17 @@ class AdaptedColumnLinear(ColumnParallelLinear):
 class AdaptedRowLinear(RowParallelLinear):
     """megatron's row-parallel layer with an adapter."""
 
-    def __init__(self, inputs: int, outputs: int, *, lora: LoraSection, matrices: tuple[str, ...], **options: Any):
+    def __init__(
+        self, inputs: int, outputs: int, *, lora: LoraSection, matrices: tuple[str, ...], **options: Any
+    ):
         """`matrices`: the name of the one in its weight."""
         super().__init__(inputs, outputs, **options)
-        self._adapters = {}
-        for name in set(matrices) & set(lora.targets):
-            adapter = Adapter(self.weight.shape, lora.rank, (0, outputs), options["config"].params_dtype)
-            self._adapters[name] = adapter
-            self.add_module(name, adapter)
-        self.adapted = AdaptedWeight(self.weight, list(self._adapters.values()), lora.scale)
+        made = {
+            name: Adapter(self.weight.shape, lora.rank, (0, outputs), options["config"].params_dtype)
+            for name in matrices
+            if name in lora.targets
+        }
+        self.adapted = _adapted(self, made, lora.scale)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """[T, 1, in] -> [T, 1, out] ([T / tp, 1, out] under sequence parallel), and no bias."""
@@ -202,13 +214,26 @@ class AdaptedRowLinear(RowParallelLinear):
         return _sharded(self, {"weight": 1}, "lora_A", 1, prefix, sharded_offsets, metadata)
 
 
+def _adapted(layer: Any, made: dict[str, Adapter], scale: float, groups: int = 1) -> AdaptedWeight:
+    """The layer's weight with adapters, which become its modules."""
+    for name, adapter in made.items():
+        layer.add_module(name, adapter)
+    return AdaptedWeight(layer.weight, list(made.values()), scale, groups)
+
+
 def _sharded(
-    layer: Any, axes: dict[str, int], cut: str, axis: int, prefix: str, offsets: tuple[Any, ...], metadata: Any
+    layer: Any,
+    axes: dict[str, int],
+    cut: str,
+    axis: int,
+    prefix: str,
+    offsets: tuple[Any, ...],
+    metadata: Any,
 ) -> dict[str, Any]:
     return make_sharded_tensors_for_checkpoint(  # type: ignore[no-any-return]
         layer.state_dict(prefix="", keep_vars=True),
         prefix,
-        {**axes, **{f"{name}.{cut}": axis for name in layer._adapters}},
+        {**axes, **{f"{name}.{cut}": axis for name, _ in layer.named_children()}},
         offsets,
         tp_group=layer.tp_group,
         dp_cp_group=metadata["dp_cp_group"],
@@ -224,7 +249,9 @@ def freeze_base(module: nn.Module) -> None:
         parameter.requires_grad_(name.endswith(FACTORS))
     embedding: Any = getattr(module, "embedding", None)
     if embedding is not None:
-        embedding.register_forward_hook(lambda _module, _args, out: out.requires_grad_() if out.is_leaf else out)
+        embedding.register_forward_hook(
+            lambda _module, _args, out: out.requires_grad_() if out.is_leaf else out
+        )
 
 
 def factor_reader(

@@ -239,9 +239,10 @@ class MegatronPolicy:
         if self.config.num_experts:
             replay = which == "policy" and self._replays
             batches = [with_routing(batch, replay) for batch in batches]
-        with nullcontext(self.model) if which == "policy" else self._as_reference() as model:
-            with self._collecting(sequences) if which == "policy" else nullcontext():
-                found = forward_logprobs(model, self._as_many_as_others(batches), temperature)[: len(batches)]
+        is_policy = which == "policy"
+        collecting = self._collecting(sequences) if is_policy else nullcontext()
+        with nullcontext(self.model) if is_policy else self._as_reference() as model, collecting:
+            found = forward_logprobs(model, self._as_many_as_others(batches), temperature)[: len(batches)]
         sizes = [batch.labels.shape[0] for batch in batches]
         flat = torch.cat(found) if found else torch.empty(sum(sizes), device=current_device())
         if self.dims.pp > 1 and batches:

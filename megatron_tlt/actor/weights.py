@@ -116,8 +116,9 @@ def named_tensors(
     """`read(parameter)` of every parameter as full Hugging Face tensors, in one order on every rank.
 
     Collective. `read` gives a tensor of the parameter's shape (`value_of`, its gradient, ...), of one type over all
-    parameters. `adapters`: of these factors (`adapter_slots`), not of the model's parameters. A yielded tensor may be a view of the parameter or made from several: use it before the next step, and
-    do not write to it. At most one parameter is held in full at a time.
+    parameters. `adapters`: of these factors (`adapter_slots`), not of the model's parameters. A yielded tensor may be a
+    view of the parameter or made from several: use it before the next step, and do not write to it. At most one
+    parameter is held in full at a time.
     """
     parameters = dict(module.named_parameters())
     which = slots(config, groups.dims.pp) if adapters is None else list(adapters)

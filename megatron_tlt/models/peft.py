@@ -43,7 +43,9 @@ def stored_factors(config: ModelConfig, name: str) -> tuple[str, ...]:
     return tuple(f"{_PREFIX}{stored.removesuffix('.weight')}.{factor}.weight" for stored in found)
 
 
-def adapter_config(lora: LoraSection, config: ModelConfig, names: Mapping[str, Any], base: str) -> dict[str, Any]:
+def adapter_config(
+    lora: LoraSection, config: ModelConfig, names: Mapping[str, Any], base: str
+) -> dict[str, Any]:
     """The content of adapter_config.json for the factors `names` of the model `base`."""
     modules = {stored.rsplit(".", 3)[1] for name in names for stored in stored_factors(config, name)}
     return {
@@ -58,8 +60,10 @@ def adapter_config(lora: LoraSection, config: ModelConfig, names: Mapping[str, A
     }
 
 
-def peft_problems(lora: LoraSection, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[ConfigProblem]:
-    """Why `lora.adapter_path` cannot be what a run starts from; `shapes` of the factors that it needs. Reads no tensor."""
+def peft_problems(
+    lora: LoraSection, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> list[ConfigProblem]:
+    """Why a run cannot start from `lora.adapter_path`; `shapes`: of the factors that it needs. Reads no tensor."""
     if lora.adapter_path is None:
         return []
     directory, problems = Path(lora.adapter_path), []
@@ -68,7 +72,9 @@ def peft_problems(lora: LoraSection, config: ModelConfig, shapes: Mapping[str, t
         with safe_open(str(directory / ADAPTER_WEIGHTS), framework="np") as tensors:
             found = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError) as error:
-        return [ConfigProblem("actor.lora.adapter_path", lora.adapter_path, f"must be a PEFT directory: {error}")]
+        return [
+            ConfigProblem("actor.lora.adapter_path", lora.adapter_path, f"must be a PEFT directory: {error}")
+        ]
     wanted = {"r": lora.rank, "lora_alpha": lora.alpha}
     for name, value in {**_PLAIN, **wanted}.items():
         there = said.get(name, value)
