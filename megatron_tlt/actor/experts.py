@@ -87,7 +87,7 @@ class GroupedExperts(MegatronModule):
             "up_proj": ((width, hidden), (width, 2 * width)),
             "down_proj": ((hidden, width), (0, hidden)),
         }
-        made = {
+        made: dict[str, Adapter] = {
             name: Adapter((experts, *shape), lora.rank, rows, dtype)
             for name, (shape, rows) in matrices.items()
             if name in lora.targets

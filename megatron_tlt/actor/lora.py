@@ -162,7 +162,7 @@ class AdaptedColumnLinear(ColumnParallelLinear):
         else:
             groups, half = 1, self.output_size_per_partition // 2
             bounds = [0, half, 2 * half]
-        made = {
+        made: dict[str, Adapter] = {
             name: Adapter((groups * (stop - start), inputs), lora.rank, (start, stop), config.params_dtype)
             for name, (start, stop) in zip(matrices, pairwise(bounds), strict=True)
             if name in lora.targets
@@ -193,7 +193,7 @@ class AdaptedRowLinear(RowParallelLinear):
     ):
         """`matrices`: the name of the one in its weight."""
         super().__init__(inputs, outputs, **options)
-        made = {
+        made: dict[str, Adapter] = {
             name: Adapter(self.weight.shape, lora.rank, (0, outputs), options["config"].params_dtype)
             for name in matrices
             if name in lora.targets
