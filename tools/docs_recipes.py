@@ -18,7 +18,7 @@ from megatron_tlt.sim.modes import simulate
 
 # Columns of the table that are sums of parts, GiB.
 _COLUMNS = {
-    "policy": ("weights", "experts", "gradients", "optimizer", "reference"),
+    "policy": ("weights", "experts", "adapters", "gradients", "optimizer", "reference"),
     "update": ("activations",),
     "engine": ("engine weights", "drafter", "graphs"),
     "rollout step": ("rollout step",),
@@ -80,8 +80,8 @@ def render(paths: Iterable[Path]) -> str:
 
 
 NOTES = f"""\
-GiB of a rank. Not everything is there at once: `policy` is weights, gradients, optimizer and reference, of
-which `actor.offload_optimizer` leaves weights and reference outside the update; the KV cache is there in
+GiB of a rank. Not everything is there at once: `policy` is weights, adapters, gradients, optimizer and reference, of
+which `actor.offload_optimizer` leaves weights, adapters and reference outside the update; the KV cache is there in
 rollouts only (`rollout.release_cache`) and takes what remains. `drafter training` is its state and a
 micro-step.
 

@@ -6,7 +6,8 @@ Legend: T packed rows, N response rows, V vocabulary columns of this TP rank.
 from __future__ import annotations
 
 import importlib.util
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,13 @@ from megatron_tlt.actor.context_parallel import GatheredKeysAttention
 from megatron_tlt.actor.elementwise import RMSNorm, swiglu
 from megatron_tlt.actor.experts import ExpertLayer, GroupedExperts, RoutedLayer, expert_config
 from megatron_tlt.actor.groups import ActorGroups
+from megatron_tlt.actor.hf_names import adapter_slots, slots
+from megatron_tlt.actor.lora import AdaptedColumnLinear, AdaptedRowLinear, freeze_base, without_adapters
 from megatron_tlt.actor.microbatch import MicroBatch, recorded_routed_experts
 from megatron_tlt.actor.recompute import RecomputedActivationMLP
 from megatron_tlt.actor.routing import Router, Routing
-from megatron_tlt.actor.weights import mark_shards
-from megatron_tlt.config.actor import ActorSection
+from megatron_tlt.actor.weights import mark_partial, mark_shards
+from megatron_tlt.config.actor import ActorSection, LoraSection
 from megatron_tlt.config.planning.policy import rotation_rows
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
@@ -188,12 +191,15 @@ def _local_layer(config: ModelConfig, actor: ActorSection) -> ModuleSpec:
 
 
 def _engine_layer(config: ModelConfig, actor: ActorSection) -> ModuleSpec:
-    """Transformer Engine's layer. To recompute norms they must be modules: it has them in the products that follow."""
+    """Transformer Engine's layer. To recompute norms, or to adapt the products that follow, norms must be modules: it
+    has them in these products.
+    """
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_norm)
-    if actor.recompute == "selective" and "layernorm" in actor.recompute_modules:
+    redoes_norms = actor.recompute == "selective" and "layernorm" in actor.recompute_modules
+    if redoes_norms or actor.lora is not None:
         backend = TESpecProvider()
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = backend.layer_norm()
@@ -223,7 +229,8 @@ def _layer(config: ModelConfig, actor: ActorSection, number: int) -> ModuleSpec:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
         layer.submodules.pre_mlp_layernorm = _engine_norm()
-        submodules.linear_fc1 = TESpecProvider().column_parallel_linear()
+        if actor.lora is None:
+            submodules.linear_fc1 = TESpecProvider().column_parallel_linear()
     shared = ModuleSpec(module=SharedExpertMLP, submodules=submodules)
     redone = actor.recompute_modules if actor.recompute == "selective" else ()
     layer.module = RoutedLayer
@@ -231,7 +238,10 @@ def _layer(config: ModelConfig, actor: ActorSection, number: int) -> ModuleSpec:
         module=ExpertLayer,
         params={"place": config.moe_layers.index(number), "recompute": "mlp" in redone},
         submodules=MoESubmodules(
-            experts=ModuleSpec(module=GroupedExperts, params={"recompute_activation": "mlp_act" in redone}),
+            experts=ModuleSpec(
+                module=GroupedExperts,
+                params={"recompute_activation": "mlp_act" in redone, "lora": actor.lora},
+            ),
             shared_experts=shared if config.shared_expert_intermediate_size else None,
             router=Router,
         ),
@@ -244,7 +254,23 @@ def _dense_layer(config: ModelConfig, actor: ActorSection) -> ModuleSpec:
     layer = _engine_layer(config, actor) if uses_transformer_engine(actor) else _local_layer(config, actor)
     if actor.recompute == "selective" and "mlp_act" in actor.recompute_modules:
         layer.submodules.mlp.module = RecomputedActivationMLP
+    if actor.lora is not None:
+        _adapt(layer, actor.lora)
     return layer
+
+
+def _adapt(layer: ModuleSpec, lora: LoraSection) -> None:
+    """Puts layers with adapters in the place of a layer's linear ones. Mutates the spec."""
+
+    def column(*matrices: str) -> ModuleSpec:
+        return ModuleSpec(module=AdaptedColumnLinear, params={"lora": lora, "matrices": matrices})
+
+    def row(matrix: str) -> ModuleSpec:
+        return ModuleSpec(module=AdaptedRowLinear, params={"lora": lora, "matrices": (matrix,)})
+
+    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    attention.linear_qkv, attention.linear_proj = column("q_proj", "k_proj", "v_proj"), row("o_proj")
+    mlp.linear_fc1, mlp.linear_fc2 = column("gate_proj", "up_proj"), row("down_proj")
 
 
 def _engine_norm() -> Any:
@@ -276,7 +302,13 @@ class PolicyModel:
                 share_embeddings_and_output_weights=config.tie_word_embeddings,
                 parallel_output=True,
             )
-        mark_shards(self.module, config, groups)
+        mark_shards(self.module, groups, slots(config, actor.pp))
+        self.adapters = {} if actor.lora is None else adapter_slots(config, actor.lora, actor.pp)
+        """Factors of the adapters, and their full shapes."""
+        if actor.lora is not None:
+            mark_shards(self.module, groups, self.adapters)
+            mark_partial(self.module, groups, self.adapters)
+            freeze_base(self.module)
         # megatron's own scaling hard-codes three of Llama 3's four numbers.
         inv_freq = inverse_frequencies(config).to(current_device())
         self._inv_freq: Tensor | None = None
@@ -307,6 +339,16 @@ class PolicyModel:
             return (hidden.index_select(0, self._rows), *args[1:])
 
         head.register_forward_pre_hook(keep)
+
+    @contextmanager
+    def as_base(self) -> Iterator[None]:
+        """Inside, this is the policy without its adapters, and hands out no hidden states. Without gradients only."""
+        collector, self.collector = self.collector, None
+        try:
+            with without_adapters(self.module):
+                yield
+        finally:
+            self.collector = collector
 
     def forward(self, wrapped: Any, batch: MicroBatch) -> Tensor:
         """Logits [1, N, V] of this rank's response rows on the last stage, hidden states elsewhere.

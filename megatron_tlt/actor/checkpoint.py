@@ -30,6 +30,7 @@ from megatron_tlt.actor import optimizer_shards
 from megatron_tlt.actor.checkpoint_files import Manifest
 from megatron_tlt.actor.compat import cpu_as_cuda, current_device, load_numbers_only
 from megatron_tlt.actor.groups import ActorGroups
+from megatron_tlt.actor.lora import FACTORS
 from megatron_tlt.actor.shard_writer import ThreadSaveStrategy, ThreadWriter
 from megatron_tlt.actor.torch_dist_reader import METADATA, TorchDistReader, read_metadata
 from megatron_tlt.actor.weights import trainable
@@ -220,10 +221,11 @@ def load_model(world: World, module: Any, groups: ActorGroups, path: str, config
     with cpu_as_cuda():
         keys = {"non_homogeneous_layers": source.has_tensor_a_layer}
         wanted = module.sharded_state_dict(metadata=_metadata(groups, module.config) | keys)
-        # Layers' extra state (FP8 scales) is not used, and the checkpoint may have none.
-        weights = {name: part for name, part in wanted.items() if not name.endswith("_extra_state")}
+        # Layers' extra state (FP8 scales) is not used, and the checkpoint may have none; adapters come later.
+        left = ("_extra_state", *FACTORS)
+        weights = {name: part for name, part in wanted.items() if not name.endswith(left)}
         state = dist_checkpointing.load({"model": weights}, str(directory))
         left_out = module.load_state_dict(state["model"], strict=False)
-    missing = [name for name in left_out.missing_keys if not name.endswith("_extra_state")]
+    missing = [name for name in left_out.missing_keys if not name.endswith(left)]
     if missing or left_out.unexpected_keys:
         raise CheckpointError(f"{directory}: missing {missing}, unexpected {left_out.unexpected_keys}")

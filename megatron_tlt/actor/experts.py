@@ -19,6 +19,8 @@ from torch import Tensor
 from megatron_tlt.actor.compat import current_device
 from megatron_tlt.actor.elementwise import swiglu
 from megatron_tlt.actor.hf_names import expert_fields
+from megatron_tlt.actor.lora import AdaptedWeight, Adapter
+from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.models.config import ModelConfig
 
 # isort: split
@@ -60,7 +62,12 @@ class GroupedExperts(MegatronModule):
     """This rank's experts: [E / EP, 2F, H], each expert's gate rows above its up rows, and [E / EP, H, F]."""
 
     def __init__(
-        self, num_local_experts: int, config: Any, pg_collection: Any = None, recompute_activation: bool = False
+        self,
+        num_local_experts: int,
+        config: Any,
+        pg_collection: Any = None,
+        recompute_activation: bool = False,
+        lora: LoraSection | None = None,
     ):
         super().__init__(config)
         assert pg_collection.expt_tp.size() == 1
@@ -70,40 +77,92 @@ class GroupedExperts(MegatronModule):
         made = {"dtype": config.params_dtype, "device": current_device()}
         self.fc1 = torch.nn.Parameter(torch.empty(num_local_experts, 2 * width, config.hidden_size, **made))
         self.fc2 = torch.nn.Parameter(torch.empty(num_local_experts, config.hidden_size, width, **made))
+        self._adapted = None if lora is None else self._adapt(lora, width)
+
+    def _adapt(self, lora: LoraSection, width: int) -> tuple[AdaptedWeight, AdaptedWeight]:
+        """Gives each expert's matrices that are targets adapters of their own. Mutates the module."""
+        experts, hidden, dtype = self.fc2.shape[0], self.fc2.shape[1], self.fc2.dtype
+        matrices = {
+            "gate_proj": ((width, hidden), (0, width)),
+            "up_proj": ((width, hidden), (width, 2 * width)),
+            "down_proj": ((hidden, width), (0, hidden)),
+        }
+        made: dict[str, Adapter] = {
+            name: Adapter((experts, *shape), lora.rank, rows, dtype)
+            for name, (shape, rows) in matrices.items()
+            if name in lora.targets
+        }
+        for name, adapter in made.items():
+            self.add_module(name, adapter)
+        of_fc2 = [made.pop("down_proj")] if "down_proj" in made else []
+        return AdaptedWeight(self.fc1, list(made.values()), lora.scale), AdaptedWeight(self.fc2, of_fc2, lora.scale)
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """`rows` [R, H], `probs` [R] their gates -> [R, H]. An expert without a row costs nothing.
 
         `tokens_per_expert` [E / EP] lies on the device of `rows`.
         """
-        fc1, fc2 = self.fc1, self.fc2
         ends = tokens_per_expert.cumsum(0).to(torch.int32)
-        if rows.is_cuda:
-            fc1, fc2 = (_ZeroUnused.apply(weight, tokens_per_expert) for weight in (fc1, fc2))
-        wide = F.grouped_mm(rows, fc1.transpose(1, 2), offs=ends)
+        wide = self._product(0, rows, ends, tokens_per_expert)
         if not self._recompute_activation:
-            return F.grouped_mm(_gated(wide, probs), fc2.transpose(1, 2), offs=ends), None
+            return self._product(1, _gated(wide, probs), ends, tokens_per_expert), None
         again = CheckpointWithoutOutput(fp8=None)  # False would mean FP8
-        output = F.grouped_mm(again.checkpoint(_gated, wide, probs), fc2.transpose(1, 2), offs=ends)
+        output = self._product(1, again.checkpoint(_gated, wide, probs), ends, tokens_per_expert)
         again.discard_output_and_register_recompute(output)
         return output, None
+
+    def _product(self, which: int, rows: Tensor, ends: Tensor, counts: Tensor) -> Tensor:
+        """`rows` by their experts' fc1 (0) or fc2 (1), whose rows end at `ends` [E / EP]."""
+        weight = (self.fc1, self.fc2)[which]
+        if self._adapted is not None:
+            adapted = self._adapted[which]
+            return _AdaptedExperts.apply(rows, adapted, ends, counts, *adapted.factors)  # type: ignore[no-any-return]
+        taken = _ZeroUnused.apply(weight, counts) if rows.is_cuda else weight
+        return F.grouped_mm(rows, taken.transpose(1, 2), offs=ends)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """This rank's experts of [(layers,) E, ...], under the names of megatron's own experts."""
+        """This rank's experts of [(layers,) E, ...], under the names of megatron's own experts, and their adapters."""
         axis, ep = len(sharded_offsets), self._ep
+        named = {"fc1": "experts.linear_fc1.weight", "fc2": "experts.linear_fc2.weight"}
         return {
             f"{prefix}{name}": ShardedTensor.from_rank_offsets(
-                f"{prefix}experts.linear_{name}.weight",
-                weight,
+                f"{prefix}{named.get(name, name)}",
+                parameter,
                 *sharded_offsets,
                 (axis, ep.rank(), ep.size()),
                 prepend_axis_num=axis,
                 replica_id=(0, 0, self._replicas.rank()),
             )
-            for name, weight in (("fc1", self.fc1), ("fc2", self.fc2))
+            for name, parameter in self.named_parameters()
         }
+
+
+class _AdaptedExperts(torch.autograd.Function):
+    """Rows [R, in] by their experts' merged weights, in the manner of `lora._AdaptedProduct`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, adapted: AdaptedWeight, ends: Tensor, counts: Tensor, *_: Tensor
+    ) -> Tensor:
+        ctx.adapted = adapted
+        ctx.save_for_backward(rows, ends, counts)
+        return F.grouped_mm(rows, adapted.value().transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, ends, counts = ctx.saved_tensors
+        used = (counts > 0).view(-1, 1, 1)
+
+        def down(y: Tensor, weight: Tensor) -> Tensor:
+            return F.grouped_mm(y, weight, offs=ends)
+
+        def outer(y: Tensor, z: Tensor) -> Tensor:
+            return torch.where(used, F.grouped_mm(y.t(), z, offs=ends), 0)  # see `_ZeroUnused`
+
+        dx, found = ctx.adapted.gradients(grads[0].contiguous(), rows, down, outer)
+        return dx, None, None, None, *found
 
 
 class _ZeroUnused(torch.autograd.Function):

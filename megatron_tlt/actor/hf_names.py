@@ -10,22 +10,25 @@ One `Slot` is one megatron parameter:
     vocab         one [V, H]                      rows, V padded with zero rows to a multiple of tp
     columns       one [H, in]                     columns (row-parallel linear: o_proj, down_proj)
     qkv           q, k, v [heads * d(, H)]        by key/value group: its query heads, its key, its value
-    gate_up       gate, up [F, H]                 rows of each, gate part above up part
+    rows          gate, up [F, H]                 rows of each, gate part above up part
     experts       a stack [E, ...]                not over TP: by expert, over EP
+
+The factors of adapters (`lora.py`) are slots of their own, one tensor each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.models.config import ModelConfig
 
-Kind = Literal["replicated", "vocab", "columns", "qkv", "gate_up", "experts"]
+Kind = Literal["replicated", "vocab", "columns", "qkv", "rows", "experts"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def _layer_slots(config: ModelConfig, layer: int, stage: int, local: int) -> Ite
         yield slot(("mlp.experts.down_proj",), ("mlp.experts.fc2", stored.format("fc2")), "experts")
     for theirs, ours in _dense_parts(config, has_experts):
         both = (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")
-        yield slot(both, (f"{ours}.linear_fc1.weight",), "gate_up")
+        yield slot(both, (f"{ours}.linear_fc1.weight",), "rows")
         yield slot((f"{theirs}.down_proj.weight",), (f"{ours}.linear_fc2.weight",), "columns")
     if has_experts and config.shared_expert_intermediate_size:
         yield slot(("mlp.shared_expert_gate.weight",), ("mlp.shared_experts.gate_weight",), "replicated")
@@ -121,6 +124,49 @@ def _dense_parts(config: ModelConfig, has_experts: bool) -> list[tuple[str, str]
     if not has_experts:
         return [("mlp", "mlp")]
     return [("mlp.shared_expert", "mlp.shared_experts")] if config.shared_expert_intermediate_size else []
+
+
+# The kinds of B and A for a weight of each kind.
+_FACTOR_KINDS: dict[Kind, tuple[Kind, Kind]] = {
+    "qkv": ("rows", "replicated"),
+    "rows": ("rows", "replicated"),
+    "columns": ("replicated", "columns"),
+    "experts": ("experts", "experts"),
+}
+
+
+def adapter_slots(config: ModelConfig, lora: LoraSection, pp: int) -> dict[Slot, tuple[int, ...]]:
+    """The factors of every adapter over `pp` equal stages, in the order of the model, and their full shapes.
+
+    Factors of experts are stacks [E, ...] under names like `model.layers.0.mlp.experts.gate_proj.lora_A.weight`.
+    """
+    shapes, found = config.parameter_shapes(), {}
+    for slot in slots(config, pp):
+        if slot.kind not in _FACTOR_KINDS:
+            continue
+        module, kinds = slot.paths[0].rpartition(".")[0], _FACTOR_KINDS[slot.kind]
+        for matrix, (*lead, rows, inputs) in _matrices(slot, shapes):
+            target = matrix.rpartition(".")[2]
+            sides = (
+                ("lora_A", kinds[1], (*lead, lora.rank, inputs)),
+                ("lora_B", kinds[0], (*lead, rows, lora.rank)),
+            )
+            for factor, kind, shape in sides if target in lora.targets else ():
+                names, paths = (f"{matrix}.{factor}.weight",), (f"{module}.{target}.{factor}",)
+                found[replace(slot, hf_names=names, paths=paths, kind=kind)] = shape
+    return found
+
+
+def _matrices(slot: Slot, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The matrices in a parameter, without `.weight`, and their shapes; a stack of experts' gate and up apart."""
+    for name in slot.hf_names:
+        stem = name.removesuffix(".weight")
+        if stem.endswith(".gate_up_proj"):
+            experts, rows, inputs = shapes[name]
+            for part in ("gate_proj", "up_proj"):
+                yield stem.replace("gate_up_proj", part), (experts, rows // 2, inputs)
+        elif not name.endswith(".bias"):
+            yield stem, shapes[name]
 
 
 def expert_fields(config: ModelConfig) -> dict[str, Any]:
@@ -156,7 +202,7 @@ def shard(config: ModelConfig, slot: Slot, full: list[Tensor], rank: int, tp: in
         return full[0].chunk(tp, 1)[rank]
     if slot.kind == "experts":
         return full[0].chunk(tp, 0)[rank]
-    if slot.kind == "gate_up":
+    if slot.kind == "rows":
         return torch.cat([x.chunk(tp, 0)[rank] for x in full])
     # A TP rank holds whole key/value groups: [groups, (query heads + 2) * d, ...]
     by_group = [x.reshape(config.num_kv_heads, -1, *x.shape[1:]).chunk(tp, 0)[rank] for x in full]
@@ -173,9 +219,10 @@ def unshard(config: ModelConfig, slot: Slot, parts: list[Tensor]) -> list[Tensor
         return [_join(parts, 1)]
     if slot.kind == "experts":
         return [_join(parts, 0)]
-    if slot.kind == "gate_up":
-        halves = [part.chunk(2, 0) for part in parts]
-        return [_join([half[i] for half in halves], 0) for i in range(2)]
+    if slot.kind == "rows":
+        count = len(slot.hf_names)
+        split_rows = [part.chunk(count, 0) for part in parts]
+        return [_join([rows[i] for rows in split_rows], 0) for i in range(count)]
     d, groups = config.head_dim, config.num_kv_heads // len(parts)
     sizes = [config.num_heads // config.num_kv_heads * d, d, d]
     split = [part.reshape(groups, -1, *part.shape[1:]).split(sizes, 1) for part in parts]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from megatron_tlt.actor.checkpoint_files import (
 from megatron_tlt.actor.compat import cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.hidden_states import ForwardStateCollector, Sink
+from megatron_tlt.actor.lora import factor_reader, finalize_gradients
 from megatron_tlt.actor.lr_schedule import learning_rate
 from megatron_tlt.actor.metrics import merge, per_token, reduce_over_world
 from megatron_tlt.actor.microbatch import (
@@ -68,10 +69,6 @@ from megatron_tlt.models.loader import weight_reader
 from megatron_tlt.observe.log import announced
 from megatron_tlt.types import TrainBatch, TrainOutput, TrainSequence
 
-# isort: split
-# megatron comes after compat.
-from megatron.core.distributed import finalize_model_grads
-
 _log = logging.getLogger(__name__)
 
 
@@ -91,7 +88,7 @@ class MegatronPolicy:
         """Builds this rank's shards and loads `model.path`, or `model.megatron_path` if it is set.
 
         `total_optimizer_steps` is the length of the learning-rate schedule; `keep_reference` keeps a frozen
-        copy of the starting weights for KL terms. Raises ConfigError, CheckpointError.
+        copy of the starting weights for KL terms, with LoRA those that there are. Raises ConfigError, CheckpointError.
         """
         self.world, self.actor, self.optimizer_section, self.loss = world, actor, optimizer, loss
         self.dims = Dims.fit(world.size, actor.tp, actor.pp, actor.cp, actor.ep)
@@ -112,15 +109,19 @@ class MegatronPolicy:
                 load_model(world, built.module, self.groups, model.megatron_path, self.config)
             else:
                 load_weights(built.module, self.config, self.groups, weight_reader(model.path, self.config))
+            if actor.lora is not None:
+                read = factor_reader(actor.lora, self.config, built.adapters)
+                load_weights(built.module, self.config, self.groups, read, built.adapters)
             return built
 
         self.model = build()
-        self.reference = _frozen(build()) if keep_reference else None
+        self._keeps_reference = keep_reference
+        self._reference = _frozen(build()) if keep_reference and actor.lora is None else None
         self.ddp = wrap_data_parallel(
             self.model.module, ddp_config(actor, self.shards_optimizer, self.dims.dp * self.dims.cp)
         )
         self.optimizer = build_optimizer(self.ddp, optimizer, actor)
-        self.model.megatron_config.finalize_model_grads_func = finalize_model_grads
+        self.model.megatron_config.finalize_model_grads_func = finalize_gradients
         self._offload = OptimizerOffload(self.ddp, self.optimizer)
         if actor.offload_optimizer:
             self._offload.offload()
@@ -167,11 +168,19 @@ class MegatronPolicy:
     def _score(self, batches: list[MicroBatch], temperature: float, needs_old: bool) -> list[Scored]:
         """Adds the reference's log-probs if the loss reads them, and those of the weights before the update."""
         reference = None
-        if self.reference is not None and _reads_reference(self.loss):
-            reference = forward_logprobs(self.reference, self._unreplayed(batches), temperature)
+        if self._keeps_reference and _reads_reference(self.loss):
+            with self._as_reference() as model:
+                reference = forward_logprobs(model, self._unreplayed(batches), temperature)
         old = forward_logprobs(self.model, batches, temperature) if needs_old else None
         none: list[None] = [None] * len(batches)  # also on the stages before the last
         return [Scored(*item) for item in zip(batches, old or none, reference or none, strict=True)]
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[PolicyModel]:
+        """The reference policy: a copy of the starting weights, or the policy with its adapters off meanwhile."""
+        assert self._keeps_reference, "built without keep_reference"
+        with self.model.as_base() if self._reference is None else nullcontext():
+            yield self._reference or self.model
 
     def _unreplayed(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches for routers that choose for themselves."""
@@ -226,13 +235,13 @@ class MegatronPolicy:
         the replica, and with expert parallel over the world.
         Mutates nothing.
         """
-        model = self.model if which == "policy" else self.reference
-        assert model is not None, "built without keep_reference"
         batches = self._pack(sequences)
         if self.config.num_experts:
             replay = which == "policy" and self._replays
             batches = [with_routing(batch, replay) for batch in batches]
-        with self._collecting(sequences) if which == "policy" else nullcontext():
+        is_policy = which == "policy"
+        collecting = self._collecting(sequences) if is_policy else nullcontext()
+        with nullcontext(self.model) if is_policy else self._as_reference() as model, collecting:
             found = forward_logprobs(model, self._as_many_as_others(batches), temperature)[: len(batches)]
         sizes = [batch.labels.shape[0] for batch in batches]
         flat = torch.cat(found) if found else torch.empty(sum(sizes), device=current_device())
@@ -381,10 +390,12 @@ class MegatronPolicy:
 
     def _training_record(self) -> dict[str, str]:
         distributed = "on" if self.shards_optimizer else "off"
+        lora = self.actor.lora
         return {
             "dtype": self.actor.dtype,
             "optimizer": self.optimizer_section.name,
             "distributed_optimizer": distributed,
+            "lora": lora.record if lora is not None else "off",
         }
 
 

@@ -167,6 +167,9 @@ class TorchDistReader:
         and it is of another model, the differences between the models.
         """
         manifest = self.manifest()
+        if manifest and manifest.training["lora"] != "off":
+            hint = "megatron-tlt export, with the run's configuration, merges them"
+            raise CheckpointError(f"{self.directory} holds adapters and no weights: {hint}")
         if manifest and (wrong := model_differences(manifest.model, model_record(config))):
             raise CheckpointError(f"{self.directory} is of another model: {shortened(wrong, separator='; ')}")
         used: set[str] = set()
@@ -210,6 +213,13 @@ class TorchDistReader:
         if stored is None:
             raise CheckpointError(f"{self.directory} has no {slot.paths[-1]}")
         return unshard(config, slot, [self._read_region(stored, _shape(config, slot))])
+
+    def read_factor(self, slot: Slot, shape: tuple[int, ...]) -> Tensor:
+        """An adapter's factor (`adapter_slots`), whole. Raises CheckpointError."""
+        stored = self.find(slot)
+        if stored is None:
+            raise CheckpointError(f"{self.directory} has no {slot.paths[-1]}")
+        return self._read_region(stored, shape)
 
     def _read_region(self, stored: Stored, shape: tuple[int, ...]) -> Tensor:
         """Assembles [0:shape] of a stored tensor (of one layer of it) from the chunks that overlap it."""

@@ -9,7 +9,7 @@ Stacks of experts are gathered over EP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,14 +23,19 @@ from megatron_tlt.models.config import ModelConfig
 
 
 def load_weights(
-    module: nn.Module, config: ModelConfig, groups: ActorGroups, read: Callable[[str], Tensor]
+    module: nn.Module,
+    config: ModelConfig,
+    groups: ActorGroups,
+    read: Callable[[str], Tensor],
+    which: Iterable[Slot] | None = None,
 ) -> None:
     """Copies this rank's shards of the full Hugging Face tensors that `read(name)` returns. Mutates `module`.
 
-    One parameter's tensors are in memory at a time, and no tensor of another stage is read.
+    `which`: of these parameters (`adapter_slots`); default: of the model's. One parameter's tensors are in memory at a
+    time, and no tensor of another stage is read.
     """
     parameters = dict(module.named_parameters())
-    for slot in slots(config, groups.dims.pp):
+    for slot in slots(config, groups.dims.pp) if which is None else which:
         if slot.stage != groups.at.pp:
             continue
         parameter = _find(parameters, slot)
@@ -52,11 +57,15 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def value_of(parameter: nn.Parameter) -> Tensor:
-    """The tensor that weight sync and export read for a parameter, in its shape. May be made for this call."""
-    return parameter.data
+    """The tensor that weight sync and export read for a parameter, in its shape. May be made for this call.
+
+    Of a weight with adapters the merged one (`lora.py`).
+    """
+    merged = getattr(parameter, "merged", None)
+    return parameter.data if merged is None else merged()  # type: ignore[no-any-return]
 
 
-def mark_shards(module: nn.Module, config: ModelConfig, groups: ActorGroups) -> None:
+def mark_shards(module: nn.Module, groups: ActorGroups, which: Iterable[Slot]) -> None:
     """Marks parameters that TP cuts, as megatron's initialisation does (we skip that: weights are loaded).
 
     Without the mark megatron takes a shard for a duplicate and silently leaves it out of the gradient norm. Experts
@@ -65,7 +74,7 @@ def mark_shards(module: nn.Module, config: ModelConfig, groups: ActorGroups) -> 
     different tokens, never add them up, and the optimizer of such a checkpoint has fewer parts than another's.
     """
     parameters = dict(module.named_parameters())
-    for slot in slots(config, groups.dims.pp):
+    for slot in which:
         if slot.stage == groups.at.pp and slot.kind != "replicated":
             parameter: Any = _find(parameters, slot)
             parameter.tensor_model_parallel = True
@@ -73,6 +82,16 @@ def mark_shards(module: nn.Module, config: ModelConfig, groups: ActorGroups) -> 
             parameter.partition_stride = 1
             if slot.kind == "experts":
                 parameter.allreduce = False
+
+
+def mark_partial(module: nn.Module, groups: ActorGroups, adapters: Iterable[Slot]) -> None:
+    """Marks factors that every TP rank holds and gets a part of the gradient of; see `lora.finalize_gradients`."""
+    if groups.dims.tp > 1:
+        parameters = dict(module.named_parameters())
+        for slot in adapters:
+            if slot.stage == groups.at.pp and slot.kind == "replicated":
+                parameter: Any = _find(parameters, slot)
+                parameter.partial_over = groups.tp
 
 
 def _parts(slot: Slot, groups: ActorGroups) -> int:
@@ -88,18 +107,24 @@ def _find(parameters: dict[str, nn.Parameter], slot: Slot) -> nn.Parameter:
 
 
 def named_tensors(
-    module: nn.Module, config: ModelConfig, groups: ActorGroups, read: Callable[[nn.Parameter], Tensor]
+    module: nn.Module,
+    config: ModelConfig,
+    groups: ActorGroups,
+    read: Callable[[nn.Parameter], Tensor],
+    adapters: Mapping[Slot, tuple[int, ...]] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """`read(parameter)` of every parameter as full Hugging Face tensors, in one order on every rank.
 
     Collective. `read` gives a tensor of the parameter's shape (`value_of`, its gradient, ...), of one type over all
-    parameters. A yielded tensor may be a view of the parameter or made from several: use it before the next step, and
-    do not write to it. At most one parameter is held in full at a time.
+    parameters. `adapters`: of these factors (`adapter_slots`), not of the model's parameters. A yielded tensor may be a
+    view of the parameter or made from several: use it before the next step, and do not write to it. At most one
+    parameter is held in full at a time.
     """
     parameters = dict(module.named_parameters())
-    sample = read(next(iter(parameters.values())))
-    shapes = config.parameter_shapes()
-    for slot in slots(config, groups.dims.pp):
+    which = slots(config, groups.dims.pp) if adapters is None else list(adapters)
+    shapes = config.parameter_shapes() if adapters is None else {s.hf_names[0]: adapters[s] for s in which}
+    sample = read(next(_find(parameters, slot) for slot in which if slot.stage == groups.at.pp))
+    for slot in which:
         if not slot.exported:
             continue
         if slot.stage == groups.at.pp:

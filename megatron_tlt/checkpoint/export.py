@@ -1,6 +1,7 @@
 """A policy as a Hugging Face directory that `transformers`, an engine or `model.path` can load.
 
-A live one from the ranks, tensor by tensor (`write_hf`); a checkpoint from its files, without a policy (`write_run`).
+A live one from the ranks, tensor by tensor (`write_hf`); a checkpoint from its files, without a policy (`write_run`),
+or of its adapters alone a PEFT directory (`write_adapter`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.actor.checkpoint_files import complete_steps, read_manifest
+from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.atomic import new_directory, problem_of
+from megatron_tlt.checkpoint.convert.adapted import AdaptedReader
 from megatron_tlt.checkpoint.convert.hf_dir import copy_companions
 from megatron_tlt.checkpoint.convert.to_hf import HfConversion
 from megatron_tlt.checkpoint.resume import checkpoint_problems
@@ -19,10 +22,12 @@ from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_drafter_state
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.models.base import DTYPES
+from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_writer import save_hf
 
 if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
+    from megatron_tlt.config.actor import LoraSection
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
@@ -60,33 +65,67 @@ def export_problems(out: Path, config: Config, overwrite: bool) -> list[ConfigPr
 
 
 def write_run(
-    checkpoint: Path, ranks: Ranks, model: ModelSection, out: Path, dtype: str, overwrite: bool = False
+    checkpoint: Path,
+    ranks: Ranks,
+    model: ModelSection,
+    out: Path,
+    dtype: str,
+    overwrite: bool = False,
+    lora: LoraSection | None = None,
 ) -> str:
     """Writes a run's checkpoint, whose files are known to be whole, and its drafter as OUT/drafter; says what it wrote.
 
-    One parameter is in memory at a time, on the host. Any number of ranks shares the files; `out` appears whole or not
-    at all, with `overwrite` in the place of a model. Collective. Raises CheckpointError, ConfigError.
+    `lora`: the run's adapters, which are merged into its base. One parameter is in memory at a time, on the host. Any
+    number of ranks shares the files; `out` appears whole or not at all, with `overwrite` in the place of a model.
+    Collective. Raises CheckpointError, ConfigError.
     """
     with together(ranks):
-        manifest = read_manifest(checkpoint)
-        todo = HfConversion.plan(checkpoint, dtype, model.path, verify=False)
-    said, drafter = f"policy version {manifest.policy_version}", checkpoint / DRAFTER_STATE
+        source = checkpoint if lora is None else AdaptedReader(TorchDistReader(checkpoint), model, lora)
+        todo = HfConversion.plan(source, dtype, model.path, verify=False)
     with new_directory(out, todo.num_bytes, ranks, overwrite, todo.sources) as scratch:
         todo.write_into(scratch, ranks)
         if ranks.is_main:
             _copy_all_companions(model, scratch)
-        if ranks.is_main and drafter.is_file():
-            state = load_drafter_state(drafter)
-            save_drafter(
-                scratch / "drafter",
-                read_drafter_config(state["about"], todo.config),
-                state["model"],
-                policy_version=manifest.policy_version,
-                trained_steps=int(state["trained_steps"]),
-                fingerprint=policy_fingerprint(scratch),
-            )
-            said += f", drafter in {out / 'drafter'}"
-    return said
+            return _write_drafter(checkpoint, scratch, todo.config, policy_fingerprint(scratch), out)
+    return ""
+
+
+def write_adapter(
+    checkpoint: Path, ranks: Ranks, model: ModelSection, out: Path, dtype: str, lora: LoraSection
+) -> str:
+    """Writes a run's adapters as a PEFT directory, and its drafter as OUT/drafter, on rank 0; says what it wrote.
+
+    Collective. Raises CheckpointError, ConfigError.
+    """
+    with together(ranks):
+        config, source = (
+            ModelConfig.from_hf(model.path),
+            AdaptedReader(TorchDistReader(checkpoint), model, lora),
+        )
+        source.check(config)
+    with new_directory(out, source.num_factor_bytes, ranks, False, [checkpoint]) as scratch:
+        if ranks.is_main:
+            source.write_peft(scratch, config, DTYPES[dtype])
+            return _write_drafter(checkpoint, scratch, config, policy_fingerprint(model.path), out)
+    return ""
+
+
+def _write_drafter(checkpoint: Path, scratch: Path, config: ModelConfig, fingerprint: str, out: Path) -> str:
+    """Writes the checkpoint's drafter, if it has one, as SCRATCH/drafter; what the directory `out` holds, in words."""
+    manifest, file = read_manifest(checkpoint), checkpoint / DRAFTER_STATE
+    said = f"policy version {manifest.policy_version}"
+    if not file.is_file():
+        return said
+    state = load_drafter_state(file)
+    save_drafter(
+        scratch / "drafter",
+        read_drafter_config(state["about"], config),
+        state["model"],
+        policy_version=manifest.policy_version,
+        trained_steps=int(state["trained_steps"]),
+        fingerprint=fingerprint,
+    )
+    return f"{said}, drafter in {out / 'drafter'}"
 
 
 def _copy_all_companions(model: ModelSection, out: Path) -> None:

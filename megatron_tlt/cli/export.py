@@ -23,6 +23,11 @@ def add_export(commands: Any) -> None:
     add_config(command)
     command.add_argument("--out", type=Path, required=True, help="directory to write")
     command.add_argument("--overwrite", action="store_true", help="replace a model in --out")
+    command.add_argument(
+        "--adapter",
+        action="store_true",
+        help="of a run with actor.lora: the adapters alone, a PEFT directory",
+    )
     command.add_argument("--dtype", choices=("fp32", "bf16"), help="default: actor.dtype")
     command.set_defaults(run=_export)
 
@@ -44,11 +49,19 @@ def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:
     It appears complete or not at all. Collective. Raises CheckpointError, ConfigError (also where it exists and is not
     to be replaced).
     """
-    from megatron_tlt.checkpoint.export import write_run
+    from megatron_tlt.checkpoint.export import write_adapter, write_run
     from megatron_tlt.checkpoint.resume import find_checkpoint
 
     # One rank looks; all write their share, below a directory that all must see.
-    if problems := world.broadcast_object(problems_of(config, args.out, args.overwrite) if world.is_main else []):
+    problems = world.broadcast_object(problems_of(config, args.out, args.overwrite) if world.is_main else [])
+    lora = config.actor.lora
+    if args.adapter and lora is None:
+        problems.append(ConfigProblem("--adapter", True, "needs a run with actor.lora"))
+    if args.adapter and args.overwrite:
+        problems.append(
+            ConfigProblem("--overwrite", True, "does not go with --adapter: name a new directory")
+        )
+    if problems:
         raise ConfigError(problems)
     world.enter("load")
     checkpoints = Path(config.train.run_dir) / "checkpoints"
@@ -57,7 +70,10 @@ def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:
         raise CheckpointError(f"no checkpoint in {checkpoints}")
     world.enter("export")
     dtype = args.dtype or config.actor.dtype
-    said = write_run(found, world, config.model, args.out, dtype, args.overwrite)
+    if args.adapter and lora is not None:
+        said = write_adapter(found, world, config.model, args.out, dtype, lora)
+    else:
+        said = write_run(found, world, config.model, args.out, dtype, args.overwrite, lora)
     if world.is_main:
         print(f"wrote {args.out} ({said})", flush=True)
 

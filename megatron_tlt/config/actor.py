@@ -8,6 +8,49 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from megatron_tlt.config.base import Section
 
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA_TARGETS: tuple[LoraTarget, ...] = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
+
+MLP_TARGETS = LORA_TARGETS[4:]
+
+
+class LoraSection(Section):
+    """Low-rank adapters: the policy's matrices stay as they are, and each target W acts as W + alpha / rank * B A, of
+    which A and B are trained. Router, embeddings, norms and LM head stay."""
+
+    rank: PositiveInt = 32
+    """Rows of A and columns of B."""
+    alpha: PositiveFloat = 32.0
+    """Scale of the product, times rank."""
+    targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = LORA_TARGETS
+    """Matrices of every layer that get a pair; of a mixture of experts gate, up and down of each expert, the shared one
+    included."""
+    dropout: NonNegativeFloat = 0.0
+    """Must be 0: engines generate with merged weights, which have no dropout."""
+    adapter_path: str | None = None
+    """PEFT directory (adapter_config.json, adapter_model.safetensors) that the pairs start from; default: B is zero, A
+    is drawn. Its rank, alpha and targets must be those of this section."""
+    seed: NonNegativeInt = 0
+    """Of the draw of A."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank
+
+    @property
+    def record(self) -> str:
+        """What two runs must agree in to load each other's checkpoints."""
+        return f"rank {self.rank}, alpha {self.alpha:g}, {' '.join(t for t in LORA_TARGETS if t in self.targets)}"
+
 
 class ActorSection(Section):
     """Parallel layout and precision of the policy update. Data parallel size = ranks / (tp * pp * cp)."""
@@ -59,6 +102,9 @@ class ActorSection(Section):
     offload_optimizer: bool = False
     """Keep optimizer state in (pinned) host memory, and no gradient buffers at all, except while the policy is updated
     or saved. Changes no bit of the result."""
+    lora: LoraSection | None = None
+    """Train low-rank adapters in place of the weights; null: train the weights. Adapted layers are megatron's own with
+    any `layer_spec`."""
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers to build: megatron's local ones or Transformer Engine's. auto: TE where there is CUDA and TE."""
 

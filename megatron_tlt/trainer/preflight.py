@@ -21,6 +21,7 @@ from megatron_tlt.envs.check import episode_problems
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import safetensors_problems
+from megatron_tlt.models.peft import peft_problems
 from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.types import Prompt
 
@@ -92,7 +93,7 @@ def _problems(config: Config | SftConfig, num_ranks: int, device: Device | None)
 def _problems_of_large_files(config: Config | SftConfig) -> list[ConfigProblem]:
     """Of weights, the checkpoint to resume from and the drafter, where they are on this machine. Reads no tensor."""
     shape, _ = read_model("model.path", config.model.path)
-    found = [] if shape is None else _weight_problems(config.model, shape)
+    found = [] if shape is None else _weight_problems(config.model, shape) + _adapter_problems(config, shape)
     if isinstance(config, Config):
         if Path(config.checkpoint.resume).exists():
             found += checkpoint_problems(config.checkpoint.resume)
@@ -153,6 +154,9 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
         if config.checkpoint.resume not in ("auto", "never"):
             named["checkpoint.resume"] = config.checkpoint.resume
     named["model.megatron_path"] = config.model.megatron_path
+    named["actor.lora.adapter_path"] = (
+        config.actor.lora.adapter_path if config.actor.lora is not None else None
+    )
     for field, path in named.items():
         if path is not None and not Path(path).exists():
             problems.append(ConfigProblem(field, path, "no such file or directory"))
@@ -193,7 +197,20 @@ def _weight_problems(model: ModelSection, shape: ModelConfig) -> list[ConfigProb
     return []
 
 
-def _drafter_problems(section: SpeculationSection, shape: ModelConfig, model: str | Path) -> list[ConfigProblem]:
+def _adapter_problems(config: Config | SftConfig, shape: ModelConfig) -> list[ConfigProblem]:
+    """Adapters on this machine that a run starts from, and that are others than the configured ones."""
+    lora = config.actor.lora
+    if lora is None or lora.adapter_path is None or not Path(lora.adapter_path).exists():
+        return []
+    from megatron_tlt.actor.hf_names import adapter_slots  # here, for it needs torch
+
+    shapes = {slot.hf_names[0]: size for slot, size in adapter_slots(shape, lora, 1).items()}
+    return peft_problems(lora, shape, shapes)
+
+
+def _drafter_problems(
+    section: SpeculationSection, shape: ModelConfig, model: str | Path
+) -> list[ConfigProblem]:
     """A trained drafter that does not fit the model of `shape` in `model`, or was made for another one."""
     if section.trained is None:
         return []

@@ -49,8 +49,11 @@ def four_ranks(
         f"save {place}/zero {SHARDED}",
         f"load {place}/zero {SHARDED}",
         f'load {place}/zero {{"distributed_optimizer":"on"}}',
-        f"load {place}/mixed {SHARED},\"pp\":2}}",
+        f'load {place}/mixed {SHARED},"pp":2}}',
         f"full {place}/full {FOUR[0]}",
+        f'save {place}/lora {{"tp":2,"pp":2,{LORA}}}',
+        f'load {place}/lora {{"tp":2,"pp":2,{LORA}}}',
+        f'load {place}/lora {{"tp":2,"cp":2,{LORA}}}',
     )
 
 
@@ -59,6 +62,7 @@ DIVIDED = '{"cp":2,"distributed_optimizer":"on"}'
 HOST = '{"dtype":"bf16","distributed_optimizer":"on","offload_optimizer":true}'
 
 
+LORA = '"lora":{"rank":4}'
 SHARED, EVERY = '{"model":"qwen2_moe","ep":2', '{"model":"qwen3_moe","ep":2,"tp":2,"sequence_parallel":true'
 EXPERTS = [
     ("mixed", "save", SHARED + "}"),  # a dense layer between: another form of keys
@@ -68,6 +72,9 @@ EXPERTS = [
     ("experts", "load", EVERY + ',"distributed_optimizer":"on"}'),
     ("experts", "load", '{"model":"qwen3_moe","distributed_optimizer":"on"}'),
     ("experts", "load", '{"model":"qwen3_moe","cp":2,"ep":2,"distributed_optimizer":"on"}'),
+    ("lora", "save", EVERY + f',"distributed_optimizer":"on",{LORA}}}'),
+    ("lora", "load", EVERY + f',"distributed_optimizer":"on",{LORA}}}'),
+    ("lora", "load", f'{{"model":"qwen3_moe","distributed_optimizer":"on",{LORA}}}'),
 ]
 
 
@@ -105,13 +112,15 @@ def test_a_save_of_offloaded_state_takes_a_share_of_it_and_no_gradients(two_rank
 
 
 def test_experts_resume_bit_for_bit_and_in_other_layouts(two_ranks: list[dict[str, Any]]) -> None:
-    mixed, mixed_pp, sharded, *others = [r for r in two_ranks if r["case"] == "load"][1:6]
-    assert mixed["same_bits"] and sharded["same_bits"]
-    assert all(loaded["weights"] <= 1e-5 for loaded in (mixed_pp, *others))
+    mixed, mixed_pp, sharded, *others, lora, lora_alone = [r for r in two_ranks if r["case"] == "load"][1:8]
+    assert mixed["same_bits"] and sharded["same_bits"] and lora["same_bits"]
+    assert all(loaded["weights"] <= 1e-5 for loaded in (mixed_pp, *others, lora_alone))
 
 
-def test_context_parallel_ranks_divide_the_optimizer_and_other_layouts_read_it(two_ranks: list[dict[str, Any]]) -> None:
-    same, other = [r for r in two_ranks if r["case"] == "load"][6:8]
+def test_context_parallel_ranks_divide_the_optimizer_and_other_layouts_read_it(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    same, other = [r for r in two_ranks if r["case"] == "load"][8:10]
     assert same["same_bits"] and same["grad_norm"] == 0.0
     assert other["weights"] <= 1e-5, other
 
@@ -145,14 +154,15 @@ def test_another_optimizer_or_model_is_refused(one_rank: list[dict[str, Any]]) -
 
 def test_the_same_layout_resumes_bit_for_bit(four_ranks: list[dict[str, Any]]) -> None:
     loads = [r for r in four_ranks if r["case"] == "load"]
-    plain, sharded = loads[0], loads[len(FOUR) + 1]
+    plain, sharded, lora = loads[0], loads[len(FOUR) + 1], loads[-2]
     assert plain["same_bits"]
     assert sharded["same_bits"]
+    assert lora["same_bits"] and lora["grad_norm"] == 0.0
 
 
 def test_other_layouts_load_and_go_on(four_ranks: list[dict[str, Any]]) -> None:
     loads = [r for r in four_ranks if r["case"] == "load"]
-    assert len(loads) == len(FOUR) + 4
+    assert len(loads) == len(FOUR) + 6
     assert all(r["weights"] <= 1e-5 for r in loads), loads
 
 

@@ -8,18 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from megatron_tlt.actor.hf_names import adapter_slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.convert.to_hf import HfConversion
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
-from megatron_tlt.checkpoint.export import write_run
+from megatron_tlt.checkpoint.export import write_adapter, write_run
+from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.together import SingleProcess
+from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.models.peft import peft_problems
 from tests.helpers.mpi import run_ranks
-from tests.mpi.workers.actor_common import KINDS, results, save_model
+from tests.mpi.workers.actor_common import KINDS, LORA, results, save_model
 
 # A run pads their rows to a multiple of its TP; the converter stores the model's.
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -35,6 +40,7 @@ def at(kind: str, tp: int = 2, **layout: Any) -> str:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny models of each family, each converted."""
     place = tmp_path_factory.mktemp("convert")
+    save_model("qwen2_moe", place / "qwen2_moe")
     for kind in KINDS:
         save_model(kind, place / kind)
         MegatronConversion.plan(place / kind, None).write(place / f"{kind}-mg", SingleProcess())
@@ -58,6 +64,8 @@ def four_ranks(root: Path) -> list[dict[str, Any]]:
         f"start {root}/damaged {at('qwen3', pp=2)}",
         f"start {root}/llama-mg {at('qwen3', pp=2)}",
         *(f"once {root}/run-{kind} {at(kind, pp=2)}" for kind in KINDS),
+        f"once {root}/run-lora {at('qwen2_moe', tp=1, pp=2, ep=2, lora=LORA)}",
+        f"once {root}/run-lora-dense {at('qwen3', pp=2, lora=LORA)}",
         f"foreign {root}/each {at('qwen2', pp=2, flags={'non_homogeneous_layers': True})}",
         f"start {root}/each {at('qwen2', pp=2)}",
     ]
@@ -118,6 +126,69 @@ def test_a_runs_checkpoint_is_exported_bit_for_bit(
     save_hf(tmp_path / "live", ModelConfig.from_hf(root / kind), wanted.items())
     found, live = (tmp_path / name / "model.safetensors" for name in ("hf", "live"))
     assert found.read_bytes() == live.read_bytes()
+
+
+def test_adapters_are_exported_merged_and_as_peft_reads_them(
+    four_ranks: list[dict[str, Any]], root: Path, tmp_path: Path
+) -> None:
+    """The PEFT directory merged by hand, by PEFT's formula, is the merged export; a run starts from it; each refuses
+    another configuration."""
+    section, lora = ModelSection(path=str(root / "qwen2_moe"), max_context=512), LoraSection(**LORA)
+    given = root / "run-lora/step-000001", SingleProcess(), section
+    write_run(*given, tmp_path / "hf", "fp32", lora=lora)
+    write_adapter(*given, tmp_path / "adapter", "fp32", lora)
+    merged = load_file(tmp_path / "hf/model.safetensors")
+    config, live = ModelConfig.from_hf(root / "qwen2_moe"), torch.load(root / "run-lora/after.pt")
+    save_hf(tmp_path / "live", config, live.items())
+    base, served = (
+        load_file(folder / "model.safetensors") for folder in (root / "qwen2_moe", tmp_path / "live")
+    )
+    factors = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    said = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    changed = set()
+    for name in (name for name in factors if ".lora_A." in name):
+        weight = name.removeprefix("base_model.model.").replace(".lora_A", "")
+        change = said["lora_alpha"] / said["r"] * factors[name.replace("lora_A", "lora_B")] @ factors[name]
+        torch.testing.assert_close(merged[weight], base[weight] + change, atol=1e-7, rtol=1e-6)
+        changed.add(weight)
+    assert changed == {name for name in base if name.endswith("_proj.weight")}
+    assert changed == {name for name in base if not torch.equal(merged[name], base[name])}
+    for name, tensor in served.items():
+        torch.testing.assert_close(merged[name], tensor, atol=1e-7, rtol=1e-6)
+
+    shapes = {slot.hf_names[0]: shape for slot, shape in adapter_slots(config, lora, 1).items()}
+    again = lora.model_copy(update={"adapter_path": str(tmp_path / "adapter")})
+    assert not peft_problems(again, config, shapes)
+    other = again.model_copy(update={"alpha": 3.0})
+    assert "lora_alpha in adapter_config.json must be 3.0, not 8" in str(
+        peft_problems(other, config, shapes)[0]
+    )
+    with pytest.raises(CheckpointError, match=r"lora is 'rank 4, alpha 8, .*', not 'rank 4, alpha 3"):
+        write_run(*given, tmp_path / "other", "fp32", lora=other)
+    with pytest.raises(CheckpointError, match="holds adapters and no weights"):
+        write_run(*given, tmp_path / "other", "fp32")
+
+
+def test_peft_gives_the_merged_models_logits(
+    four_ranks: list[dict[str, Any]], root: Path, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    section, lora = ModelSection(path=str(root / "qwen3"), max_context=512), LoraSection(**LORA)
+    given = root / "run-lora-dense/step-000001", SingleProcess(), section
+    write_run(*given, tmp_path / "hf", "fp32", lora=lora)
+    write_adapter(*given, tmp_path / "adapter", "fp32", lora)
+    base, merged = (
+        AutoModelForCausalLM.from_pretrained(folder) for folder in (root / "qwen3", tmp_path / "hf")
+    )
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        found = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(ids).logits
+        torch.testing.assert_close(found, merged(ids).logits, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(
+            found, AutoModelForCausalLM.from_pretrained(root / "qwen3")(ids).logits, atol=1e-3
+        )
 
 
 def test_tensors_of_each_layer_apart_convert_too(

@@ -22,6 +22,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # fields of the model, o
     "tp": ({}, [FULL, "actor.tp=2"]),
     "sp": ({}, [FULL, "actor.tp=2", "actor.sequence_parallel=true"]),
     "pp": ({}, [FULL, "actor.pp=2"]),
+    "adapters": ({}, [FULL, "actor.lora.rank=16"]),
     "cp": ({"family": "llama", "num_kv_heads": 8}, [LONG, "actor.cp=2"]),
 }
 

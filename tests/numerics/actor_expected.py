@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
+import re
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_tlt.types import TrainSequence
 from tests.helpers.mpi import run_ranks
 from tests.helpers.once import once
 from tests.mpi.workers.actor_common import (
+    EXPERTS,
     KINDS,
+    LORA,
+    LORA_KINDS,
     MOE_KINDS,
     results,
     save_model,
@@ -40,11 +47,71 @@ def write_expected(root: Path, kind: str) -> None:
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     found = {"weights": weights, "logprobs": logprobs, "loss": loss.item(), "gradients": gradients}
+    if kind in LORA_KINDS:
+        found["lora"] = write_adapter(root / kind, model, every)
     if kind == "qwen3_moe":
         model.zero_grad(set_to_none=True)
         routed_loss(model, with_routed_experts(every, model.config.num_hidden_layers)).backward()
         found["routed"] = {n: p.grad for n, p in model.named_parameters()}
     torch.save(found, root / f"{kind}.pt")
+
+
+def write_adapter(directory: Path, model: Any, every: list[TrainSequence]) -> dict[str, Any]:
+    """Random adapters of every linear layer as a PEFT directory, DIRECTORY-adapter, written by hand; and what
+    transformers makes of the weights W + alpha / r B A: log-probs, loss, and the factors' gradients."""
+    draw = torch.Generator().manual_seed(5)
+    rank, scale = LORA["rank"], LORA["alpha"] / LORA["rank"]
+    factors: dict[str, Tensor] = {}
+    merged = dict(load_file(directory / "model.safetensors"))
+    for name, weight in list(merged.items()):
+        stem = name.removesuffix(".weight")
+        if stem.endswith(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")):
+            for which, shape in {"A": (rank, weight.shape[1]), "B": (weight.shape[0], rank)}.items():
+                factor = 0.1 * torch.randn(shape, generator=draw)
+                factors[f"{stem}.lora_{which}.weight"] = factor.requires_grad_()
+            merged[name] = (
+                weight + scale * factors[f"{stem}.lora_B.weight"] @ factors[f"{stem}.lora_A.weight"]
+            )
+    out = directory.with_name(directory.name + "-adapter")
+    out.mkdir()
+    stored = {f"base_model.model.{name}": factor.detach() for name, factor in factors.items()}
+    save_file(stored, out / "adapter_model.safetensors")
+    said = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "bias": "none",
+        "target_modules": "all-linear",
+    }
+    (out / "adapter_config.json").write_text(json.dumps(said))
+
+    parts = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)}
+    weights = _with_stacks(merged, parts)
+    call = partial(torch.func.functional_call, model, {**dict(model.named_parameters()), **weights})
+    as_model = lambda ids: call((ids,))  # noqa: E731
+    loss = sum(_weighted_nll(as_model, s, 0.8) for s in every) / 250.0
+    names = list(factors)
+    gradients = dict(zip(names, torch.autograd.grad(loss, list(factors.values())), strict=True))
+    leaves = [f"{m}_proj.lora_{which}.weight" for m in ("gate", "up", "down") for which in "AB"]
+    with torch.no_grad():
+        logprobs = {0.8: [_token_stats(as_model, s, 0.8)[0].numpy() for s in every]}
+    return {
+        "weights": {name: tensor.detach() for name, tensor in weights.items()},
+        "logprobs": logprobs,
+        "loss": loss.item(),
+        "gradients": _with_stacks(gradients, {leaf: (leaf,) for leaf in leaves}),
+    }
+
+
+def _with_stacks(tensors: dict[str, Tensor], stacks: dict[str, tuple[str, ...]]) -> dict[str, Tensor]:
+    """`tensors` with those of single experts, `...experts.E.PART`, as stacks `...experts.STACK` of their parts."""
+    single = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+    found = {name: tensor for name, tensor in tensors.items() if not single.fullmatch(name)}
+    for root in dict.fromkeys(match[1] for match in map(single.fullmatch, tensors) if match):
+        for stack, parts in stacks.items():
+            rows = [torch.cat([tensors[f"{root}.{e}.{part}"] for part in parts]) for e in range(EXPERTS)]
+            found[f"{root}.{stack}"] = torch.stack(rows)
+    return found
 
 
 def routed_loss(model: Any, every: list[TrainSequence]) -> Tensor:

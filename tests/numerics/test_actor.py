@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.mpi import run_ranks
 from tests.helpers.once import once
-from tests.mpi.workers.actor_common import HIDDEN, KINDS, MOE_KINDS, ZERO_ADVANTAGES, results
+from tests.mpi.workers.actor_common import HIDDEN, KINDS, LORA_KINDS, MOE_KINDS, ZERO_ADVANTAGES, results
 from tests.numerics.actor_expected import expected_root, one_rank_results
 
 
@@ -43,6 +43,16 @@ def test_replayed_experts_and_the_routers_losses_have_transformers_gradients() -
     # Two of eight experts at random are the router's in 1 of 28 cases.
     assert metrics["replay_flips"] == pytest.approx(27 / 28, abs=0.02)
     assert 1 < metrics["expert_load"] < 4 and 0 < metrics["router_entropy"] < math.log(8)
+
+
+@pytest.mark.parametrize("kind", LORA_KINDS)
+def test_adapters_equal_merged_weights_in_transformers(kind: str) -> None:
+    """And the reference is the base, and gradients and optimizer hold the factors alone."""
+    found = case("lora", kind=kind)
+    assert found["weights"] <= 1e-6
+    assert found["logprobs"] <= 1e-4 and found["reference"] <= 1e-4
+    assert found["gradients"][0] <= 1e-5 and found["loss"] <= 1e-5, found
+    assert found["only_factors"] and found["state"] == found["factors"]
 
 
 def test_packing_changes_nothing() -> None:
@@ -162,14 +172,26 @@ SGD += [(name, "qwen3_moe") for name in ("tp2_sp", "tp2_sp_ep4")]
 SGD += [(name, "qwen2_moe") for name in ("tp2_sp_ep2", "pp2_ep2")]
 ADAM = [(name, "qwen3") for name in ("dp2_zero_overlap", "tp2_dp2_zero", "cp2_zero_overlap")]
 ROUTED = [("tp2_sp_ep2", "qwen3_moe"), ("pp2_recompute", "qwen2_moe")]
-REPLAYED = [("cp2_ep2", "qwen3_moe")]  # its micro-batches are others, and load balancing is of each micro-batch
+REPLAYED = [
+    ("cp2_ep2", "qwen3_moe")
+]  # its micro-batches are others, and load balancing is of each micro-batch
+# Adapters: TP without and with sequence parallel, PP, CP, EP, DP.
+LORA = [("tp2", "qwen2"), ("tp2_pp2_sp_recompute", "qwen2"), ("tp2_cp2_sp_selective", "qwen2")]
+LORA += [("tp2_sp_ep2", "qwen2_moe"), ("pp2_ep2", "qwen2_moe")]
 WHOLE_RESPONSES = [("cp2_alone", "qwen3"), ("pp2_cp2_recompute", "qwen3")]
 
 
 @once
 def run(ranks: int) -> list[dict[str, Any]]:
     one_rank_results()
-    variants = (SGD, "sgd"), (ADAM, "adam"), (WHOLE_RESPONSES, "gspo"), (ROUTED, "routed"), (REPLAYED, "replayed")
+    variants = (
+        (SGD, "sgd"),
+        (ADAM, "adam"),
+        (WHOLE_RESPONSES, "gspo"),
+        (ROUTED, "routed"),
+        (REPLAYED, "replayed"),
+    )
+    variants += ((LORA, "lora"),)
     wanted = [(name, kind, variant) for cases, variant in variants for name, kind in cases]
     mine = sorted(case for case in wanted if LAYOUTS[case[0]][0] == ranks)
     triples = json.dumps([[LAYOUTS[name][1], kind, variant] for name, kind, variant in mine])
@@ -185,7 +207,7 @@ def found(name: str, kind: str, variant: str) -> dict[str, Any]:
 
 
 CASES = [(*case, "sgd") for case in SGD] + [(*case, "gspo") for case in WHOLE_RESPONSES]
-CASES += [(*case, "replayed") for case in REPLAYED]
+CASES += [(*case, "replayed") for case in REPLAYED] + [(*case, "lora") for case in LORA]
 
 
 @pytest.mark.parametrize(("name", "kind", "variant"), CASES)

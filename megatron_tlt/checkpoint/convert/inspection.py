@@ -61,7 +61,9 @@ def open_checkpoint(path: str | Path, config: str | Path | None = None) -> Opene
     if config is not None:
         model = ModelConfig.from_hf(config)
     else:
-        model = config_of(manifest) if manifest else ModelConfig.from_hf(config_beside(root, source))
+        model = (
+            config_of(manifest) if manifest else ModelConfig.from_hf(config_beside(root, source.directory))
+        )
     source.check(model)
     version = source.backend["sharded_backend_version"]
     facts = {"format": f"{source.backend['sharded_backend']} version {version}", **_manifest_facts(manifest)}

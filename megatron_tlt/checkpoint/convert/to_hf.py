@@ -17,6 +17,7 @@ from megatron_tlt.actor.checkpoint_files import damage_of
 from megatron_tlt.actor.hf_names import Slot, slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.atomic import new_directory
+from megatron_tlt.checkpoint.convert.adapted import AdaptedReader
 from megatron_tlt.checkpoint.convert.hf_dir import choose_dtype, config_with_dtype, copy_companions
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
@@ -28,7 +29,7 @@ from megatron_tlt.models.hf_writer import TensorFile, split_into_files, weight_f
 class HfConversion:
     """A checked conversion to Hugging Face: source, the model's config.json, type, and the parameters of each file."""
 
-    source: TorchDistReader
+    source: TorchDistReader | AdaptedReader
     config_file: Path
     config: ModelConfig
     dtype: torch.dtype
@@ -37,7 +38,7 @@ class HfConversion:
     @classmethod
     def plan(
         cls,
-        megatron: str | Path,
+        megatron: str | Path | AdaptedReader,
         dtype: str | None,
         config: str | Path | None = None,
         max_file_bytes: int = 4 << 30,
@@ -48,8 +49,9 @@ class HfConversion:
         `config` is a Hugging Face directory (or its config.json) for a checkpoint that has none beside it. `dtype` is
         fp32 or bf16; None keeps what is stored. `verify` False leaves the files' checksums out.
         """
-        source = TorchDistReader(megatron)
-        file = config_beside(Path(megatron), source) if config is None else Path(config)
+        source = megatron if isinstance(megatron, AdaptedReader) else TorchDistReader(megatron)
+        given = source.directory if isinstance(megatron, AdaptedReader) else Path(megatron)
+        file = config_beside(given, source.directory) if config is None else Path(config)
         file = file if file.suffix == ".json" else file / "config.json"
         model = ModelConfig.from_hf(file)
         source.check(model)
@@ -100,14 +102,14 @@ class HfConversion:
             _write_small_files(self, scratch)
 
 
-def config_beside(given: Path, source: TorchDistReader) -> Path:
+def config_beside(given: Path, shards: Path) -> Path:
     """The config.json in the directory of a checkpoint or of its shards. Raises CheckpointError if there is none."""
     # Not further up: a run's own config.json, two directories above its checkpoints, describes no model.
-    for directory in (given, source.directory, source.directory.parent):
+    for directory in (given, shards, shards.parent):
         if (directory / "config.json").is_file():
             return directory / "config.json"
     raise CheckpointError(
-        f"no config.json beside {source.directory}: name the model's Hugging Face directory with --config "
+        f"no config.json beside {shards}: name the model's Hugging Face directory with --config "
         "(for a run of Megatron-TLT, its model.path)"
     )
 

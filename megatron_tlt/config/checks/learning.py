@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 
-from megatron_tlt.config.actor import OptimizerSection
+from megatron_tlt.config.actor import MLP_TARGETS, LoraSection, OptimizerSection
+from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.data import PromptSourceConfig, RewardConfig
-from megatron_tlt.config.root import Config
+from megatron_tlt.config.model import ArchitectureConfig
+from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import ConfigProblem, Problems
 
+FULL_TRAINING_LR = 5e-6  # the recipes that train all weights have 5e-7 to 1e-6, reports up to 5e-6
 # Their baseline is the rest of the group, so a group of one response has no advantage.
 GROUP_RELATIVE = ("grpo", "dr_grpo", "dapo", "rloo", "gspo")
 
@@ -142,6 +145,40 @@ def _check_pattern(path: str, pattern: str, needs_group: bool) -> Problems:
         return
     if needs_group and groups < 1:
         yield ConfigProblem(path, pattern, "needs a group (...) around the answer")
+
+
+def check_lora(
+    config: Config | SftConfig, shape: ArchitectureConfig | None, device: Device | None
+) -> Problems:
+    """Adapters that nothing can serve, or that are no smaller than what they adapt."""
+    lora = config.actor.lora
+    if lora is None:
+        return
+    if lora.dropout:
+        allowed = "must be 0: engines generate with merged weights, which have no dropout"
+        yield ConfigProblem("actor.lora.dropout", lora.dropout, allowed)
+    if len(set(lora.targets)) < len(lora.targets):
+        yield ConfigProblem("actor.lora.targets", lora.targets, "must name each matrix once")
+    if shape is None:
+        return
+    widths = {"key/value": shape.num_kv_heads * shape.head_dim, "hidden": shape.hidden_size}
+    widths |= {"expert": shape.moe_intermediate_size} if shape.num_experts else {}
+    name, least = min(widths.items(), key=lambda width: width[1])
+    if lora.rank >= least:
+        yield ConfigProblem("actor.lora.rank", lora.rank, f"must be < {least}, the model's {name} width")
+    if shape.num_experts and set(lora.targets) & set(MLP_TARGETS) and device == "cuda" and lora.rank % 8:
+        allowed = "must be a multiple of 8 with experts on CUDA: grouped products take rows of 16 bytes"
+        yield ConfigProblem("actor.lora.rank", lora.rank, allowed)
+
+
+def learning_rate_warning(optimizer: OptimizerSection, lora: LoraSection | None) -> str | None:
+    """The warning where the learning rate looks like one of full training; None where it does not."""
+    if lora is None or optimizer.name != "adam" or optimizer.lr > FULL_TRAINING_LR:
+        return None
+    return (
+        f"warning: optimizer.lr = {optimizer.lr:g} is usual for full training; adapters learn with about ten times as "
+        f"much ({10 * optimizer.lr:g})"
+    )
 
 
 def check_optimizer(optimizer: OptimizerSection, total_steps: int) -> Problems:

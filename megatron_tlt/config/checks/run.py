@@ -19,7 +19,13 @@ from megatron_tlt.config.checks.layout import (
     resolve_device,
     tp_problems,
 )
-from megatron_tlt.config.checks.learning import check_algorithm, check_data, check_optimizer, check_rewards
+from megatron_tlt.config.checks.learning import (
+    check_algorithm,
+    check_data,
+    check_lora,
+    check_optimizer,
+    check_rewards,
+)
 from megatron_tlt.config.checks.memory import check_memory
 from megatron_tlt.config.checks.rollout import check_context, check_positions, check_rollout
 from megatron_tlt.config.checks.speculation import check_idle, check_speculation
@@ -63,6 +69,7 @@ def check_config(
         *pp_problems(shape, "actor.pp", config.actor.pp),
         *cp_problems(config, shape, device),
         *check_experts(config, shape),
+        *check_lora(config, shape, device),
         *check_architecture(config, shape),
     ]
     if isinstance(config, SftConfig):

@@ -24,6 +24,7 @@ G the width of one, R rows that reach this rank's.
   before it.
 * The last stage: the final norm and the rows for the head, `4*T*e*H`; logits and their gradient, `2*T*e*V/t`; and the
   larger of the chunks in which `actor/logprob.py` computes (four, fp32) and the head's weight gradient, `e*H*V/t`.
+* With adapters the head has no weight gradient, and one layer's weight at a time is merged (`policy.merged_bytes`).
 
 Measured against what PyTorch allocates in tests/mpi/test_memory_estimate.py (CPU, local layers).
 """
@@ -58,6 +59,9 @@ class Slice:
     comm: str = "p2p"  # of context parallel attention
     longest: int = 0  # tokens of the longest sequence, over all c ranks
     expert_layers: float = 0  # of this stage
+    merged: int = (
+        0  # bytes of a weight that is merged with its adapters; 0: the weights themselves are trained
+    )
 
 
 def layer_bytes(
@@ -115,7 +119,7 @@ def head_bytes(shape: ArchitectureConfig, at: Slice) -> float:
     """Final norm, LM head and loss of one micro-batch, forward and backward."""
     logits = at.tokens * shape.vocab_size / at.tp
     chunks = _CHUNKS * 4 * min(logits, CHUNK_ELEMENTS[at.device])
-    weight = shape.hidden_size * shape.vocab_size / at.tp * at.element
+    weight = 0 if at.merged else shape.hidden_size * shape.vocab_size / at.tp * at.element
     return at.element * (4 * at.tokens * shape.hidden_size + 2 * logits) + max(chunks, weight)
 
 
@@ -131,6 +135,6 @@ def update_bytes(shape: ArchitectureConfig, at: Slice, recompute: str, modules: 
             redone = layer - kept
         total += layers * kept
         again = max(again, redone)
-    again += max(gradient_bytes(shape, at), attention_bytes(shape, at))
+    again += max(gradient_bytes(shape, at), attention_bytes(shape, at), at.merged)
     head = head_bytes(shape, at) if at.is_last else 0
     return int(at.in_flight * (total + mask_bytes(at)) + max(head, again))

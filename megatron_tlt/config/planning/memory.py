@@ -19,7 +19,14 @@ from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning import drafter, engine, graphs, policy
-from megatron_tlt.config.planning.parameters import GIB, MIB, element_bytes, pinned_bytes, stage_parameters
+from megatron_tlt.config.planning.parameters import (
+    GIB,
+    MIB,
+    adapter_parameters,
+    element_bytes,
+    pinned_bytes,
+    stage_parameters,
+)
 from megatron_tlt.config.root import Config, SftConfig
 
 _INTERPRETER_BYTES = GIB // 2  # on CPU, with torch and megatron imported
@@ -90,14 +97,20 @@ def _policy_parts(
 ) -> dict[str, int]:
     """The parts of every run, and memory that is not allocated through PyTorch."""
     count, experts = stage_parameters(shape, dims, stage)
-    element = element_bytes(config.actor.dtype)
-    runtime = {"runtime": _INTERPRETER_BYTES} if device == "cpu" else {RESERVE: int(config.cluster.reserve_gib * GIB)}
+    element, lora = element_bytes(config.actor.dtype), config.actor.lora
+    trained = (count, experts) if lora is None else adapter_parameters(shape, lora, dims, stage)
+    runtime = (
+        {"runtime": _INTERPRETER_BYTES}
+        if device == "cpu"
+        else {RESERVE: int(config.cluster.reserve_gib * GIB)}
+    )
     return {
         **runtime,
         "weights": count * element,
         **({"experts": experts * element} if shape.num_experts else {}),
-        "gradients": (count + experts) * 4,
-        "optimizer": policy.optimizer_bytes(config, count, experts, dims, device),
+        **({"adapters": sum(trained) * element} if lora is not None else {}),
+        "gradients": sum(trained) * 4,
+        "optimizer": policy.optimizer_bytes(config, *trained, dims, device),
         "rotations": policy.rotation_bytes(config, shape, dims, device),
         "dummy gradients": policy.dummy_gradient_bytes(config, shape, dims, stage, device),
         "activations": policy.activation_bytes(config, shape, dims, stage, device),
@@ -113,7 +126,7 @@ def _stage(
         return RankMemory(stage, parts, {"activations": ("update",)}, ("update",))
     weights = parts["weights"] + parts.get("experts", 0)
     parts |= {
-        "reference": weights if config.algorithm.kl_coef > 0 else 0,
+        "reference": weights if config.algorithm.kl_coef > 0 and config.actor.lora is None else 0,
         "engine weights": engine.engine_bytes(config, shape, device),
         "rollout step": engine.rollout_step_bytes(config, shape, device),
         "graphs": graphs.graph_bytes(config, device),
@@ -130,7 +143,7 @@ def _stage(
         return RankMemory(stage, parts | host, _only(config, device))
     state = {
         "optimizer": pinned_bytes(parts["optimizer"]) * config.actor.offload_optimizer,
-        "checkpoint": parts["optimizer"] + weights // (dims.dp * dims.cp),
+        "checkpoint": parts["optimizer"] + parts.get("adapters", weights) // (dims.dp * dims.cp),
     }
     return RankMemory(stage, parts, _only(config, device), host=state | host)
 
@@ -161,7 +174,11 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
 
 
 def _kv_cache(
-    config: Config, shape: ArchitectureConfig, stages: list[RankMemory], device: Device, limit_gib: float | None
+    config: Config,
+    shape: ArchitectureConfig,
+    stages: list[RankMemory],
+    device: Device,
+    limit_gib: float | None,
 ) -> int:
     """The configured cache; by default what all running requests need at full length, on CUDA at most what remains.
 

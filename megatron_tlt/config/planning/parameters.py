@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_tlt.config.actor import MLP_TARGETS, LoraSection
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config
@@ -76,6 +77,35 @@ def stage_parameters(shape: ArchitectureConfig, dims: Dims, stage: int) -> tuple
     count += embedding * first
     count += embedding * (last and not (shape.tie_word_embeddings and first))
     return count // dims.tp, experts // dims.ep
+
+
+def adapter_parameters(
+    shape: ArchitectureConfig, lora: LoraSection | None, dims: Dims, stage: int
+) -> tuple[int, int]:
+    """Parameters of the adapters on one rank of a pipeline stage, without its experts', and of its experts'.
+
+    TP cuts one factor of a pair; both of an expert's are whole. (0, 0) without adapters.
+    """
+    if lora is None:
+        return 0, 0
+    hidden, per_stage = shape.hidden_size, shape.num_layers // dims.pp
+    heads, groups = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = {"q_proj": heads, "k_proj": groups, "v_proj": groups, "o_proj": heads}
+
+    def pairs(widths: dict[str, int], tp: int) -> int:
+        """Of matrices between the residual stream and so many other numbers, which TP cuts."""
+        return sum(
+            lora.rank * (hidden + width // tp) for name, width in widths.items() if name in lora.targets
+        )
+
+    def mlp(width: int, tp: int) -> int:
+        return pairs(dict.fromkeys(MLP_TARGETS, width), tp) if width else 0
+
+    sparse = sum(layer // per_stage == stage for layer in shape.moe_layers)
+    shared = mlp(shape.shared_expert_intermediate_size, dims.tp)
+    count = per_stage * pairs(attention, dims.tp) + sparse * shared
+    count += (per_stage - sparse) * mlp(shape.intermediate_size, dims.tp)
+    return count, sparse * shape.num_experts // dims.ep * mlp(shape.moe_intermediate_size, 1)
 
 
 def drafter_parameters(config: Config, shape: ArchitectureConfig) -> int:

@@ -7,6 +7,8 @@ Of experts d is the number of ranks that hold the same ones: those of a pipeline
   in fp32; the optimizer holds an fp32 master copy and two moments). The distributed optimizer divides the
   last term by the data parallel size: the `6 + 12/d` bytes a parameter of megatron-core's distributed
   optimizer documentation, stage 1 of Rajbhandari et al., arXiv 1910.02054, section 5.
+* With adapters (`actor.lora`) P of gradients and optimizer are theirs; the weights are there once, for the reference,
+  too; and one weight at a time is merged, in a forward pass or a weight sync.
 * Activations, the LM head and temporaries of the backward pass: `activations.py`.
 * Transformer Engine's layers read one table of rotations, which stays.
 * A weight sync gathers one tensor after the other: its parts and their join, and the bucket that collects them.
@@ -51,7 +53,7 @@ def dummy_gradient_bytes(
     A linear layer adds its gradient to the gradient buffer itself and returns one of these in its place
     (`get_dummy_wgrad`; megatron's LM head does the same). The experts' grouped products have none.
     """
-    if device != "cuda" or config.actor.layer_spec == "local":
+    if device != "cuda" or config.actor.layer_spec == "local" or config.actor.lora is not None:
         return 0
     hidden, tp = shape.hidden_size, dims.tp
     heads, groups = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -97,6 +99,7 @@ def activation_bytes(
         device=device,
         cp=dims.cp,
         longest=_longest(config),
+        merged=merged_bytes(config, shape, dims),
     )
     modules = actor.recompute_modules
     return max(update_bytes(shape, replace(at, comm=form), actor.recompute, modules) for form in forms)
@@ -111,7 +114,8 @@ def rotation_bytes(config: Config | SftConfig, shape: ArchitectureConfig, dims: 
     """The tables of policy and reference, in fp32; the local layers make theirs for each micro-batch."""
     if device != "cuda" or config.actor.layer_spec == "local":
         return 0
-    models = 2 if isinstance(config, Config) and config.algorithm.kl_coef > 0 else 1
+    has_copy = isinstance(config, Config) and config.algorithm.kl_coef > 0 and config.actor.lora is None
+    models = 2 if has_copy else 1
     return models * rotation_rows(config.model.max_context, dims.tp, dims.cp) * shape.head_dim * 4
 
 
@@ -120,4 +124,15 @@ def weight_sync_bytes(config: Config, shape: ArchitectureConfig, dims: Dims) -> 
     widths = 2 * shape.intermediate_size, 2 * shape.num_experts * shape.moe_intermediate_size  # experts are one stack
     largest = max(shape.vocab_size, *widths) * shape.hidden_size * element_bytes(config.actor.dtype)
     bucket = max(config.sync.bucket_mib * MIB, largest)
+    bucket += merged_bytes(config, shape, dims)
     return bucket if dims.tp * dims.pp * dims.ep == 1 else bucket + 2 * largest
+
+
+def merged_bytes(config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims) -> int:
+    """The largest weight with its adapters, made for one product, and the change to half of it; 0 without adapters."""
+    if config.actor.lora is None:
+        return 0
+    dense = shape.intermediate_size if len(shape.moe_layers) < shape.num_layers else 0
+    widths = dense // dims.tp, shape.shared_expert_intermediate_size // dims.tp
+    width = max(*widths, shape.num_experts // dims.ep * shape.moe_intermediate_size)
+    return 3 * width * shape.hidden_size * element_bytes(config.actor.dtype)

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_tlt.config.checks.layout import Device, resolve_device
+from megatron_tlt.config.checks.learning import learning_rate_warning
 from megatron_tlt.config.checks.rollout import longest_request
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.memory import KV, estimate_memory, node_host_bytes
-from megatron_tlt.config.planning.parameters import GIB, kv_bytes_per_token, total_parameters
+from megatron_tlt.config.planning.parameters import (
+    GIB,
+    adapter_parameters,
+    kv_bytes_per_token,
+    total_parameters,
+)
 from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import aligned
@@ -32,8 +38,22 @@ def render_check(
     parts = _grid(dims)
     if isinstance(config, Config):
         parts += _engines(config, num_ranks)
+    parts += _adapters(config, shape)
     parts += ["", *_memory(config, shape, num_ranks, device), "", *_tokens(config, dims)]
     return "\n".join(parts) + "\n"
+
+
+def _adapters(config: Config | SftConfig, shape: ArchitectureConfig | None) -> list[str]:
+    """The share of the model that adapters train, and a learning rate that does not fit them."""
+    lora = config.actor.lora
+    if lora is None:
+        return []
+    lines = [f"Trained: adapters ({lora.record})"]
+    if shape is not None:
+        count = sum(adapter_parameters(shape, lora, Dims.fit(1, tp=1, pp=1), 0))
+        lines.append(f"  {count:.3g} of {total_parameters(shape):.3g} parameters")
+    warning = learning_rate_warning(config.optimizer, lora)
+    return lines if warning is None else [*lines, f"  {warning}"]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -17,6 +17,8 @@ from tests.helpers.tiny_models import hf_model
 
 KINDS = ("qwen2", "qwen3", "llama")
 MOE_KINDS = ("qwen3_moe", "qwen2_moe")  # the second with a dense layer and shared experts
+LORA_KINDS = ("qwen2", "qwen2_moe")  # biases of q, k, v; experts, shared ones and a dense layer
+LORA = {"rank": 4, "alpha": 8.0}
 _SP = {"tp": 2, "sequence_parallel": True}
 # By ranks: layouts with the forward that hands hidden states out. How ranks that share a response gather them is
 # independent of it.

@@ -18,6 +18,8 @@ from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from tests.mpi.workers.actor_common import (
     KINDS,
+    LORA,
+    LORA_KINDS,
     MOE_KINDS,
     Exploding,
     WeightedNll,
@@ -70,6 +72,31 @@ def parity(world: World, root: Path, kind: str) -> None:
         gradients=gradients,
         where=where,
         loss=abs(out.metrics["loss"] - expected["loss"]),
+    )
+
+
+def lora_parity(world: World, root: Path, kind: str) -> None:
+    """Adapters from a PEFT directory, against transformers with weights merged by hand; the reference is the base."""
+    found = torch.load(root / f"{kind}.pt", weights_only=False)
+    expected, plain = found["lora"], SGD.model_copy(update={"clip_grad": 0.0})
+    lora = {**LORA, "adapter_path": str(root / f"{kind}-adapter")}
+    policy = make_policy(world, root / kind, plain, WeightedNll(), lora=lora)
+    trained = {name for name, p in policy.model.module.named_parameters() if hasattr(p, "main_grad")}
+    say(
+        world,
+        case="lora",
+        kind=kind,
+        weights=relative_error(copy_of(policy.named_weights()), expected["weights"])[0],
+        reference=worst(policy.logprobs(sequences(18), 0.8, which="reference"), found["logprobs"][0.8]),
+        logprobs=worst(policy.logprobs(sequences(18), 0.8), expected["logprobs"][0.8]),
+        loss=abs(
+            policy.train_step(train_batch([sequences(18)], [250.0], temperature=0.8)).metrics["loss"]
+            - expected["loss"]
+        ),
+        gradients=relative_error(copy_of(named_gradients(policy)), expected["gradients"]),
+        only_factors=all(name.endswith(("lora_A", "lora_B")) for name in trained),
+        state=sum(p.numel() for group in policy.optimizer.param_groups for p in group["params"]),
+        factors=sum(t.numel() for t in expected["gradients"].values()),
     )
 
 
@@ -214,7 +241,12 @@ def main() -> None:
     for kind in (*KINDS, *MOE_KINDS):
         parity(world, root, kind)
         # Adam divides rounding noise, and a changed digit can flip a near tie of two experts.
-        names = ("sgd", "routed", "replayed") if kind in MOE_KINDS else ("sgd", "adam", "gspo")
+        names: tuple[str, ...] = (
+            ("sgd", "routed", "replayed") if kind in MOE_KINDS else ("sgd", "adam", "gspo")
+        )
+        if kind in LORA_KINDS:
+            lora_parity(world, root, kind)
+            names += ("lora",)
         outcome = {name: run_scenario(scenario_policy(world, root / kind, name)) for name in names}
         torch.save(outcome, root / f"{kind}.tp1.pt")
     routed(world, root)

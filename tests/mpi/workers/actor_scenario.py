@@ -21,6 +21,7 @@ from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.model import ModelSection
 from tests.mpi.workers.actor_common import (
+    LORA,
     ClippedRatio,
     sequences,
     share,
@@ -59,8 +60,12 @@ def make_policy(
 def scenario_policy(world: Any, directory: Path, variant: str, **layout: Any) -> MegatronPolicy:
     """The scenario with "sgd", with "adam", or with "gspo": SGD, a loss that reads whole responses, and short ones.
 
-    "routed": SGD, replayed experts, and the routers' losses; "replayed": without these.
+    "routed": SGD, replayed experts, and the routers' losses; "replayed": without these. "lora": SGD on adapters, which
+    start from the PEFT directory beside the model.
     """
+    if variant == "lora":
+        lora = {**LORA, "adapter_path": f"{directory}-adapter"}
+        return make_policy(world, directory, SGD, lora=lora, **layout)
     if variant in ("routed", "replayed"):
         return make_policy(world, directory, SGD, **(ROUTED if variant == "routed" else REPLAYED), **layout)
     if variant != "gspo":
@@ -91,13 +96,23 @@ def run_scenario(policy: MegatronPolicy) -> dict[str, Any]:
             out[name].append(metrics.get(name))
         if i == 0 and policy.actor.distributed_optimizer != "on":
             out["gradients"] = copy_of(named_gradients(policy))
-    out["weights"] = copy_of(policy.named_weights())
+    out["weights"] = copy_of(policy.named_weights()) | copy_of(named_factors(policy, attrgetter("data")))
     return out
 
 
 def named_gradients(policy: MegatronPolicy) -> Iterator[tuple[str, Tensor]]:
     """The last step's summed gradients, after clipping, under Hugging Face names. Not of the distributed optimizer."""
-    return named_tensors(policy.model.module, policy.config, policy.groups, attrgetter("main_grad"))
+    read = attrgetter("main_grad")
+    if policy.actor.lora is not None:
+        return named_factors(policy, read)
+    return named_tensors(policy.model.module, policy.config, policy.groups, read)
+
+
+def named_factors(policy: MegatronPolicy, read: Any) -> Iterator[tuple[str, Tensor]]:
+    """`read(parameter)` of every adapter's factors, whole; none without adapters."""
+    adapters = policy.model.adapters
+    if adapters:
+        yield from named_tensors(policy.model.module, policy.config, policy.groups, read, adapters)
 
 
 def copy_of(named: Any) -> dict[str, Tensor]:

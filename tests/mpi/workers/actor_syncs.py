@@ -151,7 +151,7 @@ def recomputed_norms(world: World, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for again in (False, True):
         policy = make_policy(world, folder)
-        for model in (policy.model, policy.reference):
+        for model in (policy.model, policy._reference):
             for layer in model.module.decoder.layers:
                 layer.recompute_input_layernorm = layer.recompute_pre_mlp_layernorm = again
         with transformer_engines_list() as kept:

@@ -62,7 +62,8 @@ def update(world: World, folder: Path, config: ModelConfig, overrides: list[str]
         step(actor.pp)
     estimate = estimate_memory(section, config, world.size, "cpu")[policy.groups.at.pp]
     state = storages(policy)
-    parts = {name: estimate.parts[name] for name in ("weights", "gradients", "optimizer")}
+    names = "weights", "adapters", "gradients", "optimizer"
+    parts = {name: estimate.parts.get(name, 0) for name in names}
     return {
         "counted": {"state": state, "activations": counted.peak, "all": state + counted.peak},
         "estimate": {

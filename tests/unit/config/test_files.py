@@ -94,8 +94,9 @@ def test_recipes_roll_out_in_vllm(path):
 @pytest.mark.parametrize("path", RECIPES, ids=label)
 def test_recipe_names_match_their_contents(path):
     config = load_config(path)
-    algorithm, *model, size = path.stem.removesuffix("-trtllm").split("-")
+    algorithm, *model, size = path.stem.removesuffix("-trtllm").removesuffix("-lora").split("-")
     assert path.stem.endswith("-trtllm") == (config.rollout.backend == "trtllm")
+    assert path.stem.endswith("-lora") == (config.actor.lora is not None)
     assert config.algorithm.name == algorithm
     assert size == f"{config.cluster.nodes}n{config.cluster.ranks_per_node}g"
     if model[-1].endswith("k"):

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_tlt.config.checks.layout import check_architecture, cp_problems
+from megatron_tlt.config.checks.learning import check_lora
 from megatron_tlt.config.checks.run import check_config
 from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.load import build_config
@@ -47,6 +48,33 @@ def test_forms_of_context_parallelism_by_transformer_engines_version(kind, versi
     found = list(cp_problems(config, SHAPE, "cuda", version))
     assert [p.path for p in found] == ([] if is_taken else ["actor.cp_comm_type"])
     assert not list(cp_problems(config, SHAPE, "cpu", None))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["rank=8"], set()),
+        (["rank=8", "dropout=0.1"], {"dropout"}),
+        (["targets=[q_proj,q_proj]"], {"targets"}),
+        (["rank=64"], {"rank"}),  # as wide as keys and values are
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(overrides, wanted):
+    found = paths(*(f"actor.lora.{override}" for override in overrides))
+    assert found == {f"actor.lora.{name}" for name in wanted}
+
+
+def test_grouped_products_on_a_gpu_take_ranks_of_eight():
+    sparse = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    shape = SHAPE.model_copy(update=sparse)
+    for overrides, device, is_taken in (
+        (["rank=8"], "cuda", True),
+        (["rank=4"], "cuda", False),
+        (["rank=4"], "cpu", True),
+        (["rank=4", "targets=[q_proj,o_proj]"], "cuda", True),
+    ):
+        config = build_config(BASE, [f"actor.lora.{override}" for override in overrides])
+        assert (not list(check_lora(config, shape, device))) == is_taken
 
 
 def test_a_good_configuration_has_no_problems():

@@ -66,6 +66,30 @@ def test_training_state_costs_18_bytes_a_parameter_and_6_when_sharded():
         assert state / count == pytest.approx(expected, rel=1e-3)
 
 
+def test_adapters_alone_have_gradients_and_optimizer_state():
+    """PEFT counts 20,185,088 parameters of rank 8 on all linear layers of Qwen2.5-7B."""
+    shape, lora = shape_of("qwen2.5-7b"), ("actor.lora.rank=8", "algorithm.kl_coef=0.1")
+    (stage,) = estimate_memory(config_of(*lora), shape, 1, "cuda")
+    sizes = [stage.parts[name] / 20_185_088 for name in ("adapters", "gradients", "optimizer", "reference")]
+    assert sizes == [2, 4, 12, 0]
+    assert stage.parts["dummy gradients"] == 0
+    sparse, (one, other) = shape_of("qwen3-30b-a3b"), (("actor.ep=1",), ("actor.ep=8", "actor.tp=8"))
+    experts = 48 * 128 * 3 * 8 * (2048 + 768)
+    for overrides, ranks, parts in ((one, 1, 1), (other, 8, 8)):
+        (stage,) = estimate_memory(config_of(*lora, *overrides), sparse, ranks, "cpu")
+        attention = 48 * 8 * (4 * 2048 + (2 * 4096 + 2 * 512) // parts)
+        assert stage.parts["adapters"] == 2 * (experts // parts + attention)
+
+
+def test_a_learning_rate_of_full_training_is_warned_of():
+    shape = shape_of("qwen2.5-7b")
+    for overrides, is_warned in (((), False), (("actor.lora.rank=8",), True)):
+        for lr in ("1e-6", "1e-5"):
+            report = render_check(config_of(*overrides, f"optimizer.lr={lr}"), shape, 1, "cuda")
+            assert ("warning: optimizer.lr = 1e-06" in report) == (is_warned and lr == "1e-6")
+            assert ("2.02e+07 of 7.62e+09 parameters" in report) == is_warned
+
+
 def test_transformer_engine_keeps_one_gradient_of_each_shape_of_a_weight():
     """Qwen2.5-7B in bf16 at TP 2, in MB: LM head 545, fc1 136, fc2 68, query, key, value and projection 29."""
     config = config_of("actor.tp=2")
