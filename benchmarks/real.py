@@ -117,7 +117,7 @@ def cold_start(chain: Chain) -> Found:
     chain.need(chain.model)
     source = load_config(CONFIG, chain.options(chain.model)).data.train
     solutions, held_out = chain.work / "solutions.jsonl", chain.work / "held-out.jsonl"
-    real_data.write_solutions(source, 1500, solutions, seed=10**9)
+    real_data.write_solutions(source, 3000, solutions, seed=10**9)
     real_data.write_solutions(source, 24, held_out, seed=2 * 10**9)
     paths = [f"model.path={chain.model}", f"sft.train_path={solutions}", f"sft.eval_path={held_out}"]
     steps = ["sft.num_steps=4"] if chain.args.quick else []
