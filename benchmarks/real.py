@@ -279,7 +279,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="also the chosen parts whose results are there")
     parser.add_argument("--quick", action="store_true", help="does every part once, with few steps: no figures")
     parser.add_argument("--rounds", type=int, default=2, help="jobs of each mode")
-    parser.add_argument("--steps", type=int, default=5, help="of a job; the first is not timed")
+    parser.add_argument("--steps", type=int, default=9, help="of a job; the first is not timed")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--options", nargs="*", default=[], help="overrides of lib/real.yaml, for all runs")
     parser.add_argument("--vllm-python", type=Path, help="default: that of make setup-vllm")
