@@ -117,7 +117,7 @@ def cold_start(chain: Chain) -> Found:
     chain.need(chain.model)
     source = load_config(CONFIG, chain.options(chain.model)).data.train
     solutions, held_out = chain.work / "solutions.jsonl", chain.work / "held-out.jsonl"
-    real_data.write_solutions(source, 1500, solutions, seed=10**9)
+    real_data.write_solutions(source, 3000, solutions, seed=10**9)
     real_data.write_solutions(source, 24, held_out, seed=2 * 10**9)
     paths = [f"model.path={chain.model}", f"sft.train_path={solutions}", f"sft.eval_path={held_out}"]
     steps = ["sft.num_steps=4"] if chain.args.quick else []
@@ -279,7 +279,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="also the chosen parts whose results are there")
     parser.add_argument("--quick", action="store_true", help="does every part once, with few steps: no figures")
     parser.add_argument("--rounds", type=int, default=2, help="jobs of each mode")
-    parser.add_argument("--steps", type=int, default=5, help="of a job; the first is not timed")
+    parser.add_argument("--steps", type=int, default=9, help="of a job; the first is not timed")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--options", nargs="*", default=[], help="overrides of lib/real.yaml, for all runs")
     parser.add_argument("--vllm-python", type=Path, help="default: that of make setup-vllm")
