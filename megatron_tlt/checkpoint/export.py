@@ -86,7 +86,7 @@ def write_run(
         todo.write_into(scratch, ranks)
         if ranks.is_main:
             _copy_all_companions(model, scratch)
-            return _write_drafter(checkpoint, scratch, todo.config, policy_fingerprint(scratch), out)
+            return _write_drafter(checkpoint, scratch, todo.config, scratch, out)
     return ""
 
 
@@ -106,12 +106,15 @@ def write_adapter(
     with new_directory(out, source.num_factor_bytes, ranks, False, [checkpoint]) as scratch:
         if ranks.is_main:
             source.write_peft(scratch, config, DTYPES[dtype])
-            return _write_drafter(checkpoint, scratch, config, policy_fingerprint(model.path), out)
+            return _write_drafter(checkpoint, scratch, config, Path(model.path), out)
     return ""
 
 
-def _write_drafter(checkpoint: Path, scratch: Path, config: ModelConfig, fingerprint: str, out: Path) -> str:
-    """Writes the checkpoint's drafter, if it has one, as SCRATCH/drafter; what the directory `out` holds, in words."""
+def _write_drafter(checkpoint: Path, scratch: Path, config: ModelConfig, policy: Path, out: Path) -> str:
+    """Writes the checkpoint's drafter, if it has one, as SCRATCH/drafter; what the directory `out` holds, in words.
+
+    `policy`: the Hugging Face directory that the drafter belongs to.
+    """
     manifest, file = read_manifest(checkpoint), checkpoint / DRAFTER_STATE
     said = f"policy version {manifest.policy_version}"
     if not file.is_file():
@@ -123,7 +126,7 @@ def _write_drafter(checkpoint: Path, scratch: Path, config: ModelConfig, fingerp
         state["model"],
         policy_version=manifest.policy_version,
         trained_steps=int(state["trained_steps"]),
-        fingerprint=fingerprint,
+        fingerprint=policy_fingerprint(policy),
     )
     return f"{said}, drafter in {out / 'drafter'}"
 

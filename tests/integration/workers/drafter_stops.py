@@ -18,12 +18,14 @@ from megatron_tlt.distributed.world import World
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.resilience.rollout_cache import ResponseWriter
 from megatron_tlt.resilience.signals import StopSignals
+from megatron_tlt.rollout import engine
 from megatron_tlt.trainer import drafter_training
 
 WHOLE_STEP, WHOLE_ADD = DrafterTrainer.step, ResponseWriter.add
 
 
 def main(config_file: str, folder: Path) -> None:
+    engine._PROGRESS_EVERY_S = 0.0  # a signal is seen at the next step: in 20 ms all responses may end
     world = World.start(load_config(config_file, [], Config).distributed, 1)
 
     def train(out: str, *overrides: str, response: int | None = None, step: int | None = None) -> int:
