@@ -79,7 +79,6 @@ class BlockModel(DrafterModel):
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.block_layers))
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self._shape = config.layer
-        self.batches = 0  # that anchors were drawn for: each draws others
 
     def initialise(self, seed: int) -> None:
         """Random weights; fc starts with the identity on the highest layer, the Markov head without a bias."""

@@ -28,12 +28,9 @@ from megatron_tlt.models.eagle.pairs import PairLayout
 
 
 def draw_anchors(model: BlockModel, layout: PairLayout) -> np.ndarray:
-    """Ascending numbers [A] of the layout's N bases, that are drawn: A = N / B, one at least. Mutates the model's
-    count of batches, so the next batch draws others.
-    """
+    """Ascending numbers [A] of the layout's N bases, drawn at random by the model's steps: A = N / B, rounded up."""
     bases = layout.existing(0)
-    model.batches += 1
-    random = np.random.default_rng((model.batches, len(bases)))
+    random = np.random.default_rng((model.trained_steps, len(bases)))
     count = min(len(bases), -(-len(bases) // model.config.block_size))
     return np.sort(random.choice(bases, count, replace=False))
 
