@@ -118,8 +118,8 @@ class BlockFacts(DrafterFacts):
         layer, and the keys and values of the tokens' features; whatever `steps`.
         """
         h, heads, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        rows = 16 * h + 6 * heads + 6 * kv + 3 * shape.intermediate_size
-        return self.cached_layers * (rows + 8 * kv) + 8 * h
+        rows = 10 * h + 19 * heads // 2 + 12 * kv + 3 * shape.intermediate_size  # queries and keys are normed in fp32
+        return self.cached_layers * rows + 8 * h
 
     def passes(self, length: int) -> int:
         """One, whatever the length: the whole block is filled."""

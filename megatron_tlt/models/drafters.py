@@ -108,7 +108,7 @@ class DrafterModel(nn.Module, ABC):
 
     d2t: Tensor | None
     t2d: Tensor | None
-    trained_steps = 0  # optimizer steps behind the weights, set by the trainer: what a loss draws at random follows them
+    trained_steps = 0  # optimizer steps behind the weights, set by the trainer: random choices of a loss follow it
 
     def __init__(self, config: DrafterConfig):
         super().__init__()

@@ -38,7 +38,7 @@ from megatron_tlt.models.drafter_decoder import (
     missing_pairs,
 )
 from megatron_tlt.models.dspark.config import BlockConfig
-from megatron_tlt.models.dspark.model import BlockModel
+from megatron_tlt.models.dspark.model import BlockLayer, BlockModel
 from megatron_tlt.models.keyed_noise import Candidates, best_candidates
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.torch.attention import gather_heads, table_slots
@@ -62,11 +62,11 @@ class TorchBlock(DrafterDecoder):
         self.policy, self.config, self.candidates = policy, config, candidates
         self.device, self.dtype = policy.device, policy.dtype
         self.model = BlockModel(config).to(policy.device, policy.dtype).requires_grad_(False)
-        attentions = [layer.self_attn for layer in self.model.layers]
+        attentions = [layer.self_attn for layer in self.model.blocks]
         projections = [p for a in attentions for p in (a.k_proj, a.v_proj)]
         self._kv = _joined([p.weight for p in projections])  # of all layers: one product feeds them
         self._kv_bias = _joined([p.bias for p in projections]) if config.layer.qkv_bias else None
-        self._gate_up = [_joined([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]) for layer in self.model.layers]
+        self._gate_up = [_joined([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]) for layer in self.model.blocks]
         # Rows of the policy's LM head, in place since graphs keep the address, and the version that they are of.
         self._head_rows: Tensor | None = None
         self._head_version: int | None = None
@@ -129,15 +129,15 @@ class TorchBlock(DrafterDecoder):
         features = self.model.features(pages[slots])
         rope = self.model.rope(positions, int(pairs.positions.max(initial=0)) + 1)
         parts = linear(features, self._kv, self._kv_bias).chunk(self.config.block_layers, dim=-1)
-        for layer, cache, part in zip(self.model.layers, kv.data, parts, strict=True):
+        for layer, cache, part in zip(self.model.blocks, kv.data, parts, strict=True):
             cache[0][slots], cache[1][slots] = self._split(layer, part, rope)
 
-    def _split(self, layer: object, kv: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+    def _split(self, layer: BlockLayer, kv: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, normed and rotated, and values [T, kv heads, D] of a layer's product [T, 2 kv heads D]."""
         shape = self.config.layer
         k, v = kv.unflatten(-1, (-1, shape.head_dim)).chunk(2, dim=1)
         if shape.qk_norm:
-            k = rms_norm(k, layer.self_attn.k_norm.weight, shape.rms_norm_eps)  # type: ignore[attr-defined]
+            k = rms_norm(k, layer.self_attn.k_norm.weight, shape.rms_norm_eps)
         return rotate(k, rope), v
 
     def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> BlockRowDrafter:
@@ -159,7 +159,7 @@ class TorchBlock(DrafterDecoder):
         width = len(self._kv) // config.block_layers
         biases = (None,) * config.block_layers if self._kv_bias is None else self._kv_bias.split(width)
         for layer, cache, weight, bias, gate_up in zip(
-            model.layers, kv.data, self._kv.split(width), biases, self._gate_up, strict=True
+            model.blocks, kv.data, self._kv.split(width), biases, self._gate_up, strict=True
         ):
             y = model.before_attention(layer, x)
             own = self._split(layer, linear(y, weight, bias), rope)

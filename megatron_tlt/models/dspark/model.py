@@ -96,10 +96,15 @@ class BlockModel(DrafterModel):
 
     def linears(self) -> list[tuple[nn.Module, str, nn.Linear]]:
         """See `DrafterModel.linears`: the layers', not `fc` and the Markov head's."""
-        parents = [part for layer in self.layers for part in (layer.self_attn, layer.mlp)]
+        parents = [part for layer in self.blocks for part in (layer.self_attn, layer.mlp)]
         return [(p, n, m) for p in parents for n, m in p.named_children() if isinstance(m, nn.Linear)]
 
     # -- parts, which rollouts use as well
+
+    @property
+    def blocks(self) -> list[BlockLayer]:
+        """`layers`, with their type."""
+        return list(self.layers)  # type: ignore[arg-type]
 
     def features(self, states: Tensor) -> Tensor:
         """[T, H] of the policy's states [T, W], which begin with the layers that are read."""
@@ -181,7 +186,7 @@ class BlockModel(DrafterModel):
         places = layout.positions[anchors.rows][:, None] + torch.arange(slots, device=batch.tokens.device)
         rope = self.rope(places.flatten(), longest)
         x = embed[self.block_tokens(batch.tokens.index_select(0, anchors.rows))].to(dtype)
-        for layer in self.layers:
+        for layer in self.blocks:
             # A sequence's place p holds the feature of p - 1: the anchor's own state does not exist yet.
             far = [t.roll(1, 0) for t in self.keys_values(layer, features, far_rope)]
             y = self.before_attention(layer, x)

@@ -67,7 +67,8 @@ def public_config(about: Mapping[str, Any], policy: ModelConfig, layers: tuple[i
         raise CheckpointError(f"an entry of a block drafter is missing or wrong: {e}") from e
     if not shape.aux_layers and layers is not None:
         shape = BlockShape(shape.layers, layers, *(getattr(shape, n) for n in BlockShape.__slots__[2:]))
-    family = own.get("model_type") if own.get("model_type") in _ARCHITECTURES else "qwen3"
+    family = str(own.get("model_type"))
+    family = family if family in _ARCHITECTURES else "qwen3"
     own |= {"architectures": [_ARCHITECTURES[family]], "model_type": family, "tie_word_embeddings": False}
     own |= {"vocab_size": policy.vocab_size, "eos_token_id": None, "quantization_config": None}
     size = about.get("draft_vocab_size") or policy.vocab_size
