@@ -66,11 +66,14 @@ def block_shape(about: Mapping[str, Any]) -> BlockShape:
     )
 
 
-@lru_cache(maxsize=8)
 def block_shape_in(directory: str) -> BlockShape | None:
     """The sizes of the drafter in `directory`; None where it has no such config.json, which loading it refuses."""
     try:
-        about = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-        return block_shape(about)
+        return _read_shape(directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+@lru_cache(maxsize=8)
+def _read_shape(directory: str) -> BlockShape:
+    return block_shape(json.loads((Path(directory) / "config.json").read_text(encoding="utf-8")))

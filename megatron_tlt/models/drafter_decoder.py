@@ -1,10 +1,12 @@
-"""Interface of a trained drafter in rollouts, in PyTorch (`eagle/torch_drafter.py`) or C (`native/eagle.py`).
+"""Interface of a trained drafter in rollouts, in PyTorch (`eagle/torch_drafter.py`) or C (`native/eagle.py`); of block
+drafters in PyTorch only (`dspark/decoder.py`).
 
 A drafter of kind eagle or eagle3 reads pairs: at position s, the token there and a part of the policy's state
 (`models.base.Decoder`) of position s - 1. Its output at s gives the distribution of the token at s + 1 and stands in
 for the state of s: the next pair is (that token, that output). Keys and values of pair s are
 cached in slot s of the policy's block tables (samples of a prompt share its blocks); slot 0 is never read. There is one
-layer, so a cached pair costs the projections to its key and value and nothing else.
+layer, so a cached pair costs the projections to its key and value and nothing else. What a pair means to a drafter of
+kind dspark is in `dspark/decoder.py`.
 
 Under tensor parallelism every rank holds and runs the whole drafter.
 

@@ -44,7 +44,6 @@ class DSparkKind(DrafterKind):
 
     facts = DRAFTERS["dspark"]
     title, paper = "DSpark", "DSpark (2607.05147)"
-    shares_tables = True
     loss_parts = ("ce", "accept")
     public = PublicForm(is_public, public_config, read_public)
 
@@ -87,7 +86,7 @@ class DSparkKind(DrafterKind):
         forward: AbstractContextManager[object],
         counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, LossParts]:
-        """See `DrafterKind.loss`: blocks from random anchors, of which `section.draft_steps` positions count."""
+        """See `DrafterKind.loss`: blocks from random anchors; parts of `section.draft_steps` positions."""
         assert isinstance(model, BlockModel)
         layout, (embed, head) = model.layout(batch), tables
         chosen = draw_anchors(model, layout)
@@ -110,6 +109,16 @@ class DSparkKind(DrafterKind):
                 weights[name] = rows.new_zeros(config.policy.vocab_size, config.markov_rank).index_copy_(0, ids, rows)
         about = _config(config, str(dtype).removeprefix("torch."))
         return ExportFiles({"model.safetensors": cast_tensors(weights, dtype)}, {"config.json": about})
+
+    def serving_notes(self, engine: Format) -> str:
+        """See `DrafterKind.serving_notes`."""
+        return "Embedding and LM head are the policy's and are not here. "
+
+    def serving_options(self, config: DrafterConfig) -> dict[str, Any]:
+        """See `DrafterKind.serving_options`."""
+        assert isinstance(config, BlockConfig)
+        method, length = "dspark" if config.markov_rank else "dflash", config.num_drafted
+        return {"method": method, "length": length, "flags": f"--speculative-num-draft-tokens {config.block_size}"}
 
     def card_rows(self, config: DrafterConfig) -> str:
         """See `DrafterKind.card_rows`."""

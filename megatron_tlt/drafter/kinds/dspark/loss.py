@@ -47,19 +47,21 @@ def block_loss(
     temperature: float = 1.0,
     counts: Sequence[int] | None = None,
 ) -> tuple[Tensor, LossParts]:
-    """The loss (0-d, differentiable) of blocks `slots` [A, S, H] from the `chosen` bases [A], and its parts by drafted
-    position: `ce`, `accept` (1 - TV), 0 behind the block.
+    """The loss (0-d, differentiable) of blocks `slots` [A, S, H] from the `chosen` bases [A], and its parts, of the
+    first `steps` drafted positions: `ce`, `accept` (1 - TV), 0 behind the block. All positions of a block are trained.
 
     The last H columns of `batch.hidden` are the policy's final hidden state; head [V, H] is the policy's. With `counts`
-    the batch is a share of a larger one, of which its anchors stand for all of its own bases.
+    of the first positions the batch is a share of a larger one, of which its anchors stand for all of its own bases.
     """
     size, ids = head.shape[1], model.token_ids()
-    drafted = range(min(steps, model.config.num_drafted))
+    drafted = range(model.config.num_drafted)
     existing = [layout.existing(k) for k in drafted]
     here = [np.flatnonzero(np.isin(chosen, of_step)) for of_step in existing]  # anchors that have position k
     targets = [layout.base_rows[chosen[at]] + k for k, at in enumerate(here)]
     rows = DraftedRows.of(targets, head.device)
-    shares = [1.0 if counts is None else len(e) / max(1, counts[k]) for k, e in enumerate(existing)]
+    last = 0 if counts is None else len(counts) - 1
+    own = [len(existing[min(k, last)]) for k in drafted]
+    shares = [1.0 if counts is None else n / max(1, counts[min(k, last)]) for k, n in enumerate(own)]
     per_row = [share / max(1, len(at)) for share, at in zip(shares, here, strict=True)]
     by_step = torch.tensor(per_row, dtype=torch.float32).to(head.device, non_blocking=True)
     anchors = layout.here(layout.base_rows[chosen])
@@ -75,7 +77,6 @@ def block_loss(
     total, ce, accept = HeadLoss.apply(*given, *markov)  # type: ignore[no-untyped-call]
     by_name: LossParts = {}
     for name, found in {"ce": ce, "accept": accept}.items():
-        means = by_step.new_zeros(steps)
-        means[: len(drafted)] = torch.zeros_like(by_step).index_add_(0, rows.step, found) * by_step
-        by_name[name] = list(means)
+        means = torch.zeros_like(by_step).index_add_(0, rows.step, found) * by_step
+        by_name[name] = [*means[:steps], *means.new_zeros(max(0, steps - len(drafted)))]
     return total, by_name

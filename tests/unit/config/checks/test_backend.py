@@ -126,6 +126,8 @@ def test_trtllm_gives_no_hidden_states_and_the_actor_does() -> None:
     assert problems(*TRAINED, f"{STATES}=actor") == {}
     at = "rollout.speculation"
     assert "must be 'none', 'eagle3'" in problems(*TRAINED, f"{at}.drafter=eagle")[f"{at}.drafter"]
+    found = problems(*TRAINED, "rollout.backend=vllm", f"{at}.drafter=dspark")[f"{at}.drafter"]
+    assert "'dspark': must be 'none', 'suffix', 'eagle', 'eagle3' with rollout.backend: vllm" in found
 
 
 def test_only_the_embedded_engine_mixes_drafters() -> None:
