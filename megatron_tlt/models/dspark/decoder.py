@@ -301,7 +301,7 @@ class BlockRowDrafter(RowDrafter):
             logits = base[:, k]
             if model.markov_head is not None:
                 logits = logits + model.markov_head.markov_w2(model.markov_head.markov_w1(tokens)).float()
-            best, chosen = drafter.candidates(model.spread(logits), keys[k], temperature, count)
+            best, chosen = drafter.candidates(model.spread(logits.contiguous()), keys[k], temperature, count)
             self._buffers.best[k, 0, :batch].copy_(best)
             self._buffers.best[k, 1, :batch].copy_(chosen)
             tokens = chosen[:, 0].long()

@@ -18,7 +18,7 @@ from megatron_tlt.models.dspark.config import BlockConfig, spread_layers
 from megatron_tlt.models.dspark.decoder import TorchBlock
 from megatron_tlt.models.dspark.model import BlockModel
 from megatron_tlt.models.factory import build_decoder
-from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
+from megatron_tlt.models.keyed_noise import best_candidates, gumbel_noise, key_tensor
 from megatron_tlt.models.keys import row_keys
 from tests.helpers.blocks import block_config, expected_logits, expected_slots
 from tests.helpers.pairs import ONES, Rows, of_row, states
@@ -135,11 +135,18 @@ def test_a_draft_waits_for_the_device_once_and_is_one_step(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["dspark", "reduced", "dflash"])
 def test_the_step_brings_no_value_to_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On meta tensors, where any value that is asked for raises; rows gathered one by one included."""
+    """On meta tensors, where any value that is asked for raises; rows gathered one by one included. The candidates'
+    kernel takes what it is given.
+    """
+
+    def candidates(logits: torch.Tensor, keys: torch.Tensor, temperature: torch.Tensor, count: int):
+        assert all(t.is_contiguous() for t in (logits, keys, temperature)) and logits.dtype == torch.float32
+        return best_candidates(logits, keys, temperature, count)
+
     monkeypatch.setattr(decoder, "_GATHERED_BYTES", 1)
     config, small = CONFIGS[name], [np.zeros((4, 3), np.int32)] + [np.zeros(4, np.int32)] * 3
     policy = build_decoder(config.policy, "meta", kernels="torch", aux_layers=config.aux_layers)
-    drafter = TorchBlock(policy, config)
+    drafter = TorchBlock(policy, config, candidates)
     tables, *columns = small
     rows = DraftingRows(*columns, tables, tables, np.zeros(4, np.uint64), np.zeros(4, np.float32), *columns[:2])
     steps = drafter.row_drafter(drafter.new_kv_cache(8, 16), rows, torch.empty(128, 64, device="meta"), 8).steps()
