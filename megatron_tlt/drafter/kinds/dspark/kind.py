@@ -86,13 +86,13 @@ class DSparkKind(DrafterKind):
         forward: AbstractContextManager[object],
         counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, LossParts]:
-        """See `DrafterKind.loss`: blocks from random anchors; parts of `section.draft_steps` positions."""
+        """See `DrafterKind.loss`: blocks from random anchors; parts of `section.drafted` positions."""
         assert isinstance(model, BlockModel)
         layout, (embed, head) = model.layout(batch), tables
         chosen = draw_anchors(model, layout)
         with forward:
             slots = model.fill(embed, batch, layout, chosen)
-        of = section.draft_steps, section.loss, temperature, counts
+        of = section.drafted(self.facts), section.loss, temperature, counts
         return block_loss(model, slots, chosen, batch, layout, head, *of)
 
     def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
