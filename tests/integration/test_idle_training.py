@@ -32,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("idle")
     config = write_config(path, train={"num_steps": 4, "prompts_per_step": 8}, checkpoint={"every": 2})
     make_model(path / "model", num_layers=4)  # of which eagle3 reads three
-    others = {"train-eagle3": [*TRAIN, EAGLE3], "train-dspark": [*TRAIN, DSPARK]}
-    train_many(config, {"off": [], "train-": TRAIN, **others}, fault="")
+    train_many(config, {"off": [], "train-": TRAIN, "train-eagle3": [*TRAIN, EAGLE3]}, fault="")
+    train_many(config, {"train-dspark": [*TRAIN, DSPARK]}, fault="")
     train_many(config, {"train-nan": TRAIN}, fault="nan")
     (path / "said").write_text(train_many(config, {"train-crash": TRAIN}, fault="crash"))
     return path
