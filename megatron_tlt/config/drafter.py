@@ -59,8 +59,9 @@ class OnlineSection(Section):
     weights themselves."""
     draft_steps: Literal["auto"] | Annotated[int, Field(ge=1, le=16)] = "auto"
     """Positions drafted in a row in training. A micro-step with 1 takes a third of the time of one with 3. A trained
-    eagle drafter keeps its acceptance with 1. An eagle3 drafter needs training at every position that it drafts. auto:
-    1 for eagle, 3 for eagle3."""
+    eagle drafter keeps its acceptance with 1. An eagle3 drafter needs training at every position that it drafts. A
+    dspark drafter is always trained at all positions of its block, of which so many are in the metrics. auto: 1 for
+    eagle, 3 for eagle3, 8 for dspark."""
     micro_step_tokens: Literal["auto"] | Annotated[int, Field(ge=16)] = "auto"
     """Token budget of one micro-step of one rank, padding included; a rank can stop training between two micro-steps.
     Longer responses are cut into parts of so many tokens. auto: 192 on CPU, 4096 on CUDA."""

@@ -7,12 +7,19 @@ Legend: H hidden size, V vocabulary, Vd the drafter's. A kind whose sizes follow
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from megatron_tlt.config.block_drafters import (
+    BLOCK_LAYERS,
+    BLOCK_SIZE,
+    BLOCK_TAPS,
+    block_shape_in,
+    markov_rank,
+)
 from megatron_tlt.config.model import ArchitectureConfig
 
-DrafterName = Literal["none", "suffix", "eagle", "eagle3"]
+DrafterName = Literal["none", "suffix", "eagle", "eagle3", "dspark"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,12 @@ class DrafterFacts:
     less_first: int = 0
 
     cached_layers: int = 1  # its layers with keys and values in the cache
+
+    def sized(self, section: Any) -> DrafterFacts:
+        """The facts with the sizes of a `SpeculationSection`, or of the directory that it names; by default all are
+        of one size.
+        """
+        return self
 
     @property
     def state_parts(self) -> int:
@@ -65,11 +78,60 @@ class DrafterFacts:
         return length
 
 
+@dataclass(frozen=True, slots=True)
+class BlockFacts(DrafterFacts):
+    """Facts of a block drafter: `cached_layers` layers, which fill a block in one pass."""
+
+    block_size: int = BLOCK_SIZE
+    rank: int | None = None  # of the Markov head; None: `markov_rank` of the policy
+
+    def sized(self, section: Any) -> BlockFacts:
+        """See `DrafterFacts.sized`; a name on the hub, whose files are not here yet, counts as a new drafter."""
+        given = section.drafter_path
+        found = None if given is None else block_shape_in(given)
+        if found is None:
+            taps = BLOCK_TAPS if section.layers is None else len(section.layers)
+            layers, block = section.block_layers or BLOCK_LAYERS, section.block_size or BLOCK_SIZE
+            return replace(self, layers_read=taps, cached_layers=layers, block_size=block)
+        taps, block = len(found.aux_layers or section.layers or ()), found.block_size
+        return replace(
+            self, layers_read=taps, cached_layers=found.layers, block_size=block, rank=found.markov_rank
+        )
+
+    def _rank(self, shape: ArchitectureConfig) -> int:
+        return markov_rank(shape.hidden_size) if self.rank is None else self.rank
+
+    def parameters(self, shape: ArchitectureConfig, draft_vocab_size: int | None) -> int:
+        """Layers of the policy's sizes, `fc` of all layers that are read, and the Markov head's two tables."""
+        h, heads = shape.hidden_size, shape.num_heads + shape.num_kv_heads
+        layer = 2 * h * shape.head_dim * heads + 2 * h + 3 * h * shape.intermediate_size
+        tables = (shape.vocab_size + (draft_vocab_size or shape.vocab_size)) * self._rank(shape)
+        return self.cached_layers * layer + self.layers_read * h * h + tables
+
+    def largest_parameter(self, shape: ArchitectureConfig, draft_vocab_size: int | None) -> int:
+        """Elements of its largest tensor: `fc`, one of the MLP's or the Markov head's table of all tokens."""
+        h = shape.hidden_size
+        return max(self.layers_read * h * h, h * shape.intermediate_size, shape.vocab_size * self._rank(shape))
+
+    def kept_elements(self, shape: ArchitectureConfig, steps: int) -> int:
+        """Elements a token that a micro-step keeps for backward: about as many rows of blocks as tokens, in every
+        layer, and the keys and values of the tokens' features; whatever `steps`.
+        """
+        h, heads, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        rows = 10 * h + 19 * heads // 2 + 12 * kv + 3 * shape.intermediate_size  # queries and keys are normed in fp32
+        return self.cached_layers * rows + 8 * h
+
+    def passes(self, length: int) -> int:
+        """One, whatever the length: the whole block is filled."""
+        return 1
+
+
 DRAFTERS = {
     facts.name: facts
     for facts in (
         DrafterFacts("eagle", 0, False, online_draft_steps=1),
         # Three norms with their inputs in fp32, and the layer's input of the position before.
         DrafterFacts("eagle3", 3, True, online_draft_steps=3, more_kept=21, less_first=17),
+        BlockFacts("dspark", BLOCK_TAPS, False, online_draft_steps=BLOCK_SIZE, cached_layers=BLOCK_LAYERS),
     )
 }

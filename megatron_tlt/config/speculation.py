@@ -47,9 +47,11 @@ class SpeculationSection(Section):
 
     drafter: DrafterName = "none"
     """none: plain decoding. suffix: what sibling and earlier responses said, nothing to train. The others are trained
-    drafters of one layer. eagle (EAGLE-1 in TLT's form) reads the policy's last hidden state and drafts through its LM
-    head. eagle3 (EAGLE-3) reads three layers, four times the bytes of hidden states, and has an LM head of its own;
-    serving engines have it for policies of every family."""
+    drafters. eagle (EAGLE-1 in TLT's form) is one layer that reads the policy's last hidden state and drafts through
+    its LM head. eagle3 (EAGLE-3) is one layer that reads three layers, four times the bytes of hidden states, and has
+    an LM head of its own; serving engines have it for policies of every family. dspark (DSpark, and DFlash as others
+    publish it) fills a block of tokens in one forward through the policy's LM head; its draft costs the same whatever
+    its length, and it needs far more training than eagle: begin with a published one."""
     with_suffix: bool = False
     """Mix a trained drafter with suffix drafts: each request takes the draft of which more tokens are expected to be
     accepted. No effect with none and suffix, nor with vLLM, where the trained drafter drafts alone."""
@@ -57,8 +59,12 @@ class SpeculationSection(Section):
     """Directory of the trained drafter's weights, of this kind (`megatron-tlt drafter train` makes one), or a name on
     the Hugging Face hub, as in model.path."""
     layers: tuple[NonNegativeInt, ...] | None = None
-    """eagle3: the three policy layers, from 0, whose outputs it reads; null: those of drafter_path, or 1, L/2 - 1,
-    L - 4 of L layers."""
+    """eagle3 and dspark: the policy layers, from 0, whose outputs it reads, three of eagle3; null: those of
+    drafter_path, or 1, L/2 - 1, L - 4 of L layers, for dspark three evenly spaced from 1 to L - 3."""
+    block_size: Annotated[int, Field(ge=2, le=32)] | None = None
+    """dspark: tokens that it drafts at once; null: as in drafter_path, or 8. draft_len beyond it has no effect."""
+    block_layers: PositiveInt | None = None
+    """dspark: its layers; null: as in drafter_path, or 2."""
     draft_vocab_size: PositiveInt | None = None
     """A trained drafter drafts only so many of the policy's tokens, those most frequent in the responses that it is
     first trained on; null: as in drafter_path, or, of a new drafter, 4096 tokens where the policy has more than 16384,
@@ -88,8 +94,9 @@ class SpeculationSection(Section):
 
     @property
     def trained(self) -> DrafterFacts | None:
-        """The kind of the trained drafter; None where nothing is trained."""
-        return DRAFTERS.get(self.drafter)
+        """The kind of the trained drafter, in its sizes here; None where nothing is trained."""
+        facts = DRAFTERS.get(self.drafter)
+        return None if facts is None else facts.sized(self)
 
     def draft_tokens(self, vocab_size: int) -> int:
         """Tokens that a new drafter of a policy of `vocab_size` tokens drafts."""

@@ -140,7 +140,7 @@ def read_about(directory: Path) -> dict[str, Any]:
         ) from e
     name = about.get("drafter") if isinstance(about, dict) else None
     if not isinstance(about, dict) or (name not in KINDS and _public_form(about) is None):
-        allowed = f"must be {' or '.join(map(repr, KINDS))}, or the architecture one of EAGLE-3"
+        allowed = f"must be {' or '.join(map(repr, KINDS))}, or the architecture a published drafter's"
         raise CheckpointError(f"{file} describes no drafter: drafter = {name!r} {allowed}")
     return about
 
@@ -167,6 +167,7 @@ def _config_of(
     if wanted is None:
         return config
     found = {"drafter": config.kind, "layers": config.aux_layers, "draft_vocab_size": config.draft_vocab_size}
+    found |= {name: getattr(config, name) for name in ("block_size", "block_layers") if hasattr(config, name)}
     for name, value in found.items():
         given = getattr(wanted, name)
         if given is not None and given != value:

@@ -68,14 +68,19 @@ class HeadLoss(torch.autograd.Function):
         scale: Tensor,
         loss: DrafterLossSection,
         temperature: float,
+        before: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """drafted [M, H] float32, sorted as `rows`, and own [Vd, H] of the drafter; of the policy its states [U, H],
         its LM head's rows of the drafter's tokens [Vd, H], and bool [U], rows whose next token is one of them (None:
-        all); scale [M] -> the sum; CE and 1 - TV of each row [M].
+        all); scale [M] -> the sum; CE and 1 - TV of each row [M]. A Markov head adds before [M, r] times bias [Vd, r]
+        to the logits, and gets gradients in both.
         """
         states, head, known = policy
         gradient, t = torch.empty_like(drafted), temperature or 1.0
         of_head = torch.zeros_like(own, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        of_before = None if before is None else torch.empty_like(before)
         found = drafted.new_zeros(2, len(drafted))
         total = drafted.new_zeros(())
         most = int(np.diff(rows.ends).max(initial=1))  # drafted rows of one row of the policy
@@ -86,7 +91,11 @@ class HeadLoss(torch.autograd.Function):
             at = rows.at[block]
             p = (states[first:last].to(head.dtype) @ head.T).float().div_(t).softmax(-1)
             weight = scale[block] if known is None else scale[block] * known[at]
-            log_q = (drafted[block].to(own.dtype) @ own.T).float().div_(t).log_softmax(-1)
+            logits = (drafted[block].to(own.dtype) @ own.T).float()
+            if before is not None and bias is not None:
+                logits += before[block].to(bias.dtype) @ bias.T
+            log_q = logits.div_(t).log_softmax(-1)
+            del logits
             if len(at) > last - first:
                 p = p[at - first]
             by_logit, found[:, block] = _row_losses(p, log_q, weight / t, loss)
@@ -94,10 +103,14 @@ class HeadLoss(torch.autograd.Function):
             gradient[block] = (by_logit @ own).float()
             if of_head is not None:
                 of_head += by_logit.T @ drafted[block].to(own.dtype)
+            if before is not None and bias is not None and of_before is not None and of_bias is not None:
+                by_bias = by_logit.to(bias.dtype)
+                of_before[block] = (by_bias @ bias).to(before.dtype)
+                of_bias += by_bias.T @ before[block].to(bias.dtype)
             total += (weight * (loss.ce_weight * found[0, block] + loss.tv_weight * (1 - found[1, block]))).sum()
         if known is not None:
             found *= known[rows.at]
-        ctx.save_for_backward(gradient, of_head)
+        ctx.save_for_backward(gradient, of_head, of_before, of_bias)
         ce, accept = found
         ctx.mark_non_differentiable(ce, accept)
         return total, ce, accept
@@ -105,9 +118,9 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Scales the stored gradients."""
-        gradient, of_head = ctx.saved_tensors
-        by_head = None if of_head is None else of_head * upstream
-        return gradient * upstream, by_head, None, None, None, None, None
+        gradient, *of_others = ctx.saved_tensors
+        by_head, by_before, by_bias = (None if t is None else t * upstream for t in of_others)
+        return gradient * upstream, by_head, None, None, None, None, None, by_before, by_bias
 
 
 def _row_losses(p: Tensor, log_q: Tensor, scale: Tensor, loss: DrafterLossSection) -> tuple[Tensor, Tensor]:

@@ -70,6 +70,7 @@ class DrafterTrainer:
         needs_cast = next(self.model.parameters()).dtype != dtype
         forward = self._forward(device, dtype if needs_cast else None)
         tables, t = (self.embed, self.head), self._temperature
+        self.model.trained_steps = self.trained_steps
         loss, parts = self.kind.loss(self.model, tables, batch, self._section, t, forward, counts)
         self.state.free_gradients()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -79,7 +79,7 @@ class Decoder(Protocol):
     kind: str  # "native" or "torch"
     dtype: torch.dtype
     device: torch.device
-    aux_layers: tuple[int, ...]  # policy layers that a drafter of kind eagle3 reads; () without one
+    aux_layers: tuple[int, ...]  # policy layers whose outputs a drafter reads; () without one
     state_size: int
     head_version: int  # how often the LM head was loaded: a copy of its rows is of one version
 
@@ -102,6 +102,9 @@ class Decoder(Protocol):
         """Embedding and LM head [V, H], to read: the decoder's own memory where they are contiguous, else a copy.
         Collective with tensor parallelism.
         """
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings [..., H] of tokens int64 [...]."""
 
     def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
         """Runs the batch; writes the rows' keys and values into `kv`. Outputs are fresh tensors."""

@@ -1,10 +1,12 @@
-"""Interface of a trained drafter in rollouts, in PyTorch (`eagle/torch_drafter.py`) or C (`native/eagle.py`).
+"""Interface of a trained drafter in rollouts, in PyTorch (`eagle/torch_drafter.py`) or C (`native/eagle.py`); of block
+drafters in PyTorch only (`dspark/decoder.py`).
 
 A drafter of kind eagle or eagle3 reads pairs: at position s, the token there and a part of the policy's state
 (`models.base.Decoder`) of position s - 1. Its output at s gives the distribution of the token at s + 1 and stands in
 for the state of s: the next pair is (that token, that output). Keys and values of pair s are
 cached in slot s of the policy's block tables (samples of a prompt share its blocks); slot 0 is never read. There is one
-layer, so a cached pair costs the projections to its key and value and nothing else.
+layer, so a cached pair costs the projections to its key and value and nothing else. What a pair means to a drafter of
+kind dspark is in `dspark/decoder.py`.
 
 Under tensor parallelism every rank holds and runs the whole drafter.
 
@@ -109,3 +111,79 @@ class DrafterDecoder(Protocol):
 
     def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> RowDrafter:
         """Drafts for `rows`, of whose missing pairs at most the last `catch_up` are cached."""
+
+
+def slots_of(rows: DraftingRows, at: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """Slots [T] of positions [T] of rows `at` [T], by their block tables."""
+    block, inside = np.divmod(positions, block_size)
+    slots: np.ndarray = rows.block_tables[at, block] * block_size + inside
+    return slots
+
+
+def missing_pairs(
+    rows: DraftingRows, active: np.ndarray, limit: int, block_size: int, but: int = 0
+) -> Pairs | None:
+    """Pairs that rows `active` [A] have not cached, at most the last `limit` of each, without the last `but` of them;
+    None where all are there. Mutates `synced` and `first`, as if they were cached.
+    """
+    slots, last = rows.slot[active], rows.positions[active]
+    first = np.maximum(rows.synced[slots] + 1, last - limit + 1)
+    late = first > rows.synced[slots] + 1
+    rows.first[slots[late]] = first[late]
+    rows.synced[slots] = last
+    counts = np.maximum(0, last - first + 1 - but)
+    if not counts.any():
+        return None
+    at = np.repeat(np.arange(len(active)), counts)
+    positions = np.arange(len(at)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    tokens = rows.outputs[slots[at], rows.output_len[active][at] - 1 - (last[at] - positions)]
+    places = (slots_of(rows, active[at], p, block_size) for p in (positions, positions - 1))
+    return Pairs(*(np.asarray(a, np.int32) for a in (tokens, positions, *places)))
+
+
+class DraftRecorder:
+    """Collects the drafted tokens position by position, and decides where chains end."""
+
+    def __init__(self, rows: int, rates: np.ndarray, min_acceptance: float):
+        self._rows, self._rates, self._least = rows, rates, min_acceptance
+        self._acceptance = np.ones(rows, np.float32)  # of each row's chain so far
+        self._parts: list[tuple[np.ndarray, ...]] = []  # of each position: rows, then the columns of `Draft`
+
+    def reachable(self, steps: int) -> int:
+        """Positions, at most `steps`, that a chain with the best match rate at each of them reaches."""
+        best, acceptance = self._rates.max(1), np.float32(1)
+        for step in range(steps):
+            acceptance *= best[min(step, DEPTHS - 1)]
+            if acceptance < self._least:
+                return step
+        return steps
+
+    def record(
+        self, step: int, rows: np.ndarray, candidates: np.ndarray, scores: np.ndarray, may_go_on: np.ndarray
+    ) -> np.ndarray:
+        """Adds the candidates int32 and scores float32 [A', C], best first, of `rows` [A'] at draft position `step`.
+
+        Returns bool [A']: chains that go on. A chain whose next token could not reach the least cumulative acceptance,
+        however large that token's gap, ends here.
+        """
+        gap = scores[:, 0] - scores[:, 1] if scores.shape[1] > 1 else np.full(len(rows), np.inf, np.float32)
+        depth = min(step, DEPTHS - 1)
+        bucket = np.minimum(gap / BUCKET_WIDTH, BUCKETS - 1).astype(np.int32)
+        self._acceptance[rows] *= self._rates[depth, bucket]
+        acceptance = self._acceptance[rows]
+        kept = acceptance >= self._least
+        feature = (depth * BUCKETS + bucket[kept]).astype(np.int32)
+        self._parts.append((rows[kept], candidates[kept, 0], acceptance[kept], feature))
+        most = self._rates[min(step + 1, DEPTHS - 1)].max()
+        goes_on: np.ndarray = kept & may_go_on & (acceptance * most >= self._least)
+        return goes_on
+
+    def result(self) -> Draft:
+        """The drafts so far."""
+        if not self._parts:
+            none = np.empty(0, np.int32)
+            return Draft(np.zeros(self._rows, np.int32), none, none.view(np.float32), none)
+        rows, *drafted = (np.concatenate(part) for part in zip(*self._parts, strict=True))
+        order = np.argsort(rows, kind="stable")
+        counts = np.bincount(rows, minlength=self._rows).astype(np.int32)
+        return Draft(counts, *(column[order] for column in drafted))

@@ -14,8 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron_tlt.errors import CheckpointError, shortened
+from megatron_tlt.errors import BackendError, CheckpointError, ConfigError, shortened
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.torch.layers import rope_table
+
+_FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class DrafterConfig(ABC):
     kind: ClassVar[str]  # a name of `config.drafter_kinds.DRAFTERS`
 
     policy: ModelConfig
-    layer: ModelConfig  # of its one layer: heads, width of the MLP, rotary embedding, norms' epsilon
+    layer: ModelConfig  # of one of its layers: heads, width of the MLP, rotary embedding, norms' epsilon
     draft_vocab_size: int
     aux_layers: tuple[int, ...] = ()  # policy layers, from 0, whose outputs (residual stream) are read; ascending
 
@@ -41,6 +44,11 @@ class DrafterConfig(ABC):
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor; never the policy's embedding or LM head."""
+
+    def check_states(self, aux_layers: tuple[int, ...]) -> None:
+        """Raises BackendError for a decoder that returns other layers than those that the drafter reads."""
+        if aux_layers != self.aux_layers:
+            raise BackendError(f"a drafter of layers {self.aux_layers}, a decoder that returns {aux_layers}")
 
     def check(self, given: Mapping[str, Tensor]) -> None:
         """Raises CheckpointError that names every missing, unexpected, misshapen tensor, or a wrong `d2t`."""
@@ -98,9 +106,17 @@ class DrafterModel(nn.Module, ABC):
     `state_dict`; its parameters are trained.
     """
 
+    d2t: Tensor | None
+    t2d: Tensor | None
+    trained_steps = 0  # optimizer steps behind the weights, set by the trainer: random choices of a loss follow it
+
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.config = config
+        self._rope = rope_table(config.layer, min(config.layer.max_position_embeddings, _FIRST_POSITIONS))
+        size, vocab = config.draft_vocab_size, config.policy.vocab_size
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64) if config.reduced else None)
+        self.register_buffer("t2d", torch.arange(vocab) < size if config.reduced else None)
 
     head_parameters: ClassVar[tuple[str, ...]] = ()  # those that begin as rows of the policy's LM head
 
@@ -112,11 +128,6 @@ class DrafterModel(nn.Module, ABC):
         """`initialise`, and `choose_vocabulary` of what responses have."""
         self.initialise(seed)
         self.choose_vocabulary(head, counts)
-
-    def choose_vocabulary(self, head: Tensor, counts: Tensor) -> None:
-        """A reduced vocabulary becomes the most frequent tokens of `counts` int64 [V]; an LM head of the drafter's own
-        becomes the rows of its tokens in the policy's `head` [V, H].
-        """
 
     @abstractmethod
     def start_from_policy(self, read: Callable[[str], Tensor]) -> None:
@@ -130,21 +141,85 @@ class DrafterModel(nn.Module, ABC):
 
     @abstractmethod
     def unroll(self, embed: Tensor, batch: DraftBatch, layout: Any, steps: int) -> list[Tensor]:
-        """Drafts `steps` tokens ahead from every base, fed with the true tokens: outputs [N, H] for each position."""
+        """Drafts `steps` tokens ahead from every base, fed with the true tokens: outputs [N, W], of H or more columns,
+        for each position.
+        """
 
     @abstractmethod
     def full_logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
-        """Float32 [.., V] of outputs [.., H]: -inf for tokens outside the drafter's vocabulary. `head` [V, H] is the
+        """Float32 [.., V] of outputs [.., W]: -inf for tokens outside the drafter's vocabulary. `head` [V, H] is the
         policy's.
         """
-
-    def token_ids(self) -> Tensor | None:
-        """The policy's ids [Vd] of the drafter's tokens; None: all, in order."""
-        return None
 
     def linears(self) -> list[tuple[nn.Module, str, nn.Linear]]:
         """(parent, attribute, linear) of those that may compute in FP8."""
         return []
+
+    # -- a reduced vocabulary
+
+    def choose_vocabulary(self, head: Tensor, counts: Tensor) -> None:
+        """A reduced vocabulary becomes the most frequent tokens of `counts` int64 [V]; an LM head of the drafter's own
+        becomes the rows of its tokens in the policy's `head` [V, H].
+        """
+        if self.config.reduced:
+            self.set_vocabulary(most_frequent(counts, self.config.draft_vocab_size))
+        self.take_head(head)
+
+    def take_head(self, head: Tensor) -> None:
+        """An LM head of its own becomes the rows of the drafter's tokens in the policy's `head` [V, H]."""
+
+    def set_vocabulary(self, token_ids: Tensor) -> None:
+        """Sets the reduced vocabulary: Vd ascending token ids. Raises ConfigError for anything else."""
+        size, vocab = self.config.draft_vocab_size, self.config.policy.vocab_size
+        ids = token_ids.long().cpu()
+        fits = (
+            tuple(ids.shape) == (size,)
+            and bool((ids.diff() > 0).all())
+            and 0 <= int(ids[0]) <= int(ids[-1]) < vocab
+        )
+        if self.d2t is None or self.t2d is None or not fits:
+            given = f"{tuple(ids.shape)} ids"
+            raise ConfigError.of(
+                "draft vocabulary", given, f"must be {size} ascending ids below {vocab}, of a reduced one"
+            )
+        self.d2t.copy_(ids - torch.arange(size))
+        self.t2d.zero_()[ids] = True
+
+    def token_ids(self) -> Tensor | None:
+        """The policy's ids [Vd] of the drafter's tokens; None: all, in order."""
+        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Float32 [.., V] of logits [.., Vd] over the drafter's tokens: -inf for the others."""
+        own, ids = logits.float(), self.token_ids()
+        if ids is None:
+            return own
+        out = own.new_full((*own.shape[:-1], self.config.policy.vocab_size), float("-inf"))
+        return out.index_copy_(-1, ids, own)
+
+    # -- parts of all kinds
+
+    def draw_weights(self, seed: int, small: tuple[str, ...]) -> None:
+        """Random matrices, those whose name has one of `small` scaled down; norms of 1, biases of 0."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                if p.ndim == 1:
+                    p.fill_(0.0 if name.endswith("bias") else 1.0)
+                else:
+                    scale = 0.2 if any(part in name for part in small) else 1.0
+                    p.copy_(torch.randn(p.shape, generator=generator) * scale * p.shape[1] ** -0.5)
+
+    def reserve_positions(self, count: int, device: torch.device) -> None:
+        """Makes the rotary table long enough for `count` positions; CUDA graphs keep its address."""
+        if count > self._rope.shape[0] or device != self._rope.device:
+            self._rope = rope_table(self.config.layer, max(count, self._rope.shape[0]), device)
+
+    def rope(self, positions: Tensor, longest: int = 0) -> Tensor:
+        """Rotary entries [T, D] of positions < `longest`, or of reserved ones."""
+        if longest:
+            self.reserve_positions(longest, positions.device)
+        return self._rope[positions]
 
     def load_full(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Loads all tensors. Raises CheckpointError unless they are exactly those of `DrafterConfig.shapes`."""
@@ -167,3 +242,9 @@ def _vocabulary_problems(d2t: Tensor, t2d: Tensor) -> list[str]:
     if not torch.equal(torch.arange(len(d2t)) + d2t.cpu(), known.cpu()):
         return ["d2t[i] + i does not name the tokens that t2d marks, in ascending order"]
     return []
+
+
+def most_frequent(counts: Tensor, size: int) -> Tensor:
+    """The `size` most frequent tokens of counts [V], ascending ids [size]; of equals the smaller id."""
+    order = counts.argsort(descending=True, stable=True)
+    return order[:size].sort().values

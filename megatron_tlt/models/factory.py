@@ -14,7 +14,7 @@ from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafter_decoder import DrafterDecoder
 from megatron_tlt.models.drafters import DrafterConfig
-from megatron_tlt.models.keyed_noise import SampleKernel
+from megatron_tlt.models.keyed_noise import Candidates, SampleKernel, best_candidates
 from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.models.torch.decoder import TorchDecoder
 
@@ -84,22 +84,26 @@ def _has_triton(kernels: Kernels, device: torch.device) -> bool:
     return True
 
 
+def candidates_of(policy: Decoder) -> Candidates:
+    """The function with which a drafter in PyTorch finds its best candidates: one kernel where the policy has some."""
+    if not isinstance(policy, TorchDecoder) or policy.paged is None or not _has_triton("auto", policy.device):
+        return best_candidates
+    from megatron_tlt.models.torch.kernels.sampling import best_candidates as fused
+
+    return fused
+
+
 def build_eagle(policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:
     """An empty drafter in the form, precision and place of the policy's decoder; load weights next.
 
     Under tensor parallelism it is whole on every rank. Raises BackendError for a decoder without a drafter, and
     for one that does not return the states that the drafter reads.
     """
-    if policy.aux_layers != config.aux_layers:
-        raise BackendError(f"a drafter of layers {config.aux_layers}, a decoder that returns {policy.aux_layers}")
+    config.check_states(policy.aux_layers)
     if isinstance(policy, TorchDecoder):
         from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 
-        if policy.paged is None or not _has_triton("auto", policy.device):
-            return TorchEagle(policy, config)
-        from megatron_tlt.models.torch.kernels.sampling import best_candidates
-
-        return TorchEagle(policy, config, best_candidates)
+        return TorchEagle(policy, config, candidates_of(policy))
     from megatron_tlt.models.native.decoder import NativeDecoder
 
     if not isinstance(policy, NativeDecoder):

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.config import EagleConfig
-from megatron_tlt.models.factory import build_decoder, build_eagle
+from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.native.decoder import keyed_sample
 from megatron_tlt.rollout.engine import Engine
@@ -130,11 +131,11 @@ def speculating_engine(
 
     def drafting(decoder: Decoder) -> Drafting:
         section = SpeculationSection(drafter_path="(in memory)", **speculation)
-        eagle = None
+        made = None
         if section.trained:
-            eagle = build_eagle(decoder, drafter)
-            eagle.load_weights((drafter_weights or random_drafter(drafter, seed=1)).items())
-        return Drafting(section, eagle)
+            made = KINDS[drafter.kind].build_decoder(decoder, drafter)
+            made.load_weights((drafter_weights or random_drafter(drafter, seed=1)).items())
+        return Drafting(section, made)
 
     layers = drafter.aux_layers
     return make_engine(config, weights, kernels, drafting=drafting, aux_layers=layers, **sizes)

@@ -24,7 +24,7 @@ TRAIN = [
     "drafter.online.warmup_steps=0",
     "drafter.online.merge_share=1e6",  # a merge in every step
 ]
-EAGLE3 = "rollout.speculation.drafter=eagle3"
+EAGLE3, DSPARK = "rollout.speculation.drafter=eagle3", "rollout.speculation.drafter=dspark"
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = write_config(path, train={"num_steps": 4, "prompts_per_step": 8}, checkpoint={"every": 2})
     make_model(path / "model", num_layers=4)  # of which eagle3 reads three
     train_many(config, {"off": [], "train-": TRAIN, "train-eagle3": [*TRAIN, EAGLE3]}, fault="")
+    train_many(config, {"train-dspark": [*TRAIN, DSPARK]}, fault="")
     train_many(config, {"train-nan": TRAIN}, fault="nan")
     (path / "said").write_text(train_many(config, {"train-crash": TRAIN}, fault="crash"))
     return path
@@ -49,7 +50,7 @@ def test_the_drafter_is_trained_in_idle_time(folder: Path):
     assert all(not torch.equal(saved["model"][name], early["model"][name]) for name in saved["model"])
 
 
-@pytest.mark.parametrize("fault", ["", "crash", "nan", "eagle3"])
+@pytest.mark.parametrize("fault", ["", "crash", "nan", "eagle3", "dspark"])
 def test_the_policy_is_the_same_with_and_without_drafter_training(folder: Path, fault: str):
     assert_same_training(folder / "off", folder / f"train-{fault}", 4)
     drafted = sum(row["engine/spec_row_steps"] for row in rows(folder / f"train-{fault}"))

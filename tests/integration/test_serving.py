@@ -21,9 +21,10 @@ from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.drafter.export.drafter import export_drafter
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
+from megatron_tlt.models.drafters import most_frequent
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model, build_model
-from megatron_tlt.models.eagle.model import PairModel, most_frequent
+from megatron_tlt.models.eagle.model import PairModel
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.types import SamplingParams
 from tests.helpers.engines import generate_all, make_engine, speculating_engine

@@ -29,10 +29,9 @@ from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.drafters import DrafterConfig
+from megatron_tlt.models.drafters import DrafterConfig, most_frequent
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model
-from megatron_tlt.models.eagle.model import most_frequent
 from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.types import (
     GenerateCall,

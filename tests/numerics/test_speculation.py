@@ -8,11 +8,13 @@ from functools import partial
 import pytest
 import torch
 
+from megatron_tlt.config.block_drafters import BlockShape
 from megatron_tlt.config.load import load_config
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.dspark.config import BlockConfig
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.models.native.decoder import keyed_sample
@@ -118,6 +120,7 @@ DRAFTERS = [
     {"drafter": "eagle", "selector": "cost_model"},
     {"drafter": "eagle", "with_suffix": True, "selector": "beg_mab"},
     {"drafter": "eagle", "with_suffix": True, "selector": "fixed", "draft_len": 4},
+    {"drafter": "dspark", "selector": "fixed", "draft_len": 9, "catch_up_tokens": 16},
 ]
 
 
@@ -130,8 +133,11 @@ def test_equal_with_real_drafters(family, speculation):
     """Ample memory, then so little that requests are preempted and drafts find no blocks."""
     jobs = random_jobs(131, 8, seed=8)
     expected, weights = plain(family, jobs)
+    config, shape = small_config(family), None
+    if speculation["drafter"] == "dspark":
+        shape = BlockConfig.of(config, BlockShape(2, (0,), 6, 8, 7, True))
     for blocks in (200, 10):
-        engine = speculating_engine(small_config(family), weights, speculation=speculation, num_blocks=blocks)
+        engine = speculating_engine(config, weights, speculation=speculation, shape=shape, num_blocks=blocks)
         assert generate_all(engine, jobs) == expected
         assert engine.blocks.num_free == engine.blocks.num_blocks
         stats = engine.take_stats()

@@ -76,13 +76,15 @@ def process_bytes(config: Config, shape: ArchitectureConfig) -> dict[str, int]:
     }
 
 
-def drafter_weight_bytes(config: Config, shape: ArchitectureConfig) -> int:
+def drafter_weight_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
     """The engine's own copy of the trained drafter, whole on every rank; of a reduced vocabulary without an LM head of
-    its own with the rows of the policy's.
+    its own with the rows of the policy's, of a block drafter beside the native decoder with the head, unpacked.
     """
     count, tokens = drafter_parameters(config, shape), drafted_tokens(config, shape)
     kind = config.rollout.speculation.trained
-    if kind is not None and not kind.has_own_head and tokens < shape.vocab_size:
+    is_copied = kind is not None and kind.passes(2) == 1 and has_packed_head(config, device)
+    is_copied = is_copied and not shape.tie_word_embeddings
+    if kind is not None and not kind.has_own_head and (tokens < shape.vocab_size or is_copied):
         count += tokens * shape.hidden_size
     return count * element_bytes(config.rollout.dtype)
 

@@ -131,7 +131,7 @@ def _stage(
         "rollout step": engine.rollout_step_bytes(config, shape, device),
         "graphs": graphs.graph_bytes(config, device),
         KV: 0,
-        "drafter": engine.drafter_weight_bytes(config, shape),
+        "drafter": engine.drafter_weight_bytes(config, shape, device),
         **drafter.training_parts(config, shape, device),
         "weight sync bucket": policy.weight_sync_bytes(config, shape, dims),
     }

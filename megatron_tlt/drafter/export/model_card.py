@@ -40,15 +40,15 @@ _SGLANG = """
 For SGLang. {about}Serve with
 
     python -m sglang.launch_server --model-path POLICY --speculative-algorithm {algorithm} \\
-        --speculative-draft-model-path THIS_DIRECTORY --speculative-num-steps 4 --speculative-eagle-topk 1 \\
-        --speculative-num-draft-tokens 5
+        --speculative-draft-model-path THIS_DIRECTORY \\
+        {flags}
 """
 
 _VLLM = """
 For vLLM. {about}Serve with
 
     vllm serve POLICY --speculative-config \\
-        '{{"method": "{kind}", "model": "THIS_DIRECTORY", "num_speculative_tokens": 4}}'
+        '{{"method": "{method}", "model": "THIS_DIRECTORY", "num_speculative_tokens": {length}}}'
 """
 
 _TRTLLM = """
@@ -60,18 +60,12 @@ For TensorRT-LLM's PyTorch backend, EAGLE-3 one-model. The layers that the draft
 """
 
 _USAGE = {"sglang": _SGLANG, "vllm": _VLLM, "trtllm": _TRTLLM}
-_SHARED_TABLES = {
-    "sglang": "Embedding and LM head are the policy's and are not here; `fc.bias` is zero because SGLang gives fc a "
-    "bias. ",
-    "vllm": "Embedding and LM head are the policy's and are not here: run with pipeline parallel size 1. `method` must "
-    "be given, as vLLM otherwise guesses it from the directory's name. ",
-}
 
 _UNTRIED = """
 **Not tried**: names and keys follow {engine}'s loader as read; this layout has not been run in {engine}.
 """
 _TRIED = """
-Exports of both kinds are served by vLLM 0.32's CPU build in a test (fp32) and accepted as often as in our engine; this
+Exports of this kind are served by vLLM 0.32's CPU build in a test (fp32) and accepted as often as in our engine; this
 directory itself has not been run, and none on a GPU.
 """
 
@@ -94,7 +88,7 @@ def model_card(drafter: SavedDrafter, form: Format, dtype: torch.dtype) -> str:
     card += kind.card_rows(config)
     if form == "hf":
         return card + _HF
-    about = _SHARED_TABLES[form] if kind.shares_tables else ""
-    layers = ", ".join(map(str, config.aux_layers))
-    card += _USAGE[form].format(about=about, algorithm=name.upper(), kind=name, layers=layers)
-    return card + (_TRIED if form == "vllm" else _UNTRIED.format(engine=ENGINES[form]))
+    layers, options = ", ".join(map(str, config.aux_layers)), kind.serving_options(config)
+    algorithm = str(options["method"]).upper()
+    card += _USAGE[form].format(about=kind.serving_notes(form), algorithm=algorithm, layers=layers, **options)
+    return card + (_TRIED if form in kind.was_served_by else _UNTRIED.format(engine=ENGINES[form]))

@@ -69,7 +69,7 @@ class DrafterKind(ABC):
     facts: DrafterFacts
     title: str  # in model cards
     paper: str
-    shares_tables: bool  # whether embedding and LM head of a served drafter are the policy's
+    was_served_by: tuple[Format, ...] = ()  # engines that ran an export of the kind in a test
     public: PublicForm | None = None
 
     # -- its shape, in configurations and in config.json ------------------------------------------------------
@@ -128,6 +128,15 @@ class DrafterKind(ABC):
     def card_rows(self, config: DrafterConfig) -> str:
         """More rows of the table in a model card."""
         return ""
+
+    def serving_notes(self, engine: Format) -> str:
+        """Sentences of a model card on what an export for `engine` shares with the policy, each with a space behind."""
+        return ""
+
+    def serving_options(self, config: DrafterConfig) -> dict[str, Any]:
+        """Values of a model card's commands: vLLM's `method`, drafted tokens, and options of SGLang."""
+        flags = "--speculative-num-steps 4 --speculative-eagle-topk 1 --speculative-num-draft-tokens 5"
+        return {"method": config.kind, "length": 4, "flags": flags}
 
 
 def engine_names(config: DrafterConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

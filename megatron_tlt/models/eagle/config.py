@@ -29,7 +29,7 @@ class EagleConfig(DrafterConfig):
     def of(cls, policy: ModelConfig, draft_vocab_size: int | None = None) -> Self:
         """The drafter of `policy`, by default over its whole vocabulary. Raises ConfigError for a larger one."""
         layer = replace(policy.dense_sibling, num_layers=1)
-        return cls(policy, layer, _checked_size(draft_vocab_size, policy))
+        return cls(policy, layer, checked_size(draft_vocab_size, policy))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """`fc` joins [embedding of the token at s ; hidden state of s - 1], in this order."""
@@ -65,7 +65,7 @@ class Eagle3Config(DrafterConfig):
         rising = all(a < b for a, b in pairwise(chosen))
         if len(chosen) != 3 or not rising or chosen[0] < 0 or chosen[2] > last:
             raise ConfigError.of(f"{at}.layers", list(chosen), f"must be three ascending layers of 0 .. {last}")
-        size = _checked_size(draft_vocab_size, policy)
+        size = checked_size(draft_vocab_size, policy)
         own = policy.dense_sibling if layer is None else layer
         own = replace(own, family="llama", num_layers=1, qkv_bias=False, qk_norm=False)
         return cls(policy, own, size, chosen, norm_before_residual)
@@ -81,7 +81,8 @@ class Eagle3Config(DrafterConfig):
         return out | self.vocabulary_shapes()
 
 
-def _checked_size(draft_vocab_size: int | None, policy: ModelConfig) -> int:
+def checked_size(draft_vocab_size: int | None, policy: ModelConfig) -> int:
+    """The size of a drafter's vocabulary, by default the policy's. Raises ConfigError for a larger one."""
     size = policy.vocab_size if draft_vocab_size is None else draft_vocab_size
     if not 1 <= size <= policy.vocab_size:
         allowed = f"must be 1 .. {policy.vocab_size}"

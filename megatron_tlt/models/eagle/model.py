@@ -19,14 +19,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 from torch.utils.checkpoint import checkpoint
 
-from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DraftBatch, DrafterConfig, DrafterModel
 from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.pairs import PairLayout, attend_pairs, take
-from megatron_tlt.models.torch.layers import rms_norm, rope_table, rotate
+from megatron_tlt.models.torch.layers import rms_norm, rotate
 
-_FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
 START_SCALE = 0.3  # of the output projections of a policy's layer in a drafter made from it
 
 
@@ -81,32 +79,15 @@ class PairModel(DrafterModel):
     """A drafter of one layer over pairs: arithmetic and training unroll of both kinds."""
 
     imitates_states = True  # its outputs stand for the policy's hidden states, behind the same LM head
-    d2t: Tensor | None
-    t2d: Tensor | None
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
-        self._config = shape = config.layer
-        self._rope = rope_table(shape, min(shape.max_position_embeddings, _FIRST_POSITIONS))
-        size, vocab = config.draft_vocab_size, config.policy.vocab_size
-        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64) if config.reduced else None)
-        self.register_buffer("t2d", torch.arange(vocab) < size if config.reduced else None)
+        self._config = config.layer
 
     @property
     @abstractmethod
     def block(self) -> Any:
         """The layer: `self_attn`, `mlp` and `post_attention_layernorm`."""
-
-    def draw_weights(self, seed: int, small: tuple[str, ...]) -> None:
-        """Random matrices, those whose name has one of `small` scaled down; norms of 1, biases of 0."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, p in self.named_parameters():
-                if p.ndim == 1:
-                    p.fill_(0.0 if name.endswith("bias") else 1.0)
-                else:
-                    scale = 0.2 if any(part in name for part in small) else 1.0
-                    p.copy_(torch.randn(p.shape, generator=generator) * scale * p.shape[1] ** -0.5)
 
     @property
     def source_layer(self) -> int:
@@ -145,38 +126,6 @@ class PairModel(DrafterModel):
         parents = (self.block.self_attn, self.block.mlp)
         return [(p, n, m) for p in parents for n, m in p.named_children() if isinstance(m, nn.Linear)]
 
-    # -- a reduced vocabulary
-
-    def choose_vocabulary(self, head: Tensor, counts: Tensor) -> None:
-        """See `DrafterModel.choose_vocabulary`."""
-        if self.config.reduced:
-            self.set_vocabulary(most_frequent(counts, self.config.draft_vocab_size))
-        self.take_head(head)
-
-    def take_head(self, head: Tensor) -> None:
-        """An LM head of its own becomes the rows of the drafter's tokens in the policy's `head` [V, H]."""
-
-    def set_vocabulary(self, token_ids: Tensor) -> None:
-        """Sets the reduced vocabulary: Vd ascending token ids. Raises ConfigError for anything else."""
-        size, vocab = self.config.draft_vocab_size, self.config.policy.vocab_size
-        ids = token_ids.long().cpu()
-        fits = (
-            tuple(ids.shape) == (size,)
-            and bool((ids.diff() > 0).all())
-            and 0 <= int(ids[0]) <= int(ids[-1]) < vocab
-        )
-        if self.d2t is None or self.t2d is None or not fits:
-            given = f"{tuple(ids.shape)} ids"
-            raise ConfigError.of(
-                "draft vocabulary", given, f"must be {size} ascending ids below {vocab}, of a reduced one"
-            )
-        self.d2t.copy_(ids - torch.arange(size))
-        self.t2d.zero_()[ids] = True
-
-    def token_ids(self) -> Tensor | None:
-        """See `DrafterModel.token_ids`."""
-        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
     # -- behind the layer: here those of kind eagle
 
     def own_head(self, policy_rows: Tensor | None) -> Tensor:
@@ -193,25 +142,6 @@ class PairModel(DrafterModel):
         if head is not None and (ids := self.token_ids()) is not None:
             head = head.index_select(0, ids)
         return self.spread(linear(self.before_head(outputs), self.own_head(head)))
-
-    def spread(self, logits: Tensor) -> Tensor:
-        """Float32 [.., V] of logits [.., Vd] over the drafter's tokens: -inf for the others."""
-        own, ids = logits.float(), self.token_ids()
-        if ids is None:
-            return own
-        out = own.new_full((*own.shape[:-1], self.config.policy.vocab_size), float("-inf"))
-        return out.index_copy_(-1, ids, own)
-
-    def reserve_positions(self, count: int, device: torch.device) -> None:
-        """Makes the rotary table long enough for `count` positions; CUDA graphs keep its address."""
-        if count > self._rope.shape[0] or device != self._rope.device:
-            self._rope = rope_table(self._config, max(count, self._rope.shape[0]), device)
-
-    def rope(self, positions: Tensor, longest: int = 0) -> Tensor:
-        """Rotary entries [T, D] of positions < `longest`, or of reserved ones."""
-        if longest:
-            self.reserve_positions(longest, positions.device)
-        return self._rope[positions]
 
     def queries(self, x: Tensor, rope: Tensor) -> Tensor:
         """[T, query heads, D], rotated."""
@@ -323,9 +253,3 @@ class EagleModel(PairModel):
     def residual(self, x: Tensor, previous: Tensor) -> Tensor:
         """x."""
         return x
-
-
-def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """The `size` most frequent tokens of counts [V], ascending ids [size]; of equals the smaller id."""
-    order = counts.argsort(descending=True, stable=True)
-    return order[:size].sort().values

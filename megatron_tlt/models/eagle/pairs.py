@@ -43,7 +43,7 @@ class PairLayout:
         self._device = batch.tokens.device
         here = self.here
         self.positions = here(np.concatenate(runs))  # [T]
-        self.first = here(first)  # [B]
+        self.visible = here(first[:, None] + query)  # [B, Q], last place that the query attends to
         self.bases = here(self.base_rows)  # [N], rows of the T
         self.last = here(self._last)  # [N], last row of the base's draft; before the base if its token was given
         self.packed = here(np.flatnonzero(real))  # [N], padded -> packed
@@ -80,7 +80,8 @@ def attend_pairs(
     b, kv, group, wide = *keys.shape[:2], heads // keys.shape[1], layout.padded.shape[1]
     q = q * d**-0.5
     query = take(q, layout.padded).view(b, wide, kv, group, d).permute(0, 2, 3, 1, 4)
-    out, norm = PrefixAttention.apply(query, keys, values, layout.first, layout.latest)  # type: ignore[no-untyped-call]
+    given = query, keys, values, layout.visible, layout.latest
+    out, norm = PrefixAttention.apply(*given)  # type: ignore[no-untyped-call]
     flat = out.permute(0, 3, 1, 2, 4).reshape(b * wide, kv, group, d)
     far = flat.index_select(0, layout.packed)  # [N, kv, G, D]
     if not chain:
@@ -104,20 +105,20 @@ class PrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, keys: Tensor, values: Tensor, first: Tensor, latest: int
+        ctx: Any, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, latest: int
     ) -> tuple[Tensor, Tensor]:
         """q [B, kv, G, Q, D] scaled, keys and values [B, kv, K, D]; query i of sequence b attends to places 1 ..
-        first[b] + i, where first [B] <= `latest` -> out like q, n float32 [B, kv, G, Q].
+        visible[b, i], of [B, Q], which are at most `latest` + i -> out like q, n float32 [B, kv, G, Q].
         """
         out, norm = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
         for block, seen in _blocks(q, keys, latest):
-            scores = _scores(q[..., block, :], keys[:, :, seen], first, block.start)
+            scores = _scores(q[..., block, :], keys[:, :, seen], visible[:, block])
             top = scores.amax(-1, keepdim=True)
             total = scores.sub_(top).exp_().sum(-1, keepdim=True)
             attended = _by_head(scores.to(values.dtype), values[:, :, seen])
             out[..., block, :] = attended / total.to(values.dtype)
             norm[..., block] = (top + total.log()).squeeze(-1)
-        ctx.save_for_backward(q, keys, values, first, out, norm)
+        ctx.save_for_backward(q, keys, values, visible, out, norm)
         ctx.latest = latest
         return out, norm
 
@@ -126,13 +127,13 @@ class PrefixAttention(torch.autograd.Function):
         ctx: Any, d_out: Tensor, d_norm: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """Gradients of q, keys and values."""
-        q, keys, values, first, out, norm = ctx.saved_tensors
+        q, keys, values, visible, out, norm = ctx.saved_tensors
         shift = (d_out * out).sum(-1).float() - d_norm
         d_q = torch.empty_like(q)
         d_keys, d_values = (torch.zeros_like(t, dtype=torch.float32) for t in (keys, values))
         for block, seen in _blocks(q, keys, ctx.latest):
             query, upstream = q[..., block, :], d_out[..., block, :]
-            p = _scores(query, keys[:, :, seen], first, block.start)
+            p = _scores(query, keys[:, :, seen], visible[:, block])
             p.sub_(norm[..., block].unsqueeze(-1)).exp_()
             d_values[:, :, seen] += _by_key(p.to(values.dtype), upstream)
             d_scores = _by_head(upstream, values[:, :, seen].transpose(2, 3)).float()
@@ -152,10 +153,9 @@ def _blocks(q: Tensor, keys: Tensor, latest: int) -> Iterator[tuple[slice, slice
         yield slice(begin, end), slice(0, min(places, latest + end))
 
 
-def _scores(q: Tensor, keys: Tensor, first: Tensor, begin: int) -> Tensor:
-    """Scores float32 [B, kv, G, q, K] of queries `begin` ..; -inf where a query does not attend."""
+def _scores(q: Tensor, keys: Tensor, place: Tensor) -> Tensor:
+    """Scores float32 [B, kv, G, q, K]; -inf where a query does not attend, whose last place is `place` [B, q]."""
     scores = _by_head(q, keys.transpose(2, 3)).float()
-    place = first[:, None] + torch.arange(begin, begin + q.shape[3], device=q.device)  # [B, q]
     key = torch.arange(keys.shape[2], device=q.device)
     unseen = (key > place[..., None]) | (key < 1)  # padding behind a sequence attends to anything
     return scores.masked_fill_(unseen[:, None, None], float("-inf"))

@@ -27,14 +27,14 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.draft import Draft
 from megatron_tlt.models.drafter_decoder import (
-    BUCKET_WIDTH,
-    BUCKETS,
-    DEPTHS,
     DrafterDecoder,
     DraftingRows,
+    DraftRecorder,
     Pairs,
     RowDrafter,
     RunStep,
+    missing_pairs,
+    slots_of,
 )
 from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.eagle3 import build_model
@@ -245,10 +245,11 @@ class TorchRowDrafter(RowDrafter):
         rows, count = self._rows, len(wanted)
         fresh = rows.synced[rows.slot[:count]] < rows.positions[:count]
         active = np.flatnonzero((wanted > 0) & fresh)
-        recorder = _Recorder(count, rates, min_acceptance)
+        recorder = DraftRecorder(count, rates, min_acceptance)
         if not len(active):
             return recorder.result()
-        self._catch_up(active)
+        if (pairs := missing_pairs(rows, active, self._catch_up_limit, self._size, but=1)) is not None:
+            self._eagle.feed(pairs, self._pages, self._kv)
         self._eagle.refresh_head()
         wanted = wanted[active]
         places, blocks = self._begin(active, wanted, recorder.reachable(int(wanted.max())))
@@ -269,33 +270,11 @@ class TorchRowDrafter(RowDrafter):
                 break
         return recorder.result()
 
-    def _catch_up(self, active: np.ndarray) -> None:
-        """Caches the missing pairs of rows `active` [A] but the last one of each."""
-        rows = self._rows
-        slots, last = rows.slot[active], rows.positions[active]
-        first = np.maximum(rows.synced[slots] + 1, last - self._catch_up_limit + 1)
-        late = first > rows.synced[slots] + 1
-        rows.first[slots[late]] = first[late]
-        counts = last - first
-        at = np.repeat(np.arange(len(active)), counts)
-        positions = np.arange(len(at)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        tokens = rows.outputs[slots[at], rows.output_len[active][at] - 1 - (last[at] - positions)]
-        if len(at):
-            places = (self._slots_of(active[at], p) for p in (positions, positions - 1))
-            pairs = Pairs(*(np.asarray(a, np.int32) for a in (tokens, positions, *places)))
-            self._eagle.feed(pairs, self._pages, self._kv)
-        rows.synced[slots] = last
-
     def _table_width(self, length: int) -> int:
         """Blocks of each table that a draft up to `length` positions reads: all with the paged kernel, whose captured
         graphs have one shape and which skips the rest; the other attention gathers every block that it is given.
         """
         return self._max_blocks if self._eagle.policy.paged is not None else -(-length // self._size)
-
-    def _slots_of(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        block, inside = np.divmod(positions, self._size)
-        slots: np.ndarray = self._rows.block_tables[rows, block] * self._size + inside
-        return slots
 
     def _begin(self, active: np.ndarray, wanted: np.ndarray, steps: int) -> tuple[Tensor, int]:
         """Uploads the inputs of a draft of `steps` steps in one copy, and sets those that all steps or step 0 read.
@@ -318,7 +297,7 @@ class TorchRowDrafter(RowDrafter):
         """Writes the inputs of chains `active` [A] into `host`, and padding behind them. Mutates `host`."""
         rows, count = self._rows, len(active)
         position, slot = rows.positions[active], rows.slot[active]
-        host.state_slots.numpy()[:count] = self._slots_of(active, position - 1)
+        host.state_slots.numpy()[:count] = slots_of(rows, active, position - 1, self._size)
         host.temperature.numpy()[:count] = rows.temperature[active]
         host.tokens.numpy()[:count] = rows.outputs[slot, rows.output_len[active] - 1]
         host.first_visible.fill_(1).numpy()[:count] = rows.first[slot]
@@ -329,7 +308,7 @@ class TorchRowDrafter(RowDrafter):
             at = np.flatnonzero(wanted > step)
             now = position[at] + step
             keys = row_keys(rows.keys[active[at]], rows.output_len[active[at]] + step)
-            place[:, at] = now, self._slots_of(active[at], now), keys.view(np.int64)
+            place[:, at] = now, slots_of(rows, active[at], now, self._size), keys.view(np.int64)
 
     def _set_inputs(self, place: Tensor, last: Tensor | None) -> None:
         """Sets the inputs of the step of one position: `place` int64 [3, P], and the candidates of `last` float64
@@ -366,51 +345,3 @@ class TorchRowDrafter(RowDrafter):
         buffers.next_hidden[:batch].copy_(hidden)
         buffers.best[0, :batch].copy_(best)
         buffers.best[1, :batch].copy_(chosen)
-
-
-class _Recorder:
-    """Collects the drafted tokens position by position, and decides where chains end."""
-
-    def __init__(self, rows: int, rates: np.ndarray, min_acceptance: float):
-        self._rows, self._rates, self._least = rows, rates, min_acceptance
-        self._acceptance = np.ones(rows, np.float32)  # of each row's chain so far
-        self._parts: list[tuple[np.ndarray, ...]] = []  # of each position: rows, then the columns of `Draft`
-
-    def reachable(self, steps: int) -> int:
-        """Positions, at most `steps`, that a chain with the best match rate at each of them reaches."""
-        best, acceptance = self._rates.max(1), np.float32(1)
-        for step in range(steps):
-            acceptance *= best[min(step, DEPTHS - 1)]
-            if acceptance < self._least:
-                return step
-        return steps
-
-    def record(
-        self, step: int, rows: np.ndarray, candidates: np.ndarray, scores: np.ndarray, may_go_on: np.ndarray
-    ) -> np.ndarray:
-        """Adds the candidates int32 and scores float32 [A', C], best first, of `rows` [A'] at draft position `step`.
-
-        Returns bool [A']: chains that go on. A chain whose next token could not reach the least cumulative acceptance,
-        however large that token's gap, ends here.
-        """
-        gap = scores[:, 0] - scores[:, 1] if scores.shape[1] > 1 else np.full(len(rows), np.inf, np.float32)
-        depth = min(step, DEPTHS - 1)
-        bucket = np.minimum(gap / BUCKET_WIDTH, BUCKETS - 1).astype(np.int32)
-        self._acceptance[rows] *= self._rates[depth, bucket]
-        acceptance = self._acceptance[rows]
-        kept = acceptance >= self._least
-        feature = (depth * BUCKETS + bucket[kept]).astype(np.int32)
-        self._parts.append((rows[kept], candidates[kept, 0], acceptance[kept], feature))
-        most = self._rates[min(step + 1, DEPTHS - 1)].max()
-        goes_on: np.ndarray = kept & may_go_on & (acceptance * most >= self._least)
-        return goes_on
-
-    def result(self) -> Draft:
-        """The drafts so far."""
-        if not self._parts:
-            none = np.empty(0, np.int32)
-            return Draft(np.zeros(self._rows, np.int32), none, none.view(np.float32), none)
-        rows, *drafted = (np.concatenate(part) for part in zip(*self._parts, strict=True))
-        order = np.argsort(rows, kind="stable")
-        counts = np.bincount(rows, minlength=self._rows).astype(np.int32)
-        return Draft(counts, *(column[order] for column in drafted))

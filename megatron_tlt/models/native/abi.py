@@ -48,7 +48,7 @@ class TltModel(Structure):
     _fields_ = [
         *fields_of(c_int32, "hidden layers heads kv_heads head_dim inter vocab"),
         *fields_of(c_int32, "max_rows rope_len tp aux_count"),
-        ("aux", c_int32 * 3),
+        ("aux", c_int32 * 16),
         *fields_of(c_int32, "experts topk expert_inter shared_inter renormalise route_bytes"),
         ("eps", c_float),
         *fields_of(c_void_p, "rope embed head final_norm"),

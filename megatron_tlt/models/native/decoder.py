@@ -59,7 +59,7 @@ class NativeDecoder:
         tp: TensorParallel | None = None,
         aux_layers: tuple[int, ...] = (),
     ):
-        """`aux_layers`: see `base.Decoder`, at most three. Raises BackendError without a C compiler, ConfigError for
+        """`aux_layers`: see `base.Decoder`, at most 16. Raises BackendError without a C compiler, ConfigError for
         a head or TP size that it does not support.
         """
         if config.head_dim > MAX_HEAD_DIM:
@@ -100,6 +100,10 @@ class NativeDecoder:
         if self.config.tie_word_embeddings:
             return self._embed, self._embed
         return self._embed, self._packer.unpack(self._layers.extra, *self._embed.shape)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """See `base.Decoder.embed`."""
+        return self._embed[token_ids]
 
     @property
     def structure(self) -> Forward:

@@ -218,7 +218,7 @@ class TorchDecoder:
         return into
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Embeddings [..., H] of tokens int64 [...]."""
+        """See `base.Decoder.embed`."""
         return self._embed[token_ids]
 
     def logits(self, hidden: Tensor) -> Tensor:

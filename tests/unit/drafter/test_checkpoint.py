@@ -72,7 +72,7 @@ def test_other_directories_are_refused(tmp_path) -> None:
         load_drafter(tmp_path / "nothing", CONFIG)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_hf()))
     with pytest.raises(
-        CheckpointError, match=r"describes no drafter: drafter = None must be 'eagle' or 'eagle3'"
+        CheckpointError, match=r"describes no drafter: drafter = None must be 'eagle' or 'eagle3' or 'dspark'"
     ):
         load_drafter(tmp_path, CONFIG)
     (tmp_path / "config.json").write_text('{"drafter": "eagle"}')

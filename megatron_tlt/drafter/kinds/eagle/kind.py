@@ -75,7 +75,7 @@ class EagleKind(PairKind):
 
     facts = DRAFTERS["eagle"]
     title, paper = "EAGLE", "EAGLE-1"
-    shares_tables = True
+    was_served_by = ("vllm",)
     loss_parts = ("hidden", "ce", "accept")
 
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> EagleConfig:
@@ -89,6 +89,14 @@ class EagleKind(PairKind):
     def read_entries(self, about: Mapping[str, Any], policy: ModelConfig) -> EagleConfig:
         """See `DrafterKind.read_entries`."""
         return EagleConfig.of(policy, about.get("draft_vocab_size"))
+
+    def serving_notes(self, engine: Format) -> str:
+        """See `DrafterKind.serving_notes`."""
+        shared = "Embedding and LM head are the policy's and are not here"
+        if engine == "sglang":
+            return f"{shared}; `fc.bias` is zero because SGLang gives fc a bias. "
+        method = "`method` must be given, as vLLM otherwise guesses it from the directory's name."
+        return f"{shared}: run with pipeline parallel size 1. {method} "
 
     def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
         """See `DrafterKind.engine_files`."""

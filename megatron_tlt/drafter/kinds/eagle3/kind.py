@@ -27,7 +27,7 @@ class Eagle3Kind(PairKind):
 
     facts = DRAFTERS["eagle3"]
     title = paper = "EAGLE-3"
-    shares_tables = False
+    was_served_by = ("vllm",)
     loss_parts = ("ce", "accept")
     public = PublicForm(is_public, public_config, read_public)
 

@@ -15,7 +15,7 @@
 
 #define TLT_MAX_HEAD_DIM 256
 #define TLT_MAX_THREADS 256
-#define TLT_MAX_AUX 3
+#define TLT_MAX_AUX 16
 
 typedef struct {
     const float *qkv, *o, *gate_up, *down; /* packed panels, see gemm.c */

@@ -13,11 +13,11 @@ from megatron_tlt.config.load import build_config
 from megatron_tlt.config.planning import drafter as plan
 from megatron_tlt.drafter import training_state
 from megatron_tlt.drafter.checkpoint import drafter_shape
+from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
+from megatron_tlt.models import drafters
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DraftBatch
-from megatron_tlt.models.eagle import model as eagle
-from megatron_tlt.models.eagle.eagle3 import build_model
 from tests.helpers.meta_memory import MetaMemory
 
 GIB = 1 << 30
@@ -46,14 +46,17 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def rope_on_meta(monkeypatch) -> None:
-    monkeypatch.setattr(eagle, "rope_table", lambda c, count, device=None: meta(count, c.head_dim))
+    monkeypatch.setattr(drafters, "rope_table", lambda c, count, device=None: meta(count, c.head_dim))
 
 
-@pytest.mark.parametrize(("name", "kind"), [*((name, "eagle") for name in MODELS), ("7b", "eagle3"), ("32b", "eagle3")])
+CASES = [*((name, "eagle") for name in MODELS), ("7b", "eagle3"), ("32b", "eagle3"), ("7b", "dspark")]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str) -> None:
     shape, tp, limit = MODELS[name]
     speculation: dict[str, Any] = {"drafter": kind}
-    if kind == "eagle3":
+    if kind != "eagle":
         speculation["draft_vocab_size"], limit = 32000, limit + 7
     sections = {"rollout": {"tp": tp, "dtype": "bf16", "speculation": speculation}}
     config = build_config({"model": {"path": "m"}, **sections, "idle": {"train_drafter": True}})
@@ -63,7 +66,7 @@ def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str) -> None:
     section = config.drafter.model_copy(update={"dtype": "bf16"})  # meta is no device that "auto" knows
     with MetaMemory() as memory:
         with torch.device("meta"):
-            model = build_model(drafter_shape(config.rollout.speculation, shape))
+            model = KINDS[kind].build_model(drafter_shape(config.rollout.speculation, shape))
         trainer = OnlineDrafterTrainer(model, section, tp=OneRank(0, tp), device="meta")
         state, training = trainer._state, trainer._trainer
         held = memory.live
@@ -81,7 +84,8 @@ def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str) -> None:
         state.update_mean(0.9)
         step = memory.peak - held - engine
         planned = parts["drafter step"] + parts["drafter's LM head"]
-        assert step == pytest.approx(planned, rel=0.05)
+        # The loss of random anchors comes in blocks whose size follows the place that most of them draft.
+        assert step == pytest.approx(planned, rel=0.11 if kind == "dspark" else 0.05) and step < 1.05 * planned
         assert held + step <= limit * GIB, f"{(held + step) / GIB:.2f} GiB"
 
         training.set_policy(meta(0, 0), meta(0, 0))
@@ -103,7 +107,7 @@ def test_every_rank_keeps_as_much_as_is_planned(name: str, tp: int) -> None:
     rollout = {"tp": tp, "speculation": {"drafter": "eagle"}}
     config = build_config({"model": {"path": "m"}, "rollout": rollout, "idle": {"train_drafter": True}})
     with torch.device("meta"):
-        model = build_model(drafter_shape(config.rollout.speculation, shape)).bfloat16()
+        model = KINDS["eagle"].build_model(drafter_shape(config.rollout.speculation, shape)).bfloat16()
     weights = sum(2 * p.numel() for p in model.parameters())
     for rank in range(tp):
         state = training_state.TrainingState(model, tp=OneRank(rank, tp))

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.drafters import most_frequent
 from megatron_tlt.models.eagle.config import Eagle3Config, default_layers
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model
-from megatron_tlt.models.eagle.model import most_frequent
 from tests.helpers.tiny_drafters import DEEP, lookup_tables
 
 CONFIG = Eagle3Config.of(DEEP["qwen3"], draft_vocab_size=40)

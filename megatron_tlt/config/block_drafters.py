@@ -1,0 +1,79 @@
+"""Block drafters (DSpark, DFlash): their sizes, by default and as config.json files of all forms say them. Torch-free.
+
+| form | layers that are read | alignment |
+|---|---|---|
+| ours, DeepSpec (`target_layer_ids`) | outputs of layers, from 0 | slot k gives the token behind it, not of DFlash |
+| z-lab's DFlash (`dflash_config.target_layer_ids`) | the same | slot k gives its own token, slot 0 none |
+| speculators (`aux_hidden_state_layer_ids`) | one more | slot k its own token, but with `sample_from_anchor` |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+BLOCK_SIZE = 8  # tokens of a block of a new drafter
+BLOCK_LAYERS = 2  # its layers: on compute-bound machines each costs as many rows as a block has
+BLOCK_TAPS = 3  # policy layers that it reads
+_MOST_RANK = 256  # of the Markov head, as in all published drafters
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """Sizes of a block drafter as its config.json has them."""
+
+    layers: int
+    aux_layers: tuple[int, ...]  # policy layers, from 0, whose outputs are read; () where the file names none
+    block_size: int  # slots of a block
+    markov_rank: int  # 0: no Markov head
+    mask_token_id: int
+    sample_from_anchor: bool  # slot k gives the token behind slot k; else slot k gives its own, and slot 0 none
+
+
+def markov_rank(hidden_size: int) -> int:
+    """The rank of a new drafter's Markov head."""
+    return min(_MOST_RANK, hidden_size // 4)
+
+
+def is_block_drafter(about: Mapping[str, Any]) -> bool:
+    """Whether config.json is that of a block drafter, DFlash 2 included, that others made."""
+    names = [str(name) for name in about.get("architectures") or ()]
+    is_named = any("DFlash" in name or "DSpark" in name for name in names)
+    is_named |= about.get("speculators_model_type") in ("dflash", "dspark", "dflash2")
+    return "drafter" not in about and is_named
+
+
+def block_shape(about: Mapping[str, Any]) -> BlockShape:
+    """The sizes in config.json of any form. Raises KeyError, TypeError or ValueError for entries that are no form's."""
+    own = about.get("layer") or about.get("transformer_layer_config") or about
+    nested = about.get("dflash_config") or {}
+    given = {**about, **nested}
+    ids = given.get("target_layer_ids") or [i - 1 for i in given.get("aux_hidden_state_layer_ids") or ()]
+    # Only DeepSpec's and our own files draft from the anchor's slot without an entry that says so.
+    is_dspark = any("DSpark" in str(name) for name in about.get("architectures") or ())
+    from_anchor = is_dspark and "speculators_model_type" not in about and not about.get("dspark_bonus_anchor")
+    return BlockShape(
+        int(own["num_hidden_layers"]),
+        tuple(int(i) for i in ids),
+        int(given["block_size"]),
+        int(given.get("markov_rank") or 0),
+        int(given["mask_token_id"]),
+        bool(given.get("sample_from_anchor", from_anchor)),
+    )
+
+
+def block_shape_in(directory: str) -> BlockShape | None:
+    """The sizes of the drafter in `directory`; None where it has no such config.json, which loading it refuses."""
+    try:
+        return _read_shape(directory)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+@lru_cache(maxsize=8)
+def _read_shape(directory: str) -> BlockShape:
+    return block_shape(json.loads((Path(directory) / "config.json").read_text(encoding="utf-8")))

@@ -1,0 +1,1 @@
+"""DSpark, and DFlash as one without a Markov head."""

@@ -1,0 +1,173 @@
+"""`DSparkKind`: block drafters, which vLLM and SGLang run (Qwen3's form of layers only), TensorRT-LLM not.
+
+A layer id i means the OUTPUT of policy layer i, from 0, here as in DeepSpec's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_tlt.config.block_drafters import block_shape
+from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.drafter_kinds import DRAFTERS
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.drafter.kinds.base import (
+    ENGINES,
+    DrafterKind,
+    ExportFiles,
+    Format,
+    LossParts,
+    PublicForm,
+    SavedDrafter,
+    cast_tensors,
+)
+from megatron_tlt.drafter.kinds.dspark.loss import block_loss, draw_anchors
+from megatron_tlt.drafter.kinds.dspark.public import is_public, public_config, read_public
+from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.models.base import Decoder
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.drafter_decoder import DrafterDecoder
+from megatron_tlt.models.drafters import DraftBatch, DrafterConfig, DrafterModel
+from megatron_tlt.models.dspark.config import BlockConfig
+from megatron_tlt.models.dspark.decoder import TorchBlock
+from megatron_tlt.models.dspark.model import BlockModel
+from megatron_tlt.models.factory import candidates_of
+
+
+class DSparkKind(DrafterKind):
+    """See `DrafterKind`."""
+
+    facts = DRAFTERS["dspark"]
+    title, paper = "DSpark", "DSpark (2607.05147)"
+    loss_parts = ("ce", "accept")
+    public = PublicForm(is_public, public_config, read_public)
+
+    def fresh(self, section: SpeculationSection, policy: ModelConfig) -> BlockConfig:
+        """See `DrafterKind.fresh`."""
+        sizes = section.draft_tokens(policy.vocab_size), section.block_layers, section.block_size
+        return BlockConfig.fresh(policy, section.layers, *sizes)
+
+    def entries(self, config: DrafterConfig) -> dict[str, Any]:
+        """See `DrafterKind.entries`."""
+        assert isinstance(config, BlockConfig)
+        layer = config.layer.to_hf() | {"torch_dtype": None, "num_hidden_layers": config.block_layers}
+        return {**_sizes(config), "draft_vocab_size": config.draft_vocab_size, "layer": layer}
+
+    def read_entries(self, about: Mapping[str, Any], policy: ModelConfig) -> BlockConfig:
+        """See `DrafterKind.read_entries`."""
+        try:
+            shape, size = block_shape(about), int(about["draft_vocab_size"])
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointError(f"an entry of a drafter of kind dspark is missing or wrong: {e}") from e
+        return BlockConfig.of(policy, shape, size, ModelConfig.from_hf(about["layer"]))
+
+    def build_decoder(self, policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:
+        """See `DrafterKind.build_decoder`: in PyTorch beside either decoder."""
+        assert isinstance(config, BlockConfig)
+        return TorchBlock(policy, config, candidates_of(policy))
+
+    def build_model(self, config: DrafterConfig) -> BlockModel:
+        """See `DrafterKind.build_model`."""
+        assert isinstance(config, BlockConfig)
+        return BlockModel(config)
+
+    def loss(
+        self,
+        model: DrafterModel,
+        tables: tuple[Tensor, Tensor],
+        batch: DraftBatch,
+        section: DrafterSection,
+        temperature: float,
+        forward: AbstractContextManager[object],
+        counts: Sequence[int] | None = None,
+    ) -> tuple[Tensor, LossParts]:
+        """See `DrafterKind.loss`: blocks from random anchors; parts of `section.drafted` positions."""
+        assert isinstance(model, BlockModel)
+        layout, (embed, head) = model.layout(batch), tables
+        chosen = draw_anchors(model, layout)
+        with forward:
+            slots = model.fill(embed, batch, layout, chosen)
+        of = section.drafted(self.facts), section.loss, temperature, counts
+        return block_loss(model, slots, chosen, batch, layout, head, *of)
+
+    def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
+        """See `DrafterKind.engine_files`: DeepSpec's form; z-lab's of a drafter without Markov head."""
+        config, weights = drafter.config, dict(drafter.weights)
+        assert isinstance(config, BlockConfig)
+        _check_engine(config, engine)
+        if config.reduced:  # engines draft through the policy's whole head: no bias for tokens that it has not learned
+            ids = torch.arange(config.draft_vocab_size) + weights.pop("d2t").cpu()
+            del weights["t2d"]
+            name = "markov_head.markov_w2.weight"
+            if config.markov_rank:
+                rows = weights[name].cpu()
+                weights[name] = rows.new_zeros(config.policy.vocab_size, config.markov_rank).index_copy_(0, ids, rows)
+        about = _config(config, str(dtype).removeprefix("torch."))
+        return ExportFiles({"model.safetensors": cast_tensors(weights, dtype)}, {"config.json": about})
+
+    def serving_notes(self, engine: Format) -> str:
+        """See `DrafterKind.serving_notes`."""
+        return "Embedding and LM head are the policy's and are not here. "
+
+    def serving_options(self, config: DrafterConfig) -> dict[str, Any]:
+        """See `DrafterKind.serving_options`."""
+        assert isinstance(config, BlockConfig)
+        method, length = "dspark" if config.markov_rank else "dflash", config.num_drafted
+        return {"method": method, "length": length, "flags": f"--speculative-num-draft-tokens {config.block_size}"}
+
+    def card_rows(self, config: DrafterConfig) -> str:
+        """See `DrafterKind.card_rows`."""
+        assert isinstance(config, BlockConfig)
+        layers = ", ".join(map(str, config.aux_layers))
+        rows = f"| reads the outputs of policy layers | {layers} (from 0) |\n"
+        rows += f"| drafts | {config.num_drafted} tokens at once, {config.block_layers} layers |\n"
+        return rows + f"| vocabulary | {config.draft_vocab_size} of the policy's {config.policy.vocab_size} tokens |\n"
+
+
+def _sizes(config: BlockConfig) -> dict[str, Any]:
+    """Entries that our files and DeepSpec's have alike."""
+    names = ("block_size", "markov_rank", "mask_token_id", "sample_from_anchor")
+    return {"target_layer_ids": list(config.aux_layers), **{name: getattr(config, name) for name in names}}
+
+
+def _check_engine(config: BlockConfig, engine: Format) -> None:
+    """Raises ConfigError where the engine has no model that computes what the drafter computes."""
+    if engine == "trtllm":
+        allowed = "TensorRT-LLM has no drafter of kind dspark for dense policies: use --format vllm, sglang or hf"
+        raise ConfigError.of("format", engine, allowed)
+    if not config.layer.qk_norm or config.layer.qkv_bias:
+        form = f"{ENGINES[engine]} runs block drafters with layers of Qwen3's form only: use --format hf"
+        raise ConfigError.of("format", engine, form)
+    if config.sample_from_anchor and not config.markov_rank:
+        allowed = f"{ENGINES[engine]} has no block drafter without a Markov head that drafts from the anchor: use hf"
+        raise ConfigError.of("format", engine, allowed)
+
+
+def _config(config: BlockConfig, dtype: str) -> dict[str, Any]:
+    """config.json."""
+    policy = config.policy
+    out = config.layer.to_hf(dtype) | {
+        "vocab_size": policy.vocab_size,
+        "num_hidden_layers": config.block_layers,
+        "num_target_layers": policy.num_layers,
+        "layer_types": ["full_attention"] * config.block_layers,
+        "tie_word_embeddings": False,  # both tables are the policy's
+    }
+    if not config.markov_rank:
+        nested = {"target_layer_ids": list(config.aux_layers), "mask_token_id": config.mask_token_id}
+        return out | {
+            "architectures": ["DFlashDraftModel"],
+            "block_size": config.block_size,
+            "dflash_config": nested,
+        }
+    return out | _sizes(config) | {
+        "architectures": ["Qwen3DSparkModel"],
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+        "dspark_bonus_anchor": not config.sample_from_anchor,
+    }

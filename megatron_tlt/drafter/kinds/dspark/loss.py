@@ -1,0 +1,82 @@
+"""The loss of block drafters: the policy's distributions at the positions of blocks from random anchors (2607.05147).
+
+For drafted position k of a block, over the anchors that have it, with z_k = head norm(x_k) + W2 W1[token before], and
+p, q the softmax of policy and drafter at the rollout temperature, over the drafter's vocabulary:
+
+    decay^k * mean( w_ce * CE(p, q) + w_tv * TV(p, q) )          decay = exp(-1 / gamma), gamma = 4 in DSpark
+
+One forward fills all blocks; the Markov head reads the true token before. A batch has about as many slots as it has
+bases, so that each base is covered about once, and every batch draws other anchors. CE and TV: `drafter.loss.HeadLoss`.
+
+Legend: N bases, A anchors, H hidden size, V vocabulary, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_tlt.config.drafter import DrafterLossSection
+from megatron_tlt.drafter.kinds.base import LossParts
+from megatron_tlt.drafter.loss import DraftedRows, HeadLoss
+from megatron_tlt.models.drafters import DraftBatch
+from megatron_tlt.models.dspark.model import BlockModel
+from megatron_tlt.models.eagle.pairs import PairLayout
+
+
+def draw_anchors(model: BlockModel, layout: PairLayout) -> np.ndarray:
+    """Ascending numbers [A] of the layout's N bases, drawn at random by the model's steps: A = N / B, rounded up."""
+    bases = layout.existing(0)
+    random = np.random.default_rng((model.trained_steps, len(bases)))
+    count = min(len(bases), -(-len(bases) // model.config.block_size))
+    return np.sort(random.choice(bases, count, replace=False))
+
+
+def block_loss(
+    model: BlockModel,
+    slots: Tensor,
+    chosen: np.ndarray,
+    batch: DraftBatch,
+    layout: PairLayout,
+    head: Tensor,
+    steps: int,
+    loss: DrafterLossSection,
+    temperature: float = 1.0,
+    counts: Sequence[int] | None = None,
+) -> tuple[Tensor, LossParts]:
+    """The loss (0-d, differentiable) of blocks `slots` [A, S, H] from the `chosen` bases [A], and its parts, of the
+    first `steps` drafted positions: `ce`, `accept` (1 - TV), 0 behind the block. All positions of a block are trained.
+
+    The last H columns of `batch.hidden` are the policy's final hidden state; head [V, H] is the policy's. With `counts`
+    of the first positions the batch is a share of a larger one, of which its anchors stand for all of its own bases.
+    """
+    size, ids = head.shape[1], model.token_ids()
+    drafted = range(model.config.num_drafted)
+    existing = [layout.existing(k) for k in drafted]
+    here = [np.flatnonzero(np.isin(chosen, of_step)) for of_step in existing]  # anchors that have position k
+    targets = [layout.base_rows[chosen[at]] + k for k, at in enumerate(here)]
+    rows = DraftedRows.of(targets, head.device)
+    last = 0 if counts is None else len(counts) - 1
+    own = [len(existing[min(k, last)]) for k in drafted]
+    shares = [1.0 if counts is None else n / max(1, counts[min(k, last)]) for k, n in enumerate(own)]
+    per_row = [share / max(1, len(at)) for share, at in zip(shares, here, strict=True)]
+    by_step = torch.tensor(per_row, dtype=torch.float32).to(head.device, non_blocking=True)
+    anchors = layout.here(layout.base_rows[chosen])
+    outputs = [model.output(batch.tokens, (anchors + k).clamp(max=len(batch.tokens) - 1), slots, k) for k in drafted]
+    parts = [out.index_select(0, layout.here(at)) for out, at in zip(outputs, here, strict=True)]
+    sorted_rows = torch.cat(parts).float().index_select(0, rows.output)
+    target, known = batch.hidden[:, -size:].index_select(0, rows.policy), None
+    if ids is not None:
+        head, known = head.index_select(0, ids), torch.isin(batch.tokens.index_select(0, rows.policy + 1), ids)
+    decay = loss.step_decay ** torch.arange(len(drafted), device=head.device)
+    given = sorted_rows[:, :size], head, (target, head, known), rows, (decay * by_step)[rows.step], loss, temperature
+    markov = (None, None) if model.markov_head is None else (sorted_rows[:, size:], model.markov_head.markov_w2.weight)
+    total, ce, accept = HeadLoss.apply(*given, *markov)  # type: ignore[no-untyped-call]
+    by_name: LossParts = {}
+    for name, found in {"ce": ce, "accept": accept}.items():
+        means = torch.zeros_like(by_step).index_add_(0, rows.step, found) * by_step
+        by_name[name] = [*means[:steps], *means.new_zeros(max(0, steps - len(drafted)))]
+    return total, by_name

@@ -1,0 +1,1 @@
+"""The block drafter (DSpark, DFlash): shapes, model, rollout form."""
