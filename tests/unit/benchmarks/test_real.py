@@ -46,7 +46,11 @@ def arguments(tmp_path: Path, *words: str) -> Namespace:
     return real.parse_arguments(["--work", str(tmp_path / "work"), "--out", str(tmp_path / "r.json"), *words])
 
 
-def test_what_is_no_model_and_another_models_folder_are_refused(tmp_path: Path):
+def test_what_is_no_model_and_another_models_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    with pytest.raises(SystemExit, match="--model = 'no/such-model'"):
+        real.check(arguments(tmp_path, "--model", "no/such-model"))
     with pytest.raises(SystemExit, match=r"no config\.json there"):
         real.check(arguments(tmp_path, "--model", str(tmp_path)))
     real.check(arguments(tmp_path))
