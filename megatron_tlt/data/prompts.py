@@ -191,12 +191,14 @@ class PromptStream:
         return drawn
 
     def _opened(self, drawn: Sequence[tuple[Row, Prompt]]) -> list[Prompt]:
-        """The prompts with the environment's texts, without those that are now too long."""
+        """The prompts with the environment's texts, without those that are now too long. Raises DataError."""
         prompts = [prompt for _, prompt in drawn]
-        if self._env.openings is None:
-            return prompts
+        openings = self._env.openings
+        texts: list[str | None] = [None] * len(drawn) if openings is None else openings(prompts)
         opened = []
-        for (row, prompt), text in zip(drawn, self._env.openings(prompts), strict=True):
+        for (row, prompt), text in zip(drawn, texts, strict=True):
+            if not text and isinstance(self._source, EnvSource):
+                raise DataError(f"{row.dataset_id}: the environment's reset returned no text, which is the prompt")
             whole = row if text is None else row.with_opening(text)
             tokens = prompt.token_ids if text is None else tuple(self._encode(whole))
             if len(tokens) <= self._max_prompt_tokens:

@@ -49,7 +49,8 @@ class HFTokenizer:
     @property
     def special_tokens(self) -> tuple[str, ...]:
         """Texts that `encode` reads as one token with a meaning of its own, longest first."""
-        return tuple(sorted(self._tokenizer.all_special_tokens, key=len, reverse=True))
+        added = [str(t) for t in self._tokenizer.added_tokens_decoder.values() if t.special]  # Llama 3 names few others
+        return tuple(sorted({*self._tokenizer.all_special_tokens, *added}, key=lambda text: (-len(text), text)))
 
     @property
     def name(self) -> str:

@@ -10,6 +10,8 @@ its own. Then a response depends on no worker and no delay, and a lost worker's 
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -57,12 +59,27 @@ class GivenTokens(Protocol):
         """The tokens between the drawn turn `drawn` (with the stop token, if one ended it) and the next one."""
 
 
+def last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    """Group 1 of the last match, stripped; None without a match."""
+    found = None
+    for match in pattern.finditer(text):
+        found = (match[1] or "").strip()
+    return found
+
+
+def as_text(value: object) -> str:
+    """The value's text, of None an empty one. Halves of surrogate pairs, which no tokenizer encodes, become '?'."""
+    return "" if value is None else str(value).encode(errors="replace").decode()
+
+
 def as_step(value: object) -> Step:
-    """A `Step`, also of a plain tuple. Raises TypeError for what is none."""
+    """A `Step`, also of a plain tuple. Raises TypeError for other values and roles, ValueError for a reward of NaN."""
     if not isinstance(value, tuple) or not 1 <= len(value) <= len(Step._fields):
         raise TypeError(f"step returned {value!r:.80}: must be a Step(observation, reward, done, role)")
     step = Step(*value)
     if step.role not in ("user", "tool"):
         raise TypeError(f"step returned the role {step.role!r}: must be 'user' or 'tool'")
-    observation = "" if step.observation is None else str(step.observation)
-    return Step(observation, float(step.reward), bool(step.done), step.role)
+    reward = float(step.reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"step returned the reward {reward}: must be finite")
+    return Step(as_text(step.observation), reward, bool(step.done), step.role)

@@ -91,6 +91,10 @@ def _load_class(section: EnvSection) -> Any:
 
 
 def _is_gymnasium(loaded: Any) -> bool:
-    """Whether `reset` is Gymnasium's and gem's reset(seed=...) and not reset(prompt, seed)."""
-    names = [*inspect.signature(loaded.reset).parameters][1:]
-    return "seed" in names and names[0] != "prompt"
+    """Whether `reset` is Gymnasium's and gem's, which can be called without a prompt, and not reset(prompt, seed)."""
+    signature = inspect.signature(loaded.reset)
+    try:
+        signature.bind(None, seed=0)
+    except TypeError:
+        return False
+    return "prompt" not in signature.parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 
-from megatron_tlt.envs.base import Environment, Step
+from megatron_tlt.envs.base import Environment, Step, last_match
 from megatron_tlt.types import Prompt
 
 
@@ -22,10 +22,9 @@ class NumberGuess(Environment):
         return f"Guess a whole number from 1 to {self._most}."
 
     def step(self, response: str) -> Step:
-        guesses = self._pattern.findall(response)
         try:
-            guess = int(guesses[-1])
-        except (IndexError, ValueError):
+            guess = int(last_match(self._pattern, response) or "")
+        except ValueError:
             return Step("That is no number. Guess again.")
         if guess == self._number:
             return Step(reward=1.0, done=True)

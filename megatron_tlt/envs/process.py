@@ -48,14 +48,15 @@ class EnvWorker:
         if self.is_running:
             return
         self._kill()
-        if self._is_closed:
-            raise EnvError("the environments are closed")
         self.starts += 1
         self._pipe, theirs = get_context("spawn").Pipe()
         arguments = (theirs, self._section.model_dump_json(), os.getpid())
         self._process = WorkerProcess(target=serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()  # or its death would not end the pipe
+        if self._is_closed:  # `close` found no process to kill
+            self._kill()
+            raise EnvError("the environments are closed")
         problem = self._receive(_START_TIMEOUT_S)
         if problem is not None:
             self._kill()

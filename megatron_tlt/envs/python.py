@@ -1,8 +1,8 @@
 """Python code as a tool, run in a process of its own with limits of CPU, memory, files and network.
 
-The limits protect from accidents (a loop without end, a full disk), not from malice: the code reads every file that
+The limits protect from accidents (a loop without end, a large file), not from malice: the code reads every file that
 this user may read, and nothing keeps it from the kernel's interfaces. Against malice a container around the whole run
-is needed.
+is needed. Where Linux refuses user namespaces (containers often do), the code reaches the network.
 """
 
 from __future__ import annotations

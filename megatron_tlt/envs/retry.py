@@ -9,7 +9,7 @@ from typing import Any
 
 import reasoning_gym  # here and not at the first turn, whose time is limited
 
-from megatron_tlt.envs.base import Environment, Step
+from megatron_tlt.envs.base import Environment, Step, last_match
 from megatron_tlt.types import Prompt
 
 
@@ -35,8 +35,8 @@ class Retry(Environment):
     def step(self, response: str) -> Step:
         assert self._prompt is not None
         self._tried += 1
-        found = self._pattern.findall(response)
-        score = _score(self._prompt, found[-1].strip()) if found else 0.0
+        answer = last_match(self._pattern, response)
+        score = _score(self._prompt, answer) if answer else 0.0
         if score >= self._threshold or self._tried >= self._tries:
             return Step(reward=score, done=True)
         return Step(self._text)

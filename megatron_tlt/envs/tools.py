@@ -46,7 +46,7 @@ def parse_calls(response: str) -> list[ToolCall]:
     while text.startswith("{"):  # Llama 3 separates several by semicolons
         try:
             _, end = decoder.raw_decode(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             end = len(text)
         calls.append(_call(text[:end]))
         text = text[end:].lstrip("; \n")
@@ -62,7 +62,7 @@ def _call(body: str) -> ToolCall:
     if isinstance(arguments, str):  # some models write the arguments as JSON in a string
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
         return ToolCall(problem='a call must be {"name": ..., "arguments": {...}}')
@@ -89,7 +89,8 @@ def tool_schemas(owner: type) -> list[ToolSchema]:
     for name in names:
         method = getattr(owner, name)
         try:
-            schemas.append(get_json_schema(_without_self(method)))
+            is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+            schemas.append(get_json_schema(method if is_static else _without_self(method)))
         except Exception as error:  # its errors have no common class
             raise EnvError(f"tool {owner.__name__}.{name}: {error}") from error
     return schemas
@@ -143,9 +144,9 @@ class ToolEnvironment(Environment):
             return f"error: no tool {call.name!r}; there are: {', '.join(self._tools)}"
         try:
             value = tool(**(call.arguments or {}))
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
             return f"error: {call.name}: {'; '.join(problems)}"
         except Exception as error:  # noqa: BLE001  a user's tool may raise anything
             return f"error: {type(error).__name__}: {error}"
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

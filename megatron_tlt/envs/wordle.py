@@ -6,7 +6,7 @@ import random
 import re
 from collections import Counter
 
-from megatron_tlt.envs.base import Environment, Step
+from megatron_tlt.envs.base import Environment, Step, last_match
 from megatron_tlt.types import Prompt
 
 WORDS = """
@@ -34,11 +34,11 @@ class Wordle(Environment):
 
     def step(self, response: str) -> Step:
         self._tried += 1
-        found = self._pattern.findall(response)
-        marks = clue(found[-1].lower(), self._word) if found else ""
+        word = (last_match(self._pattern, response) or "").lower()
+        marks = clue(word, self._word) if word else ""
         if marks == "GGGGG" or self._tried >= self._tries:
             return Step(reward=marks.count("G") / len(self._word), done=True)
-        return Step(f"{found[-1].lower()}: {marks}" if found else "That is no word of five letters.")
+        return Step(f"{word}: {marks}" if word else "That is no word of five letters.")
 
 
 def clue(guess: str, word: str) -> str:

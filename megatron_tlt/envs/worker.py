@@ -93,7 +93,9 @@ class EnvironmentHost:
         self._environments: dict[Key, Environment] = {}
 
     def answer(self, request: Request) -> tuple[bool, Any]:
-        """(True, value), or (False, why) after an error of the environment, whose trajectory is then dropped."""
+        """(True, value), or (False, why) after an error of the environment, which stays until it is discarded."""
+        from megatron_tlt.envs.base import as_text  # not above: it imports numpy
+
         try:
             if isinstance(request, Open):
                 return True, self._open(request.prompt)
@@ -102,18 +104,18 @@ class EnvironmentHost:
             self._discard(request.key)
         # A user's code may raise anything, even call sys.exit: the trajectory gets a recorded failure.
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            if isinstance(request, Play):
-                self._environments.pop(request.key, None)
-            return False, f"{type(error).__name__}: {error}"[:_LONGEST_FAILURE]
+            return False, as_text(f"{type(error).__name__}: {error}")[:_LONGEST_FAILURE]
         return True, None
 
     def _open(self, prompt: Prompt) -> str | None:
+        from megatron_tlt.envs.base import as_text
+
         environment = self._make()
         try:
             text = environment.reset(prompt, prompt.seed)
         finally:
             environment.close()
-        return None if text is None else str(text)
+        return None if text is None else as_text(text)
 
     def _play(self, request: Play) -> list[Step]:
         from megatron_tlt.envs.base import as_step

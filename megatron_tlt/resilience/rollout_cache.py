@@ -90,8 +90,9 @@ def _whole_lines(file: BinaryIO) -> Iterator[dict[str, Any]]:
 
 
 def prompt_crc(prompt: Prompt) -> int:
-    """CRC-32 of a prompt's tokens: the same id may be another prompt in other data."""
-    return zlib.crc32(np.asarray(prompt.token_ids, "<i4").tobytes())
+    """CRC-32 of a prompt's tokens and of what its environment sees: the same id may be another prompt in other data."""
+    tokens = zlib.crc32(np.asarray(prompt.token_ids, "<i4").tobytes())
+    return zlib.crc32(f"{prompt.seed} {prompt.answer}".encode(errors="replace"), tokens)
 
 
 class ResponseWriter:

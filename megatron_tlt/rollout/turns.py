@@ -44,6 +44,7 @@ class TurnExchange:
 
     def submit(self, request: Request, text: str) -> None:
         """The last turn of `request`, drawn to its end."""
+        self._waits_since = None  # drawing it was no waiting
         if self._tp.rank == 0:
             prompt, turn = self._prompts[request.prompt_id], len(request.turn_rewards)
             self._source.submit(prompt, request.sample_index, turn, request.output[request.turn_start :], text)

@@ -145,7 +145,9 @@ class RunMetrics:
         if curve is not None:
             self._events.instant("curve", step - 1, **curve)
         phases = self._events.end_step()
-        own = {**mine, **combined(self._windows), **self._peaks.take(), **_counters(stats), **turn_sums(groups)}
+        own = {**mine, **combined(self._windows), **self._peaks.take(), **_counters(stats)}
+        if self._config.env is not None:
+            own |= turn_sums(groups)
         if (failures := failure_warning(groups)) is not None:
             _log.warning(failures)
         responses = rank_row(stats, groups)

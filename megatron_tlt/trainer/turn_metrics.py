@@ -15,15 +15,13 @@ _TOTAL, _COUNT = "env/sum/", "env/count/"
 
 
 def turn_sums(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Sums over this rank's trajectories; nothing where none had an environment."""
-    samples = [sample for group in groups for sample in group.samples if sample.turn_rewards or sample.failure]
-    if not samples:
-        return {}
+    """Sums over this rank's trajectories; those that were cut in their first turn have no rewards."""
+    samples = [sample for group in groups for sample in group.samples]
     rewards = [sample.turn_rewards for sample in samples]
     row = {"env/failures": float(sum(sample.failure is not None for sample in samples))}
     pairs = {"turns": (float(sum(map(len, rewards))), len(samples))}
     pairs |= {"reward": (sum(map(sum, rewards)), len(samples))}
-    for turn in range(min(_TURNS, max(map(len, rewards)))):
+    for turn in range(min(_TURNS, max(map(len, rewards), default=0))):
         there = [of_turn[turn] for of_turn in rewards if len(of_turn) > turn]
         pairs[f"reward/turn_{turn + 1}"] = sum(there), len(there)
     for name, (total, count) in pairs.items():

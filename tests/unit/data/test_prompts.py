@@ -49,23 +49,30 @@ def test_an_environment_adds_its_text_and_drops_prompts_that_become_too_long() -
 
     def openings(prompts: Sequence[Prompt]) -> list[str | None]:
         seeds.extend(p.seed for p in prompts)
-        return [None if p.prompt_id == 0 else "!" * (1 if p.prompt_id % 2 else 99) for p in prompts]
+        return ["!" * (1 if p.prompt_id % 2 else 99) for p in prompts]
 
     section = DataSection(train=PromptSourceConfig(kind="env"), max_prompt_tokens=20)
     made = build_prompts(section, "train", Letters(), 3, EnvPrompts(openings=openings))  # type: ignore[arg-type]
     seeds.clear()
-    prompts = made.next_batch(3)
-    assert [(p.prompt_id, p.text, bytes(p.token_ids)) for p in prompts] == [
-        (0, "", b"u: "), (1, "!", b"u:! "), (3, "!", b"u:! ")
-    ]  # fmt: skip
-    assert [p.seed for p in prompts] == [seeds[0], seeds[1], seeds[3]]
+    prompts = made.next_batch(2)
+    assert [(p.prompt_id, p.text, bytes(p.token_ids)) for p in prompts] == [(1, "!", b"u:! "), (3, "!", b"u:! ")]
+    assert [p.seed for p in prompts] == [seeds[1], seeds[3]]
     assert len(set(seeds)) == len(seeds)
     assert all(seed < 2**31 for seed in seeds)
-    other = build_prompts(section, "train", Letters(), 4, EnvPrompts()).next_batch(1)  # type: ignore[arg-type]
+    other = build_prompts(section, "train", Letters(), 4, EnvPrompts(openings=openings)).next_batch(1)  # type: ignore[arg-type]
     assert other[0].seed != prompts[0].seed
     long = EnvPrompts(openings=lambda prompts: ["!" * 99 for _ in prompts])
     with pytest.raises(DataError, match="with the environment's text fits"):
         build_prompts(section, "train", Letters(), 3, long)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("openings", [None, lambda prompts: [None for _ in prompts]])
+def test_only_a_prompt_of_a_row_needs_no_text_of_the_environment(ten: PromptSourceConfig, openings: Any) -> None:
+    env = EnvPrompts(openings=openings)
+    with pytest.raises(DataError, match="reset returned no text"):
+        build_prompts(DataSection(train=PromptSourceConfig(kind="env")), "train", Letters(), 3, env)  # type: ignore[arg-type]
+    prompts = build_prompts(DataSection(train=ten), "train", Letters(), 3, env).next_batch(4)  # type: ignore[arg-type]
+    assert prompts == stream(ten, seed=3).next_batch(4)
 
 
 def test_the_opening_of_a_chat_ends_its_last_message_of_the_user() -> None:

@@ -50,7 +50,9 @@ def tokenizer_of(family: str, directory: Path) -> HFTokenizer:
     raw.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     eos = END.get(family, "<|end|>")
     others = [token for token in SPECIAL if token != eos]
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=eos, additional_special_tokens=others)
+    # Llama 3 names no others.
+    named = {} if family == "llama3" else {"additional_special_tokens": others}
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=eos, **named)
     made.chat_template = TEMPLATES[family]
     made.save_pretrained(str(directory))
     return HFTokenizer(directory)
@@ -96,6 +98,8 @@ def test_an_observation_is_cut_and_cannot_end_a_turn(tmp_path: Path) -> None:
     given = turns.given("ab<|end|>cdefghijk", "user", [])
     assert given.count(tokenizer.eos_token_ids[0]) == 2, "the turn's and the observation's"
     assert "ab< |end|>cd [cut]" in tokenizer.decode(given)
+    turns = TurnTokens(tokenizer_of("llama3", tmp_path), chat=True, max_observation_tokens=99)
+    assert len(turns.given("a<|head|>", "user", [])) == len(turns.given("a< |head|>", "user", []))
 
 
 def test_without_a_template_texts_are_joined(tmp_path: Path) -> None:

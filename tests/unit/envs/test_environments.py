@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,8 @@ def test_retry_gives_a_second_try_by_the_task_or_the_reference() -> None:
     assert [retry.step(wrong), retry.step(right)] == [Step("That is wrong. Try again."), Step(reward=1.0, done=True)]
     entry = {"answer": "7", "metadata": {}}
     task = Prompt(0, "d", (), "3 + 4", "7", metadata={"task_name": "chain_sum", "task_params": {}, "task_entry": entry})
+    two = made(kind="retry", params={"pattern": "<(a|b)>(x)?"})
+    assert two.step("<a>").observation == "That is wrong. Try again.", "group 1, however many there are"
     retry = made(task, kind="retry", params={"tries": 1})
     assert retry.step(wrong).done
     assert made(task, kind="retry").step(right) == Step(reward=1.0, done=True)
@@ -86,7 +89,8 @@ def test_the_calculator_evaluates_arithmetic_only(expression: str, value: float 
 )  # fmt: skip
 def test_calls_are_read_in_every_form(response: str, calls: list[ToolCall]) -> None:
     assert parse_calls(response) == calls
-    assert "is no JSON" in str(parse_calls("<tool_call>{</tool_call>")[0].problem)
+    for text in ("<tool_call>{</tool_call>", '{"name": "f", "parameters": ' + "[" * 99999):
+        assert "is no JSON" in str(parse_calls(text)[0].problem)
 
 
 def test_a_class_of_tools_answers_its_calls_in_order_and_scores_the_last_turn() -> None:
@@ -106,20 +110,53 @@ def test_a_class_of_tools_answers_its_calls_in_order_and_scores_the_last_turn() 
     assert tool["function"]["parameters"]["properties"] == {"count": {"type": "integer", "description": "How many."}}
 
 
+def test_tools_may_be_static_and_what_they_return_becomes_a_text() -> None:
+    section = {"path": f"{USER}:Echo"}
+    echo = made(**section)
+    call = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
+    assert echo.step(call % ("echo", '{"text": "a\\ud800"}')).observation == "a\ud800"
+    assert as_step(echo.step(call % ("echo", '{"text": "a\\ud800"}'))).observation == "a?"
+    assert "error: ValueError: Circular reference" in echo.step(call % ("loop", "{}")).observation
+    tools = environment_tools(EnvSection.model_validate(section))
+    assert [[*tool["function"]["parameters"]["properties"]] for tool in tools] == [["text"], []]
+
+
+class Keywords:
+    def reset(self, **options: object) -> tuple[str, dict[str, object]]:
+        return str(options["seed"]), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
+        return "", 0.0, True, False, {}
+
+
+class OtherNames:
+    def reset(self, row: Prompt, seed: int) -> str:
+        return f"{row.text} {seed}"
+
+    def step(self, text: str) -> Step:
+        return Step()
+
+
+def test_a_reset_that_needs_no_prompt_is_gymnasiums() -> None:
+    for name, text in (("Keywords", "3"), ("OtherNames", "q 3")):
+        assert load_environment(EnvSection(path=f"{__file__}:{name}"))().reset(PROMPT, 3) == text
+
+
 def test_gymnasiums_methods_are_taken_as_they_are() -> None:
     gym = load_environment(EnvSection(path=f"{USER}:Gym"))()
     assert gym.reset(PROMPT, 3) == "q 3"
     assert [gym.step("a"), gym.step("end")] == [Step("did a", 0.5), Step("did end", 0.5, True)]
 
 
-def test_python_code_has_limits() -> None:
+def test_python_code_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "s")
     tool = Python(cpu_s=1, wall_s=300.0, output_kib=1)
     assert tool.python("print(1 + 1)\nprint({'a', 'b'})").startswith("2\n")
     assert tool.python("print(1)\n1 / 0") == "1\nerror: ZeroDivisionError: division by zero"
     assert tool.python("bytearray(3 << 30)") == "error: MemoryError"
     assert len(tool.python("print('x' * 9999)")) <= 1024
     assert "File too large" in tool.python("open('f', 'wb').write(b'x' * 9999)")
-    assert tool.python("import os; print(os.environ.get('USER'))") == "None"
+    assert tool.python("import os; print(os.environ.get('A_SECRET'))") == "None"
     assert tool.python("while True: pass") == "error: more than 1 s of CPU time"
     assert Python(wall_s=0.5).python("import time; time.sleep(60)") == "error: no end within 0.5 s"
 
@@ -167,8 +204,10 @@ def test_the_fingerprint_sees_settings_and_source(tmp_path: Path) -> None:
     assert len(set(prints)) == 3
 
 
-@pytest.mark.parametrize("value", ["text", (), ("a", 1.0, False, "assistant"), (1, 2, 3, "user", 5)])
+@pytest.mark.parametrize(
+    "value", ["text", (), ("a", 1.0, False, "assistant"), (1, 2, 3, "user", 5), ("a", math.nan), ("a", math.inf)]
+)
 def test_a_step_has_the_right_form(value: object) -> None:
     assert as_step(("a", 1)) == Step("a", 1.0)
-    with pytest.raises(TypeError):
+    with pytest.raises((TypeError, ValueError), match="step returned"):
         as_step(value)

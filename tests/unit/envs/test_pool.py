@@ -13,8 +13,10 @@ import pytest
 
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.envs.pool import EnvironmentPool, Trajectories
+from megatron_tlt.envs.process import EnvWorker
 from megatron_tlt.errors import EnvError
 from megatron_tlt.types import Prompt, TurnResult
+from megatron_tlt.workers.process import WorkerProcess
 
 USER = Path(__file__).parent / "user_envs.py"
 PROMPTS = [Prompt(i, f"d:{i}", (1, 2), "q", seed=7 + i) for i in range(3)]
@@ -94,6 +96,30 @@ def test_an_environment_that_cannot_be_loaded_fails_every_turn() -> None:
         assert "has no 'Missing'" in str(play(turns, {0: "a"}, 0)[0].failure)
         with pytest.raises(EnvError, match="no opening for prompt 'd:0': an environment worker did not start"):
             pool.openings(PROMPTS)
+
+
+def test_an_environment_that_raised_is_closed(tmp_path: Path) -> None:
+    file = tmp_path / "closed"
+    with trajectories("Closing", params={"path": str(file)}) as (_, turns):
+        assert play(turns, {0: "a"}, 0)[0].failure == "RuntimeError: a?"
+        play(turns, {1: "b"}, 0)
+    assert file.read_text().startswith("closed ")
+
+
+def test_a_worker_that_starts_while_the_pool_closes_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = EnvWorker(EnvSection(path=f"{USER}:Act"))
+    start, started = WorkerProcess.start, []
+
+    def start_and_close(process: WorkerProcess) -> None:
+        start(process)
+        started.append(process)
+        worker._is_closed = True
+
+    monkeypatch.setattr(WorkerProcess, "start", start_and_close)
+    with pytest.raises(EnvError, match="are closed"):
+        worker.do(worker.ensure_running).result()
+    worker.close()
+    assert len(started) == 1 and not started[0].is_alive()
 
 
 def test_closing_ends_a_hung_worker_at_once() -> None:

@@ -30,6 +30,20 @@ class Act(Environment):
         return Step(" ".join(self.told), reward=float(len(self.told)), done=response == "end")
 
 
+class Closing(Environment):
+    """Raises, and notes its end in a file."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def step(self, response: str) -> Step:
+        raise RuntimeError(response + "\ud800")
+
+    def close(self) -> None:
+        with open(self.path, "a") as file:
+            file.write("closed ")
+
+
 class Dice(Environment):
     """Not a function of its seed."""
 
@@ -48,6 +62,26 @@ class Gym:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
         return f"did {action}", 0.5, False, action == "end", {}
+
+
+class Echo:
+    """Tools of other kinds."""
+
+    @staticmethod
+    def echo(text: str) -> str:
+        """
+        Returns its argument.
+
+        Args:
+            text: Any.
+        """
+        return text
+
+    def loop(self) -> list[object]:
+        """Returns what is no JSON."""
+        value: list[object] = []
+        value.append(value)
+        return value
 
 
 class Shop:

@@ -60,6 +60,7 @@ def test_responses_of_the_same_key_and_prompts_come_back_bit_for_bit(tmp_path: P
     path = tmp_path / "a"
     assert read(path, CONTENT) == EXPECTED
     assert read(path, CONTENT, {2: CRCS[2]}) == {(2, 1): EXPECTED[2, 1]}
+    assert len({prompt_crc(replace(PROMPTS[0], **changed)) for changed in ({}, {"seed": 1}, {"answer": "1"})}) == 3
     other = {**CRCS, 0: prompt_crc(Prompt(0, "q0", (9, 9), "?"))}
     assert set(read(path, CONTENT, other) or {}) == {(2, 1), (3, 0)}
     assert read_responses(path, {**KEY, "weights": "abd"}, CRCS) is None

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.models.drafter_decoder import Pairs
 from megatron_tlt.rollout import engine as engine_module
 from megatron_tlt.rollout.engine import Engine
@@ -17,6 +18,7 @@ from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.spec.trained import TrainedDrafter
+from megatron_tlt.rollout.turns import TurnExchange
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, SamplingParams, Trajectory
 from tests.helpers import engines
@@ -149,6 +151,21 @@ def test_other_work_is_done_while_all_wait_and_only_then():
     assert backend.generate(replace(call, while_parked=work, on_progress=lambda *n: progress.append(n))) == expected
     assert 0 < source.waits < waits and calls[0] == 0.0 < max(calls)
     assert backend.take_stats().parked_seconds >= max(calls)
+
+
+def test_a_wait_begins_when_nothing_is_left_to_compute():
+    seconds: list[float] = []
+    clock = iter(range(9))
+    exchange = TurnExchange(
+        FakeTurns(), TensorParallel(), lambda passed: bool(seconds.append(passed)), lambda: float(next(clock))
+    )
+    exchange.add(PROMPTS[0])
+    request = Request(np.array([1], np.int32), SamplingParams(), 0, 0, 0, frozenset(), output=[3])
+    for _ in range(2):
+        exchange.submit(request, "a")
+        for _ in range(2):
+            exchange.poll(wait=True)
+    assert seconds == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_a_rollout_that_is_cut_short_closes_all_environments(monkeypatch: pytest.MonkeyPatch):

@@ -28,7 +28,16 @@ def test_means_are_of_all_trajectories():
         "env/reward/turn_2": 1.0,
         "env/reward/turn_3": 3.0,
     }
-    assert turn_sums([SampleGroup(Prompt(1, "q", (1,), ""), [Sample(1, 0, [1], [0.0], "", "stop", 0)])]) == {}
+
+
+def test_a_trajectory_that_was_cut_in_its_first_turn_counts():
+    cut = SampleGroup(Prompt(1, "q", (1,), ""), [Sample(1, 0, [1], [0.0], "", "length", 0)])
+    for groups, mean in (([cut], 0.0), ([cut, group([1.0])], 0.5), ([], 0.0)):
+        whole = turn_sums(groups)
+        assert turn_means(whole) | {"env/reward/turn_1": 0} == {
+            "env/turns": mean, "env/reward": mean, "env/reward/turn_1": 0
+        }  # fmt: skip
+        assert whole == {"env/failures": 0.0}
 
 
 def test_failures_are_named():
