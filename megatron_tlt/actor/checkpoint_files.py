@@ -46,7 +46,7 @@ class Manifest:
     optimizer_steps: int
     layout: dict[str, int]
     model: dict[str, Any]
-    training: dict[str, str]  # dtype, optimizer, distributed optimizer, adapters: must agree to load it
+    training: dict[str, str]  # dtype, optimizer, distributed optimizer, adapters, fingerprint of their base: must agree
     extra: dict[str, Any]
     files: dict[str, FileRecord] = field(default_factory=dict)
 
@@ -64,7 +64,7 @@ class Manifest:
         if body.pop("format") != _FORMAT:
             raise ValueError(f"its format is not {_FORMAT}")
         files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
-        body["training"].setdefault("lora", "off")  # written before there was LoRA
+        body["training"] = {"lora": "off", "base": ""} | body["training"]  # written before there was LoRA
         return cls(**body, files=files)
 
 

@@ -63,6 +63,7 @@ from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.world import World
+from megatron_tlt.drafter.fingerprint import base_fingerprint
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import weight_reader
@@ -93,6 +94,7 @@ class MegatronPolicy:
         self.world, self.actor, self.optimizer_section, self.loss = world, actor, optimizer, loss
         self.dims = Dims.fit(world.size, actor.tp, actor.pp, actor.cp, actor.ep)
         self.config = ModelConfig.from_hf(model.path)
+        self._base = base_fingerprint(model) if actor.lora is not None else ""
         self.shards_optimizer = uses_distributed_optimizer(actor, optimizer)
         self.groups = ActorGroups.create(world, self.dims)
         self.total_optimizer_steps = total_optimizer_steps
@@ -396,6 +398,7 @@ class MegatronPolicy:
             "optimizer": self.optimizer_section.name,
             "distributed_optimizer": distributed,
             "lora": lora.record if lora is not None else "off",
+            "base": self._base,
         }
 
 

@@ -84,9 +84,12 @@ def is_name(value: str | Path | None) -> bool:
 
 
 def names_of(config: Config | SftConfig, weights: bool = True) -> list[Named]:
-    """The fields of a configuration that name something on the hub. `weights`: whether the command reads them."""
+    """The fields of a configuration that name something on the hub. `weights`: whether the command reads them; a base
+    under adapters is read by all.
+    """
     model = config.model
-    content: Content = "model" if weights and model.megatron_path is None else "companions"
+    reads_model = (weights or config.actor.lora is not None) and model.megatron_path is None
+    content: Content = "model" if reads_model else "companions"
     found = [Named("model.path", model.path, content)]
     if model.tokenizer is not None:
         found.append(Named("model.tokenizer", model.tokenizer, "companions"))

@@ -3,6 +3,7 @@
 A drafter reads the policy's embedding and its hidden states. Policies of one architecture have the same shapes, so a
 drafter of one can be loaded for another, where it drafts nonsense. RL changes the embedding: the fingerprint is of the
 weights that a drafter was trained with, or exported with, and is compared with `model.path`, from which a run starts.
+A checkpoint of adapters has that of their base.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import hashlib
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_tlt.errors import CheckpointError, ConfigProblem
 from megatron_tlt.models.config import EMBED
 from megatron_tlt.models.loader import open_tensors, weight_files
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.model import ModelSection
 
 _ROWS = 64  # of the embedding that are hashed, evenly spaced: a few hundred KiB of a large model
 
@@ -35,6 +40,11 @@ def policy_fingerprint(model: str | Path) -> str:
     except (CheckpointError, KeyError):
         return ""
     return hashlib.sha256(rows.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def base_fingerprint(model: ModelSection) -> str:
+    """`policy_fingerprint` of the base under adapters, which checkpoints do not hold; empty with `model.megatron_path`."""
+    return policy_fingerprint(model.path) if model.megatron_path is None else ""
 
 
 def other_policy_problem(

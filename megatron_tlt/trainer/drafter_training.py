@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 UNFINISHED, _STATE = "unfinished", "state.safetensors"
 _TRAINING, _HELD_OUT = 1, 2  # "steps" of the rollout cache
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "tp")
+_ROLLOUT = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "tp", "dtype")
+_SHAPE = ("drafter", "layers", "draft_vocab_size", "block_size", "block_layers")
 
 
 class DrafterJob:
@@ -197,13 +198,10 @@ def open_pretraining(
 def training_settings(config: Config, drafter: Path | None, num_ranks: int) -> dict[str, Any]:
     """The settings by which a training is the same one, by name, JSON-able."""
     section = config.drafter.model_dump(mode="json", exclude={"online", "save_dtype"})
-    sampling = {f"rollout.{name}": getattr(config.rollout, name) for name in _SAMPLING}
-    speculation = {f"rollout.speculation.{n}": getattr(config.rollout.speculation, n) for n in ("drafter", "layers")}
     settings = {
         **{f"drafter.{name}": value for name, value in section.items()},
-        **sampling,
-        **speculation,
-        "rollout.speculation.draft_vocab_size": config.rollout.speculation.draft_vocab_size,
+        **{f"rollout.{name}": getattr(config.rollout, name) for name in _ROLLOUT},
+        **{f"rollout.speculation.{name}": getattr(config.rollout.speculation, name) for name in _SHAPE},
         "data": config.data.model_dump(mode="json"),
         "train.seed": config.train.seed,
         "model.path": policy_fingerprint(config.model.path),

@@ -172,9 +172,8 @@ SGD += [(name, "qwen3_moe") for name in ("tp2_sp", "tp2_sp_ep4")]
 SGD += [(name, "qwen2_moe") for name in ("tp2_sp_ep2", "pp2_ep2")]
 ADAM = [(name, "qwen3") for name in ("dp2_zero_overlap", "tp2_dp2_zero", "cp2_zero_overlap")]
 ROUTED = [("tp2_sp_ep2", "qwen3_moe"), ("pp2_recompute", "qwen2_moe")]
-REPLAYED = [
-    ("cp2_ep2", "qwen3_moe")
-]  # its micro-batches are others, and load balancing is of each micro-batch
+# Its micro-batches are others, and load balancing is of each micro-batch.
+REPLAYED = [("cp2_ep2", "qwen3_moe")]
 # Adapters: TP without and with sequence parallel, PP, CP, EP, DP.
 LORA = [("tp2", "qwen2"), ("tp2_pp2_sp_recompute", "qwen2"), ("tp2_cp2_sp_selective", "qwen2")]
 LORA += [("tp2_sp_ep2", "qwen2_moe"), ("pp2_ep2", "qwen2_moe")]

@@ -15,6 +15,7 @@ from megatron_tlt.actor.hf_names import Slot, adapter_slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.config.model import ModelSection
+from megatron_tlt.drafter.fingerprint import base_fingerprint
 from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_writer import write_tensors
@@ -44,7 +45,8 @@ class AdaptedReader:
         """Compares the checkpoint with model and adapters of the configuration. Raises CheckpointError."""
         manifest = self.manifest()
         found = {} if manifest is None else {**manifest.model, **manifest.training}
-        wrong = model_differences(found, {**model_record(config), "lora": self.lora.record})
+        own = {"lora": self.lora.record, "base": base_fingerprint(self.model)}
+        wrong = model_differences(found, model_record(config) | own)
         if wrong:
             raise CheckpointError(
                 f"{self.directory} does not fit this run: {shortened(wrong, separator='; ')}"

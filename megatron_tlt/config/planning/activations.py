@@ -59,9 +59,7 @@ class Slice:
     comm: str = "p2p"  # of context parallel attention
     longest: int = 0  # tokens of the longest sequence, over all c ranks
     expert_layers: float = 0  # of this stage
-    merged: int = (
-        0  # bytes of a weight that is merged with its adapters; 0: the weights themselves are trained
-    )
+    merged: int = 0  # bytes of a weight that is merged with its adapters; 0: there are none
 
 
 def layer_bytes(

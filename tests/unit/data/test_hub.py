@@ -127,6 +127,8 @@ def test_commands_that_read_no_weights_fetch_none(hub: Hub, settings: list[str])
     assert hub.fetched("/tokenizer.json") and not hub.fetched("safetensors") and not hub.fetched("jsonl")
     fetch_argument("--config", Path("a/policy"), ALONE, weights=False)
     assert not hub.fetched("safetensors")
+    on_this_machine(configured([*settings, "actor.lora.rank=8"]), ALONE, weights=False)
+    assert hub.fetched("safetensors") and not hub.fetched("jsonl"), "adapters are merged into their base"
     assert (fetch_argument("--hf", Path("a/policy"), ALONE) / "model.safetensors").is_file()
 
 
