@@ -3,11 +3,14 @@
     python benchmarks/bench_agents.py [--quick] [--latencies 0 0.1 1] --out r.json
 
 For each latency whole runs of `lib/slow_tool.yaml` with a trained drafter and with none, same seeds, in turns
-(A B B A), on two ranks with 64 trajectories each. The summary has for each latency, behind its name: `identical` (1:
-the same responses, rewards and weights in all runs of all latencies), `off` and `on` (seconds a step), `rollout` and
-`e2e` (off / on; above 1: TLT is faster), `waiting` (share of all ranks' time in which every trajectory of a rank waits
-for its tool), `recovered` (share of this waiting that trained the drafter), `decoding` (share of the engine's steps that
-decode, all of which may draft; the others compute prompts and observations).
+(A B B A), on two ranks with 64 trajectories each. The summary has `identical` (1: the same responses, rewards and
+weights in all runs of all latencies) and for each latency, NAME_SECONDS:
+
+    off, on       seconds of a step
+    rollout, e2e  seconds of rollout with the wait for other ranks, and of a step, off / on; above 1: TLT is faster
+    waiting       share of the ranks' time in which all trajectories of a rank wait for their tools, TLT on
+    recovered     share of this waiting that trained the drafter
+    decoding      share of the engine's steps that decode, all of which may draft; the others are prefill, TLT on
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ def digests(run_dir):
 
 
 def test_late_tools_drafts_and_a_kill_change_no_trajectory_and_no_weight(tmp_path):
-    env = {"path": "tests.helpers.late_retry:LateRetry", "max_turns": 3, "max_turn_tokens": 8, "max_observation_tokens": 16}
+    limits = {"max_turns": 3, "max_turn_tokens": 8, "max_observation_tokens": 16}
     config = write_config(
         tmp_path,
-        env=env,
+        env={"path": "tests.helpers.late_retry:LateRetry", **limits},
         rollout={"samples_per_prompt": 4, "max_tokens": 60},
         train={"num_steps": STEPS, "prompts_per_step": 8},
         eval={"every": 0},
