@@ -19,6 +19,7 @@ import argparse
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from bench_idle import OFF, ON
 from lib import on_off
@@ -29,7 +30,7 @@ WORKLOAD = ROOT / "benchmarks/lib/slow_tool.yaml"
 KEYS = ("steps", "prefill_steps", "turns", "given_tokens", "parked_seconds")
 
 
-def job(args: argparse.Namespace, latency: float, mode: str) -> dict[str, object]:
+def job(args: argparse.Namespace, latency: float, mode: str) -> dict[str, Any]:
     """One run; the row of its steps but the first, whose caches are cold."""
     folder = args.work / f"{latency:g}-{mode}"
     options = [*(ON if mode == "on" else OFF), f"env.params.latency_s={latency}", *args.options]
