@@ -394,6 +394,7 @@ class EngineStats:
     """Counters of a rollout engine since its last reset."""
 
     steps: int = 0
+    prefill_steps: int = 0  # of `steps`: those without a decoding request
     prompt_tokens: int = 0
     generated_tokens: int = 0
     finished_requests: int = 0

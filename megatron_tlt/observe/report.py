@@ -152,11 +152,13 @@ def _shown(row: JsonRow) -> JsonRow:
     """Facts in a line, the prompt, and the response in stretches."""
     facts = [f"step {row['step']}", f"reward {row.get('reward') or 0:g}", f"{row.get('tokens', 0)} tokens"]
     facts += [str(row[name]) for name in ("task", "finish_reason") if row.get(name)]
-    shown = [("", _cut(row["response"]))]
+    if turns := row.get("turn_rewards"):
+        facts.append(f"{len(turns)} turns, rewards {', '.join(f'{reward:g}' for reward in turns)}")
+    shown = [("", _cut(row["response"]))]  # with an environment the last turn
     if drafts := row.get("drafts"):
         accepted = sum(count for _, count, _ in drafts["runs"])
         facts.append(f"{accepted} of the first {len(drafts['pieces'])} tokens were drafted")
-        shown = list(stretches(drafts["pieces"], drafts["runs"]))
+        shown = list(stretches(drafts["pieces"], drafts["runs"], row.get("given", ())))
     return {"facts": " · ".join(facts), "prompt": _cut(row["prompt"]), "stretches": shown}
 
 
@@ -164,14 +166,18 @@ def _cut(text: str) -> str:
     return text if len(text) <= _TEXT_CHARACTERS else f"{text[:_TEXT_CHARACTERS]} … ({len(text)} characters)"
 
 
-def stretches(pieces: Sequence[str], runs: Iterable[tuple[int, int, str]]) -> Iterator[tuple[str, str]]:
-    """(CSS class, text) of a response; `pieces` and `runs` as in samples.jsonl (see `observe.rollouts`)."""
+def stretches(
+    pieces: Sequence[str], runs: Iterable[tuple[int, int, str]], given: Iterable[tuple[int, int]] = ()
+) -> Iterator[tuple[str, str]]:
+    """(CSS class, text) of a response; `pieces`, `runs` and `given` as in samples.jsonl (see `observe.rollouts`)."""
+    marks = [(start, start + accepted, "accepted", refused) for start, accepted, refused in runs]
+    marks += [(start, end, "given", "") for start, end in given]
     at = 0
-    for start, accepted, refused in runs:
+    for start, end, kind, refused in sorted(marks):
         yield "", "".join(pieces[at:start])
-        at = start + accepted
-        if accepted:
-            yield "accepted", "".join(pieces[start:at])
+        at = end
+        if end > start:
+            yield kind, "".join(pieces[start:end])
         if refused:
             yield "refused", refused[:_REFUSED_CHARACTERS]
     yield "", "".join(pieces[at:])

@@ -250,6 +250,7 @@ class Engine:
         committed = time.perf_counter()
         stats.seconds += committed - started
         stats.steps += 1
+        stats.prefill_steps += not batch.num_decode
         stats.generated_tokens += len(result.tokens)
         if batch.chunks:
             stats.prompt_tokens += batch.num_tokens - batch.num_decode

@@ -43,8 +43,10 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
     config, to_fetch, problems = cached(config)
     problems += _problems(config, num_ranks, None) + _problems_of_large_files(config)
-    if not problems:
-        problems += _episode_problems(config)
+    prompt = None if problems else _prompt_of_episode(config)
+    if prompt is not None:
+        assert isinstance(config, Config) and config.env is not None
+        problems += episode_problems(config.env, prompt)
     if config.model.architecture is None and not is_name(config.model.path):
         problems += missing_model(config)
     field, path = ("train.run_dir", config.train.run_dir) if isinstance(config, Config) else ("sft.out", config.sft.out)
@@ -56,7 +58,8 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing]
     model, _ = read_model("model.path", config.model.path)
     shape = None if model is None else model.architecture
-    return "\n".join([render_check(config, shape, num_ranks), *to_fetch, *absent])
+    played = [] if prompt is None else ["Environment: a scripted episode was the same three times, in two processes"]
+    return "\n".join([render_check(config, shape, num_ranks), *played, *to_fetch, *absent])
 
 
 def check_on(config: Config | SftConfig, world: World, found_before: Sequence[ConfigProblem] = ()) -> None:
@@ -69,16 +72,15 @@ def check_on(config: Config | SftConfig, world: World, found_before: Sequence[Co
         raise ConfigError(problems)
 
 
-def _episode_problems(config: Config | SftConfig) -> list[ConfigProblem]:
-    """An environment that does not answer alike twice, on the first training prompt, if that is on this machine."""
+def _prompt_of_episode(config: Config | SftConfig) -> Prompt | None:
+    """The first training prompt, if there is an environment and the prompts are on this machine."""
     if isinstance(config, SftConfig) or config.env is None:
-        return []
+        return None
     source = config.data.train
     if source.path is not None and not Path(source.path).exists():
-        return []
+        return None
     row = open_source(source, "data.train", seed=0).row(0)
-    prompt = Prompt(0, row.dataset_id, (), row.prompt, row.answer, row.task, row.metadata, seed=1)
-    return episode_problems(config.env, prompt)
+    return Prompt(0, row.dataset_id, (), row.prompt, row.answer, row.task, row.metadata, seed=1)
 
 
 def _problems(config: Config | SftConfig, num_ranks: int, device: Device | None) -> list[ConfigProblem]:

@@ -155,9 +155,11 @@ def _token_stats(model: Any, sequence: TrainSequence, temperature: float) -> tup
 
 
 def _weighted_nll(model: Any, sequence: TrainSequence, temperature: float) -> Tensor:
-    """The loss of `actor_common.WeightedNll`, written again."""
+    """The loss of `actor_common.WeightedNll`, written again; without the given tokens, whatever their mask."""
     logprobs, entropy = _token_stats(model, sequence, temperature)
-    advantages, mask = (torch.from_numpy(np.asarray(a)) for a in (sequence.advantages, sequence.loss_mask))
+    advantages, mask = (torch.from_numpy(np.array(a)) for a in (sequence.advantages, sequence.loss_mask))
+    for begin, end in sequence.trajectory.given:
+        mask[begin:end] = 0.0
     return (-(advantages * logprobs + 0.01 * entropy) * mask).sum() * sequence.weight
 
 

@@ -80,10 +80,11 @@ def test_a_run_without_a_tail_is_named(tmp_path, waits, longest, label, figures)
     assert all(figure in f"{found.value} {found.note}" for figure in figures)
 
 
-def test_a_sample_is_cut_into_drafted_and_other_tokens():
+def test_a_sample_is_cut_into_drafted_given_and_other_tokens():
     runs = [(1, 2, "x"), (3, 0, "y" * 999)]
-    found = [(kind, text) for kind, text in stretches("abcde", runs) if text]
-    assert found == [("", "a"), ("accepted", "bc"), ("refused", "x"), ("refused", "y" * 200), ("", "de")]
+    found = [(kind, text) for kind, text in stretches("abcde", runs, given=[(3, 4)]) if text]
+    refused = [("refused", "x"), ("refused", "y" * 200)]
+    assert found == [("", "a"), ("accepted", "bc"), *refused, ("given", "d"), ("", "e")]
 
 
 def test_a_run_before_its_first_step(tmp_path):

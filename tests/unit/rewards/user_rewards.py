@@ -63,8 +63,8 @@ def act(prompt: str, answer: str | None, response: str, metadata: dict[str, Any]
 
 
 def hungry(prompt: str, answer: str | None, response: str, metadata: dict[str, Any]) -> float:
-    """Allocates as many GiB as the response; returns this process's oom_score_adj."""
-    assert len(bytearray(int(response) << 30)) == int(response) << 30
+    """Allocates as many GiB as the response, none of them written; returns this process's oom_score_adj."""
+    assert len(bytes(int(response) << 30)) == int(response) << 30
     with open("/proc/self/oom_score_adj") as file:
         return float(file.read())
 

@@ -103,6 +103,7 @@ def test_most_steps_may_draft():
     run_turns(engine, jobs, FakeTurns(delay=random.Random(0), longest=5))
     assert not [step for step in steps if all(step)], "prefill in a step that decodes"
     assert sum(decoding > 0 for decoding, _ in steps) > 0.8 * len(steps)
+    assert engine.take_stats().prefill_steps == sum(not decoding for decoding, _ in steps)
 
 
 PROMPTS = [Prompt(i, f"q{i}", (3, 4, 5 + i), f"text {i}") for i in range(6)]

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,7 @@ from megatron_tlt.trainer.preflight import (
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
 
+ENVIRONMENTS = Path(__file__).parents[1] / "envs/user_envs.py"
 ARCHITECTURE = {
     "family": "qwen3",
     "vocab_size": 288,
@@ -46,6 +48,12 @@ def test_a_sound_config_reports_without_its_files():
     report = check_report(make(), 4)
     assert "Ranks: 4" in report
     assert ": model.path = not/here (size unknown: is no path here, and no whole model in" in report.splitlines()[-1]
+
+
+def test_an_environment_is_played_before_a_run():
+    assert "\nEnvironment: a scripted episode" in check_report(make(env={"path": f"{ENVIRONMENTS}:Act"}), 4)
+    with pytest.raises(ConfigError, match="function of prompt, seed and turns"):
+        check_report(make(env={"path": f"{ENVIRONMENTS}:Dice"}), 4)
 
 
 def test_tasks_rewards_and_layout_are_wrong_at_once():

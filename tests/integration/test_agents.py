@@ -1,0 +1,44 @@
+"""Runs with an environment: nothing depends on drafts, on when tools answer, on a kill."""
+
+import json
+
+import pytest
+
+from tests.helpers.mpi import run_ranks
+from tests.helpers.runs import assert_same_checkpoint, rows, write_config
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+TRAIN = ["-m", "megatron_tlt", "train"]
+KILLER = "tests/integration/workers/train_killed.py"
+STEPS, LAST = 2, "checkpoints/step-000002"
+SPEC = "rollout.speculation"
+ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.with_suffix=true", f"{SPEC}.selector=fixed", "idle.train_drafter=true"]
+ON += ["idle.min_steps_per_window=2", "idle.min_tail_seconds=0"]
+
+
+def digests(run_dir):
+    """Of the responses and rewards of each step."""
+    lines = (run_dir / "rollouts.jsonl").read_text().splitlines()
+    return [(row["responses"], row["rewards"]) for row in map(json.loads, lines)]
+
+
+def test_late_tools_drafts_and_a_kill_change_no_trajectory_and_no_weight(tmp_path):
+    limits = {"max_turns": 3, "max_turn_tokens": 8, "max_observation_tokens": 16}
+    config = write_config(
+        tmp_path,
+        env={"path": "tests.helpers.late_retry:LateRetry", **limits},
+        rollout={"samples_per_prompt": 4, "max_tokens": 60},
+        train={"num_steps": STEPS, "prompts_per_step": 8},
+        eval={"every": 0},
+    )
+    off, on = tmp_path / "off", tmp_path / "on"
+    run_ranks(2, TRAIN, str(config), "env.params.most_s=0", f"train.run_dir={off}")
+    late = ["env.params.most_s=0.1", f"train.run_dir={on}", "checkpoint.asynchronous=false", *ON]
+    done = run_ranks(2, KILLER, str(config), "0", "2", "5", *late, check=False)
+    assert done.returncode != 0, done.stdout
+    run_ranks(2, TRAIN, str(config), *late)
+    assert_same_checkpoint(off / LAST, on / LAST)
+    assert digests(off) == digests(on)
+    last = rows(on)[-1]
+    assert last["rollout_cache/reused"] >= 5 and last["env/turns"] > 1 and last["env/failures"] == 0
+    assert last["engine/spec_row_steps"] > 0 and last["env/recovered_seconds"] > 0
