@@ -43,7 +43,9 @@ def policy_fingerprint(model: str | Path) -> str:
 
 
 def base_fingerprint(model: ModelSection) -> str:
-    """`policy_fingerprint` of the base under adapters, which checkpoints do not hold; empty with `model.megatron_path`."""
+    """`policy_fingerprint` of the base under adapters, which their checkpoints do not hold; empty with
+    `model.megatron_path`.
+    """
     return policy_fingerprint(model.path) if model.megatron_path is None else ""
 
 

@@ -91,7 +91,7 @@ class DrafterDecoder(Protocol):
     dtype: torch.dtype
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """A cache of one layer."""
+        """A cache of all its layers."""
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Memory of one block, in bytes."""

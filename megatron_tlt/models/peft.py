@@ -68,10 +68,10 @@ def peft_problems(
         return []
     directory, problems = Path(lora.adapter_path), []
     try:
-        said = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        said = dict(json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8")))
         with safe_open(str(directory / ADAPTER_WEIGHTS), framework="np") as tensors:
             found = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, TypeError, ValueError, SafetensorError) as error:
         return [
             ConfigProblem("actor.lora.adapter_path", lora.adapter_path, f"must be a PEFT directory: {error}")
         ]

@@ -1,11 +1,11 @@
 """From a drafter directory to an export for a serving engine, with a model card.
 
-| format | drafter of kind eagle | of kind eagle3 |
-|---|---|---|
-| hf | our own directory with a card | the same |
-| sglang | Llama and Qwen2 policies | any policy |
-| vllm | Llama and Qwen2 policies | any policy |
-| trtllm | refused | any policy |
+| format | drafter of kind eagle | of kind eagle3 | of kind dspark |
+|---|---|---|---|
+| hf | our own directory with a card | the same | the same |
+| sglang | Llama and Qwen2 policies | any policy | layers of Qwen3's form |
+| vllm | Llama and Qwen2 policies | any policy | layers of Qwen3's form |
+| trtllm | refused | any policy | refused |
 """
 
 from __future__ import annotations
