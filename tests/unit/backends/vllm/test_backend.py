@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_tlt.backends import remote
+from megatron_tlt.backends import remote_weights
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.config.engine_process import VllmSection
@@ -278,7 +278,7 @@ def test_progress_of_a_shared_engine_is_called_at_the_same_steps_on_all_ranks() 
 def test_weights_go_by_handles_on_gpus(monkeypatch: pytest.MonkeyPatch, transport: Any, device: str, used: str) -> None:
     seen: list[str] = []
     for name in ("in_shared_memory", "by_cuda_ipc"):
-        monkeypatch.setattr(remote, name, lambda *of, name=name: seen.append(name) or nullcontext({}))
+        monkeypatch.setattr(remote_weights, name, lambda *of, name=name: seen.append(name) or nullcontext({}))
     settings = VllmSection(transport=transport)
     launch = SimpleNamespace(name="vLLM", section="rollout.vllm", settings=settings)
     process = SimpleNamespace(launch=launch, shared=SimpleNamespace(path="/"), call=lambda *_, **__: {"checksums": {}})
