@@ -37,11 +37,6 @@ class ParkedTurns:
     def __len__(self) -> int:
         return len(self._parked)
 
-    @property
-    def are_taken(self) -> bool:
-        """Whether the call's responses take turns."""
-        return self._exchange is not None
-
     def add_prompt(self, prompt: Prompt) -> None:
         """Before the first request of a prompt."""
         if self._exchange is not None:

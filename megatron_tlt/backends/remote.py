@@ -96,7 +96,8 @@ class RemoteBackend(RemoteWeights):
         started = time.perf_counter()
         self._arguments = self._sampling(call.params)
         self._parked = ParkedTurns(call, self._options.tp)
-        self._drawn_tokens, self._parked_seconds = 0, 0.0
+        self._drawn_tokens = 0
+        self._parked_seconds = 0.0
         self._lengths = np.zeros(0, np.int32)
         self._wanted = self._requests_of(call)
         try:
@@ -127,7 +128,8 @@ class RemoteBackend(RemoteWeights):
 
     def _requests_of(self, call: GenerateCall) -> Iterator[Request]:
         """The requests that `generate` has to make. Raises BackendError for a prompt that is too long."""
-        most, stops = self._options.model.max_context, frozenset(self._arguments["stop_token_ids"] or ())
+        most = self._options.model.max_context
+        stops = frozenset(self._arguments["stop_token_ids"] or ())
         order = count()
         for prompt in call.prompts:
             total = len(prompt.token_ids) + call.params.max_tokens
@@ -140,9 +142,15 @@ class RemoteBackend(RemoteWeights):
             tokens = np.array(prompt.token_ids, np.int32)
             for index in range(call.num_samples):
                 if (prompt.prompt_id, index) not in call.have:
-                    name = prompt.prompt_id, index
-                    takes = self._parked.are_taken
-                    yield Request(tokens, call.params, *name, next(order), stops, takes_turns=takes)
+                    yield Request(
+                        tokens,
+                        call.params,
+                        prompt.prompt_id,
+                        index,
+                        next(order),
+                        stops,
+                        takes_turns=call.turns is not None,
+                    )
 
     def _fill(self) -> None:
         """Submits requests: as many as the engine runs at once where responses are keyed, else all. Parked ones count:
@@ -191,8 +199,9 @@ class RemoteBackend(RemoteWeights):
                 ended += self._hear()
             self._fill()
             samples += ended
-            for sample in ended if call.on_response is not None else ():
-                call.on_response(sample)
+            if call.on_response is not None:
+                for sample in ended:
+                    call.on_response(sample)
             running = min(len(self._pending), self._rollout.max_running_requests)
             curve = self._stats.running_curve
             if not curve or curve[-1][1] != running:
@@ -234,10 +243,11 @@ class RemoteBackend(RemoteWeights):
         prompt = f"prompt {request.prompt_id}"
         if "error" in message:
             raise BackendError(f"{self._name} could not generate a response to {prompt}: {message['error']}")
-        token_ids, request.finish_reason = message["token_ids"], _REASONS.get(str(message["finish_reason"]))
+        request.finish_reason = _REASONS.get(str(message["finish_reason"]))
         if request.finish_reason is None:
             raise BackendError(f"{prompt}: unknown finish reason {message['finish_reason']!r}")
         text: str | None = message.get("text")  # cut behind the stop string that ended it
+        token_ids: list[int] = message["token_ids"]
         is_stop = bool(token_ids) and token_ids[-1] in request.stop_token_ids
         if request.finish_reason == "stop" and text is None and not is_stop:
             raise BackendError(f"{prompt}: the engine stopped at a token that it left out, or at none of ours")
