@@ -92,7 +92,6 @@ class SuffixBridge:
             params = SamplingParams(max_tokens=self._rows.outputs.shape[1])
             prompt = np.array(tokens, np.int32)
             request = Request(prompt, params, prompt_id, 0, self._order, frozenset(), slot=self._free.pop())
-            request.output = output
             self._rows.outputs[request.slot, : len(output)] = output
             self._order += 1
             self._live[name] = request
