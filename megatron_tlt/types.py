@@ -325,6 +325,7 @@ CAPABILITIES: dict[BackendName, BackendCapabilities] = {
         routed_experts=True,
         draft_traces=False,
         drafters=("none", "suffix", "eagle", "eagle3"),
+        turns=True,
     ),
 }
 

@@ -8,6 +8,7 @@ is killed with its process group and reported with the end of its log.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -83,6 +84,7 @@ class EngineProcess:
         self._log = Path(name)
         self.responses: list[Message] = []  # came while a reply was waited for
         self._received = bytearray()
+        self._silent_s = 0.0  # of `next_response` with `wait_s`, since the last bytes
         self._calls = 0
         self._has_engine = False
         self._socket: socket.socket | None = None
@@ -199,10 +201,14 @@ class EngineProcess:
             else:
                 raise self.failure(f"sent {message['type']!r} while {kind} {number} was waited for")
 
-    def next_response(self) -> Message:
-        """The next response, or a heartbeat between responses. Raises BackendError."""
+    def next_response(self, wait_s: float | None = None) -> Message | None:
+        """The next response, or a heartbeat between responses; None: nothing has come within `wait_s`. Raises
+        BackendError, also where calls that wait have heard nothing for `silence_s`, all together.
+        """
         if self.responses:
             return self.responses.pop(0)
+        if wait_s is not None and b"\n" not in self._received and not self._comes(wait_s):
+            return None
         message = self._next(None, beats=True)
         if message["type"] not in ("response", "beat"):
             raise self.failure(f"sent {message['type']!r} while responses were waited for")
@@ -226,6 +232,18 @@ class EngineProcess:
             elif time.monotonic() > deadline:
                 raise self.failure(f"sent no heartbeat for {limit:g} s")
 
+    def _comes(self, wait_s: float) -> bool:
+        """Whether the child sends anything, or its end, within `wait_s`."""
+        assert self.pid and self._socket is not None
+        started = time.monotonic()
+        if select.select([self._socket], [], [], wait_s)[0]:
+            return True
+        self._check_alive("without a message")
+        self._silent_s += time.monotonic() - started
+        if self._silent_s > (limit := self.launch.settings.silence_s):
+            raise self.failure(f"sent no heartbeat for {limit:g} s")
+        return False
+
     def _message(self, line: bytes) -> Message:
         try:
             return message_of(line)
@@ -245,6 +263,7 @@ class EngineProcess:
         if not data:
             raise self.failure(self._exit_text("hung up"))
         self._received += data
+        self._silent_s = 0.0
         return True
 
     def _check_alive(self, when: str) -> None:

@@ -2,7 +2,7 @@
 
 rank                                             the engine's process
 RemoteBackend --- EngineProcess: messages ------ serving: loop  --- an EngineHost
-              --- transport: tensors, by shared memory or GPU handles
+RemoteWeights --- transport: tensors, by shared memory or GPU handles
 """
 
 from __future__ import annotations
@@ -12,44 +12,37 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from megatron_tlt.backends.base import BaseBackend
-from megatron_tlt.backends.transport import by_cuda_ipc, in_shared_memory
-from megatron_tlt.drafter.kinds.base import engine_names
-from megatron_tlt.errors import BackendError, SyncError, shortened
-from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.config import EMBED, HEAD
-from megatron_tlt.models.keys import request_key
-from megatron_tlt.rollout.spec.history import ResponseHistory
-from megatron_tlt.sync.buckets import checksum
+from megatron_tlt.backends.parked_turns import DrawnTurn, ParkedTurns
+from megatron_tlt.backends.remote_weights import RemoteWeights
+from megatron_tlt.errors import BackendError
+from megatron_tlt.rollout.ends import is_turn_end, take_result
+from megatron_tlt.rollout.request import Request
 from megatron_tlt.types import (
     BackendCapabilities,
     EngineStats,
     FinishReason,
     GenerateCall,
-    Prompt,
     Sample,
     SamplingParams,
-    WeightBucket,
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_tlt.backends.options import EngineOptions
     from megatron_tlt.backends.process import EngineProcess
+    from megatron_tlt.backends.serving import Message
     from megatron_tlt.sync.served_weights import ServedWeights
 
 _log = logging.getLogger(__name__)
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort"}
-_HISTORY_MIB = 64  # lengths only
+_POLL_S = 0.02  # of waiting for the engine between two polls of environments
 
 
-class RemoteBackend(BaseBackend):
+class RemoteBackend(RemoteWeights):
     """A `RolloutBackend` around an engine in a process of its own."""
 
     def __init__(
@@ -62,31 +55,20 @@ class RemoteBackend(BaseBackend):
         """`process` has an engine that was started with `options`. Without weights it refuses to generate until a
         weight sync has arrived.
         """
-        longest_first = options.rollout.order == "longest_first"
-        super().__init__(weights, ResponseHistory(1, 0, _HISTORY_MIB) if longest_first else None, longest_first)
-        self._process: EngineProcess | None = process
-        self._options = options
-        self._rollout = options.rollout
+        super().__init__(process, weights, options)
         self._eos_token_ids = tuple(eos_token_ids)
         self._is_shared = options.tp is not None and options.tp.size > 1
-        self._tables: dict[str, Tensor] = {}
         self._name = process.launch.name
-        self._next_drafter: tuple[Mapping[str, Tensor], int] | None = None  # of the open weight sync
         self._requests = 0
         # Of the generate under way: waiting requests, in the order in which they start, and those that the engine has.
-        self._wanted: Iterator[tuple[Prompt, int]] = iter(())
-        self._pending: dict[int, tuple[int, int]] = {}  # a request's number -> (prompt id, sample index)
-        self._prompts: dict[int, Prompt] = {}
+        self._wanted: Iterator[Request] = iter(())
+        self._pending: dict[int, Request] = {}  # by the number of the present turn's message
+        self._parked = ParkedTurns()
         self._arguments: dict[str, Any] = {}
-        self._seed, self._lengths = 0, np.zeros(0, np.int32)
+        self._drawn_tokens = self._idle_beats = 0
+        self._parked_seconds = 0.0
+        self._lengths = np.zeros(0, np.int32)
         self._stats = EngineStats()
-
-    @property
-    def process(self) -> EngineProcess:
-        """The engine's process. Raises BackendError after `close`."""
-        if self._process is None:
-            raise BackendError("the rollout backend is closed")
-        return self._process
 
     # -- what engines do differently ------------------------------------------------------------------------
 
@@ -97,21 +79,26 @@ class RemoteBackend(BaseBackend):
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
         """Sampling arguments of a request, as plain data. Raises BackendError."""
 
+    def _add_kept(self, sample: Sample, turn: DrawnTurn) -> None:
+        """Reads what lies beside the message of a sample's last turn. Mutates the sample."""
+
     def _drop_response(self, message: Mapping[str, Any]) -> None:
-        """Removes what lies beside a response that will not be read."""
+        """Removes what lies beside a message."""
 
     # -- responses ----------------------------------------------------------------------------------------------
 
     def generate(self, call: GenerateCall) -> list[Sample]:
         """See `RolloutBackend.generate`. `Sample.logprobs` is empty: see `BackendCapabilities.logprobs`."""
         self._must_serve(call.params)
-        if call.turns is not None:  # `capabilities.turns` is False for all of these engines
+        if call.turns is not None and not self.capabilities.turns:
             raise BackendError(f"{self._name} does not run the turns of environments")
         self._before_generate()
         started = time.perf_counter()
-        self._seed, self._arguments = call.params.seed, self._sampling(call.params)
+        self._arguments = self._sampling(call.params)
+        self._parked = ParkedTurns(call, self._options.tp)
+        self._drawn_tokens = 0
+        self._parked_seconds = 0.0
         self._lengths = np.zeros(0, np.int32)
-        self._prompts.clear()
         self._wanted = self._requests_of(call)
         try:
             self._fill()
@@ -119,9 +106,9 @@ class RemoteBackend(BaseBackend):
         except BaseException:  # also an interrupt: requests must not run on, nor their responses reach the next call
             self._abandon()
             raise
-        self._stats.seconds += time.perf_counter() - started
+        self._stats.seconds += time.perf_counter() - started - self._parked_seconds
+        self._stats.parked_seconds += self._parked_seconds
         self._stats.finished_requests += len(samples)
-        self._stats.prompt_tokens += sum(len(p.token_ids) for p in self._prompts.values())
         self._after_generate()
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
         return samples
@@ -139,173 +126,192 @@ class RemoteBackend(BaseBackend):
         if params.stop and not self.capabilities.stop_strings:
             raise BackendError(f"stop strings {params.stop!r}: {self._name} stops at tokens only")
 
-    def _requests_of(self, call: GenerateCall) -> Iterator[tuple[Prompt, int]]:
+    def _requests_of(self, call: GenerateCall) -> Iterator[Request]:
         """The requests that `generate` has to make. Raises BackendError for a prompt that is too long."""
         most = self._options.model.max_context
+        stops = frozenset(self._arguments["stop_token_ids"] or ())
+        order = count()
         for prompt in call.prompts:
             total = len(prompt.token_ids) + call.params.max_tokens
             if total > most:
                 raise BackendError(
                     f"prompt {prompt.prompt_id}: prompt and response of {total} tokens exceed the context of {most}"
                 )
-            self._prompts[prompt.prompt_id] = prompt
-            yield from ((prompt, i) for i in range(call.num_samples) if (prompt.prompt_id, i) not in call.have)
+            self._stats.prompt_tokens += len(prompt.token_ids)
+            self._parked.add_prompt(prompt)
+            tokens = np.array(prompt.token_ids, np.int32)
+            for index in range(call.num_samples):
+                if (prompt.prompt_id, index) not in call.have:
+                    yield Request(
+                        tokens,
+                        call.params,
+                        prompt.prompt_id,
+                        index,
+                        next(order),
+                        stops,
+                        takes_turns=call.turns is not None,
+                    )
 
     def _fill(self) -> None:
-        """Submits requests: as many as the engine runs at once where responses are keyed, else all."""
+        """Submits requests: as many as the engine runs at once where responses are keyed, else all. Parked ones count:
+        there is room when their environments answer.
+        """
         most = self._rollout.max_running_requests if self.capabilities.keyed_sampling else math.inf
-        while len(self._pending) < most and (request := next(self._wanted, None)) is not None:
-            self._submit(*request)
+        while len(self._pending) + len(self._parked) < most and (request := next(self._wanted, None)) is not None:
+            self._submit(request)
 
-    def _submit(self, prompt: Prompt, index: int) -> None:
+    def _submit(self, request: Request) -> None:
+        """Has the engine draw the next turn: the whole stream so far is the prompt of a request of its own."""
         self._requests += 1
-        self._pending[self._requests] = prompt.prompt_id, index
-        request = {
+        self._pending[self._requests] = request
+        start = len(request.output)
+        message = {
             "id": self._requests,
-            "key": request_key(self._seed, prompt.prompt_id, index),
-            "prompt_id": prompt.prompt_id,
-            "token_ids": [int(i) for i in prompt.token_ids],
-            "params": self._arguments,
+            "key": request.key,
+            "prompt_id": request.prompt_id,
+            "token_ids": [*request.prompt.tolist(), *request.output],
+            "start": start,
+            "params": {**self._arguments, "max_tokens": request.limit - start},
         }
-        self.process.send({"type": "submit", **request})
+        self.process.send({"type": "submit", **message})
 
     def _collect(self, started: float, call: GenerateCall) -> list[Sample]:
-        """Waits until nothing is queued or in flight by our own count."""
+        """Waits until nothing is queued, in flight by our own count, or parked.
+
+        Ranks of one engine get the same responses and heartbeats "in_step" in one order: at these they poll the
+        environments and report progress, which is collective. Heartbeats of a process's own count for liveness only.
+        """
         samples: list[Sample] = []
-        tokens = idle_beats = 0
+        self._idle_beats = 0
         self._stats.started = self._stats.started or started
-        while self._pending:
-            message = self.process.next_response()
-            if message["type"] == "response":
-                idle_beats = 0
-                samples.append(self._take_response(message))
-                tokens += len(samples[-1].token_ids)
-                self._stats.generated_tokens += len(samples[-1].token_ids)
-                self._fill()
-                if call.on_response is not None:
-                    call.on_response(samples[-1])
-            else:
-                has_none = message.get("in_flight") == 0 and message.get("last_request") == self._requests
-                idle_beats = idle_beats + 1 if has_none else 0
-                if idle_beats > 1:  # a response may be on its way during one
-                    raise self.process.failure(f"has no requests, but {len(self._pending)} wait for responses")
-                self._lengths = np.array(message.get("lengths", ()), np.int32)
-                if self._is_shared and not message.get("in_step"):
-                    continue  # other ranks of the engine may have no such heartbeat here, and progress is collective
+        while self._pending or len(self._parked):
+            ended: list[Sample] = []
+            if self._pending:
+                is_alone = self._is_shared or not len(self._parked)
+                message = self.process.next_response(None if is_alone else _POLL_S)
+                if message is not None and message["type"] == "response":
+                    ended += self._take_response(message)
+                elif message is not None:
+                    self._take_beat(message)
+                    if self._is_shared and not message.get("in_step"):
+                        continue
+            if len(self._parked):
+                ended += self._hear()
+            self._fill()
+            samples += ended
+            if call.on_response is not None:
+                for sample in ended:
+                    call.on_response(sample)
             running = min(len(self._pending), self._rollout.max_running_requests)
-            self._stats.running_curve.append((time.perf_counter() - started, running))
+            curve = self._stats.running_curve
+            if not curve or curve[-1][1] != running:
+                curve.append((time.perf_counter() - started, running))
             if call.on_progress is not None:
-                call.on_progress(running, len(self._pending) - running, tokens)
+                waiting = len(self._pending) - running + len(self._parked)
+                call.on_progress(running, waiting, self._drawn_tokens)
         return samples
 
-    def _take_response(self, message: Mapping[str, Any]) -> Sample:
-        key = self._pending.pop(message["id"], None)
-        if key is None:
+    def _take_beat(self, message: Mapping[str, Any]) -> None:
+        """Notes a heartbeat. Raises BackendError at the second one of an engine that has nothing of what is pending: a
+        response may be on its way during one.
+        """
+        has_none = message.get("in_flight") == 0 and message.get("last_request") == self._requests
+        self._idle_beats = self._idle_beats + 1 if has_none else 0
+        if self._idle_beats > 1:
+            raise self.process.failure(f"has no requests, but {len(self._pending)} wait for responses")
+        self._lengths = np.array(message.get("lengths", ()), np.int32)
+
+    def _take_response(self, message: Message) -> list[Sample]:
+        """A turn that the engine has drawn: it is passed to its environment, or its response has ended."""
+        self._idle_beats = 0
+        try:
+            turn = self._read(message)
+        except BackendError:
+            self._drop_response(message)
+            raise
+        if is_turn_end(turn.request, len(turn.request.output)):
+            self._parked.park(turn)
+            self._stats.turns += 1
+            return []
+        return [self._end(turn)]
+
+    def _read(self, message: Message) -> DrawnTurn:
+        """Appends the drawn tokens to their request. Raises BackendError."""
+        request = self._pending.pop(message["id"], None)
+        if request is None:
             raise self.process.failure(f"sent a response to request {message['id']}, which was not submitted")
+        prompt = f"prompt {request.prompt_id}"
         if "error" in message:
-            raise BackendError(f"{self._name} could not generate a response to prompt {key[0]}: {message['error']}")
-        token_ids, reason = list(message["token_ids"]), _REASONS.get(str(message["finish_reason"]))
-        if reason is None:
-            raise BackendError(f"prompt {key[0]}: unknown finish reason {message['finish_reason']!r}")
+            raise BackendError(f"{self._name} could not generate a response to {prompt}: {message['error']}")
+        request.finish_reason = _REASONS.get(str(message["finish_reason"]))
+        if request.finish_reason is None:
+            raise BackendError(f"{prompt}: unknown finish reason {message['finish_reason']!r}")
         text: str | None = message.get("text")  # cut behind the stop string that ended it
-        stops = self._arguments["stop_token_ids"] or ()
-        if reason == "stop" and text is None and (not token_ids or token_ids[-1] not in stops):
-            raise BackendError(f"prompt {key[0]}: the engine stopped at a token that it left out, or at none of ours")
+        token_ids: list[int] = message["token_ids"]
+        is_stop = bool(token_ids) and token_ids[-1] in request.stop_token_ids
+        if request.finish_reason == "stop" and text is None and not is_stop:
+            raise BackendError(f"{prompt}: the engine stopped at a token that it left out, or at none of ours")
         if text is None:
             tokenizer = self._options.tokenizer
             text = "" if tokenizer is None else tokenizer.decode(token_ids)
-        return Sample(key[0], key[1], token_ids, [], text, reason, self._weights.version)
+        request.output += token_ids
+        self._drawn_tokens += len(token_ids)
+        self._stats.generated_tokens += len(token_ids)
+        return DrawnTurn(request, message, text)
+
+    def _hear(self) -> list[Sample]:
+        """Continues requests with what their environments have returned; returns the samples of those that have ended.
+
+        Where the engine has nothing to draw it waits for a first result, for a moment.
+        """
+        started, is_busy = time.perf_counter(), bool(self._pending)
+        ended: list[Sample] = []
+        for turn, result in self._parked.poll(wait=not is_busy):
+            request = turn.request
+            request.finish_reason = take_result(request, result)
+            if request.finish_reason is not None:
+                ended.append(self._end(turn))
+                continue
+            self._drop_response(turn.message)  # the next turn's has all positions
+            request.give(result.given)
+            self._stats.given_tokens += len(result.given)
+            self._submit(request)
+        if not is_busy:
+            self._parked_seconds += time.perf_counter() - started
+        return ended
+
+    def _end(self, turn: DrawnTurn) -> Sample:
+        """The sample of a request that has ended with this turn."""
+        request, name = turn.request, (turn.request.prompt_id, turn.request.sample_index)
+        assert request.finish_reason is not None
+        if request.finish_reason == "length":
+            self._parked.discard(request)
+        sample = Sample(*name, request.output, [], turn.text, request.finish_reason, self._weights.version)
+        sample.given, sample.turn_rewards, sample.failure = request.given, request.turn_rewards, request.failure
+        try:
+            self._add_kept(sample, turn)
+        finally:
+            self._drop_response(turn.message)
+        return sample
 
     def _abandon(self) -> None:
-        """Drops the queue and all requests in flight: the engine ends them before its reply to `abort`."""
+        """Drops the queue and all requests in flight: the engine ends them before its reply to `abort`. Closes the
+        environments of what has begun.
+        """
         self._wanted = iter(())
         try:
             if self._pending and self.process.is_alive:
                 self.process.call("abort")
         except BackendError as error:
             _log.warning("after an interrupted rollout: %s", error)
+        for request in self._pending.values():
+            self._parked.discard(request)
         self._pending.clear()
         for message in self.process.responses:
             self._drop_response(message)
         self.process.responses.clear()
+        self._parked.abandon(self._drop_response)
 
     def running_lengths(self) -> np.ndarray:
         """Tokens of each running response at the last heartbeat, int32 [B]; empty where the engine reports none."""
         return self._lengths
-
-    # -- weight syncs -----------------------------------------------------------------------------------------------
-
-    def begin_update(self, version: int) -> None:
-        """Opens a weight sync of `version`; one that was open and never finished is given up."""
-        self._weights.begin(version)
-        self._next_drafter = None
-        self.process.call("begin_update")
-
-    def update_weights(self, bucket: WeightBucket) -> None:
-        """Sends some tensors of the open weight sync. Raises BackendError, and SyncError on a wrong version, name or
-        shape.
-        """
-        tensors = self._weights.accept(bucket)
-        if tensors:
-            self._weights.open_checksums |= self._send("weights", tensors)
-        if self._options.keep_tables:
-            for name, tensor in bucket.tensors:
-                if name in (EMBED, HEAD):
-                    if name not in self._tables:  # the copy stays: two at once would be of the tables' size
-                        self._tables[name] = torch.empty_like(tensor, dtype=DTYPES[self._rollout.dtype])
-                    self._tables[name].copy_(tensor.detach())
-
-    def lookup_tables(self) -> tuple[Tensor, Tensor]:
-        """Copies of embedding and LM head [V, H], made at the weight sync. Raises BackendError without
-        `EngineOptions.keep_tables`.
-        """
-        if EMBED not in self._tables:
-            raise BackendError("this engine was started for a run without drafter training: no tables were kept")
-        return self._tables[EMBED], self._tables.get(HEAD, self._tables[EMBED])
-
-    def update_drafter(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Takes the drafter's tensors into the open weight sync; `finish_update` sends them, behind the policy whose
-        embedding the drafter shares. Raises SyncError.
-
-        They are exactly those it was started with: a head or embedding beside them would overwrite the policy's.
-        """
-        self._weights.require_open(f"a drafter of version {version}")
-        if self._options.drafter is None:
-            raise SyncError(f"a drafter of version {version} came to an engine that has none")
-        if wrong := weights.keys() ^ self._options.drafter.weights.keys():
-            named = shortened(sorted(wrong))
-            raise SyncError(f"the drafter of version {version} has not the tensors it was started with: {named}")
-        self._next_drafter = weights, version
-
-    def finish_update(self) -> None:
-        """Closes the weight sync; the engine serves the new version. Raises SyncError if a tensor has not come."""
-        drafter, self._next_drafter = self._next_drafter, None  # a copy that must not outlive the weight sync
-        self._weights.require_complete()
-        self.process.call("finish_update")
-        if drafter is not None:
-            assert self._options.drafter is not None  # or `update_drafter` had raised
-            weights, version = drafter
-            tensors = list(engine_names(self._options.drafter.config, weights).items())
-            sums = self._send("drafter", tensors)
-            if self._weights.keep_checksums and sums != {name: checksum(tensor) for name, tensor in tensors}:
-                raise SyncError(f"the engine holds other bytes of the drafter than version {version} has")
-            self._weights.accept_drafter(version)
-        self._weights.commit()
-
-    def _send(self, kind: str, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, int]:
-        """Returns when the engine has loaded them; with `sync.verify` the checksums of the tensors as they arrived."""
-        transport = self.process.launch.settings.transport_on(torch.device(self._options.device).type)
-        if transport == "shared_memory":
-            sending = in_shared_memory(tensors, self.process.shared.path)
-        else:
-            sending = by_cuda_ipc(tensors, self.process.launch.section)
-        with sending as location:
-            reply = self.process.call(kind, tensors=location, verify=self._weights.keep_checksums)
-        sums: dict[str, int] = reply["checksums"]
-        return sums
-
-    def close(self) -> None:
-        """Ends the engine's process. A second call does nothing."""
-        if self._process is not None:
-            self._process.close()
-        self._process = None

@@ -8,12 +8,14 @@ value is `{"$bytes": its hexadecimal digits}`); nothing that arrives is ever exe
 | from the client | response |
 |---|---|
 | start(llm, ...), after this side's hello(engine, pid) | reply, once the engine stands; this may take minutes |
-| submit(id, key, prompt_id, token_ids, params) | one response(id, token_ids, finish_reason or error), in any order |
+| submit(id, key, prompt_id, token_ids, start, params) | response(id, token_ids, finish_reason or error), in any order |
 | abort() | reply, behind the responses of the running requests, with finish_reason "cancelled" |
 | begin_update(), finish_update() | reply each, around a weight sync of the policy |
 | weights(tensors, verify), drafter(tensors, verify) | reply(checksums); drafter brings all of its tensors at once |
 | stats() and the other operations of the engine's `EngineHost` | reply, with fields of the engine's own |
 | shutdown() | reply, and the end |
+
+`start`: how many of `token_ids`, at their end, are response tokens of earlier turns.
 
 Every request but submit has a `call`, repeated in its reply or in error(call, message). The client
 checks versions of weight syncs and that all tensors have come, and submits nothing in between

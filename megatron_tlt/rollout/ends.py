@@ -1,11 +1,11 @@
-"""Where a response and its turns end. Torch-free."""
+"""Where a response and its turns end, in every engine. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from megatron_tlt.rollout.request import Prefill, Request
-from megatron_tlt.types import FinishReason
+from megatron_tlt.types import FinishReason, TurnResult
 
 
 def draw_first(prefill: Prefill, tokens: Sequence[int], logprobs: Sequence[float]) -> list[Request]:
@@ -45,3 +45,15 @@ def is_turn_end(request: Request, length: int) -> bool:
     """
     is_cut = request.finish_reason == "length" and length >= request.params.max_tokens
     return request.takes_turns and not is_cut
+
+
+def take_result(request: Request, result: TurnResult) -> FinishReason | None:
+    """Why a parked request ends with its environment's `result`; None: it goes on. Notes reward and failure in it."""
+    if result.failure is not None:
+        request.failure = result.failure
+        return "abort"
+    request.turn_rewards.append(result.reward)
+    if result.done or not result.given:
+        return "env"
+    fits = len(request.output) + len(result.given) < request.params.max_tokens
+    return None if fits else "length"

@@ -16,6 +16,7 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.observe.log import announced
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
+from megatron_tlt.rollout.ends import take_result
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.model_runner import ModelRunner
@@ -24,14 +25,7 @@ from megatron_tlt.rollout.sampler import NativeSample, Sampler
 from megatron_tlt.rollout.scheduler import Scheduler, SchedulerLimits
 from megatron_tlt.rollout.spec.build import Drafting, build_speculator
 from megatron_tlt.rollout.stops import StopStringFinder
-from megatron_tlt.types import (
-    EngineStats,
-    FinishReason,
-    ProgressCallback,
-    SamplingParams,
-    Trajectory,
-    TurnResult,
-)
+from megatron_tlt.types import EngineStats, ProgressCallback, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
@@ -310,7 +304,7 @@ class Engine:
             request = scheduler.parked.find(result.prompt_id, result.sample_index)
             if request is None:
                 continue
-            reason = _answered(request, result)
+            reason = take_result(request, result)
             if reason is None:
                 scheduler.extend(request, result.given)
                 request.stop_strings = self._stop_finder(request.params)
@@ -426,18 +420,6 @@ class Engine:
             raise BackendError(f"{name}: an empty stop string would end every response")
         for field, value, allowed in params.out_of_range():
             raise BackendError(f"{name}: {field} = {value} must be {allowed}")
-
-
-def _answered(request: Request, result: TurnResult) -> FinishReason | None:
-    """Why a parked request ends with its environment's `result`; None: it goes on. Notes reward and failure in it."""
-    if result.failure is not None:
-        request.failure = result.failure
-        return "abort"
-    request.turn_rewards.append(result.reward)
-    if result.done or not result.given:
-        return "env"
-    fits = len(request.output) + len(result.given) < request.params.max_tokens
-    return None if fits else "length"
 
 
 def _return_to_system(device: torch.device) -> None:

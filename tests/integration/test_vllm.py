@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +45,7 @@ from megatron_tlt.types import (
     SpeculationStats,
     WeightBucket,
 )
+from tests.helpers.fake_turns import FakeTurns
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import moe_config, random_weights
 from tests.helpers.vllm_engines import (
@@ -115,6 +119,14 @@ def responses(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt], par
     return {(s.prompt_id, s.sample_index): (s.token_ids, s.finish_reason) for s in samples}
 
 
+def trajectories(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt], params: SamplingParams) -> list[Sample]:
+    """With environments that answer late, in any order."""
+    source = FakeTurns(SHAPE.vocab_size, random.Random(0), most_turns=3)
+    samples = backend.generate(GenerateCall(prompts, params, 4, turns=source))
+    assert len({len(sample.given) for sample in samples}) > 1 and not source.live
+    return [replace(sample, logprobs=[]) for sample in samples]
+
+
 def drafts(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt]) -> SpeculationStats:
     backend.take_stats()
     responses(backend, prompts, SAMPLING[0])
@@ -139,10 +151,12 @@ def test_responses_are_the_embedded_engines_after_every_push(
     assert responses(vllm, prompts[::-1], SAMPLING[0]) == responses(ours, prompts, SAMPLING[0])
 
 
-def collect(backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt]) -> dict[tuple[int, int], HiddenStateSample]:
+def collect(
+    backend: EmbeddedBackend | VllmBackend, prompts: list[Prompt], run: Callable[..., Any] = responses
+) -> dict[tuple[int, int], HiddenStateSample]:
     got: list[HiddenStateSample] = []
     backend.collect_hidden_states(got.append)
-    responses(backend, prompts, SAMPLING[0])
+    run(backend, prompts, SAMPLING[0])
     backend.collect_hidden_states(None)
     return {(s.trajectory.prompt_id, s.trajectory.sample_index): s for s in got}
 
@@ -168,6 +182,28 @@ def test_hidden_states_are_the_embedded_engines(
     for mine, theirs in zip(ours.lookup_tables(), vllm.lookup_tables(), strict=True):
         assert torch.equal(mine, theirs)
     assert_same_states(collect(ours, prompts), collect(vllm, prompts))
+
+
+def test_turns_are_the_embedded_engines_and_their_states_are_whole(
+    ours: EmbeddedBackend, vllm: VllmBackend, prompts: list[Prompt]
+) -> None:
+    """With a weight sync between two calls: nothing that an engine computed before it is used behind it."""
+    found: dict[Any, list[Sample]] = {}
+
+    def run(backend: EmbeddedBackend | VllmBackend, *_: Any) -> None:
+        found[backend] = trajectories(backend, prompts, replace(SAMPLING[0], max_turn_tokens=25))
+
+    before: list[Sample] = []
+    for version, seed in ((6, None), (7, 7)):
+        for backend in (ours, vllm):
+            push(backend, version, seed)
+            backend.take_stats()
+        assert_same_states(collect(ours, prompts, run), collect(vllm, prompts, run))
+        assert found[vllm] == found[ours] != before
+        before = found[ours]
+        mine, theirs = ours.take_stats(), vllm.take_stats()
+        assert (mine.turns, mine.given_tokens) == (theirs.turns, theirs.given_tokens)
+        assert theirs.speculation.drafted_tokens > 0
 
 
 def trained3(config: DrafterConfig, samples: list[HiddenStateSample], tables: tuple[Tensor, Tensor]) -> Eagle3Model:
@@ -262,6 +298,8 @@ def test_responses_do_not_depend_on_preemption_or_on_which_drafter_drafts(
     for backend in (ours, theirs):
         push(backend, 5, None)
     assert responses(theirs, prompts, params) == responses(ours, prompts, params)
+    of_turns = replace(params, max_turn_tokens=60)
+    assert trajectories(theirs, prompts, of_turns) == trajectories(ours, prompts, of_turns)
     stats = theirs.take_stats().speculation
     assert stats.accept_length > 1 and stats.drafted_tokens > 0
     theirs.close()

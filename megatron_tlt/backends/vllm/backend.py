@@ -15,7 +15,6 @@ from safetensors.torch import load
 
 from megatron_tlt.backends.remote import RemoteBackend
 from megatron_tlt.backends.vllm.args import request_args
-from megatron_tlt.models.keys import request_key
 from megatron_tlt.types import (
     CAPABILITIES,
     EngineStats,
@@ -27,8 +26,7 @@ from megatron_tlt.types import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from megatron_tlt.backends.parked_turns import DrawnTurn
 
 _MIN_TOKENS = 2  # of a response whose hidden states are kept, as in the embedded engine
 
@@ -88,26 +86,18 @@ class VllmBackend(RemoteBackend):
         """From the next `generate` on calls `sink` with the hidden states of finished responses, of as many as fit."""
         self._sink = sink
 
-    def _take_response(self, message: Mapping[str, Any]) -> Sample:
-        try:
-            sample = super()._take_response(message)
-            kept = load(Path(message["kept"]).read_bytes()) if "kept" in message else {}
-        finally:
-            self._drop_response(message)
+    def _add_kept(self, sample: Sample, turn: DrawnTurn) -> None:
+        """The last turn's request had the whole stream, so its hidden states and experts are those of all positions."""
+        kept = load(Path(turn.message["kept"]).read_bytes()) if "kept" in turn.message else {}
         if "routed_experts" in kept:
             sample.routed_experts = kept["routed_experts"].unflatten(1, (-1, self._experts_per_token)).numpy()
         if "hidden" in kept and self._sink is not None and len(sample.token_ids) >= _MIN_TOKENS:
-            self._sink(self._with_hidden(sample, kept["hidden"]))
-        return sample
+            trajectory = Trajectory.of(turn.request.prompt, sample)
+            self._sink(HiddenStateSample(trajectory, kept["hidden"], turn.request.key))
 
     def _drop_response(self, message: Mapping[str, Any]) -> None:
         if "kept" in message:
             Path(message["kept"]).unlink(missing_ok=True)
-
-    def _with_hidden(self, sample: Sample, hidden: Tensor) -> HiddenStateSample:
-        prompt = self._prompts[sample.prompt_id]
-        key = request_key(self._seed, sample.prompt_id, sample.sample_index)
-        return HiddenStateSample(Trajectory.of(prompt.token_ids, sample), hidden, key)
 
     # -- statistics --------------------------------------------------------------------------------------------
 

@@ -54,7 +54,8 @@ class _Live:
 
     number: int  # the client's
     internal: str  # vLLM's name
-    prompt_tokens: int
+    prompt_tokens: int  # with `start`
+    start: int  # response tokens of earlier turns, the end of its prompt
     stops: StopStringFinder | None
     length: int = 0  # output tokens so far
 
@@ -104,8 +105,8 @@ class VllmHost(EngineHost):
         return adapter.version()
 
     def progress(self) -> Message:
-        """Output tokens of the running requests so far."""
-        return {"lengths": [live.length for live in list(self._live.values()) if live.length]}
+        """Response tokens of the running requests so far, those of earlier turns included."""
+        return {"lengths": [live.start + live.length for live in list(self._live.values()) if live.length]}
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         """The result of an operation between two steps."""
@@ -183,11 +184,12 @@ class VllmHost(EngineHost):
 
     def _add(self, message: Message) -> None:
         number, prompt, params = message["id"], message["token_ids"], message["params"]
-        sampled = [message["key"], *params["sampling"], message["prompt_id"]]
+        sampled = [message["key"], *params["sampling"], message["prompt_id"], message["start"]]
         extra = {ARGUMENT: sampled, HIDDEN: params["hidden"]}
         sampling = adapter.vllm_sampling_params(params, extra)
         internal = self._engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
-        self._live[str(number)] = _Live(number, internal, len(prompt), self._stop_finder(params["stop"]))
+        stops = self._stop_finder(params["stop"])
+        self._live[str(number)] = _Live(number, internal, len(prompt), message["start"], stops)
 
     def _stop_finder(self, stop: list[str]) -> StopStringFinder | None:
         if not stop:

@@ -18,7 +18,8 @@ def check_env(config: Config) -> Problems:
         yield ConfigProblem("env.path", section.path, "must be package.module:Class or path/to/file.py:Class")
     backend = config.rollout.backend
     if not CAPABILITIES[backend].turns:
-        yield ConfigProblem("rollout.backend", backend, "must be an engine with several turns, with env: 'embedded'")
+        able = " or ".join(repr(name) for name, can in CAPABILITIES.items() if can.turns)
+        yield ConfigProblem("rollout.backend", backend, f"must be an engine with several turns, with env: {able}")
     if section.max_turns > 1 and section.max_observation_tokens >= config.rollout.max_tokens:
         allowed = f"must be < rollout.max_tokens ({config.rollout.max_tokens}), which counts observations too"
         yield ConfigProblem("env.max_observation_tokens", section.max_observation_tokens, allowed)

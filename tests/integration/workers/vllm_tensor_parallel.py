@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.options import EngineOptions
@@ -14,6 +16,7 @@ from megatron_tlt.distributed.world import World
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.trainer.setup import tensor_parallel
 from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, SamplingParams, WeightBucket
+from tests.helpers.fake_turns import FakeTurns
 from tests.helpers.vllm_engines import ANY_LENGTH, DRAFTER, MODEL, RUNNING, SHAPE, demo_prompts, demo_weights
 
 
@@ -62,6 +65,13 @@ def main() -> None:
         ours = build_backend(EngineOptions(RolloutSection(), MODEL, tokenizer=tokenizer, load_weights=True))
         expected = ours.generate(GenerateCall(prompts, params, 4))
         assert [s.token_ids for s in mine] == [s.token_ids for s in expected]
+    of_turns = replace(params, max_turn_tokens=20)
+    source = FakeTurns(SHAPE.vocab_size, random.Random(0), most_turns=3)
+    mine_too = engine.generate(GenerateCall(fetched(), of_turns, 4, progress, turns=source))
+    assert len({repr(s) for s in world.all_gather_object(mine_too)}) == 1 and any(s.given for s in mine_too)
+    if world.is_main:
+        expected = ours.generate(GenerateCall(prompts, of_turns, 4, turns=FakeTurns(SHAPE.vocab_size, most_turns=3)))
+        assert [s.token_ids for s in mine_too] == [s.token_ids for s in expected]
     stop_at = 50
     try:
         engine.generate(GenerateCall(fetched(), params, 4, progress))

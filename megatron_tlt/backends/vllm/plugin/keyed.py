@@ -1,6 +1,6 @@
 """Keyed sampling and coupled verification in vLLM's model runner, with the embedded engine's own sampler.
 
-    logits [T, V]  ->  token of row i at output position t:  argmax(logits / T + G(key_i, t))   rollout/sampler.py
+    logits [T, V]  ->  token of row i at response position t:  argmax(logits / T + G(key_i, t))   rollout/sampler.py
     drafts         ->  accepted while they equal these tokens; the next token is the bonus      coupled verification
 
 so a response is a function of seed, prompt and policy: of no batch, drafter or draft length
@@ -32,8 +32,10 @@ from megatron_tlt.rollout.spec.verify import accept_matches
 # Elements of [rows, V] that are drawn from at a time: 441 rows of 152k tokens, 256 MiB in fp32, so that plain decoding
 # is one chunk. The memory plan counts it (`config.planning.engine`); a test compares.
 FP32_AT_ONCE = 1 << 26
-ARGUMENT = "tlt"  # in `SamplingParams.extra_args`: [key, temperature, top_k, top_p, min_p, prompt id]
-Arguments = tuple[int, float, int, float, float, int]
+# In `SamplingParams.extra_args`: [key, temperature, top_k, top_p, min_p, prompt id, start]. The last `start` tokens of
+# the request's prompt are its response's earlier turns: positions count on from there.
+ARGUMENT = "tlt"
+Arguments = tuple[int, float, int, float, float, int, int]
 
 
 class KeyedSampling:
@@ -48,6 +50,7 @@ class KeyedSampling:
         self._arguments: dict[str, Arguments] = {}
         self._names: list[str] = []  # of the batch that `_batch` was made of
         self._batch = _rows([])
+        self._starts = np.zeros(0, np.int64)
         # For the proposal after a sample: positions of the requests' next tokens, and tokens proposed.
         self._next = np.zeros(0, np.int64)
         self._proposed = 0
@@ -78,9 +81,12 @@ class KeyedSampling:
 
     def _sample(self, logits: Tensor, metadata: Any) -> Any:
         """logits [T, V]: of each request one row, or one for each drafted token and a bonus row after them."""
-        names, done = compat.request_ids(self._runner), compat.output_lengths(self._runner)
+        names = compat.request_ids(self._runner)
         if names != self._names:  # how rows are sampled changes with the batch only
-            self._names, self._batch = names, _rows([self._arguments_of(request) for request in names])
+            arguments = [self._arguments_of(request) for request in names]
+            self._names, self._batch = names, _rows(arguments)
+            self._starts = np.array([start for *_, start in arguments], np.int64)
+        done = self._starts + compat.output_lengths(self._runner)
         self._steps += 1
         count = len(names)
         if metadata is None:
@@ -118,9 +124,12 @@ class KeyedSampling:
         is_decode = bool(is_drawn.all()) and fed == len(drafted) + int(drafted.sum())
         drafting.record(drafted, accepted, is_drawn, is_decode)
 
-    def _prompt_of(self, request: str) -> tuple[list[int], int]:
-        """A request's prompt, and the id that its siblings share."""
-        return compat.prompt_tokens(self._runner, request), self._arguments_of(request)[-1]
+    def _prompt_of(self, request: str) -> tuple[list[int], list[int], int]:
+        """A request's prompt, the response so far behind it, and the id that its siblings share."""
+        *_, prompt_id, start = self._arguments_of(request)
+        tokens = compat.prompt_tokens(self._runner, request)
+        end = len(tokens) - start
+        return tokens[:end], tokens[end:], prompt_id
 
     def _begin_proposal(self) -> int:
         assert self._drafting is not None
@@ -135,8 +144,8 @@ class KeyedSampling:
         return self._draw(logits, part, self._next + self._proposed - 1).long()
 
     def _draw(self, logits: Tensor, rows: SamplingRows, positions: np.ndarray) -> Tensor:
-        """Tokens int32 [R] of logits [R, V] with the noise of these output positions, drawn in chunks of rows: copies
-        in fp32 take at most `FP32_AT_ONCE` elements. Mutates `rows`.
+        """Tokens int32 [R] of logits [R, V] with the noise of these response positions, drawn in chunks of rows:
+        copies in fp32 take at most `FP32_AT_ONCE` elements. Mutates `rows`.
         """
         rows.keys = row_keys(rows.keys, positions)
         step = max(1, FP32_AT_ONCE // logits.shape[1])
@@ -167,7 +176,7 @@ def _native_sample(device: torch.device) -> NativeSample | None:
 
 def _rows(arguments: list[Arguments]) -> SamplingRows:
     """One row a request, with the request's key."""
-    keys, temperature, top_k, top_p, min_p, _ = zip(*arguments, strict=True) if arguments else [()] * 6
+    keys, temperature, top_k, top_p, min_p, *_ = zip(*arguments, strict=True) if arguments else [()] * 5
     rows = SamplingRows(
         np.array(keys, np.uint64),
         np.array(temperature, np.float32),

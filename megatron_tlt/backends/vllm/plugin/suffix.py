@@ -58,7 +58,7 @@ class SuffixBridge:
     def note(
         self,
         names: list[str],
-        prompts: Callable[[str], tuple[list[int], int]],
+        prompts: Callable[[str], tuple[list[int], list[int], int]],
         keys: np.ndarray,
         temperature: np.ndarray,
         done: np.ndarray,
@@ -67,9 +67,10 @@ class SuffixBridge:
         out: np.ndarray,
         is_drawn: np.ndarray,
     ) -> None:
-        """After a step's sample: `out` [B, K + 1] was drawn behind `done` [B] tokens, where `is_drawn` [B].
+        """After a step's sample: `out` [B, K + 1] was drawn behind `done` [B] tokens of response, where `is_drawn` [B].
 
-        `prompts(name)`: a request's prompt and prompt id; `keys` uint64 [B] of the requests, `temperature` [B].
+        `prompts(name)`: a request's prompt, the response with which it began, prompt id; `keys` uint64 [B] of the
+        requests, `temperature` [B].
         """
         self._observe(dict(zip(names, zip(drafted.tolist(), accepted.tolist(), strict=True), strict=True)))
         rows = self._rows
@@ -84,13 +85,14 @@ class SuffixBridge:
             rows.keys[row], rows.temperature[row] = keys[i], temperature[i]
         self._drafter.sync_context(rows, NO_DRAFT)
 
-    def _request(self, name: str, prompts: Callable[[str], tuple[list[int], int]]) -> Request:
+    def _request(self, name: str, prompts: Callable[[str], tuple[list[int], list[int], int]]) -> Request:
         request = self._live.get(name)
         if request is None:
-            tokens, prompt_id = prompts(name)
+            tokens, output, prompt_id = prompts(name)
             params = SamplingParams(max_tokens=self._rows.outputs.shape[1])
             prompt = np.array(tokens, np.int32)
             request = Request(prompt, params, prompt_id, 0, self._order, frozenset(), slot=self._free.pop())
+            self._rows.outputs[request.slot, : len(output)] = output
             self._order += 1
             self._live[name] = request
             self._drafter.start(request)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_tlt.backends import remote
+from megatron_tlt.backends import remote_weights
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.sync.buckets import checksum
@@ -54,7 +54,7 @@ def test_steps_and_drafts_are_counted_by_the_engine(backend: TrtllmBackend) -> N
 def test_a_drafter_that_arrives_with_other_bytes_is_refused(
     backend: TrtllmBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "checksum", lambda tensor: 0)
+    monkeypatch.setattr(remote_weights, "checksum", lambda tensor: 0)
     with pytest.raises(SyncError, match="other bytes of the drafter than version 20 has"):
         push(backend, 20, drafter=tensors(DRAFTER, 1))
     with pytest.raises(BackendError, match="torn"):

@@ -84,6 +84,16 @@ def test_a_child_that_goes_wrong_later_is_killed(tmp_path: Path, after: bytes, m
         process.call("stats")
 
 
+def test_short_waits_return_and_their_silence_adds_up(tmp_path: Path) -> None:
+    """Between them the rank looks at something else."""
+    sent = line_of(HELLO) + line_of({"type": "response", "id": 3})
+    process = EngineProcess(trtllm_launch(section(child(tmp_path, sent), silence_s=1.0)))
+    assert process.next_response(60.0) == {"type": "response", "id": 3}
+    assert process.next_response(0.02) is None
+    with pytest.raises(BackendError, match="sent no heartbeat for 1 s"):
+        all(process.next_response(0.02) is None for _ in range(1000))
+
+
 def test_a_child_that_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"(?s)ended with exit code 7 before its hello.*no engine here"):
         EngineProcess(trtllm_launch(section(python_with(tmp_path, "echo no engine here; exit 7"))))

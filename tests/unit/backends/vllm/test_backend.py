@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_tlt.backends import remote
+from megatron_tlt.backends import remote_weights
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.config.engine_process import VllmSection
@@ -60,7 +60,7 @@ class ToyProcess:
         self.requests.append(message)
         self.most = max(self.most, len(self.requests))
 
-    def next_response(self) -> dict[str, Any]:
+    def next_response(self, wait_s: float | None = None) -> dict[str, Any]:
         request = self.requests.pop(0)
         tokens = [request["key"] % 1000]
         self.hidden = request["params"]["hidden"]
@@ -95,7 +95,7 @@ class KeepingProcess(ToyProcess):
         super().__init__()
         self.folder = folder
 
-    def next_response(self) -> dict[str, Any]:
+    def next_response(self, wait_s: float | None = None) -> dict[str, Any]:
         response = super().next_response()
         path = self.folder / str(response["id"])
         save_file({"hidden": torch.zeros(2, 1)}, path)
@@ -117,7 +117,7 @@ def test_an_interrupted_rollout_leaves_no_queue_no_response_and_no_file(tmp_path
 
     ended = {"finish_reason": kind}
     response = process.next_response
-    process.next_response = lambda: response() | ended  # type: ignore[method-assign]
+    process.next_response = lambda wait_s=None: response() | ended  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt if kind == "length" else BackendError):
         backend.generate(GenerateCall([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), 9, interrupt))
     assert not process.requests and not process.responses
@@ -142,7 +142,7 @@ def test_an_engine_without_the_requests_that_wait_ends_the_rollout() -> None:
 
     def play(messages: list[Any], num_samples: int) -> None:
         left = iter(messages)
-        process.next_response = lambda: m() if callable(m := next(left)) else m  # type: ignore[method-assign]
+        process.next_response = lambda wait_s=None: m() if callable(m := next(left)) else m  # type: ignore[method-assign]
         backend.generate(GenerateCall([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), num_samples))
 
     play(seen, 3)
@@ -259,7 +259,7 @@ def test_progress_of_a_shared_engine_is_called_at_the_same_steps_on_all_ranks() 
         response = process.next_response
         own = {"type": "beat", "lengths": [1], "in_flight": 2, "last_request": 2}
         left = iter([*[own] * beats, response, {"type": "beat", "lengths": [2], "in_step": True}, response])
-        process.next_response = lambda: m() if callable(m := next(left)) else m  # type: ignore[method-assign]  # noqa: B023
+        process.next_response = lambda wait_s=None: m() if callable(m := next(left)) else m  # type: ignore[method-assign]  # noqa: B023
         calls: list[int] = []
         prompts = [Prompt(0, "q", (1, 2), "?")]
         backend.generate(GenerateCall(prompts, SamplingParams(max_tokens=4), 2, lambda *of: calls.append(of[0])))  # noqa: B023
@@ -278,7 +278,7 @@ def test_progress_of_a_shared_engine_is_called_at_the_same_steps_on_all_ranks() 
 def test_weights_go_by_handles_on_gpus(monkeypatch: pytest.MonkeyPatch, transport: Any, device: str, used: str) -> None:
     seen: list[str] = []
     for name in ("in_shared_memory", "by_cuda_ipc"):
-        monkeypatch.setattr(remote, name, lambda *of, name=name: seen.append(name) or nullcontext({}))
+        monkeypatch.setattr(remote_weights, name, lambda *of, name=name: seen.append(name) or nullcontext({}))
     settings = VllmSection(transport=transport)
     launch = SimpleNamespace(name="vLLM", section="rollout.vllm", settings=settings)
     process = SimpleNamespace(launch=launch, shared=SimpleNamespace(path="/"), call=lambda *_, **__: {"checksums": {}})

@@ -45,15 +45,17 @@ VOCAB = 50
 
 
 class Runner:
-    """What the sampler reads of a model runner: requests with one token of output, and `rows` of a forward."""
+    """What the sampler reads of a model runner: requests with `drawn` tokens of output behind a prompt that ends with
+    `start` tokens of their responses.
+    """
 
     device = "cpu"
 
-    def __init__(self, names: list[str], rows: int) -> None:
-        extra = {keyed.ARGUMENT: [7, 1.0, 0, 1.0, 0.0, 0]}
+    def __init__(self, names: list[str], start: int = 0, drawn: int = 1) -> None:
+        extra = {keyed.ARGUMENT: [7, 1.0, 0, 1.0, 0.0, 0, start]}
         params = SimpleNamespace(extra_args=extra)
         self.requests = {name: SimpleNamespace(sampling_params=params) for name in names}
-        lengths = {"num_tokens_no_spec": np.full(len(names), 4), "num_prompt_tokens": np.full(len(names), 3)}
+        lengths = {"num_tokens_no_spec": np.full(len(names), 3 + drawn), "num_prompt_tokens": np.full(len(names), 3)}
         self.input_batch = SimpleNamespace(num_reqs=len(names), req_ids=names, **lengths)
         self._sample: Any = None
 
@@ -74,9 +76,9 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-def verify(drafts: list[list[int]]) -> torch.Tensor:
+def verify(drafts: list[list[int]], start: int = 0, drawn: int = 1) -> torch.Tensor:
     """The tokens [B, K + 1] of a step that verifies `drafts`, of random bf16 logits."""
-    runner = Runner([str(i) for i in range(len(drafts))], rows := sum(map(len, drafts)) + len(drafts))
+    runner, rows = Runner([str(i) for i in range(len(drafts))], start, drawn), sum(map(len, drafts)) + len(drafts)
     flat = torch.tensor([t for draft in drafts for t in draft], dtype=torch.int32)
     metadata = SimpleNamespace(num_draft_tokens=[len(draft) for draft in drafts], draft_token_ids=flat)
     logits = torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(3)).bfloat16()
@@ -95,6 +97,13 @@ def test_chunks_draw_the_same_tokens_in_bounded_memory(
     sampled.clear()
     assert torch.equal(verify(drafts), whole)
     assert sampled == [(5, VOCAB), (5, VOCAB), (2, VOCAB)]
+
+
+def test_noise_is_of_the_place_in_the_whole_response(sampled: list[tuple[int, ...]]) -> None:
+    """Earlier turns are in the prompt of a request."""
+    drafts = [[1, 2, 3], [], [4]]
+    assert torch.equal(verify(drafts, start=9), verify(drafts, drawn=10))
+    assert not torch.equal(verify(drafts, start=9), verify(drafts))
 
 
 def test_a_verifying_step_waits_for_the_device_once_and_copies_its_tokens_up_once(

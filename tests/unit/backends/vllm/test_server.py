@@ -69,7 +69,9 @@ class Talk:
         self.engine, self.responses = ToyEngine(), []  # type: tuple[ToyEngine, list[Message]]
         monkeypatch.setattr(server.adapter, "start_engine", lambda llm, records_routers: self.engine)
         monkeypatch.setattr(server.adapter, "first_ranks", lambda order: order)
-        monkeypatch.setattr(server.adapter, "vllm_sampling_params", lambda params, extra: None)
+        self.starts: list[int] = []
+        note = self.starts.append
+        monkeypatch.setattr(server.adapter, "vllm_sampling_params", lambda _, extra: note(extra[server.ARGUMENT][-1]))
         self.folder, self.host = folder, server.VllmHost(self.responses.append)
 
     async def start(self, stop: tuple[str, ...] = (), tp: int = 1) -> None:
@@ -79,7 +81,7 @@ class Talk:
 
     def submit(self, *numbers: int) -> None:
         for n in numbers:
-            self.host.submit({"id": n, "key": n, "prompt_id": 0, "token_ids": [1, 2], "params": PARAMS})
+            self.host.submit({"id": n, "key": n, "prompt_id": 0, "token_ids": [1, 2], "start": 1, "params": PARAMS})
 
 
 @pytest.fixture
@@ -109,12 +111,16 @@ def test_responses_bring_what_was_kept(talk: Talk) -> None:
     async def go() -> None:
         await talk.start()
         add, seen = talk.engine.add_request, []
+        step = talk.engine.step
+        talk.engine.step = lambda: lengths.append(talk.host.progress()["lengths"]) or step()  # type: ignore[method-assign,func-returns-value]
         talk.engine.add_request = lambda *of: seen.append(talk.host.in_flight) or add(*of)  # type: ignore[method-assign,func-returns-value]
         talk.submit(1, 2)
         await talk.host._stepping
         assert seen == [2, 2], "a request that is being added is counted"
 
+    lengths: list[list[int]] = []
     asyncio.run(go())
+    assert lengths == [[], [2, 2]] and talk.starts == [1, 1], "the prompts' last token is of an earlier turn"
     assert {a["id"]: a["token_ids"] for a in talk.responses} == {1: [5, 5], 2: [5, 5]}
     assert load_file(talk.responses[0]["kept"]).keys() == {"hidden", "routed_experts"}
 

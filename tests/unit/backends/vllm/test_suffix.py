@@ -21,15 +21,20 @@ def bridge() -> SuffixBridge:
 
 
 def note(
-    b: SuffixBridge, names: str, done: list[int], tokens: list[int], drawn: list[bool] | None = None
+    b: SuffixBridge,
+    names: str,
+    done: list[int],
+    tokens: list[int],
+    drawn: list[bool] | None = None,
+    began: list[int] | None = None,
 ) -> None:
-    """A step in which each row draws one token, greedily, without drafts."""
+    """A step in which each row draws one token, greedily, without drafts. `began`: responses began with these."""
     count = len(names)
     zeros = np.zeros(count, np.int64)
     out = np.array(tokens, np.int32)[:, None]
     is_drawn = np.array([True] * count if drawn is None else drawn)
     keys, cold = np.arange(count, dtype=np.uint64), np.zeros(count, np.float32)
-    b.note(list(names), lambda _: (PROMPT, 5), keys, cold, np.array(done), zeros, zeros, out, is_drawn)
+    b.note(list(names), lambda _: (PROMPT, began or [], 5), keys, cold, np.array(done), zeros, zeros, out, is_drawn)
 
 
 def test_a_sibling_is_drafted_from_whatever_the_order_of_rows() -> None:
@@ -50,6 +55,15 @@ def test_a_sibling_is_drafted_from_whatever_the_order_of_rows() -> None:
     assert b.propose_lists([[1]], THREE) == [[]], "c never drew a token, and a and b have ended: nothing stays"
 
 
+def test_a_turn_is_drafted_from_the_turns_before_it() -> None:
+    b = bridge()
+    note(b, "a", [6], [TEXT[0]], began=TEXT[:6])
+    note(b, "a", [7], [TEXT[1]])
+    assert b.propose_lists([[1]], THREE) == [TEXT[2:5]], "its own"
+    note(b, "b", [2], [TEXT[2]], began=TEXT[:2])
+    assert b.propose_lists([[1]], THREE) == [TEXT[3:6]], "a sibling's"
+
+
 @pytest.mark.parametrize(("fed", "accepted", "missed"), [(3, 1, 1), (2, 2, 0)])
 def test_match_rates_count_what_vllm_verified(fed: int, accepted: int, missed: int) -> None:
     """vLLM verifies `fed` of three drafted tokens; the first `accepted` are right. None counts behind a wrong one."""
@@ -62,5 +76,5 @@ def test_match_rates_count_what_vllm_verified(fed: int, accepted: int, missed: i
     keys, cold = np.zeros(1, np.uint64), np.zeros(1, np.float32)
     out = np.array([[*TEXT[4 : 4 + accepted], *[1] * (4 - accepted)]], np.int32)
     counts = np.array([4]), np.array([fed]), np.array([accepted])
-    b.note(["b"], lambda _: (PROMPT, 5), keys, cold, *counts, out, np.array([True]))
+    b.note(["b"], lambda _: (PROMPT, [], 5), keys, cold, *counts, out, np.array([True]))
     assert np.array(b.state_dict()["rates"]["counts"]).sum(0).tolist() == [missed, accepted]

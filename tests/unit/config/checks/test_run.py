@@ -154,7 +154,7 @@ def test_a_good_configuration_has_no_problems():
         (["env={}"], "env.kind"),
         (["env={kind: wordle, path: 'a:B'}"], "env.kind"),
         (["env.path=a.py"], "env.path"),
-        (["env.kind=wordle", "rollout.backend=vllm"], "rollout.backend"),
+        (["env.kind=wordle", "rollout.backend=trtllm"], "rollout.backend"),
         (["env.kind=wordle", "env.max_observation_tokens=256"], "env.max_observation_tokens"),
         (["env.kind=wordle", "env.max_turn_tokens=257"], "env.max_turn_tokens"),
         (
