@@ -196,7 +196,7 @@ class RemoteBackend(RemoteWeights):
                     if self._is_shared and not message.get("in_step"):
                         continue
             if len(self._parked):
-                ended += self._hear()
+                ended += self._continue_turns()
             self._fill()
             samples += ended
             if call.on_response is not None:
@@ -259,7 +259,7 @@ class RemoteBackend(RemoteWeights):
         self._stats.generated_tokens += len(token_ids)
         return DrawnTurn(request, message, text)
 
-    def _hear(self) -> list[Sample]:
+    def _continue_turns(self) -> list[Sample]:
         """Continues requests with what their environments have returned; returns the samples of those that have ended.
 
         Where the engine has nothing to draw it waits for a first result, for a moment.

@@ -273,11 +273,11 @@ class Engine:
         self.scheduler.separates_prefill = turns is not None
         reported = 0.0
         while self._fill(fetch):
-            ended = [] if turns is None else self._hear(turns)
+            ended = [] if turns is None else self._continue_turns(turns)
             if is_step := self.scheduler.has_work:
                 ended += self.step()
             if turns is not None:
-                self._tell(turns, ended)
+                self._submit_turns(turns, ended)
             finished += ended
             if on_finished is not None:
                 for request in ended:
@@ -290,7 +290,7 @@ class Engine:
                 on_progress(self.num_running, self.num_waiting, self._stats.generated_tokens - generated)
         return sorted(finished, key=lambda r: r.order)
 
-    def _hear(self, turns: TurnExchange) -> list[Request]:
+    def _continue_turns(self, turns: TurnExchange) -> list[Request]:
         """Continues requests with what their environments have returned; returns those that have ended.
 
         Where nothing else is left to compute it waits for a first result, for a moment.
@@ -319,7 +319,7 @@ class Engine:
             self._stats.parked_seconds += time.perf_counter() - started
         return ended
 
-    def _tell(self, turns: TurnExchange, ended: Sequence[Request]) -> None:
+    def _submit_turns(self, turns: TurnExchange, ended: Sequence[Request]) -> None:
         """Passes turns that were drawn to the end to their environments; closes those of requests that were cut."""
         for request in self.scheduler.parked.take_ended_turns():
             turns.submit(request, self.text_of(request))
