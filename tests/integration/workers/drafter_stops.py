@@ -51,7 +51,7 @@ def main(config_file: str, folder: Path) -> None:
         return code
 
     assert train("whole") == 0
-    at_once = "stop.save_s=19.99"  # of stop.term_s: no time is left, a rollout is cut short
+    at_once = "stop.save_s=19.9999999"  # of stop.term_s = 20: 0.1 us are left, so the next step is the last one
     assert train("stopped", at_once, response=3) == 75
     assert train("stopped", at_once, response=1) == 75
     assert train("stopped", step=3) == 75
