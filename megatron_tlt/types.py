@@ -22,6 +22,7 @@ BackendName = Literal["embedded", "trtllm", "vllm"]
 FinishReason = Literal["stop", "length", "env", "abort"]
 """Stop token or string; token limit; the environment has ended the trajectory; dropped, or its environment failed."""
 Span = tuple[int, int]  # half-open, of response positions
+_SAME_WAIT_S = 0.005  # between two polls of the same wait
 ProgressCallback = Callable[[int, int, int], None]
 """Called during a rollout with (running requests, waiting requests, tokens generated so far)."""
 
@@ -96,6 +97,8 @@ class Sample:
     given: tuple[Span, ...] = ()  # ascending, disjoint
     turn_rewards: list[float] = field(default_factory=list)  # the environment's, by turn that it has answered
     failure: str | None = None  # of the environment; then `finish_reason` is "abort"
+    # Waited for the environment, by turn, the one that it failed to answer included.
+    turn_seconds: list[float] = field(default_factory=list, compare=False)
 
     @property
     def num_drawn(self) -> int:
@@ -113,6 +116,7 @@ class TurnResult:
     reward: float = 0.0  # of this turn
     done: bool = False
     failure: str | None = None  # why the environment returned nothing: the trajectory ends as "abort"
+    seconds: float = field(default=0.0, compare=False)  # since the turn was submitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +407,15 @@ class EngineStats:
     turns: int = 0  # drawn to their end and passed to an environment
     given_tokens: int = 0
     parked_seconds: float = 0.0  # in which every request waited for its environment; not in `seconds`
+    parked_spans: list[tuple[float, float]] = field(default_factory=list)  # these waits, seconds of time.perf_counter
     seconds: float = 0.0
     started: float = 0.0  # seconds of time.perf_counter that the curve counts from
     running_curve: list[tuple[float, int]] = field(default_factory=list)  # (seconds since start, running requests)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+    def add_parked(self, begin: float, end: float) -> None:
+        """Counts a wait, in seconds of time.perf_counter; soon after the last one it continues that one. Mutates."""
+        self.parked_seconds += end - begin
+        if self.parked_spans and begin - self.parked_spans[-1][1] < _SAME_WAIT_S:
+            begin, _ = self.parked_spans.pop()
+        self.parked_spans.append((begin, end))

@@ -275,4 +275,5 @@ class EmbeddedBackend(BaseBackend):
             given=request.given,
             turn_rewards=request.turn_rewards,
             failure=request.failure,
+            turn_seconds=request.turn_seconds,
         )

@@ -96,10 +96,11 @@ def read_prompts(
 ) -> list[Prompt]:
     """The prompts of a JSONL file; `prompt_id` counts them from 0 (empty lines are skipped).
 
-    Lines: {"prompt": text} or {"token_ids": [ids]}. `chat`: prompts, also lists of messages, are wrapped in the chat
-    template. `env`: what environments add, with seeds from `seed`.
+    Lines: {"prompt": text} or {"token_ids": [ids]}; an environment also sees their "answer" and, as metadata, the other
+    fields. `chat`: prompts, also lists of messages, are wrapped in the chat template. `env`: what environments add,
+    with seeds from `seed`.
 
-    Raises DataError naming file and line.
+    Raises DataError naming file and line, EnvError for a prompt that the environment refuses.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -115,13 +116,18 @@ def read_prompts(
         if not token_ids:
             raise DataError(f"{where}: the prompt has no tokens")
         rows.append(row)
-        prompts.append(Prompt(len(prompts), where, token_ids, row.prompt, seed=env_seed(seed, len(prompts))))
+        prompt_id = len(prompts)
+        fields = (row.prompt, row.answer, row.task, row.metadata, env_seed(seed, prompt_id))
+        prompts.append(Prompt(prompt_id, where, token_ids, *fields))
     if not prompts:
         raise DataError(f"{path}: no prompts")
     if env.openings is None or tokenizer is None:
         return prompts
     for number, text in enumerate(env.openings(prompts)):
         if text is not None:
+            if not rows[number].prompt:
+                raise DataError(f"{rows[number].dataset_id}: the environment's text cannot be added to token_ids: "
+                                "give a prompt")  # fmt: skip
             row = rows[number].with_opening(text)
             ids = _encode(row, tokenizer, chat, env)
             prompts[number] = replace(prompts[number], text=row.prompt, token_ids=ids)
@@ -183,7 +189,9 @@ def _parse(
     if len(keys) != 1:
         raise DataError(f'{where}: an object with either "prompt" or "token_ids" is needed, got {line.strip()[:80]}')
     key = keys.pop()
-    value = record[key]
+    value = record.pop(key)
+    answer = record.pop("answer", None)
+    row = Row(where, "", None if answer is None else str(answer), "default", record)
     if key == "prompt" and tokenizer is None:
         raise DataError(f'{where}: "prompt" needs a tokenizer and the model has none; give "token_ids"')
     if key == "prompt" and tokenizer is not None and isinstance(value, list) and chat:
@@ -191,14 +199,12 @@ def _parse(
             messages = as_messages(value)
         except ValueError as error:
             raise DataError(f"{where}: {error}") from error
-        row = Row(where, last_user_text(messages), None, "default", {}, messages)
+        row = replace(row, prompt=last_user_text(messages), messages=messages)
         return row, _encode(row, tokenizer, chat, env)
     if key == "prompt" and tokenizer is not None and isinstance(value, str):
-        row = Row(where, value, None, "default", {})
+        row = replace(row, prompt=value)
         return row, _encode(row, tokenizer, chat, env)
     if key == "token_ids" and isinstance(value, list) and all(type(i) is int for i in value):
-        if env.openings is not None:
-            raise DataError(f"{where}: the environment's text cannot be added to token_ids: give a prompt")
-        return Row(where, "", None, "default", {}), tuple(value)
+        return row, tuple(value)
     allowed = '"prompt" must be a string (with --chat also a list of messages), "token_ids" a list of integers'
     raise DataError(f"{where}: {allowed}")

@@ -66,7 +66,6 @@ class RemoteBackend(RemoteWeights):
         self._parked = ParkedTurns()
         self._arguments: dict[str, Any] = {}
         self._drawn_tokens = self._idle_beats = 0
-        self._parked_seconds = 0.0
         self._lengths = np.zeros(0, np.int32)
         self._stats = EngineStats()
 
@@ -97,7 +96,7 @@ class RemoteBackend(RemoteWeights):
         self._arguments = self._sampling(call.params)
         self._parked = ParkedTurns(call, self._options.tp)
         self._drawn_tokens = 0
-        self._parked_seconds = 0.0
+        parked = self._stats.parked_seconds
         self._lengths = np.zeros(0, np.int32)
         self._wanted = self._requests_of(call)
         try:
@@ -106,8 +105,7 @@ class RemoteBackend(RemoteWeights):
         except BaseException:  # also an interrupt: requests must not run on, nor their responses reach the next call
             self._abandon()
             raise
-        self._stats.seconds += time.perf_counter() - started - self._parked_seconds
-        self._stats.parked_seconds += self._parked_seconds
+        self._stats.seconds += time.perf_counter() - started - (self._stats.parked_seconds - parked)
         self._stats.finished_requests += len(samples)
         self._after_generate()
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
@@ -277,7 +275,7 @@ class RemoteBackend(RemoteWeights):
             self._stats.given_tokens += len(result.given)
             self._submit(request)
         if not is_busy:
-            self._parked_seconds += time.perf_counter() - started
+            self._stats.add_parked(started, time.perf_counter())
         return ended
 
     def _end(self, turn: DrawnTurn) -> Sample:
@@ -288,6 +286,7 @@ class RemoteBackend(RemoteWeights):
             self._parked.discard(request)
         sample = Sample(*name, request.output, [], turn.text, request.finish_reason, self._weights.version)
         sample.given, sample.turn_rewards, sample.failure = request.given, request.turn_rewards, request.failure
+        sample.turn_seconds = request.turn_seconds
         try:
             self._add_kept(sample, turn)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ def add_generate(commands: Any) -> None:
     command = commands.add_parser("generate", help=text, description=text)
     add = command.add_argument
     add("--model", type=Path, required=True, help="Hugging Face directory, or OWNER/NAME on the hub")
-    add("--prompts", type=Path, required=True, help='JSONL of {"prompt"} or {"token_ids"}')
+    add("--prompts", type=Path, required=True, help='JSONL of {"prompt"} or {"token_ids"}; for --env also {"answer"}')
     add("--out", type=Path, required=True, help="JSONL to write")
     add("--n", type=int, default=1, help="responses to each prompt (default: %(default)s)")
     add("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
@@ -103,8 +104,11 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     params = _sampling(args)
     if env is not None:
         params = replace(params, max_turn_tokens=env.max_turn_tokens or 0)
-    prompts = read_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
-    with turns_of(environments) as turns:
+    with ExitStack() as at_end:
+        if environments is not None:
+            at_end.callback(environments.close)
+        prompts = read_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
+        turns = at_end.enter_context(turns_of(environments))
         stats = generate_file(
             args.model,
             prompts,
@@ -119,8 +123,6 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
             rollout=engine,
             turns=turns,
         )
-    if environments is not None:
-        environments.close()
     if world.is_main:
         written = (
             f"{stats.finished_requests} responses, {stats.generated_tokens} tokens in {stats.seconds:.1f} s"

@@ -97,9 +97,9 @@ class ObserveSection(Section):
     tensorboard: bool = True
     """Write TensorBoard event files under run_dir/tensorboard."""
     wandb_project: str | None = None
-    """Also log to this Weights & Biases project."""
+    """Also log to this Weights & Biases project: metrics, and the rows of samples.jsonl as a table."""
     samples_per_step: NonNegativeInt = 2
-    """Sample rollouts written to run_dir/samples.jsonl each step, with their drafts; 0: none."""
+    """Sample rollouts written to run_dir/samples.jsonl each step, with their drafts and turns; 0: none."""
     save_responses: bool = False
     """Write every response of training, text and token ids, to run_dir/responses, for `drafter.responses_path`: some
     ten bytes a token."""

@@ -81,10 +81,9 @@ class TurnTokens:
         return text
 
     def _check_template(self, role: Literal["user", "tool"]) -> None:
-        """Renders conversations to find out, once a role."""
+        """Renders conversations to find out, once a role that fits. Raises ConfigError."""
         if not self._chat or role in self._checked:
             return
-        self._checked.add(role)
         field = "env.tool_role" if role == "tool" else "data.chat_template"
         where = f"the chat template of {self._tokenizer.name}"
         try:
@@ -102,6 +101,7 @@ class TurnTokens:
                 f"the {role}: 'keep' trains on turns as they were generated; a template that keeps them avoids it"
             )
             raise ConfigError.of("env.rewritten_history", "refuse", allowed)
+        self._checked.add(role)
 
     def _is_rewritten(self, turn: str, role: str) -> bool:
         """Whether a rendering with later messages does not begin with the prompt and the turns as generated."""

@@ -53,24 +53,39 @@ def environment_problems(section: EnvSection) -> list[ConfigProblem]:
     """Why the environment cannot be loaded. Imports it here."""
     try:
         environment_tools(section)
-        inspect.signature(_load_class(section)).bind(**section.params)
+        arguments = inspect.signature(_load_class(section)).bind(**section.params)
     except EnvError as error:
         return [ConfigProblem("env.path" if section.path else "env.kind", section.path or section.kind, str(error))]
     except TypeError as error:
         return [ConfigProblem("env.params", section.params, f"do not fit the constructor: {error}")]
     except ValueError:  # a class without a signature
         return []
+    arguments.apply_defaults()
+    if section.kind == "python" and arguments.arguments["wall_s"] >= section.timeout_s:
+        allowed = f"must be below env.timeout_s = {section.timeout_s:g}, in which the programs of a turn run"
+        return [ConfigProblem("env.params.wall_s", arguments.arguments["wall_s"], allowed)]
     return []
 
 
+def environment_warning(section: EnvSection) -> str | None:
+    """What the environment lacks on this machine. May start a process."""
+    if section.kind != "python":
+        return None
+    from megatron_tlt.envs.python import network_warning
+
+    return network_warning()
+
+
 def environment_fingerprint(section: EnvSection) -> dict[str, Any]:
-    """The settings on which a trajectory depends, and a digest of the source of the environment's module. JSON-able.
+    """The settings on which a trajectory depends, and a digest of every .py file in the folder of the environment's
+    module: helper modules beside it count, folders below it and installed packages do not. JSON-able.
 
     Raises EnvError.
     """
     loaded = _load_class(section)
     source = inspect.getsourcefile(loaded)
-    digest = "" if source is None else hashlib.sha256(Path(source).read_bytes()).hexdigest()[:16]
+    files = [] if source is None else sorted(Path(source).parent.glob("*.py"))
+    digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()[:16]
     not_read = {"timeout_s", "workers", "worker_memory_mib", "path"}
     return {**section.model_dump(mode="json", exclude=not_read), "class": loaded.__qualname__, "source": digest}
 

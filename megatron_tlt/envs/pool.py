@@ -10,7 +10,9 @@ again: they decide an environment's state, and an answer that differs ends the t
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -18,16 +20,18 @@ from megatron_tlt.config.env import EnvSection
 from megatron_tlt.envs.base import GivenTokens, Step
 from megatron_tlt.envs.process import EnvWorker, WorkerLostError
 from megatron_tlt.envs.worker import Discard, Key, Open, Play
-from megatron_tlt.errors import EnvError
+from megatron_tlt.errors import EnvError, TltError
 from megatron_tlt.types import Prompt, TurnResult
+
+_BEAT_S = 1.0  # of waiting for a reset, between two signs of life
 
 
 class EnvironmentPool:
     """The worker processes. Use from one thread; close it."""
 
-    def __init__(self, section: EnvSection):
-        """Starts nothing yet."""
-        self.section = section
+    def __init__(self, section: EnvSection, on_wait: Callable[[], None] = lambda: None):
+        """Starts nothing yet. `on_wait` is called every second or so of waiting in `openings`, as a heartbeat."""
+        self.section, self._on_wait = section, on_wait
         self.workers = [EnvWorker(section) for _ in range(section.workers)]
 
     def warm_up(self) -> None:
@@ -44,10 +48,17 @@ class EnvironmentPool:
         openings = []
         for prompt, future in zip(prompts, futures, strict=True):
             try:
-                openings.append(future.result())
+                openings.append(self._awaited(future))
             except EnvError as error:
                 raise EnvError(f"the environment gave no opening for prompt {prompt.dataset_id!r}: {error}") from None
         return openings
+
+    def _awaited(self, future: Future[str | None]) -> str | None:
+        """The result, with signs of life until it is there. Raises EnvError."""
+        self._on_wait()
+        while not wait([future], _BEAT_S).done:
+            self._on_wait()
+        return future.result()
 
     def trajectories(self, tokens: GivenTokens) -> Trajectories:
         """The environments of one rollout."""
@@ -65,6 +76,7 @@ class _Trajectory:
     worker: EnvWorker
     turns: list[str] = field(default_factory=list)
     drawn: Sequence[int] = ()  # the last turn's tokens
+    submitted: float = 0.0  # when it was passed on, seconds of time.perf_counter
     steps: list[Step] = field(default_factory=list)  # the answers to the turns before the last one
     played: tuple[int, int] = (0, 0)  # starts of the worker, turns that its process has played since the last one
 
@@ -105,6 +117,7 @@ class Trajectories:
         assert turn == len(trajectory.turns), f"turn {turn} after {len(trajectory.turns)} turns"
         trajectory.turns.append(text)
         trajectory.drawn = tuple(token_ids)
+        trajectory.submitted = time.perf_counter()
         trajectory.worker.do(lambda: self._play(trajectory, key))
 
     def poll(self, timeout_s: float = 0.0) -> list[TurnResult]:
@@ -149,14 +162,21 @@ class Trajectories:
         self._answers.put((trajectory, key, answer))
 
     def _result(self, key: Key, trajectory: _Trajectory, answer: Step | EnvError) -> TurnResult:
+        seconds = time.perf_counter() - trajectory.submitted
         if isinstance(answer, EnvError):
-            self.discard(*key)
-            return TurnResult(*key, given=(), failure=str(answer))
+            return self._failed(key, seconds, str(answer))
         if answer.done or len(trajectory.turns) >= self._max_turns:
             self.discard(*key)
-            return TurnResult(*key, given=(), reward=answer.reward, done=True)
-        given = self._tokens.given(answer.observation, answer.role, trajectory.drawn)
-        return TurnResult(*key, given=given, reward=answer.reward)
+            return TurnResult(*key, given=(), reward=answer.reward, seconds=seconds, done=True)
+        try:
+            given = self._tokens.given(answer.observation, answer.role, trajectory.drawn)
+        except (TltError, ValueError) as error:  # raised here, it would leave other ranks of the engine waiting
+            return self._failed(key, seconds, f"its observation cannot be a message of the {answer.role}: {error}")
+        return TurnResult(*key, given=given, reward=answer.reward, seconds=seconds)
+
+    def _failed(self, key: Key, seconds: float, why: str) -> TurnResult:
+        self.discard(*key)
+        return TurnResult(*key, given=(), seconds=seconds, failure=why)
 
 
 def _discard(worker: EnvWorker, key: Key) -> None:

@@ -30,6 +30,9 @@ class Retry(Environment):
         self._tried = 0
 
     def reset(self, prompt: Prompt, seed: int) -> None:
+        """Raises ValueError for a prompt by which no answer can be judged."""
+        if prompt.answer is None and "task_entry" not in prompt.metadata:
+            raise ValueError("retry needs a reference answer, or the entry of a procedural task")
         self._prompt, self._tried = prompt, 0
 
     def step(self, response: str) -> Step:
@@ -43,13 +46,12 @@ class Retry(Environment):
 
 
 def _score(prompt: Prompt, answer: str) -> float:
-    """The task's own score; for a prompt of no task, whether the answer equals the reference. Raises ValueError."""
+    """The task's own score; for a prompt of no task, whether the answer equals the reference."""
     entry = prompt.metadata.get("task_entry")
     if entry is not None:
         params = json.dumps(prompt.metadata.get("task_params") or {}, sort_keys=True, default=str)
         return float(_verifier(prompt.metadata["task_name"], params).score_answer(answer, entry))
-    if prompt.answer is None:
-        raise ValueError(f"prompt {prompt.dataset_id!r} has no reference answer")
+    assert prompt.answer is not None
     return float(answer == prompt.answer.strip())
 
 

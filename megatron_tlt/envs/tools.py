@@ -22,7 +22,7 @@ from megatron_tlt.envs.base import Environment, Role, Step, ToolSchema
 from megatron_tlt.errors import EnvError
 from megatron_tlt.types import Prompt
 
-_NOT_TOOLS = ("reset", "close", "score")
+_NOT_TOOLS = ("reset", "begin_turn", "close", "score")
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
@@ -70,7 +70,7 @@ def _call(body: str) -> ToolCall:
 
 
 def tool_names(owner: type) -> list[str]:
-    """The public methods of a class, in the order of its source, without `reset`, `close`, `score`."""
+    """The public methods of a class, in the order of its source, without those of `_NOT_TOOLS`."""
     found = [name for base in reversed(owner.__mro__[:-1]) for name, value in vars(base).items() if callable(value)]
     return [name for name in dict.fromkeys(found) if not name.startswith("_") and name not in _NOT_TOOLS]
 
@@ -112,7 +112,8 @@ def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
 class ToolEnvironment(Environment):
     """An object whose public methods are tools. Of its own it may have
 
-    `reset(prompt, seed)`, as an environment has; `score(response) -> float`, the reward of the last turn; `close()`.
+    `reset(prompt, seed)`, as an environment has; `begin_turn()`, called before the calls of a turn; `score(response) ->
+    float`, the reward of the last turn; `close()`.
     """
 
     def __init__(self, tools: Any, role: Role = "tool"):
@@ -129,6 +130,8 @@ class ToolEnvironment(Environment):
         if not calls:
             score = self._owner.score(response) if hasattr(self._owner, "score") else 0.0
             return Step(reward=float(score), done=True)
+        if hasattr(self._owner, "begin_turn"):
+            self._owner.begin_turn()
         return Step("\n".join(self._answer(call) for call in calls), role=self._role)
 
     def close(self) -> None:

@@ -110,7 +110,8 @@ class IdleWindow:
         passes through.
         """
         sums = self._sums
-        sums.idle_since, sums.parked_seconds = self._clock(), sums.seconds
+        sums.idle_since = self._clock()
+        sums.parked_seconds, sums.parked_steps = sums.seconds, sums.steps
         sums.has_no_samples = False
         self.coordinator.enter_done()
         self._tracker.to(RankState.IDLE)
@@ -177,7 +178,7 @@ class IdleWindow:
             is_disabled=self.disabled_reason is not None,
             # An idle replica gets no new samples: without any, none come before the window ends.
             samples_available=0 if sums.has_no_samples else available,
-            steps=sums.steps,
+            steps=sums.steps - sums.parked_steps,
             step_seconds=self._step_seconds,
         )
 
@@ -222,6 +223,7 @@ class _Sums:
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    parked_steps: int = 0  # of `steps`, before the window
     parked_seconds: float = 0.0  # of `seconds`, before the window
     has_no_samples: bool = False
     metrics: dict[str, float] = field(default_factory=lambda: defaultdict(float))

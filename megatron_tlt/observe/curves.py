@@ -7,7 +7,7 @@ running requests], ...], "drafting": [share of each of 24 equal parts of the cur
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from megatron_tlt.types import EngineStats
 
 _POINTS = 40
 _PARTS = 24
+_WAITS = 60  # of a rank and step, that are logged
 
 
 def curve_attrs(stats: EngineStats) -> dict[str, Any] | None:
@@ -24,7 +25,7 @@ def curve_attrs(stats: EngineStats) -> dict[str, Any] | None:
     curve = stats.running_curve
     if not curve:
         return None
-    wall = wall_seconds() - time.perf_counter() + stats.started
+    wall = _wall_of(stats.started)
     first, last = curve[0][0], curve[-1][0]
     points = thinned(curve, _POINTS)
     attrs: dict[str, Any] = {"start": round(wall + first, 3)}
@@ -33,6 +34,18 @@ def curve_attrs(stats: EngineStats) -> dict[str, Any] | None:
     if switches:
         attrs["drafting"] = drafting_shares(switches, first, last, _PARTS)
     return attrs
+
+
+def parked_spans(stats: EngineStats) -> Iterator[tuple[float, float]]:
+    """(start in seconds since the epoch, seconds) of the longest waits of all requests for environments, in order."""
+    longest = sorted(stats.parked_spans, key=lambda span: span[0] - span[1])[:_WAITS]
+    for begin, end in sorted(longest):
+        yield _wall_of(begin), end - begin
+
+
+def _wall_of(seconds: float) -> float:
+    """Seconds since the epoch, of time.perf_counter's."""
+    return wall_seconds() - time.perf_counter() + seconds
 
 
 def thinned(curve: Sequence[tuple[float, int]], most: int) -> list[tuple[float, int]]:

@@ -7,19 +7,22 @@ drops the rows after the step it resumes from, so that no step is there twice.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_tlt.config.run import ObserveSection
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.observe.clock import wall_seconds
-from megatron_tlt.observe.jsonl import StepFile
+from megatron_tlt.observe.jsonl import JsonRow, StepFile
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 
 Scalars = Mapping[str, float]
+_OF_RESPONSE = ("task", "prompt_id", "sample_index", "prompt", "finish_reason", "reward", "env_failure")
+_OF_TURN = ("response", "observation", "reward", "seconds")
 
 
 class JsonlSink:
@@ -58,6 +61,7 @@ class WandbSink:
         except ImportError as error:
             allowed = "needs the package wandb (pip install wandb), or set it to null"
             raise ConfigError(ConfigProblem("observe.wandb_project", project, allowed)) from error
+        self._new_table = wandb.Table
         id_file = run_dir / "wandb-run-id"
         run_id = id_file.read_text().strip() if id_file.exists() else None
         self._run = wandb.init(
@@ -76,6 +80,16 @@ class WandbSink:
 
     def write(self, step: int, scalars: Scalars) -> None:
         self._run.log({"step": step, **scalars})
+
+    def write_samples(self, step: int, rows: Sequence[JsonRow]) -> None:
+        """The rows of samples.jsonl as a table: a row a response, of trajectories a row a turn."""
+        data = []
+        for row in rows:
+            for number, turn in enumerate(row.get("turns") or [{"response": row["response"]}], 1):
+                calls = json.dumps(turn["calls"], ensure_ascii=False) if "calls" in turn else None
+                data.append([*map(row.get, _OF_RESPONSE), number, calls, *map(turn.get, _OF_TURN)])
+        columns = [*_OF_RESPONSE, "turn", "calls", *(f"turn_{name}" for name in _OF_TURN)]
+        self._run.log({"step": step, "samples": self._new_table(columns=columns, data=data)})
 
 
 class MetricsLogger:
@@ -108,6 +122,12 @@ class MetricsLogger:
         """Writes the numbers of a step; names look like `reward/mean`."""
         for sink in self._sinks:
             sink.write(step, scalars)
+
+    def log_samples(self, step: int, rows: Sequence[JsonRow]) -> None:
+        """Shows rows of samples.jsonl in W&B, if it is configured."""
+        for sink in self._sinks:
+            if isinstance(sink, WandbSink):
+                sink.write_samples(step, rows)
 
     def close(self) -> None:
         """Closes every sink; a second call does nothing."""

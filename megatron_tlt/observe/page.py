@@ -149,7 +149,7 @@ class Table:
 
 @dataclass
 class Samples:
-    """Responses as text, each with its `facts` and its `stretches`: (CSS class, text)."""
+    """Responses as text, each with its `facts` and its `parts`: (facts, stretches), of stretches (CSS class, text)."""
 
     rows: Sequence[Mapping[str, Any]]
     wide: bool = True

@@ -35,6 +35,9 @@ _SHOWN = (
     ("accuracy", "reward/accuracy", "{:.3f}"),
     ("length", "length/mean", "{:.0f}"),
     ("accepted", "spec/accept_length", "{:.2f}"),
+    ("turns", "env/turns", "{:.2f}"),
+    ("waiting for tools", "env/parked_share", "{:.0%}"),
+    ("aborted", "env/failures", "{:.0f}"),
     ("idle rank-s", "idle/seconds", "{:.1f}"),
     ("recovered rank-s", "idle/recovered_seconds", "{:.1f}"),
 )

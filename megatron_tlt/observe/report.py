@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -145,21 +146,48 @@ def _samples(run: RunData) -> PageSection:
     steps = chosen_steps(run, _SAMPLE_STEPS)
     rows = [row | _shown(row) for row in reversed(run.samples) if row["step"] - 1 in steps]
     text = "The best and the worst response of the first prompts of a step: the update learns from their contrast."
-    return PageSection("Samples", [Samples(rows[:_SAMPLES])] if rows else [], text)
+    title = "Samples"
+    if any("turns" in row for row in rows):
+        title, text = "Trajectories", f"{text} By turn: what the model wrote, then the environment's text."
+    return PageSection(title, [Samples(rows[:_SAMPLES])] if rows else [], text)
 
 
 def _shown(row: JsonRow) -> JsonRow:
-    """Facts in a line, the prompt, and the response in stretches."""
+    """Facts in a line, the prompt, and the response in parts: (facts of a turn, its stretches)."""
     facts = [f"step {row['step']}", f"reward {row.get('reward') or 0:g}", f"{row.get('tokens', 0)} tokens"]
     facts += [str(row[name]) for name in ("task", "finish_reason") if row.get(name)]
     if turns := row.get("turn_rewards"):
         facts.append(f"{len(turns)} turns, rewards {', '.join(f'{reward:g}' for reward in turns)}")
-    shown = [("", _cut(row["response"]))]  # with an environment the last turn
+    if row.get("env_failure"):
+        facts.append(f"aborted: {row['env_failure']}")
+    parts = [("", [("", _cut(row["response"]))])]
     if drafts := row.get("drafts"):
         accepted = sum(count for _, count, _ in drafts["runs"])
         facts.append(f"{accepted} of the first {len(drafts['pieces'])} tokens were drafted")
-        shown = list(stretches(drafts["pieces"], drafts["runs"], row.get("given", ())))
-    return {"facts": " · ".join(facts), "prompt": _cut(row["prompt"]), "stretches": shown}
+        parts = [("", list(stretches(drafts["pieces"], drafts["runs"], row.get("given", ()))))]
+    if row.get("turns"):
+        parts = list(_turns(row))
+    return {"facts": " · ".join(facts), "prompt": _cut(row["prompt"]), "parts": parts}
+
+
+def _turns(row: JsonRow) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """The facts and the stretches of each turn of a trajectory, with drafts where all of the turn has them."""
+    drafts = row.get("drafts") or {"pieces": [], "runs": []}
+    ends = [*row["given"], [row["tokens"], row["tokens"]]]
+    start = 0
+    for number, (turn, (end, following)) in enumerate(zip(row["turns"], ends, strict=True), 1):
+        facts = [f"turn {number}"]
+        for call in turn.get("calls", ()):
+            facts.append(f"calls {call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}" if "name" in call
+                         else f"a call that cannot be made: {call['problem']}")  # fmt: skip
+        facts += [f"reward {turn['reward']:g}"] if turn.get("reward") is not None else []
+        facts += [f"waited {turn['seconds']:.2f} s for the environment"] if "seconds" in turn else []
+        shown = [("", _cut(turn["response"])), ("given", _cut(turn.get("observation", "")))]
+        if following <= len(drafts["pieces"]):
+            runs = [(at - start, count, refused) for at, count, refused in drafts["runs"] if start <= at < following]
+            shown = list(stretches(drafts["pieces"][start:following], runs, [(end - start, following - start)]))
+        yield " · ".join(facts), shown
+        start = following
 
 
 def _cut(text: str) -> str:

@@ -11,6 +11,7 @@ from megatron_tlt.observe.runfiles import RunData
 
 # Phases in the order of a step, each with its colour; others are red.
 PHASE_COLOURS = {
+    "reset": colours.ORANGE,
     "rollout": colours.BLUE,
     "idle": colours.GREY,
     "score": colours.OLIVE,

@@ -11,7 +11,8 @@ A row of rollouts.jsonl has a few kilobytes, whatever the number of ranks:
 samples.jsonl has a few responses of every step for people to read. Where speculation is on, a response has its drafts:
 `"drafts": {"pieces": the text of each token (of the first ones), "runs": [[position of the first drafted token, how
 many were accepted, text of those refused], ...]}`. With an environment `response` is the last drawn turn, and a row has
-`given` (spans of the response's tokens), `turn_rewards` and `env_failure`.
+`given` (spans of the response's tokens), `turn_rewards`, `env_failure` and `turns`, for each turn with the fields that
+it has: `response` (drawn), `calls` (of tools), `observation` (given), `reward`, `seconds` (waited for the environment).
 
 responses/rank-00000.jsonl, with `observe.save_responses`, has every response that a rank scored: the fields of
 samples.jsonl and the token ids, to train a drafter on (`data/responses.py` reads them).
@@ -37,6 +38,7 @@ _POSITIONS = 32
 _MASK = (1 << 64) - 1
 
 DraftsOf = Callable[[Sample], dict[str, Any] | None]
+TurnsOf = Callable[[Sample], list[JsonRow]]
 
 
 def rank_row(stats: EngineStats, groups: Sequence[SampleGroup]) -> JsonRow:
@@ -105,25 +107,27 @@ def column_sums(lists: Sequence[Sequence[int]]) -> list[int]:
     return [sum(values) for values in zip_longest(*lists, fillvalue=0)]
 
 
-def sample_rows(groups: Sequence[SampleGroup], most: int, drafts_of: DraftsOf | None = None) -> list[JsonRow]:
+def sample_rows(
+    groups: Sequence[SampleGroup], most: int, drafts_of: DraftsOf | None = None, turns_of: TurnsOf | None = None
+) -> list[JsonRow]:
     """The best and the worst response of the first prompts, `most` in all: the update learns from their contrast.
 
-    `drafts_of` returns the drafts of a sample, None where they are not known.
+    `drafts_of` returns the drafts of a sample, None where they are not known; `turns_of` the turns of a trajectory.
     """
     rows = []
     pairs = ((group, pair) for group in groups for pair in _best_and_worst(group))
     for group, (sample, reward) in islice(pairs, most):
         drafts = drafts_of(sample) if drafts_of is not None else None
-        rows.append(_row(group, sample, reward) | ({} if drafts is None else {"drafts": drafts}))
+        rows.append(_row(group, sample, reward, turns_of) | ({} if drafts is None else {"drafts": drafts}))
     return rows
 
 
-def response_rows(groups: Sequence[SampleGroup]) -> Iterator[JsonRow]:
-    """Every response, with the token ids of its prompt and its own."""
+def response_rows(groups: Sequence[SampleGroup], turns_of: TurnsOf | None = None) -> Iterator[JsonRow]:
+    """Every response, with the token ids of its prompt and its own; `turns_of` as in `sample_rows`."""
     for group in groups:
         for sample, reward in zip(group.samples, group.rewards, strict=True):
             ids: JsonRow = {"prompt_token_ids": group.prompt.token_ids, "token_ids": sample.token_ids}
-            yield _row(group, sample, reward) | ids | ({"given": sample.given} if sample.given else {})
+            yield _row(group, sample, reward, turns_of) | ids | ({"given": sample.given} if sample.given else {})
 
 
 def _best_and_worst(group: SampleGroup) -> list[tuple[Sample, RewardResult]]:
@@ -131,7 +135,7 @@ def _best_and_worst(group: SampleGroup) -> list[tuple[Sample, RewardResult]]:
     return scored[:1] + scored[1:][-1:]
 
 
-def _row(group: SampleGroup, sample: Sample, reward: RewardResult) -> JsonRow:
+def _row(group: SampleGroup, sample: Sample, reward: RewardResult, turns_of: TurnsOf | None) -> JsonRow:
     row: JsonRow = {
         "prompt_id": sample.prompt_id,
         "sample_index": sample.sample_index,
@@ -150,6 +154,7 @@ def _row(group: SampleGroup, sample: Sample, reward: RewardResult) -> JsonRow:
         row["parts"] = reward.parts
     if reward.failure is not None:
         row["failure"] = reward.failure
-    if sample.turn_rewards or sample.failure is not None:
+    if turns_of is not None:
         row |= {"given": sample.given, "turn_rewards": sample.turn_rewards, "env_failure": sample.failure}
+        row["turns"] = turns_of(sample)
     return row

@@ -2,8 +2,8 @@
 
 The format is the JSON object of the Trace Event Format:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-A process is a rank, its threads are phases and states, its counters are running requests and the share of steps that
-draft. Memory holds one rank's events.
+A process is a rank, its threads are phases, states and waits for environments, its counters are running requests and
+the share of steps that draft. Memory holds one rank's events.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron_tlt.observe.runfiles import RunData
 Event = dict[str, Any]
 _PHASES = 1  # threads of a rank
 _STATES = 2
+_WAITS = 3
 
 
 def write_timeline(run: RunData, out: Path, steps: Collection[int] | None = None) -> int:
@@ -61,8 +62,7 @@ def _names(pid: int, process: str, threads: dict[int, str]) -> Iterator[Event]:
 
 def _rank_events(run: RunData, rank: int, origin: float, steps: Collection[int] | None) -> Iterator[Event]:
     """One rank's events, in microseconds since `origin`."""
-    yield from _names(rank, f"rank {rank}", {_PHASES: "phases", _STATES: "state"})
-    slices: dict[int, list[Event]] = {_PHASES: [], _STATES: []}
+    slices: dict[int, list[Event]] = {_PHASES: [], _STATES: [], _WAITS: []}
     for row in run.events(rank):
         step = row.get("step")
         name = row["name"]
@@ -71,7 +71,7 @@ def _rank_events(run: RunData, rank: int, origin: float, steps: Collection[int] 
             continue
         base = {"name": name, "pid": rank, "ts": _micros(row["ts"] - origin)}
         if row.get("kind") in ("span", "state"):
-            thread = _PHASES if row["kind"] == "span" else _STATES
+            thread = _PHASES if row["kind"] == "span" else _WAITS if name == "WAITING" else _STATES
             args = attrs if step is None else {"step": step + 1, **attrs}
             times = {"cat": row["kind"], "tid": thread, "dur": _micros(row["dur"])}
             slices[thread].append({"ph": "X", **base, **times, "args": args})
@@ -79,6 +79,8 @@ def _rank_events(run: RunData, rank: int, origin: float, steps: Collection[int] 
             yield from _curve(rank, attrs, origin)
         else:
             yield {"ph": "i", "s": "t", "tid": _PHASES, "cat": "instant", **base, "args": attrs}
+    threads = {_PHASES: "phases", _STATES: "state"} | ({_WAITS: "environments"} if slices[_WAITS] else {})
+    yield from _names(rank, f"rank {rank}", threads)
     for rows in slices.values():
         yield from one_after_the_other(rows)
 

@@ -48,7 +48,10 @@ def is_turn_end(request: Request, length: int) -> bool:
 
 
 def take_result(request: Request, result: TurnResult) -> FinishReason | None:
-    """Why a parked request ends with its environment's `result`; None: it goes on. Notes reward and failure in it."""
+    """Why a parked request ends with its environment's `result`; None: it goes on. Notes reward, seconds and failure
+    in it.
+    """
+    request.turn_seconds.append(result.seconds)
     if result.failure is not None:
         request.failure = result.failure
         return "abort"

@@ -316,7 +316,7 @@ class Engine:
             self._collector.emit(wait=self.is_idle)
         self._stats.finished_requests += len(ended)
         if not is_busy:
-            self._stats.parked_seconds += time.perf_counter() - started
+            self._stats.add_parked(started, time.perf_counter())
         return ended
 
     def _submit_turns(self, turns: TurnExchange, ended: Sequence[Request]) -> None:

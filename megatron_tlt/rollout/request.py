@@ -38,6 +38,7 @@ class Request:
     given: tuple[Span, ...] = ()  # of `output`, as in `types.Sample`
     takes_turns: bool = False  # its drawn turns go to an environment, which continues or ends the trajectory
     turn_rewards: list[float] = field(default_factory=list)  # of the turns that the environment has answered
+    turn_seconds: list[float] = field(default_factory=list)  # as in `types.Sample`
     failure: str | None = None  # of the environment
     finish_reason: FinishReason | None = None
     # KV blocks of a finished request, until the next schedule

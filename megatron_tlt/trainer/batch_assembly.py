@@ -211,7 +211,9 @@ class BatchAssembler:
         columns = {name: values[order] for name, values in columns.items()}
         costs, failed = columns.pop("cost"), columns.pop("failed")
         rewards = RewardTable(kl_sum=np.zeros(len(order)), **columns)
-        has_gradient = self._algorithm.has_gradient(rewards) | self._policy.actor.has_router_losses
+        has_gradient = self._algorithm.has_gradient(rewards)
+        if self._policy.actor.has_router_losses:
+            has_gradient |= ~rewards.aborted
         mini_batch, dp_rank = place(rewards.prompt_id, costs, has_gradient, self._mini_batches, self._dims.dp)
         return StepTable(rewards, mini_batch, dp_rank, failures=int(failed.sum()))
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megatron_tlt.data.prompts import NO_ENV, EnvPrompts
 from megatron_tlt.data.turns import TurnTokens
-from megatron_tlt.envs.build import environment_tools, has_opening
+from megatron_tlt.envs.build import environment_tools, environment_warning, has_opening
 from megatron_tlt.envs.pool import EnvironmentPool
 from megatron_tlt.errors import EnvError
+from megatron_tlt.trainer.turn_metrics import turn_rows
 
 if TYPE_CHECKING:
     from megatron_tlt.config.env import EnvSection
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.together import Ranks
     from megatron_tlt.interfaces import TurnSource
-    from megatron_tlt.types import Prompt
+    from megatron_tlt.observe.jsonl import JsonRow
+    from megatron_tlt.types import Prompt, Sample
+
+_log = logging.getLogger(__name__)
 
 
 def open_environments(config: Config, tokenizer: HFTokenizer, world: Ranks) -> Environments | None:
@@ -50,8 +55,14 @@ class Environments:
     """One rank's environments. Close them."""
 
     def __init__(self, section: EnvSection, tokenizer: HFTokenizer, world: Ranks, *, chat: bool):
-        """Starts the workers, which import meanwhile. Raises ConfigError for a chat template that does not fit."""
+        """Starts the workers, which import meanwhile; warns of what the environment lacks on rank 0's machine.
+
+        Raises ConfigError for a chat template that does not fit.
+        """
+        if world.rank == 0 and (warning := environment_warning(section)) is not None:
+            _log.warning(warning)
         tools = environment_tools(section)
+        self._decode = tokenizer.decode
         self._tokens = TurnTokens(
             tokenizer,
             chat=chat,
@@ -60,13 +71,17 @@ class Environments:
             roles=(section.tool_role,) if tools else ("user",),
             keep_history=section.rewritten_history == "keep",
         )
-        self._pool, self._world = EnvironmentPool(section), world
+        self._pool, self._world = EnvironmentPool(section, world.heartbeat), world
         self._pool.warm_up()
         self.prompts = EnvPrompts(tools, self._openings if has_opening(section) else None)
 
     def trajectories(self) -> TurnSource:
         """The environments of one rollout."""
         return self._pool.trajectories(self._tokens)
+
+    def turns_of(self, sample: Sample) -> list[JsonRow]:
+        """The turns of a finished trajectory, for people: see `turn_rows`."""
+        return turn_rows(sample, self._decode, has_tools=bool(self.prompts.tools))
 
     def close(self) -> None:
         """Ends the workers."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron_tlt.observe.curves import curve_attrs
+from megatron_tlt.observe.curves import curve_attrs, parked_spans
 from megatron_tlt.observe.events import EventLog
 from megatron_tlt.observe.jsonl import StepFile, cut_back
 from megatron_tlt.observe.log import enter_phase
@@ -23,6 +23,7 @@ from megatron_tlt.observe.rollouts import (
     ROLLOUTS_FILE,
     SAMPLES_FILE,
     DraftsOf,
+    TurnsOf,
     rank_row,
     response_rows,
     sample_rows,
@@ -52,10 +53,19 @@ _SUMMED = ("engine/generated_tokens", *_IDLE_TOTALS)
 class RunMetrics:
     """Events, metrics, samples and progress display of one rank."""
 
-    def __init__(self, config: Config, world: World, state: TrainState, drafts_of: DraftsOf | None = None):
-        """`state`: the loop's. `drafts_of` returns what this rank's engine drafted for a sample, for samples.jsonl."""
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        state: TrainState,
+        drafts_of: DraftsOf | None = None,
+        turns_of: TurnsOf | None = None,
+    ):
+        """`state`: the loop's. For samples.jsonl, `drafts_of` returns what this rank's engine drafted for a sample,
+        `turns_of` the turns of a trajectory.
+        """
         self.world, self.state = world, state
-        self._config, self._drafts_of = config, drafts_of
+        self._config, self._drafts_of, self._turns_of = config, drafts_of, turns_of
         self._run_dir = Path(config.train.run_dir)
         self._events = EventLog(self._run_dir, world.rank)
         self._progress = build_progress(config.observe.progress, config.train.num_steps, world.rank)
@@ -141,9 +151,7 @@ class RunMetrics:
         """
         step = self.state.step
         seconds = time.perf_counter() - self._step_started
-        curve = curve_attrs(stats)
-        if curve is not None:
-            self._events.instant("curve", step - 1, **curve)
+        self._log_rollout(step, stats)
         phases = self._events.end_step()
         own = {**mine, **combined(self._windows), **self._peaks.take(), **_counters(stats)}
         if self._config.env is not None:
@@ -155,9 +163,7 @@ class RunMetrics:
         all_phases = [of_rank for of_rank, _, _ in gathered]
         row = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
         row |= _phase_times(all_phases) | combined([of_rank for _, of_rank, _ in gathered])
-        tokens = row["engine/generated_tokens"]
-        wall = max(of_rank.get("rollout", 0.0) for of_rank in all_phases)
-        row |= {"time/step": seconds, "engine/tokens_per_s": tokens / wall if wall > 0 else 0.0}
+        row |= {"time/step": seconds} | _rollout_rates(row, [of_rank.get("rollout", 0.0) for of_rank in all_phases])
         row |= _acceptance(row) | _stop_time(row) | turn_means(row)
         for warning in self._acceptance.check(row):
             if self.world.is_main:
@@ -169,12 +175,26 @@ class RunMetrics:
             self._metrics.log(step, row)
         if self._rollouts is not None:
             self._rollouts.write_rows(step, step_row([of_rank for *_, of_rank in gathered]))
-        if self._samples is not None:
-            rows = sample_rows(groups, self._config.observe.samples_per_step, self._drafts_of)
-            self._samples.write_rows(step, *rows)
-        if self._responses is not None:
-            self._responses.write_rows(step, *response_rows(groups))
+        self._log_responses(step, groups)
         self._progress.step_done(step, row)
+
+    def _log_rollout(self, step: int, stats: EngineStats) -> None:
+        """The rollout's curve, and the waits for environments in it, as events."""
+        curve = curve_attrs(stats)
+        if curve is not None:
+            self._events.instant("curve", step - 1, **curve)
+        for start, seconds in parked_spans(stats):
+            self._events.state("WAITING", step - 1, start, seconds)
+
+    def _log_responses(self, step: int, groups: Sequence[SampleGroup]) -> None:
+        """Some of this rank's responses, and where it is configured all of them."""
+        if self._samples is not None:
+            rows = sample_rows(groups, self._config.observe.samples_per_step, self._drafts_of, self._turns_of)
+            self._samples.write_rows(step, *rows)
+            if self._metrics is not None:
+                self._metrics.log_samples(step, rows)
+        if self._responses is not None:
+            self._responses.write_rows(step, *response_rows(groups, self._turns_of))
 
     def log_eval(self, result: EvalResult) -> None:
         """Writes an evaluation, beside the metrics of its step."""
@@ -259,6 +279,17 @@ def _counters(stats: EngineStats) -> dict[str, float]:
     values = {name: getattr(stats, name) for name in _COUNTERS + (_TURN_COUNTERS if stats.turns else ())}
     values |= {f"spec_{name}": getattr(stats.speculation, name) for name in _SPEC_COUNTERS}
     return {f"engine/{name}": float(value) for name, value in values.items()}
+
+
+def _rollout_rates(row: Mapping[str, float], seconds: Sequence[float]) -> dict[str, float]:
+    """Tokens a second of the longest rollout, and the share of all ranks' rollouts in which every request waited for
+    its environment. `seconds`: of each rank's rollout.
+    """
+    longest, tokens = max(seconds), row["engine/generated_tokens"]
+    rates = {"engine/tokens_per_s": tokens / longest if longest > 0 else 0.0}
+    if "engine/parked_seconds" in row and longest > 0:
+        rates["env/parked_share"] = row["engine/parked_seconds"] / sum(seconds)
+    return rates
 
 
 def _stop_time(row: dict[str, float]) -> dict[str, float]:

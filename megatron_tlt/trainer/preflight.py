@@ -16,7 +16,7 @@ from megatron_tlt.data.hub import cached, is_name, names_of
 from megatron_tlt.data.prompts import open_source, source_problems
 from megatron_tlt.data.sources import read_completions
 from megatron_tlt.data.tokenizer import has_tokenizer
-from megatron_tlt.envs.build import environment_problems
+from megatron_tlt.envs.build import environment_problems, environment_warning
 from megatron_tlt.envs.check import episode_problems
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError, shortened
 from megatron_tlt.models.config import ModelConfig
@@ -59,6 +59,9 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     model, _ = read_model("model.path", config.model.path)
     shape = None if model is None else model.architecture
     played = [] if prompt is None else ["Environment: a scripted episode was the same three times, in two processes"]
+    env = config.env if isinstance(config, Config) else None
+    if env is not None and (text := environment_warning(env)) is not None:
+        played.append(f"warning: {text}")
     return "\n".join([render_check(config, shape, num_ranks), *played, *to_fetch, *absent])
 
 

@@ -75,7 +75,7 @@ class GroupSampler:
         self.drafter.begin_step(self.backend.policy_version)
         self.rollout_cache.begin_step(step, self.backend.policy_version)
         for _ in range(section.max_sampling_rounds if section.dynamic_sampling else 1):
-            groups = self._rollout(self.prompts.next_batch(num_prompts))
+            groups = self._rollout(self._next_prompts(num_prompts))
             with self.metrics.phase("score"):
                 self.rewards.score(groups)
                 share_responses(self.queues.world, self.backend, groups)
@@ -88,6 +88,13 @@ class GroupSampler:
                 break
         chosen = set(ids[:num_prompts])
         return [g for g in kept if g.prompt.prompt_id in chosen], self.rollout_cache.end_step()
+
+    def _next_prompts(self, count: int) -> list[Prompt]:
+        """The next prompts; with environments a phase, since their `reset` may take long."""
+        if self.environments is None:
+            return self.prompts.next_batch(count)
+        with self.metrics.phase("reset"):
+            return self.prompts.next_batch(count)
 
     def _rollout(self, prompts: Sequence[Prompt]) -> list[SampleGroup]:
         """Groups that this rank generated. Raises GracefulExit if a signal cut any rank's rollout short."""

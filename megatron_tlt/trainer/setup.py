@@ -83,7 +83,8 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     tp = tensor_parallel(world, config.rollout.tp)
     policy, drafter_trainer, backend = build_models(config, world, algorithm, tokenizer, tp)
     state = TrainState()
-    metrics = RunMetrics(config, world, state, _traced_drafts(config, world, backend))
+    turns_of = None if environments is None else environments.turns_of
+    metrics = RunMetrics(config, world, state, _traced_drafts(config, world, backend), turns_of)
 
     # Around rollout and update.
     has_drafter = config.rollout.speculation.trained is not None

@@ -1,4 +1,4 @@
-"""Metrics of environments: turns, their rewards, failures.
+"""Metrics and records of environments: turns, their rewards, seconds and failures.
 
 Every rank gives sums over its own trajectories; the means are made of the sums of all ranks, so that they do not depend
 on which rank generated which trajectory.
@@ -6,9 +6,11 @@ on which rank generated which trajectory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from megatron_tlt.types import SampleGroup
+from megatron_tlt.envs.tools import parse_calls
+from megatron_tlt.observe.jsonl import JsonRow
+from megatron_tlt.types import Sample, SampleGroup
 
 _TURNS = 8  # of which the mean reward is a metric
 _TOTAL, _COUNT = "env/sum/", "env/count/"
@@ -21,6 +23,7 @@ def turn_sums(groups: Sequence[SampleGroup]) -> dict[str, float]:
     row = {"env/failures": float(sum(sample.failure is not None for sample in samples))}
     pairs = {"turns": (float(sum(map(len, rewards))), len(samples))}
     pairs |= {"reward": (sum(map(sum, rewards)), len(samples))}
+    pairs |= {"seconds": (sum(sum(sample.turn_seconds) for sample in samples), len(samples))}
     for turn in range(min(_TURNS, max(map(len, rewards), default=0))):
         there = [of_turn[turn] for of_turn in rewards if len(of_turn) > turn]
         pairs[f"reward/turn_{turn + 1}"] = sum(there), len(there)
@@ -33,6 +36,29 @@ def turn_means(row: dict[str, float]) -> dict[str, float]:
     """`env/NAME`, the mean of each pair of sums. Removes the sums from `row`."""
     names = [name.removeprefix(_TOTAL) for name in row if name.startswith(_TOTAL)]
     return {f"env/{name}": row.pop(_TOTAL + name) / max(1.0, row.pop(_COUNT + name)) for name in names}
+
+
+def turn_rows(sample: Sample, decode: Callable[[Sequence[int]], str], has_tools: bool) -> list[JsonRow]:
+    """A row a turn, with the fields that it has: `response`, the text that the policy drew; `calls` in it, of tools;
+    `observation`, the text given behind it; the environment's `reward`, and the `seconds` waited for it.
+    """
+    rows: list[JsonRow] = []
+    tokens, begin = sample.token_ids, 0
+    for turn, (end, next_begin) in enumerate([*sample.given, (len(tokens), len(tokens))]):
+        row: JsonRow = {"response": decode(tokens[begin:end])}
+        if has_tools and (calls := parse_calls(row["response"])):
+            row["calls"] = [
+                {"problem": call.problem} if call.problem else {"name": call.name, "arguments": call.arguments}
+                for call in calls
+            ]
+        if next_begin > end:
+            row["observation"] = decode(tokens[end:next_begin])
+        for name, values in (("reward", sample.turn_rewards), ("seconds", sample.turn_seconds)):
+            if turn < len(values):
+                row[name] = values[turn]
+        rows.append(row)
+        begin = next_begin
+    return rows
 
 
 def failure_warning(groups: Sequence[SampleGroup]) -> str | None:

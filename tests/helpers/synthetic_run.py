@@ -27,9 +27,10 @@ def write_run(
     curves: bool = True,
     pace: float = 1.0,
     responses: str = "a",
+    turns: bool = False,
 ) -> Path:
     """Writes a run that has done `steps` of `num_steps`. `pace` stretches rollouts; `responses` goes into the
-    digests."""
+    digests; `turns`: with an environment."""
     draw = random.Random(ranks * 1000 + steps)
     (run_dir / "events").mkdir(parents=True)
     done = num_steps is None or steps >= num_steps
@@ -56,8 +57,13 @@ def write_run(
             _rank_step(
                 lines[rank], rank, step, now, busy[rank], longest, idle_training, curves, speculation, draw
             )
+            if turns:
+                waits = {"kind": "state", "name": "WAITING", "dur": 0.2 * busy[rank]}
+                lines[rank] += [_event(rank, step, ts=now + at * busy[rank], **waits) for at in (0.2, 0.6)]
         now += longest + 2.1
         metrics.append(_metrics(step + 1, now, busy, speculation, idle_training))
+        if turns:
+            metrics[-1] |= {"env/turns": 1.5, "env/parked_share": 0.4, "env/failures": 3.0}
         rollouts.append(_rollouts(step + 1, speculation, responses))
         now += 0.05
     if evals and done:
@@ -69,7 +75,7 @@ def write_run(
     if samples:
         _write(
             run_dir / "samples.jsonl",
-            (to_line(row) for s in range(steps) for row in _samples(s + 1, speculation)),
+            (to_line(row) for s in range(steps) for row in _samples(s + 1, speculation, turns)),
         )
     if done:
         (run_dir / "summary.json").write_text(json.dumps({"num_steps": steps}))
@@ -155,7 +161,7 @@ def _rollouts(step: int, speculation: bool, responses: str) -> dict[str, Any]:
     return row
 
 
-def _samples(step: int, speculation: bool) -> list[dict[str, Any]]:
+def _samples(step: int, speculation: bool, turns: bool) -> list[dict[str, Any]]:
     same: dict[str, Any] = {
         "step": step,
         "prompt_id": step,
@@ -167,5 +173,10 @@ def _samples(step: int, speculation: bool) -> list[dict[str, Any]]:
     if speculation:
         pieces = ["2", "+", "6", "=", "8", " <b>bold</b>"]
         same["drafts"] = {"pieces": pieces, "runs": [[1, 2, "<i>7</i>"], [4, 2, ""]]}
+    if turns:
+        same |= {"given": [[3, 4]], "turn_rewards": [0.5], "env_failure": "timeout"}
+        call = {"name": "add", "arguments": {"a": 2}}
+        first = {"response": "2+6", "calls": [call, {"problem": "no JSON"}], "observation": "= "}
+        same["turns"] = [first | {"reward": 0.5, "seconds": 0.25}, {"response": "8 <b>bold</b>", "seconds": 30.0}]
     pairs = ((0, True), (3, False))
     return [same | {"sample_index": i, "reward": float(right), "correct": right} for i, right in pairs]

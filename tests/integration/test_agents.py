@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron_tlt.observe.events import read_events
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import assert_same_checkpoint, rows, write_config
 
@@ -42,3 +43,9 @@ def test_late_tools_drafts_and_a_kill_change_no_trajectory_and_no_weight(tmp_pat
     last = rows(on)[-1]
     assert last["rollout_cache/reused"] >= 5 and last["env/turns"] > 1 and last["env/failures"] == 0
     assert last["engine/spec_row_steps"] > 0 and last["env/recovered_seconds"] > 0
+    assert 0 < last["env/parked_share"] <= 1 and any(e["name"] == "WAITING" for e in read_events(on, 0))
+    for run_dir in (off, on):  # samples have all turns, with drafts and without
+        samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+        assert any(len(sample["turns"]) > 1 for sample in samples)
+        for first, *_ in (sample["turns"] for sample in samples if sample["given"]):
+            assert "wrong. Try again." in first["observation"] and first["seconds"] > 0 and first["response"]

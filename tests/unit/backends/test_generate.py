@@ -9,6 +9,7 @@ import pytest
 
 from megatron_tlt.backends.generate import generate_file, read_prompts
 from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.data.prompts import EnvPrompts
 from megatron_tlt.errors import DataError
 from megatron_tlt.types import SamplingParams
 from tests.helpers.fake_decoder import CharTokenizer
@@ -59,6 +60,27 @@ def test_bad_lines_are_named(tmp_path: Path, line: str, message: str):
     with pytest.raises(DataError, match=message) as caught:
         read_prompts(file, CharTokenizer(), chat=False)
     assert f"{file}:2" in str(caught.value)
+
+
+class Codes(CharTokenizer):
+    """Characters by their numbers."""
+
+    def encode(self, text: str) -> list[int]:
+        return [*map(ord, text)]
+
+
+def test_an_environment_sees_answers_and_other_fields(tmp_path: Path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a", "answer": 7, "level": 2}\n{"token_ids": [4]}\n')
+    texts = iter(["c", None])
+    seen = []
+    env = EnvPrompts((), lambda prompts: [seen.append(p) or next(texts) for p in prompts])
+    first, second = read_prompts(file, Codes(), chat=False, env=env)
+    assert (seen[0].answer, seen[0].metadata, seen[1].answer) == ("7", {"level": 2}, None)
+    assert (first.text, first.answer, second.token_ids) == ("a\n\nc", "7", (4,))
+    texts = iter(["c", "d"])
+    with pytest.raises(DataError, match=r"p\.jsonl:2: the environment's text cannot be added to token_ids"):
+        read_prompts(file, Codes(), chat=False, env=env)
 
 
 def test_prompts_need_a_tokenizer_and_chat_wraps_them(tmp_path: Path):

@@ -22,10 +22,11 @@ def beat(run_dir: Path, **more: Any) -> None:
 
 
 def test_the_last_steps_and_what_the_ranks_do(tmp_path, capsys):
-    folder = write_run(tmp_path / "r", ranks=2, steps=11)
+    folder = write_run(tmp_path / "r", ranks=2, steps=11, turns=True)
     beat(folder)
     assert main(["watch", str(folder), "--once"]) == 0
     shown = capsys.readouterr().out
+    assert shown.count("turns 1.50  waiting for tools 40%  aborted 3") == 8
     assert "held-out accuracy after step 11: 0.700" in shown
     rows = [line.split() for line in shown.splitlines()]
     assert [row[1] for row in rows if row and row[0] == "step"] == [f"{step}/11" for step in range(4, 12)]

@@ -92,6 +92,13 @@ def test_a_template_that_cannot_continue_a_turn_is_refused(family: str, role: st
         TurnTokens(tokenizer_of(family, tmp_path), chat=True, max_observation_tokens=9, roles=(role,))
 
 
+def test_a_role_that_does_not_fit_is_refused_at_every_observation(tmp_path: Path) -> None:
+    turns = TurnTokens(tokenizer_of("qwen3", tmp_path), chat=True, max_observation_tokens=9, roles=())
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"env\.rewritten_history"):
+            turns.given("Wrong.", "user", [1])
+
+
 def test_an_observation_is_cut_and_cannot_end_a_turn(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("demo", tmp_path)
     turns = TurnTokens(tokenizer, chat=True, max_observation_tokens=12)

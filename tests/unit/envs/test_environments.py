@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from megatron_tlt.envs.build import (
     environment_fingerprint,
     environment_problems,
     environment_tools,
+    environment_warning,
     has_opening,
     load_environment,
 )
@@ -44,6 +47,8 @@ def test_retry_gives_a_second_try_by_the_task_or_the_reference() -> None:
     retry = made(task, kind="retry", params={"tries": 1})
     assert retry.step(wrong).done
     assert made(task, kind="retry").step(right) == Step(reward=1.0, done=True)
+    with pytest.raises(ValueError, match="needs a reference answer"):
+        made(Prompt(0, "d:0", (), "q"), kind="retry")
 
 
 def test_games_are_functions_of_their_seed() -> None:
@@ -158,7 +163,43 @@ def test_python_code_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "File too large" in tool.python("open('f', 'wb').write(b'x' * 9999)")
     assert tool.python("import os; print(os.environ.get('A_SECRET'))") == "None"
     assert tool.python("while True: pass") == "error: more than 1 s of CPU time"
-    assert Python(wall_s=0.5).python("import time; time.sleep(60)") == "error: no end within 0.5 s"
+    late = Python(wall_s=0.5)
+    answer = "error: no end within 0.5 s, which the calls of a turn share"
+    assert [late.python(code) for code in ("import time; time.sleep(60)", "print(1)")] == [answer] * 2
+    late.begin_turn()
+    late._seconds_left = 300.0
+    assert late.python("print(1)") == "1"
+
+
+def test_python_calls_of_a_turn_share_its_seconds() -> None:
+    tools = made(kind="python", params={"wall_s": 1.0}, timeout_s=5)
+    call = '<tool_call>{"name": "python", "arguments": {"code": "import time; time.sleep(60)"}}</tool_call>'
+    start = time.monotonic()
+    for _ in range(2):
+        late = ["error: no end within 1 s, which the calls of a turn share"] * 3
+        assert tools.step(3 * call).observation.splitlines() == late
+    assert time.monotonic() - start >= 1.9, "the next turn has seconds of its own"
+
+
+def test_python_draws_the_same_numbers_in_a_replay_and_others_in_the_next_call() -> None:
+    code = "import random, numpy; print(random.random(), numpy.random.rand())"
+
+    def draws(seed: int) -> list[str]:
+        tool = Python(wall_s=300.0)
+        tool.reset(PROMPT, seed)
+        return [tool.python(code) for _ in range(2)]
+
+    first, second = draws(3)
+    assert draws(3) == [first, second]
+    assert len({*first.split(), *second.split(), *draws(2**31 - 1)[0].split()}) == 6
+
+
+def test_python_without_a_network_of_its_own_is_named() -> None:
+    mine = os.readlink("/proc/self/ns/net")
+    reaches = Python(wall_s=300.0).python("import os; print(os.readlink('/proc/self/ns/net'))") == mine
+    warning = environment_warning(EnvSection(kind="python"))
+    assert ("reach the network" in warning) if reaches else warning is None  # type: ignore[operator]
+    assert environment_warning(EnvSection(kind="calculator")) is None
 
 
 @pytest.mark.parametrize(
@@ -171,6 +212,8 @@ def test_python_code_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"path": f"{USER}:time"}, "is a module, not a class"),
         ({"path": f"{USER}:Untyped"}, "tool Untyped.buy"),
         ({"kind": "wordle", "params": {"words": 3}}, "do not fit the constructor"),
+        ({"kind": "python", "timeout_s": 15}, "env.params.wall_s = 15.0: must be below env.timeout_s = 15"),
+        ({"kind": "python", "timeout_s": 15, "params": {"wall_s": 14}}, None),
     ],
 )
 def test_what_cannot_be_loaded_is_named(settings: dict[str, object], message: str | None) -> None:
@@ -196,12 +239,14 @@ def test_only_an_environment_with_a_reset_of_its_own_opens_prompts() -> None:
 def test_the_fingerprint_sees_settings_and_source(tmp_path: Path) -> None:
     file = tmp_path / "e.py"
     prints = []
-    for text, turns, workers in (("", 2, 1), ("", 2, 3), ("#", 2, 1), ("", 3, 1)):
+    cases = [("", 2, 1, ""), ("", 2, 3, ""), ("#", 2, 1, ""), ("", 3, 1, ""), ("", 2, 1, "#")]
+    for text, turns, workers, helper in cases:
         file.write_text(USER.read_text() + text)
+        (tmp_path / "helper.py").write_text(helper)
         section = EnvSection(path=f"{file}:Act", max_turns=turns, workers=workers)
         prints.append(str(environment_fingerprint(section)))
     assert prints[0] == prints[1]
-    assert len(set(prints)) == 3
+    assert len(set(prints)) == 4
 
 
 @pytest.mark.parametrize(

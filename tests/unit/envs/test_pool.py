@@ -14,7 +14,7 @@ import pytest
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.envs.pool import EnvironmentPool, Trajectories
 from megatron_tlt.envs.process import EnvWorker
-from megatron_tlt.errors import EnvError
+from megatron_tlt.errors import ConfigError, EnvError
 from megatron_tlt.types import Prompt, TurnResult
 from megatron_tlt.workers.process import WorkerProcess
 
@@ -23,9 +23,11 @@ PROMPTS = [Prompt(i, f"d:{i}", (1, 2), "q", seed=7 + i) for i in range(3)]
 
 
 class Letters:
-    """An observation's characters as tokens, after the drawn ones."""
+    """An observation's characters as tokens, after the drawn ones. "no template" has none."""
 
     def given(self, observation: str, role: str, drawn: Sequence[int]) -> tuple[int, ...]:
+        if observation.endswith("no template"):
+            raise ConfigError.of("env.tool_role", role, "must be another one")
         return (*drawn, *map(ord, observation))
 
 
@@ -74,11 +76,15 @@ def test_every_kind_of_failure_ends_its_trajectory_only() -> None:
         assert play(turns, {0: "raise"}, 1)[0] == TurnResult(0, 0, (), failure="RuntimeError: no such luck")
         assert text_of(play(turns, {1: "still there"}, 1)[1]) == "q 8 b still there"
         start = time.monotonic()
-        assert play(turns, {1: "hang"}, 2)[1].failure == "no answer within 3 s"
-        assert time.monotonic() - start < 30
+        hung = play(turns, {1: "hang"}, 2)[1]
+        assert hung.failure == "no answer within 3 s"
+        assert 3 <= hung.seconds <= time.monotonic() - start < 30
         assert text_of(play(turns, {2: "d"}, 1)[2]) == "q 9 c d", "played again in a new worker"
         assert play(turns, {2: "die"}, 2)[2].failure == "worker ended with exit code 3"
         assert text_of(play(turns, {0: "x"}, 0, sample=1)[0]) == "q 7 x"
+        failure = "its observation cannot be a message of the user: env.tool_role = 'user': must be another one"
+        assert play(turns, {0: "no template"}, 1, sample=1)[0].failure == failure
+        assert text_of(play(turns, {0: "y"}, 0, sample=1)[0]) == "q 7 y", "begun anew"
 
 
 def test_a_worker_that_dies_between_turns_costs_nothing_unless_its_environment_answers_otherwise() -> None:
@@ -96,6 +102,17 @@ def test_an_environment_that_cannot_be_loaded_fails_every_turn() -> None:
         assert "has no 'Missing'" in str(play(turns, {0: "a"}, 0)[0].failure)
         with pytest.raises(EnvError, match="no opening for prompt 'd:0': an environment worker did not start"):
             pool.openings(PROMPTS)
+
+
+def test_slow_resets_are_waited_for_with_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_tlt.envs.pool._BEAT_S", 0.05)
+    beats: list[float] = []
+    section = EnvSection(path=f"{USER}:Slow", timeout_s=20)
+    with closing(EnvironmentPool(section, lambda: beats.append(time.monotonic()))) as pool:
+        pool.openings(PROMPTS[:1])
+        beats.clear()
+        assert pool.openings(PROMPTS[:2]) == ["slow", "slow"]
+    assert len(beats) >= 6
 
 
 def test_an_environment_that_raised_is_closed(tmp_path: Path) -> None:

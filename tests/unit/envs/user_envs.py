@@ -30,6 +30,14 @@ class Act(Environment):
         return Step(" ".join(self.told), reward=float(len(self.told)), done=response == "end")
 
 
+class Slow(Environment):
+    """Takes its time."""
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        time.sleep(0.4)
+        return "slow"
+
+
 class Closing(Environment):
     """Raises, and notes its end in a file."""
 

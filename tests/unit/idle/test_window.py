@@ -112,7 +112,7 @@ def test_a_wait_shorter_than_a_micro_step_is_not_trained_in(clock):
 
 
 def test_long_waits_for_environments_are_trained_in(clock):
-    """In the rollout, before the window: their micro-steps count among the least ones of the window."""
+    """In the rollout, before the window, whose least micro-steps follow all the same."""
     policy = IdlePolicy(min_tail_seconds=0.1, min_steps_per_window=3)
     window = make(FakeCoordinator(clock, over_at=clock.time), clock, policy)
     window.begin()
@@ -120,9 +120,9 @@ def test_long_waits_for_environments_are_trained_in(clock):
     assert [window.train_while_parked(step, seconds) for seconds in (0.0, 0.09, 0.1, 0.2)] == [False] * 2 + [True] * 2
     assert not window.train_while_parked(lambda: None, 1.0)  # nothing to train on yet
     report = window.run(step)
-    assert (report.steps, report.tokens) == (3, 300)
+    assert (report.steps, report.tokens) == (5, 500)
     assert report.parked_training_seconds == pytest.approx(2 * STEP_S)
-    assert report.training_seconds == pytest.approx(STEP_S) and report.idle_seconds >= STEP_S
+    assert report.training_seconds == pytest.approx(3 * STEP_S) and report.idle_seconds >= 3 * STEP_S
     assert run(window, step).parked_training_seconds == 0.0
 
 

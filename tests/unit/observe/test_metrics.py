@@ -67,10 +67,24 @@ def test_wandb_continues_its_run(tmp_path, monkeypatch):
             calls.append(("init", kwargs["id"]))
             return Run()
 
+        @staticmethod
+        def Table(columns, data):
+            return [dict(zip(columns, row, strict=True)) for row in data]
+
     monkeypatch.setitem(sys.modules, "wandb", Wandb)
     for start in (0, 1):
         logger = MetricsLogger(tmp_path, ObserveSection(wandb_project="p", tensorboard=False), 0, start)
         logger.log(start + 1, {"a": 1.0})
+        turns = [{"response": "f", "calls": [{"name": "f"}], "observation": "2", "reward": 0.5, "seconds": 0.1}]
+        turns.append({"response": "2"})
+        logger.log_samples(start + 1, [{"response": "2", "reward": 1.0, "turns": turns}, {"response": "x"}])
         logger.close()
+    (table, *_) = [row["samples"] for what, row in calls if what == "log" and "samples" in row]
+    of_turn = [(row["turn"], row["turn_response"], row["calls"], row["turn_observation"]) for row in table]
+    assert of_turn == [(1, "f", '[{"name": "f"}]', "2"), (2, "2", None, None), (1, "x", None, None)]
+    assert [(row["reward"], row["turn_reward"], row["turn_seconds"]) for row in table[:2]] == [
+        (1.0, 0.5, 0.1),
+        (1.0, None, None),
+    ]
     assert [value for what, value in calls if what == "init"] == [None, "abc"]
     assert ("log", {"step": 2, "a": 1.0}) in calls

@@ -12,7 +12,7 @@ from megatron_tlt.observe.page import Chart, Page, PageSection, Samples, Stat, T
 def test_text_from_data_cannot_become_markup():
     evil = "<script>alert('x')</script>&\"</style>"
     chart = Chart(evil, [bar(evil, [evil], [2], "red")], evil, evil, evil, {evil: [], "b": []})
-    samples = Samples([{"facts": evil, "prompt": evil, "answer": evil, "stretches": [("accepted", evil)]}])
+    samples = Samples([{"facts": evil, "prompt": evil, "answer": evil, "parts": [(evil, [("accepted", evil)])]}])
     section = PageSection(evil, [chart, Table([evil], [[evil]], evil, evil), samples], evil)
     page = Page(evil, evil, evil, "good", [evil], [Stat(evil, evil, evil)], [section], evil)
     assert "<script>alert" not in page.html()

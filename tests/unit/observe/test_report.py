@@ -7,7 +7,7 @@ import time
 import pytest
 
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.observe.page import Chart
+from megatron_tlt.observe.page import Chart, Samples
 from megatron_tlt.observe.report import run_page, stretches
 from megatron_tlt.observe.report_compare import compare_page, equality, phase_rows
 from megatron_tlt.observe.report_rollout import step_views
@@ -85,6 +85,31 @@ def test_a_sample_is_cut_into_drafted_given_and_other_tokens():
     found = [(kind, text) for kind, text in stretches("abcde", runs, given=[(3, 4)]) if text]
     refused = [("refused", "x"), ("refused", "y" * 200)]
     assert found == [("", "a"), ("accepted", "bc"), *refused, ("given", "d"), ("", "e")]
+
+
+DRAFTED = [("", "2"), ("accepted", "+6"), ("refused", "<i>7</i>"), ("given", "=")], [("accepted", "8 <b>bold</b>")]
+PLAIN = [("", "2+6"), ("given", "= ")], [("", "8 <b>bold</b>")]
+
+
+@pytest.mark.parametrize(("speculation", "expected"), [(False, PLAIN), (True, DRAFTED)])
+def test_trajectories_are_shown_by_turn(tmp_path, speculation, expected):
+    page = run_page(read_run(write_run(tmp_path / "r", speculation=speculation, turns=True)))
+    (section,) = [s for s in page.sections if s.parts and isinstance(s.parts[0], Samples)]
+    row = section.parts[0].rows[0]
+    assert section.title == "Trajectories" and "aborted: timeout" in row["facts"]
+    (first, shown), (second, last) = row["parts"]
+    calls = 'calls add {"a": 2} · a call that cannot be made: no JSON'
+    assert first == f"turn 1 · {calls} · reward 0.5 · waited 0.25 s for the environment"
+    assert second == "turn 2 · waited 30.00 s for the environment"
+    assert tuple([part for part in stretch if part[1]] for stretch in (shown, last)) == expected
+    assert "turn 2 · waited 30.00 s" in page.html()
+
+
+def test_waits_for_environments_are_a_lane(tmp_path):
+    states = charts(run_page(read_run(write_run(tmp_path / "r", turns=True))))["State of each rank"].choices["step 1"]
+    assert [trace["name"] for trace in states] == ["BUSY", "WAITING", "TRAINING", "IDLE"]
+    busy, waiting = states[:2]
+    assert sum(waiting["x"]) == pytest.approx(0.4 * sum(busy["x"]))
 
 
 def test_a_run_before_its_first_step(tmp_path):

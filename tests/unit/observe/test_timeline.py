@@ -46,8 +46,9 @@ def read(path) -> dict:
     return json.loads(gzip.decompress(path.read_bytes()))
 
 
-def test_a_trace_follows_the_rules_and_loses_nothing(tmp_path):
-    folder = write_run(tmp_path / "r", ranks=3, steps=4)
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_trace_follows_the_rules_and_loses_nothing(tmp_path, turns):
+    folder = write_run(tmp_path / "r", ranks=3, steps=4, turns=turns)
     count = write_timeline(read_run(folder), tmp_path / "t.json.gz")
     trace = read(tmp_path / "t.json.gz")
     check(trace)
@@ -59,6 +60,8 @@ def test_a_trace_follows_the_rules_and_loses_nothing(tmp_path):
         assert sum(e["dur"] for e in slices) == pytest.approx(1e6 * sum(e["dur"] for e in spans), abs=100)
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert names == {"rank 0", "rank 1", "rank 2"}
+    lanes = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert lanes == {"phases", "state", *(["environments"] if turns else [])}
     counters = {e["name"] for e in trace["traceEvents"] if e["ph"] == "C"}
     assert counters == {"running requests", "steps that draft"}
     assert min(e["ts"] for e in trace["traceEvents"] if "ts" in e) == 0

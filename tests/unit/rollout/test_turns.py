@@ -122,6 +122,7 @@ def test_a_call_with_environments_counts_their_turns():
         last = sample.token_ids[sample.given[-1][1] if sample.given else 0 :]
         assert sample.text == CharTokenizer().decode(last)
         assert (sample.failure is not None) == (sample.finish_reason == "abort")
+        assert len(sample.turn_seconds) == len(sample.turn_rewards) + (sample.failure is not None)
         assert not np.array(sample.logprobs)[~Trajectory.of((1,), sample).drawn].any()
     stats = backend.take_stats()
     assert stats.turns == len(source.seen) == sum(len(s.turn_rewards) + (s.failure is not None) for s in samples)
@@ -151,7 +152,9 @@ def test_other_work_is_done_while_all_wait_and_only_then():
     waits, source.waits = source.waits, 0
     assert backend.generate(replace(call, while_parked=work, on_progress=lambda *n: progress.append(n))) == expected
     assert 0 < source.waits < waits and calls[0] == 0.0 < max(calls)
-    assert backend.take_stats().parked_seconds >= max(calls)
+    stats = backend.take_stats()
+    assert stats.parked_seconds >= max(calls)
+    assert sum(end - begin for begin, end in stats.parked_spans) >= 0.999 * stats.parked_seconds
 
 
 def test_a_wait_begins_when_nothing_is_left_to_compute():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_tlt.trainer.metrics import combined
-from megatron_tlt.trainer.turn_metrics import failure_warning, turn_means, turn_sums
+from megatron_tlt.trainer.metrics import _rollout_rates, combined
+from megatron_tlt.trainer.turn_metrics import failure_warning, turn_means, turn_rows, turn_sums
 from megatron_tlt.types import Prompt, Sample, SampleGroup
 
 
@@ -13,6 +13,8 @@ def group(*turns):
         Sample(7, i, [1], [0.0], "", "env", 0, turn_rewards=rewards or [], failure=None if rewards else "timeout")
         for i, rewards in enumerate(turns)
     ]
+    for sample in samples:
+        sample.turn_seconds = [0.5] * max(1, len(sample.turn_rewards))
     return SampleGroup(Prompt(7, "q", (1,), ""), samples)
 
 
@@ -24,6 +26,7 @@ def test_means_are_of_all_trajectories():
     assert means == {
         "env/turns": 6 / 4,
         "env/reward": pytest.approx(6.5 / 4),
+        "env/seconds": 0.5 * 7 / 4,
         "env/reward/turn_1": 0.5,
         "env/reward/turn_2": 1.0,
         "env/reward/turn_3": 3.0,
@@ -35,9 +38,29 @@ def test_a_trajectory_that_was_cut_in_its_first_turn_counts():
     for groups, mean in (([cut], 0.0), ([cut, group([1.0])], 0.5), ([], 0.0)):
         whole = turn_sums(groups)
         assert turn_means(whole) | {"env/reward/turn_1": 0} == {
-            "env/turns": mean, "env/reward": mean, "env/reward/turn_1": 0
+            "env/turns": mean, "env/reward": mean, "env/seconds": 0.5 * mean, "env/reward/turn_1": 0
         }  # fmt: skip
         assert whole == {"env/failures": 0.0}
+
+
+def test_the_share_of_waiting_is_of_all_ranks_rollouts():
+    row = {"engine/generated_tokens": 30.0, "engine/parked_seconds": 2.0}
+    assert _rollout_rates(row, [3.0, 1.0]) == {"engine/tokens_per_s": 10.0, "env/parked_share": 0.5}
+    assert _rollout_rates({"engine/generated_tokens": 0.0}, [0.0]) == {"engine/tokens_per_s": 0.0}
+
+
+def test_the_turns_of_a_trajectory_are_texts_calls_rewards_and_seconds():
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><tool_call>{</tool_call>1 2no'
+    tokens = list(map(ord, text))
+    end = text.index("1 2")
+    sample = Sample(7, 0, tokens, [], "no", "abort", 0, given=((end, end + 3),))
+    sample.turn_rewards, sample.turn_seconds = [0.5], [0.1, 3.0]
+    first, second = turn_rows(sample, lambda ids: "".join(map(chr, ids)), has_tools=True)
+    add, broken = first.pop("calls")
+    assert add == {"name": "add", "arguments": {"a": 1}} and "is no JSON" in broken["problem"]
+    assert first == {"response": text[:end], "observation": "1 2", "reward": 0.5, "seconds": 0.1}
+    assert second == {"response": "no", "seconds": 3.0}
+    assert "calls" not in turn_rows(sample, lambda ids: "".join(map(chr, ids)), has_tools=False)[0]
 
 
 def test_failures_are_named():
