@@ -31,7 +31,7 @@ class Retry(Environment):
 
     def reset(self, prompt: Prompt, seed: int) -> None:
         """Raises ValueError for a prompt by which no answer can be judged."""
-        if prompt.answer is None and "task_entry" not in prompt.metadata:
+        if prompt.answer is None and prompt.metadata.get("task_entry") is None:
             raise ValueError("retry needs a reference answer, or the entry of a procedural task")
         self._prompt, self._tried = prompt, 0
 

@@ -48,4 +48,4 @@ def test_late_tools_drafts_and_a_kill_change_no_trajectory_and_no_weight(tmp_pat
         samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
         assert any(len(sample["turns"]) > 1 for sample in samples)
         for first, *_ in (sample["turns"] for sample in samples if sample["given"]):
-            assert "wrong. Try again." in first["observation"] and first["seconds"] > 0 and first["response"]
+            assert "That is wrong" in first["observation"] and first["seconds"] > 0 and first["response"]

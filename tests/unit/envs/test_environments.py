@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import time
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -163,22 +163,19 @@ def test_python_code_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "File too large" in tool.python("open('f', 'wb').write(b'x' * 9999)")
     assert tool.python("import os; print(os.environ.get('A_SECRET'))") == "None"
     assert tool.python("while True: pass") == "error: more than 1 s of CPU time"
-    late = Python(wall_s=0.5)
-    answer = "error: no end within 0.5 s, which the calls of a turn share"
-    assert [late.python(code) for code in ("import time; time.sleep(60)", "print(1)")] == [answer] * 2
-    late.begin_turn()
-    late._seconds_left = 300.0
-    assert late.python("print(1)") == "1"
+    late = "error: no end within 0.5 s, which the calls of a turn share"
+    assert Python(wall_s=0.5).python("import time; time.sleep(60)") == late
 
 
-def test_python_calls_of_a_turn_share_its_seconds() -> None:
-    tools = made(kind="python", params={"wall_s": 1.0}, timeout_s=5)
+def test_python_calls_of_a_turn_share_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **more: started.append(args) or start(*args, **more))
+    tools = made(kind="python", params={"wall_s": 0.3}, timeout_s=5)
     call = '<tool_call>{"name": "python", "arguments": {"code": "import time; time.sleep(60)"}}</tool_call>'
-    start = time.monotonic()
-    for _ in range(2):
-        late = ["error: no end within 1 s, which the calls of a turn share"] * 3
-        assert tools.step(3 * call).observation.splitlines() == late
-    assert time.monotonic() - start >= 1.9, "the next turn has seconds of its own"
+    late = "error: no end within 0.3 s, which the calls of a turn share"
+    for turn in (1, 2):
+        assert tools.step(3 * call).observation.splitlines() == [late] * 3
+        assert len(started) == turn, "one process a turn: it took all the seconds"
 
 
 def test_python_draws_the_same_numbers_in_a_replay_and_others_in_the_next_call() -> None:
