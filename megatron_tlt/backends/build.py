@@ -119,7 +119,7 @@ def _graphs(rollout: RolloutSection, decoder: Decoder) -> GraphBudget | None:
 def _history(rollout: RolloutSection) -> ResponseHistory | None:
     """Earlier responses, for the suffix drafter and the order of prompts; None where neither is configured."""
     section = rollout.speculation.suffix
-    is_read = rollout.speculation.uses_suffix and section.history_epochs > 0
+    is_read = rollout.speculation.drafter == "suffix" and section.history_epochs > 0
     if not is_read and rollout.order == "arrival":
         return None
     responses = section.history_responses if is_read else 0  # the order of prompts needs lengths only

@@ -52,9 +52,6 @@ class SpeculationSection(Section):
     an LM head of its own; serving engines have it for policies of every family. dspark (DSpark, and DFlash as others
     publish it) fills a block of tokens in one forward through the policy's LM head; its draft costs the same whatever
     its length, and it needs far more training than eagle: begin with a published one."""
-    with_suffix: bool = False
-    """Mix a trained drafter with suffix drafts: each request takes the draft of which more tokens are expected to be
-    accepted. No effect with none and suffix, nor with vLLM, where the trained drafter drafts alone."""
     drafter_path: str | None = None
     """Directory of the trained drafter's weights, of this kind (`megatron-tlt drafter train` makes one), or a name on
     the Hugging Face hub, as in model.path."""
@@ -112,7 +109,7 @@ class SpeculationSection(Section):
         """The source of drafts, for every kind of trained drafter."""
         if self.trained is None:
             return "suffix" if self.drafter == "suffix" else "none"
-        return "mixed" if self.with_suffix else "trained"
+        return "trained"
 
     @property
     def rows_each(self) -> int:
@@ -125,8 +122,3 @@ class SpeculationSection(Section):
         if self.selector != "beg_mab":
             return self.draft_len
         return max(self.bandit.arms, default=0)
-
-    @property
-    def uses_suffix(self) -> bool:
-        """Whether the suffix drafter is part of it."""
-        return self.drafts_by in ("suffix", "mixed")

@@ -32,7 +32,7 @@ class OracleDrafter:
         assert request.output[: len(seen)] == seen  # it may have been preempted
         self.live[request.order] = list(request.output)
 
-    def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
+    def sync_context(self, rows: RunningRows) -> None:
         for request in rows.requests:
             seen = self.live[request.order]
             drawn = rows.outputs[request.slot, : int(rows.output_len[request.row])].tolist()

@@ -93,7 +93,7 @@ class Table:
         self.rows.advance_many(tokens, np.zeros(len(tokens), np.float32), counts, 16)
 
     def propose(self, strategy: DraftStrategy = CHAIN, lengths: list[int] | None = None) -> Draft:
-        self.drafter.sync_context(self.rows, strategy)
+        self.drafter.sync_context(self.rows)
         wanted = lengths if lengths is not None else [strategy.draft_len] * self.rows.num_rows
         return self.drafter.propose(self.rows, np.array(wanted, np.int32), strategy)
 

@@ -10,10 +10,9 @@ from tests.helpers.runs import assert_same_training, rows
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 SMALL = ("train.num_steps=2", "train.prompts_per_step=8", "eval.every=0", "checkpoint.every=2")
-OFF = ("rollout.speculation.drafter=none", "rollout.speculation.with_suffix=false", "idle.train_drafter=false")
+OFF = ("rollout.speculation.drafter=none", "idle.train_drafter=false")
 ON = (
     "rollout.speculation.drafter=dspark",
-    "rollout.speculation.with_suffix=false",
     "rollout.speculation.selector=fixed",  # cost_model does not draft with one that knows so little
     "idle.min_steps_per_window=2",
 )

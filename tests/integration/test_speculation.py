@@ -24,13 +24,12 @@ def test_weights_are_the_same_with_and_without_speculation(tmp_path: Path):
         "adaptive": [f"{spec}.drafter=suffix"],  # may find that drafts do not pay
         "suffix": [f"{spec}.drafter=suffix", f"{spec}.selector=fixed", f"{spec}.draft_len=4"],
         "eagle": [f"{spec}.drafter=eagle", f"{spec}.selector=fixed", f"{spec}.draft_len=3", at],
-        "mixed": [f"{spec}.drafter=eagle", f"{spec}.with_suffix=true", f"{spec}.selector=fixed", at],
     }
     write_experts(tmp_path / "model", tmp_path / "experts", seed=0)
     experts = [f"model.path={tmp_path / 'experts'}", "actor.ep=2", "actor.router_replay=rollout"]
     runs["off of experts"] = experts
     trained = ["idle.train_drafter=true", "idle.min_steps_per_window=1"]  # also where no rank waits long enough
-    runs["trained on experts"] = [*experts, *runs["mixed"], *trained]
+    runs["trained on experts"] = [*experts, *runs["eagle"], *trained]
     train_many(config, runs)
     for name in runs:
         assert_same_training(tmp_path / ("off of experts" if "experts" in name else "off"), tmp_path / name, 4)

@@ -61,8 +61,6 @@ def _check_drafting(config: Config) -> Problems:
     if can.drafters is not None and section.drafter not in can.drafters:
         allowed = f"must be {', '.join(map(repr, can.drafters))} with {name}"
         yield ConfigProblem(f"{at}.drafter", section.drafter, allowed)
-    if section.drafts_by == "mixed" and backend == "trtllm":
-        yield ConfigProblem(f"{at}.with_suffix", True, f"must be false with {name}: one drafter drafts")
     chosen = section.drafter != "none" and "selector" in section.model_fields_set
     if chosen and not can.selectors:
         allowed = f"cannot be had with {name}, whose draft length is the same for all steps"

@@ -129,31 +129,6 @@ def test_new_drafters_that_stay_bad_cost_less_than_two_percent(name):
     assert np.mean(found, axis=0)[2:].mean() > 0.98
 
 
-@pytest.mark.parametrize("running", [1, 16])
-def test_of_a_mixed_drafter_the_better_kind_is_chosen(running):
-    """The eagle part alone drafts better in one world, and costs much more in the other."""
-
-    class Mixed(SpecWorld):
-        calls, qualities = {}, {}
-
-        def draft(self, strategy):
-            self.draft_call, self.quality = self.calls[strategy.kind], self.qualities[strategy.kind]
-            return super().draft(strategy)
-
-    for better, Mixed.calls in (
-        ("trained", {"mixed": 5e-4, "trained": 4e-4}),
-        ("mixed", {"mixed": 1e-4, "trained": 3e-3}),
-    ):
-        Mixed.qualities = {"mixed": 0.75, "trained": 0.85}
-        selector, world = CostModelSelector("mixed", 8), Mixed(seed=1, **GPU)
-        world.run(selector, 1500, running)
-        known = {"draft_call": Mixed.calls[better], "quality": Mixed.qualities[better]}
-        best = max(fixed_speeds(running, LENGTHS, **{**GPU, **known}).values())
-        assert world.run(selector, 2500) >= 0.95 * best
-        bucket = selector._buckets[running.bit_length()]
-        assert bucket.candidates[bucket.best].kind == better
-
-
 def test_adapts_to_a_change_of_acceptance_and_of_speeds():
     selector, world = CostModelSelector("trained", 8), SpecWorld(seed=3, **GPU)
     assert world.run(selector, 1000, 4) > 2 * world.plain_speed()

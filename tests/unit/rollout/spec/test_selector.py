@@ -17,7 +17,7 @@ def test_the_configured_selector_is_built():
     bandit = build_selector(SpeculationSection(drafter="eagle3", selector="beg_mab", min_cumulative_acceptance=0.1))
     assert isinstance(bandit, BucketedEpsilonGreedy)
     assert bandit.select(1) == DraftStrategy("trained", 6, 0.1) and bandit.arms["none"] == NO_DRAFT
-    selector = build_selector(SpeculationSection(drafter="eagle", with_suffix=True, min_cumulative_acceptance=0.3))
+    selector = build_selector(SpeculationSection(drafter="eagle", min_cumulative_acceptance=0.3))
     assert isinstance(selector, CostModelSelector)
     assert selector.select(1) == NO_DRAFT  # plain decoding is measured first
 

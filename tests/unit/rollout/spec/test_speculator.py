@@ -40,7 +40,7 @@ class World:
     def record(self, measurement: StepMeasurement) -> None:
         self.recorded.append(measurement)
 
-    def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
+    def sync_context(self, rows: RunningRows) -> None:
         self.syncs += 1
         self.now += 50.0
 
