@@ -21,7 +21,7 @@ from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.suffix import SuffixDrafter
-from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams
+from megatron_tlt.types import DraftStrategy, SamplingParams
 
 Lists = list[list[int]]
 
