@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.drafter_kinds import DRAFTERS, DrafterFacts, DrafterName
@@ -38,8 +38,6 @@ class BanditSection(Section):
     """Share of exploring steps at the start."""
     epsilon_decay: float = Field(default=0.995, gt=0, le=1)
     """Factor on epsilon after each step of a bucket."""
-    num_measurements: PositiveInt = 50
-    """Measurements of an arm that its median is taken over."""
 
 
 class SpeculationSection(Section):
@@ -82,8 +80,6 @@ class SpeculationSection(Section):
     """Most tokens drafted in a row."""
     catch_up_tokens: PositiveInt = 256
     """Most positions that a trained drafter catches up with when it starts late; it sees nothing before them."""
-    min_cumulative_acceptance: NonNegativeFloat = Field(default=0.0, lt=1)
-    """Drafts stop where a token is less likely than this to be emitted (not for cost_model, which finds its own)."""
     suffix: SuffixSection = SuffixSection()
     """The suffix drafter."""
     bandit: BanditSection = BanditSection()

@@ -15,13 +15,12 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
 def test_weights_are_the_same_with_and_without_speculation(tmp_path: Path):
-    config = write_config(tmp_path, train={"num_steps": 4, "prompts_per_step": 8}, checkpoint={"every": 4})
+    config = write_config(tmp_path, train={"num_steps": 3, "prompts_per_step": 8}, checkpoint={"every": 3})
     model = ModelConfig.from_hf(tmp_path / "model")
     save_drafter(tmp_path / "drafter", EagleConfig.of(model), random_drafter(model))
     spec, at = "rollout.speculation", f"rollout.speculation.drafter_path={tmp_path / 'drafter'}"
     runs = {
         "off": [],
-        "adaptive": [f"{spec}.drafter=suffix"],  # may find that drafts do not pay
         "suffix": [f"{spec}.drafter=suffix", f"{spec}.selector=fixed", f"{spec}.draft_len=4"],
         "eagle": [f"{spec}.drafter=eagle", f"{spec}.selector=fixed", f"{spec}.draft_len=3", at],
     }
@@ -32,9 +31,9 @@ def test_weights_are_the_same_with_and_without_speculation(tmp_path: Path):
     runs["trained on experts"] = [*experts, *runs["eagle"], *trained]
     train_many(config, runs)
     for name in runs:
-        assert_same_training(tmp_path / ("off of experts" if "experts" in name else "off"), tmp_path / name, 4)
+        assert_same_training(tmp_path / ("off of experts" if "experts" in name else "off"), tmp_path / name, 3)
         drafted = sum(row["engine/spec_row_steps"] for row in rows(tmp_path / name))
-        assert drafted > 0 or name == "adaptive" or name.startswith("off"), name
+        assert drafted > 0 or name.startswith("off"), name
     steps = rows(tmp_path / "trained on experts")
     assert all((row["policy/replayed_share"], row["policy/replay_flips"]) == (1, 0) for row in steps)
     assert sum(row["drafter/steps"] for row in steps) > 0

@@ -100,7 +100,6 @@ def test_vllm_runs_what_it_can() -> None:
 
 
 STATES = "drafter.online.hidden_states"
-LEAST = "rollout.speculation.min_cumulative_acceptance"
 EAGLE_ARMS = [
     *("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d"),
     *("rollout.speculation.selector=beg_mab", "rollout.speculation.bandit.arms=[4, 0]"),
@@ -135,7 +134,6 @@ def test_trtllm_gives_no_hidden_states_and_the_actor_does() -> None:
     [
         (["rollout.kernels=torch"], "rollout.kernels"),
         ([*EAGLE_ARMS, "rollout.speculation.bandit.arms=[0]"], "rollout.speculation.bandit.arms"),
-        ([*EAGLE_ARMS, f"{LEAST}=0.1"], LEAST),
         (["rollout.vllm.version=0.33.0"], "rollout.vllm.version"),
     ],
 )
