@@ -103,10 +103,9 @@ class RandomSelector:
         pass
 
 
-def attach(engine: Engine, drafter, selector, eagle=None) -> Speculator:
+def attach(engine: Engine, drafter, selector) -> Speculator:
     """Makes a plain engine speculate with these parts."""
-    speculator = Speculator(
-        drafter, selector, engine.scheduler.rows, engine.scheduler.reserve, engine.runner.tp, eagle
-    )
+    scheduler = engine.scheduler
+    speculator = Speculator(drafter, selector, scheduler.rows, scheduler.reserve, engine.runner.tp)
     engine.speculator = speculator
     return speculator

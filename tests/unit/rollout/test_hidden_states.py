@@ -36,7 +36,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {"drafter": "none"},
     "chain": CHAIN,
     "suffix": {"drafter": "suffix", "selector": "fixed", "draft_len": 4},
-    "cost_model": {"drafter": "eagle", "selector": "cost_model"},
 }
 
 
