@@ -24,7 +24,6 @@ _FIXED = [
     "rollout.max_running_requests=64",
     "rollout.speculation.selector=fixed",
     "rollout.speculation.draft_len=4",
-    "rollout.speculation.with_suffix=false",
 ]
 OTHERS: dict[str, list[str]] = {
     "plain, 8 at a time": ["rollout.max_running_requests=8"],

@@ -31,7 +31,7 @@ from lib.training_runs import Rows, launch
 sys.path.insert(0, str(ROOT))
 SPEC = "rollout.speculation"
 DRAFTER = ROOT / "assets/demo-drafter"
-ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.with_suffix=true", f"{SPEC}.drafter_path={DRAFTER}", "idle.train_drafter=true"]
+ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.drafter_path={DRAFTER}", "idle.train_drafter=true"]
 OFF = [f"{SPEC}.drafter=none", "idle.train_drafter=false"]
 TAIL = ROOT / "benchmarks/lib/tail.yaml"
 PULL_RUNNING = (8, 32)  # of 128 requests of a rank

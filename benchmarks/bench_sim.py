@@ -27,7 +27,7 @@ from lib.training_runs import QUIET, launch
 sys.path.insert(0, str(ROOT))
 
 MEASURED = ROOT / "benchmarks/results/quickstart-measured.json"
-MODES = {"off": "none", "suffix": "suffix", "frozen": "eagle"}  # the quickstart's drafter, with suffix drafts
+MODES = {"off": "none", "suffix": "suffix", "frozen": "eagle"}  # the quickstart's drafter
 CONFIG = "configs/quickstart.yaml"
 COMMON = [*QUIET, "idle.train_drafter=false", "checkpoint.every=0", "distributed.timeout_s=3000"]
 

@@ -38,10 +38,9 @@ SAMPLES, TAIL = 8, 64
 # Name -> rollout.speculation. "ours" is the default selector; the others are fixed strategies and the bandit.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "plain": {"drafter": "none"},
-    "ours": {"drafter": "eagle", "with_suffix": True, "selector": "cost_model"},
-    "eagle cost_model": {"drafter": "eagle", "selector": "cost_model"},
+    "ours": {"drafter": "eagle", "selector": "cost_model"},
     "suffix cost_model": {"drafter": "suffix", "selector": "cost_model"},
-    "mixed beg_mab": {"drafter": "eagle", "with_suffix": True, "selector": "beg_mab"},
+    "eagle beg_mab": {"drafter": "eagle", "selector": "beg_mab"},
     "suffix 4": {"drafter": "suffix", "selector": "fixed", "draft_len": 4},
     "suffix 8": {"drafter": "suffix", "selector": "fixed", "draft_len": 8},
     "eagle 1": {"drafter": "eagle", "selector": "fixed", "draft_len": 1},
@@ -50,8 +49,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "eagle 5": {"drafter": "eagle", "selector": "fixed", "draft_len": 5},
     "eagle 8": {"drafter": "eagle", "selector": "fixed", "draft_len": 8},
     "eagle 11": {"drafter": "eagle", "selector": "fixed", "draft_len": 11},
-    "mixed 5": {"drafter": "eagle", "with_suffix": True, "selector": "fixed", "draft_len": 5},
-    "mixed 11": {"drafter": "eagle", "with_suffix": True, "selector": "fixed", "draft_len": 11},
 }
 FIXED = tuple(name for name, s in STRATEGIES.items() if s.get("selector") == "fixed")
 

@@ -5,7 +5,7 @@
     python benchmarks/proof.py [--quick] [--parts main curves drafter peers] --out r.json
 
 - main: the demo policy widened to `--sizes` (hidden sizes; the same responses, weights beyond a cache), few responses a
-  replica with a long tail (`lib/proof.yaml` says why). Jobs with TLT on (eagle with suffix drafts, trained in idle
+  replica with a long tail (`lib/proof.yaml` says why). Jobs with TLT on (eagle drafts, trained in idle
   time) and off (plain decoding of the same engine) take turns, A B A B (further sizes once), and `suffix` (no drafter
   to train) runs once. The first step of each job (cold caches, and a selector that has measured nothing) is not timed.
 - curves: seconds of a step by responses, response length, policy and ranks, TLT on (`lib/proof_curves.py`).
@@ -44,7 +44,7 @@ CONFIG = ROOT / "benchmarks/lib/proof.yaml"
 POLICY, DRAFTER = ROOT / "assets/demo-policy", ROOT / "assets/demo-drafter"
 SPEC = "rollout.speculation"
 MODES = {
-    "on": [f"{SPEC}.drafter=eagle", f"{SPEC}.with_suffix=true", "idle.train_drafter=true"],
+    "on": [f"{SPEC}.drafter=eagle", "idle.train_drafter=true"],
     "off": [f"{SPEC}.drafter=none", "idle.train_drafter=false"],
     "suffix": [f"{SPEC}.drafter=suffix", "idle.train_drafter=false"],
 }

@@ -108,8 +108,8 @@ class RolloutBackend(Protocol):
         """Drafts of a response of the last `generate`, as `observe.rollouts` writes them; None: not known."""
 
     @property
-    def history_responses(self) -> int | None:
-        """Responses of a prompt whose tokens `remember` keeps; 0: lengths only; None: the engine keeps no history."""
+    def history_responses(self) -> int:
+        """Responses of a prompt whose tokens `remember` keeps; 0: lengths only."""
 
     def remember(self, responses: Sequence[PastResponse]) -> None:
         """Keeps scored responses for later epochs of their prompts; never changes a response.

@@ -314,8 +314,8 @@ class BackendCapabilities:
     turns: bool = False  # a response may have turns of an environment between those that it draws
 
 
-DraftedBy = Literal["none", "suffix", "trained", "mixed"]
-"""The source of a step's drafts: none, the suffix drafter, the trained one, or for each request the better one."""
+DraftedBy = Literal["none", "suffix", "trained"]
+"""The source of a step's drafts: none, the suffix drafter or the trained one."""
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
     "embedded": BackendCapabilities(True, True, True, True, True, True, True, True, turns=True),
     "trtllm": BackendCapabilities(False, False, False, False, False, False, False, False, ("none", "eagle3")),
@@ -378,8 +378,6 @@ class SpeculationStats:
     row_steps: int = 0  # rows x speculative steps
     drafted_tokens: int = 0  # fed to the policy for verification
     emitted_tokens: int = 0  # accepted drafts and bonus tokens of those rows
-    passed_over_tokens: float = 0.0  # expected of suffix drafts in rows that the trained drafter drafted for (mixed)
-    instead_tokens: int = 0  # accepted in the same rows
     drafted_at: list[int] = field(default_factory=list)  # rows whose draft reached the position
     accepted_at: list[int] = field(default_factory=list)  # rows that accepted the token there
     by_batch: dict[int, list[int]] = field(default_factory=dict)  # running requests: [row steps, emitted tokens]

@@ -111,12 +111,12 @@ class Recorder:
 
 def open_engine(config: Config, kind: str) -> tuple[EmbeddedBackend, Recorder | None]:
     """An engine with the model's weights and the recorder in the selector's place. The config names the trained drafter
-    of the kinds "trained" and "mixed".
+    of the kind "trained".
     """
     from megatron_tlt.backends.build import build_backend
     from megatron_tlt.backends.options import EngineOptions
 
-    changed = {"drafter": "suffix"} if kind in ("none", "suffix") else {"with_suffix": kind == "mixed"}
+    changed = {"drafter": "suffix"} if kind in ("none", "suffix") else {}
     spec = config.rollout.speculation.model_copy(update=changed)
     rollout = config.rollout.model_copy(update={"speculation": spec})
     backend = build_backend(EngineOptions(rollout, config.model, tokenizer=None, load_weights=True))
@@ -227,7 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, help="YAML file of an RL run")
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values that replace the file's")
-    parser.add_argument("--drafters", nargs="+", default=["none", "suffix", "trained", "mixed"])
+    parser.add_argument("--drafters", nargs="+", default=["none", "suffix", "trained"])
     parser.add_argument("--seconds", type=float, default=20.0, help="CPU seconds of each drafter")
     parser.add_argument("--raw", type=Path, help="also write every measured step")
     parser.add_argument("--out", type=Path, required=True)

@@ -41,7 +41,6 @@ def open_engine(check: Check, policy: Any, batch: int, context: int, **speculati
             "max_running_requests": batch,
             "max_batched_tokens": max(8192, batch * context),  # all prompts in one step, which is not timed
             "kv_cache_mib": _cache_mib(check, batch, context) if check.is_cuda else 64,
-            "order": "arrival",
             "speculation": speculation,
         }
     )

@@ -3,8 +3,8 @@
     python benchmarks/bench_rollout.py --backend [--quick] [--model DIR --drafter DIR] [--requests 4 16]
         [--sides "ours TLT in vllm" "vllm eagle" ..] [--equal] [--dtype bf16] --out r.json
 
-Sides: ours plain and with TLT (eagle, the default selector), in the embedded engine with suffix drafts and, without
-them and torch.compile, inside vLLM (`rollout.backend: vllm`); vLLM plain, with ngram, with suffix decoding
+Sides: ours plain and with TLT (eagle, the default selector), in the embedded engine and, without torch.compile,
+inside vLLM (`rollout.backend: vllm`); vLLM plain, with ngram, with suffix decoding
 (arctic-inference) and with EAGLE, for which this project's drafter is written in vLLM's layout. vLLM 0.32 divides the
 logits of drafted positions by uninitialised memory at any temperature above 0 on CPUs (vllm#55005): its speculating
 sides run with that kernel replaced, and one more side, "vllm ngram as-shipped", without. Every side is a process of one

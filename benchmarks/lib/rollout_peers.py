@@ -37,7 +37,6 @@ def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: 
 
     speculation = {
         "drafter": kind,
-        "with_suffix": engine == "embedded",
         "drafter_path": None if kind == "none" else drafter,
     }
     settings = {

@@ -143,7 +143,6 @@ class MegatronPolicy:
         skipped.
         """
         packed = [self._for_update(sequences) for sequences in batch.mini_batches]
-        measured = self._unreplayed_mismatch(packed, batch.temperature) if self.actor.measure_replay else {}
         results, sums = [], []
         with self._first_update(), self._collecting([s for sequences in batch.mini_batches for s in sequences]):
             scored = [self._score(batches, batch.temperature, len(packed) > 1) for batches in packed]
@@ -157,7 +156,7 @@ class MegatronPolicy:
         pairs = zip(sums, batch.denominators, strict=True)
         objectives = [s.get("loss", 0.0) / d if d > 0 else 0.0 for s, d in pairs]
         self.policy_version += int(applied)
-        metrics = self._report(results, sums, objectives) | self._routing_metrics(packed) | measured
+        metrics = self._report(results, sums, objectives) | self._routing_metrics(packed)
         return TrainOutput(self.policy_version, metrics, skipped=not applied)
 
     def _first_update(self) -> AbstractContextManager[object]:
@@ -287,20 +286,6 @@ class MegatronPolicy:
         layers = len(self.config.moe_layers)
         config = self.config
         return routing_metrics(found, layers, config.num_experts, config.num_experts_per_tok, self._replays)
-
-    def _unreplayed_mismatch(self, packed: list[list[MicroBatch]], temperature: float) -> dict[str, float]:
-        """The loss's `mismatch_abs` (mean |log actor - log engine| over the tokens trained on) without replay; nothing
-        where no token is trained on."""
-        name, parts = "unreplayed_mismatch_abs", []
-        batches = [batch for batches in packed for batch in self._unreplayed(batches)]
-        found = forward_logprobs(self.model, batches, temperature)
-        for batch, logprobs in zip(batches, found, strict=False):  # none on the stages before the last
-            if not batch.is_filler:
-                on = batch.response_array("loss_mask") > 0
-                apart = (logprobs - batch.rollout_logprobs()).abs()
-                parts.append({name: apart[on].sum(), "tokens": on.sum()})
-        sums = reduce_over_world(parts, self.dims, self.world)
-        return {name: sums[name] / sums["tokens"]} if sums.get("tokens") else {}
 
     def _pack(self, sequences: list[TrainSequence]) -> list[MicroBatch]:
         return pack_micro_batches(sequences, self.actor.micro_batch_tokens, self._row_layout)

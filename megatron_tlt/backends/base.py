@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import BackendError
+from megatron_tlt.rollout.spec.history import ResponseHistory
 
 if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.models.config import ModelConfig
-    from megatron_tlt.rollout.spec.history import ResponseHistory
     from megatron_tlt.sync.served_weights import ServedWeights
     from megatron_tlt.types import PastResponse, Prompt, Sample
+
+
+_LENGTHS_MIB = 64  # of a history without tokens: some 300,000 prompts
 
 
 def end_tokens(policy: ModelConfig, tokenizer: HFTokenizer | None) -> list[int]:
@@ -23,9 +26,9 @@ def end_tokens(policy: ModelConfig, tokenizer: HFTokenizer | None) -> list[int]:
 class BaseBackend:
     """Versions, checksums and history of a `RolloutBackend`."""
 
-    def __init__(self, weights: ServedWeights, history: ResponseHistory | None, longest_first: bool):
-        """`history` keeps earlier responses; `longest_first` starts prompts whose earlier responses were long first."""
-        self._weights, self._history, self._longest_first = weights, history, longest_first
+    def __init__(self, weights: ServedWeights, history: ResponseHistory | None = None):
+        """`history` keeps earlier responses; by default their lengths."""
+        self._weights, self._history = weights, history or ResponseHistory(1, 0, _LENGTHS_MIB)
 
     @property
     def policy_version(self) -> int:
@@ -54,28 +57,25 @@ class BaseBackend:
         return None
 
     @property
-    def history_responses(self) -> int | None:
-        """Responses of a prompt whose tokens `remember` keeps; 0: lengths only; None: no history."""
-        return None if self._history is None else self._history.most_responses
+    def history_responses(self) -> int:
+        """Responses of a prompt whose tokens `remember` keeps; 0: lengths only."""
+        return self._history.most_responses
 
     def remember(self, responses: Sequence[PastResponse]) -> None:
         """Keeps scored responses for later epochs of their prompts. Ranks of one engine must pass the same."""
-        if self._history is not None:
-            self._history.remember(responses)
+        self._history.remember(responses)
 
     def state_dict(self) -> dict[str, Any]:
         """The history, JSON-able: lengths decide the order of prompts, which a resumed run must repeat."""
-        return {} if self._history is None else {"history": self._history.state_dict()}
+        return {"history": self._history.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads what `state_dict` returned."""
-        if self._history is not None and "history" in state:
+        if "history" in state:
             self._history.load_state_dict(state["history"])
 
     def ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """`prompts` in the order in which they should start, the same on every rank. It changes no keyed response
-        (docs/design/numerics.md).
+        """`prompts` in the order in which they should start, those with long earlier responses first; the same on every
+        rank. It changes no keyed response (docs/design/numerics.md).
         """
-        if self._history is None or not self._longest_first:
-            return list(prompts)
         return self._history.longest_first(prompts)

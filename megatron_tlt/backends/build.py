@@ -103,7 +103,6 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         engine,
         ServedWeights.of_policy(config, options.sync.verify, 0 if options.load_weights else NO_WEIGHTS),
         history=history,
-        longest_first=rollout.order == "longest_first",
         release_cache=rollout.release_cache,
     )
 
@@ -117,13 +116,11 @@ def _graphs(rollout: RolloutSection, decoder: Decoder) -> GraphBudget | None:
 
 
 def _history(rollout: RolloutSection) -> ResponseHistory | None:
-    """Earlier responses, for the suffix drafter and the order of prompts; None where neither is configured."""
+    """Earlier responses with their tokens, where the suffix drafter reads them."""
     section = rollout.speculation.suffix
-    is_read = rollout.speculation.uses_suffix and section.history_epochs > 0
-    if not is_read and rollout.order == "arrival":
+    if rollout.speculation.drafter != "suffix" or not section.history_epochs:
         return None
-    responses = section.history_responses if is_read else 0  # the order of prompts needs lengths only
-    return ResponseHistory(max(1, section.history_epochs), responses, section.history_mib)
+    return ResponseHistory(section.history_epochs, section.history_responses, section.history_mib)
 
 
 def _block_bytes(size: int, decoder: Decoder, drafter_decoder: DrafterDecoder | None, keep_hidden_states: bool) -> int:

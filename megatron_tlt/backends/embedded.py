@@ -44,15 +44,14 @@ class EmbeddedBackend(BaseBackend):
         engine: Engine,
         weights: ServedWeights,
         history: ResponseHistory | None = None,
-        longest_first: bool = False,
         release_cache: bool = False,
     ):
         """Without a version of `weights` the engine refuses to generate until a weight sync has arrived.
 
-        `history` keeps earlier responses; `longest_first` starts prompts whose earlier responses were long before the
-        others. `release_cache` gives the cache's memory back whenever no rollout runs.
+        `history` keeps earlier responses; by default their lengths. `release_cache` gives the cache's memory back
+        whenever no rollout runs.
         """
-        super().__init__(weights, history, longest_first)
+        super().__init__(weights, history)
         self._release_cache = release_cache
         if release_cache:
             engine.release()

@@ -13,7 +13,6 @@ from megatron_tlt.drafter.kinds.base import engine_names
 from megatron_tlt.errors import BackendError, SyncError, shortened
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD
-from megatron_tlt.rollout.spec.history import ResponseHistory
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import WeightBucket
 
@@ -24,16 +23,13 @@ if TYPE_CHECKING:
     from megatron_tlt.backends.process import EngineProcess
     from megatron_tlt.sync.served_weights import ServedWeights
 
-_HISTORY_MIB = 64  # lengths only
-
 
 class RemoteWeights(BaseBackend):
     """The part of a `RolloutBackend` that sends weights to an engine's process, and ends it."""
 
     def __init__(self, process: EngineProcess, weights: ServedWeights, options: EngineOptions):
         """`process` has an engine that was started with `options`."""
-        longest_first = options.rollout.order == "longest_first"
-        super().__init__(weights, ResponseHistory(1, 0, _HISTORY_MIB) if longest_first else None, longest_first)
+        super().__init__(weights)
         self._process: EngineProcess | None = process
         self._options = options
         self._rollout = options.rollout

@@ -24,8 +24,6 @@ class LoraSection(Section):
     targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = LORA_TARGETS
     """Matrices of every layer that get a pair; of a mixture of experts gate, up and down of each expert, the shared one
     included."""
-    dropout: NonNegativeFloat = 0.0
-    """Must be 0: engines generate with merged weights, which have no dropout."""
     adapter_path: str | None = None
     """PEFT directory (adapter_config.json, adapter_model.safetensors) that the pairs start from; default: B is zero, A
     is drawn. Its rank, alpha and targets must be those of this section."""
@@ -68,9 +66,6 @@ class ActorSection(Section):
     router_replay: Literal["off", "rollout"] = "off"
     """rollout: the update takes the experts that the rollout engine chose for each token (R3), where it recorded them
     (embedded, vllm); off: its own router chooses."""
-    measure_replay: bool = False
-    """One more forward of the update's responses, without replay, to measure what replay is worth:
-    `policy/unreplayed_mismatch_abs` beside `policy/mismatch_abs`. Changes no weight."""
     sequence_parallel: bool = False
     """Shard activations of norms and residuals along the sequence over the TP ranks (needs tp > 1)."""
     dtype: Literal["fp32", "bf16"] = "fp32"

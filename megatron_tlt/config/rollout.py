@@ -69,8 +69,6 @@ class RolloutSection(Section):
     process_mib: PositiveInt = 2048
     """Assumed for an engine in a process of its own (trtllm, vllm) beside weights and cache: its CUDA context and
     graphs. On CPU a quarter of it."""
-    order: Literal["arrival", "longest_first"] = "longest_first"
-    """Order in which prompts start: as they come, or longest earlier responses first (where there are any)."""
     schedule: Literal["pull", "static"] = "pull"
     """How prompts come to R replicas. pull: a replica with room in its engine fetches the next prompt from a counter
     that all replicas share. static (always with trtllm, which has no keyed sampling): every R-th prompt, dealt out

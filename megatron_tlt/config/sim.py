@@ -85,8 +85,6 @@ class SimDraftersSection(Section):
     """Sibling and earlier responses."""
     trained: AcceptanceSection = AcceptanceSection(rates=(0.8,))
     """The trained drafter."""
-    mixed: AcceptanceSection = AcceptanceSection(rates=(0.82,))
-    """The better of the two."""
 
 
 class SimCostSection(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.drafter_kinds import DRAFTERS, DrafterFacts, DrafterName
@@ -38,8 +38,6 @@ class BanditSection(Section):
     """Share of exploring steps at the start."""
     epsilon_decay: float = Field(default=0.995, gt=0, le=1)
     """Factor on epsilon after each step of a bucket."""
-    num_measurements: PositiveInt = 50
-    """Measurements of an arm that its median is taken over."""
 
 
 class SpeculationSection(Section):
@@ -52,9 +50,6 @@ class SpeculationSection(Section):
     an LM head of its own; serving engines have it for policies of every family. dspark (DSpark, and DFlash as others
     publish it) fills a block of tokens in one forward through the policy's LM head; its draft costs the same whatever
     its length, and it needs far more training than eagle: begin with a published one."""
-    with_suffix: bool = False
-    """Mix a trained drafter with suffix drafts: each request takes the draft of which more tokens are expected to be
-    accepted. No effect with none and suffix, nor with vLLM, where the trained drafter drafts alone."""
     drafter_path: str | None = None
     """Directory of the trained drafter's weights, of this kind (`megatron-tlt drafter train` makes one), or a name on
     the Hugging Face hub, as in model.path."""
@@ -85,8 +80,6 @@ class SpeculationSection(Section):
     """Most tokens drafted in a row."""
     catch_up_tokens: PositiveInt = 256
     """Most positions that a trained drafter catches up with when it starts late; it sees nothing before them."""
-    min_cumulative_acceptance: NonNegativeFloat = Field(default=0.0, lt=1)
-    """Drafts stop where a token is less likely than this to be emitted (not for cost_model, which finds its own)."""
     suffix: SuffixSection = SuffixSection()
     """The suffix drafter."""
     bandit: BanditSection = BanditSection()
@@ -112,7 +105,7 @@ class SpeculationSection(Section):
         """The source of drafts, for every kind of trained drafter."""
         if self.trained is None:
             return "suffix" if self.drafter == "suffix" else "none"
-        return "mixed" if self.with_suffix else "trained"
+        return "trained"
 
     @property
     def rows_each(self) -> int:
@@ -125,8 +118,3 @@ class SpeculationSection(Section):
         if self.selector != "beg_mab":
             return self.draft_len
         return max(self.bandit.arms, default=0)
-
-    @property
-    def uses_suffix(self) -> bool:
-        """Whether the suffix drafter is part of it."""
-        return self.drafts_by in ("suffix", "mixed")

@@ -11,7 +11,6 @@ its own. Then a response depends on no worker and no delay, and a lost worker's 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -57,14 +56,6 @@ class GivenTokens(Protocol):
 
     def given(self, observation: str, role: Role, drawn: Sequence[int]) -> tuple[int, ...]:
         """The tokens between the drawn turn `drawn` (with the stop token, if one ended it) and the next one."""
-
-
-def last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """Group 1 of the last match, stripped; None without a match."""
-    found = None
-    for match in pattern.finditer(text):
-        found = (match[1] or "").strip()
-    return found
 
 
 def as_text(value: object) -> str:

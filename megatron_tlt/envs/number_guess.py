@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import re
 
-from megatron_tlt.envs.base import Environment, Step, last_match
+from megatron_tlt.envs.base import Environment, Step
 from megatron_tlt.types import Prompt
+from megatron_tlt.workers.answers import last_match
 
 
 class NumberGuess(Environment):

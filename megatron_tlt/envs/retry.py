@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from functools import cache
-from typing import Any
 
-import reasoning_gym  # here and not at the first turn, whose time is limited
-
-from megatron_tlt.envs.base import Environment, Step, last_match
+from megatron_tlt.envs.base import Environment, Step
 from megatron_tlt.types import Prompt
+from megatron_tlt.workers.answers import last_match
+from megatron_tlt.workers.task_verifier import task_score
 
 
 class Retry(Environment):
@@ -47,15 +44,8 @@ class Retry(Environment):
 
 def _score(prompt: Prompt, answer: str) -> float:
     """The task's own score; for a prompt of no task, whether the answer equals the reference."""
-    entry = prompt.metadata.get("task_entry")
-    if entry is not None:
-        params = json.dumps(prompt.metadata.get("task_params") or {}, sort_keys=True, default=str)
-        return float(_verifier(prompt.metadata["task_name"], params).score_answer(answer, entry))
+    score = task_score(prompt, answer)
+    if score is not None:
+        return score
     assert prompt.answer is not None
     return float(answer == prompt.answer.strip())
-
-
-@cache
-def _verifier(name: str, params: str) -> Any:
-    """A dataset object only for its `score_answer`: made once per task, as small as can be."""
-    return reasoning_gym.create_dataset(name, seed=0, size=1, **json.loads(params))

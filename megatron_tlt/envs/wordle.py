@@ -6,8 +6,9 @@ import random
 import re
 from collections import Counter
 
-from megatron_tlt.envs.base import Environment, Step, last_match
+from megatron_tlt.envs.base import Environment, Step
 from megatron_tlt.types import Prompt
+from megatron_tlt.workers.answers import last_match
 
 WORDS = """
     apple bread brick chair chest clock cloud crane dance dream earth flame flour frost glass grape green

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SUFFIX, TRAINED = 0, 1  # of `Draft.source`
-
 
 @dataclass(slots=True)
 class Draft:
@@ -24,9 +22,6 @@ class Draft:
     tokens: np.ndarray  # int32 [N]
     cumulative_acceptance: np.ndarray  # float32 [N]
     feature: np.ndarray | None = None  # int32 [N], cell of the drafter's calibration table
-    source: np.ndarray | None = None  # int8 [B], index of the drafter that made the row (mixed)
-    # float64 [B], expected accepted tokens of each row's suffix draft, for rows whose trained draft was chosen (mixed)
-    passed_over: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -58,8 +53,6 @@ class Draft:
             self.tokens[keep],
             self.cumulative_acceptance[keep],
             None if self.feature is None else self.feature[keep],
-            self.source,
-            self.passed_over,
         )
 
     def likely(self, least: float) -> Draft:

@@ -62,8 +62,14 @@ class DraftingRows:
 class RowDrafter(Protocol):
     """Drafts for one set of running rows over one cache. Not thread-safe."""
 
+    _kv: KVCache
+    _pages: Tensor
+
     def point_at(self, kv: KVCache, pages: Tensor) -> None:
-        """Uses this memory from now on. After a release it is empty, and no draft may follow."""
+        """Uses this memory from now on. After a release it is empty, and no draft may follow. Captured graphs read the
+        cache only, whose address they need.
+        """
+        self._kv, self._pages = kv, pages
 
     def draft(self, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float) -> Draft:
         """Caches the missing pairs of each row, at most its last `catch_up`, and drafts up to `wanted` int [B] tokens.
@@ -111,6 +117,11 @@ class DrafterDecoder(Protocol):
 
     def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> RowDrafter:
         """Drafts for `rows`, of whose missing pairs at most the last `catch_up` are cached."""
+
+
+def step_batches(most: int) -> list[int]:
+    """Numbers of rows, up to `most`, that steps are captured for: powers of two and `most`, the largest first."""
+    return sorted({most, *(1 << bit for bit in range(most.bit_length()))}, reverse=True)
 
 
 def slots_of(rows: DraftingRows, at: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.types import Prompt, RewardResult, Sample
+from megatron_tlt.workers.answers import last_match
 
 # The value of one reward function for one sample. May raise: `judge` records it.
 Scorer = Callable[[Prompt, Sample], object]
@@ -73,16 +74,8 @@ def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:
 
 
 def extract_answer(pattern: re.Pattern[str] | None, text: str) -> str | None:
-    """Group 1 of the *last* match, stripped: a model may try several answers, and the last one counts.
-
-    Without a pattern the whole text, stripped. None if nothing matches.
-    """
-    if pattern is None:
-        return text.strip()
-    answer: str | None = None
-    for found in pattern.finditer(text):
-        answer = found.group(1)
-    return None if answer is None else answer.strip()
+    """Group 1 of the last match, stripped; without a pattern the whole text, stripped. None if nothing matches."""
+    return text.strip() if pattern is None else last_match(pattern, text)
 
 
 def reference_of(prompt: Prompt) -> str:

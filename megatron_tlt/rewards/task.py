@@ -1,19 +1,11 @@
-"""The verifier that belongs to a procedural task of `reasoning-gym`.
-
-The prompt has its inputs: metadata `task_name`, `task_params` and `task_entry` (the generated item).
-"""
+"""The verifier that belongs to a procedural task of `reasoning-gym` (`workers.task_verifier.task_score`)."""
 
 from __future__ import annotations
-
-import json
-from functools import cache
-from typing import Any
-
-import reasoning_gym
 
 from megatron_tlt.config.data import RewardConfig
 from megatron_tlt.rewards.base import Scorer, compile_pattern, extract_answer
 from megatron_tlt.types import Prompt, Sample
+from megatron_tlt.workers.task_verifier import task_score
 
 
 def task_reward(config: RewardConfig) -> Scorer:
@@ -24,19 +16,9 @@ def task_reward(config: RewardConfig) -> Scorer:
     pattern = compile_pattern(config.pattern)
 
     def score(prompt: Prompt, sample: Sample) -> float:
-        entry = prompt.metadata.get("task_entry")
-        if entry is None:
+        if prompt.metadata.get("task_entry") is None:
             raise ValueError(f"prompt {prompt.dataset_id!r} comes from no procedural task")
         answer = extract_answer(pattern, sample.text)
-        if not answer:
-            return 0.0
-        params = json.dumps(prompt.metadata.get("task_params") or {}, sort_keys=True, default=str)
-        return float(_verifier(prompt.metadata["task_name"], params).score_answer(answer, entry))
+        return (task_score(prompt, answer) or 0.0) if answer else 0.0
 
     return score
-
-
-@cache
-def _verifier(name: str, params: str) -> Any:
-    """A dataset object only for its `score_answer`: made once per task, as small as can be."""
-    return reasoning_gym.create_dataset(name, seed=0, size=1, **json.loads(params))

@@ -91,11 +91,10 @@ class Roofline:
 
     def draft(self, kind: str, B: int, passes: int, tokens: int) -> float:
         """See `CostModel.draft`."""
-        lookup = 1e-6 * self._section.lookup_us * B if kind in ("suffix", "mixed") else 0.0
-        if kind == "suffix" or not passes:
-            return lookup
+        if kind == "suffix":
+            return 1e-6 * self._section.lookup_us * B
         one = self._forward(self._drafter, B, 0.0, 0.0, 1)
-        return lookup + passes * (one + 1e-3 * self._section.pass_ms)
+        return passes * (one + 1e-3 * self._section.pass_ms)
 
     def prefill(self, tokens: int) -> float:
         """See `CostModel.prefill`."""

@@ -56,7 +56,7 @@ def simulation_of(config: Config) -> SimConfig:
         },
         "rollout": config.rollout.model_copy(update=rollout),
         "idle": config.idle,
-        "drafters": {name: {"rates": (0.82,), "stale_rates": (STALE_RATE,)} for name in ("trained", "mixed")},
+        "drafters": {"trained": {"rates": (0.82,), "stale_rates": (STALE_RATE,)}},
         "training": {
             "tp": config.actor.tp,
             "pp": config.actor.pp,

@@ -55,17 +55,16 @@ class Speculation:
         self._selector: StrategySelector | None = None
         if section.drafter != "none":
             self._selector = build_selector(section)
-        self.acceptance = {
-            kind: AcceptanceModel(getattr(config.drafters, kind)) for kind in ("suffix", "trained", "mixed")
-        }
+        drafters = config.drafters
+        self.acceptance = AcceptanceModel(drafters.trained if section.trained else drafters.suffix)
         self._plain_above = config.plain_above
         self._most_rows = config.rollout.max_batched_tokens
         self.counts = StepCounts()
 
     def set_quality(self, quality: float) -> None:
-        """The trained drafter's adaptation, from now on. Mixed with suffix drafts it moves, too."""
-        for kind in ("trained", "mixed"):
-            self.acceptance[kind].quality = quality
+        """The trained drafter's adaptation, from now on."""
+        if self._trained is not None:
+            self.acceptance.quality = quality
 
     def step(self, running: int, cached: float) -> tuple[float, np.ndarray]:
         """Seconds of a step of `running` requests with `cached` tokens in all, and the tokens int64 [B] emitted."""
@@ -86,7 +85,7 @@ class Speculation:
     ) -> tuple[float, np.ndarray]:
         share = max(0, self._most_rows // running - 1)
         lengths = np.full(running, min(strategy.draft_len, share), np.int64)
-        draft = self.acceptance[strategy.kind].draft(strategy, lengths, self._rng)
+        draft = self.acceptance.draft(strategy, lengths, self._rng)
         drafted = int(draft.counts.sum())
         passes = draft.passes if self._trained is None else self._trained.passes(draft.passes)
         drafting = self._costs.draft(strategy.kind, running, passes, drafted)

@@ -19,10 +19,6 @@ _EVERYTHING = (
     "every drafted token of the last {steps} steps was accepted: no drafter is always right; "
     "are drafts verified at all?"
 )
-_WORSE = (
-    "the trained drafter is worse than suffix drafts: in the last {steps} steps {instead:.0f} of its tokens were "
-    "accepted where suffix drafts promised {passed_over:.0f}; is it trained (drafter/tokens), and on this policy?"
-)
 
 
 class AcceptanceMonitor:
@@ -34,20 +30,18 @@ class AcceptanceMonitor:
 
     def check(self, row: Mapping[str, float]) -> list[str]:
         """New warnings after a step with `engine/spec_*` counters in `row`. Mutates the last steps' counters."""
-        names = ("row_steps", "drafted_tokens", "emitted_tokens", "passed_over_tokens", "instead_tokens")
+        names = ("row_steps", "drafted_tokens", "emitted_tokens")
         if not row["engine/spec_drafted_tokens"]:
             return []
         self._steps.append({name: row[f"engine/spec_{name}"] for name in names})
         total = {name: sum(step[name] for step in self._steps) for name in names}
         if len(self._steps) < _STEPS or total["drafted_tokens"] < _LEAST_TOKENS:
             return []
-        accepted, instead = total["emitted_tokens"] - total["row_steps"], total["instead_tokens"]
-        passed_over = total["passed_over_tokens"]
+        accepted = total["emitted_tokens"] - total["row_steps"]
         found = {
             _NOTHING: accepted == 0,
             _EVERYTHING: accepted == total["drafted_tokens"],
-            _WORSE: passed_over >= _LEAST_TOKENS and instead < passed_over,
         }
         now = {text for text, holds in found.items() if holds}
         new, self._active = now - self._active, now
-        return [text.format(steps=_STEPS, instead=instead, passed_over=passed_over) for text in sorted(new)]
+        return [text.format(steps=_STEPS) for text in sorted(new)]

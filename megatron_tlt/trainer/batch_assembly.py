@@ -58,11 +58,9 @@ def share_responses(world: World, backend: RolloutBackend, groups: Sequence[Samp
     """Adds all ranks' scored responses, also those that are not trained on, to the history of every engine: any of them
     may serve the prompt the next time. Tokens that no history keeps stay where they are.
 
-    Collective where the engines keep a history (all of them do or none: they share one configuration).
+    Collective.
     """
     most = backend.history_responses
-    if most is None:
-        return
     mine = [response for group in groups for response in readable_tokens(_past_responses(group), most)]
     responses = [response for part in world.all_gather_object(mine) for response in part]
     responses.sort(key=lambda a: a.prompt_id)  # the order must not depend on the number of ranks

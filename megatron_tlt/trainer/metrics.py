@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions")
 _TURN_COUNTERS = ("turns", "given_tokens", "parked_seconds", "prefill_steps")
-_SPEC_COUNTERS = ("row_steps", "drafted_tokens", "emitted_tokens", "passed_over_tokens", "instead_tokens")
+_SPEC_COUNTERS = ("row_steps", "drafted_tokens", "emitted_tokens")
 _DRAFTER = ("loss", "accept/1")  # of the micro-steps' metrics
 _IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps")
 _SUMMED = ("engine/generated_tokens", *_IDLE_TOTALS)

@@ -1,1 +1,2 @@
-"""Processes in which a user's code runs beside a rank, and the loading of that code. Without MPI and torch."""
+"""Processes in which a user's code runs beside a rank, the loading of that code, and what several of
+them need of answers. Without MPI and torch."""

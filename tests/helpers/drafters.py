@@ -32,7 +32,7 @@ class OracleDrafter:
         assert request.output[: len(seen)] == seen  # it may have been preempted
         self.live[request.order] = list(request.output)
 
-    def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
+    def sync_context(self, rows: RunningRows) -> None:
         for request in rows.requests:
             seen = self.live[request.order]
             drawn = rows.outputs[request.slot, : int(rows.output_len[request.row])].tolist()
@@ -103,10 +103,9 @@ class RandomSelector:
         pass
 
 
-def attach(engine: Engine, drafter, selector, eagle=None) -> Speculator:
+def attach(engine: Engine, drafter, selector) -> Speculator:
     """Makes a plain engine speculate with these parts."""
-    speculator = Speculator(
-        drafter, selector, engine.scheduler.rows, engine.scheduler.reserve, engine.runner.tp, eagle
-    )
+    scheduler = engine.scheduler
+    speculator = Speculator(drafter, selector, scheduler.rows, scheduler.reserve, engine.runner.tp)
     engine.speculator = speculator
     return speculator

@@ -131,13 +131,17 @@ def assert_same_training(left: Path, right: Path, step: int) -> None:
     assert figures[0] == figures[1], right
 
 
-def train_many(config: Path, jobs: dict[str, list[str]], ranks: int = 2, fault: str | None = None) -> str:
+def train_many(
+    config: Path, jobs: dict[str, list[str]], ranks: int = 2, fault: str | dict[str, str] | None = None
+) -> str:
     """Runs of `config` beside it, by name, with overrides, in one world of ranks; their output.
 
-    `fault`: see the worker, for all of them; with one, also "", ranks are uneven.
+    `fault`: see the worker, for all of them or by name; with one, also "", ranks are uneven.
     """
     folder, listing = config.parent, config.parent / "jobs.json"
-    given = [[str(config), [f"train.run_dir={folder / name}", *options], fault] for name, options in jobs.items()]
+    faults = {name: fault.get(name, "") if isinstance(fault, dict) else fault for name in jobs}
+    runs = {name: [f"train.run_dir={folder / name}", *options] for name, options in jobs.items()}
+    given = [[str(config), options, faults[name]] for name, options in runs.items()]
     listing.write_text(json.dumps(given))
     return run_ranks(ranks, "tests/integration/workers/train_many.py", str(listing)).stdout
 

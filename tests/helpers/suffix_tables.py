@@ -93,7 +93,7 @@ class Table:
         self.rows.advance_many(tokens, np.zeros(len(tokens), np.float32), counts, 16)
 
     def propose(self, strategy: DraftStrategy = CHAIN, lengths: list[int] | None = None) -> Draft:
-        self.drafter.sync_context(self.rows, strategy)
+        self.drafter.sync_context(self.rows)
         wanted = lengths if lengths is not None else [strategy.draft_len] * self.rows.num_rows
         return self.drafter.propose(self.rows, np.array(wanted, np.int32), strategy)
 
@@ -118,7 +118,7 @@ def repetitive(rng: random.Random, length: int) -> list[int]:
     return text[:length]
 
 
-def check_against_naive(table: Table, draft: Draft, strategy: DraftStrategy, noisy_ok: bool = True) -> int:
+def check_against_naive(table: Table, draft: Draft, strategy: DraftStrategy) -> int:
     """Every token and its kind, from the naive distribution. Returns how many were compared."""
     at, rates = 0, table.drafter._calibration.rates
     for row, request in enumerate(table.rows.requests):
@@ -128,7 +128,7 @@ def check_against_naive(table: Table, draft: Draft, strategy: DraftStrategy, noi
         for place, i in enumerate(range(at, at + count)):
             shares, longest = distribution(table.naive[request.dataset_id], text)
             position = int(table.rows.output_len[row]) + place
-            noisy = noisy_ok and request.params.temperature > 0
+            noisy = request.params.temperature > 0
             ranked = ranking(shares, request.key, position, noisy)
             score = {t: s for s, t in ranked}
             assert score[int(draft.tokens[i])] >= ranked[0][0] - 1e-4, "not the best candidate"

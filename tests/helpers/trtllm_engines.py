@@ -55,7 +55,7 @@ def start_backend(folder: Path, *, version: str = "1.2.1", eagle: bool = False, 
     """A backend whose engine stands, with a drafter for `eagle`, and has no weights. `fields`: of `rollout.trtllm`."""
     settings = section(fake_python(folder, version), version=version, **fields)
     drafting = SpeculationSection(drafter="eagle" if eagle else "none")
-    sizes = {"max_running_requests": 8, "max_batched_tokens": 64, "order": "arrival"}
+    sizes = {"max_running_requests": 8, "max_batched_tokens": 64}
     rollout = RolloutSection(**sizes, speculation=drafting, trtllm=settings)
     process = EngineProcess(trtllm_launch(settings))
     files = Eagle3Files(Path("/drafter"), (0, 1, 2)) if eagle else None

@@ -13,7 +13,7 @@ TRAIN = ["-m", "megatron_tlt", "train"]
 KILLER = "tests/integration/workers/train_killed.py"
 STEPS, LAST = 2, "checkpoints/step-000002"
 SPEC = "rollout.speculation"
-ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.with_suffix=true", f"{SPEC}.selector=fixed", "idle.train_drafter=true"]
+ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.selector=fixed", "idle.train_drafter=true"]
 ON += ["idle.min_steps_per_window=2", "idle.min_tail_seconds=0"]
 
 

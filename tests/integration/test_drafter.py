@@ -43,6 +43,8 @@ def run(tmp_path_factory) -> Path:
 
 def evaluated(run: Path, name: str, ranks: int = 1) -> dict:
     kind, out = name.split("-")[1], run / f"{name}-{ranks}.json"
+    if out.exists():
+        return json.loads(out.read_text())
     arguments = ["--drafter", run / name, "--out", out, f"{SPEC}.drafter={kind}", f"cluster.ranks_per_node={ranks}"]
     assert "expected accepted length" in run_drafter(ranks, "eval", run / "tiny.yaml", *arguments).stdout
     return json.loads(out.read_text())

@@ -1,4 +1,4 @@
-"""Whole runs that train the drafter in idle time: the policy stays the same, and a resumed run trains on."""
+"""Whole runs that draft, and train the drafter in idle time: the policy stays the same, a resumed run trains on."""
 
 from pathlib import Path
 
@@ -32,9 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("idle")
     config = write_config(path, train={"num_steps": 4, "prompts_per_step": 8}, checkpoint={"every": 2})
     make_model(path / "model", num_layers=4)  # of which eagle3 reads three
-    train_many(config, {"off": [], "train-": TRAIN, "train-eagle3": [*TRAIN, EAGLE3]}, fault="")
-    train_many(config, {"train-dspark": [*TRAIN, DSPARK]}, fault="")
-    train_many(config, {"train-nan": TRAIN}, fault="nan")
+    jobs = {"off": [], "train-": TRAIN, "train-eagle3": [*TRAIN, EAGLE3], "train-dspark": [*TRAIN, DSPARK]}
+    jobs |= {"train-suffix": [*TRAIN[1:3], f"{SPEC}.drafter=suffix"], "train-nan": TRAIN}
+    train_many(config, jobs, fault={"train-nan": "nan"})
     (path / "said").write_text(train_many(config, {"train-crash": TRAIN}, fault="crash"))
     return path
 
@@ -50,14 +50,15 @@ def test_the_drafter_is_trained_in_idle_time(folder: Path):
     assert all(not torch.equal(saved["model"][name], early["model"][name]) for name in saved["model"])
 
 
-@pytest.mark.parametrize("fault", ["", "crash", "nan", "eagle3", "dspark"])
+@pytest.mark.parametrize("fault", ["", "crash", "nan", "eagle3", "dspark", "suffix"])
 def test_the_policy_is_the_same_with_and_without_drafter_training(folder: Path, fault: str):
     assert_same_training(folder / "off", folder / f"train-{fault}", 4)
-    drafted = sum(row["engine/spec_row_steps"] for row in rows(folder / f"train-{fault}"))
-    assert drafted > 0
+    found = rows(folder / f"train-{fault}")
+    assert sum(row["engine/spec_row_steps"] for row in found) > 0
+    if fault in ("eagle3", "dspark"):
+        assert all(row["drafter/steps"] > 0 and row["drafter/disabled"] == 0 for row in found)
     if fault == "crash":
-        last = rows(folder / f"train-{fault}")[-1]
-        assert last["drafter/disabled"] > 0
+        assert found[-1]["drafter/disabled"] > 0
         assert (folder / "said").read_text().count("drafter training is off for the rest of the run") == 1
 
 

@@ -102,8 +102,7 @@ def test_killed_with_experts_that_are_replayed(one, dead, resumed, tmp_path):
     """Cached responses come with the experts of their tokens."""
     write_experts(one / "model", one / "experts", seed=0)
     changed = [f"model.path={one / 'experts'}", "actor.router_replay=rollout", "train.num_steps=3"]
-    changed += ["rollout.speculation.drafter=eagle", "rollout.speculation.with_suffix=true"]
-    changed += ["idle.train_drafter=true", "idle.min_steps_per_window=2"]
+    changed += ["rollout.speculation.drafter=eagle", "idle.train_drafter=true", "idle.min_steps_per_window=2"]
     resumed(tmp_path / "whole", *changed)
     run_dir = dead(2, 9, NOW, *changed)
     assert "resumed after step 1" in resumed(run_dir, *changed)
@@ -163,7 +162,7 @@ def test_killed_with_the_drafter_trained_equals_a_whole_run_without_one(tmp_path
         write_experts(tmp_path / "model", tmp_path / "experts", seed=0)
         changed.append(f"model.path={tmp_path / 'experts'}")
     spec = "rollout.speculation"
-    trained = [f"{spec}.drafter=eagle", f"{spec}.with_suffix=true", f"{spec}.selector=fixed", "idle.train_drafter=true"]
+    trained = [f"{spec}.drafter=eagle", f"{spec}.selector=fixed", "idle.train_drafter=true"]
     trained += ["idle.min_steps_per_window=2", "idle.min_tail_seconds=0"]
     train(config, 2, f"train.run_dir={tmp_path / 'off'}", *changed)
     run_dir = killed(config, tmp_path / "killed", 0, 2, 9, NOW, *changed, *trained)

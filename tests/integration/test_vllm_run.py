@@ -26,7 +26,6 @@ KINDS = {  # the demo drafter, and one that starts from the policy
     "eagle": (),
     "eagle3": (
         "rollout.speculation.drafter=eagle3",
-        "rollout.speculation.with_suffix=false",
         "rollout.speculation.selector=fixed",  # cost_model does not draft with one that knows so little
         "rollout.speculation.draft_len=4",
         "rollout.speculation.drafter_path=null",
@@ -36,8 +35,7 @@ KINDS = {  # the demo drafter, and one that starts from the policy
 
 def train(run_dir: Path, *overrides: str) -> None:
     config = str(ROOT / "configs/quickstart.yaml")
-    engine = ("rollout.backend=vllm", "rollout.speculation.with_suffix=false")
-    given = (*engine, f"train.run_dir={run_dir}", *SMALL, *overrides)
+    given = ("rollout.backend=vllm", f"train.run_dir={run_dir}", *SMALL, *overrides)
     run_ranks(2, ["-m", "megatron_tlt", "train"], config, *given, timeout=600)
 
 

@@ -118,8 +118,6 @@ DRAFTERS = [
     {"drafter": "eagle", "selector": "fixed", "draft_len": 4},
     {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "catch_up_tokens": 16},
     {"drafter": "eagle", "selector": "cost_model"},
-    {"drafter": "eagle", "with_suffix": True, "selector": "beg_mab"},
-    {"drafter": "eagle", "with_suffix": True, "selector": "fixed", "draft_len": 4},
     {"drafter": "dspark", "selector": "fixed", "draft_len": 9, "catch_up_tokens": 16},
 ]
 

@@ -55,7 +55,7 @@ def build_vllm(options: EngineOptions) -> VllmBackend:
             hidden_bytes=rollout.vllm.hidden_mib << 20 if options.keep_layers is not None else 0,
             max_len=arguments["max_model_len"],
             max_requests=rollout.max_running_requests,
-            speculation={**rollout.speculation.model_dump(), "with_suffix": False},
+            speculation=rollout.speculation.model_dump(),
             routed_experts=route_type(policy.num_experts) if options.keep_routed_experts else None,
             directory=str(process.shared.path),
             tokenizer=str(Path(model.tokenizer or model.path).resolve()),

@@ -61,8 +61,6 @@ def _check_drafting(config: Config) -> Problems:
     if can.drafters is not None and section.drafter not in can.drafters:
         allowed = f"must be {', '.join(map(repr, can.drafters))} with {name}"
         yield ConfigProblem(f"{at}.drafter", section.drafter, allowed)
-    if section.drafts_by == "mixed" and backend == "trtllm":
-        yield ConfigProblem(f"{at}.with_suffix", True, f"must be false with {name}: one drafter drafts")
     chosen = section.drafter != "none" and "selector" in section.model_fields_set
     if chosen and not can.selectors:
         allowed = f"cannot be had with {name}, whose draft length is the same for all steps"
@@ -71,14 +69,10 @@ def _check_drafting(config: Config) -> Problems:
 
 def _check_vllm(config: Config, device: str | None) -> Problems:
     section, speculation = config.rollout.vllm, config.rollout.speculation
-    if speculation.drafter != "none":
-        if speculation.selector == "beg_mab" and set(speculation.bandit.arms) == {0}:
-            allowed = "must have an arm that drafts with rollout.backend: vllm (none drafts: drafter: none)"
-            yield ConfigProblem("rollout.speculation.bandit.arms", speculation.bandit.arms, allowed)
-        least = speculation.min_cumulative_acceptance
-        if speculation.trained is not None and speculation.selector != "cost_model" and least > 0:
-            allowed = "must be 0 with rollout.backend: vllm and a trained drafter, whose drafts are never cut"
-            yield ConfigProblem("rollout.speculation.min_cumulative_acceptance", least, allowed)
+    has_bandit = speculation.drafter != "none" and speculation.selector == "beg_mab"
+    if has_bandit and set(speculation.bandit.arms) == {0}:
+        allowed = "must have an arm that drafts with rollout.backend: vllm (none drafts: drafter: none)"
+        yield ConfigProblem("rollout.speculation.bandit.arms", speculation.bandit.arms, allowed)
     if not section.version.startswith(_VLLM_SERIES):
         yield ConfigProblem("rollout.vllm.version", section.version, f"must be {_VLLM_SERIES}x")
     if config.rollout.numerics == "invariant" and device == "cpu":

@@ -84,8 +84,6 @@ def _installed_engine() -> str | None:
 def check_experts(config: Config | SftConfig, shape: ArchitectureConfig | None) -> Problems:
     """megatron's requirements of a mixture of experts. Experts are never cut by tensor parallel."""
     actor = config.actor
-    if actor.measure_replay and actor.router_replay == "off":
-        yield ConfigProblem("actor.measure_replay", True, "needs actor.router_replay=rollout")
     if shape is None:
         return
     if not shape.num_experts:

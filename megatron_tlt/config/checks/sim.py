@@ -24,7 +24,7 @@ def check_sim(config: SimConfig) -> Problems:
     if config.workload.lengths.path is not None and config.workload.lengths.values:
         allowed = "not with workload.lengths.values: one of them must be null or []"
         yield ConfigProblem("workload.lengths.path", config.workload.lengths.path, allowed)
-    for name in ("suffix", "trained", "mixed"):
+    for name in ("suffix", "trained"):
         section: AcceptanceSection = getattr(config.drafters, name)
         for field in ("rates", "stale_rates"):
             rates: tuple[float, ...] = getattr(section, field)

@@ -92,7 +92,7 @@ def drafter_weight_bytes(config: Config, shape: ArchitectureConfig, device: Devi
 def suffix_bytes(config: Config) -> int:
     """The suffix drafter's tries and as much for earlier responses, once both are full; in the host's memory."""
     section = config.rollout.speculation
-    return 2 * section.suffix.history_mib * MIB * section.uses_suffix
+    return 2 * section.suffix.history_mib * MIB * (section.drafter == "suffix")
 
 
 def rollout_step_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:

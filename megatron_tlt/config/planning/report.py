@@ -98,8 +98,6 @@ def _without_effect(config: Config) -> list[str]:
     reasons = {}
     if not CAPABILITIES[rollout.backend].logprobs and config.algorithm.importance_cap > 0:
         reasons["algorithm.importance_cap"] = "the actor scores the responses"
-    if rollout.backend == "vllm" and rollout.speculation.drafts_by == "mixed":
-        reasons["rollout.speculation.with_suffix"] = "the trained drafter drafts alone"
     return [f"  no effect with {rollout.backend}: {name}: {why}" for name, why in reasons.items()]
 
 

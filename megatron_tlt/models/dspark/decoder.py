@@ -36,6 +36,7 @@ from megatron_tlt.models.drafter_decoder import (
     RowDrafter,
     RunStep,
     missing_pairs,
+    step_batches,
 )
 from megatron_tlt.models.dspark.config import BlockConfig
 from megatron_tlt.models.dspark.model import BlockLayer, BlockModel
@@ -43,7 +44,7 @@ from megatron_tlt.models.keyed_noise import Candidates, best_candidates
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.torch.attention import gather_heads, table_slots
 from megatron_tlt.models.torch.decoder import TorchDecoder
-from megatron_tlt.models.torch.layers import rms_norm, rotate
+from megatron_tlt.models.torch.layers import joined, rms_norm, rotate
 from megatron_tlt.models.torch.transfer import upload
 
 _GATHERED_BYTES = 1 << 26  # of keys and values gathered at a time, of so many rows as fit, or one
@@ -64,9 +65,9 @@ class TorchBlock(DrafterDecoder):
         self.model = BlockModel(config).to(policy.device, policy.dtype).requires_grad_(False)
         attentions = [layer.self_attn for layer in self.model.blocks]
         projections = [p for a in attentions for p in (a.k_proj, a.v_proj)]
-        self._kv = _joined([p.weight for p in projections])  # of all layers: one product feeds them
-        self._kv_bias = _joined([p.bias for p in projections]) if config.layer.qkv_bias else None
-        self._gate_up = [_joined([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]) for layer in self.model.blocks]
+        self._kv = joined([p.weight for p in projections])  # of all layers: one product feeds them
+        self._kv_bias = joined([p.bias for p in projections]) if config.layer.qkv_bias else None
+        self._gate_up = [joined([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]) for layer in self.model.blocks]
         # Rows of the policy's LM head, in place since graphs keep the address, and the version that they are of.
         self._head_rows: Tensor | None = None
         self._head_version: int | None = None
@@ -194,14 +195,6 @@ def _attend(q: Tensor, own: tuple[Tensor, Tensor], cache: Tensor, slots: Tensor,
     return torch.cat(done).transpose(1, 2).reshape(q.shape)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """One matrix of the rows of all `parts`, which become views of it: one product instead of several."""
-    joined = torch.cat([part.data for part in parts])
-    for part, rows in zip(parts, joined.split([len(part) for part in parts]), strict=True):
-        part.data = rows
-    return joined
-
-
 class _Buffers:
     """Inputs and outputs of the step of P rows. The tensors stay in place: captured graphs keep their addresses."""
 
@@ -221,22 +214,18 @@ class BlockRowDrafter(RowDrafter):
 
     def __init__(self, drafter: TorchBlock, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int):
         self._drafter, self._rows, self._catch_up_limit = drafter, rows, catch_up
-        self._kv, self._pages, self._size = kv, pages, kv.block_size
+        self.point_at(kv, pages)
+        self._size = kv.block_size
         self._most, self._max_blocks = rows.block_tables.shape
         self._buffers = _Buffers(self._most, self._max_blocks, drafter)
         self._has_fixed_width = isinstance(drafter.policy, TorchDecoder) and drafter.policy.paged is not None
         reserved = self._max_blocks * self._size + drafter.config.block_size
         drafter.model.reserve_positions(reserved, drafter.device)
 
-    def point_at(self, kv: KVCache, pages: Tensor) -> None:
-        """See `RowDrafter.point_at`. Captured graphs read the cache only, whose address they need."""
-        self._kv, self._pages = kv, pages
-
     def steps(self) -> list[tuple[Hashable, Callable[[], object]]]:
         """Every static step with its key, the largest first. Sets the inputs to padding."""
         self._buffers.inputs.zero_()
-        batches = {self._most, *(1 << bit for bit in range(self._most.bit_length()))}
-        return [self._static(batch, self._max_blocks) for batch in sorted(batches, reverse=True)]
+        return [self._static(batch, self._max_blocks) for batch in step_batches(self._most)]
 
     @torch.inference_mode()
     def draft(self, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float) -> Draft:

@@ -35,6 +35,7 @@ from megatron_tlt.models.drafter_decoder import (
     RunStep,
     missing_pairs,
     slots_of,
+    step_batches,
 )
 from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.eagle3 import build_model
@@ -43,6 +44,7 @@ from megatron_tlt.models.keyed_noise import Candidates, best_candidates
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.torch.attention import AttentionPlan, StaticPlan
 from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.models.torch.layers import joined
 from megatron_tlt.models.torch.paged import PagedPlan
 from megatron_tlt.models.torch.transfer import upload
 
@@ -62,9 +64,9 @@ class TorchEagle(DrafterDecoder):
         self.model = build_model(config).to(policy.device, policy.dtype).requires_grad_(False)
         attention, mlp = self.model.block.self_attn, self.model.block.mlp
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self._qkv = _joined([part.weight for part in parts])
-        self._qkv_bias = _joined([part.bias for part in parts]) if config.layer.qkv_bias else None
-        self._gate_up = _joined([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self._qkv = joined([part.weight for part in parts])
+        self._qkv_bias = joined([part.bias for part in parts]) if config.layer.qkv_bias else None
+        self._gate_up = joined([mlp.gate_proj.weight, mlp.up_proj.weight])
         # Rows of the policy's LM head, in place since graphs keep the address, and the version of it that they are of.
         self._head_rows: Tensor | None = None
         self._head_version: int | None = None
@@ -157,14 +159,6 @@ class TorchEagle(DrafterDecoder):
         return PagedPlan(self.policy.paged, fed, block_size, (kv_heads, group), 1, first_visible)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    """One matrix of the rows of all `parts`, which become views of it: one product instead of several."""
-    joined = torch.cat([part.data for part in parts])
-    for part, rows in zip(parts, joined.split([len(part) for part in parts]), strict=True):
-        part.data = rows
-    return joined
-
-
 @dataclass(frozen=True, slots=True)
 class _DraftInputs:
     """The inputs of a draft of N steps, of each of P chains: views of one int64 array, which is copied to the device
@@ -224,20 +218,16 @@ class TorchRowDrafter(RowDrafter):
 
     def __init__(self, eagle: TorchEagle, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int):
         self._eagle, self._rows, self._catch_up_limit = eagle, rows, catch_up
-        self._kv, self._pages, self._size = kv, pages, kv.block_size
+        self.point_at(kv, pages)
+        self._size = kv.block_size
         self._most, self._max_blocks = rows.block_tables.shape
         self._buffers = _StepBuffers(self._most, self._max_blocks, eagle)
         eagle.model.reserve_positions(self._max_blocks * self._size, eagle.device)
 
-    def point_at(self, kv: KVCache, pages: Tensor) -> None:
-        """See `RowDrafter.point_at`. Captured graphs read the cache only, whose address they need."""
-        self._kv, self._pages = kv, pages
-
     def steps(self) -> list[tuple[Hashable, Callable[[], object]]]:
         """Every static step with its key, the largest first. Sets the inputs to padding."""
         self._buffers.fill_with_padding(self._kv.num_blocks * self._size, self._kv.num_blocks)
-        batches = {self._most, *(1 << bit for bit in range(self._most.bit_length()))}
-        return [self._static(batch, self._max_blocks) for batch in sorted(batches, reverse=True)]
+        return [self._static(batch, self._max_blocks) for batch in step_batches(self._most)]
 
     @torch.inference_mode()
     def draft(self, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float) -> Draft:

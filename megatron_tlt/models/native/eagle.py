@@ -235,7 +235,7 @@ class NativeRowDrafter(RowDrafter):
 
     def point_at(self, kv: KVCache, pages: Tensor) -> None:
         """See `RowDrafter.point_at`."""
-        self._kv, self._pages = kv.data, pages  # kept alive
+        super().point_at(kv, pages)  # keeps them alive
         self._call.pages = pages.data_ptr()
         self._call.kv = kv.data.data_ptr()
 

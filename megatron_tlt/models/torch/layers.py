@@ -10,7 +10,7 @@ a row, F width of an expert (of this rank's part).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * weight.float()).to(x.dtype)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """One matrix of the rows of all `parts`, which become views of it: one product instead of several."""
+    whole = torch.cat([part.data for part in parts])
+    for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = rows
+    return whole
 
 
 def gated_silu(gate_up: Tensor) -> Tensor:

@@ -25,10 +25,8 @@ class Drafter(Protocol):
     def start(self, request: Request) -> None:
         """`request` now has a row and a slot; `request.output` are its tokens so far. Mutates the drafter."""
 
-    def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
-        """Reads the tokens that the B rows have drawn since the last call, if `strategy` drafts from them.
-
-        Mutates the drafter; by default it reads nothing.
+    def sync_context(self, rows: RunningRows) -> None:
+        """Reads the tokens that the B rows have drawn since the last call. Mutates; by default it reads nothing.
         """
         return
 

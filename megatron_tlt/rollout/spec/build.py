@@ -10,7 +10,6 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.scheduler import Scheduler
 from megatron_tlt.rollout.spec.base import Drafter
-from megatron_tlt.rollout.spec.mixed import MixedDrafter
 from megatron_tlt.rollout.spec.selector import build_selector
 from megatron_tlt.rollout.spec.speculator import Speculator
 from megatron_tlt.rollout.spec.suffix import SuffixDrafter
@@ -40,7 +39,7 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
     if section.drafter == "none":
         return None
     trained = _trained(drafting, scheduler, runner) if section.trained else None
-    drafter = _drafter(drafting, scheduler, trained)
+    drafter: Drafter = trained or SuffixDrafter(section.suffix, scheduler.rows, drafting.history)
     selector = build_selector(section)
     # On CPU strategies are compared by this thread's own time, however busy the machine is.
     clock = time.thread_time if runner.device.type == "cpu" else time.perf_counter
@@ -57,13 +56,3 @@ def _trained(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> T
         decoder.use_graphs(runner.pool.graphs.run)
     return trained
 
-
-def _drafter(drafting: Drafting, scheduler: Scheduler, trained: TrainedDrafter | None) -> Drafter:
-    section = drafting.section
-    if section.drafts_by == "trained":
-        assert trained is not None
-        return trained
-    suffix = SuffixDrafter(section.suffix, scheduler.rows, drafting.history)
-    if trained is None:
-        return suffix
-    return MixedDrafter(suffix, trained, len(scheduler.rows.limit))

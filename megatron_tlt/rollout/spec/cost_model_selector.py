@@ -1,4 +1,4 @@
-"""Chooses drafter and draft length with the most expected tokens per second, from costs and acceptance measured online.
+"""Chooses the draft length with the most expected tokens per second, from costs and acceptance measured online.
 
     tokens(L)  = 1 + sum over k <= L of a_1 a_2 .. a_k               a_k: acceptance rate of draft position k
     seconds(L) = c_0 + c_B B + c_T T(L)                              a step of T rows, and, if L > 0,
@@ -7,9 +7,7 @@
     verified   = drafted tokens with cumulative acceptance >= c_T B tokens(best) / seconds(best)
     next trial = now + lost seconds * (candidates - 1) / exploration
 
-P is L for a drafter that drafts position by position, 1 for one that drafts a block. A candidate is a kind of draft and
-a length: lengths of the configured drafter, and of a mixed drafter also those of its trained part alone. Acceptance is
-counted by kind.
+P is L for a drafter that drafts position by position, 1 for one that drafts a block. A candidate is a draft length.
 
 Batch sizes from 2^(k-1) to 2^k - 1 form bucket k. Each bucket decodes with its best candidate, measures it in intervals
 of steps, and decides anew after each. The costs c and d are fitted to the measurements of all buckets; a candidate's
@@ -55,7 +53,7 @@ class _Bucket:
     key: int
     running: float  # mean of B
     candidates: list[Candidate]
-    acceptance: dict[str, AcceptanceCounts]  # by kind
+    acceptance: AcceptanceCounts
     costs: Costs = field(default_factory=Costs)
     best: int = 0
     seconds: float = 0.0  # of all steps, at the machine's usual speed
@@ -85,9 +83,7 @@ class CostModelSelector:
         share of the time that trials may lose. `passes`: forward passes of a draft by its length.
         """
         lengths = sorted({1 << i for i in range(draft_len.bit_length())} | {draft_len})
-        self._candidates = [(NO_DRAFT.kind, 0), *((kind, n) for n in lengths)]
-        if kind == "mixed":
-            self._candidates += [("trained", n) for n in lengths if n > 1]
+        self._kind, self._lengths = kind, [0, *lengths]  # of the candidates
         self._draft_len = draft_len
         self._hysteresis = hysteresis
         self._exploration = exploration
@@ -106,15 +102,13 @@ class CostModelSelector:
         """See `StrategySelector.record`."""
         bucket = self._bucket(measurement.num_running)
         strategy = measurement.strategy
-        candidate = self._candidates.index((strategy.kind, strategy.draft_len))
+        candidate = self._lengths.index(strategy.draft_len)
         if candidate != bucket.current:  # rank 0 of the tensor-parallel group selected it
             self._start_interval(bucket, candidate, strategy.min_cumulative_acceptance)
         if strategy.draft_len:
             self._forget_former_drafter()
             for counts in (bucket.acceptance, self._acceptance):
-                counts[strategy.kind].add(
-                    strategy.draft_len, measurement.num_running, measurement.accepted.tolist()
-                )
+                counts.add(strategy.draft_len, measurement.num_running, measurement.accepted.tolist())
         bucket.measured.append(measurement)
         if len(bucket.measured) >= bucket.steps:
             self._end_interval(bucket)
@@ -127,8 +121,7 @@ class CostModelSelector:
         """At a new drafter's first draft: what was counted of the one before it becomes a prior, the same for all."""
         if self._is_new:
             self._is_new, self._last_trial = False, self._seconds()
-            for counts in self._acceptance.values():
-                counts.fade()
+            self._acceptance.fade()
             for bucket in self._buckets.values():
                 bucket.acceptance = self._no_counts()
 
@@ -141,19 +134,18 @@ class CostModelSelector:
         """The bucket of a batch size. A new one starts with the best candidate by the other buckets' measurements."""
         key = num_running.bit_length()
         if key not in self._buckets:
-            candidates = [Candidate(kind, n, self._passes(n) if n else 0) for kind, n in self._candidates]
+            candidates = [Candidate(n, self._passes(n) if n else 0) for n in self._lengths]
             self._buckets[key] = _Bucket(key, num_running, candidates, self._no_counts())
             self._decide(self._buckets[key])
         return self._buckets[key]
 
-    def _no_counts(self) -> dict[str, AcceptanceCounts]:
-        zeros = [0.0] * self._draft_len
-        return {kind: AcceptanceCounts(zeros[:], zeros[:]) for kind, length in self._candidates if length}
+    def _no_counts(self) -> AcceptanceCounts:
+        return AcceptanceCounts([0.0] * self._draft_len, [0.0] * self._draft_len)
 
     def _start_interval(self, bucket: _Bucket, candidate: int, min_acceptance: float = 0.0) -> None:
-        kind, length = self._candidates[candidate]
+        length = self._lengths[candidate]
         full = max(_TRIAL, int(_INTERVAL / bucket.running))
-        bucket.strategy = DraftStrategy(kind, length, min_acceptance) if length else NO_DRAFT
+        bucket.strategy = DraftStrategy(self._kind, length, min_acceptance) if length else NO_DRAFT
         bucket.steps = min(_TRIAL << bucket.intervals, full) if candidate == bucket.best else _TRIAL
         bucket.is_cold = candidate != bucket.current
         bucket.current = candidate
@@ -198,7 +190,7 @@ class CostModelSelector:
         least, or equally good candidates would be tried all the time.
         """
         lost = max(lost, self._hysteresis * seconds)
-        candidate.next_trial = bucket.seconds + lost * (len(self._candidates) - 1) / self._exploration
+        candidate.next_trial = bucket.seconds + lost * (len(self._lengths) - 1) / self._exploration
 
     def _decide(self, bucket: _Bucket) -> None:
         """Chooses the best candidate and that of the next interval. Mutates the bucket."""
@@ -245,18 +237,15 @@ class CostModelSelector:
         running = bucket.running
         measured = self._measured_candidates(bucket)
         speeds = []
-        nearest = {(c.kind, c.length): c for _, c in reversed(measured)}
+        nearest = {c.length: c for _, c in reversed(measured)}
         distance = min((d for d, c in measured if c.length), default=0)
         drafted = [c for d, c in measured if c.length and d == distance]
-        expected = {
-            kind: np.cumsum(np.cumprod(counts.rates(self._acceptance[kind].rates())))
-            for kind, counts in bucket.acceptance.items()
-        }
+        expected = np.cumsum(np.cumprod(bucket.acceptance.rates(self._acceptance.rates())))
         for candidate in bucket.candidates:
             length = candidate.length
-            tokens = 1.0 + float(expected[candidate.kind][length - 1]) if length else 1.0
+            tokens = 1.0 + float(expected[length - 1]) if length else 1.0
             rows = running * (1.0 + length * candidate.verified_share(drafted))
-            measured_as = nearest.get((candidate.kind, length), candidate)
+            measured_as = nearest.get(length, candidate)
             speeds.append(running * tokens / bucket.costs.seconds(measured_as, running, rows))
         return speeds
 
@@ -277,31 +266,28 @@ class CostModelSelector:
         """Measurements and decisions, without the steps of unfinished intervals."""
         return {
             "selector": "cost_model",
-            "candidates": [list(candidate) for candidate in self._candidates],
+            "lengths": self._lengths,
             "slowdown": self._slowdown,
             "is_new": self._is_new,
             "last_trial": self._last_trial,
-            "acceptance": {kind: asdict(counts) for kind, counts in self._acceptance.items()},
+            "acceptance": asdict(self._acceptance),
             "buckets": [asdict(bucket) | {"measured": []} for bucket in self._buckets.values()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`; ignores that of another selector, drafter, draft length or format, and logs it."""
+        """Restores `state_dict`; ignores that of another selector, draft length or format, and logs it."""
         own = self.state_dict()
-        if state.keys() != own.keys() or any(state[name] != own[name] for name in ("selector", "candidates")):
+        if state.keys() != own.keys() or any(state[name] != own[name] for name in ("selector", "lengths")):
             _log.info("the saved strategy selector was another one: this one starts without measurements")
             return
         self._slowdown, self._last_trial = float(state["slowdown"]), float(state["last_trial"])
         self._is_new = bool(state["is_new"])
-        self._acceptance = _acceptance(state)
+        self._acceptance = AcceptanceCounts(**state["acceptance"])
         for saved in state["buckets"]:
             bucket = self._buckets[saved["key"]] = _Bucket(**saved)
             bucket.candidates = [Candidate(**candidate) for candidate in saved["candidates"]]
-            bucket.acceptance = _acceptance(saved)
+            bucket.acceptance = AcceptanceCounts(**saved["acceptance"])
             bucket.costs = Costs(**saved["costs"])
             bucket.strategy = DraftStrategy(**saved["strategy"])
             bucket.measured = []
 
-
-def _acceptance(state: Mapping[str, Any]) -> dict[str, AcceptanceCounts]:
-    return {kind: AcceptanceCounts(**counts) for kind, counts in state["acceptance"].items()}

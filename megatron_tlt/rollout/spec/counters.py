@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from megatron_tlt.models.draft import TRAINED, Draft
+from megatron_tlt.models.draft import Draft
 from megatron_tlt.types import NO_DRAFT, SpeculationStats, StepMeasurement
 
 
@@ -17,10 +17,8 @@ class SpeculationCounters:
         self._stats = SpeculationStats()
         self._has_drafted = False  # whether the last decoding step had drafted tokens
 
-    def add(self, step: StepMeasurement, draft: Draft | None, accepted: np.ndarray | None = None) -> None:
-        """A decoding step that verified `draft`, of whose tokens `accepted` (bool [N]) were emitted; None: a plain one.
-        Mutates the counters.
-        """
+    def add(self, step: StepMeasurement, draft: Draft | None) -> None:
+        """A decoding step that verified `draft`; None: a plain one. Mutates the counters."""
         stats = self._stats
         name = NO_DRAFT.name if draft is None else step.strategy.name
         stats.steps_by_strategy[name] = stats.steps_by_strategy.get(name, 0) + 1
@@ -37,10 +35,6 @@ class SpeculationCounters:
         batch = stats.by_batch.setdefault(step.num_running, [0, 0])
         batch[0] += step.num_running
         batch[1] += step.num_emitted
-        if draft.passed_over is not None and draft.source is not None and accepted is not None:
-            from_trained = draft.source == TRAINED
-            stats.passed_over_tokens += float(draft.passed_over[from_trained].sum())
-            stats.instead_tokens += int(accepted[from_trained[draft.row_of]].sum())
         drafted = np.bincount(draft.positions)
         _accumulate(stats.drafted_at, drafted)
         _accumulate(stats.accepted_at, step.accepted[: len(drafted)])

@@ -49,11 +49,10 @@ class ResponseHistory:
         return self._bytes
 
     def remember(self, responses: Sequence[PastResponse]) -> None:
-        """Keeps scored responses, in the order given. Those without a `dataset_id` are not kept. Mutates the
-        history."""
+        """Keeps scored responses, in the order given. Those without a `dataset_id` are not kept. Mutates."""
         by_prompt: dict[str, list[PastResponse]] = {}
         for response in responses:
-            if response.dataset_id and self._epochs > 0:
+            if response.dataset_id:
                 by_prompt.setdefault(response.dataset_id, []).append(_copy(response))
         for name, new in by_prompt.items():
             old = self._forget(name)

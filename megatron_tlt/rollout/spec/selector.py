@@ -54,14 +54,12 @@ class FixedSelector(StrategySelector):
 
 def build_selector(section: SpeculationSection) -> StrategySelector:
     """The configured selector; `section` has been checked."""
-    kind, least = section.drafts_by, section.min_cumulative_acceptance
+    kind = section.drafts_by
     if section.selector == "fixed":
-        return FixedSelector(DraftStrategy(kind, section.draft_len, least))
+        return FixedSelector(DraftStrategy(kind, section.draft_len))
     if section.selector == "beg_mab":
         bandit = section.bandit
-        arms = [DraftStrategy(kind, length, least) if length else NO_DRAFT for length in bandit.arms]
-        return BucketedEpsilonGreedy(
-            arms, bandit.thresholds, bandit.epsilon, bandit.epsilon_decay, bandit.num_measurements
-        )
+        arms = [DraftStrategy(kind, length) if length else NO_DRAFT for length in bandit.arms]
+        return BucketedEpsilonGreedy(arms, bandit.thresholds, bandit.epsilon, bandit.epsilon_decay)
     passes = int if section.trained is None else section.trained.passes
     return CostModelSelector(kind, section.draft_len, section.hysteresis, section.exploration, passes)

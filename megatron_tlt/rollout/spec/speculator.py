@@ -47,7 +47,7 @@ class Speculator:
         trained: TrainedDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """`reserve`: see `Scheduler.reserve`. `trained` is the drafter, or the part of it, that is trained.
+        """`reserve`: see `Scheduler.reserve`. `trained` is the drafter where that is trained.
 
         `clock`: seconds that strategies are compared by.
         """
@@ -76,7 +76,7 @@ class Speculator:
         self._draft_seconds, draft = 0.0, None
         if strategy.kind != "none":
             started = self._clock()
-            self.drafter.sync_context(rows, strategy)
+            self.drafter.sync_context(rows)
             if strategy.kind != last_kind:  # reading the tokens of earlier steps is a cost of the switch, not of a step
                 started = self._clock()
             draft = self._tp.broadcast_object(self.drafter.propose(rows, self._lengths(strategy), strategy))
@@ -102,7 +102,7 @@ class Speculator:
         if not batch.is_decode:
             return
         step_seconds = self._clock() - self._proposed
-        drafted, reached, accepted, verified = 0, _NO_POSITIONS, _NO_POSITIONS, None
+        drafted, reached, accepted = 0, _NO_POSITIONS, _NO_POSITIONS
         if draft is not None:
             assert result.accepted is not None
             verified, longest = result.accepted, self._strategy.draft_len
@@ -123,7 +123,7 @@ class Speculator:
             accepted=accepted,
         )
         self.selector.record(measurement)
-        self.counters.add(measurement, draft, None if verified is None else verified.accepted)
+        self.counters.add(measurement, draft)
 
     def load_drafter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads the trained drafter's tensors: what was measured of the former ones counts little from now on.

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tlt.types import DraftedBy
-
 _MEAN_STEPS = 128  # steps that a candidate's means fade over: some ten trials
 _COUNT_STEPS = 2048  # request-steps that acceptance counts fade over: the policy changes between rollouts
 _PRIOR_STEPS = 16.0  # request-steps that a rate's prior weighs: enough to keep a first draft's chance out
@@ -23,9 +21,8 @@ _RIDGE = 0.01  # weight of a fit's prior (all terms have equal shares of the sec
 
 @dataclass(slots=True)
 class Candidate:
-    """A draft length of a kind in one bucket, and fading means of its steps; seconds at the machine's usual speed."""
+    """A draft length in one bucket, and fading means of its steps; seconds at the machine's usual speed."""
 
-    kind: DraftedBy
     length: int
     passes: int  # of the drafter, to draft `length` tokens
     steps: float = 0.0  # 0: never measured
@@ -51,7 +48,7 @@ class Candidate:
         """
         if not drafted or not self.length:
             return 1.0
-        similar = min(drafted, key=lambda c: (c.kind != self.kind, abs(c.length - self.length)))
+        similar = min(drafted, key=lambda c: abs(c.length - self.length))
         return (similar.rows / similar.running - 1) / similar.length
 
 

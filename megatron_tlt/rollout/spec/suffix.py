@@ -126,7 +126,7 @@ class SuffixDrafter:
         if request.order in self._sequences and request.order not in self._unread:
             self._add(request)
 
-    def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
+    def sync_context(self, rows: RunningRows) -> None:
         """See `Drafter.sync_context`. Raises BackendError for a token outside the vocabulary; then no row is read."""
         assert rows is self._rows
         for request in self._unread.values():

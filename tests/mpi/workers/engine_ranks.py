@@ -43,7 +43,7 @@ DRAFTING: dict[str, dict[str, Any]] = {
     "adaptive": {"drafter": "suffix", "selector": "cost_model"},
     "suffix": {"drafter": "suffix", "selector": "fixed", "draft_len": 4},
     "eagle": {"drafter": "eagle", "selector": "fixed", "draft_len": 3},
-    "mixed": {"drafter": "eagle", "with_suffix": True, "selector": "beg_mab"},
+    "bandit": {"drafter": "eagle", "selector": "beg_mab"},
 }
 CASES = [("native", name) for name in DRAFTING]
 CASES += [("torch", "none"), ("torch", "suffix"), ("graphs", "suffix"), ("graphs", "eagle")]

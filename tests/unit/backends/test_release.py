@@ -25,7 +25,7 @@ PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
 def backend_of(model_dir: Path, release_cache: bool, kernels: str = "auto", drafter: str = "none", mib: int = 4):
-    speculation = SpeculationSection(drafter=drafter, with_suffix=kernels == "native", selector="fixed", draft_len=3)
+    speculation = SpeculationSection(drafter=drafter, selector="fixed", draft_len=3)
     rollout = RolloutSection(kv_cache_mib=mib, kernels=kernels, speculation=speculation, release_cache=release_cache)
     model = ModelSection(path=str(model_dir), max_context=128)
     trained = None

@@ -36,7 +36,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {"drafter": "none"},
     "chain": CHAIN,
     "suffix": {"drafter": "suffix", "selector": "fixed", "draft_len": 4},
-    "mixed": {"drafter": "eagle", "with_suffix": True, "selector": "cost_model"},
 }
 
 

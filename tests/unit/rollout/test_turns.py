@@ -192,7 +192,7 @@ WEIGHTS = random_weights(CONFIG, seed=5)
 DRAFTERS = [
     {"drafter": "suffix", "selector": "fixed", "draft_len": 5},
     {"drafter": "eagle", "selector": "fixed", "draft_len": 4, "catch_up_tokens": 16},
-    {"drafter": "eagle", "with_suffix": True, "selector": "beg_mab"},
+    {"drafter": "eagle", "selector": "beg_mab"},
 ]
 
 

@@ -39,7 +39,6 @@ def test_drafting_costs_its_passes_and_lookups():
     one, eight = (costs.draft("eagle", 4, passes, 0) for passes in (1, 8))
     assert eight == pytest.approx(8 * one)
     assert costs.draft("suffix", 10, 8, 80) == pytest.approx(200e-6)
-    assert costs.draft("mixed", 4, 8, 0) == pytest.approx(eight + 80e-6)
     assert costs.step(1, 4, 0, True) - costs.step(1, 4, 0, False) == pytest.approx(3e-3)
 
 

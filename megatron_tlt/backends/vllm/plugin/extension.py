@@ -45,7 +45,7 @@ class VllmWorkerExtension:
         kept; None: they are not.
         """
         section, suffix, runner = SpeculationSection.model_validate(speculation), None, self.model_runner
-        if section.uses_suffix:
+        if section.drafter == "suffix":
             vocab = runner.model_config.get_vocab_size()
             suffix = SuffixBridge(section.suffix, max_requests, max_len, vocab)
         self.tlt_drafting = None

@@ -21,7 +21,7 @@ from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.suffix import SuffixDrafter
-from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams
+from megatron_tlt.types import DraftStrategy, SamplingParams
 
 Lists = list[list[int]]
 
@@ -83,7 +83,7 @@ class SuffixBridge:
             rows.requests.append(request)
             rows.slots[row], rows.output_len[row] = request.slot, start + count
             rows.keys[row], rows.temperature[row] = keys[i], temperature[i]
-        self._drafter.sync_context(rows, NO_DRAFT)
+        self._drafter.sync_context(rows)
 
     def _request(self, name: str, prompts: Callable[[str], tuple[list[int], list[int], int]]) -> Request:
         request = self._live.get(name)

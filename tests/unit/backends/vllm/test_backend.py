@@ -27,7 +27,7 @@ MODEL = ModelSection(path="/model", max_context=8)
 def test_kept_tables_are_copied_in_place_from_the_second_push_on(monkeypatch: pytest.MonkeyPatch) -> None:
     process = SimpleNamespace(launch=SimpleNamespace(name="vLLM"))
     weights = ServedWeights({EMBED: (5, 2), HEAD: (5, 2)}, (), False)
-    rollout = RolloutSection(order="arrival", dtype="bf16")
+    rollout = RolloutSection(dtype="bf16")
     backend = VllmBackend(process, weights, EngineOptions(rollout, MODEL, keep_tables=True))
     monkeypatch.setattr(backend, "_send", lambda kind, tensors: {})
     addresses = set()
@@ -73,7 +73,7 @@ def toy_backend(process: ToyProcess, most: int) -> tuple[VllmBackend, ToyProcess
     weights.begin(0)
     weights.accept(WeightBucket(0, [(EMBED, torch.zeros(5, 2))]))
     weights.commit()
-    rollout = RolloutSection(order="arrival", max_running_requests=most)
+    rollout = RolloutSection(max_running_requests=most)
     drafter = SimpleNamespace(weights={"fc.weight": torch.zeros(2)})
     return VllmBackend(process, weights, EngineOptions(rollout, MODEL, drafter=drafter)), process  # type: ignore[arg-type]
 
@@ -205,7 +205,7 @@ def test_memory_is_there_for_rollouts_and_weight_syncs_only(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
     process = SleepingProcess()
     weights = ServedWeights({EMBED: (5, 2)}, (), False)
-    rollout = RolloutSection(backend="vllm", order="arrival", release_cache=sleeps)
+    rollout = RolloutSection(backend="vllm", release_cache=sleeps)
     backend = VllmBackend(process, weights, EngineOptions(rollout, MODEL, device="cuda"))
     monkeypatch.setattr(backend, "_send", lambda kind, tensors: {})
     backend.release()  # as `build_vllm` does
@@ -254,7 +254,7 @@ def test_progress_of_a_shared_engine_is_called_at_the_same_steps_on_all_ranks() 
     seen: list[list[int]] = []
     for beats in (1, 3):
         process = ToyProcess()
-        options = EngineOptions(RolloutSection(order="arrival", max_running_requests=2), MODEL, tp=tp)  # type: ignore[arg-type]
+        options = EngineOptions(RolloutSection(max_running_requests=2), MODEL, tp=tp)  # type: ignore[arg-type]
         backend = VllmBackend(process, weights, options)
         response = process.next_response
         own = {"type": "beat", "lengths": [1], "in_flight": 2, "last_request": 2}

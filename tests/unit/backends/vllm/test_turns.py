@@ -103,7 +103,7 @@ def index_of(message: dict[str, Any]) -> int:
 
 
 def make_backend(process: EngineProcess, tp: Any = None) -> VllmBackend:
-    rollout = RolloutSection(backend="vllm", order="arrival", max_running_requests=RUNNING)
+    rollout = RolloutSection(backend="vllm", max_running_requests=RUNNING)
     model = ModelSection(path="/model", max_context=128)
     options = EngineOptions(rollout, model, tokenizer=CharTokenizer(), tp=tp)  # type: ignore[arg-type]
     return VllmBackend(process, ServedWeights({}, version=0), options, (0,))  # type: ignore[arg-type]

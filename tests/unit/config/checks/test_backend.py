@@ -91,7 +91,7 @@ def test_vllm_runs_what_it_can() -> None:
     more = ("actor.router_replay=rollout", "rollout.tp=2", "rollout.release_cache=true", "algorithm.importance_cap=2")
     for device in ("cpu", "cuda"):
         assert problems(*VLLM, *more, device=device) == {}
-    assert problems(*VLLM, *EAGLE_ARMS) == problems(*VLLM, *EAGLE_ARMS, "rollout.speculation.with_suffix=true") == {}
+    assert problems(*VLLM, *EAGLE_ARMS) == {}
     for kind in DRAFTERS:
         at, path = "rollout.speculation.drafter", "rollout.speculation.drafter_path=d"
         found = problems(*VLLM, f"{at}={kind}", path, "idle.train_drafter=true")
@@ -100,7 +100,6 @@ def test_vllm_runs_what_it_can() -> None:
 
 
 STATES = "drafter.online.hidden_states"
-LEAST = "rollout.speculation.min_cumulative_acceptance"
 EAGLE_ARMS = [
     *("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d"),
     *("rollout.speculation.selector=beg_mab", "rollout.speculation.bandit.arms=[4, 0]"),
@@ -130,19 +129,11 @@ def test_trtllm_gives_no_hidden_states_and_the_actor_does() -> None:
     assert "must be 'none', 'eagle3'" in problems(*TRAINED, f"{at}.drafter=eagle")[f"{at}.drafter"]
 
 
-def test_only_the_embedded_engine_mixes_drafters() -> None:
-    at = "rollout.speculation.with_suffix"
-    assert problems(*TRAINED, f"{at}=true")[at].endswith("one drafter drafts")
-    assert set(problems(*VLLM, *EAGLE_ARMS, f"{at}=true", f"{LEAST}=0.1")) == {LEAST}, "the trained one, never cut"
-    assert problems("rollout.backend=embedded", *EAGLE_ARMS, f"{at}=true", f"{LEAST}=0.1") == {}
-
-
 @pytest.mark.parametrize(
     ("overrides", "path"),
     [
         (["rollout.kernels=torch"], "rollout.kernels"),
         ([*EAGLE_ARMS, "rollout.speculation.bandit.arms=[0]"], "rollout.speculation.bandit.arms"),
-        ([*EAGLE_ARMS, f"{LEAST}=0.1"], LEAST),
         (["rollout.vllm.version=0.33.0"], "rollout.vllm.version"),
     ],
 )

@@ -54,7 +54,6 @@ def test_forms_of_context_parallelism_by_transformer_engines_version(kind, versi
     ("overrides", "wanted"),
     [
         (["rank=8"], set()),
-        (["rank=8", "dropout=0.1"], {"dropout"}),
         (["targets=[q_proj,q_proj]"], {"targets"}),
         (["rank=64"], {"rank"}),  # as wide as keys and values are
     ],
@@ -176,7 +175,6 @@ def test_every_check_fires(overrides, path):
         (6, ["actor.ep=3"], "actor.ep"),  # of 4 ranks
         (6, ["actor.ep=4"], "actor.ep"),
         (8, ["actor.tp=2"], "actor.sequence_parallel"),
-        (8, ["actor.measure_replay=true"], "actor.measure_replay"),
         (8, ["rollout.backend=trtllm"], "rollout.backend"),
     ],
 )
@@ -250,7 +248,6 @@ def test_training_in_idle_time_needs_a_drafter_that_can_be_trained():
         "rollout.speculation.drafter_path"
     }  # no other rank: it would stay so
     assert paths(*alone, "rollout.speculation.drafter_path=d", ranks=1) == set()
-    assert paths(*alone, "drafter.online.fp8=te", device="cpu") == {"drafter.online.fp8"}
     assert paths(*alone, "drafter.online.buffer_mib=0.01") == {"drafter.online.buffer_mib"}
 
 

@@ -131,8 +131,7 @@ def test_drafters_are_counted():
     assert found["suffix"].host["suffix drafter"] == 200 * 2**20  # the host's memory, not the device's
 
 
-TLT = ["rollout.speculation.drafter=eagle", "rollout.speculation.with_suffix=true"]
-TLT += ["idle.train_drafter=true", "rollout.dtype=bf16"]
+TLT = ["rollout.speculation.drafter=eagle", "idle.train_drafter=true", "rollout.dtype=bf16"]
 
 
 def test_the_kv_cache_is_what_remains_of_a_gpu():

@@ -44,15 +44,15 @@ def best_fixed(name, running):
 @pytest.mark.parametrize(("name", "running"), [*((n, r) for n in WORLDS for r in (1, 16)), ("cpu", 4), ("gpu", 64)])
 def test_within_five_percent_of_the_best_fixed_draft_length(name, running):
     selector, world = CostModelSelector("trained", 8), SpecWorld(seed=3, **WORLDS[name])
-    world.run(selector, 1500, running)
-    assert world.run(selector, 2500) >= 0.95 * best_fixed(name, running)
+    world.run(selector, 1000, running)
+    assert world.run(selector, 1200) >= 0.95 * best_fixed(name, running)
 
 
 @pytest.mark.parametrize("name", LOSING)
 @pytest.mark.parametrize("running", [1, 32])
 def test_where_drafting_loses_plain_decoding_keeps_its_speed(name, running):
     selector, world = CostModelSelector("trained", 8), SpecWorld(seed=1, **LOSING[name])
-    first, later = world.run(selector, 3000, running), world.run(selector, 3000)
+    first, later = world.run(selector, 1500, running), world.run(selector, 1000)
     assert first >= 0.95 * world.plain_speed()  # with the price of finding out
     assert later >= 0.95 * world.plain_speed()
 
@@ -61,7 +61,7 @@ def test_trials_of_losing_drafts_become_rare_with_their_budget():
     shares = {}
     for exploration in (0.02, 0.002):
         selector, world = CostModelSelector("trained", 8, exploration=exploration), SpecWorld(quality=0.02)
-        world.run(selector, 12000, 4)
+        world.run(selector, 5000, 4)
         shares[exploration] = 1 - world.tokens / world.clock / world.plain_speed()
     assert 0 < shares[0.002] < 0.5 * shares[0.02] < 0.5 * 0.035
 
@@ -129,31 +129,6 @@ def test_new_drafters_that_stay_bad_cost_less_than_two_percent(name):
     assert np.mean(found, axis=0)[2:].mean() > 0.98
 
 
-@pytest.mark.parametrize("running", [1, 16])
-def test_of_a_mixed_drafter_the_better_kind_is_chosen(running):
-    """The eagle part alone drafts better in one world, and costs much more in the other."""
-
-    class Mixed(SpecWorld):
-        calls, qualities = {}, {}
-
-        def draft(self, strategy):
-            self.draft_call, self.quality = self.calls[strategy.kind], self.qualities[strategy.kind]
-            return super().draft(strategy)
-
-    for better, Mixed.calls in (
-        ("trained", {"mixed": 5e-4, "trained": 4e-4}),
-        ("mixed", {"mixed": 1e-4, "trained": 3e-3}),
-    ):
-        Mixed.qualities = {"mixed": 0.75, "trained": 0.85}
-        selector, world = CostModelSelector("mixed", 8), Mixed(seed=1, **GPU)
-        world.run(selector, 1500, running)
-        known = {"draft_call": Mixed.calls[better], "quality": Mixed.qualities[better]}
-        best = max(fixed_speeds(running, LENGTHS, **{**GPU, **known}).values())
-        assert world.run(selector, 2500) >= 0.95 * best
-        bucket = selector._buckets[running.bit_length()]
-        assert bucket.candidates[bucket.best].kind == better
-
-
 def test_adapts_to_a_change_of_acceptance_and_of_speeds():
     selector, world = CostModelSelector("trained", 8), SpecWorld(seed=3, **GPU)
     assert world.run(selector, 1000, 4) > 2 * world.plain_speed()
@@ -195,18 +170,13 @@ def test_equal_inputs_give_equal_decisions_and_states_survive_json():
     assert speeds[0] > 1.2 * speeds[1]  # it knows what the other must find out
 
 
-def test_the_state_of_another_selector_or_drafter_is_ignored():
+def test_the_state_of_another_selector_or_draft_length_is_ignored():
     trained = CostModelSelector("trained", 8)
     SpecWorld(**GPU).run(trained, 100, 2)
-    state = trained.state_dict()
-    for kind, length, saved in (
-        ("suffix", 8, state),
-        ("eagle", 6, state),
-        ("eagle", 8, {"selector": "beg_mab"}),
-    ):
-        other = CostModelSelector(kind, length)
+    for length, saved in ((6, trained.state_dict()), (8, {"selector": "beg_mab"})):
+        other = CostModelSelector("trained", length)
         other.load_state_dict(saved)
-        assert other.state_dict() == CostModelSelector(kind, length).state_dict()
+        assert other.state_dict() == CostModelSelector("trained", length).state_dict()
 
 
 def test_a_drafter_of_one_pass_is_used_at_its_full_length():

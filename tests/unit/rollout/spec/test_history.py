@@ -33,9 +33,6 @@ def test_only_the_last_visits_are_kept() -> None:
     one = ResponseHistory(1, 8, 1)
     one.remember([response("q", 1, 1.0), response("q", 4, 0.0)])
     assert [a.prompt_id for a in one.of("q")] == [4]
-    none = ResponseHistory(0, 8, 1)
-    none.remember([response("q", 1, 1.0)])
-    assert none.of("q") == []
 
 
 def test_expected_length_is_that_of_the_latest_visit() -> None:

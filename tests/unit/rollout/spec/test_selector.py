@@ -12,12 +12,12 @@ from tests.helpers.spec_world import measured
 
 
 def test_the_configured_selector_is_built():
-    section = SpeculationSection(drafter="suffix", selector="fixed", draft_len=5, min_cumulative_acceptance=0.2)
-    assert build_selector(section).select(3) == DraftStrategy("suffix", 5, 0.2)
-    bandit = build_selector(SpeculationSection(drafter="eagle3", selector="beg_mab", min_cumulative_acceptance=0.1))
+    section = SpeculationSection(drafter="suffix", selector="fixed", draft_len=5)
+    assert build_selector(section).select(3) == DraftStrategy("suffix", 5)
+    bandit = build_selector(SpeculationSection(drafter="eagle3", selector="beg_mab"))
     assert isinstance(bandit, BucketedEpsilonGreedy)
-    assert bandit.select(1) == DraftStrategy("trained", 6, 0.1) and bandit.arms["none"] == NO_DRAFT
-    selector = build_selector(SpeculationSection(drafter="eagle", with_suffix=True, min_cumulative_acceptance=0.3))
+    assert bandit.select(1) == DraftStrategy("trained", 6) and bandit.arms["none"] == NO_DRAFT
+    selector = build_selector(SpeculationSection(drafter="eagle"))
     assert isinstance(selector, CostModelSelector)
     assert selector.select(1) == NO_DRAFT  # plain decoding is measured first
 

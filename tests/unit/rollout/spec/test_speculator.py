@@ -40,7 +40,7 @@ class World:
     def record(self, measurement: StepMeasurement) -> None:
         self.recorded.append(measurement)
 
-    def sync_context(self, rows: RunningRows, strategy: DraftStrategy) -> None:
+    def sync_context(self, rows: RunningRows) -> None:
         self.syncs += 1
         self.now += 50.0
 
@@ -94,3 +94,7 @@ def test_every_decoding_step_is_measured() -> None:
     assert (plain.num_running, plain.num_rows, plain.num_emitted, len(plain.reached)) == (1, 1, 1, 0)
     assert (drafted.num_running, drafted.num_rows, drafted.num_emitted) == (1, 3, 2)
     assert drafted.reached.tolist() == [1, 1, 0] and drafted.accepted.tolist() == [1, 0, 0]
+
+
+def test_the_state_of_another_drafter_is_ignored() -> None:
+    World().speculator.load_state_dict({"drafter": "other"})  # without selector and calibration, which are not read

@@ -30,7 +30,7 @@ def test_a_preempted_request_is_not_read_twice() -> None:
         for step, run in enumerate(runs):
             by_request = dict(zip(requests, run, strict=True))
             table.extend([by_request[r] for r in table.rows.requests])
-            table.drafter.sync_context(table.rows, CHAIN)
+            table.drafter.sync_context(table.rows)
             if number and step % 7 == 3:
                 table.stop(requests[step % 2])
                 table.start(requests[step % 2])
@@ -134,7 +134,7 @@ def test_invalid_input_is_refused_and_changes_nothing() -> None:
         table.rows.outputs[table.rows.slots[0], 1:3] = 4, bad
         table.rows.output_len[0] = 3
         with pytest.raises(BackendError, match="outside the vocabulary"):
-            table.drafter.sync_context(table.rows, CHAIN)
+            table.drafter.sync_context(table.rows)
         assert (table.drafter._arrays.num_read == num_read).all()
         table.rows.output_len[0] = 1
     assert table.propose().tokens.tolist() == before
