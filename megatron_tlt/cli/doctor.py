@@ -122,11 +122,11 @@ def check_torch(has_gpu: bool) -> Finding:
 
 
 def check_transformer_engine(has_gpu: bool) -> Finding:
-    """Transformer Engine: fused layers, on a GPU only."""
+    """Transformer Engine: fused layers and FP8, on a GPU only."""
     name, version = "Transformer Engine", version_of("transformer-engine")
     hint = "pip install --no-build-isolation -r requirements-gpu.txt, or use NVIDIA's PyTorch container"
     if version is None:
-        return Finding(name, "warning" if has_gpu else "absent", "not installed: local layers", hint)
+        return Finding(name, "warning" if has_gpu else "absent", "not installed: local layers, no FP8", hint)
     low, high = TRANSFORMER_ENGINE
     if not low <= tuple(int(part) for part in version.split(".")[:2]) < high:
         wanted = f">= {'.'.join(map(str, low))}, < {'.'.join(map(str, high))}"

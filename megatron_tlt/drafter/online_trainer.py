@@ -27,6 +27,7 @@ from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.drafter.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafter.buffer import HiddenStateBuffer
 from megatron_tlt.drafter.checkpoint import drafter_entries
+from megatron_tlt.drafter.fp8 import use_fp8
 from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.drafter.training_state import MEAN, STATE_NAMES, TrainingState
@@ -70,8 +71,9 @@ class OnlineDrafterTrainer:
         choose_vocabulary: bool = False,
     ):
         """`model` (all of it, no shard) has the starting drafter's weights in fp32; the trainer owns it, moves it to
-        `device` in the type of `section`. `from_actor`: hidden states come in by `take_step`. `choose_vocabulary`: a
-        reduced vocabulary is that of the first responses of all ranks, and training begins with the merge that has it.
+        `device` in the type of `section` and replaces its linears for `section.online.fp8`: ConfigError where that is
+        not available. `from_actor`: hidden states come in by `take_step`. `choose_vocabulary`: a reduced vocabulary is
+        that of the first responses of all ranks, and training begins with the merge that has them.
         """
         online, self._device = section.online, torch.device(device)
         sizes = section.sizes(self._device.type)
@@ -87,6 +89,7 @@ class OnlineDrafterTrainer:
         self.from_actor = from_actor
         start = {name: p.detach() for name, p in model.named_parameters()}
         model.to(self._device, DTYPES[sizes.dtype])
+        precision = nullcontext if online.fp8 == "off" else use_fp8(model, self._device)
         names = ("lr", "warmup_steps", "clip_grad")
         options = {"schedule": "constant", "draft_steps": self._draft_steps}
         options |= {name: getattr(online, name) for name in names}
@@ -100,6 +103,7 @@ class OnlineDrafterTrainer:
             self._no_table,
             section.model_copy(update=options),
             temperature,
+            precision=precision,
             state=self._state,
         )
         self._before: tuple[int, int] | None = None  # steps where the window began, once the state changed

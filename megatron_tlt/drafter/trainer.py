@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -30,14 +30,15 @@ class DrafterTrainer:
         section: DrafterSection,
         temperature: float = 1.0,
         average: Callable[[list[Tensor]], None] | None = None,
+        precision: Callable[[], AbstractContextManager[object]] = nullcontext,
         state: TrainingState | None = None,
     ):
         """embed and head [V, H]: the policy's, on the model's device; see `set_policy`.
 
-        `average` averages gradients over ranks, in place, before `step` applies them. `state` is that of the model's
-        parameters, by default one without a running mean.
+        `average` averages gradients over ranks, in place, before `step` applies them. The model's forward passes run
+        inside `precision()`. `state` is that of the model's parameters, by default one without a running mean.
         """
-        self.kind = KINDS[model.config.kind]
+        self._precision, self.kind = precision, KINDS[model.config.kind]
         self.model, self._section, self._average = model, section, average
         self._temperature = temperature or 1.0
         self.set_policy(embed, head)
@@ -67,7 +68,7 @@ class DrafterTrainer:
         device = batch.hidden.device.type
         dtype = DTYPES[self._section.sizes(device).dtype]
         needs_cast = next(self.model.parameters()).dtype != dtype
-        forward = torch.autocast(device, dtype) if needs_cast else nullcontext()
+        forward = self._forward(device, dtype if needs_cast else None)
         tables, t = (self.embed, self.head), self._temperature
         self.model.trained_steps = self.trained_steps
         loss, parts = self.kind.loss(self.model, tables, batch, self._section, t, forward, counts)
@@ -76,6 +77,12 @@ class DrafterTrainer:
         by_name = {f"{name}/{step}": v for name, values in parts.items() for step, v in enumerate(values, 1)}
         numbers = torch.stack([loss.detach(), *by_name.values()]).tolist()
         return {**dict(zip(["loss", *by_name], numbers, strict=True)), "tokens": float(len(batch.tokens))}
+
+    @contextmanager
+    def _forward(self, device: str, dtype: torch.dtype | None) -> Iterator[None]:
+        """Around the model's forward pass; `dtype` where its weights are of another one."""
+        with torch.autocast(device, dtype) if dtype is not None else nullcontext(), self._precision():
+            yield
 
     def apply(self, lr_factor: float = 1.0) -> dict[str, float]:
         """Clips the gradient and takes an optimizer step, at `lr_factor` times the configured rate; frees the gradient.

@@ -151,6 +151,10 @@ class DrafterModel(nn.Module, ABC):
         policy's.
         """
 
+    def linears(self) -> list[tuple[nn.Module, str, nn.Linear]]:
+        """(parent, attribute, linear) of those that may compute in FP8."""
+        return []
+
     # -- a reduced vocabulary
 
     def choose_vocabulary(self, head: Tensor, counts: Tensor) -> None:

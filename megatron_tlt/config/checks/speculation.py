@@ -39,7 +39,7 @@ def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int,
     yield from _check_kind(config)
     if not config.idle.train_drafter:
         return
-    section = config.rollout.speculation
+    section, online = config.rollout.speculation, config.drafter.online
     if section.trained is None:
         kinds = " or ".join(map(repr, DRAFTERS))
         allowed = f"needs rollout.speculation.drafter {kinds}: {section.drafter!r} has nothing to train"
@@ -52,6 +52,8 @@ def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int,
         )
         yield ConfigProblem("rollout.speculation.drafter_path", None, allowed)
     yield from _check_hidden_states(config)
+    if online.fp8 == "te" and device == "cpu":
+        yield ConfigProblem("drafter.online.fp8", online.fp8, "must be 'off' on CPU")
     if shape is not None:
         size = section.state_parts * shape.hidden_size * (4 if config.rollout.dtype == "fp32" else 2) + 8
         sizes = config.drafter.sizes(device or "cpu")

@@ -94,6 +94,11 @@ class BlockModel(DrafterModel):
         with torch.no_grad():
             self.norm.weight.copy_(read("model.norm.weight"))
 
+    def linears(self) -> list[tuple[nn.Module, str, nn.Linear]]:
+        """See `DrafterModel.linears`: the layers', not `fc` and the Markov head's."""
+        parents = [part for layer in self.blocks for part in (layer.self_attn, layer.mlp)]
+        return [(p, n, m) for p in parents for n, m in p.named_children() if isinstance(m, nn.Linear)]
+
     # -- parts, which rollouts use as well
 
     @property

@@ -121,6 +121,11 @@ class PairModel(DrafterModel):
     def residual(self, x: Tensor, previous: Tensor) -> Tensor:
         """The residual stream [T, H] that attention's output is added to."""
 
+    def linears(self) -> list[tuple[nn.Module, str, nn.Linear]]:
+        """See `DrafterModel.linears`: the layer's, not `fc`."""
+        parents = (self.block.self_attn, self.block.mlp)
+        return [(p, n, m) for p in parents for n, m in p.named_children() if isinstance(m, nn.Linear)]
+
     # -- behind the layer: here those of kind eagle
 
     def own_head(self, policy_rows: Tensor | None) -> Tensor:

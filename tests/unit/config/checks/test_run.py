@@ -248,6 +248,7 @@ def test_training_in_idle_time_needs_a_drafter_that_can_be_trained():
         "rollout.speculation.drafter_path"
     }  # no other rank: it would stay so
     assert paths(*alone, "rollout.speculation.drafter_path=d", ranks=1) == set()
+    assert paths(*alone, "drafter.online.fp8=te", device="cpu") == {"drafter.online.fp8"}
     assert paths(*alone, "drafter.online.buffer_mib=0.01") == {"drafter.online.buffer_mib"}
 
 
