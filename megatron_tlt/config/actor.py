@@ -24,6 +24,8 @@ class LoraSection(Section):
     targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = LORA_TARGETS
     """Matrices of every layer that get a pair; of a mixture of experts gate, up and down of each expert, the shared one
     included."""
+    dropout: NonNegativeFloat = 0.0
+    """Must be 0: engines generate with merged weights, which have no dropout."""
     adapter_path: str | None = None
     """PEFT directory (adapter_config.json, adapter_model.safetensors) that the pairs start from; default: B is zero, A
     is drawn. Its rank, alpha and targets must be those of this section."""

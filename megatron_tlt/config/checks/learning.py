@@ -154,6 +154,9 @@ def check_lora(
     lora = config.actor.lora
     if lora is None:
         return
+    if lora.dropout:
+        allowed = "must be 0: engines generate with merged weights, which have no dropout"
+        yield ConfigProblem("actor.lora.dropout", lora.dropout, allowed)
     if len(set(lora.targets)) < len(lora.targets):
         yield ConfigProblem("actor.lora.targets", lora.targets, "must name each matrix once")
     if shape is None:

@@ -54,6 +54,7 @@ def test_forms_of_context_parallelism_by_transformer_engines_version(kind, versi
     ("overrides", "wanted"),
     [
         (["rank=8"], set()),
+        (["rank=8", "dropout=0.1"], {"dropout"}),
         (["targets=[q_proj,q_proj]"], {"targets"}),
         (["rank=64"], {"rank"}),  # as wide as keys and values are
     ],
