@@ -131,7 +131,9 @@ def assert_same_training(left: Path, right: Path, step: int) -> None:
     assert figures[0] == figures[1], right
 
 
-def train_many(config: Path, jobs: dict[str, list[str]], ranks: int = 2, fault: str | dict[str, str] | None = None) -> str:
+def train_many(
+    config: Path, jobs: dict[str, list[str]], ranks: int = 2, fault: str | dict[str, str] | None = None
+) -> str:
     """Runs of `config` beside it, by name, with overrides, in one world of ranks; their output.
 
     `fault`: see the worker, for all of them or by name; with one, also "", ranks are uneven.
