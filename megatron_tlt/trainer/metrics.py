@@ -154,6 +154,8 @@ class RunMetrics:
         gathered = self.world.all_gather_object((phases, own, responses))
         all_phases = [of_rank for of_rank, _, _ in gathered]
         row = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
+        if not self._config.rewards.functions:  # nothing was judged
+            row = {name: value for name, value in row.items() if not name.startswith("reward/")}
         row |= _phase_times(all_phases) | combined([of_rank for _, of_rank, _ in gathered])
         tokens = row["engine/generated_tokens"]
         wall = max(of_rank.get("rollout", 0.0) for of_rank in all_phases)

@@ -121,6 +121,18 @@ def head_bytes(shape: ArchitectureConfig, at: Slice) -> float:
     return at.element * (4 * at.tokens * shape.hidden_size + 2 * logits) + max(chunks, weight)
 
 
+def forward_bytes(shape: ArchitectureConfig, at: Slice) -> int:
+    """The most that lives at once in a forward pass without gradients: the residual stream with one layer or the LM
+    head's logits and their fp32 chunks; an upper bound, for a layer's parts are not all there together.
+    """
+    kinds = [has_experts for layers, has_experts in ((at.layers, False), (at.expert_layers, True)) if layers]
+    layer = max(layer_bytes(shape, at, (), has_experts) for has_experts in kinds) + attention_bytes(shape, at)
+    logits = at.tokens * shape.vocab_size / at.tp
+    head = at.element * (at.tokens * shape.hidden_size + logits) + _CHUNKS * 4 * min(logits, CHUNK_ELEMENTS[at.device])
+    stream = 2 * at.tokens * at.element * shape.hidden_size / at.sequence
+    return int(stream + mask_bytes(at) + max(layer, head if at.is_last else 0))
+
+
 def update_bytes(shape: ArchitectureConfig, at: Slice, recompute: str, modules: Collection[str] = ()) -> int:
     """The most that lives at once in an update. `modules`: those that selective recompute redoes."""
     total = again = 0.0
