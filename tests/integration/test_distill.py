@@ -48,7 +48,7 @@ def test_layouts_adapters_and_rewards(tmp_path: Path) -> None:
         "tp": [*ALONE, "actor.tp=2", "actor.sequence_parallel=true"],
         "pp": [*ALONE, "actor.pp=2"],
         "cp": [*ALONE, "actor.cp=2"],
-        "experts": [*ALONE, "actor.lora.rank=4", f"algorithm.teacher={tmp_path / 'experts'}"],
+        "adapters": [*ALONE, "actor.lora.rank=4", f"algorithm.teacher={tmp_path / 'experts'}"],
         "rewards": ["algorithm.kl_coef=0.1", "algorithm.mini_batches=2"],
     }
     train_many(config, jobs)
@@ -59,6 +59,6 @@ def test_layouts_adapters_and_rewards(tmp_path: Path) -> None:
                 assert mine[metric] == pytest.approx(theirs[metric], rel=1e-4), (name, metric)
     first = found["plain"][0]["policy/teacher_kl"]
     assert found["rewards"][0]["policy/teacher_kl"] == pytest.approx(first, rel=1e-4), "the first rollout is the same"
-    assert abs(found["experts"][0]["policy/teacher_kl"] - first) > 1e-3, "another teacher"
+    assert abs(found["adapters"][0]["policy/teacher_kl"] - first) > 1e-3, "another teacher"
     assert all(row["policy/grad_norm"] > 0 for of_run in found.values() for row in of_run)
     assert all("reward/mean" in row for row in found["rewards"])
