@@ -1,6 +1,7 @@
 """Make the demo policy of `assets/demo-policy/` from nothing: tokenizer, SFT data, random weights, then SFT.
 
     python tools/make_demo_policy.py --overwrite     # everything, ten minutes on two cores
+    python tools/make_demo_policy.py --student --overwrite   # assets/demo-student, a few minutes
     python tools/make_demo_policy.py --no-sft        # stop before training, to look at the data
     python tools/make_demo_policy.py --moe           # seconds: its sibling with experts, runs/demo-moe
 
@@ -90,6 +91,13 @@ MAX_POSITIONS = 1024
 # warm-up and beta2, so the improvement may have other causes.
 INIT_STD = 0.08
 
+# Of the demo policy, and of the student that learns from it in configs/distill. Deep and narrow on purpose: a drafter
+# of one layer must cost far less than the policy it drafts for.
+POLICY_SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 12}
+STUDENT_SIZES = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 6}
+# The student is stopped when it has the form of the responses and solves few prompts.
+STUDENT_TRAINING = ("sft.num_steps=500",)
+
 EXPERTS = 8  # of a layer of the sibling with experts; each token takes two
 EXPERT_NOISE = 0.2  # relative, of each weight of an expert: they differ, and any two together still compute the MLP
 
@@ -123,13 +131,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """Deep and narrow on purpose: a drafter of one layer must cost far less than the policy it drafts for."""
+def model_config(tokenizer: PreTrainedTokenizerFast, sizes: dict[str, int]) -> Qwen3Config:
+    """A Qwen3 of these sizes and the tokenizer's vocabulary."""
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=12,
+        **sizes,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -150,11 +156,11 @@ def calm_residual_stream(model: Qwen3ForCausalLM) -> None:
             weight.data.mul_(scale)
 
 
-def write_start(folder: Path, seed: int) -> int:
+def write_start(folder: Path, seed: int, sizes: dict[str, int]) -> int:
     """Write tokenizer, config and random weights as a Hugging Face directory; returns the parameter count."""
     tokenizer = build_tokenizer()
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(model_config(tokenizer))
+    model = Qwen3ForCausalLM(model_config(tokenizer, sizes))
     calm_residual_stream(model)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -228,7 +234,8 @@ def sft_command(args: argparse.Namespace) -> list[str]:
         f"sft.eval_path={args.work / 'heldout.jsonl'}",
         f"sft.out={args.out}",
     ]
-    return [*program, str(args.config), *overrides, *args.override]
+    fewer = STUDENT_TRAINING if args.student else ()
+    return [*program, str(args.config), *overrides, *fewer, *args.override]
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -237,10 +244,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--work", type=Path, default=ROOT / "runs" / "demo-policy", help="data and random weights"
+        "--work", type=Path, help="data and random weights (runs/demo-policy; with --student runs/demo-student)"
     )
     parser.add_argument(
-        "--out", type=Path, help="directory to write (assets/demo-policy; with --moe runs/demo-moe)"
+        "--out", type=Path, help="directory to write (assets/demo-policy; also assets/demo-student, runs/demo-moe)"
     )
     parser.add_argument(
         "--config", type=Path, default=ROOT / "configs" / "sft-demo.yaml", help="the SFT recipe"
@@ -254,13 +261,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--moe", action="store_true", help="only make a mixture of experts of the policy in assets: no training"
     )
+    parser.add_argument("--student", action="store_true", help="the smaller model that learns from the policy")
     parser.add_argument("--overwrite", action="store_true", help="write into --out where it has files")
     parser.add_argument("--no-sft", action="store_true", help="write data and random weights, do not train")
     parser.add_argument(
         "override", nargs="*", help="further dotted overrides of the recipe, as sft.num_steps=100"
     )
     args = parser.parse_args(argv)
-    args.out = args.out or ROOT / ("runs/demo-moe" if args.moe else "assets/demo-policy")
+    name = "demo-student" if args.student else "demo-policy"
+    args.work = args.work or ROOT / "runs" / name
+    args.out = args.out or ROOT / ("runs/demo-moe" if args.moe else f"assets/{name}")
     writes = args.moe or not args.no_sft
     if writes and not args.overwrite and args.out.is_dir() and any(args.out.iterdir()):
         parser.error(f"--out = '{args.out}': exists: --overwrite replaces it")
@@ -275,8 +285,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{count:,} parameters in {args.out}")
         return 0
     args.work.mkdir(parents=True, exist_ok=True)
+    sizes = STUDENT_SIZES if args.student else POLICY_SIZES
     print(
-        f"random weights: {write_start(args.work / 'start', args.seed):,} parameters in {args.work / 'start'}"
+        f"random weights: {write_start(args.work / 'start', args.seed, sizes):,} parameters in {args.work / 'start'}"
     )
     write_jsonl(args.work / "train.jsonl", args.examples, seed=1)
     write_jsonl(args.work / "heldout.jsonl", args.heldout, seed=2)

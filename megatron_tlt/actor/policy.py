@@ -85,11 +85,13 @@ class MegatronPolicy:
         loss: PolicyLoss,
         total_optimizer_steps: int,
         keep_reference: bool = False,
+        teacher: str | None = None,
     ):
         """Builds this rank's shards and loads `model.path`, or `model.megatron_path` if it is set.
 
         `total_optimizer_steps` is the length of the learning-rate schedule; `keep_reference` keeps a frozen
-        copy of the starting weights for KL terms, with LoRA those that there are. Raises ConfigError, CheckpointError.
+        copy of the starting weights for KL terms, with LoRA those that there are, or in their place the model in the
+        directory `teacher`, in the same layout and type. Raises ConfigError, CheckpointError.
         """
         self.world, self.actor, self.optimizer_section, self.loss = world, actor, optimizer, loss
         self.dims = Dims.fit(world.size, actor.tp, actor.pp, actor.cp, actor.ep)
@@ -104,21 +106,15 @@ class MegatronPolicy:
         self.optimizer_steps = 0
         self.has_stepped = optimizer.name == "sgd"
         """Whether an update was ever applied: before, a checkpoint of Adam could not be loaded again."""
-
-        def build() -> PolicyModel:
-            built = PolicyModel(self.config, actor, self.groups, model.max_context)
-            if model.megatron_path is not None:
-                load_model(world, built.module, self.groups, model.megatron_path, self.config)
-            else:
-                load_weights(built.module, self.config, self.groups, weight_reader(model.path, self.config))
-            if actor.lora is not None:
-                read = factor_reader(actor.lora, self.config, built.adapters)
-                load_weights(built.module, self.config, self.groups, read, built.adapters)
-            return built
-
-        self.model = build()
+        self.model = self._build(model, self.config, actor)
         self._keeps_reference = keep_reference
-        self._reference = _frozen(build()) if keep_reference and actor.lora is None else None
+        self._reference: PolicyModel | None = None
+        if teacher is not None:
+            section = ModelSection(path=teacher, max_context=model.max_context)
+            plain = actor.model_copy(update={"lora": None})
+            self._reference = _frozen(self._build(section, ModelConfig.from_hf(teacher), plain))
+        elif keep_reference and actor.lora is None:
+            self._reference = _frozen(self._build(model, self.config, actor))
         self.ddp = wrap_data_parallel(
             self.model.module, ddp_config(actor, self.shards_optimizer, self.dims.dp * self.dims.cp)
         )
@@ -127,6 +123,18 @@ class MegatronPolicy:
         self._offload = OptimizerOffload(self.ddp, self.optimizer)
         if actor.offload_optimizer:
             self._offload.offload()
+
+    def _build(self, model: ModelSection, config: ModelConfig, actor: ActorSection) -> PolicyModel:
+        """This rank's shards of a model, with its starting weights. Collective. Raises CheckpointError."""
+        built = PolicyModel(config, actor, self.groups, model.max_context)
+        if model.megatron_path is not None:
+            load_model(self.world, built.module, self.groups, model.megatron_path, config)
+        else:
+            load_weights(built.module, config, self.groups, weight_reader(model.path, config))
+        if actor.lora is not None:
+            read = factor_reader(actor.lora, config, built.adapters)
+            load_weights(built.module, config, self.groups, read, built.adapters)
+        return built
 
     def communicating(self) -> list[dist.ProcessGroup]:
         """See `ActorGroups.communicating`."""
@@ -171,21 +179,19 @@ class MegatronPolicy:
         reference = None
         if self._keeps_reference and _reads_reference(self.loss):
             with self._as_reference() as model:
-                reference = forward_logprobs(model, self._unreplayed(batches), temperature)
+                reference = forward_logprobs(model, _for_routers_of(model, batches), temperature)
         old = forward_logprobs(self.model, batches, temperature) if needs_old else None
         none: list[None] = [None] * len(batches)  # also on the stages before the last
         return [Scored(*item) for item in zip(batches, old or none, reference or none, strict=True)]
 
     @contextmanager
     def _as_reference(self) -> Iterator[PolicyModel]:
-        """The reference policy: a copy of the starting weights, or the policy with its adapters off meanwhile."""
+        """The reference policy: a copy of the starting weights, the teacher, or the policy with its adapters off
+        meanwhile.
+        """
         assert self._keeps_reference, "built without keep_reference"
         with self.model.as_base() if self._reference is None else nullcontext():
             yield self._reference or self.model
-
-    def _unreplayed(self, batches: list[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches for routers that choose for themselves."""
-        return [with_routing(b) for b in batches] if self.config.num_experts else batches
 
     def _optimizer_step(
         self, batches: list[Scored], denominator: float, temperature: float
@@ -390,6 +396,11 @@ class MegatronPolicy:
 def _reads_reference(loss: PolicyLoss) -> bool:
     """Whether the loss itself needs reference log-probs (a KL in the reward is the caller's)."""
     return bool(getattr(loss, "needs_reference", True)) and not getattr(loss, "needs_token_kl", False)
+
+
+def _for_routers_of(model: PolicyModel, batches: list[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches for the routers of `model`, if it has any, which choose for themselves."""
+    return [with_routing(batch) for batch in batches] if model.config.num_experts else batches
 
 
 def _frozen(model: PolicyModel) -> PolicyModel:

@@ -59,7 +59,7 @@ class LossInputs:
     logprobs: Tensor  # [T], with gradient
     old_logprobs: Tensor | None  # [T], before the first update of the step; None: equal to logprobs
     rollout_logprobs: Tensor  # [T], the engine's
-    ref_logprobs: Tensor | None  # [T], the frozen reference's
+    ref_logprobs: Tensor | None  # [T], the frozen reference's or the teacher's
     entropy: Tensor | None  # [T]
     advantages: Tensor  # [T]
     mask: Tensor  # [T], 1 or 0
@@ -110,13 +110,18 @@ class Algorithm(ABC):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen reference policy must be kept."""
-        return self.config.kl_coef > 0
+        """Whether a frozen reference policy, or a teacher in its place, must be kept."""
+        return self.config.kl_weight > 0
 
     @property
     def needs_token_kl(self) -> bool:
         """Whether `assign` needs every token's KL to the reference."""
         return self.needs_reference and self.config.kl_in == "reward"
+
+    @property
+    def has_kl_loss(self) -> bool:
+        """Whether the KL to the reference is a term of the loss of its own."""
+        return self.needs_reference and self.config.kl_in == "loss"
 
     @property
     def zero_advantage_has_no_gradient(self) -> bool:
@@ -207,7 +212,7 @@ class Algorithm(ABC):
         reduce_sum: ReduceSum,
     ) -> list[Floats]:
         """[R] advantages of every sequence; sequence i is row `rows[i]`. Collective where overridden."""
-        rewards = table.reward - self.config.kl_coef * table.kl_sum if self.needs_token_kl else table.reward
+        rewards = table.reward - self.config.kl_weight * table.kl_sum if self.needs_token_kl else table.reward
         advantages = self.advantages(table, rewards)
         pairs = zip(sequences, rows, strict=True)
         return [np.full(len(s.loss_mask), advantages[row]) for s, row in pairs]
@@ -257,10 +262,10 @@ class Algorithm(ABC):
     def _regularisers(self, x: LossInputs, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """KL and entropy terms of the loss sum (0-d), and their metric sums."""
         value, metrics = x.logprobs.new_zeros(()), {}
-        if self.needs_reference and self.config.kl_in == "loss":
+        if self.has_kl_loss:
             assert x.ref_logprobs is not None
             kl = kl_estimate(x.logprobs, x.ref_logprobs, self.config.kl_estimator)
-            value = value + self.config.kl_coef * (weights * kl).sum()
+            value = value + self.config.kl_weight * (weights * kl).sum()
         if x.ref_logprobs is not None:
             metrics["kl_ref"] = (k3(x.ref_logprobs - x.logprobs.detach()) * x.mask).sum()
         if self.config.entropy_coef:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_tlt.algorithms.base import Algorithm
 from megatron_tlt.algorithms.dapo import Dapo
+from megatron_tlt.algorithms.distill import Distill
 from megatron_tlt.algorithms.dr_grpo import DrGrpo
 from megatron_tlt.algorithms.grpo import Grpo
 from megatron_tlt.algorithms.gspo import Gspo
@@ -18,6 +19,7 @@ ALGORITHMS: dict[AlgorithmName, type[Algorithm]] = {
     "rloo": Rloo,
     "reinforce_pp": ReinforcePp,
     "gspo": Gspo,
+    "distill": Distill,
 }
 
 

@@ -7,8 +7,9 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_tlt.config.base import Section
+from megatron_tlt.config.model import ArchitectureConfig
 
-AlgorithmName = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo"]
+AlgorithmName = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "distill"]
 
 
 class AlgorithmSection(Section):
@@ -16,17 +17,25 @@ class AlgorithmSection(Section):
 
     name: AlgorithmName = "grpo"
     """grpo (2402.03300), dr_grpo (2503.20783), dapo (2503.14476), rloo (2402.14740),
-    reinforce_pp (2501.03262), gspo (2507.18071)."""
+    reinforce_pp (2501.03262), gspo (2507.18071), distill (2306.13649: reverse KL to a teacher at each token, alone or
+    beside rewards)."""
+    teacher: str | None = None
+    """distill: Hugging Face directory of the teacher, or its name on the hub, as `model.path`. Its sizes may differ
+    from the policy's; its tokenizer must give every token of the policy's the same id."""
+    teacher_architecture: ArchitectureConfig | None = None
+    """Expected shape of the teacher. Used by `check` when `teacher` is not on this machine; where it is, both must
+    agree."""
     ratio_clip_low: NonNegativeFloat | None = None
     """Lower clip: ratio >= 1 - low. Default: of the algorithm."""
     ratio_clip_high: NonNegativeFloat | None = None
     """Upper clip: ratio <= 1 + high. Default: of the algorithm."""
-    kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the frozen reference policy; 0 keeps no reference."""
+    kl_coef: NonNegativeFloat | None = None
+    """Weight of the KL to the frozen reference policy; 0, the default, keeps no reference. distill: of the KL to the
+    teacher, default 1; the advantages of rewards have weight 1."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL term goes."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL in the loss."""
+    """Estimator of the KL in the loss. No effect with distill."""
     entropy_coef: float = 0.0
     """Bonus on the token entropy."""
     mini_batches: PositiveInt = 1
@@ -46,3 +55,10 @@ class AlgorithmSection(Section):
     """Leave responses cut off at max_tokens out of the loss (DAPO's overlong filtering)."""
     advantage_eps: PositiveFloat = Field(default=1e-6)
     """Added to standard deviations."""
+
+    @property
+    def kl_weight(self) -> float:
+        """`kl_coef` with its default: above 0 a frozen model is scored beside the policy."""
+        if self.kl_coef is not None:
+            return self.kl_coef
+        return 1.0 if self.name == "distill" else 0.0

@@ -92,7 +92,7 @@ class RewardSection(Section):
     """The sum of reward functions, run in a pool of processes with a timeout."""
 
     functions: tuple[RewardConfig, ...] = (RewardConfig(name="task"),)
-    """Reward functions; their weighted values are added."""
+    """Reward functions; their weighted values are added. None, `[]`, with `algorithm.name: distill` only."""
     timeout_s: PositiveFloat = 10.0
     """A function that takes longer costs that sample a recorded failure."""
     failure_value: float = 0.0

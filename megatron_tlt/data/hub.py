@@ -99,7 +99,9 @@ def names_of(config: Config | SftConfig, weights: bool = True) -> list[Named]:
             if path is not None:
                 found.append(Named(f"sft.{field}_path", path, "rows", sft.subset, split))
     else:
-        speculation = config.rollout.speculation
+        speculation, teacher = config.rollout.speculation, config.algorithm.teacher
+        if weights and teacher is not None:
+            found.append(Named("algorithm.teacher", teacher, "model"))
         if weights and speculation.trained and speculation.drafter_path is not None:
             found.append(Named("rollout.speculation.drafter_path", speculation.drafter_path, "model"))
         for field, source in (("train", config.data.train), ("eval", config.data.eval)):
@@ -179,6 +181,7 @@ def with_names(config: Config) -> Config:
     """The inverse of `on_this_machine`, with commits: OWNER/NAME@COMMIT for every directory in a hub's cache."""
     paths = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
     paths["rollout.speculation.drafter_path"] = config.rollout.speculation.drafter_path
+    paths["algorithm.teacher"] = config.algorithm.teacher
     paths["data.train.path"] = config.data.train.path
     paths["data.eval.path"] = None if config.data.eval is None else config.data.eval.path
     found = {field: _SNAPSHOT.search(path or "") for field, path in paths.items()}

@@ -41,6 +41,11 @@ class HFTokenizer:
         """Tokens with added ones; a model's embedding may have more rows."""
         return len(self._tokenizer)
 
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, added ones included."""
+        tokens: dict[str, int] = self._tokenizer.get_vocab()
+        return tokens
+
     @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` works."""

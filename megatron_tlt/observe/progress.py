@@ -33,6 +33,7 @@ _SHOWN = (
     ("tokens/s", "engine/tokens_per_s", "{:.0f}"),
     ("reward", "reward/mean", "{:.3f}"),
     ("accuracy", "reward/accuracy", "{:.3f}"),
+    ("teacher KL", "policy/teacher_kl", "{:.4f}"),
     ("length", "length/mean", "{:.0f}"),
     ("accepted", "spec/accept_length", "{:.2f}"),
     ("turns", "env/turns", "{:.2f}"),

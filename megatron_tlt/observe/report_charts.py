@@ -49,6 +49,7 @@ def learning(runs: Sequence[RunData]) -> PageSection:
     """Reward and accuracy, by step and held out."""
     metrics = {"reward/mean": "reward", "reward/accuracy": "accuracy"}
     parts = metric_chart(runs, "Reward and accuracy of the rollouts", "mean over responses", metrics)
+    parts += metric_chart(runs, "Reverse KL to the teacher", "nats a token", {"policy/teacher_kl": "teacher KL"})
     names = {name for run in runs for row in run.evals for name in row if name.startswith("eval/pass@")}
     traces = []
     for at, name in enumerate(sorted(names, key=lambda name: (len(name), name))):

@@ -47,7 +47,7 @@ class RewardPool:
 
     def warm_up(self) -> None:
         """Starts the workers and returns at once: their imports take seconds."""
-        if self._section.workers and (self._pool is None or not self._pool.active):
+        if self._section.workers and self._section.functions and (self._pool is None or not self._pool.active):
             self.close()
             arguments = (self._section.model_dump_json(), os.getpid())
             self._pool = ProcessPool(
@@ -66,7 +66,8 @@ class RewardPool:
             for group in groups
             for sample in group.samples
         ]
-        results = self._score_in_workers(jobs) if self._section.workers else [self._judge_here(*job) for job in jobs]
+        has_workers = self._section.workers and self._section.functions
+        results = self._score_in_workers(jobs) if has_workers else [self._judge_here(*job) for job in jobs]
         found = iter(results)
         for group in groups:
             group.rewards = [next(found) for _ in group.samples]

@@ -62,7 +62,7 @@ def simulation_of(config: Config) -> SimConfig:
             "pp": config.actor.pp,
             "cp": config.actor.cp,
             "recompute": config.actor.recompute == "full",
-            "logprob_passes": (config.algorithm.kl_coef > 0) + (config.algorithm.mini_batches > 1),
+            "logprob_passes": (config.algorithm.kl_weight > 0) + (config.algorithm.mini_batches > 1),
             "micro_step_tokens": config.drafter.sizes("cuda").micro_step_tokens * config.rollout.tp,
         },
     }

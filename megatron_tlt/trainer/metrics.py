@@ -162,6 +162,8 @@ class RunMetrics:
         gathered = self.world.all_gather_object((phases, own, responses))
         all_phases = [of_rank for of_rank, _, _ in gathered]
         row = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
+        if not self._config.rewards.functions:  # nothing was judged
+            row = {name: value for name, value in row.items() if not name.startswith("reward/")}
         row |= _phase_times(all_phases) | combined([of_rank for _, of_rank, _ in gathered])
         row |= {"time/step": seconds} | _rollout_rates(row, [of_rank.get("rollout", 0.0) for of_rank in all_phases])
         row |= _acceptance(row) | _stop_time(row) | turn_means(row)

@@ -107,6 +107,7 @@ def _policy(config: Config, world: World, algorithm: Algorithm) -> MegatronPolic
         algorithm,
         total_optimizer_steps=config.train.num_steps * config.algorithm.mini_batches,
         keep_reference=algorithm.needs_reference,
+        teacher=config.algorithm.teacher,
     )
 
 

@@ -23,6 +23,7 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import safetensors_problems
 from megatron_tlt.models.peft import peft_problems
 from megatron_tlt.rewards.build import function_problems
+from megatron_tlt.trainer.teacher import teacher_problems, with_teacher_shape
 from megatron_tlt.types import Prompt
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     """
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
     config, to_fetch, problems = cached(config)
+    config = with_teacher_shape(config)
     problems += _problems(config, num_ranks, None) + _problems_of_large_files(config)
     prompt = None if problems else _prompt_of_episode(config)
     if prompt is not None:
@@ -56,6 +58,8 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     named = {name.field for name in names_of(config)}
     missing = [problem for problem in missing_files(config) if problem.path not in named]
     absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing]
+    if isinstance(config, Config) and config.algorithm.name == "distill" and not config.algorithm.teacher_architecture:
+        absent.append("warning: the memory plan lacks the teacher: set algorithm.teacher_architecture")
     model, _ = read_model("model.path", config.model.path)
     shape = None if model is None else model.architecture
     played = [] if prompt is None else ["Environment: a scripted episode was the same three times, in two processes"]
@@ -92,16 +96,22 @@ def _problems(config: Config | SftConfig, num_ranks: int, device: Device | None)
     found = find_problems(config, shape, num_ranks, device, positions)
     if not missing_model(config):
         found += unreadable
+    found += teacher_problems(config) if isinstance(config, Config) else []
     return found + tokenizer_problems(config) + input_problems(config)
 
 
 def _problems_of_large_files(config: Config | SftConfig) -> list[ConfigProblem]:
-    """Of weights, the checkpoint to resume from and the drafter, where they are on this machine. Reads no tensor."""
+    """Of weights, also a teacher's, the checkpoint to resume from and the drafter, where they are on this machine.
+
+    Reads no tensor.
+    """
     shape, _ = read_model("model.path", config.model.path)
     found = [] if shape is None else _weight_problems(config.model, shape) + _adapter_problems(config, shape)
     if isinstance(config, Config):
         if Path(config.checkpoint.resume).exists():
             found += checkpoint_problems(config.checkpoint.resume)
+        if config.algorithm.teacher is not None and Path(config.algorithm.teacher).exists():
+            found += _hf_weight_problems("algorithm.teacher", config.algorithm.teacher)
         path = config.rollout.speculation.drafter_path
         if shape is not None and (path is None or Path(path).exists()):
             found += _drafter_problems(config.rollout.speculation, shape, config.model.path)
@@ -143,7 +153,7 @@ def missing_model(config: Config | SftConfig) -> list[ConfigProblem]:
 
 
 def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
-    """Model, drafter, prompts and records that are not on this machine."""
+    """Model, teacher, drafter, prompts and records that are not on this machine."""
     problems = missing_model(config)
     if isinstance(config, SftConfig):
         named = {"sft.train_path": config.sft.train_path, "sft.eval_path": config.sft.eval_path}
@@ -152,6 +162,7 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
         named = {"data.train.path": config.data.train.path, "data.eval.path": held_out}
         if config.rollout.speculation.trained:
             named[_DRAFTER_PATH] = config.rollout.speculation.drafter_path
+        named["algorithm.teacher"] = config.algorithm.teacher
         if config.rollout.backend == "trtllm":
             named["rollout.trtllm.python"] = config.rollout.trtllm.python
         if config.rollout.backend == "vllm":

@@ -41,6 +41,7 @@ from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.models import build_models, tensor_parallel
 from megatron_tlt.trainer.preflight import check_on
 from megatron_tlt.trainer.sampling import sampling_params
+from megatron_tlt.trainer.teacher import with_teacher_shape
 from megatron_tlt.types import CAPABILITIES, Prompt
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     from megatron_tlt.trainer.sampling import GroupSampler
 
     device_memory.let_segments_grow(world.device, config.rollout.engine_process)
-    config = device_memory.with_device_memory(config, world)
+    config = with_teacher_shape(device_memory.with_device_memory(config, world))
     check_on(config, world, output_directory_problems("train.run_dir", config.train.run_dir))
     tokenizer = open_tokenizer(config)
     environments = open_environments(config, tokenizer, world)

@@ -37,7 +37,7 @@ def run_drafter(ranks: int, *arguments: object, **options):
     return run_ranks(ranks, ["-m", "megatron_tlt", "drafter"], *map(str, arguments), **options)
 
 
-def make_model(directory: Path, num_layers: int = 2) -> Path:
+def make_model(directory: Path, num_layers: int = 2, hidden_size: int = 32) -> Path:
     """A random Qwen3, of two layers by default, with the demo tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -45,8 +45,8 @@ def make_model(directory: Path, num_layers: int = 2) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=demo["vocab_size"],
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -133,15 +133,20 @@ def pp_problems(shape: ArchitectureConfig | None, path: str, pp: int) -> Problem
 
 def check_architecture(config: Config | SftConfig, shape: ArchitectureConfig | None) -> Problems:
     """Fields of `model.architecture` that contradict `model.path`."""
-    promised = config.model.architecture
+    yield from contradictions("model.architecture", config.model.architecture, shape, config.model.path)
+
+
+def contradictions(
+    path: str, promised: ArchitectureConfig | None, shape: ArchitectureConfig | None, directory: str
+) -> Problems:
+    """Fields of an expected shape, a section at `path`, that differ from the shape in `directory`; None: unknown."""
     if promised is None or shape is None:
         return
     for name, value in promised:
         there = getattr(shape, name)
         is_same = promised.moe_layers == shape.moe_layers if name == "dense_layers" else there == value
         if not is_same:
-            allowed = f"contradicts {config.model.path}, which has {there!r}"
-            yield ConfigProblem(f"model.architecture.{name}", value, allowed)
+            yield ConfigProblem(f"{path}.{name}", value, f"contradicts {directory}, which has {there!r}")
 
 
 def check_batch(config: Config, num_ranks: int) -> Problems:

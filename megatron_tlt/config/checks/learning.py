@@ -31,7 +31,7 @@ def check_algorithm(config: Config) -> Problems:
     if algorithm.ratio_clip_low is not None and algorithm.ratio_clip_low >= 1:
         allowed = "must be < 1: the ratio's lower bound is 1 - low"
         yield ConfigProblem("algorithm.ratio_clip_low", algorithm.ratio_clip_low, allowed)
-    if algorithm.kl_in == "reward" and algorithm.kl_coef == 0:
+    if algorithm.kl_in == "reward" and algorithm.kl_weight == 0:
         allowed = "needs algorithm.kl_coef > 0 (with 0 no reference policy is kept and there is no KL term)"
         yield ConfigProblem("algorithm.kl_in", "reward", allowed)
     if algorithm.overlong_buffer >= rollout.max_tokens:
@@ -94,7 +94,11 @@ def check_rewards(config: Config) -> Problems:
     """Every reward function has its parameters and prompts it can judge."""
     functions = config.rewards.functions
     if not functions:
-        yield ConfigProblem("rewards.functions", [], "needs at least one reward function")
+        if config.algorithm.name != "distill":
+            yield ConfigProblem("rewards.functions", [], "needs at least one reward function")
+        if config.data.eval is not None:
+            allowed = "needs at least one reward function with data.eval: accuracy is what an evaluation measures"
+            yield ConfigProblem("rewards.functions", [], allowed)
     elif not any(function.counts_as_correct for function in functions):
         yield ConfigProblem(
             "rewards.functions", "none counts_as_correct", "at least one must, or accuracy has no meaning"

@@ -29,6 +29,7 @@ from megatron_tlt.config.checks.learning import (
 from megatron_tlt.config.checks.memory import check_memory
 from megatron_tlt.config.checks.rollout import check_context, check_positions, check_rollout
 from megatron_tlt.config.checks.speculation import check_idle, check_speculation
+from megatron_tlt.config.checks.teacher import check_teacher
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import ConfigProblem, Problems
@@ -88,6 +89,7 @@ def check_config(
         *check_batch(config, num_ranks),
         *check_context(config, max_positions),
         *check_algorithm(config),
+        *check_teacher(config, shape, device),
         *check_data(config),
         *check_rewards(config),
         *check_env(config),

@@ -125,8 +125,10 @@ def _stage(
     if not isinstance(config, Config):
         return RankMemory(stage, parts, {"activations": ("update",)}, ("update",))
     weights = parts["weights"] + parts.get("experts", 0)
+    frozen = policy.frozen_shape(config, shape)
+    held = 0 if frozen is None else sum(stage_parameters(frozen, dims, stage)) * element_bytes(config.actor.dtype)
     parts |= {
-        "reference": weights if config.algorithm.kl_coef > 0 and config.actor.lora is None else 0,
+        "reference" if config.algorithm.teacher is None else "teacher": held,
         "engine weights": engine.engine_bytes(config, shape, device),
         "rollout step": engine.rollout_step_bytes(config, shape, device),
         "graphs": graphs.graph_bytes(config, device),

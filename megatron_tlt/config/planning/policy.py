@@ -9,6 +9,7 @@ Of experts d is the number of ranks that hold the same ones: those of a pipeline
   optimizer documentation, stage 1 of Rajbhandari et al., arXiv 1910.02054, section 5.
 * With adapters (`actor.lora`) P of gradients and optimizer are theirs; the weights are there once, for the reference,
   too; and one weight at a time is merged, in a forward pass or a weight sync.
+* A frozen model that is scored beside the policy (`frozen_shape`): its weights in the actor's layout and type.
 * Activations, the LM head and temporaries of the backward pass: `activations.py`.
 * Transformer Engine's layers read one table of rotations, which stays.
 * A weight sync gathers one tensor after the other: its parts and their join, and the bucket that collects them.
@@ -22,7 +23,7 @@ from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.checks.rollout import longest_request
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.config.planning.activations import Slice, update_bytes
+from megatron_tlt.config.planning.activations import Slice, forward_bytes, update_bytes
 from megatron_tlt.config.planning.parameters import MIB, element_bytes
 from megatron_tlt.config.root import Config, SftConfig
 
@@ -102,7 +103,26 @@ def activation_bytes(
         merged=merged_bytes(config, shape, dims),
     )
     modules = actor.recompute_modules
-    return max(update_bytes(shape, replace(at, comm=form), actor.recompute, modules) for form in forms)
+    needed = [update_bytes(shape, replace(at, comm=form), actor.recompute, modules) for form in forms]
+    frozen = frozen_shape(config, shape)
+    if frozen is not None and frozen is not shape:
+        per_stage = frozen.num_layers / dims.pp
+        sparse = sum(layer // per_stage == stage for layer in frozen.moe_layers)
+        at = replace(at, layers=per_stage - sparse, expert_layers=sparse)
+        needed += [forward_bytes(frozen, replace(at, comm=form)) for form in forms]
+    return max(needed)
+
+
+def frozen_shape(config: Config | SftConfig, shape: ArchitectureConfig) -> ArchitectureConfig | None:
+    """The shape of the frozen model that is kept beside the policy: its copy (`shape` itself) or a teacher.
+
+    None: there is no such model, or the teacher's shape is unknown.
+    """
+    if not isinstance(config, Config) or config.algorithm.kl_weight == 0:
+        return None
+    if config.algorithm.teacher is not None:
+        return config.algorithm.teacher_architecture
+    return shape if config.actor.lora is None else None
 
 
 def rotation_rows(max_context: int, tp: int, cp: int) -> int:
@@ -114,9 +134,9 @@ def rotation_bytes(config: Config | SftConfig, shape: ArchitectureConfig, dims: 
     """The tables of policy and reference, in fp32; the local layers make theirs for each micro-batch."""
     if device != "cuda" or config.actor.layer_spec == "local":
         return 0
-    has_copy = isinstance(config, Config) and config.algorithm.kl_coef > 0 and config.actor.lora is None
-    models = 2 if has_copy else 1
-    return models * rotation_rows(config.model.max_context, dims.tp, dims.cp) * shape.head_dim * 4
+    frozen = frozen_shape(config, shape)
+    widths = shape.head_dim + (0 if frozen is None else frozen.head_dim)
+    return rotation_rows(config.model.max_context, dims.tp, dims.cp) * widths * 4
 
 
 def weight_sync_bytes(config: Config, shape: ArchitectureConfig, dims: Dims) -> int:

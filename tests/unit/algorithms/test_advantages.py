@@ -146,5 +146,6 @@ def test_defaults_of_the_papers() -> None:
         "rloo": (0.2, 0.2),
         "reinforce_pp": (0.2, 0.2),
         "gspo": (3e-4, 4e-4),
+        "distill": (0.2, 0.2),
     }
-    assert not clips["grpo"].needs_reference
+    assert [name for name, algorithm in clips.items() if algorithm.needs_reference] == ["distill"]

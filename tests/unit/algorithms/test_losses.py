@@ -82,7 +82,7 @@ def make_responses(seed: int, name: str, on_policy: bool = False) -> list[Respon
 
 
 def naive_advantages(name: str, config: AlgorithmSection, responses: list[Response]) -> list[list[float]]:
-    in_reward = config.kl_coef if config.kl_in == "reward" else 0.0
+    in_reward = config.kl_weight if config.kl_in == "reward" else 0.0
     if name == "reinforce_pp":
         returns = [[a.reward - in_reward * sum(a.kl[t:]) for t in range(len(a))] for a in responses]
         counted = [r for a, r in zip(responses, returns) if not (config.mask_truncated and a.truncated)]
@@ -101,6 +101,8 @@ def naive_advantages(name: str, config: AlgorithmSection, responses: list[Respon
         else:
             value = (reward[i] - statistics.fmean(group)) / (statistics.stdev(group) + config.advantage_eps)
         result.append([value] * len(a))
+        if name == "distill":  # reverse KL at the drawn token, and of no later one
+            result[-1] = [value - config.kl_weight * float(a.old[t] - a.ref[t]) for t in range(len(a))]
     return result
 
 
@@ -125,8 +127,8 @@ def naive_terms(name: str, config: AlgorithmSection, a: Response, advantages: li
         trust = min(trust, config.importance_cap) if config.importance_cap else 1.0
         unclipped, clipped = ratio * advantages[t], ratio.clamp(1 - low, 1 + high) * advantages[t]
         term = trust * (unclipped if unclipped.item() < clipped.item() else clipped)
-        if config.kl_in == "loss":
-            term = term - config.kl_coef * naive_kl(a, t, config.kl_estimator)
+        if config.kl_in == "loss" and name != "distill":
+            term = term - config.kl_weight * naive_kl(a, t, config.kl_estimator)
         terms.append(term + config.entropy_coef * a.entropy[t])
     return terms
 
@@ -142,7 +144,7 @@ def naive_loss(name: str, config: AlgorithmSection, responses: list[Response], m
     tokens, count = sum(len(terms) for terms in chosen), len(chosen)
     if name in ("grpo", "gspo"):
         return -sum(sum(terms) / len(terms) for terms in chosen) / count
-    if name in ("dapo", "reinforce_pp"):
+    if name in ("dapo", "reinforce_pp", "distill"):
         return -sum(sum(terms) for terms in chosen) / tokens
     if name == "dr_grpo":
         return -sum(sum(terms) / MAX_TOKENS for terms in chosen) / count
@@ -271,9 +273,12 @@ VARIANTS = {
 }
 
 
+# `check` refuses distillation with a KL in the reward.
+PAIRS = [(name, variant) for name in NAMES for variant in VARIANTS if name != "distill" or "reward" not in variant]
+
+
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "variant"), PAIRS)
 def test_loss_and_gradient_equal_the_paper(name: str, variant: str, seed: int) -> None:
     config = AlgorithmSection(name=name, **VARIANTS[variant])
     responses = make_responses(seed, name)
@@ -284,8 +289,7 @@ def test_loss_and_gradient_equal_the_paper(name: str, variant: str, seed: int) -
 
 
 @pytest.mark.parametrize("scope", ["group", "batch"])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "variant"), PAIRS)
 def test_rows_without_a_gradient_change_none(name: str, variant: str, scope: str) -> None:
     """Equal rewards in two groups or everywhere: which algorithm leaves out which responses, and that none is
     missed."""
@@ -296,7 +300,7 @@ def test_rows_without_a_gradient_change_none(name: str, variant: str, scope: str
         a.reward = 0.1 if a.prompt in equal else float(a.index == 1)  # thirds of 0.1 do not add up to 0.1
     kept = algorithm.has_gradient(make_table(responses))
     # REINFORCE++ measures against the whole batch; a KL or an entropy in the objective has a gradient of its own.
-    may_skip = not ({"kl_coef", "entropy_coef"} & set(VARIANTS[variant]))
+    may_skip = config.kl_weight == 0 and not config.entropy_coef
     may_skip &= name != "reinforce_pp" or scope == "batch"
     masked = np.array([a.truncated and config.mask_truncated and config.kl_in == "loss" for a in responses])
     assert masked.any() == (variant == "masked")
@@ -341,6 +345,16 @@ def test_metrics_are_sums_over_unmasked_tokens() -> None:
     moved = torch.cat([a.logp.detach() - a.old for a in kept])
     torch.testing.assert_close(metrics["policy_kl"], (moved.exp() - 1 - moved).sum())
     assert all(value.dim() == 0 and not value.requires_grad for value in metrics.values())
+
+
+def test_distillation_reports_its_kl_and_leaves_out_that_to_a_reference() -> None:
+    algorithm = build_algorithm(AlgorithmSection(name="distill", kl_coef=0.5), MAX_TOKENS)
+    responses = make_responses(2, "distill")
+    sequences = make_sequences(responses)
+    algorithm.assign(sequences, make_table(responses), None, lambda x: x)
+    metrics = algorithm.loss(pack(responses, sequences, with_old=True, garbage=True))[1]
+    torch.testing.assert_close(metrics["teacher_kl"], torch.cat([a.old - a.ref for a in responses]).sum().detach())
+    assert "kl_ref" not in metrics
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -27,6 +27,9 @@ BASE = {
 }
 
 
+DISTILL = ("algorithm.name=distill", "algorithm.teacher=t")
+
+
 def paths(*overrides: str, ranks: int = 4, **kwargs) -> set[str]:
     config = build_config(BASE, overrides)
     return {p.path for p in check_config(config, SHAPE, ranks, **kwargs)}
@@ -118,6 +121,12 @@ def test_a_good_configuration_has_no_problems():
         (["rollout.temperature=0"], "rollout.temperature"),
         (["algorithm.ratio_clip_low=1"], "algorithm.ratio_clip_low"),
         (["algorithm.kl_in=reward"], "algorithm.kl_in"),
+        (["algorithm.name=distill"], "algorithm.teacher"),
+        (["algorithm.teacher=t"], "algorithm.teacher"),
+        ([*DISTILL, "algorithm.kl_coef=0"], "algorithm.kl_coef"),
+        ([*DISTILL, "algorithm.kl_in=reward"], "algorithm.kl_in"),
+        ([*DISTILL, "algorithm.dynamic_sampling=true"], "algorithm.dynamic_sampling"),
+        ([*DISTILL, "rewards.functions=[]", "data.eval={kind: jsonl, path: x}"], "rewards.functions"),
         (["algorithm.overlong_buffer=256"], "algorithm.overlong_buffer"),
         (["algorithm.importance_cap=0.5"], "algorithm.importance_cap"),
         (["optimizer.min_lr=1"], "optimizer.min_lr"),
@@ -186,6 +195,37 @@ def test_checks_of_experts(experts: int, overrides: list[str], path: str) -> Non
     assert path in {p.path for p in check_config(config, shape, 4)}
     fine = build_config(BASE, ["actor.ep=2", "actor.tp=2", "actor.sequence_parallel=true"] if experts else [])
     assert path not in {p.path for p in check_config(fine, shape, 4)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "overrides", "allowed"),
+    [
+        ({"vocab_size": 500}, [], "has 500 rows of embedding, fewer than the policy's 512"),
+        ({"num_kv_heads": 2}, ["actor.tp=4"], "actor.tp = 4 must divide the model's key/value heads 2"),
+        ({"num_layers": 6}, ["actor.pp=4"], "actor.pp = 4 must divide the model's 6 layers"),
+        (
+            {"num_kv_heads": 2},
+            ["actor.cp=2", "actor.tp=2", "actor.cp_comm_type=a2a"],
+            "actor.cp_comm_type = a2a needs key/value heads (2) divisible",
+        ),
+        (
+            {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+            ["actor.tp=2"],
+            "actor.sequence_parallel = False must be true for a mixture of experts",
+        ),
+    ],
+)
+def test_a_teacher_must_fit_vocabulary_and_layout(sizes, overrides, allowed):
+    for changed, is_wrong in ((sizes, True), ({"hidden_size": 128}, False)):
+        shape = SHAPE.model_copy(update=changed)
+        given = [*DISTILL, f"algorithm.teacher_architecture={shape.model_dump(mode='json')}", *overrides]
+        found = check_config(build_config(BASE, given), SHAPE, 4, "cuda" if "a2a" in str(overrides) else None)
+        mine = [problem for problem in found if problem.path == "algorithm.teacher"]
+        assert len(mine) == is_wrong and all(allowed in problem.allowed for problem in mine)
+
+
+def test_distillation_needs_neither_rewards_nor_a_group():
+    assert paths(*DISTILL, "rewards.functions=[]", "rollout.samples_per_prompt=1") == set()
 
 
 @pytest.mark.parametrize(("family", "wrong"), [("mixtral", True), ("qwen2_moe", True), ("qwen3_moe", False)])

@@ -161,6 +161,22 @@ def test_reference_is_counted_only_with_a_kl_term():
     assert with_kl["reference"] == with_kl["weights"]
 
 
+def test_a_teacher_is_counted_in_its_own_shape() -> None:
+    """Weights in the actor's layout and type, and, where it is much wider than the policy, what its forward takes."""
+    shape, teacher = shape_of("qwen2.5-1.5b"), shape_of("qwen2.5-32b")
+    distill = ["algorithm.name=distill", "algorithm.teacher=t", "actor.tp=2", "actor.pp=2"]
+    given = [*distill, f"algorithm.teacher_architecture={teacher.model_dump(mode='json')}"]
+    stages = estimate_memory(config_of(*given), shape, 4, "cuda")
+    of_teacher = [stage.parts["weights"] for stage in estimate_memory(config_of(*distill[2:]), teacher, 4, "cuda")]
+    assert [stage.parts["teacher"] for stage in stages] == of_teacher
+    with_adapters = estimate_memory(config_of(*given, "actor.lora.rank=8"), shape, 4, "cuda")[0].parts
+    assert with_adapters["teacher"] == of_teacher[0]
+    narrow = ["actor.recompute=full", "actor.micro_batch_tokens=16384", "rollout.max_tokens=1024"]
+    alone, beside = (estimate_memory(config_of(*o, *narrow), shape, 4, "cuda")[0].parts for o in (distill[2:], given))
+    assert beside["activations"] > alone["activations"], "a layer of 27,648 is wider than the policy's head"
+    assert beside["rotations"] == 2 * alone["rotations"], "both have heads of 128"
+
+
 def test_too_little_memory_is_a_problem_that_names_the_largest_parts():
     roomy = "cluster.host_memory_gib=2000"
     (problem,) = check_memory(config_of("cluster.memory_gib=80", roomy), shape_of("llama3.3-70b"), 1, "cuda")
