@@ -30,7 +30,7 @@ from megatron_tlt.observe.rollouts import (
 )
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary, write_summary
 from megatron_tlt.trainer.acceptance import AcceptanceMonitor
-from megatron_tlt.trainer.turn_metrics import failure_warning, turn_means, turn_sums
+from megatron_tlt.trainer.turn_metrics import failure_warning, means_of_sums, turn_sums
 
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
@@ -158,7 +158,7 @@ class RunMetrics:
         tokens = row["engine/generated_tokens"]
         wall = max(of_rank.get("rollout", 0.0) for of_rank in all_phases)
         row |= {"time/step": seconds, "engine/tokens_per_s": tokens / wall if wall > 0 else 0.0}
-        row |= _acceptance(row) | _stop_time(row) | turn_means(row)
+        row |= _acceptance(row) | _stop_time(row) | means_of_sums(row)
         for warning in self._acceptance.check(row):
             if self.world.is_main:
                 _log.warning(warning)
