@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from megatron_tlt.interfaces import TurnSource
 
 BackendName = Literal["embedded", "trtllm", "vllm"]
-FinishReason = Literal["stop", "length", "env", "abort"]
-"""Stop token or string; token limit; the environment has ended the trajectory; dropped, or its environment failed."""
+FinishReason = Literal["stop", "length", "carry", "env", "abort"]
+"""Stop token or string; token limit; unfinished, the next step continues it (`rollout.carry_over`); the environment has
+ended the trajectory; dropped, or its environment failed."""
 Span = tuple[int, int]  # half-open, of response positions
+Drawn = tuple[int, int]  # policy version, response tokens in a row that this policy drew
 _SAME_WAIT_S = 0.005  # between two polls of the same wait
 ProgressCallback = Callable[[int, int, int], None]
 """Called during a rollout with (running requests, waiting requests, tokens generated so far)."""
@@ -44,6 +46,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0
+    max_call_tokens: int = 0  # of a response, drawn in one `generate`, which then ends as "carry"; 0: no limit
 
     def out_of_range(self) -> Iterator[tuple[str, float, str]]:
         """(field, value, allowed values) of an impossible temperature or mask."""
@@ -99,11 +102,24 @@ class Sample:
     failure: str | None = None  # of the environment; then `finish_reason` is "abort"
     # Waited for the environment, by turn, the one that it failed to answer included.
     turn_seconds: list[float] = field(default_factory=list, compare=False)
+    earlier: tuple[Drawn, ...] = ()  # tokens that earlier steps drew, from the start; `policy_version` drew the others
 
     @property
     def num_drawn(self) -> int:
         """Response tokens that the policy drew."""
         return len(self.token_ids) - sum(end - begin for begin, end in self.given)
+
+    @property
+    def drawn_by(self) -> tuple[Drawn, ...]:
+        """The whole response by the policies that drew it."""
+        rest = len(self.token_ids) - sum(count for _, count in self.earlier)
+        return (*self.earlier, (self.policy_version, rest))
+
+
+def token_ages(drawn_by: Sequence[Drawn], version: int) -> np.ndarray:
+    """Int64 [R]: updates of the policy between the one that drew each response token and `version`."""
+    versions, counts = zip(*drawn_by, strict=True)
+    return version - np.repeat(np.array(versions, np.int64), counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +150,8 @@ class GenerateCall:
     """Responses (prompt id, sample index) that are neither generated nor returned; equal on ranks of one engine."""
     on_response: Callable[[Sample], None] | None = None
     """Called with each response as soon as it is finished."""
+    begun: Mapping[tuple[int, int], Sample] = field(default_factory=dict)
+    """Responses, by prompt id and sample index, that earlier calls left unfinished: this one continues them."""
     turns: TurnSource | None = None
     """The environments: each drawn turn goes to one, and its answer continues the response. Of the ranks of one engine
     the first one's are used; the others pass theirs all the same.
@@ -160,6 +178,7 @@ class Trajectory:
     finish_reason: FinishReason = "stop"
     policy_version: int = 0
     routed_experts: np.ndarray | None = None  # [L - 1, ...] as in `Sample`; -1: unknown
+    drawn_by: tuple[Drawn, ...] = ()  # as `Sample.drawn_by`; empty: `policy_version` drew all
 
     @classmethod
     def of(cls, prompt: Sequence[int] | np.ndarray, sample: Sample) -> Trajectory:
@@ -175,6 +194,7 @@ class Trajectory:
             finish_reason=sample.finish_reason,
             policy_version=sample.policy_version,
             routed_experts=sample.routed_experts,
+            drawn_by=sample.drawn_by,
         )
 
     @property

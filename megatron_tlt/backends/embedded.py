@@ -108,6 +108,9 @@ class EmbeddedBackend(BaseBackend):
         without: dict[int, set[int]] = defaultdict(set)
         for prompt_id, sample_index in call.have:
             without[prompt_id].add(sample_index)
+        begun: dict[int, dict[int, Sample]] = defaultdict(dict)
+        for (prompt_id, sample_index), sample in call.begun.items():
+            begun[prompt_id][sample_index] = sample
         waiting = iter(call.prompts)
 
         def fetch() -> bool:
@@ -124,6 +127,7 @@ class EmbeddedBackend(BaseBackend):
                 num_samples=call.num_samples,
                 dataset_id=prompt.dataset_id,
                 without=without[prompt.prompt_id],
+                begun=begun[prompt.prompt_id],
                 takes_turns=turns is not None,
             )
             return True
@@ -275,4 +279,5 @@ class EmbeddedBackend(BaseBackend):
             turn_rewards=request.turn_rewards,
             failure=request.failure,
             turn_seconds=request.turn_seconds,
+            earlier=request.earlier,
         )

@@ -20,7 +20,7 @@ import numpy as np
 from megatron_tlt.backends.parked_turns import DrawnTurn, ParkedTurns
 from megatron_tlt.backends.remote_weights import RemoteWeights
 from megatron_tlt.errors import BackendError
-from megatron_tlt.rollout.ends import is_turn_end, take_result
+from megatron_tlt.rollout.ends import cut_reason, is_turn_end, take_result
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.types import (
     BackendCapabilities,
@@ -139,16 +139,13 @@ class RemoteBackend(RemoteWeights):
             self._parked.add_prompt(prompt)
             tokens = np.array(prompt.token_ids, np.int32)
             for index in range(call.num_samples):
-                if (prompt.prompt_id, index) not in call.have:
-                    yield Request(
-                        tokens,
-                        call.params,
-                        prompt.prompt_id,
-                        index,
-                        next(order),
-                        stops,
-                        takes_turns=call.turns is not None,
-                    )
+                if (prompt.prompt_id, index) in call.have:
+                    continue
+                request = Request(tokens, call.params, prompt.prompt_id, index, next(order), stops)
+                request.takes_turns = call.turns is not None
+                if (begun := call.begun.get((prompt.prompt_id, index))) is not None:
+                    request.begin_with(begun)
+                yield request
 
     def _fill(self) -> None:
         """Submits requests: as many as the engine runs at once where responses are keyed, else all. Parked ones count:
@@ -249,10 +246,12 @@ class RemoteBackend(RemoteWeights):
         is_stop = bool(token_ids) and token_ids[-1] in request.stop_token_ids
         if request.finish_reason == "stop" and text is None and not is_stop:
             raise BackendError(f"{prompt}: the engine stopped at a token that it left out, or at none of ours")
+        request.output += token_ids
+        if request.finish_reason == "length":
+            request.finish_reason = cut_reason(request, len(request.output))
         if text is None:
             tokenizer = self._options.tokenizer
-            text = "" if tokenizer is None else tokenizer.decode(token_ids)
-        request.output += token_ids
+            text = "" if tokenizer is None else tokenizer.decode(request.output[request.turn_start :])
         self._drawn_tokens += len(token_ids)
         self._stats.generated_tokens += len(token_ids)
         return DrawnTurn(request, message, text)
@@ -287,6 +286,7 @@ class RemoteBackend(RemoteWeights):
         sample = Sample(*name, request.output, [], turn.text, request.finish_reason, self._weights.version)
         sample.given, sample.turn_rewards, sample.failure = request.given, request.turn_rewards, request.failure
         sample.turn_seconds = request.turn_seconds
+        sample.earlier = request.earlier
         try:
             self._add_kept(sample, turn)
         finally:

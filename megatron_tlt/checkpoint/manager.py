@@ -7,6 +7,7 @@
                                                       state (`RLTrainer._state`): step, position in the prompts,
                                                       evaluations, selector statistics, mean lengths by prompt
       drafter.safetensors                             drafter, its mean and moments (`drafter/state_file.py`)
+      carried.jsonl                                   responses that the next step continues (`carried_file.py`)
     RUN_DIR/checkpoints/latest                        name of the newest complete one
 """
 
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.actor.checkpoint import SaveHandle
 from megatron_tlt.actor.checkpoint_files import read_latest, step_directory, step_of
+from megatron_tlt.checkpoint.carried_file import CARRIED, carried_writer, read_carried
 from megatron_tlt.checkpoint.resume import find_checkpoint
 from megatron_tlt.drafter.state_file import DRAFTER_STATE, drafter_state_writer, load_drafter_state
 from megatron_tlt.observe.attempt import note_checkpoint, note_start
@@ -57,7 +59,8 @@ class CheckpointManager:
     def load_latest(self) -> dict[str, Any] | None:
         """Loads the checkpoint of `checkpoint.resume`; returns the loop's state in it, or None for a fresh start.
 
-        Raises CheckpointError when it is damaged or of another model.
+        Under `carried` are the responses that the next step continues, as `read_carried` returns them. Raises
+        CheckpointError when it is damaged or of another model.
         """
         self._resumed = find_checkpoint(self._world, self._directory, self._section.resume)
         if self._world.is_main:
@@ -67,7 +70,8 @@ class CheckpointManager:
         # A checkpoint of another run, or from before this run's latest, is no progress of this one.
         if self._world.broadcast_object(read_latest(self._directory) == self._resumed):
             self._note(self._resumed)
-        return self._policy.load(self._resumed)
+        state, file = self._policy.load(self._resumed), self._resumed / CARRIED
+        return {**state, "carried": read_carried(file) if file.is_file() else []}
 
     def load_drafter(self) -> dict[str, Any] | None:
         """The drafter's state in the checkpoint that `load_latest` found; None where there is none."""
@@ -83,8 +87,9 @@ class CheckpointManager:
     ) -> None:
         """Publishes a finished save, and starts one if `step` (steps done) is due, or an earlier one is overdue.
 
-        `drafter` returns the drafter's state, or None, and is called on every rank: the first one's becomes a file of
-        the checkpoint. A save that is due at a step that is not `good` waits for the next good one.
+        `state` is JSON-able but for `carried`, groups whose responses become a file. `drafter` returns the drafter's
+        state, or None, and is called on every rank: the first one's becomes a file of the checkpoint. A save that is
+        due at a step that is not `good` waits for the next good one.
         """
         if self._pending is not None and self._pending.poll():
             self._note(self._pending.directory)
@@ -126,9 +131,11 @@ class CheckpointManager:
     ) -> None:
         self.wait()  # a writer slower than the interval delays the run: better than ever more saves in memory
         drafter_state = drafter()  # collective among the ranks of an engine
-        files = {}
+        files, carried = {}, state.pop("carried", ())
         if drafter_state is not None and self._world.is_main:
             files[DRAFTER_STATE] = drafter_state_writer(drafter_state)
+        if carried and self._world.is_main:
+            files[CARRIED] = carried_writer(carried)
         target = step_directory(self._directory, step)
         self._pending = self._policy.start_save(target, state, self._section.keep if prune else None, files)
 

@@ -41,8 +41,9 @@ class AlgorithmSection(Section):
     mini_batches: PositiveInt = 1
     """Optimizer steps per RL step; with more than 1 the later ones are off-policy and clipped."""
     importance_cap: NonNegativeFloat = 2.0
-    """Cap of the truncated importance correction for the engine/actor log-prob mismatch; 0: off. No effect with
-    TensorRT-LLM and vLLM: the actor scores their responses."""
+    """Cap of the truncated importance correction for the engine/actor log-prob mismatch, and for tokens that earlier
+    policies drew (rollout.carry_over); 0: off. No effect with TensorRT-LLM and vLLM: the actor scores their
+    responses."""
     dynamic_sampling: bool = False
     """DAPO: drop groups whose rewards are all equal and roll out more prompts instead."""
     max_sampling_rounds: PositiveInt = 4
@@ -53,6 +54,9 @@ class AlgorithmSection(Section):
     """Largest overlong penalty."""
     mask_truncated: bool = False
     """Leave responses cut off at max_tokens out of the loss (DAPO's overlong filtering)."""
+    mask_off_policy: bool = False
+    """Leave tokens that earlier policies drew (rollout.carry_over) out of the loss, in place of an importance ratio;
+    lengths and divisors count them."""
     advantage_eps: PositiveFloat = Field(default=1e-6)
     """Added to standard deviations."""
 

@@ -42,6 +42,9 @@ class RolloutSection(Section):
     """Drop tokens below min_p times the most likely one's probability; 0: off."""
     max_tokens: PositiveInt = 1024
     """Longest response in tokens."""
+    carry_over: PositiveInt | None = None
+    """Partial rollouts: the most tokens of a response in one step; the next step continues unfinished responses under
+    its policy (docs/guides/carry_over.md). Default: a step finishes its responses."""
     stop: tuple[Annotated[str, MinLen(1)], ...] = ()
     """Strings that end a response (kept in it)."""
     block_size: PositiveInt = 16

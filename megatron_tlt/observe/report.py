@@ -34,6 +34,7 @@ def run_page(run: RunData) -> Page:
         speculation([run]),
         charts.drafter([run]),
         charts.lengths([run]),
+        charts.carried([run]),
         charts.idle([run]),
         _samples(run),
         PageSection("Settings", [Table(["field", "value"], list(settings(run).items()), wide=True)]),

@@ -100,6 +100,19 @@ def lengths(runs: Sequence[RunData]) -> PageSection:
     return PageSection("Response lengths", parts, "The longest responses decide how long a rollout takes.")
 
 
+def carried(runs: Sequence[RunData]) -> PageSection:
+    """Responses that steps leave unfinished, and the ages of trained tokens; nothing without `rollout.carry_over`."""
+    counts = {"unfinished": "unfinished responses", "waiting_groups": "waiting groups", "new_prompts": "new prompts"}
+    parts = metric_chart(
+        runs, "Carried over", "at the end of the step", {f"carry_over/{name}": label for name, label in counts.items()}
+    )
+    ages = {"carry_over/token_age": "mean", "carry_over/token_age_max": "oldest", "carry_over/off_policy": "share > 0"}
+    note = "Updates between the policy that drew a token and the one that is trained."
+    parts += metric_chart(runs, "Age of trained tokens", "updates", ages, note)
+    text = "A response gets rollout.carry_over tokens a step; a group is trained when its last member has ended."
+    return PageSection("Partial rollouts", parts, text)
+
+
 def idle(runs: Sequence[RunData]) -> PageSection:
     """Idle seconds and the part of them that trained the drafter; of a single run, also by rank."""
     if not any(run.total("idle/seconds") for run in runs):

@@ -69,6 +69,7 @@ def compare_page(a: RunData, b: RunData) -> Page:
         speculation([a, b]),
         charts.drafter([a, b]),
         charts.lengths([a, b]),
+        charts.carried([a, b]),
         charts.idle([a, b]),
     ]
     page.footer = written_now()

@@ -16,21 +16,25 @@ then one response a line. A crash tears at most the last line; reading stops at 
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
-import numpy as np
-
 from megatron_tlt.data.prompt_queue import PromptQueue
+from megatron_tlt.resilience.response_lines import (
+    decode_sample,
+    encode_line,
+    encode_response,
+    prompt_crc,
+    whole_lines,
+)
 from megatron_tlt.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -47,52 +51,14 @@ Weights = Iterable[tuple[str, "Tensor"]]
 Responses = dict[tuple[int, int], Sample]  # by (prompt id, sample index)
 
 
-def encode_line(value: Mapping[str, Any]) -> bytes:
-    """One line of a cache file: CRC-32 of the JSON, the JSON."""
-    body = json.dumps(value, sort_keys=True).encode()
-    return b"%08x %s\n" % (zlib.crc32(body), body)
-
-
-def encode_response(sample: Sample, prompt_crc: int) -> bytes:
-    """A finished response as a line."""
-    fields = asdict(sample)
-    if (routed_experts := fields.pop("routed_experts")) is not None:
-        encoded = base64.b64encode(routed_experts.tobytes()).decode()
-        fields["routed_experts"] = [routed_experts.dtype.name, routed_experts.shape, encoded]
-    return encode_line({"prompt_crc": prompt_crc, "sample": fields})
-
-
-def _sample(fields: dict[str, Any]) -> Sample:
-    """The sample of a line that `encode_response` wrote."""
-    if (stored := fields.pop("routed_experts", None)) is not None:
-        kind, shape, data = stored
-        fields["routed_experts"] = np.frombuffer(base64.b64decode(data), kind).reshape(shape)
-    given = fields.pop("given", ())
-    return Sample(**fields, given=tuple((begin, end) for begin, end in given))
-
-
 def read_responses(path: Path, key: Mapping[str, Any], prompt_crcs: Mapping[int, int]) -> Responses | None:
     """Responses to the prompts in `prompt_crcs` (by id); None for a file of another key. Raises OSError."""
     with path.open("rb") as file:
-        lines = _whole_lines(file)
+        lines = whole_lines(file)
         if next(lines, None) != json.loads(json.dumps(key)):
             return None
-        samples = [(_sample(line["sample"]), line["prompt_crc"]) for line in lines]
+        samples = [(decode_sample(line["sample"]), line["prompt_crc"]) for line in lines]
     return {(s.prompt_id, s.sample_index): s for s, crc in samples if prompt_crcs.get(s.prompt_id) == crc}
-
-
-def _whole_lines(file: BinaryIO) -> Iterator[dict[str, Any]]:
-    for line in file:
-        body = line[9:-1]
-        if line != b"%08x %s\n" % (zlib.crc32(body), body):
-            return
-        yield json.loads(body)
-
-
-def prompt_crc(prompt: Prompt) -> int:
-    """CRC-32 of a prompt's tokens and of what its environment sees: the same id may be another prompt in other data."""
-    tokens = zlib.crc32(np.asarray(prompt.token_ids, "<i4").tobytes())
-    return zlib.crc32(f"{prompt.seed} {prompt.answer}".encode(errors="replace"), tokens)
 
 
 class ResponseWriter:
@@ -234,11 +200,12 @@ class RolloutCache:
         found: Responses = {}
         if self._old_files is not None:  # any replica may fetch any prompt
             found = self._same_in_replica(self._read(self._old_files, queue.prompts, call.num_samples))
+        found = {at: s for at, s in found.items() if at not in call.have and _continues(s, call.begun.get(at))}
         if call.on_response is not None:
             for sample in found.values():
                 call.on_response(sample)
         on_response = self._writer_for(queue.prompts, call.on_response)
-        made = self._backend.generate(replace(call, have=found.keys(), on_response=on_response))
+        made = self._backend.generate(replace(call, have={*call.have, *found}, on_response=on_response))
         fetched = {prompt.prompt_id for prompt in queue.fetched}
         reused = [sample for sample in found.values() if sample.prompt_id in fetched]
         self._reused += len(reused)
@@ -324,6 +291,17 @@ class RolloutCache:
             return found
         _log.warning("ranks of replica %d read different cached responses: none is used", self._replica)
         return {}
+
+
+def _continues(sample: Sample, begun: Sample | None) -> bool:
+    """Whether a cached response begins with the tokens and log-probs that the call continues, of the same policies;
+    without `begun` it must be new. The file's key names the policy that drew the others.
+    """
+    if begun is None:
+        return not sample.earlier
+    count = len(begun.token_ids)
+    same = sample.token_ids[:count], sample.logprobs[:count]
+    return sample.earlier == begun.drawn_by and same == (begun.token_ids, begun.logprobs)
 
 
 def _crcs(prompts: Sequence[Prompt]) -> dict[int, int]:

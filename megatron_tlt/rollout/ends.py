@@ -36,7 +36,12 @@ def run_length(request: Request, run: Sequence[int]) -> int:
 def finish_reason(request: Request, token: int, length: int) -> FinishReason | None:
     if request.finish_reason is not None or token in request.stop_token_ids:
         return "stop"
-    return "length" if length >= request.limit else None
+    return cut_reason(request, length) if length >= request.limit else None
+
+
+def cut_reason(request: Request, length: int) -> FinishReason:
+    """Why a request with `length` tokens of response was cut by its limit."""
+    return "carry" if request.params.max_call_tokens and length < request.params.max_tokens else "length"
 
 
 def is_turn_end(request: Request, length: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_tlt.models.torch.decoder import TorchDecoder
     from megatron_tlt.rollout.spec.speculator import Speculator
     from megatron_tlt.rollout.turns import TurnExchange
+    from megatron_tlt.types import Sample
 
 _PROGRESS_EVERY_S = 0.02  # seconds between two calls of `on_progress`: a call must not slow the steps down
 _PROGRESS_EVERY_STEPS = 8  # the same in steps, for an engine of several ranks: all must call at the same step
@@ -160,18 +161,21 @@ class Engine:
         num_samples: int = 1,
         dataset_id: str = "",
         without: Collection[int] = (),
+        begun: Mapping[int, Sample] | None = None,
         takes_turns: bool = False,
     ) -> list[Request]:
         """Queues `num_samples` samples of one prompt, from `sample_index` on; computes nothing yet.
 
-        Indices in `without` are left out. A response depends on its own index only, not on the other samples of the
-        prompt. `takes_turns`: the drawn turns go to the environments of `run`. Raises BackendError, naming the numbers,
-        if the request could never run.
+        Indices in `without` are left out, those in `begun` continue a response that an earlier call left unfinished. A
+        response depends on its own index only, not on the other samples of the prompt. `takes_turns`: the drawn turns
+        go to the environments of `run`. Raises BackendError, naming the numbers, if the request could never run.
         """
         prompt = np.asarray(prompt_token_ids, np.int32)
         self._check(prompt, params, prompt_id, num_samples)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        begun = begun or {}
         indices = [i for i in range(sample_index, sample_index + num_samples) if i not in without]
+        indices.sort(key=begun.__contains__)  # one prefill of the new ones, then one each: arrivals keep their order
         requests = [
             Request(
                 prompt,
@@ -186,8 +190,14 @@ class Engine:
             )
             for i, index in enumerate(indices)
         ]
-        if requests:
-            self.scheduler.add(Prefill(prompt, list(requests)))
+        for request in requests:
+            if request.sample_index in begun:
+                request.begin_with(begun[request.sample_index])
+        if fresh := [request for request in requests if not request.output]:
+            self.scheduler.add(Prefill(prompt, fresh))
+        for request in requests:
+            if request.output:
+                self.scheduler.add(Prefill(request.stream, [request]))
         self._arrivals += len(requests)
         return requests
 

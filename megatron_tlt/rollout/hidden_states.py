@@ -44,7 +44,7 @@ class HiddenStateCollector:
         trajectory = Trajectory(
             request.prompt_id,
             request.sample_index,
-            token_ids=np.concatenate((request.prompt, np.asarray(request.output, np.int32))),
+            token_ids=request.stream,
             logprobs=np.asarray(request.logprobs, np.float32),
             given=request.given,
             finish_reason=request.finish_reason,

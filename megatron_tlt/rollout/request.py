@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_tlt.models.keys import request_key
-from megatron_tlt.types import FinishReason, SamplingParams, Span
+from megatron_tlt.types import Drawn, FinishReason, SamplingParams, Span
 
 if TYPE_CHECKING:
     from megatron_tlt.rollout.stops import StopStringFinder
+    from megatron_tlt.types import Sample
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +37,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     given: tuple[Span, ...] = ()  # of `output`, as in `types.Sample`
+    earlier: tuple[Drawn, ...] = ()  # tokens of `output` that earlier calls drew
     takes_turns: bool = False  # its drawn turns go to an environment, which continues or ends the trajectory
     turn_rewards: list[float] = field(default_factory=list)  # of the turns that the environment has answered
     turn_seconds: list[float] = field(default_factory=list)  # as in `types.Sample`
@@ -57,14 +59,28 @@ class Request:
 
     @property
     def limit(self) -> int:
-        """Tokens of `output` at which the present turn ends at the latest."""
-        most, of_turn = self.params.max_tokens, self.params.max_turn_tokens
-        return min(most, self.turn_start + of_turn) if self.takes_turns and of_turn else most
+        """Tokens of `output` at which the present turn, or the request's part in this call, ends at the latest."""
+        most, of_turn, of_call = self.params.max_tokens, self.params.max_turn_tokens, self.params.max_call_tokens
+        if self.takes_turns and of_turn:
+            most = min(most, self.turn_start + of_turn)
+        return min(most, sum(count for _, count in self.earlier) + of_call) if of_call else most
+
+    @property
+    def stream(self) -> np.ndarray:
+        """Int32: prompt and output. Not while it runs."""
+        return np.concatenate((self.prompt, np.asarray(self.output, np.int32)))
 
     @property
     def computed(self) -> np.ndarray:
-        """Int32: prompt and output but for the last token, which is fed next. Not while it runs."""
-        return np.concatenate((self.prompt, np.asarray(self.output[:-1], np.int32)))
+        """The stream but for its last token, which is fed next. Not while it runs."""
+        return self.stream[:-1]
+
+    def begin_with(self, sample: Sample) -> None:
+        """Continues the response that an earlier call left unfinished; before anything is drawn. Mutates."""
+        self.output, self.logprobs, self.earlier = list(sample.token_ids), list(sample.logprobs), sample.drawn_by
+        if self.stop_strings is not None:
+            for token in self.output:  # a stop string may have begun
+                self.stop_strings.push(token)
 
     def give(self, tokens: Sequence[int]) -> None:
         """Continues `output` with tokens that are not drawn: a new turn begins behind them. Mutates."""
@@ -85,9 +101,9 @@ class Prefill:
     """Tokens to compute into the cache, once, and the requests that continue from there.
 
     A new prompt is one `Prefill` with its n samples as `children`; they draw their next tokens from the same row of
-    logits. A request whose `output` begins with given tokens is one of prompt and output. A preempted request is queued
-    again as a `Prefill` of its own, `sampled` already. One that waits for its environment is a `Prefill` all the time:
-    its tokens are in the cache, as long as memory lasts, until given ones follow.
+    logits. A request whose `output` begins with given or earlier tokens is one of prompt and output. A preempted
+    request is queued again as a `Prefill` of its own, `sampled` already. One that waits for its environment is a
+    `Prefill` all the time: its tokens are in the cache, as long as memory lasts, until given ones follow.
     """
 
     tokens: np.ndarray  # int32 [L]

@@ -180,7 +180,7 @@ class Scheduler:
         """Continues a parked request with given `tokens`; it draws again once they are computed. Mutates."""
         prefill = self.parked.pop(request)
         request.give(tokens)
-        prefill.tokens = np.concatenate((request.prompt, np.asarray(request.output, np.int32)))
+        prefill.tokens = request.stream
         heapq.heappush(self._waiting, prefill)
 
     def end(self, request: Request, reason: FinishReason, recompute: bool) -> bool:

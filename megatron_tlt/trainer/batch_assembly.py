@@ -17,7 +17,14 @@ from megatron_tlt.algorithms.base import RewardTable
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import gather_columns, redistribute, sum_over_replicas
 from megatron_tlt.rollout.spec.history import readable_tokens
-from megatron_tlt.types import PastResponse, SampleGroup, TrainBatch, TrainSequence, Trajectory
+from megatron_tlt.types import (
+    PastResponse,
+    SampleGroup,
+    TrainBatch,
+    TrainSequence,
+    Trajectory,
+    token_ages,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,6 +45,7 @@ _COLUMNS = {
     "aborted": np.bool_,
     "cost": np.int64,
     "failed": np.bool_,
+    "off_policy": np.bool_,
 }
 
 
@@ -159,7 +167,14 @@ class BatchAssembler:
                 outgoing.append(((int(table.mini_batch[row]), trajectory), ranks[dp]))
         mine = redistribute(self._world, outgoing)
         mine.sort(key=lambda item: (item[1].prompt_id, item[1].sample_index))
-        return table, [[TrainSequence.of(t) for at, t in mine if at == i] for i in range(self._mini_batches)]
+        return table, [[self._sequence(t) for at, t in mine if at == i] for i in range(self._mini_batches)]
+
+    def _sequence(self, trajectory: Trajectory) -> TrainSequence:
+        """The trajectory, with `algorithm.mask_off_policy` without the loss of tokens that earlier policies drew."""
+        sequence = TrainSequence.of(trajectory)
+        if self._algorithm.config.mask_off_policy:
+            sequence.loss_mask *= token_ages(trajectory.drawn_by, self._policy.policy_version) == 0
+        return sequence
 
     def build_batch(self, parts: list[list[TrainSequence]], table: StepTable) -> TrainBatch:
         """Log-probs where the engine gave none, advantages, masks and divisors. Collective. Mutates the sequences.
@@ -198,6 +213,7 @@ class BatchAssembler:
                 sample.finish_reason == "abort",
                 len(group.prompt.token_ids) + len(sample.token_ids),
                 reward.failure is not None,
+                sample.policy_version < self._policy.policy_version,
             )
             for group in groups
             for sample, reward, shaped in zip(
@@ -207,9 +223,11 @@ class BatchAssembler:
         columns = gather_columns(self._world, as_columns(_COLUMNS, rows))
         order = np.lexsort((columns["sample_index"], columns["prompt_id"]))
         columns = {name: values[order] for name, values in columns.items()}
-        costs, failed = columns.pop("cost"), columns.pop("failed")
+        costs, failed, off_policy = (columns.pop(name) for name in ("cost", "failed", "off_policy"))
         rewards = RewardTable(kl_sum=np.zeros(len(order)), **columns)
         has_gradient = self._algorithm.has_gradient(rewards)
+        if self._algorithm.config.mask_off_policy and not self._algorithm.needs_token_kl:
+            has_gradient &= ~off_policy  # all of such a response's tokens are masked
         if self._policy.actor.has_router_losses:
             has_gradient |= ~rewards.aborted
         mini_batch, dp_rank = place(rewards.prompt_id, costs, has_gradient, self._mini_batches, self._dims.dp)

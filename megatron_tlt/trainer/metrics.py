@@ -31,7 +31,7 @@ from megatron_tlt.observe.rollouts import (
 )
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary, write_summary
 from megatron_tlt.trainer.acceptance import AcceptanceMonitor
-from megatron_tlt.trainer.turn_metrics import failure_warning, turn_means, turn_sums
+from megatron_tlt.trainer.turn_metrics import failure_warning, means_of_sums, turn_sums
 
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
@@ -166,7 +166,7 @@ class RunMetrics:
             row = {name: value for name, value in row.items() if not name.startswith("reward/")}
         row |= _phase_times(all_phases) | combined([of_rank for _, of_rank, _ in gathered])
         row |= {"time/step": seconds} | _rollout_rates(row, [of_rank.get("rollout", 0.0) for of_rank in all_phases])
-        row |= _acceptance(row) | _stop_time(row) | turn_means(row)
+        row |= _acceptance(row) | _stop_time(row) | means_of_sums(row)
         for warning in self._acceptance.check(row):
             if self.world.is_main:
                 _log.warning(warning)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_tlt.resilience.nonfinite import NonFiniteGuard
     from megatron_tlt.resilience.rollout_cache import RolloutCache
     from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown
+    from megatron_tlt.trainer.carry_over import CarriedGroups
     from megatron_tlt.trainer.metrics import RunMetrics
 
 
@@ -35,12 +36,13 @@ class TrainState:
 
 @dataclass(kw_only=True, eq=False)
 class Recovery:
-    """One rank's part. `state`, `prompts`, `backend`, `policy` and `drafter` are what checkpoints save and restore."""
+    """One rank's part. Checkpoints save and restore `state` and the parts from `prompts` to `drafter`."""
 
     config: Config
     world: World
     state: TrainState
     prompts: PromptStream
+    carried: CarriedGroups
     backend: RolloutBackend
     policy: MegatronPolicy
     drafter: OnlineDrafterController
@@ -57,6 +59,7 @@ class Recovery:
         self.rollout_cache.start(0 if loaded is None else loaded["step"])
         if loaded is not None:
             self.prompts.load_state_dict(loaded["prompts"])
+            self.carried.load(loaded["carried"], loaded.get("carried_from"))
             self.backend.load_state_dict(loaded.get("engine", {}))
             self.drafter.load_state_dict(self.checkpoints.load_drafter())
             self.state.step = loaded["step"]
@@ -122,6 +125,8 @@ class Recovery:
         return {
             "step": self.state.step,
             "prompts": self.prompts.state_dict(),
+            "carried": self.carried.groups,
+            "carried_from": self.carried.oldest_position,
             "evaluations": [asdict(e) for e in self.state.evaluations],
             "engine": self.backend.state_dict(),
         }

@@ -1,6 +1,7 @@
 """`GroupSampler`: the scored groups of one step, from prompts to rewards.
 
     prompts -> rollout -> idle window (trains the drafter) -> score        again where dynamic sampling drops groups
+                   +-> with `rollout.carry_over`: groups with an unfinished response go on in the next step
 
 Between two steps of its engine every rank reports its progress (`resilience.heartbeat`) and looks for a signal
 (`resilience.shutdown`), which may cut the rollout short.
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
     from megatron_tlt.algorithms.base import Algorithm
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.prompt_queue import PromptQueues
-    from megatron_tlt.data.prompts import PromptStream
     from megatron_tlt.drafter.controller import OnlineDrafterController
     from megatron_tlt.idle.window import IdleWindow
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.resilience.rollout_cache import RolloutCache
     from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.rewards.pool import RewardPool
+    from megatron_tlt.trainer.carry_over import CarriedGroups
     from megatron_tlt.trainer.environments import Environments
     from megatron_tlt.trainer.metrics import RunMetrics
     from megatron_tlt.types import Prompt
@@ -39,11 +40,16 @@ _FIRST_LENGTH = 256.0  # tokens that a response is expected to have before any h
 
 
 def sampling_params(config: Config) -> SamplingParams:
-    """How training rollouts are sampled."""
+    """How whole responses of training are sampled."""
     names = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop")
     most = 0 if config.env is None else config.env.max_turn_tokens or 0
     values = {name: getattr(config.rollout, name) for name in names}
     return SamplingParams(**values, max_turn_tokens=most, seed=config.train.seed)
+
+
+def step_params(config: Config) -> SamplingParams:
+    """`sampling_params` of the responses of one step, which may be parts of responses."""
+    return replace(sampling_params(config), max_call_tokens=config.rollout.carry_over or 0)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -51,7 +57,7 @@ class GroupSampler:
     """Samples and scores the groups of one rank."""
 
     config: Config
-    prompts: PromptStream
+    carried: CarriedGroups
     queues: PromptQueues
     backend: RolloutBackend
     rollout_cache: RolloutCache
@@ -66,7 +72,7 @@ class GroupSampler:
     """Tokens of the last rollout's responses, ascending."""
 
     def sample(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
-        """This rank's scored groups of `step` (1-based), and its metrics of the rollout cache. Collective.
+        """This rank's scored groups of `step` (1-based); metrics of its rollout cache and carried groups. Collective.
 
         Raises GracefulExit after a signal, RewardError where no response of a rollout was judged.
         """
@@ -75,7 +81,7 @@ class GroupSampler:
         self.drafter.begin_step(self.backend.policy_version)
         self.rollout_cache.begin_step(step, self.backend.policy_version)
         for _ in range(section.max_sampling_rounds if section.dynamic_sampling else 1):
-            groups = self._rollout(self._next_prompts(num_prompts))
+            groups = self.carried.take(self._rollout(self._next_prompts(num_prompts)))
             with self.metrics.phase("score"):
                 self.rewards.score(groups)
                 share_responses(self.queues.world, self.backend, groups)
@@ -86,18 +92,23 @@ class GroupSampler:
                 _check_judged([judged for _, judged in everywhere])
             if len(ids) >= num_prompts:
                 break
-        chosen = set(ids[:num_prompts])
-        return [g for g in kept if g.prompt.prompt_id in chosen], self.rollout_cache.end_step()
+        if section.dynamic_sampling:
+            chosen = set(ids[:num_prompts])
+            kept = [group for group in kept if group.prompt.prompt_id in chosen]
+        return kept, self.rollout_cache.end_step() | self.carried.metrics(kept, self.backend.policy_version)
 
     def _next_prompts(self, count: int) -> list[Prompt]:
         """The next prompts; with environments a phase, since their `reset` may take long."""
         if self.environments is None:
-            return self.prompts.next_batch(count)
+            return self.carried.next_prompts(count)
         with self.metrics.phase("reset"):
-            return self.prompts.next_batch(count)
+            return self.carried.next_prompts(count)
 
     def _rollout(self, prompts: Sequence[Prompt]) -> list[SampleGroup]:
-        """Groups that this rank generated. Raises GracefulExit if a signal cut any rank's rollout short."""
+        """Groups that this rank generated, of new `prompts` and carried ones.
+
+        Raises GracefulExit if a signal cut any rank's rollout short.
+        """
         if self.drafter.disabled_reason is not None:
             self.idle_window.disable(self.drafter.disabled_reason)
         self.idle_window.begin()
@@ -110,21 +121,29 @@ class GroupSampler:
         return groups
 
     def _generate(self, prompts: Sequence[Prompt]) -> tuple[list[SampleGroup], bool]:
-        """Groups of samples of those `prompts` that this replica fetches, without rewards; collects hidden states.
+        """Groups of samples of those prompts that this replica fetches, without rewards; collects hidden states.
+        Carried groups come first, since some of their responses are long, then new `prompts`.
 
         Returns when this replica has no request left and no prompt is left to fetch; True: a signal ended the rollout
         before its last response. Ranks of one engine have the same samples: its first one returns them.
         """
         num_samples = self.config.rollout.samples_per_prompt
-        queue = self.queues.open(self.backend.ordered(prompts), num_samples)
+        begun, waiting = self.carried.responses()
+        first = [group.prompt for group in self.carried.groups]
+        queue = self.queues.open([*first, *self.backend.ordered(prompts)], num_samples)
         with turns_of(self.environments) as turns, self.drafter.collecting():
-            call = GenerateCall(queue, sampling_params(self.config), num_samples, self._report, turns=turns)
+            call = GenerateCall(queue, step_params(self.config), num_samples, self._report, turns=turns)
+            call = replace(call, have=waiting.keys(), begun=begun)
             if turns is not None and not self.config.rollout.releases_cache(self.queues.world.device.type):
                 call = replace(call, while_parked=self._train_drafter)  # else training takes the cache's memory
             samples, is_cut_short = self.shutdown.interruptible(self.rollout_cache.generate, call)
         if samples:
             self._lengths = np.sort(np.array([len(s.token_ids) for s in samples], np.float64))
-        return group_samples(queue.fetched, samples) if self.queues.is_first else [], is_cut_short
+        if not self.queues.is_first:
+            return [], is_cut_short
+        fetched = {prompt.prompt_id for prompt in queue.fetched}
+        samples = [*samples, *(sample for sample in waiting.values() if sample.prompt_id in fetched)]
+        return group_samples(queue.fetched, samples), is_cut_short
 
     def _train_drafter(self, seconds: float) -> bool:
         """A micro-step of the drafter where all requests have waited `seconds` for their environments; see

@@ -40,7 +40,7 @@ from megatron_tlt.trainer.environments import Environments, open_environments, p
 from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.models import build_models, tensor_parallel
 from megatron_tlt.trainer.preflight import check_on
-from megatron_tlt.trainer.sampling import sampling_params
+from megatron_tlt.trainer.sampling import sampling_params, step_params
 from megatron_tlt.trainer.teacher import with_teacher_shape
 from megatron_tlt.types import CAPABILITIES, Prompt
 
@@ -61,6 +61,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     from megatron_tlt.algorithms.build import build_algorithm
     from megatron_tlt.checkpoint.manager import CheckpointManager
     from megatron_tlt.trainer.batch_assembly import BatchAssembler
+    from megatron_tlt.trainer.carry_over import CarriedGroups
     from megatron_tlt.trainer.loop import RLTrainer
     from megatron_tlt.trainer.metrics import RunMetrics
     from megatron_tlt.trainer.recovery import Recovery, TrainState
@@ -91,11 +92,13 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     has_drafter = config.rollout.speculation.trained is not None
     drafter = OnlineDrafterController(world, backend, drafter_trainer, _sharing(config, world), has_drafter)
     queues = prompt_queues(config, world, tp)
+    carried = CarriedGroups(world, prompts, config.rollout.samples_per_prompt, config.rollout.carry_over)
     recovery = Recovery(
         config=config,
         world=world,
         state=state,
         prompts=prompts,
+        carried=carried,
         backend=backend,
         policy=policy,
         drafter=drafter,
@@ -107,7 +110,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     )
     sampler = GroupSampler(
         config=config,
-        prompts=prompts,
+        carried=carried,
         queues=queues,
         backend=backend,
         rollout_cache=recovery.rollout_cache,
@@ -217,7 +220,7 @@ def build_rollout_cache(
     """The cache of finished responses in `run_dir`; without keyed sampling nothing is kept."""
     rollout = config.rollout
     identity = {
-        **asdict(sampling_params(config)),
+        **asdict(step_params(config)),
         "eos": list(tokenizer.eos_token_ids),
         "device": world.device.type,
         **({} if config.env is None else {"env": environment_fingerprint(config.env)}),

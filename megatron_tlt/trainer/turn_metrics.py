@@ -13,7 +13,7 @@ from megatron_tlt.observe.jsonl import JsonRow
 from megatron_tlt.types import Sample, SampleGroup
 
 _TURNS = 8  # of which the mean reward is a metric
-_TOTAL, _COUNT = "env/sum/", "env/count/"
+_TOTAL, _COUNT = "sum/", "count/"
 
 
 def turn_sums(groups: Sequence[SampleGroup]) -> dict[str, float]:
@@ -21,21 +21,21 @@ def turn_sums(groups: Sequence[SampleGroup]) -> dict[str, float]:
     samples = [sample for group in groups for sample in group.samples]
     rewards = [sample.turn_rewards for sample in samples]
     row = {"env/failures": float(sum(sample.failure is not None for sample in samples))}
-    pairs = {"turns": (float(sum(map(len, rewards))), len(samples))}
-    pairs |= {"reward": (sum(map(sum, rewards)), len(samples))}
-    pairs |= {"seconds": (sum(sum(sample.turn_seconds) for sample in samples), len(samples))}
+    pairs = {"env/turns": (float(sum(map(len, rewards))), len(samples))}
+    pairs |= {"env/reward": (sum(map(sum, rewards)), len(samples))}
+    pairs |= {"env/seconds": (sum(sum(sample.turn_seconds) for sample in samples), len(samples))}
     for turn in range(min(_TURNS, max(map(len, rewards), default=0))):
         there = [of_turn[turn] for of_turn in rewards if len(of_turn) > turn]
-        pairs[f"reward/turn_{turn + 1}"] = sum(there), len(there)
+        pairs[f"env/reward/turn_{turn + 1}"] = sum(there), len(there)
     for name, (total, count) in pairs.items():
         row |= {_TOTAL + name: total, _COUNT + name: float(count)}
     return row
 
 
-def turn_means(row: dict[str, float]) -> dict[str, float]:
-    """`env/NAME`, the mean of each pair of sums. Removes the sums from `row`."""
+def means_of_sums(row: dict[str, float]) -> dict[str, float]:
+    """NAME, the mean of each pair of sums "sum/NAME" and "count/NAME". Removes the sums from `row`."""
     names = [name.removeprefix(_TOTAL) for name in row if name.startswith(_TOTAL)]
-    return {f"env/{name}": row.pop(_TOTAL + name) / max(1.0, row.pop(_COUNT + name)) for name in names}
+    return {name: row.pop(_TOTAL + name) / max(1.0, row.pop(_COUNT + name)) for name in names}
 
 
 def turn_rows(sample: Sample, decode: Callable[[Sequence[int]], str], has_tools: bool) -> list[JsonRow]:

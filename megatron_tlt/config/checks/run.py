@@ -6,6 +6,7 @@ Every check yields all its problems; nothing raises. Without the model's shape (
 from __future__ import annotations
 
 from megatron_tlt.config.checks.backend import check_backend
+from megatron_tlt.config.checks.carry_over import check_carry_over
 from megatron_tlt.config.checks.env import check_env
 from megatron_tlt.config.checks.layout import (
     Device,
@@ -93,6 +94,7 @@ def check_config(
         *check_data(config),
         *check_rewards(config),
         *check_env(config),
+        *check_carry_over(config),
         *check_optimizer(config.optimizer, config.train.num_steps * config.algorithm.mini_batches),
         *check_stop(config),
         *check_watchdog(config),

@@ -154,6 +154,18 @@ def _cache_line(config: Config, shape: ArchitectureConfig, cache_bytes: int, dev
     return lines
 
 
+def _carry_over(config: Config) -> list[str]:
+    """How many steps a response may take, and that batches vary."""
+    carry_over = config.rollout.carry_over
+    if carry_over is None:
+        return []
+    most = -(-config.rollout.max_tokens // carry_over)
+    return [
+        f"  rollout.carry_over: {carry_over} tokens of a response a step, so it ends after at most {most} steps",
+        "  the update has the groups that are complete: fewer in the first steps, in the long run as many as are begun",
+    ]
+
+
 def _tokens(config: Config | SftConfig, dims: Dims) -> list[str]:
     if isinstance(config, SftConfig):
         return [
@@ -170,5 +182,6 @@ def _tokens(config: Config | SftConfig, dims: Dims) -> list[str]:
         f"One step: {prompts} prompts x {samples} responses = {responses} sequences, at most {most} tokens",
         f"  {steps} optimizer step{plural} of {responses // steps} sequences",
         f"  {responses / dims.dp:g} sequences a data-parallel replica",
+        *_carry_over(config),
         f"  at most {packs} micro-batches of {pack} tokens a replica and optimizer step",
     ]

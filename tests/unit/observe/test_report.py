@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -110,6 +111,17 @@ def test_waits_for_environments_are_a_lane(tmp_path):
     assert [trace["name"] for trace in states] == ["BUSY", "WAITING", "TRAINING", "IDLE"]
     busy, waiting = states[:2]
     assert sum(waiting["x"]) == pytest.approx(0.4 * sum(busy["x"]))
+
+
+def test_partial_rollouts_have_charts_where_there_are_any(tmp_path):
+    folder, names = write_run(tmp_path / "r", steps=2), {"Carried over", "Age of trained tokens"}
+    assert not names & charts(run_page(read_run(folder))).keys()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | {"carry_over/unfinished": 7.0, "carry_over/token_age": 0.5} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = charts(run_page(read_run(folder)))
+    assert [found[name].traces[0]["y"] for name in sorted(names)] == [[0.5, 0.5], [7.0, 7.0]]
+    assert names <= charts(compare_page(read_run(folder), read_run(folder))).keys()
 
 
 def test_a_run_before_its_first_step(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,9 +40,13 @@ def response(prompt_id: int, index: int, length: int) -> Sample:
     text, reason = "ab\u00e9\U0001f600\udcff\n", ("stop", "length")[index % 2]
     given = ((1, 3), (9, 10)) if length > 10 else ()
     rewards = [0.1, 0.0, -1 / 3] if given else []
-    return Sample(prompt_id, index, tokens, logprobs, text, reason, 7, given=given, turn_rewards=rewards)
+    earlier = ((5, 20), (6, 12)) if given else ()
+    return Sample(
+        prompt_id, index, tokens, logprobs, text, reason, 7, given=given, turn_rewards=rewards, earlier=earlier
+    )
 
 
+BEGUN = Sample(0, 2, [5, 6], [-0.5, -0.25], "", "carry", 3, earlier=((2, 1),))
 RESPONSES = [response(p, i, length) for p, i, length in ((0, 0, 3), (0, 5, 1), (2, 1, 40), (3, 0, 2))]
 EXPECTED = {(s.prompt_id, s.sample_index): s for s in RESPONSES}
 CONTENT = encode_line(KEY) + b"".join(encode_response(s, CRCS[s.prompt_id]) for s in RESPONSES)
@@ -148,7 +152,10 @@ class Engine:
             if len(made) == self._dies_after:
                 raise KeyboardInterrupt
             tokens = [row_key(call.params.seed, prompt.prompt_id, index, t) % 1000 for t in range(3)]
-            made.append(Sample(prompt.prompt_id, index, tokens, [-0.5] * 3, "t", "stop", 0))
+            made.append(Sample(prompt.prompt_id, index, tokens, [-0.5] * 3, "t", "stop", 4))
+            if (start := call.begun.get((prompt.prompt_id, index))) is not None:
+                made[-1].token_ids = start.token_ids + tokens
+                made[-1].logprobs, made[-1].earlier = start.logprobs + [-0.5] * 3, start.drawn_by
             call.on_response(made[-1])
         self.asked = {(s.prompt_id, s.sample_index) for s in made}
         return made
@@ -167,6 +174,8 @@ def run_step(
     step: int = 1,
     prompts: list[Prompt] = PROMPTS,
     on_response: Callable[[Sample], None] | None = None,
+    begun: dict[tuple[int, int], Sample] | None = None,
+    have: Collection[tuple[int, int]] = (),
     **options: Any,
 ) -> tuple[list[Sample], dict[str, float]]:
     """One process: starts after step - 1 steps, weight syncs weights, responses, is ended."""
@@ -176,7 +185,8 @@ def run_step(
     cache.begin_step(step, 0)
     try:
         queue = PromptQueue(prompts, 0, 1, len(prompts), lambda: 0)
-        samples = cache.generate(GenerateCall(queue, PARAMS, SAMPLES, on_response=on_response))
+        call = GenerateCall(queue, PARAMS, SAMPLES, on_response=on_response, begun=begun or {}, have=have)
+        samples = cache.generate(call)
     finally:
         metrics = cache.end_step()
         cache.close()
@@ -233,6 +243,30 @@ def test_responses_of_anything_else_are_not_used(tmp_path: Path, change: dict[st
     _, metrics = run_step(tmp_path, engine, **change)
     assert engine.asked == ALL
     assert metrics["rollout_cache/reused"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("begun", "is_reused"),
+    [
+        (BEGUN, True),
+        (None, False),
+        (replace(BEGUN, token_ids=[5, 9]), False),
+        (replace(BEGUN, logprobs=[-0.5, -0.3]), False),
+        (replace(BEGUN, policy_version=2), False),
+        (replace(BEGUN, earlier=()), False),
+    ],
+)
+def test_a_cached_response_continues_the_very_one_that_is_carried(
+    tmp_path: Path, begun: Sample | None, is_reused: bool
+) -> None:
+    killed(tmp_path, 5, begun={(0, 2): BEGUN}, have={(0, 1)})
+    engine, carried = Engine(), {} if begun is None else {(0, 2): begun}
+    samples, metrics = run_step(tmp_path, engine, begun=carried, have={(0, 1)})
+    assert ((0, 2) not in engine.asked) == is_reused and metrics["rollout_cache/reused"] == 4 + is_reused
+    assert {(s.prompt_id, s.sample_index) for s in samples} == ALL - {(0, 1)}, "it waits for its group"
+    killed(tmp_path / "new", 5)
+    run_step(tmp_path / "new", engine, begun={(0, 2): BEGUN})
+    assert (0, 2) in engine.asked, "what was cached is no continuation"
 
 
 def test_covered_steps_are_removed_at_the_start_and_on_the_way(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from megatron_tlt.types import EngineStats, Prompt, RewardResult, Sample, Trajec
 
 
 def policy_of(logprobs=None, **actor):
-    return SimpleNamespace(dims=Dims(), actor=ActorSection(**actor), logprobs=logprobs)
+    return SimpleNamespace(dims=Dims(), actor=ActorSection(**actor), logprobs=logprobs, policy_version=3)
 
 
 def assembled(algorithm, groups, logprobs=None, temperature=1.0, has_logprobs=True):
@@ -173,6 +173,42 @@ def test_given_tokens_are_positions_and_nothing_else(name, kl):
         assert single.trajectory.drawn.all() and single.loss_mask.all() and sequence.weight == single.weight
         for field, values in vars_of(sequence).items():
             assert np.array_equal(values[drawn], vars_of(single)[field]), field
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("kl", [{}, {"kl_coef": 0.5, "kl_in": "reward"}])
+def test_tokens_of_earlier_policies_have_no_loss_and_count_for_everything_else(name, kl):
+    """The first response of each group waited, the others' first tokens are older."""
+
+    def logprobs(sequences, temperature, which):
+        tokens = [s.trajectory.token_ids[s.trajectory.response_start :] for s in sequences]
+        return [ids * (-0.1 if which == "policy" else -0.3) for ids in tokens]
+
+    def built(groups, masked):
+        section = AlgorithmSection(name=name, mini_batches=2, mask_off_policy=masked, **kl)
+        table, batch = assembled(build_algorithm(section, max_tokens=8), groups, logprobs)
+        return table.metrics() | {"update/skipped_tokens": 0, "update/skipped_share": 0}, batch
+
+    groups = make_groups()
+    for sample in (sample for group in groups for sample in group.samples):
+        if sample.sample_index == 0:
+            sample.policy_version = 2
+        elif len(sample.token_ids) > 1:
+            sample.earlier = ((2, 1),)
+    (metrics, plain), (also, batch) = built(groups, False), built(groups, True)
+    assert also == metrics and batch.denominators == plain.denominators and batch.metrics == plain.metrics
+    left = {(s.trajectory.prompt_id, s.trajectory.sample_index): s for s in chain(*batch.mini_batches)}
+    assert not kl or len(left) == 12, "the KL of all tokens is part of the rewards"
+    for sequence in chain(*plain.mini_batches):
+        at = sequence.trajectory.prompt_id, sequence.trajectory.sample_index
+        masked = left.pop(at, None)
+        assert sequence.loss_mask.all()
+        if at[1] == 0:
+            assert masked is None or (kl and not masked.loss_mask.any())
+        else:
+            assert masked.loss_mask.tolist() == [0, *[1] * (len(masked.loss_mask) - 1)] or len(masked.loss_mask) == 1
+            assert masked.weight == sequence.weight and np.array_equal(masked.advantages, sequence.advantages)
+    assert not left
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

@@ -15,6 +15,7 @@ from megatron_tlt.config.root import Config
 from megatron_tlt.data.prompt_queue import PromptQueues
 from megatron_tlt.errors import RewardError
 from megatron_tlt.idle.policy import tokens_left
+from megatron_tlt.trainer.carry_over import CarriedGroups
 from megatron_tlt.trainer.sampling import GroupSampler
 from megatron_tlt.types import (
     GenerateCall,
@@ -31,7 +32,7 @@ PROMPTS = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(6)]
 class Ranks:
     """World, engine, rollout cache and metrics of one rank; records what it is asked and what it reports."""
 
-    history_responses, policy_version = 8, 0
+    history_responses, policy_version, is_main = 8, 0, True
     device = SimpleNamespace(type="cpu")
 
     def __init__(self, rank: int = 0, size: int = 1):
@@ -78,11 +79,13 @@ class Ranks:
     def generate(self, call: GenerateCall) -> list[Sample]:
         self.asked.append([p.prompt_id for p in call.prompts])
         call.on_progress(2, 1, 10)
-        return [
-            Sample(at, i, [7] * length, [-1.0] * length, "", "stop", 0)
-            for at in self.asked[-1]
-            for i, length in enumerate(self.lengths)
-        ]
+        drawn = []
+        for at, i, length in ((at, i, length) for at in self.asked[-1] for i, length in enumerate(self.lengths)):
+            start, most = call.begun.get((at, i)), call.params.max_call_tokens or length
+            count = min(length, (0 if start is None else len(start.token_ids)) + most)
+            sample = Sample(at, i, [7] * count, [-1.0] * count, "", "stop" if count == length else "carry", 0)
+            drawn += [] if (at, i) in call.have else [sample]
+        return drawn
 
 
 class Rewards:
@@ -96,13 +99,15 @@ class Rewards:
             group.rewards = [RewardResult(float(r), r, failure=self.failure) for r in right]
 
 
-def sampler_of(ranks: Ranks, rounds: int = 1, wanted: int = 3) -> GroupSampler:
-    section = AlgorithmSection(dynamic_sampling=True, max_sampling_rounds=rounds)
-    overrides = {"train": {"prompts_per_step": wanted}, "rollout": {"samples_per_prompt": 2}}
+def sampler_of(ranks: Ranks, rounds: int = 1, wanted: int = 3, carry_over: int | None = None) -> GroupSampler:
+    section = AlgorithmSection(dynamic_sampling=carry_over is None, max_sampling_rounds=rounds)
+    rollout = {"samples_per_prompt": 2, "carry_over": carry_over}
+    overrides = {"train": {"prompts_per_step": wanted}, "rollout": rollout}
     left = iter(PROMPTS)
+    stream = SimpleNamespace(next_batch=lambda n: [next(left) for _ in range(n)], state_dict=dict)
     return GroupSampler(
         config=Config.model_validate({"model": {"path": "m"}, "algorithm": section, **overrides}),
-        prompts=SimpleNamespace(next_batch=lambda n: [next(left) for _ in range(n)]),
+        carried=CarriedGroups(ranks, stream, 2, carry_over),
         queues=PromptQueues(ranks, 1, lambda ticket: ticket, None),
         backend=ranks,
         rollout_cache=ranks,
@@ -150,3 +155,18 @@ def test_a_rollout_of_which_nothing_was_judged_ends_the_run() -> None:
     sampler.rewards.failure = "f: no such luck"  # type: ignore[attr-defined]
     with pytest.raises(RewardError, match="failed on every response of this rollout; one of them: f: no such luck"):
         sampler.sample(4)
+
+
+def test_groups_are_scored_when_their_last_member_has_ended() -> None:
+    ranks = Ranks()
+    ranks.lengths = [2, 6]
+    sampler = sampler_of(ranks, wanted=2, carry_over=3)
+    steps = [sampler.sample(4)]
+    assert ranks.history == [], "unfinished responses are not remembered"
+    ranks.lengths = [2, 3]
+    steps += [sampler.sample(4), sampler.sample(4)]
+    assert ranks.asked == [[1, 0], [0, 1, 2], [4, 3]], "carried groups first, new ones in the engine's order"
+    trained = [[(g.prompt.prompt_id, [len(s.token_ids) for s in g.samples]) for g in groups] for groups, _ in steps]
+    assert trained == [[], [(i, [2, 3]) for i in (0, 1, 2)], [(i, [2, 3]) for i in (4, 3)]], "three groups of two"
+    assert all(len(g.rewards) == 2 for groups, _ in steps for g in groups)
+    assert [m["carry_over/unfinished"] for _, m in steps] == [2, 0, 0]

@@ -27,6 +27,7 @@ BASE = {
 }
 
 
+CARRY = "rollout.carry_over"
 DISTILL = ("algorithm.name=distill", "algorithm.teacher=t")
 
 
@@ -82,6 +83,9 @@ def test_grouped_products_on_a_gpu_take_ranks_of_eight():
 
 def test_a_good_configuration_has_no_problems():
     assert paths() == set()
+    assert paths(f"{CARRY}=64", "rollout.stop=[x]") == set()
+    assert paths(f"{CARRY}=64", "rollout.backend=vllm", "algorithm.mask_off_policy=true") == set()
+    assert paths(f"{CARRY}=64", "algorithm.mask_off_policy=true", "algorithm.importance_cap=0") == set()
     assert (
         paths("actor.tp=2", "actor.pp=2", "rollout.tp=2", "actor.sequence_parallel=true", device="cpu")
         == set()
@@ -166,6 +170,14 @@ def test_a_good_configuration_has_no_problems():
         (["env.kind=wordle", "rollout.backend=trtllm"], "rollout.backend"),
         (["env.kind=wordle", "env.max_observation_tokens=256"], "env.max_observation_tokens"),
         (["env.kind=wordle", "env.max_turn_tokens=257"], "env.max_turn_tokens"),
+        ([f"{CARRY}=256"], CARRY),
+        ([f"{CARRY}=64", "env.kind=wordle"], CARRY),
+        ([f"{CARRY}=64", "rollout.backend=trtllm"], "rollout.backend"),
+        ([f"{CARRY}=64", "algorithm.dynamic_sampling=true"], "algorithm.dynamic_sampling"),
+        ([f"{CARRY}=64", "actor.router_replay=rollout"], "actor.router_replay"),
+        ([f"{CARRY}=64", "rollout.backend=vllm", "rollout.stop=[x]"], "rollout.stop"),
+        ([f"{CARRY}=64", "rollout.backend=vllm"], "algorithm.mask_off_policy"),
+        ([f"{CARRY}=64", "algorithm.importance_cap=0"], "algorithm.importance_cap"),
         (
             ["model.architecture=" + str(SHAPE.model_dump(mode="json") | {"num_layers": 5})],
             "model.architecture.num_layers",

@@ -1,0 +1,54 @@
+"""Responses as lines of a file, for rollout cache and checkpoints: the CRC-32 of a JSON object, then the object."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron_tlt.types import Prompt, Sample
+
+
+def encode_line(value: Mapping[str, Any]) -> bytes:
+    """One line of a cache file: CRC-32 of the JSON, the JSON."""
+    body = json.dumps(value, sort_keys=True).encode()
+    return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
+def encode_response(sample: Sample, prompt_crc: int) -> bytes:
+    """A finished response as a line."""
+    fields = asdict(sample)
+    if (routed_experts := fields.pop("routed_experts")) is not None:
+        encoded = base64.b64encode(routed_experts.tobytes()).decode()
+        fields["routed_experts"] = [routed_experts.dtype.name, routed_experts.shape, encoded]
+    return encode_line({"prompt_crc": prompt_crc, "sample": fields})
+
+
+def decode_sample(fields: dict[str, Any]) -> Sample:
+    """The sample of a line that `encode_response` wrote."""
+    if (stored := fields.pop("routed_experts", None)) is not None:
+        kind, shape, data = stored
+        fields["routed_experts"] = np.frombuffer(base64.b64decode(data), kind).reshape(shape)
+    for name in ("given", "earlier"):  # tuples, which JSON does not have
+        fields[name] = tuple((first, second) for first, second in fields.get(name, ()))
+    return Sample(**fields)
+
+
+def whole_lines(file: BinaryIO) -> Iterator[dict[str, Any]]:
+    """The values of the lines up to the first one whose checksum is wrong."""
+    for line in file:
+        body = line[9:-1]
+        if line != b"%08x %s\n" % (zlib.crc32(body), body):
+            return
+        yield json.loads(body)
+
+
+def prompt_crc(prompt: Prompt) -> int:
+    """CRC-32 of a prompt's tokens and of what its environment sees: the same id may be another prompt in other data."""
+    tokens = zlib.crc32(np.asarray(prompt.token_ids, "<i4").tobytes())
+    return zlib.crc32(f"{prompt.seed} {prompt.answer}".encode(errors="replace"), tokens)

@@ -1,0 +1,127 @@
+"""`CarriedGroups`: groups with responses that the next step continues (`rollout.carry_over`, partial rollouts).
+
+    step 1, policy 0   new prompts -> each response draws at most C tokens --+-- group complete: scored and trained
+                                                                             +-- a member is unfinished: carried
+    step 2, policy 1   carried groups, then as many new ones as fit ---------+-- ...
+
+A response that a step leaves unfinished goes on in the next one under its policy, so token t is drawn by the policy of
+the step in which its position falls, with the noise of (seed, prompt, sample, t). Which responses are carried is a
+function of seed and policies: of no time, rank or draft. A group is trained in the step in which its last member ends;
+members that ended earlier wait for it. A step generates at most `train.prompts_per_step` groups' worth of responses:
+those that it continues, and new groups as long as they fit. So an update has more or fewer groups than that, and in the
+long run as many as are begun.
+
+Every rank holds all carried groups: any replica may continue any of them, and rank 0 saves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_tlt.errors import CheckpointError
+from megatron_tlt.resilience.response_lines import prompt_crc
+from megatron_tlt.trainer.batch_assembly import group_samples
+from megatron_tlt.types import Sample, SampleGroup, token_ages
+
+if TYPE_CHECKING:
+    from megatron_tlt.data.prompts import PromptStream
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.resilience.rollout_cache import Responses
+    from megatron_tlt.types import Prompt
+
+
+def is_unfinished(sample: Sample) -> bool:
+    """Whether the next step continues this response."""
+    return sample.finish_reason == "carry"
+
+
+class CarriedGroups:
+    """Those of one run, the same on every rank. Empty without `rollout.carry_over`."""
+
+    def __init__(self, world: World, stream: PromptStream, num_samples: int, carry_over: int | None):
+        """`stream`: of the training prompts. `carry_over`: tokens of a response in a step; None: nothing is carried."""
+        self._world, self._stream, self._num_samples = world, stream, num_samples
+        self._carries = carry_over is not None
+        self.groups: list[SampleGroup] = []
+        """By prompt id, without rewards; never changed in place, for a checkpoint may be writing them."""
+        self._positions: dict[int, dict[str, Any]] = {}  # of the stream, before the batch that had the prompt
+        self._num_new = 0
+
+    def next_prompts(self, num_prompts: int) -> list[Prompt]:
+        """New prompts of a step of `num_prompts` groups: as many as fit beside the responses that go on. Moves the
+        stream.
+        """
+        begun = sum(is_unfinished(sample) for group in self.groups for sample in group.samples)
+        before = self._stream.state_dict()
+        prompts = self._stream.next_batch(max(0, num_prompts - -(-begun // self._num_samples)))
+        self._positions |= {prompt.prompt_id: before for prompt in prompts}
+        self._num_new = len(prompts)
+        return prompts
+
+    def responses(self) -> tuple[Responses, Responses]:
+        """The carried responses: the unfinished ones, and those that wait for others of their group."""
+        begun: Responses = {}
+        waiting: Responses = {}
+        for group in self.groups:
+            for sample in group.samples:
+                (begun if is_unfinished(sample) else waiting)[sample.prompt_id, sample.sample_index] = sample
+        return begun, waiting
+
+    def take(self, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+        """Those of this rank's `groups` whose members have all ended; carries those of all ranks that have one that has
+        not. Collective with `rollout.carry_over`.
+        """
+        mine = [group for group in groups if any(map(is_unfinished, group.samples))]
+        everywhere = self._world.all_gather_object(mine) if self._carries else [mine]
+        self.groups = sorted((g for part in everywhere for g in part), key=lambda g: g.prompt.prompt_id)
+        self._positions = {g.prompt.prompt_id: self._positions[g.prompt.prompt_id] for g in self.groups}
+        return [group for group in groups if not any(map(is_unfinished, group.samples))]
+
+    def metrics(self, trained: Sequence[SampleGroup], version: int) -> dict[str, float]:
+        """Metrics of this rank, named for `metrics.combined`: the carried groups (rank 0), and the ages of the tokens
+        of its `trained` groups under policy `version`. None without `rollout.carry_over`.
+        """
+        if not self._carries:
+            return {}
+        row = {}
+        if self._world.is_main:
+            begun, waiting = self.responses()
+            counts = {"new_prompts": self._num_new, "waiting_groups": len(self.groups)}
+            counts |= {"unfinished": len(begun), "waiting_responses": len(waiting)}
+            row = {f"carry_over/{name}": float(value) for name, value in counts.items()}
+        ages = [token_ages(sample.drawn_by, version) for group in trained for sample in group.samples]
+        count = float(sum(map(len, ages)))
+        sums = {"token_age": sum(int(a.sum()) for a in ages), "off_policy": sum(int((a > 0).sum()) for a in ages)}
+        for name, total in sums.items():
+            row |= {f"sum/carry_over/{name}": float(total), f"count/carry_over/{name}": count}
+        return row | {"carry_over/token_age_max": float(max((int(a.max(initial=0)) for a in ages), default=0))}
+
+    @property
+    def oldest_position(self) -> dict[str, Any] | None:
+        """The stream's position before the first prompt that is carried; None: none is. JSON-able."""
+        return self._positions[self.groups[0].prompt.prompt_id] if self.groups else None
+
+    def load(self, responses: Sequence[tuple[Sample, int]], position: dict[str, Any] | None) -> None:
+        """Restores groups from a checkpoint: responses with their prompts' checksums, and `oldest_position`. The stream
+        is where it was saved, and draws from the oldest position to there again. Mutates. Raises CheckpointError where
+        the settings do not fit.
+        """
+        self.groups, self._positions = [], {}
+        if position is None:
+            return
+        here, ids = self._stream.state_dict(), {sample.prompt_id for sample, _ in responses}
+        self._stream.load_state_dict(position)
+        drawn = self._stream.next_batch(here["next_id"] - position["next_id"])
+        prompts = [prompt for prompt in drawn if prompt.prompt_id in ids]
+        crcs = {prompt.prompt_id: prompt_crc(prompt) for prompt in prompts}
+        if any(crcs.get(sample.prompt_id) != crc for sample, crc in responses):
+            raise CheckpointError("the responses that the checkpoint carries over belong to other prompts")
+        self.groups = group_samples(prompts, [sample for sample, _ in responses])
+        sizes = {len(group.samples) for group in self.groups}
+        if sizes - {self._num_samples}:
+            raise CheckpointError(
+                f"the checkpoint carries over groups of {max(sizes)} responses, rollout.samples_per_prompt is "
+                f"{self._num_samples}: resume with the same"
+            )
+        self._positions = {prompt.prompt_id: position for prompt in prompts}

@@ -1,0 +1,49 @@
+"""Partial rollouts: nothing depends on drafts, ranks, or a kill while responses are carried over."""
+
+import json
+
+import pytest
+
+from tests.helpers.mpi import run_one, run_ranks
+from tests.helpers.runs import assert_same_checkpoint, rows, write_config
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+TRAIN = ["-m", "megatron_tlt", "train"]
+KILLER = "tests/integration/workers/train_killed.py"
+STEPS, LAST = 6, "checkpoints/step-000006"
+SPEC = "rollout.speculation"
+ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.with_suffix=true", f"{SPEC}.selector=fixed", "idle.train_drafter=true"]
+ON += ["idle.min_steps_per_window=2", "idle.min_tail_seconds=0"]
+
+
+def digests(run_dir):
+    """Of the responses and rewards of each step."""
+    lines = (run_dir / "rollouts.jsonl").read_text().splitlines()
+    return [(row["samples"], row["responses"], row["rewards"]) for row in map(json.loads, lines)]
+
+
+def test_drafts_ranks_and_a_kill_change_no_carried_trajectory_and_no_weight(tmp_path):
+    config = write_config(
+        tmp_path,
+        rollout={"samples_per_prompt": 4, "max_tokens": 40, "carry_over": 12, "stop": ["a"]},
+        train={"num_steps": STEPS, "prompts_per_step": 8},
+        checkpoint={"every": 2},
+        eval={"every": STEPS, "num_prompts": 4},
+    )
+    off, on, one = tmp_path / "off", tmp_path / "on", tmp_path / "one"
+    run_one("train", config, f"train.run_dir={one}")
+    run_ranks(2, TRAIN, str(config), f"train.run_dir={off}")
+    drafting = [f"train.run_dir={on}", "checkpoint.asynchronous=false", *ON]
+    done = run_ranks(2, KILLER, str(config), "0", "6", "5", *drafting, check=False)
+    assert done.returncode != 0, done.stdout
+    assert (on / "checkpoints/step-000004/carried.jsonl").is_file()
+    run_ranks(2, TRAIN, str(config), *drafting)
+    assert_same_checkpoint(off / LAST, on / LAST)
+    assert digests(off) == digests(on) == digests(one)
+    evaluations = [json.loads(line) for line in (off / "metrics.jsonl").read_text().splitlines()]
+    assert max(row.get("eval/mean_length", 0) for row in evaluations) > 12, "of whole responses"
+    resumed = rows(on)
+    assert resumed[4]["rollout_cache/reused"] > 0 and resumed[5]["rollout_cache/reused"] >= 5
+    last = resumed[-1]
+    assert last["engine/spec_row_steps"] > 0 and last["drafter/steps"] > 0
+    assert last["carry_over/token_age_max"] >= 2 and last["carry_over/waiting_responses"] > 0

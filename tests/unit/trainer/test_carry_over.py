@@ -1,0 +1,139 @@
+"""Groups that are carried over: new prompts beside them, which groups are trained, metrics, restoring them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_tlt.checkpoint.carried_file import carried_writer, read_carried
+from megatron_tlt.errors import CheckpointError
+from megatron_tlt.trainer.carry_over import CarriedGroups
+from megatron_tlt.trainer.metrics import combined
+from megatron_tlt.trainer.turn_metrics import means_of_sums
+from megatron_tlt.types import FinishReason, Prompt, Sample, SampleGroup
+
+SAMPLES = 3
+
+
+class Ranks:
+    """One of two ranks: `other` is what the other one gathers."""
+
+    is_main = True
+
+    def __init__(self) -> None:
+        self.other: list[SampleGroup] = []
+
+    def all_gather_object(self, mine: Any) -> list[Any]:
+        return [mine, self.other]
+
+
+class Stream:
+    """Prompts by their id, all of one row of text."""
+
+    def __init__(self, text: str = "q") -> None:
+        self.text, self.at = text, 0
+
+    def next_batch(self, count: int) -> list[Prompt]:
+        self.at += count
+        return [Prompt(i, f"{i}", (1, i), self.text, answer=self.text) for i in range(self.at - count, self.at)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next_id": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["next_id"]
+
+
+def carried_groups(
+    stream: Stream, num_samples: int = SAMPLES, carry_over: int | None = 4
+) -> tuple[CarriedGroups, Ranks]:
+    ranks = Ranks()
+    return CarriedGroups(ranks, stream, num_samples, carry_over), ranks  # type: ignore[arg-type]
+
+
+def group(
+    prompt: Prompt, *ends: FinishReason, version: int = 0, earlier: tuple[tuple[int, int], ...] = ()
+) -> SampleGroup:
+    length = sum(count for _, count in earlier) + 2
+    samples = [
+        Sample(prompt.prompt_id, i, [5] * length, [-0.1] * length, "", end, version, earlier=earlier)
+        for i, end in enumerate(ends)
+    ]
+    return SampleGroup(prompt, samples)
+
+
+def test_a_step_has_as_many_new_groups_as_fit_and_trains_the_complete_ones() -> None:
+    carried, ranks = carried_groups(Stream())
+    prompts = carried.next_prompts(4)
+    assert [p.prompt_id for p in prompts] == [0, 1, 2, 3]
+    ranks.other = [group(prompts[1], "carry", "carry", "carry")]
+    mine = [group(prompts[3], "stop", "length", "carry"), group(prompts[2], "stop", "stop", "length")]
+    assert carried.take(mine) == [mine[1]]
+    assert carried.groups == [ranks.other[0], mine[0]], "of all ranks, by prompt"
+    begun, waiting = carried.responses()
+    assert set(begun) == {(1, 0), (1, 1), (1, 2), (3, 2)} and set(waiting) == {(3, 0), (3, 1)}
+    assert [p.prompt_id for p in carried.next_prompts(4)] == [4, 5], "12 responses, of which 4 are carried"
+    assert carried.next_prompts(1) == []
+
+
+def test_metrics_count_carried_groups_once_and_tokens_of_all_ranks() -> None:
+    rows = []
+    for is_main in (True, False):
+        carried, ranks = carried_groups(Stream())
+        prompts, ranks.is_main = carried.next_prompts(3), is_main
+        carried.take([group(prompts[0], "stop", "carry", "carry")])
+        trained = [group(prompts[1], "stop", "stop", "stop", version=6, earlier=((4, 3), (5, 1)))] if is_main else []
+        trained += [group(prompts[2], "stop", "stop", "stop", version=5)]
+        rows.append(carried.metrics(trained, version=6))
+    row = combined(rows)
+    means = means_of_sums(row)
+    ages = 3 * [2, 2, 2, 1, 0, 0] + 6 * [1, 1]
+    assert means == {
+        "carry_over/token_age": pytest.approx(sum(ages) / len(ages)),
+        "carry_over/off_policy": pytest.approx(sum(age > 0 for age in ages) / len(ages)),
+    }
+    counts = {"new_prompts": 3, "waiting_groups": 1, "unfinished": 2, "waiting_responses": 1, "token_age_max": 2}
+    assert row == {f"carry_over/{name}": value for name, value in counts.items()}
+    assert carried_groups(Stream(), carry_over=None)[0].metrics(trained, 6) == {}
+
+
+def saved(tmp_path: Path) -> tuple[CarriedGroups, Path, Any]:
+    """Groups of the prompts 1, 4 and 5 are carried, the stream is at 7; with their file and position."""
+    stream = Stream()
+    carried, _ = carried_groups(stream)
+    first, second = carried.next_prompts(3), carried.next_prompts(4)
+    older = group(first[1], "stop", "carry", "carry", version=3, earlier=((0, 4), (2, 4)))
+    carried.take([group(second[2], "carry", "carry", "stop"), older, group(second[1], "carry", "stop", "stop")])
+    carried_writer(carried.groups)(tmp_path / "carried.jsonl")
+    return carried, tmp_path / "carried.jsonl", (carried.oldest_position, stream.state_dict())
+
+
+def test_a_checkpoint_restores_them_with_prompts_that_the_stream_draws_again(tmp_path: Path) -> None:
+    before, file, (position, here) = saved(tmp_path)
+    assert position == {"next_id": 0}
+    stream = Stream()
+    stream.load_state_dict(here)
+    carried, _ = carried_groups(stream)
+    carried.load(read_carried(file), position)
+    assert carried.groups == before.groups and [g.prompt.prompt_id for g in carried.groups] == [1, 4, 5]
+    assert [p.prompt_id for p in carried.next_prompts(4)] == [7, 8], "the stream is where it was"
+    carried.take(carried.groups[1:])
+    assert carried.oldest_position == position, "saved again before the step ends"
+    carried.load([], None)
+    assert carried.groups == [] and carried.oldest_position is None
+
+
+@pytest.mark.parametrize(
+    ("stream", "num_samples", "message"),
+    [(Stream("other"), SAMPLES, "belong to other prompts"), (Stream(), 4, "groups of 3 .*samples_per_prompt is 4")],
+)
+def test_other_prompts_and_sizes_are_refused(tmp_path: Path, stream: Stream, num_samples: int, message: str) -> None:
+    _, file, (position, here) = saved(tmp_path)
+    stream.load_state_dict(here)
+    carried, _ = carried_groups(stream, num_samples)
+    with pytest.raises(CheckpointError, match=message):
+        carried.load(read_carried(file), position)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_carried(file.with_name("none"))
