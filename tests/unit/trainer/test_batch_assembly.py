@@ -133,7 +133,7 @@ def test_responses_without_a_gradient_are_counted_and_not_trained_on(name):
     table, batch = assembled(algorithm, groups, logprobs, has_logprobs=False)
     trained = [[s.trajectory.prompt_id for s in part] for part in batch.mini_batches]
     lengths = np.array([[len(s.token_ids) for s in group.samples] for group in groups])
-    is_whole_batch = name in ("reinforce_pp", "distill")  # its baseline is the batch's mean; the teacher judges all tokens
+    is_whole_batch = name in ("reinforce_pp", "distill")  # the batch as baseline; the teacher
     expected = [[10] * 3 + [11] * 3, [12] * 3 + [13] * 3] if is_whole_batch else [[11] * 3, [12] * 3]
     assert trained == expected and asked == expected[0] + expected[1]
     assert batch.denominators == [
