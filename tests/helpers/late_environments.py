@@ -21,8 +21,9 @@ def call(name: str, **arguments: str) -> str:
 
 
 class LateEnvironments(Environment):
-    """The number that is the prompt's answer chooses one of the three. A random policy calls no tool, so its turns become
-    calls here, other ones for other turns. Each step takes up to `most_s` seconds, by chance.
+    """The number that is the prompt's answer chooses one of the three. A step takes up to `most_s` seconds, by chance.
+
+    A random policy calls no tool, so its turns become calls here, other ones for other turns.
     """
 
     def __init__(self, most_s: float):
@@ -36,7 +37,8 @@ class LateEnvironments(Environment):
     def step(self, response: str) -> Step:
         time.sleep(random.uniform(0.0, self._most_s))
         number = zlib.crc32(response.encode()) % 1000
-        calls = (response, call("calculate", expression=f"{number} * 7 / 3"), call("python", code=f"print({number}**2)"))
-        step = self._all[self._kind].step(calls[self._kind])
+        sums, code = f"{number} * 7 / 3", f"print({number}**2)"
+        turns = (response, call("calculate", expression=sums), call("python", code=code))
+        step = self._all[self._kind].step(turns[self._kind])
         last = step.observation[-1:]  # the tools' rewards depend on their answers
         return step._replace(reward=float(last) / 10) if last.isdigit() else step
