@@ -81,15 +81,19 @@ def kill(args: argparse.Namespace, environment: str) -> None:
 
 
 def run_world(args: argparse.Namespace, names: list[str]) -> None:
-    """Runs of these names in all environments, one after the other in one world, whose start takes longest."""
+    """Runs of these names in all environments, those of one in one world, whose start takes longest."""
     listing = args.work / "jobs.json"
-    jobs = [
-        [str(ENVIRONMENTS[environment]), options_of(args, environment, name), None]
-        for environment in args.environments
-        for name in names
-    ]
-    listing.write_text(json.dumps(jobs))
-    launch(ranks_of(names[0]), [str(WORKERS / "train_many.py"), str(listing)])
+    for environment in args.environments:
+        missing = [name for name in names if not is_done(args, environment, name)]
+        if missing:
+            config = str(ENVIRONMENTS[environment])
+            listing.write_text(json.dumps([[config, options_of(args, environment, name), None] for name in missing]))
+            launch(ranks_of(names[0]), [str(WORKERS / "train_many.py"), str(listing)])
+
+
+def is_done(args: argparse.Namespace, environment: str, name: str) -> bool:
+    """Whether the run has its last checkpoint."""
+    return (args.work / f"{environment}-{name}/checkpoints/step-{STEPS:06d}").exists()
 
 
 def row_of(args: argparse.Namespace, environment: str, name: str) -> dict[str, Any]:
@@ -121,7 +125,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="off and on only, two prompts a step")
     parser.add_argument("--environments", nargs="+", choices=[*ENVIRONMENTS], default=[*ENVIRONMENTS])
     parser.add_argument("--prompts", type=int, default=8, help="of a step")
-    parser.add_argument("--work", type=Path, help="an empty folder for the runs; by default a temporary one")
+    parser.add_argument("--work", type=Path, help="folder for the runs, which keeps complete ones; default: temporary")
     parser.add_argument("--options", nargs="*", default=[], help="overrides for all runs")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -142,7 +146,8 @@ def main() -> None:
         for names in worlds:
             if names == ["killed"]:
                 for environment in args.environments:
-                    kill(args, environment)
+                    if not is_done(args, environment, "killed"):
+                        kill(args, environment)
             run_world(args, names)
             rows += [row_of(args, environment, name) for environment in args.environments for name in names]
             write_record(args.out, rows, summarize(rows))

@@ -319,6 +319,7 @@ def run(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
             continuous_batching=args.continuous_batching,
         )
         rows = compare_speed(work, args.turns, args.steps)
+        write_record(args.out, rows, summarize(rows))  # learning takes long
         if args.learn:
             rows += compare_learning(work, args.learn, args.limit)
     return rows, summarize(rows)
