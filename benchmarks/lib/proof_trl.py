@@ -1,6 +1,7 @@
 """The same RL job in TRL and here: seconds of a step side by side, and accuracy after as many steps.
 
     python benchmarks/lib/proof_trl.py [--quick] [--learn 30] [--model DIR --drafter DIR] --out r.json
+    python benchmarks/lib/proof_trl.py --config benchmarks/lib/calculator.yaml --model runs/tool-policy/policy ..
 
 TRL's GRPOTrainer runs in an environment of its own (`make bench-trl`), on as many processes of one thread as this
 project has ranks, over gloo. Both start from the same policy and get the same prompts in the same order, this project's
@@ -8,15 +9,17 @@ reward functions, group size, temperature, response length, loss (GRPO: mean ove
 AdamW, warm-up and gradient clipping, in fp32. TRL generates with `transformers`; it has no drafter. The sides take
 turns (A B A B), each turn a job of its own from the starting policy; `vs_trl` is the median over turns and steps of
 TRL's seconds over ours for the same step. Start-up, evaluation and checkpoints are not in a step's seconds, on either
-side.
+side. With a configuration of tools (`lib/calculator.yaml`, after `lib/tool_policy.py`) TRL calls them through its
+`environment_factory`: the same answers, the same tokens around them (`trl_tools.py`).
 
 `--learn N` then trains both for N steps, TRL for at most `--limit` seconds and this project for as many steps as TRL
 got to, and measures both policies with `megatron-tlt eval` on the configuration's held-out prompts.
 
-Rows: {"part": "speed" | "learn", "side", "turn", "step", "seconds", "reward", "mean_length"} and, after "learn",
-{"part": "eval", "side", "steps", "accuracy", "stderr"}. Summary: `vs_trl`, `trl_step_s`, `our_step_s`; with `--learn`
-also `learn_steps`, `trl_accuracy`, `our_accuracy` and `accuracy_gap_se`, ours minus TRL's in standard errors of the
-difference.
+Rows: {"part": "speed" | "learn", "side", "turn", "step", "seconds", "reward", "mean_length"}, with tools also "turns"
+(of the policy in a trajectory), and, after "learn", {"part": "eval", "side", "steps", "accuracy", "stderr"}. Summary:
+`vs_trl`, `trl_step_s`, `our_step_s`; with `--learn` also `learn_steps`, `trl_accuracy`, `our_accuracy`,
+`accuracy_gap_se` (ours minus TRL's in standard errors of the difference) and for each SIDE `SIDE_learn_step_s` (seconds
+of a step, median; the sides do not take turns), `SIDE_first_reward` and `SIDE_last_reward` (means of three steps).
 """
 
 from __future__ import annotations
@@ -81,6 +84,12 @@ def check_same(config: Config) -> None:
         "optimizer.schedule": (optimizer.schedule, "constant"),
         "optimizer.weight_decay": (optimizer.weight_decay, 0.0),  # parameter groups differ
     }
+    if config.env is not None:  # TRL's environments are tools, and its turns have no limit of their own
+        wanted |= {
+            "env.kind in (calculator, python)": (config.env.kind in ("calculator", "python"), True),
+            "env.max_turn_tokens": (config.env.max_turn_tokens, None),
+            "env.tool_role": (config.env.tool_role, "user"),
+        }
     others = [f"{name} is {value!r}, not {same!r}" for name, (value, same) in wanted.items() if value != same]
     if others:
         raise SystemExit(f"not compared with TRL: {'; '.join(others)}")
@@ -119,6 +128,7 @@ def write_job(work: Work, folder: Path, steps: int, limit_s: float, save: Path |
         "clip_grad": optimizer.clip_grad,
         "seed": config.train.seed,
         "rewards": config.rewards.model_dump(mode="json"),
+        "env": config.env and config.env.model_dump(mode="json"),
     }
     path = folder / "job.json"
     path.write_text(json.dumps(job))
@@ -159,6 +169,7 @@ def train_trl(work: Work, steps: int, limit_s: float = math.inf, save: Path | No
             "seconds": seconds,
             "reward": line["reward"],
             "mean_length": line["completions/mean_length"],
+            **({"turns": 1 + line["tools/call_frequency"]} if "tools/call_frequency" in line else {}),
         }
         for step, (seconds, line) in enumerate(zip(result["seconds"], result["logs"], strict=True), 1)
     ]
@@ -179,6 +190,7 @@ def train_here(work: Work, steps: int, evaluate: bool = False) -> tuple[Rows, di
             "seconds": line["time/step"],
             "reward": line["reward/mean"],
             "mean_length": line["length/mean"],
+            **({"turns": line["env/turns"]} if "env/turns" in line else {}),
         }
         for line in lines
         if "time/step" in line
@@ -247,6 +259,11 @@ def summarize(rows: Rows) -> dict[str, float]:
         summary["learn_steps"] = of["trl"]["steps"]
         summary["trl_accuracy"], summary["our_accuracy"] = of["trl"]["accuracy"], of["ours"]["accuracy"]
         summary["accuracy_gap_se"] = gap / math.hypot(of["ours"]["stderr"], of["trl"]["stderr"])
+        for side in of:
+            curve = [row for row in rows if (row["part"], row["side"]) == ("learn", side)]
+            summary[f"{side}_learn_step_s"] = statistics.median(row["seconds"] for row in curve)
+            for name, part in (("first", curve[:3]), ("last", curve[-3:])):
+                summary[f"{side}_{name}_reward"] = statistics.mean(row["reward"] for row in part)
     return summary
 
 
@@ -302,6 +319,7 @@ def run(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
             continuous_batching=args.continuous_batching,
         )
         rows = compare_speed(work, args.turns, args.steps)
+        write_record(args.out, rows, summarize(rows))  # learning takes long
         if args.learn:
             rows += compare_learning(work, args.learn, args.limit)
     return rows, summarize(rows)

@@ -22,7 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.lib.prompt_rows import Row, RowReward, read_rows
+from benchmarks.lib.trl_tools import environment_class, prepare_tokenizer
 from megatron_tlt.config.data import RewardSection
+from megatron_tlt.config.env import EnvSection
 
 
 class StepClock(TrainerCallback):
@@ -45,12 +47,16 @@ class StepClock(TrainerCallback):
 
 
 def reward_function(section: RewardSection) -> Any:
-    """The run's reward in TRL's signature: completions are chats of one message, or texts without a chat template."""
+    """The run's reward of the last turn, in TRL's signature: completions are messages; texts without a template."""
     value = RowReward(section)
 
+    def last_turn(completion: Any) -> str:
+        if isinstance(completion, str):
+            return completion
+        return [str(message["content"]) for message in completion if message["role"] == "assistant"][-1]
+
     def reward(prompts: list[Any], completions: list[Any], fields: list[str], **_: Any) -> list[float]:
-        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-        return [value(row, text) for row, text in zip(fields, texts, strict=True)]
+        return [value(row, last_turn(done)) for row, done in zip(fields, completions, strict=True)]
 
     return reward
 
@@ -83,6 +89,7 @@ def settings(job: dict[str, Any]) -> GRPOConfig:
         gradient_accumulation_steps=per_step // (micro * dist_size()),
         num_generations=job["samples_per_prompt"],
         max_completion_length=job["max_tokens"],
+        max_tool_calling_iterations=job["env"]["max_turns"] - 1 if job["env"] else None,
         temperature=job["temperature"],
         shuffle_dataset=False,
         beta=0.0,
@@ -112,6 +119,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     rows = read_rows(Path(job["rows"]))
     tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")
+    environment = None
+    if job["env"]:
+        environment = environment_class(EnvSection.model_validate(job["env"]))
+        prepare_tokenizer(tokenizer)
     check_tokens(rows, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     optimizer = torch.optim.AdamW(
@@ -126,6 +137,7 @@ def main() -> None:
         args=settings(job),
         train_dataset=Dataset.from_list([{k: row[k] for k in ("prompt", "fields")} for row in rows]),
         processing_class=tokenizer,
+        environment_factory=environment,
         optimizers=(optimizer, schedule),
         callbacks=[clock],
     )
