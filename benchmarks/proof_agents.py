@@ -45,7 +45,7 @@ DIFFERENCES = {  # of a run from `off`
     "on": ON,
     "late": ON,
     "killed": ON,
-    "vllm": [*ON, "rollout.backend=vllm", "rollout.speculation.with_suffix=false"],
+    "vllm": [*ON, "rollout.backend=vllm"],
 }
 RESPONSES = ("responses", "rewards")
 COMPARED = {"one": RESPONSES, "vllm": RESPONSES}  # others: with the weights

@@ -17,6 +17,8 @@ def as_messages(value: Any) -> Messages:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
         if role not in _ROLES or not isinstance(content, str):
             raise ValueError(f'message {index} must have a role ({", ".join(_ROLES)}) and a string as content')
+        if message.get("tool_calls"):
+            raise ValueError(f"message {index} has tool_calls: calls must be in content, as the model writes them")
         messages.append({"role": role, "content": content})
     if not any(message["role"] == "user" and message["content"] for message in messages):
         raise ValueError("no message of a user")

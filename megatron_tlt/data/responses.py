@@ -6,7 +6,7 @@ A line of a JSONL file has a prompt and a response, each as text or as token ids
                 template as training prompts are)
     response    "token_ids", else the column `drafter.response_field` (text; the end-of-sequence token is added unless
                 "finish_reason" is not "stop")
-    or          "messages" that end with the assistant's
+    or          "messages" that end with the assistant's, with tools' between (`completions.py`)
     optional    "given": [[begin, end], ...], spans of the response that an environment wrote
 
 A run directory has such lines in `responses/`, if `observe.save_responses` was on. Legend: L tokens of both.
@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_tlt.data.completions import MESSAGES, ResponseTokens, read_conversation
 from megatron_tlt.data.prompts import encode_prompt
-from megatron_tlt.data.sources import checked_messages, checked_prompt, columns_hint, field_of, read_jsonl
+from megatron_tlt.data.sources import checked_prompt, columns_hint, field_of, read_jsonl
 from megatron_tlt.errors import DataError
 from megatron_tlt.observe.jsonl import SkippedLines, read_rows
 from megatron_tlt.observe.rollouts import RESPONSES_DIR
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.tokenizer import HFTokenizer
 
-_PROMPT_IDS, _RESPONSE_IDS, _MESSAGES = "prompt_token_ids", "token_ids", "messages"
+_PROMPT_IDS, _RESPONSE_IDS = "prompt_token_ids", "token_ids"
 
 
 def read_responses(
@@ -73,7 +74,7 @@ def _rows_of_run(run_dir: Path) -> dict[str, Mapping[str, Any]]:
 def _trajectory(
     number: int, config: Config, row: Mapping[str, Any], where: str, tokenizer: HFTokenizer, vocab_size: int
 ) -> Trajectory:
-    prompt, response = _tokens(config, row, where, tokenizer)
+    prompt, response, spans = _tokens(config, row, where, tokenizer)
     for name, ids in ((_PROMPT_IDS, prompt), (_RESPONSE_IDS, response)):
         if not len(ids):
             raise DataError(f"{where}: field {name!r} has no tokens")
@@ -84,7 +85,8 @@ def _trajectory(
     if length > limit:
         raise DataError(f"{where}: {length} tokens, model.max_context allows {limit}")
     tokens = np.array([*prompt, *response], np.int32)
-    return Trajectory(number, 0, tokens, np.zeros(len(response), np.float32), _given(row, len(response), where))
+    given = spans or _given(row, len(response), where)
+    return Trajectory(number, 0, tokens, np.zeros(len(response), np.float32), given)
 
 
 def _given(row: Mapping[str, Any], length: int, where: str) -> tuple[Span, ...]:
@@ -100,32 +102,31 @@ def _given(row: Mapping[str, Any], length: int, where: str) -> tuple[Span, ...]:
 
 def _tokens(
     config: Config, row: Mapping[str, Any], where: str, tokenizer: HFTokenizer
-) -> tuple[Sequence[int], Sequence[int]]:
-    """Token ids of prompt and response."""
+) -> tuple[Sequence[int], Sequence[int], tuple[Span, ...]]:
+    """Token ids of prompt and response, and the spans that the tools of a conversation wrote."""
     data, prompt_field, response_field = config.data, config.data.train.prompt_field, config.drafter.response_field
     chat = data.chat_template and tokenizer.has_chat_template
     text: Any = field_of(row, response_field)
     prompt: Any = field_of(row, prompt_field)
-    if _MESSAGES in row and prompt is None and _PROMPT_IDS not in row:
-        messages = checked_messages(row[_MESSAGES], _MESSAGES, where)
-        if messages[-1]["role"] != "assistant":
-            raise DataError(f"{where}: field {_MESSAGES!r} must end with a message of the assistant")
-        prompt, text = messages[:-1], messages[-1]["content"]
+    if MESSAGES in row and prompt is None and _PROMPT_IDS not in row:
+        record = read_conversation(row, where)
+        response, given = ResponseTokens(tokenizer, config.model.max_context).encode(record, where)
+        return encode_prompt(tokenizer, record.prompt, chat, data.system_prompt, where, record.tools), response, given
     if _PROMPT_IDS in row:
         prompt_ids: Sequence[int] = _ids(row, _PROMPT_IDS, where)
     elif prompt is None:
         hint = columns_hint(row, prompt_field)
         raise DataError(f"{where}: field {prompt_field!r} or {_PROMPT_IDS!r} is missing{hint}")
     else:
-        prompt = prompt if isinstance(prompt, tuple) else checked_prompt(prompt, prompt_field, where)
+        prompt = checked_prompt(prompt, prompt_field, where)
         prompt_ids = encode_prompt(tokenizer, prompt, chat, data.system_prompt, where)
     if _RESPONSE_IDS in row:
-        return prompt_ids, _ids(row, _RESPONSE_IDS, where)
+        return prompt_ids, _ids(row, _RESPONSE_IDS, where), ()
     if not isinstance(text, str):
         hint = columns_hint(row, response_field) if text is None else f", found {type(text).__name__}"
         raise DataError(f"{where}: field {response_field!r} must be a string, or {_RESPONSE_IDS!r} a list of ids{hint}")
     ends = row.get("finish_reason", "stop") == "stop"
-    return prompt_ids, [*tokenizer.encode(text), *tokenizer.eos_token_ids[: int(ends)]]
+    return prompt_ids, [*tokenizer.encode(text), *tokenizer.eos_token_ids[: int(ends)]], ()
 
 
 def _ids(row: Mapping[str, Any], name: str, where: str) -> list[int]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_tlt.config.data import PromptSourceConfig
-from megatron_tlt.config.root import SftSection
 from megatron_tlt.data.chat import Messages, as_messages, as_prompt, last_user_text
 from megatron_tlt.data.dataset_files import DEFAULT_SPLIT, read_dataset_files
 from megatron_tlt.data.hashing import digest
@@ -20,7 +19,6 @@ from megatron_tlt.errors import DataError
 
 _DEFAULT_ANSWER_FIELD = "answer"
 _SAVED = ("state.json", "dataset_dict.json")  # of Dataset.save_to_disk and DatasetDict.save_to_disk
-_MESSAGES = "messages"
 _CHECKED_AT_ONCE = 1000  # rows
 
 
@@ -234,35 +232,6 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
             records.append(record)
             numbers.append(number)
     return records, numbers
-
-
-def read_completions(sft: SftSection, path: Path, split: str) -> tuple[list[tuple[str | Messages, str]], list[int]]:
-    """(prompt, completion) of every record of a JSONL file or a data set's split, and the records' numbers.
-
-    A record has two texts, or `messages` that end with the assistant's. Raises DataError naming file and record, also
-    where there is no record.
-    """
-    if path.is_dir():
-        records = read_dataset(path, sft.subset, split)
-        numbers = [*range(len(records))]
-    else:
-        records, numbers = read_jsonl(path)
-    if not len(records):
-        raise DataError(f"{path}: no records")
-    return [_completion(sft, r, f"{path}:{n}") for r, n in zip(records, numbers, strict=True)], numbers
-
-
-def _completion(sft: SftSection, record: Mapping[str, Any], where: str) -> tuple[str | Messages, str]:
-    if _MESSAGES in record and sft.prompt_field not in record:
-        messages = checked_messages(record[_MESSAGES], _MESSAGES, where)
-        if messages[-1]["role"] != "assistant":
-            raise DataError(f"{where}: field {_MESSAGES!r} must end with a message of the assistant")
-        return messages[:-1], messages[-1]["content"]
-    prompt, completion = field_of(record, sft.prompt_field), field_of(record, sft.completion_field)
-    if not isinstance(completion, str) or prompt is None:
-        missing = sft.prompt_field if prompt is None else sft.completion_field
-        raise DataError(f"{where}: field {missing!r} must be a string, found keys {sorted(record)}")
-    return checked_prompt(prompt, sft.prompt_field, where), completion
 
 
 def _read_parquet(path: Path) -> Any:

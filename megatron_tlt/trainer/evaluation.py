@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from megatron_tlt.distributed.exchange import gather_columns
 from megatron_tlt.trainer.batch_assembly import as_columns, group_samples, share_responses
 from megatron_tlt.trainer.environments import turns_of
+from megatron_tlt.trainer.turn_metrics import column_means, turn_columns
 from megatron_tlt.types import GenerateCall
 
 if TYPE_CHECKING:
@@ -41,7 +42,10 @@ def pass_at_k(correct: int, total: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """One evaluation. `pass_at["k"]` is a mean over prompts, `stderr` that of pass@1. `asdict` of it is JSON-able."""
+    """One evaluation. `pass_at["k"]` is a mean over prompts, `stderr` that of pass@1. `asdict` of it is JSON-able.
+
+    `env`: with environments the mean of turns, and of the reward of the N-th turn where there was one.
+    """
 
     step: int
     num_prompts: int
@@ -51,10 +55,12 @@ class EvalResult:
     mean_length: float
     p95_length: float
     truncated: float
+    env: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """Scalars under `eval/`."""
         values = {f"eval/pass@{k}": v for k, v in self.pass_at.items()}
+        values |= {f"eval/env/{name}": value for name, value in self.env.items()}
         names = ("stderr", "reward", "mean_length", "p95_length", "truncated")
         return values | {f"eval/{name}": float(getattr(self, name)) for name in names}
 
@@ -109,14 +115,18 @@ class Evaluator:
             for g in groups
             for s, r in zip(g.samples, g.rewards, strict=True)
         ]
-        return summarise(step, gather_columns(self._world, as_columns(_COLUMNS, rows)))
+        columns = as_columns(_COLUMNS, rows)
+        if self._environments is not None:
+            columns |= turn_columns([sample for group in groups for sample in group.samples])
+        return summarise(step, gather_columns(self._world, columns))
 
     def _report(self, running: int, waiting: int, _: int) -> None:
         self._world.heartbeat(running=running, queued=waiting)
 
 
 def summarise(step: int, columns: dict[str, np.ndarray]) -> EvalResult:
-    """Statistics of one evaluation from one row a sample: prompt, correct, reward, length, cut.
+    """Statistics of one evaluation from one row a sample: prompt, correct, reward, length, cut; with environments also
+    those of `turn_columns`.
 
     The rows are brought into the prompts' order first: as they come, it depends on the number of ranks, and the
     last bits of a sum on it.
@@ -138,4 +148,5 @@ def summarise(step: int, columns: dict[str, np.ndarray]) -> EvalResult:
         mean_length=float(columns["length"].mean()),
         p95_length=float(np.quantile(columns["length"], 0.95)),
         truncated=float(columns["cut"].mean()),
+        env=column_means(columns["turns"], columns["turn_rewards"]) if "turns" in columns else {},
     )

@@ -12,9 +12,9 @@ from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data.completions import read_completions
 from megatron_tlt.data.hub import cached, is_name, names_of
 from megatron_tlt.data.prompts import open_source, source_problems
-from megatron_tlt.data.sources import read_completions
 from megatron_tlt.data.tokenizer import has_tokenizer
 from megatron_tlt.envs.build import environment_problems, environment_warning
 from megatron_tlt.envs.check import episode_problems

@@ -12,8 +12,8 @@ import numpy as np
 
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.checkpoint.export import write_hf
+from megatron_tlt.data.completions import ResponseTokens, read_completions
 from megatron_tlt.data.packing import balance
-from megatron_tlt.data.sources import read_completions
 from megatron_tlt.distributed.exchange import sum_over_replicas
 from megatron_tlt.errors import DataError
 from megatron_tlt.observe.progress import build_progress
@@ -40,27 +40,29 @@ class CompletionLoss:
 def read_records(
     sft: SftSection, path: Path, split: str, tokenizer: HFTokenizer, max_context: int
 ) -> list[TrainSequence]:
-    """Tokenizes prompts and completions; the end-of-sequence token is added to the completion.
+    """Tokenizes prompts and completions; the end-of-sequence token ends each turn of the assistant.
 
     `sft.chat_template` wraps prompts in the tokenizer's chat template if it has one. Raises DataError naming file and
     record for one that is not of this form or exceeds `max_context` tokens.
     """
-    eos, chat = tokenizer.eos_token_ids[0], sft.chat_template and tokenizer.has_chat_template
+    chat = sft.chat_template and tokenizer.has_chat_template
+    responses = ResponseTokens(tokenizer, max_context)
     sequences = []
-    for (text, completion), number in zip(*read_completions(sft, path, split), strict=True):
+    for row, number in zip(*read_completions(sft, path, split), strict=True):
+        where = f"{path}:{number}"
         if chat:
-            prompt = tokenizer.encode_chat(text)
-        elif isinstance(text, str):
-            prompt = tokenizer.encode(text)
+            prompt = tokenizer.encode_chat(row.prompt, tools=row.tools)
+        elif isinstance(row.prompt, str):
+            prompt = tokenizer.encode(row.prompt)
         else:
             needed = "sft.chat_template and a tokenizer with a chat template"
-            raise DataError(f"{path}:{number}: chat messages need {needed}")
-        tokens = [*prompt, *tokenizer.encode(completion), eos]
+            raise DataError(f"{where}: chat messages need {needed}")
+        response, given = responses.encode(row, where)
+        tokens = [*prompt, *response]
         if len(tokens) > max_context:
-            raise DataError(f"{path}:{number}: {len(tokens)} tokens, model.max_context allows {max_context}")
-        unknown = np.zeros(len(tokens) - len(prompt), np.float32)
-        trajectory = Trajectory(number, 0, np.array(tokens, np.int32), logprobs=unknown)
-        sequences.append(TrainSequence.of(trajectory))
+            raise DataError(f"{where}: {len(tokens)} tokens, model.max_context allows {max_context}")
+        unknown = np.zeros(len(response), np.float32)
+        sequences.append(TrainSequence.of(Trajectory(number, 0, np.array(tokens, np.int32), unknown, given)))
     return sequences
 
 
@@ -131,7 +133,8 @@ class SftTrainer:
             return float("nan")
         mine = self._share(self._eval).mini_batches[0]
         logprobs = self.policy.logprobs(mine, temperature=1.0)
-        sums = np.array([sum(float(lp.sum()) for lp in logprobs), sum(len(lp) for lp in logprobs)])
+        masked = [float((lp * s.loss_mask).sum()) for lp, s in zip(logprobs, mine, strict=True)]
+        sums = np.array([sum(masked), sum(float(s.loss_mask.sum()) for s in mine)])
         total = sum_over_replicas(self._world, self.policy.dims, sums)
         return float(-total[0] / total[1])
 
@@ -141,7 +144,7 @@ class SftTrainer:
         bins = balance([s.trajectory.length for s in sequences], dims.dp)
         me = dims.coordinates(self._world.rank).dp
         mine = [s for s, dp in zip(sequences, bins, strict=True) if dp == me]
-        return TrainBatch([mine], [float(sum(len(s.loss_mask) for s in sequences))])
+        return TrainBatch([mine], [sum(float(s.loss_mask.sum()) for s in sequences)])
 
     def _report(self, step: int, metrics: dict[str, float], tokens_per_s: float) -> None:
         held_out = self.evaluate()

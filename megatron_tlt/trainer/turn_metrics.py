@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from megatron_tlt.envs.tools import parse_calls
 from megatron_tlt.observe.jsonl import JsonRow
 from megatron_tlt.types import Sample, SampleGroup
@@ -59,6 +61,26 @@ def turn_rows(sample: Sample, decode: Callable[[Sequence[int]], str], has_tools:
         rows.append(row)
         begin = next_begin
     return rows
+
+
+def turn_columns(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """`turns`, int64 [n], and `turn_rewards`, float64 [n, turns], NaN where a trajectory had no such turn."""
+    rewards = np.full((len(samples), _TURNS), np.nan)
+    for row, sample in zip(rewards, samples, strict=True):
+        there = sample.turn_rewards[:_TURNS]
+        row[: len(there)] = there
+    turns = np.array([len(sample.turn_rewards) for sample in samples], np.int64)
+    return {"turns": turns, "turn_rewards": rewards}
+
+
+def column_means(turns: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
+    """Means over the rows of `turn_columns`: turns, and the reward of each turn over the rows that had it."""
+    values = {"turns": float(turns.mean())}
+    for turn, of_turn in enumerate(rewards.T, start=1):
+        there = of_turn[~np.isnan(of_turn)]
+        if len(there):
+            values[f"reward/turn_{turn}"] = float(there.mean())
+    return values
 
 
 def failure_warning(groups: Sequence[SampleGroup]) -> str | None:

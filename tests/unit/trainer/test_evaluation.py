@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from megatron_tlt.trainer.evaluation import pass_at_k, summarise
+from megatron_tlt.trainer.turn_metrics import turn_columns
+from megatron_tlt.types import Sample
 
 
 @pytest.mark.parametrize(("correct", "total", "k"), [(0, 4, 2), (1, 4, 1), (1, 4, 2), (3, 6, 4), (6, 6, 3)])
@@ -42,3 +44,11 @@ def test_the_order_in_which_ranks_deliver_changes_no_bit():
     rows["reward"] = np.random.default_rng(1).random(200)
     split = np.concatenate([np.flatnonzero(rows["prompt"] % 3 == rank) for rank in range(3)])
     assert summarise(1, {name: values[split] for name, values in rows.items()}) == summarise(1, rows)
+
+
+def test_turns_and_their_rewards_are_means_over_the_trajectories_that_had_them():
+    rewards = [[1.0], [0.0, 1.0], [0.0, 0.5], []]
+    samples = [Sample(0, i, [1], [0.0], "", "env", 0, turn_rewards=of_turn) for i, of_turn in enumerate(rewards)]
+    found = summarise(1, columns([[1, 1], [0, 0]]) | turn_columns(samples))
+    assert found.env == {"turns": 1.25, "reward/turn_1": pytest.approx(1 / 3), "reward/turn_2": 0.75}
+    assert found.metrics()["eval/env/reward/turn_2"] == 0.75

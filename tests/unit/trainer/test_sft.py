@@ -1,10 +1,13 @@
 """Records of supervised fine-tuning and their way into optimizer steps."""
 
+import json
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
 from megatron_tlt.config.root import SftSection
+from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import DataError
 from megatron_tlt.trainer.sft import read_records, steps_of
 from tests.helpers.fake_decoder import CharTokenizer
@@ -56,6 +59,61 @@ def test_chat_messages_end_with_the_completion(tmp_path):
     unanswered = write(tmp_path / "u.jsonl", '{"messages": [{"role": "user", "content": "b"}]}')
     with pytest.raises(DataError, match=r"u\.jsonl:1: field 'messages' must end with a message of the assistant"):
         read(unanswered)
+
+
+DEMO_POLICY = Path(__file__).resolve().parents[3] / "assets/demo-policy"
+CALL, ANSWER = ({"role": "assistant", "content": text} for text in ("call 1 + 2", "<answer>3</answer>"))
+ASKED, OBSERVED = {"role": "user", "content": "1 + 2"}, {"role": "tool", "content": "3"}
+
+
+def test_a_conversation_trains_on_the_turns_after_the_last_user_and_not_on_its_tools(tmp_path):
+    tokenizer = HFTokenizer(DEMO_POLICY)
+    earlier = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "wrong"}]
+    messages = [*earlier, ASKED, CALL, OBSERVED, ANSWER]
+    path = write(tmp_path / "r.jsonl", json.dumps({"messages": messages}))
+    (sequence,) = read(path, tokenizer, 200, chat_template=True)
+    tokens, start = sequence.trajectory.token_ids.tolist(), sequence.trajectory.response_start
+    assert tokens[:start] == tokenizer.encode_chat(tuple(messages[:3]))
+    open_turn = len(tokenizer.encode("<|assistant|>"))
+    assert tokens == tokenizer.encode_chat(tuple(messages))[:-open_turn]
+    trained = [token for token, mask in zip(tokens[start:], sequence.loss_mask, strict=True) if mask]
+    end = [tokenizer.eos_token_ids[0]]
+    assert trained == [*tokenizer.encode(CALL["content"]), *end, *tokenizer.encode(ANSWER["content"]), *end]
+
+
+def test_tools_of_a_record_are_in_its_prompt_and_answers_in_a_row_are_one_turn(tmp_path):
+    tokenizer = HFTokenizer(DEMO_POLICY)
+    tokenizer._tokenizer.chat_template = "{{ tools | tojson if tools }}" + tokenizer._tokenizer.chat_template
+    tools = [{"type": "function", "function": {"name": "calculate"}}]
+    record = {"messages": [ASKED, CALL, OBSERVED, OBSERVED, ANSWER], "tools": tools}
+    path = write(tmp_path / "r.jsonl", json.dumps(record))
+    (sequence,) = read(path, tokenizer, 300, chat_template=True)
+    assert "calculate" in tokenizer.decode(sequence.trajectory.token_ids[: sequence.trajectory.response_start])
+    ((begin, end),) = sequence.trajectory.given
+    assert "3\n3" in tokenizer.decode(sequence.trajectory.token_ids[sequence.trajectory.response_start :][begin:end])
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": [ASKED, CALL, CALL]}, "the assistant and tools must take turns, found assistant, assistant"),
+        ({"messages": [ASKED, OBSERVED, CALL, OBSERVED]}, "must end with a message of the assistant"),
+        ({"messages": [ASKED, {**CALL, "tool_calls": [{}]}, OBSERVED, ANSWER]}, "message 1 has tool_calls"),
+        ({"messages": [ASKED, CALL], "tools": ["calculate"]}, "field 'tools' must be a list of"),
+    ],
+)
+def test_a_conversation_that_cannot_be_learned_is_refused(tmp_path, record, message):
+    with pytest.raises(DataError, match=f"r.jsonl:1: .*{message}"):
+        read(write(tmp_path / "r.jsonl", json.dumps(record)), chat_template=True)
+
+
+def test_a_template_without_tools_is_named(tmp_path):
+    tokenizer = HFTokenizer(DEMO_POLICY)
+    refuse = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+    tokenizer._tokenizer.chat_template = refuse + tokenizer._tokenizer.chat_template
+    path = write(tmp_path / "r.jsonl", json.dumps({"messages": [ASKED, CALL, OBSERVED, ANSWER]}))
+    with pytest.raises(DataError, match=r"r\.jsonl:1: .*no such message after one of the assistant"):
+        read(path, tokenizer, 200, chat_template=True)
 
 
 def test_a_split_of_a_data_set_with_columns_of_its_own_is_read(tmp_path):
