@@ -12,7 +12,7 @@ TRAIN = ["-m", "megatron_tlt", "train"]
 KILLER = "tests/integration/workers/train_killed.py"
 STEPS, LAST = 6, "checkpoints/step-000006"
 SPEC = "rollout.speculation"
-ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.with_suffix=true", f"{SPEC}.selector=fixed", "idle.train_drafter=true"]
+ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.selector=fixed", "idle.train_drafter=true"]
 ON += ["idle.min_steps_per_window=2", "idle.min_tail_seconds=0"]
 
 

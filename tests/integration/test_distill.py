@@ -11,7 +11,7 @@ from tests.helpers.runs import assert_same_checkpoint, make_model, rows, train_m
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 SPEC = "rollout.speculation"
-ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.with_suffix=true", f"{SPEC}.selector=fixed", "idle.train_drafter=true"]
+ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.selector=fixed", "idle.train_drafter=true"]
 ON += ["idle.min_steps_per_window=2", "idle.min_tail_seconds=0"]
 ALONE = ["rewards.functions=[]", "data.eval=null"]
 
