@@ -250,7 +250,7 @@ class DrafterPretraining:
         return self._trainer is not None
 
     def _initialise(self, data: Sequence[DraftSequence]) -> None:
-        """Weights that start from the policy's; a reduced vocabulary is that of the responses of all ranks. Collective."""
+        """Weights that start from the policy's. A reduced vocabulary is that of all ranks' responses. Collective."""
         counts = self._token_counts(data)
         read = weight_reader(self._config.model.path, self.model.config.policy)
         self.model.start_fresh(self._section.seed, read, self._head, counts)
