@@ -8,7 +8,7 @@ and held-out ones at 1 and 0.7, with the states that any kind reads. Part `learn
 settings, from the policy, one thread; seconds are processor time of training alone. `accepted` is the drafted tokens of
 7 that are accepted in a row on held-out responses, with the responses' own noise (`drafter.measure`); a sample's
 standard error is that of responses. Part `draft`: seconds of a draft of 7 behind 64 tokens, 3 new ones, for 1, 4 and 16
-requests, over 4,096 and all tokens, best of 9.
+requests, over 4,096 and all tokens, best of 5.
 """
 
 from __future__ import annotations
@@ -95,24 +95,12 @@ def record(policy: Path, work: Path, count: int) -> None:
         params = SamplingParams(temperature=temperature, max_tokens=config.rollout.max_tokens, seed=7)
         engine.generate(GenerateCall(prompts, params, 2 if name == "train" else 1))
         engine.collect_hidden_states(None)
-        rows = [
-            (
-                s.trajectory.prompt_id,
-                s.trajectory.sample_index,
-                s.trajectory.token_ids,
-                s.trajectory.response_start,
-                s.key,
-                s.hidden,
-            )
-            for s in found
-        ]
-        torch.save(rows, out)
-        print(
-            f"record {name}: {len(rows)} responses, {sum(len(r[2]) - r[3] for r in rows)} tokens", flush=True
-        )
+        torch.save([(s.trajectory, s.key, s.hidden) for s in found], out)
+        tokens = sum(s.trajectory.length - s.trajectory.response_start for s in found)
+        print(f"record {name}: {len(found)} responses, {tokens} tokens", flush=True)
 
 
-def read(work: Path, name: str, policy: ModelConfig, layers: tuple[int, ...]) -> list[HiddenStateSample]:
+def read(name: str, work: Path, policy: ModelConfig, layers: tuple[int, ...]) -> list[HiddenStateSample]:
     """Recorded responses with the states of `layers` and the final one."""
     h, recorded = policy.hidden_size, read_layers(policy)
     columns = [recorded.index(layer) for layer in layers] + [len(recorded)]
@@ -130,11 +118,9 @@ def learn(policy: Path, work: Path, name: str, marks: list[float], seed: int) ->
     """Accepted lengths at marks of seconds."""
     shape = ModelConfig.from_hf(policy)
     config, tables = shape_of(name, shape), lookup_tables(policy, shape, torch.device("cpu"))
-    samples = read(work, "train", shape, config.aux_layers)
-    held = {
-        t: [DraftSequence.of(s) for s in read(work, f"held-{t}", shape, config.aux_layers)]
-        for t in TEMPERATURES
-    }
+    of = work, shape, config.aux_layers
+    held = {t: [DraftSequence.of(s) for s in read(f"held-{t}", *of)] for t in TEMPERATURES}
+    samples = read("train", *of)
     drawn = [s.trajectory.token_ids[s.trajectory.response_start :] for s in samples]
     counts = torch.from_numpy(np.bincount(np.concatenate(drawn), minlength=shape.vocab_size))
     model = KINDS[config.kind].build_model(config)
@@ -165,10 +151,8 @@ def accepted(
     """Mean accepted length over bases, and the standard error of the ratio over responses."""
     given = {"steps": DRAFTED, "temperature": temperature, "batch_tokens": 1024, "window": 1024}
     each = [measure(model, *tables, [response], **given) for response in held]
-    length, bases = (
-        np.array(column)
-        for column in zip(*((m.accepted_length * m.bases, m.bases) for m in each), strict=True)
-    )
+    bases = np.array([m.bases for m in each])
+    length = bases * np.array([m.accepted_length for m in each])
     mean = length.sum() / bases.sum()
     return float(mean), float(np.sqrt(((length - mean * bases) ** 2).sum()) / bases.sum())
 
@@ -178,21 +162,15 @@ def accepted(
 
 def draft_rows(policy: Path) -> Rows:
     """Seconds of a draft, the feed of 3 new tokens included."""
-    shape, rows, tables = (
-        ModelConfig.from_hf(policy),
-        [],
-        dict(iter_weights(policy, ModelConfig.from_hf(policy))),
-    )
+    shape, rows = ModelConfig.from_hf(policy), []
+    tables = dict(iter_weights(policy, shape))
     generator = torch.Generator().manual_seed(0)
     for name in DRAFTERS:
         for tokens in sorted({min(4096, shape.vocab_size), shape.vocab_size}):
             config = shape_of(name, shape, tokens)
             decoder = build_decoder(shape, aux_layers=config.aux_layers)
             decoder.load_weights(tables.items())
-            drafter, model = (
-                KINDS[config.kind].build_decoder(decoder, config),
-                KINDS[config.kind].build_model(config),
-            )
+            drafter, model = KINDS[config.kind].build_decoder(decoder, config), KINDS[config.kind].build_model(config)
             model.initialise(0)
             drafter.load_weights(model.state_dict().items())
             drafter.refresh_head()
@@ -202,8 +180,8 @@ def draft_rows(policy: Path) -> Rows:
                 states = [torch.randn(64, width, generator=generator) for _ in range(requests)]
                 running, best = DraftRows(drafter, ids, states), float("inf")
                 running.draft(DRAFTED)
-                for _ in range(9):
-                    running.rows.synced -= 3
+                for _ in range(5):
+                    running.rows.synced[:] -= 3
                     began = time.process_time()
                     running.draft(DRAFTED)
                     best = min(best, time.process_time() - began)
@@ -222,9 +200,8 @@ def main() -> None:
     parser.add_argument("--seconds", default="60,150,300")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=[*DRAFTERS], default=[*DRAFTERS])
-    parser.add_argument(
-        "--parts", nargs="+", choices=["record", "learn", "draft"], default=["record", "learn", "draft"]
-    )
+    parts = ["record", "draft", "learn"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
