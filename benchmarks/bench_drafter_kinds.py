@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +160,12 @@ def accepted(
 # -- drafting -----------------------------------------------------------------------------------------------------
 
 
-def draft_rows(policy: Path) -> Rows:
+def draft_rows(policy: Path, names: Sequence[str]) -> Rows:
     """Seconds of a draft, the feed of 3 new tokens included."""
     shape, rows = ModelConfig.from_hf(policy), []
     tables = dict(iter_weights(policy, shape))
     generator = torch.Generator().manual_seed(0)
-    for name in DRAFTERS:
+    for name in names:
         for tokens in sorted({min(4096, shape.vocab_size), shape.vocab_size}):
             config = shape_of(name, shape, tokens)
             decoder = build_decoder(shape, aux_layers=config.aux_layers)
@@ -210,7 +210,7 @@ def main() -> None:
     if "record" in args.parts:
         record(args.policy, args.work, args.prompts)
     if "draft" in args.parts:
-        rows += draft_rows(args.policy)
+        rows += draft_rows(args.policy, args.kinds)
     if "learn" in args.parts:
         marks = [float(x) for x in args.seconds.split(",")]
         for seed in range(args.seeds):
