@@ -1,6 +1,7 @@
 """A real language model from its directory to a served drafter: what TLT saves, and that it never costs.
 
     make real                                     # SmolLM2-135M-Instruct: an hour on 2 quiet cores
+    make real ARGS="--drafter eagle dspark"       # kinds of drafters side by side
     python benchmarks/real.py --model Qwen/Qwen2.5-0.5B-Instruct [--parts model sft ..] [--options k=v ..] --out r.json
 
 The parts, in order; each keeps its result in WORK and is skipped when it is there (`--again` makes it anew):
@@ -13,7 +14,8 @@ The parts, in order; each keeps its result in WORK and is skipped when it is the
     eval      rewards before and after; accepted length of the drafter before, after, and of the frozen one
     serve     policy and exported drafter in an unchanged vLLM, where there is one (`make setup-vllm`)
 
-Summary:
+Each kind of drafter has the last five parts to itself, eagle in WORK, others in WORK/KIND; jobs with TLT off are of all
+kinds. Summary, with KIND/ before the figures of kinds behind the first:
 identical        1.0 if responses, rewards and final weights with optimizer are the same in all jobs
 rollout, e2e     seconds off / on: rollouts with the wait for the slowest rank; whole steps
 plain_cost       CPU seconds of plain decoding with a drafter at hand / without one
@@ -34,13 +36,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lib import on_off, plain_cost, proof_picture, real_data, real_serving
 from lib.bench_record import ROOT, read_record, write_record
 from lib.training_runs import Rows, launch, train
 
 sys.path.insert(0, str(ROOT))
+from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.load import load_config
 from megatron_tlt.data.hub import fetch_argument
 from megatron_tlt.distributed.together import SingleProcess
@@ -50,7 +53,8 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
 
 CONFIG, SFT = ROOT / "benchmarks/lib/real.yaml", ROOT / "benchmarks/lib/real-sft.yaml"
-SPEC = "rollout.speculation"
+SPEC, DEFAULT = "rollout.speculation", "eagle"
+SHARED = ("model", "sft")  # parts without a drafter
 GOALS = {"identical": 1.0, "rollout": 1.5, "e2e": 1.25, "tail": 5.0}
 LEGEND = {
     **on_off.LEGEND,
@@ -80,15 +84,18 @@ Found = tuple[Rows, dict[str, float]]
 class Chain:
     """One model's folders and settings."""
 
-    def __init__(self, args: argparse.Namespace):
-        self.args, self.work = args, args.work
-        self.model: Path = args.model or self.work / "model"
-        self.policy, self.drafter = self.work / "cold-start", self.work / "drafter"
+    def __init__(self, args: argparse.Namespace, kind: str):
+        """`kind` of drafter."""
+        self.args, self.kind, self.shared = args, kind, args.work
+        self.work: Path = args.work / ("" if kind == DEFAULT else kind)
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.model: Path = args.model or self.shared / "model"
+        self.policy, self.drafter = self.shared / "cold-start", self.work / "drafter"
         self.final = self.work / "final"
 
     def options(self, policy: Path, *more: str) -> list[str]:
         """Overrides of `real.yaml` for a policy."""
-        return [f"model.path={policy}", *more, *self.args.options]
+        return [f"model.path={policy}", f"{SPEC}.drafter={self.kind}", *more, *self.args.options]
 
     def config(self) -> Config:
         """The configuration of the cold-started policy's runs."""
@@ -119,7 +126,7 @@ def cold_start(chain: Chain) -> Found:
     """Worked solutions, and the policy that `sft` makes of the model with them."""
     chain.need(chain.model)
     source = load_config(CONFIG, chain.options(chain.model)).data.train
-    solutions, held_out = chain.work / "solutions.jsonl", chain.work / "held-out.jsonl"
+    solutions, held_out = chain.shared / "solutions.jsonl", chain.shared / "held-out.jsonl"
     real_data.write_solutions(source, 3000, solutions, seed=10**9)
     real_data.write_solutions(source, 24, held_out, seed=2 * 10**9)
     paths = [f"model.path={chain.model}", f"sft.train_path={solutions}", f"sft.eval_path={held_out}"]
@@ -147,7 +154,8 @@ def grpo(chain: Chain) -> Found:
     rows, steps = [], chain.args.steps
     for turn in range(chain.args.rounds):
         for mode in ["off", "on"] if turn % 2 == 0 else ["on", "off"]:
-            kept, folder = chain.work / f"grpo-{mode}-{turn}.json", chain.work / f"grpo-{mode}"
+            place = chain.shared if mode == "off" else chain.work
+            kept, folder = place / f"grpo-{mode}-{turn}.json", place / f"grpo-{mode}"
             if not kept.exists():
                 print(f"grpo, {mode}, round {turn}", flush=True)
                 options = chain.options(chain.policy, *modes[mode])
@@ -158,9 +166,9 @@ def grpo(chain: Chain) -> Found:
             rows.append(json.loads(kept.read_text()))
     figures = on_off.summarize(rows)
     figures["tail"] = max(longest / median for row in rows for median, longest in row["lengths"])
-    print(on_off.table(rows, chain.model.name))
-    if chain.args.picture is not None:
-        runs = {mode: chain.work / f"grpo-{mode}" for mode in ("off", "on")}
+    print(on_off.table(rows, f"{chain.model.name}, {chain.kind}"))
+    if chain.args.picture is not None and chain.kind == chain.args.drafter[0]:
+        runs = {"off": chain.shared / "grpo-off", "on": chain.work / "grpo-on"}
         seconds = {mode: on_off.mean_phases([row for row in rows if row["mode"] == mode]) for mode in runs}
         chain.args.picture.parent.mkdir(parents=True, exist_ok=True)
         chain.args.picture.write_text(proof_picture.draw(runs, seconds, figures))
@@ -213,6 +221,9 @@ def serve(chain: Chain) -> Found:
     from megatron_tlt.config.engine_process import VllmSection
 
     chain.need(chain.final)
+    if chain.kind == "dspark":
+        print("serve: vLLM's CPU build has no DSpark, left out", flush=True)
+        return [], {}
     python = chain.args.vllm_python or find_python(VllmSection())
     if python is None:
         print("serve: no vLLM (make setup-vllm), left out", flush=True)
@@ -231,24 +242,52 @@ PARTS: dict[str, Callable[[Chain], Found]] = {
 }
 
 
-def run_parts(chain: Chain) -> Found:
-    """Rows and figures of all chosen parts, and of those that are kept. Writes the record after each."""
+def run_parts(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Figures by kind of all chosen parts, and of those that are kept. Writes the record after each."""
     rows: Rows = []
-    figures: dict[str, Any] = {}
-    for name, part in PARTS.items():
-        kept = chain.work / f"part-{name}.json"
-        if name in chain.args.parts and (chain.args.again or not kept.exists()):
+    by_kind: dict[str, dict[str, float]] = {kind: {} for kind in args.drafter}
+    chains = {kind: Chain(args, kind) for kind in args.drafter}
+    todo = [
+        (chain, name)
+        for kind, chain in chains.items()
+        for name in PARTS
+        if name not in SHARED or kind == args.drafter[0]
+    ]
+    for chain, name in todo:
+        kept = (chain.shared if name in SHARED else chain.work) / f"part-{name}.json"
+        if name in args.parts and (args.again or not kept.exists()):
             started = time.monotonic()
-            print(f"part {name}", flush=True)
-            found, new = part(chain)
+            print(f"part {name}, {chain.kind}", flush=True)
+            found, new = PARTS[name](chain)
             seconds = round(time.monotonic() - started)
-            print(f"part {name}: {seconds} s", flush=True)
+            print(f"part {name}, {chain.kind}: {seconds} s", flush=True)
             write_record(kept, [*found, {"part": name, "seconds": seconds}], new)
         if kept.exists():
             found, new = read_record(kept)
-            rows, figures = rows + found, figures | new
-            write_record(chain.args.out, rows, figures)
-    return rows, figures
+            rows += [{**row, "drafter": chain.kind} for row in found]
+            by_kind[chain.kind] |= new
+            write_record(args.out, rows, summary_of(by_kind))
+    return by_kind
+
+
+def summary_of(by_kind: dict[str, dict[str, float]]) -> dict[str, float]:
+    """The figures of the first kind, and those of others with the kind's name before theirs."""
+    first = next(iter(by_kind))
+    return {
+        name if kind == first else f"{kind}/{name}": value
+        for kind, figures in by_kind.items()
+        for name, value in figures.items()
+    }
+
+
+def side_by_side(by_kind: dict[str, dict[str, float]]) -> list[str]:
+    """A line for each figure, a column for each kind."""
+    names = dict.fromkeys(name for figures in by_kind.values() for name in figures)
+    lines = [f"{'':52s}" + "".join(f"{kind:>9s}" for kind in by_kind)]
+    for name in names:
+        cells = (f"{figures[name]:9.3f}" if name in figures else f"{'-':>9s}" for figures in by_kind.values())
+        lines.append(f"{LEGEND[name]:52s}" + "".join(cells))
+    return lines
 
 
 def aims(figures: dict[str, float]) -> list[str]:
@@ -285,6 +324,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, help="a Hugging Face directory or OWNER/NAME; default: SmolLM2")
+    kinds = [*DRAFTERS]
+    parser.add_argument("--drafter", nargs="+", choices=kinds, default=[DEFAULT], help="kinds, side by side")
     parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
     parser.add_argument("--again", action="store_true", help="also the chosen parts whose results are there")
     parser.add_argument("--quick", action="store_true", help="does every part once, with few steps: no figures")
@@ -307,8 +348,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     check(args)
-    _, figures = run_parts(Chain(args))
-    print(*on_off.judge(figures, GOALS, LEGEND), *aims(figures), sep="\n")
+    by_kind = run_parts(args)
+    for kind, figures in by_kind.items():
+        print(kind, *on_off.judge(figures, GOALS, LEGEND), *aims(figures), sep="\n")
+    if len(by_kind) > 1:
+        print(*side_by_side(by_kind), sep="\n")
 
 
 if __name__ == "__main__":

@@ -348,7 +348,6 @@ CAPABILITIES: dict[BackendName, BackendCapabilities] = {
         tensor_parallel=True,
         routed_experts=True,
         draft_traces=False,
-        drafters=("none", "suffix", "eagle", "eagle3"),
         turns=True,
     ),
 }

@@ -47,13 +47,14 @@ def make_drafter(model: Path, kind: str, folder: Path) -> Path:
     from megatron_tlt.drafter.kinds.registry import KINDS
     from megatron_tlt.drafter.pretrain import lookup_tables
     from megatron_tlt.models.config import ModelConfig
+    from megatron_tlt.models.loader import weight_reader
 
     policy = ModelConfig.from_hf(model)
     size = 4096 if kind == "eagle3" and policy.vocab_size > 4096 else None
     config = drafter_shape(SpeculationSection(drafter=kind, draft_vocab_size=size), policy)  # type: ignore[arg-type]
     drafter = KINDS[kind].build_model(config)
     _, head = lookup_tables(model, policy, torch.device("cpu"))
-    drafter.start_fresh(0, head, torch.ones(policy.vocab_size, dtype=torch.int64))
+    drafter.start_fresh(0, weight_reader(model, policy), head, torch.ones(policy.vocab_size, dtype=torch.int64))
     save_drafter(folder, config, drafter.state_dict(), fingerprint=policy_fingerprint(model))
     return folder
 

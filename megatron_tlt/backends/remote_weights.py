@@ -9,7 +9,7 @@ import torch
 
 from megatron_tlt.backends.base import BaseBackend
 from megatron_tlt.backends.transport import by_cuda_ipc, in_shared_memory
-from megatron_tlt.drafter.kinds.base import engine_names
+from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.errors import BackendError, SyncError, shortened
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD
@@ -93,7 +93,8 @@ class RemoteWeights(BaseBackend):
         if drafter is not None:
             assert self._options.drafter is not None  # or `update_drafter` had raised
             weights, version = drafter
-            tensors = list(engine_names(self._options.drafter.config, weights).items())
+            config = self._options.drafter.config
+            tensors = list(KINDS[config.kind].engine_tensors(config, weights).items())
             sums = self._send("drafter", tensors)
             if self._weights.keep_checksums and sums != {name: checksum(tensor) for name, tensor in tensors}:
                 raise SyncError(f"the engine holds other bytes of the drafter than version {version} has")

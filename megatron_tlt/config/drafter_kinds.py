@@ -77,6 +77,20 @@ class DrafterFacts:
         """Forward passes of a draft of `length` tokens: one a position."""
         return length
 
+    @property
+    def rows(self) -> int:
+        """Rows of a pass for each request."""
+        return 1
+
+    def read_elements(self, shape: ArchitectureConfig, draft_vocab_size: int | None) -> int:
+        """Elements of weights that a pass reads: layers, `fc` and the rows of an LM head."""
+        own = self.parameters(shape, draft_vocab_size) - self.head_elements(shape, draft_vocab_size)
+        return own + (draft_vocab_size or shape.vocab_size) * shape.hidden_size
+
+    def token_elements(self, shape: ArchitectureConfig, draft_vocab_size: int | None) -> int:
+        """Elements of weights that each drafted token reads beside its pass."""
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class BlockFacts(DrafterFacts):
@@ -123,7 +137,22 @@ class BlockFacts(DrafterFacts):
 
     def passes(self, length: int) -> int:
         """One, whatever the length: the whole block is filled."""
-        return 1
+        return min(1, length)
+
+    @property
+    def rows(self) -> int:
+        """See `DrafterFacts.rows`."""
+        return self.block_size
+
+    def read_elements(self, shape: ArchitectureConfig, draft_vocab_size: int | None) -> int:
+        """See `DrafterFacts.read_elements`: of the Markov head's tables single rows, or the second for each token."""
+        tokens = draft_vocab_size or shape.vocab_size
+        tables = (shape.vocab_size + tokens) * self._rank(shape)
+        return self.parameters(shape, draft_vocab_size) - tables + tokens * shape.hidden_size
+
+    def token_elements(self, shape: ArchitectureConfig, draft_vocab_size: int | None) -> int:
+        """See `DrafterFacts.token_elements`: the bias of all tokens."""
+        return (draft_vocab_size or shape.vocab_size) * self._rank(shape)
 
 
 DRAFTERS = {

@@ -37,7 +37,7 @@ from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
-from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.models.loader import iter_weights, weight_reader
 from megatron_tlt.observe.progress import ProgressDisplay, build_progress
 from megatron_tlt.types import GenerateCall, Trajectory
 
@@ -250,9 +250,10 @@ class DrafterPretraining:
         return self._trainer is not None
 
     def _initialise(self, data: Sequence[DraftSequence]) -> None:
-        """Fresh weights; a reduced vocabulary is that of the responses of all ranks. Collective."""
+        """Weights that start from the policy's. A reduced vocabulary is that of all ranks' responses. Collective."""
         counts = self._token_counts(data)
-        self.model.start_fresh(self._section.seed, self._head, counts)
+        read = weight_reader(self._config.model.path, self.model.config.policy)
+        self.model.start_fresh(self._section.seed, read, self._head, counts)
         if (chosen := self.model.token_ids()) is not None:
             share = float(counts[chosen.cpu()].sum() / counts.sum())
             self._print(f"drafts {len(chosen)} of {len(counts)} tokens: {share:.2%} of the responses' tokens")

@@ -20,6 +20,7 @@ from megatron_tlt.models.torch.fixed_memory import FixedMemory
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by their names in configurations
+MOST_AUX_LAYERS = 16  # that a decoder returns: TLT_MAX_AUX of the C decoder
 ENGINE_DTYPES = {name: str(dtype).removeprefix("torch.") for name, dtype in DTYPES.items()}  # by engines' names
 
 

@@ -124,9 +124,10 @@ class DrafterModel(nn.Module, ABC):
     def initialise(self, seed: int) -> None:
         """Random weights."""
 
-    def start_fresh(self, seed: int, head: Tensor, counts: Tensor) -> None:
-        """`initialise`, and `choose_vocabulary` of what responses have."""
+    def start_fresh(self, seed: int, read: Callable[[str], Tensor], head: Tensor, counts: Tensor) -> None:
+        """`initialise`, `start_from_policy`, and `choose_vocabulary` of what responses have."""
         self.initialise(seed)
+        self.start_from_policy(read)
         self.choose_vocabulary(head, counts)
 
     @abstractmethod

@@ -9,7 +9,8 @@ import math
 
 import numpy as np
 
-from megatron_tlt.config.planning.parameters import active_parameters, layer_parameters, total_parameters
+from megatron_tlt.config.drafter_kinds import DRAFTERS
+from megatron_tlt.config.planning.parameters import active_parameters, total_parameters
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.cost_model import ELEMENT, GPUS
 
@@ -77,12 +78,15 @@ class Cluster:
         return 2e-3 * self._config.idle.poll_ms + 1e-6 * _HOP_US * hops
 
     def micro_step(self) -> float:
-        """One micro-step of drafter training on one replica: 6 operations a parameter and token, the head's 2."""
+        """One micro-step of drafter training on one replica: 6 operations a token and parameter that a pass reads. A
+        block drafter has about as many rows of blocks as tokens.
+        """
         training, model = self._config.training, self._config.model
         if training.micro_step_ms is not None:
             return 1e-3 * training.micro_step_ms
         assert model is not None, "checked by check_sim"
-        layer = layer_parameters(model) + 2 * model.hidden_size**2
-        head = model.vocab_size * model.hidden_size
-        operations = (6.0 * layer + 6.0 * head) * training.micro_step_tokens
+        speculation = self._config.rollout.speculation
+        drafter = speculation.trained or DRAFTERS["eagle"]
+        read = drafter.read_elements(model, speculation.draft_vocab_size)
+        operations = 6.0 * read * training.micro_step_tokens
         return operations / (self._gpu.flops * training.mfu * self._config.rollout.tp) + 2e-3

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_tlt.config.drafter_kinds import DRAFTERS, DrafterFacts
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.parameters import (
     decoder_parameters,
     expert_parameters,
-    layer_parameters,
     total_parameters,
 )
 from megatron_tlt.config.sim import SimConfig, SimCostSection
@@ -62,7 +62,7 @@ class CostModel(Protocol):
         """Everything but the draft: schedule, forward, sampling or verification, commit."""
 
     def draft(self, kind: str, B: int, passes: int, tokens: int) -> float:
-        """Proposing `tokens` tokens in all, in `passes` passes of a trained drafter."""
+        """Proposing `tokens` tokens in all, `passes` of them one after the other by a trained drafter."""
 
     def prefill(self, tokens: int) -> float:
         """A step of prompt tokens only."""
@@ -71,13 +71,23 @@ class CostModel(Protocol):
 class Roofline:
     """See the module."""
 
-    def __init__(self, model: ArchitectureConfig, gpu: Gpu, tp: int, section: SimCostSection):
+    def __init__(
+        self,
+        model: ArchitectureConfig,
+        gpu: Gpu,
+        tp: int,
+        section: SimCostSection,
+        drafter: DrafterFacts = DRAFTERS["eagle"],
+        draft_vocab_size: int | None = None,
+    ):
+        """`drafter` is the trained one, over `draft_vocab_size` tokens (None: all)."""
         self._model, self._gpu, self._tp, self._section = model, gpu, tp, section
         head = model.vocab_size * model.hidden_size
         self._dense = decoder_parameters(model, 0) + head
         self._expert = len(model.moe_layers) * expert_parameters(model, 1)  # one of each layer
-        fused = 2 * model.hidden_size * model.hidden_size
-        self._drafter = layer_parameters(model) + fused + head
+        self._drafter = drafter
+        self._pass_elements = drafter.read_elements(model, draft_vocab_size)
+        self._token_elements = drafter.token_elements(model, draft_vocab_size)
         self._kv = kv_bytes(model) / tp
         self._width = model.num_heads * model.head_dim
 
@@ -93,8 +103,13 @@ class Roofline:
         """See `CostModel.draft`."""
         if kind == "suffix":
             return 1e-6 * self._section.lookup_us * B
-        one = self._forward(self._drafter, B, 0.0, 0.0, 1)
-        return passes * (one + 1e-3 * self._section.pass_ms)
+        if not passes:
+            return 0.0
+        layers = self._drafter.cached_layers
+        one = self._forward(self._pass_elements, B * self._drafter.rows, 0.0, 0.0, layers)
+        bias = self._forward(self._token_elements, B, 0.0, 0.0, 0)
+        one += self._drafter.rows * bias + 1e-3 * self._section.pass_ms  # a block's tokens are drawn one by one
+        return self._drafter.passes(passes) * one
 
     def prefill(self, tokens: int) -> float:
         """See `CostModel.prefill`."""
@@ -178,7 +193,10 @@ def build_costs(config: SimConfig) -> CostModel:
     if config.costs.table is not None:
         return MeasuredCosts.load(config.costs.table)
     assert config.model is not None, "checked by check_sim"
-    return Roofline(config.model, GPUS[config.cluster.gpu], config.rollout.tp, config.costs)
+    speculation = config.rollout.speculation
+    drafter = speculation.trained or DRAFTERS["eagle"]
+    given = config.model, GPUS[config.cluster.gpu], config.rollout.tp, config.costs
+    return Roofline(*given, drafter, speculation.draft_vocab_size)
 
 
 def cache_tokens(config: SimConfig) -> int | None:

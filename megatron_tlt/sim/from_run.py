@@ -37,7 +37,11 @@ def simulation_of(config: Config) -> SimConfig:
     cache_mib = max(1, tokens * kv_bytes(shape) // config.rollout.tp // MIB)
     speculation = config.rollout.speculation
     if speculation.trained and speculation.drafter_path is None:
-        speculation = speculation.model_copy(update={"drafter_path": "made from the policy"})
+        made = {
+            "drafter_path": "made from the policy",
+            "draft_vocab_size": speculation.draft_tokens(shape.vocab_size),
+        }
+        speculation = speculation.model_copy(update=made)
     rollout = {"kv_cache_mib": cache_mib, "speculation": speculation}
     memory = config.cluster.memory_gib or 0
     gpu = "rtx4090" if memory < 40 else "h100" if memory < 80 else "h200"

@@ -20,6 +20,7 @@ from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
+from megatron_tlt.config.block_drafters import BlockShape
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.drafter_kinds import DrafterName
 from megatron_tlt.config.model import ModelSection
@@ -29,13 +30,15 @@ from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafter.batching import DraftSequence, collate, epoch
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.drafter.kinds.base import SavedDrafter
+from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.drafters import DrafterConfig, most_frequent
+from megatron_tlt.models.drafters import DrafterConfig
+from megatron_tlt.models.dspark.config import BlockConfig
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
-from megatron_tlt.models.eagle.eagle3 import Eagle3Model
 from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.loader import weight_reader
 from megatron_tlt.types import (
     GenerateCall,
     HiddenStateSample,
@@ -49,6 +52,7 @@ from tests.helpers.fake_turns import FakeTurns
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import moe_config, random_weights
 from tests.helpers.vllm_engines import (
+    ANY_LENGTH,
     DRAFTER,
     MODEL,
     NEEDS_VLLM,
@@ -206,18 +210,56 @@ def test_turns_are_the_embedded_engines_and_their_states_are_whole(
         assert theirs.speculation.drafted_tokens > 0
 
 
-def trained3(config: DrafterConfig, samples: list[HiddenStateSample], tables: tuple[Tensor, Tensor]) -> Eagle3Model:
-    """A drafter of kind eagle3 over part of the vocabulary that drafts some tokens right and some not."""
-    model, data = Eagle3Model(config), [DraftSequence.of(s) for s in samples]
-    model.initialise(0)
+def trained(
+    config: DrafterConfig, samples: list[HiddenStateSample], tables: tuple[Tensor, Tensor], path: str
+) -> dict[str, Tensor]:
+    """A drafter of the policy in `path` that drafts some tokens right and some not."""
+    model, data = KINDS[config.kind].build_model(config), [DraftSequence.of(s) for s in samples]
     counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=SHAPE.vocab_size)
-    model.set_vocabulary(most_frequent(counts, config.draft_vocab_size))
-    model.take_head(tables[1])
-    section = DrafterSection(lr=5e-3, num_steps=40, draft_steps=2, warmup_steps=4)
+    model.start_fresh(0, weight_reader(path, config.policy), tables[1], counts)
+    section = DrafterSection(lr=5e-3, num_steps=70, draft_steps=2, warmup_steps=4)
     trainer = DrafterTrainer(model, *tables, section, temperature=1.0)
-    for seed in range(40):
+    for seed in range(70):
         trainer.step(collate(epoch(data, 512, 256, np.random.default_rng(seed))[0]))
-    return model
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("block", "lengths"),
+    [
+        (BlockShape(2, (1, 5, 9), 6, 32, 287, sample_from_anchor=True), ANY_LENGTH.model_dump(exclude={"drafter"})),
+        (BlockShape(2, (1, 5, 9), 5, 0, 287, sample_from_anchor=False), {"selector": "fixed", "draft_len": 4}),
+    ],
+    ids=["dspark", "dflash"],
+)
+def test_a_block_drafter_drafts_as_in_the_embedded_engine(
+    ours: EmbeddedBackend, tokenizer: HFTokenizer, prompts: list[Prompt], block: BlockShape, lengths: dict[str, Any]
+) -> None:
+    """Whole blocks are filled, whatever of them is verified; responses and states are those without one."""
+    config = BlockConfig.of(SHAPE, block)
+    drafting = {"tokenizer": tokenizer, "keep_layers": config.aux_layers}
+    plain = build_backend(EngineOptions(RolloutSection(), MODEL, **drafting))
+    push(plain, 1, None)
+    states = collect(plain, prompts)
+    good = trained(config, list(states.values()), plain.lookup_tables(), MODEL.path)
+    start = SavedDrafter(config, noisy(good))
+    section = SpeculationSection(drafter="dspark", **lengths)
+    beside = build_backend(
+        EngineOptions(RolloutSection(speculation=section), MODEL, tokenizer=tokenizer, drafter=start)
+    )
+    theirs = start_vllm(start, section)
+    for backend in (ours, beside, theirs):
+        push(backend, 0, 7)
+    assert responses(theirs, prompts, SAMPLING[0]) == responses(ours, prompts, SAMPLING[0])
+    poor = theirs.take_stats().speculation.accept_length
+    for backend in (beside, theirs):
+        push(backend, 1, None, good)
+    assert_same_states(states, collect(theirs, prompts))
+    made = [drafts(backend, prompts) for backend in (beside, theirs)]
+    assert made[0].accept_length > poor + 0.08, "a drafter that says nothing of acceptance"
+    near = 0.03 if "draft_len" in lengths else 0.1  # with random lengths
+    assert made[1].accept_length == pytest.approx(made[0].accept_length, rel=near)
+    theirs.close()
 
 
 def test_eagle3_and_experts_as_in_the_embedded_engine(
@@ -229,8 +271,7 @@ def test_eagle3_and_experts_as_in_the_embedded_engine(
     plain = build_backend(EngineOptions(RolloutSection(), policy, tokenizer=tokenizer, keep_layers=config.aux_layers))
     push(plain, 1, None, model=policy)
     states = collect(plain, prompts)
-    model = trained3(config, list(states.values()), plain.lookup_tables())
-    good = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    good = trained(config, list(states.values()), plain.lookup_tables(), policy.path)
     start = SavedDrafter(config, noisy(good))
     section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=4)
     ours = build_backend(

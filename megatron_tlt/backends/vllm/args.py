@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.process import with_more
-from megatron_tlt.drafter.kinds.base import ExportFiles, SavedDrafter, cast_tensors, engine_names
+from megatron_tlt.drafter.kinds.base import ExportFiles, SavedDrafter, cast_tensors
 from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.models.base import DTYPES, ENGINE_DTYPES
+from megatron_tlt.models.dspark.config import BlockConfig
 
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection
+    from megatron_tlt.models.drafters import DrafterConfig
     from megatron_tlt.types import SamplingParams
 
 # Of the GPU, which vLLM wants free before it starts. Nothing reads the share beside `kv_cache_memory_bytes`; the memory
@@ -22,23 +24,29 @@ _FREE_SHARE = 0.01
 SUFFIX_PROPOSER = "megatron_tlt.backends.vllm.plugin.suffix.SuffixProposer"
 
 
-def speculative_config(rollout: RolloutSection, method: str, drafter: Path | None) -> dict[str, Any] | None:
-    """vLLM's `speculative_config`; None without speculation. `drafter`: the directory of `drafter_files`, of kind
-    `method`.
+def longest_draft(rollout: RolloutSection, drafter: DrafterConfig | None) -> int:
+    """The most tokens that vLLM's proposer drafts for a request: all of a block, whatever of it is verified."""
+    return drafter.num_drafted if isinstance(drafter, BlockConfig) else rollout.speculation.longest_draft
+
+
+def speculative_config(
+    rollout: RolloutSection, drafter: DrafterConfig | None = None, directory: Path | None = None
+) -> dict[str, Any] | None:
+    """vLLM's `speculative_config`; None without speculation. `directory`: that of `drafter_files`.
 
     The plugin decides how much each step drafts; vLLM gets the longest draft. With a range of batch sizes, one for all,
     it accepts drafts of other lengths; without one it pads a request's first draft with placeholder tokens.
     """
     if rollout.speculation.drafter == "none":
         return None
-    longest = rollout.speculation.longest_draft
+    longest = longest_draft(rollout, drafter)
     count: dict[str, Any] = {"num_speculative_tokens": longest}
     count["num_speculative_tokens_per_batch_size"] = [(1, rollout.max_running_requests, longest)]
     if drafter is None:
         return {"method": "custom_class", "model": SUFFIX_PROPOSER, **count}
     return {
-        "method": method,
-        "model": str(drafter),
+        "method": "dflash" if isinstance(drafter, BlockConfig) else drafter.kind,
+        "model": str(directory),
         "draft_load_config": {"load_format": "safetensors"},
         **count,
     }
@@ -117,9 +125,15 @@ def request_args(params: SamplingParams, eos_token_ids: Iterable[int]) -> dict[s
 
 def drafter_files(drafter: SavedDrafter, dtype: str) -> ExportFiles:
     """The drafter as vLLM reads it at its start: as it is exported; of an EAGLE-1 drafter whose attention normalises
-    queries and keys, for the plugin's class. Raises ConfigError for a form that neither has.
+    queries and keys, and of a block drafter, for the plugin's class. Raises ConfigError for a form that neither has.
     """
-    policy = drafter.config.policy
+    config, policy = drafter.config, drafter.config.policy
+    if isinstance(config, BlockConfig):
+        files = KINDS[config.kind].engine_files(drafter, "vllm", DTYPES[dtype])
+        read = {"target_layer_ids": list(config.aux_layers), "mask_token_id": config.mask_token_id}
+        more = {"architectures": ["DFlashBlockForCausalLM"], "dflash_config": read}
+        about = {"markov_rank": 0, "sample_from_anchor": False} | files.json["config.json"] | more
+        return ExportFiles(files.tensors, {"config.json": about})
     if not drafter.config.layer.qk_norm:
         return KINDS[drafter.config.kind].engine_files(drafter, "vllm", DTYPES[dtype])
     about = policy.dense_sibling.to_hf(ENGINE_DTYPES[dtype]) | {
@@ -127,5 +141,5 @@ def drafter_files(drafter: SavedDrafter, dtype: str) -> ExportFiles:
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,  # a drafter without tables shares the policy's
     }
-    tensors = cast_tensors(engine_names(drafter.config, drafter.weights), DTYPES[dtype])
+    tensors = cast_tensors(KINDS[config.kind].engine_tensors(config, drafter.weights), DTYPES[dtype])
     return ExportFiles({"model.safetensors": tensors}, {"config.json": about})

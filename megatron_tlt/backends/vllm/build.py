@@ -17,6 +17,7 @@ from megatron_tlt.backends.vllm.args import (
     drafter_files,
     engine_args,
     launcher_variables,
+    longest_draft,
     speculative_config,
 )
 from megatron_tlt.backends.vllm.backend import VllmBackend
@@ -25,6 +26,7 @@ from megatron_tlt.drafter.checkpoint import write_directory
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.dspark.config import BlockConfig
 from megatron_tlt.models.experts import route_type
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.sync.served_weights import ServedWeights
@@ -95,11 +97,15 @@ def _arguments(options: EngineOptions, folder: Path) -> dict[str, Any]:
     policy = ModelConfig.from_hf(model.path)
     cached = policy.num_layers * policy.num_kv_heads * policy.head_dim // rollout.tp
     if drafter is not None:
-        files, layer = drafter_files(drafter, rollout.dtype), drafter.config.layer
+        files, made = drafter_files(drafter, rollout.dtype), drafter.config
         write_directory(folder, files.tensors, files.json)
-        cached += layer.num_kv_heads * layer.head_dim // rollout.tp
+        layers = made.block_layers if isinstance(made, BlockConfig) else 1
+        cached += layers * made.layer.num_kv_heads * made.layer.head_dim // rollout.tp
     # Drafts lie behind the last token; vLLM verifies zeros for all requests in a step where those of one do not fit.
-    context = min(model.max_context + rollout.speculation.longest_draft, policy.max_position_embeddings)
+    # It counts a block's anchor, too.
+    shape = None if drafter is None else drafter.config
+    behind = longest_draft(rollout, shape) + isinstance(shape, BlockConfig)
+    context = min(model.max_context + behind, policy.max_position_embeddings)
     block_bytes = 2 * cached * DTYPES[rollout.dtype].itemsize * _BLOCK
     blocks = choose_num_blocks(
         block_bytes,
@@ -110,7 +116,6 @@ def _arguments(options: EngineOptions, folder: Path) -> dict[str, Any]:
         device=device,
         local_ranks=options.local_ranks,
     )
-    method, read = ("", None) if drafter is None else (drafter.config.kind, folder)
-    speculation = speculative_config(rollout, method, read)
+    speculation = speculative_config(rollout, shape, folder)
     model = model.model_copy(update={"max_context": context})
     return engine_args(rollout, model, blocks * block_bytes, speculation, device.type)

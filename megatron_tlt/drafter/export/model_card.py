@@ -91,4 +91,4 @@ def model_card(drafter: SavedDrafter, form: Format, dtype: torch.dtype) -> str:
     layers, options = ", ".join(map(str, config.aux_layers)), kind.serving_options(config)
     algorithm = str(options["method"]).upper()
     card += _USAGE[form].format(about=kind.serving_notes(form), algorithm=algorithm, layers=layers, **options)
-    return card + (_TRIED if form in kind.was_served_by else _UNTRIED.format(engine=ENGINES[form]))
+    return card + (_TRIED if form in kind.was_served_by(config) else _UNTRIED.format(engine=ENGINES[form]))

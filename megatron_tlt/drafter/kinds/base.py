@@ -69,7 +69,6 @@ class DrafterKind(ABC):
     facts: DrafterFacts
     title: str  # in model cards
     paper: str
-    was_served_by: tuple[Format, ...] = ()  # engines that ran an export of the kind in a test
     public: PublicForm | None = None
 
     # -- its shape, in configurations and in config.json ------------------------------------------------------
@@ -125,6 +124,18 @@ class DrafterKind(ABC):
     def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
         """The files that `engine` reads. Raises ConfigError where it cannot run such a drafter."""
 
+    def engine_tensors(self, config: DrafterConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors as serving engines name them. The reduced vocabulary of a drafter that has no LM head of its own
+        is left out: engines have none for it, and draft through the policy's whole head.
+        """
+        left_out = () if "lm_head.weight" in weights else config.vocabulary_shapes()
+        named = {name: tensor for name, tensor in weights.items() if name not in left_out}
+        return {n.replace("layer.", "layers.0.", 1) if n.startswith("layer.") else n: t for n, t in named.items()}
+
+    def was_served_by(self, config: DrafterConfig) -> tuple[Format, ...]:
+        """Engines that ran an export of such a drafter in a test."""
+        return ("vllm",)
+
     def card_rows(self, config: DrafterConfig) -> str:
         """More rows of the table in a model card."""
         return ""
@@ -137,17 +148,6 @@ class DrafterKind(ABC):
         """Values of a model card's commands: vLLM's `method`, drafted tokens, and options of SGLang."""
         flags = "--speculative-num-steps 4 --speculative-eagle-topk 1 --speculative-num-draft-tokens 5"
         return {"method": config.kind, "length": 4, "flags": flags}
-
-
-def engine_names(config: DrafterConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names of serving engines: a `layer` is their first; others are as they are.
-
-    Without the reduced vocabulary of a drafter that has no LM head of its own: engines have none for it, and draft
-    through the policy's whole head.
-    """
-    left_out = () if "lm_head.weight" in weights else config.vocabulary_shapes()
-    named = {name: tensor for name, tensor in weights.items() if name not in left_out}
-    return {n.replace("layer.", "layers.0.", 1) if n.startswith("layer.") else n: t for n, t in named.items()}
 
 
 def cast_tensors(named: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

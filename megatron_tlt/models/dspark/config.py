@@ -13,6 +13,7 @@ from typing import Self
 
 from megatron_tlt.config.block_drafters import BLOCK_LAYERS, BLOCK_SIZE, BLOCK_TAPS, BlockShape, markov_rank
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.base import MOST_AUX_LAYERS
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.config import checked_size
@@ -45,8 +46,9 @@ class BlockConfig(DrafterConfig):
         """
         last = policy.num_layers - 2  # as of eagle3: engines collect a layer's input
         ids, rising = shape.aux_layers, all(a < b for a, b in pairwise(shape.aux_layers))
-        if not ids or not rising or ids[0] < 0 or ids[-1] > last:
-            raise ConfigError.of(f"{_AT}.layers", list(ids), f"must be ascending layers of 0 .. {last}")
+        if not ids or not rising or ids[0] < 0 or ids[-1] > last or len(ids) > MOST_AUX_LAYERS:
+            allowed = f"must be ascending layers of 0 .. {last}, {MOST_AUX_LAYERS} at most"
+            raise ConfigError.of(f"{_AT}.layers", list(ids), allowed)
         if not 0 <= shape.mask_token_id < policy.vocab_size:
             allowed = f"must be a row of the policy's embedding, 0 .. {policy.vocab_size - 1}"
             raise ConfigError.of("mask_token_id", shape.mask_token_id, allowed)

@@ -285,12 +285,16 @@ class BlockRowDrafter(RowDrafter):
         at = torch.arange(blocks * self._size, device=slots.device)
         visible = (at < positions[:, None]) & (at >= first[:, None])
         base = drafter.block_logits(tokens, positions, visible, slots, self._kv)
-        model, count = drafter.model, self._buffers.num_candidates
+        model, count, ids = drafter.model, self._buffers.num_candidates, drafter.model.token_ids()
         for k in range(drafted):
             logits = base[:, k]
             if model.markov_head is not None:
                 logits = logits + model.markov_head.markov_w2(model.markov_head.markov_w1(tokens)).float()
-            best, chosen = drafter.candidates(model.spread(logits.contiguous()), keys[k], temperature, count)
+            given = keys[k], temperature, count
+            if drafter.candidates is best_candidates:
+                best, chosen = best_candidates(logits, *given, ids)
+            else:
+                best, chosen = drafter.candidates(model.spread(logits.contiguous()), *given)
             self._buffers.best[k, 0, :batch].copy_(best)
             self._buffers.best[k, 1, :batch].copy_(chosen)
             tokens = chosen[:, 0].long()

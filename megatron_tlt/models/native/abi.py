@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_tlt.errors import BackendError
+from megatron_tlt.models.base import MOST_AUX_LAYERS
 from megatron_tlt.models.native.build import library_path
 
 AllReduce = ctypes.CFUNCTYPE(c_int, c_void_p, c_int64)
@@ -48,7 +49,7 @@ class TltModel(Structure):
     _fields_ = [
         *fields_of(c_int32, "hidden layers heads kv_heads head_dim inter vocab"),
         *fields_of(c_int32, "max_rows rope_len tp aux_count"),
-        ("aux", c_int32 * 16),
+        ("aux", c_int32 * MOST_AUX_LAYERS),
         *fields_of(c_int32, "experts topk expert_inter shared_inter renormalise route_bytes"),
         ("eps", c_float),
         *fields_of(c_void_p, "rope embed head final_norm"),

@@ -69,7 +69,7 @@ def test_a_part_before_its_time_is_refused(tmp_path: Path):
     args = arguments(tmp_path, "--parts", "grpo")
     real.check(args)
     with pytest.raises(SystemExit, match="cold-start is not there: run the parts before this one first"):
-        real.run_parts(real.Chain(args))
+        real.run_parts(args)
 
 
 def test_a_part_that_is_done_is_kept_and_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -77,7 +77,7 @@ def test_a_part_that_is_done_is_kept_and_in_the_record(tmp_path: Path, monkeypat
 
     def part(name: str):
         def run(chain: real.Chain) -> real.Found:
-            ran.append(name)
+            ran.append(f"{name} {chain.kind}" if chain.kind != "eagle" else name)
             return [{"of": name}], {name: float(len(ran))}
 
         return run
@@ -86,9 +86,16 @@ def test_a_part_that_is_done_is_kept_and_in_the_record(tmp_path: Path, monkeypat
     for words in (["--parts", "model", "sft"], ["--parts", "sft", "grpo"], ["--parts", "sft", "--again"]):
         args = arguments(tmp_path, *words)
         real.check(args)
-        real.run_parts(real.Chain(args))
+        real.run_parts(args)
     assert ran == ["model", "sft", "grpo", "sft"]
     record = json.loads((tmp_path / "r.json").read_text())
     assert record["summary"] == {"model": 1.0, "sft": 4.0, "grpo": 3.0}
     assert [row["of"] for row in record["rows"] if "of" in row] == ["model", "sft", "grpo"]
     assert record["machine"]
+    monkeypatch.setattr(real, "LEGEND", {"model": "m", "sft": "s", "grpo": "jobs"})
+    by_kind = real.run_parts(arguments(tmp_path, "--drafter", "eagle", "dspark"))
+    assert ran[4:] == ["grpo dspark"], "the model and its cold start are of all kinds"
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["summary"] == {"model": 1.0, "sft": 4.0, "grpo": 3.0, "dspark/grpo": 5.0}
+    assert [row["drafter"] for row in record["rows"] if row.get("of") == "grpo"] == ["eagle", "dspark"]
+    assert real.side_by_side(by_kind)[-1].split() == ["jobs", "3.000", "5.000"]

@@ -1,7 +1,9 @@
 import json
+from dataclasses import replace
 
 import pytest
 
+from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.sim import SimCostSection
 from megatron_tlt.errors import ConfigError
@@ -40,6 +42,20 @@ def test_drafting_costs_its_passes_and_lookups():
     assert eight == pytest.approx(8 * one)
     assert costs.draft("suffix", 10, 8, 80) == pytest.approx(200e-6)
     assert costs.step(1, 4, 0, True) - costs.step(1, 4, 0, False) == pytest.approx(3e-3)
+
+
+def test_a_block_is_one_pass_of_its_rows_whatever_is_used_of_it():
+    """Worked out by hand: a published drafter of 5 layers and a Markov head of rank 256, against EAGLE-3's passes."""
+    block = replace(DRAFTERS["dspark"], layers_read=5, cached_layers=5, block_size=7, rank=256)
+    costs = Roofline(SHAPE, GPUS["h100"], 1, BARE.model_copy(update={"pass_ms": 0}), block)
+    layer = 3584 * 128 * 2 * (28 + 4) + 3 * 3584 * 18944 + 2 * 3584
+    read = 5 * layer + 5 * 3584**2 + 152064 * 3584 + 7 * 152064 * 256
+    one, seven = (costs.draft("trained", 1, passes, 0) for passes in (1, 7))
+    assert one == seven == pytest.approx(2 * read / 3.35e12, rel=0.001)
+    eagle3 = Roofline(SHAPE, GPUS["h100"], 1, BARE.model_copy(update={"pass_ms": 0}), DRAFTERS["eagle3"], 32000)
+    read = layer + 3 * 3584**2 + 3584 * 128 * (28 + 8) + 32000 * 3584
+    assert eagle3.draft("trained", 1, 3, 0) == pytest.approx(3 * 2 * read / 3.35e12, rel=0.001)
+    assert costs.draft("trained", 256, 7, 0) > 2 * seven, "7 x 256 rows are computed"
 
 
 def test_the_cache_takes_what_the_weights_leave():

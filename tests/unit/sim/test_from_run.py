@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from docs_recipes import memory_cells, seconds
+from docs_recipes import memory_cells, published_drafters, seconds
 
 from megatron_tlt.cli.main import main
 from megatron_tlt.config.load import load_config
@@ -47,3 +47,7 @@ def test_the_memory_of_the_page_is_fresh(path):
         line for line in (ROOT / "docs/reference/recipes.md").read_text().splitlines() if f"`{path.stem}`" in line
     ]
     assert cells in row, "docs/reference/recipes.md is stale: run `make docs`"
+
+
+def test_the_published_drafters_of_the_page_are_fresh():
+    assert published_drafters() in (ROOT / "docs/reference/recipes.md").read_text(), "stale: run `make docs`"

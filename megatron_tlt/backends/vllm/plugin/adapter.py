@@ -8,7 +8,7 @@ from megatron_tlt.backends.vllm.plugin import compat
 
 _HERE = __name__.rpartition(".")[0]
 T = TypeVar("T")
-_EAGLE = "EagleQwen3ForCausalLM"
+_CLASSES = {"EagleQwen3ForCausalLM": "eagle_qwen3", "DFlashBlockForCausalLM": "block_drafter"}
 
 
 def version() -> str:
@@ -19,11 +19,12 @@ def version() -> str:
 
 
 def register() -> None:
-    """Makes our drafter known to vLLM. A second call does nothing."""
+    """Makes our drafters known to vLLM. A second call does nothing."""
     from vllm import ModelRegistry
 
-    if _EAGLE not in ModelRegistry.get_supported_archs():
-        ModelRegistry.register_model(_EAGLE, f"{_HERE}.eagle_qwen3:{_EAGLE}")
+    for name, module in _CLASSES.items():
+        if name not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(name, f"{_HERE}.{module}:{name}")
 
 
 def start_engine(arguments: dict[str, Any], records_routers: bool) -> Any:

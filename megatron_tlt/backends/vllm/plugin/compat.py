@@ -38,6 +38,28 @@ SIGNATURES = (
             "num_rejected_tokens_gpu slot_mappings"
         ),
     ),
+    (
+        "v1.spec_decode.dflash",
+        "DFlashProposer.set_inputs_first_pass",  # and the next six: `block_drafter`
+        (
+            "self target_token_ids next_token_ids target_positions target_hidden_states token_indices_to_sample cad "
+            "num_rejected_tokens_gpu"
+        ),
+    ),
+    (
+        "model_executor.models.qwen3_dflash",
+        "DFlashQwen3Model._project_context_kv",
+        "self context_states num_ctx num_layers num_kv_heads head_dim",
+    ),
+    ("model_executor.models.qwen3_dflash", "DFlashQwen3Model._normalize_context_k", "self all_k"),
+    (
+        "model_executor.models.qwen3_dflash",
+        "DFlashQwen3Model.precompute_and_store_context_kv",
+        "self context_states context_positions context_slot_mapping",
+    ),
+    ("model_executor.models.qwen3_dspark", "Qwen3DSparkForCausalLM.compute_draft_logits", "self hidden_states"),
+    ("model_executor.models.qwen3_dspark", "Qwen3DSparkForCausalLM.markov_embed", "self token_ids"),
+    ("model_executor.models.qwen3_dspark", "Qwen3DSparkForCausalLM.markov_bias", "self markov_embed"),
     ("v1.engine.llm_engine", "LLMEngine.step", "self"),
     ("v1.engine.llm_engine", "LLMEngine.abort_request", "self request_ids internal"),
     ("v1.engine.llm_engine", "LLMEngine.sleep", "self level mode"),
@@ -223,24 +245,29 @@ def replace_draft_sampler(
     end: Callable[[], None],
 ) -> bool:
     """`sample(logits [B, V])` instead of the drafter's, `begin()` tokens for each row, perhaps 0; `end()` behind each
-    proposal.
+    proposal. A drafter of blocks fills them whole; its tokens behind those wanted are cut.
 
     False: the drafter has no logits (suffix), or there is none.
     """
     drafter: Any = getattr(runner, "drafter", None)
     if not hasattr(drafter, "_sample_draft_tokens"):
         return False
-    propose = drafter.propose
+    propose, whole_block = drafter.propose, drafter.num_speculative_tokens * drafter.parallel_drafting
 
     def begin_and_propose(num_speculative_tokens: int, *args: Any, **kwargs: Any) -> Tensor:
-        drafts: Tensor = propose(begin(), *args, **kwargs)
+        drafter.tlt_wanted = wanted = begin()
+        drafts: Tensor = propose(whole_block if wanted and whole_block else wanted, *args, **kwargs)
         end()
-        return drafts
+        return drafts[:, :wanted]
 
     def sample_draft(hidden_states: Tensor, sampling_metadata: Any) -> tuple[Tensor, None]:
         return sample(drafter.model.compute_logits(hidden_states)), None
 
     drafter.propose, drafter._sample_draft_tokens = begin_and_propose, sample_draft
+    if whole_block:
+        from megatron_tlt.backends.vllm.plugin.block_drafter import fill_blocks
+
+        fill_blocks(drafter, sample)
     return True
 
 

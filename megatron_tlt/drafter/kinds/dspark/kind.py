@@ -38,6 +38,9 @@ from megatron_tlt.models.dspark.decoder import TorchBlock
 from megatron_tlt.models.dspark.model import BlockModel
 from megatron_tlt.models.factory import candidates_of
 
+# Of a token outside the drafter's vocabulary: its square is far above any logit, and finite in fp16.
+_NEVER = 100.0
+
 
 class DSparkKind(DrafterKind):
     """See `DrafterKind`."""
@@ -97,18 +100,32 @@ class DSparkKind(DrafterKind):
 
     def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
         """See `DrafterKind.engine_files`: DeepSpec's form; z-lab's of a drafter without Markov head."""
-        config, weights = drafter.config, dict(drafter.weights)
+        config = drafter.config
         assert isinstance(config, BlockConfig)
         _check_engine(config, engine)
-        if config.reduced:  # engines draft through the policy's whole head: no bias for tokens that it has not learned
-            ids = torch.arange(config.draft_vocab_size) + weights.pop("d2t").cpu()
-            del weights["t2d"]
-            name = "markov_head.markov_w2.weight"
-            if config.markov_rank:
-                rows = weights[name].cpu()
-                weights[name] = rows.new_zeros(config.policy.vocab_size, config.markov_rank).index_copy_(0, ids, rows)
+        named = cast_tensors(self.engine_tensors(config, drafter.weights), dtype)
         about = _config(config, str(dtype).removeprefix("torch."))
-        return ExportFiles({"model.safetensors": cast_tensors(weights, dtype)}, {"config.json": about})
+        return ExportFiles({"model.safetensors": named}, {"config.json": about})
+
+    def engine_tensors(self, config: DrafterConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `DrafterKind.engine_tensors`. Nothing in training keeps tokens outside a reduced vocabulary improbable:
+        one more column of the Markov head takes `_NEVER` squared off their logits.
+        """
+        named = super().engine_tensors(config, weights)
+        if config.reduced:
+            first, second = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
+            ids = weights["d2t"] + torch.arange(config.draft_vocab_size, device=weights["d2t"].device)
+            w1, w2 = named[first], named[second]
+            biases = w2.new_zeros(len(w1), w2.shape[1] + 1)
+            biases[:, -1] = -_NEVER
+            named[second] = biases.index_copy_(0, ids, torch.cat([w2, w2.new_zeros(len(w2), 1)], 1))
+            named[first] = torch.cat([w1, w1.new_full((len(w1), 1), _NEVER)], 1)
+        return named
+
+    def was_served_by(self, config: DrafterConfig) -> tuple[Format, ...]:
+        """See `DrafterKind.was_served_by`: of DFlash; on CPUs vLLM has no DSpark."""
+        assert isinstance(config, BlockConfig)
+        return () if config.markov_rank else ("vllm",)
 
     def serving_notes(self, engine: Format) -> str:
         """See `DrafterKind.serving_notes`."""
@@ -143,6 +160,9 @@ def _check_engine(config: BlockConfig, engine: Format) -> None:
     if not config.layer.qk_norm or config.layer.qkv_bias:
         form = f"{ENGINES[engine]} runs block drafters with layers of Qwen3's form only: use --format hf"
         raise ConfigError.of("format", engine, form)
+    if config.reduced and not config.markov_rank:
+        allowed = f"{ENGINES[engine]} would draft tokens outside the vocabulary of {config.draft_vocab_size}: use hf"
+        raise ConfigError.of("format", engine, allowed)
     if config.sample_from_anchor and not config.markov_rank:
         allowed = f"{ENGINES[engine]} has no block drafter without a Markov head that drafts from the anchor: use hf"
         raise ConfigError.of("format", engine, allowed)
@@ -150,7 +170,7 @@ def _check_engine(config: BlockConfig, engine: Format) -> None:
 
 def _config(config: BlockConfig, dtype: str) -> dict[str, Any]:
     """config.json."""
-    policy = config.policy
+    policy, rank = config.policy, {"markov_rank": config.markov_rank + config.reduced}
     out = config.layer.to_hf(dtype) | {
         "vocab_size": policy.vocab_size,
         "num_hidden_layers": config.block_layers,
@@ -165,7 +185,7 @@ def _config(config: BlockConfig, dtype: str) -> dict[str, Any]:
             "block_size": config.block_size,
             "dflash_config": nested,
         }
-    return out | _sizes(config) | {
+    return out | _sizes(config) | rank | {
         "architectures": ["Qwen3DSparkModel"],
         "markov_head_type": "vanilla",
         "enable_confidence_head": False,

@@ -24,7 +24,6 @@ from megatron_tlt.drafter.kinds.base import (
     LossParts,
     SavedDrafter,
     cast_tensors,
-    engine_names,
 )
 from megatron_tlt.drafter.kinds.eagle.loss import draft_loss
 from megatron_tlt.errors import ConfigError
@@ -75,7 +74,6 @@ class EagleKind(PairKind):
 
     facts = DRAFTERS["eagle"]
     title, paper = "EAGLE", "EAGLE-1"
-    was_served_by = ("vllm",)
     loss_parts = ("hidden", "ce", "accept")
 
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> EagleConfig:
@@ -100,7 +98,7 @@ class EagleKind(PairKind):
 
     def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
         """See `DrafterKind.engine_files`."""
-        policy, named = drafter.config.policy, engine_names(drafter.config, drafter.weights)
+        policy, named = drafter.config.policy, self.engine_tensors(drafter.config, drafter.weights)
         _check_engine(policy, engine)
         if engine == "sglang":  # its fc always has a bias, and one that the file lacks stays random
             named["fc.bias"] = torch.zeros(policy.hidden_size)

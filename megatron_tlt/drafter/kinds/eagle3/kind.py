@@ -27,7 +27,6 @@ class Eagle3Kind(PairKind):
 
     facts = DRAFTERS["eagle3"]
     title = paper = "EAGLE-3"
-    was_served_by = ("vllm",)
     loss_parts = ("ce", "accept")
     public = PublicForm(is_public, public_config, read_public)
 

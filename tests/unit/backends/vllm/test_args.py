@@ -23,10 +23,12 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.kinds.base import SavedDrafter
+from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.types import SamplingParams
+from tests.helpers.blocks import block_config
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_drafters import random_drafter
 
@@ -39,19 +41,21 @@ def rollout(drafter: str = "none", **vllm: Any) -> RolloutSection:
 
 
 def test_vllm_gets_the_longest_draft_of_every_drafter() -> None:
-    assert speculative_config(rollout(), "", None) is None
-    read = Path("/drafter")
-    for drafter, method, given in (
-        ("suffix", "custom_class", None),
-        ("eagle", "eagle", read),
-        ("eagle3", "eagle3", read),
+    assert speculative_config(rollout()) is None
+    deep = replace(ModelConfig.from_hf(MODEL.path), num_layers=8)
+    for drafter, method, made, longest in (
+        ("suffix", "custom_class", None, 3),
+        ("eagle", "eagle", EagleConfig.of(deep), 3),
+        ("eagle3", "eagle3", Eagle3Config.of(deep), 3),
+        ("dspark", "dflash", block_config(deep), 6),  # a whole block, however much of it is verified
+        ("dspark", "dflash", block_config(deep, sample_from_anchor=False), 5),
     ):
-        config = speculative_config(rollout(drafter), method, given)
+        config = speculative_config(rollout(drafter), made, Path("/drafter"))
         assert config is not None
-        assert (config["method"], config["num_speculative_tokens"]) == (method, 3)
-        assert ("draft_load_config" in config) == (given is not None), "the policy's weights are dummies"
+        assert (config["method"], config["num_speculative_tokens"]) == (method, longest)
+        assert ("draft_load_config" in config) == (made is not None), "the policy's weights are dummies"
     bandit = RolloutSection(speculation=SpeculationSection(drafter="suffix", selector="beg_mab"))
-    assert (speculative_config(bandit, "", None) or {})["num_speculative_tokens"] == 6
+    assert (speculative_config(bandit) or {})["num_speculative_tokens"] == 6
 
 
 def test_the_engine_section_adds_arguments_and_replaces_none() -> None:
@@ -109,6 +113,23 @@ def test_a_drafter_is_written_as_vllm_or_the_plugin_reads_it() -> None:
         assert (about["num_hidden_layers"], about["torch_dtype"]) == (1, "bfloat16")
         assert names <= tensors.keys() and {t.dtype for t in tensors.values()} == {torch.bfloat16}
     assert about["eagle_aux_hidden_state_layer_ids"] == [i + 1 for i in config.aux_layers]
+
+
+@pytest.mark.parametrize("more", [{}, {"vocab": 40}, {"sample_from_anchor": False, "markov_rank": 0}])
+def test_a_block_drafter_is_written_for_the_plugins_class(more: dict) -> None:
+    """The tensors that a weight sync brings later are those of the file."""
+    config = block_config(replace(ModelConfig.from_hf(MODEL.path), num_layers=8), **more)
+    weights = random_drafter(config)
+    files = drafter_files(SavedDrafter(config, weights), "fp32")
+    about, tensors = files.json["config.json"], files.tensors["model.safetensors"]
+    assert about["architectures"] == ["DFlashBlockForCausalLM"] and about["num_hidden_layers"] == 2
+    assert about["dflash_config"] == {"target_layer_ids": list(config.aux_layers), "mask_token_id": 7}
+    rank = config.markov_rank + config.reduced  # one more keeps tokens outside the vocabulary away
+    assert (about["markov_rank"], about["sample_from_anchor"]) == (rank, config.sample_from_anchor)
+    synced = KINDS["dspark"].engine_tensors(config, weights)
+    assert synced.keys() == tensors.keys() and all(torch.equal(synced[name], tensors[name]) for name in tensors)
+    if rank:
+        assert tensors["markov_head.markov_w2.weight"].shape == (config.policy.vocab_size, rank)
 
 
 def test_the_process_needs_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:

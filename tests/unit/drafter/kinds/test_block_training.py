@@ -18,6 +18,7 @@ from megatron_tlt.config.drafter import DrafterLossSection, DrafterSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
+from megatron_tlt.drafter.export.drafter import export_drafter
 from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.drafter.kinds.dspark.kind import DSparkKind
 from megatron_tlt.drafter.kinds.dspark.loss import block_loss, draw_anchors
@@ -264,15 +265,29 @@ def test_an_overfitted_drafter_matches_at_every_slot_in_every_form(
     assert sizes == (3, 2, 6, CONFIGS[name].markov_rank)
 
 
-def test_a_reduced_vocabulary_is_read_and_exported_with_no_bias_for_other_tokens(tmp_path: Path) -> None:
+def test_a_reduced_vocabulary_is_read_and_its_export_drafts_no_other_token(tmp_path: Path) -> None:
+    """Through the policy's whole head, which an engine has."""
     config = block_config(POLICY, 40)
-    weights, w2 = random_drafter(config), "markov_head.markov_w2.weight"
+    weights = random_drafter(config)
     save_drafter(tmp_path / "ours", config, weights)
     assert load_drafter(tmp_path / "ours", POLICY).config == config
-    files = KIND.engine_files(SavedDrafter(config, weights), "sglang", torch.float32)
-    given = files.tensors["model.safetensors"]
-    assert torch.equal(given[w2][weights["t2d"]], weights[w2]) and not given[w2][~weights["t2d"]].any()
-    assert {n for n in config.shapes() if n not in ("d2t", "t2d")} == given.keys()
+    export_drafter(tmp_path / "ours", tmp_path / "sglang", "sglang", torch.float16)
+    exported = load_drafter(tmp_path / "sglang", POLICY)
+    assert exported.config.draft_vocab_size == POLICY.vocab_size
+    generator, before = torch.Generator().manual_seed(0), torch.arange(30, 60)
+    state, head = torch.randn(30, 64, generator=generator), torch.randn(101, 64, generator=generator)
+    logits = []
+    for made, tensors in ((config, weights), (exported.config, exported.weights)):
+        model = BlockModel(made)
+        model.load_full(tensors.items())
+        assert model.markov_head is not None
+        logits.append(model.full_logits(torch.cat([state, model.markov_head.markov_w1(before)], -1), head))
+    known = weights["t2d"]
+    torch.testing.assert_close(logits[1][:, known], logits[0][:, known], atol=2e-3, rtol=2e-3)
+    assert (logits[1][:, ~known] < -9000).all() and (logits[0][:, ~known] == float("-inf")).all()
+    headless = block_config(POLICY, 40, markov_rank=0, sample_from_anchor=False)
+    with pytest.raises(ConfigError, match="would draft tokens outside the vocabulary of 40"):
+        KIND.engine_files(SavedDrafter(headless, random_drafter(headless)), "vllm", torch.float32)
     about = {
         "speculators_model_type": "dspark",
         "transformer_layer_config": config.layer.to_hf() | {"num_hidden_layers": 2},

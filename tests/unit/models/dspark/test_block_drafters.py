@@ -208,6 +208,24 @@ def test_sizes_that_a_policy_does_not_have_are_refused(more: dict, says: str) ->
         block_config(TIED, **more)
 
 
+@both
+def test_as_many_layers_are_read_as_every_decoder_returns(kernels: str) -> None:
+    """One more is refused before a decoder is made."""
+    deep = replace(TIED, num_layers=20)
+    most = block_config(deep, aux_layers=tuple(range(16))).aux_layers
+    assert build_decoder(deep, kernels=kernels, aux_layers=most).aux_layers == most
+    with pytest.raises(ConfigError, match=r"must be ascending layers of 0 \.\. 18, 16 at most"):
+        block_config(deep, aux_layers=tuple(range(17)))
+
+
+def test_a_new_drafter_starts_with_the_policys_final_norm() -> None:
+    """Behind which the policy's LM head, which is the drafter's, reads."""
+    weights, model = dict(random_weights(TIED)), BlockModel(CONFIGS["dspark"])
+    head = weights["model.embed_tokens.weight"]
+    model.start_fresh(0, weights.__getitem__, head, torch.ones(TIED.vocab_size, dtype=torch.int64))
+    assert torch.equal(model.norm.weight, weights["model.norm.weight"])
+
+
 def test_layers_are_spread_as_in_published_drafters() -> None:
     assert spread_layers(36, 5) == (1, 9, 17, 25, 33)  # Qwen3 8B
     assert spread_layers(12, 3) == (1, 5, 9)

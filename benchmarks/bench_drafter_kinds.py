@@ -1,0 +1,223 @@
+"""Which kind of drafter a policy should have: accepted length after the same seconds of training, seconds of a draft.
+
+    python benchmarks/bench_drafter_kinds.py --policy DIR --work W [--prompts 120] [--seconds 60,150,300] [--seeds 1]
+        [--kinds eagle dspark1 ..] [--parts record learn draft] [--out r.json]
+
+Part `record`, once a folder W: the policy's responses to prompts of `lib/real.yaml` at temperature 1, for training,
+and held-out ones at 1 and 0.7, with the states that any kind reads. Part `learn`: the online trainer with its default
+settings, from the policy, one thread; seconds are processor time of training alone. `accepted` is the drafted tokens of
+7 that are accepted in a row on held-out responses, with the responses' own noise (`drafter.measure`); a sample's
+standard error is that of responses. Part `draft`: seconds of a draft of 7 behind 64 tokens, 3 new ones, for 1, 4 and 16
+requests, over 4,096 and all tokens, best of 5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lib.bench_record import ROOT, write_record
+from torch import Tensor
+
+sys.path.insert(0, str(ROOT))
+
+from megatron_tlt.backends.build import build_backend
+from megatron_tlt.backends.options import EngineOptions
+from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.load import load_config
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.data.prompts import build_prompts
+from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.drafter.batching import DraftSequence
+from megatron_tlt.drafter.kinds.registry import KINDS
+from megatron_tlt.drafter.measure import measure
+from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
+from megatron_tlt.drafter.pretrain import lookup_tables
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.drafters import DrafterConfig, DrafterModel
+from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.loader import iter_weights, weight_reader
+from megatron_tlt.types import GenerateCall, HiddenStateSample, SamplingParams
+from tests.helpers.pairs import Rows as DraftRows
+
+Rows = list[dict[str, Any]]
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle": {"drafter": "eagle"},
+    "eagle3": {"drafter": "eagle3"},
+    "dspark1": {"drafter": "dspark", "block_layers": 1},
+    "dspark2": {"drafter": "dspark", "block_layers": 2},
+}
+DRAFTED = 7
+TEMPERATURES = (1.0, 0.7)
+
+
+def shape_of(name: str, policy: ModelConfig, tokens: int | None = None) -> DrafterConfig:
+    """A drafter over its default vocabulary, or `tokens` tokens."""
+    section = SpeculationSection(**DRAFTERS[name], draft_vocab_size=tokens)
+    return KINDS[section.drafter].fresh(section, policy)
+
+
+def read_layers(policy: ModelConfig) -> tuple[int, ...]:
+    """Layers that any of the drafters reads."""
+    return tuple(sorted({layer for name in DRAFTERS for layer in shape_of(name, policy).aux_layers}))
+
+
+# -- responses ----------------------------------------------------------------------------------------------------
+
+
+def record(policy: Path, work: Path, count: int) -> None:
+    """Writes the responses: two to each of `count` prompts, and to a fifth as many others at each temperature."""
+    shape, tokenizer = ModelConfig.from_hf(policy), HFTokenizer(policy)
+    config = load_config(ROOT / "benchmarks/lib/real.yaml", [f"model.path={policy}"])
+    section = RolloutSection(dtype="fp32", max_running_requests=16)
+    model = ModelSection(path=str(policy), max_context=config.model.max_context)
+    options = EngineOptions(
+        section, model, tokenizer=tokenizer, keep_layers=read_layers(shape), load_weights=True
+    )
+    engine = build_backend(options)
+    for name, temperature in (("train", 1.0), ("held-1.0", 1.0), ("held-0.7", 0.7)):
+        out = work / f"{name}.pt"
+        if out.exists():
+            continue
+        source = build_prompts(config.data, "train" if name == "train" else "eval", tokenizer, 0)
+        prompts = source.next_batch(count if name == "train" else count // 5)
+        found: list[HiddenStateSample] = []
+        engine.collect_hidden_states(found.append)
+        params = SamplingParams(temperature=temperature, max_tokens=config.rollout.max_tokens, seed=7)
+        engine.generate(GenerateCall(prompts, params, 2 if name == "train" else 1))
+        engine.collect_hidden_states(None)
+        torch.save([(s.trajectory, s.key, s.hidden) for s in found], out)
+        tokens = sum(s.trajectory.length - s.trajectory.response_start for s in found)
+        print(f"record {name}: {len(found)} responses, {tokens} tokens", flush=True)
+
+
+def read(name: str, work: Path, policy: ModelConfig, layers: tuple[int, ...]) -> list[HiddenStateSample]:
+    """Recorded responses with the states of `layers` and the final one."""
+    h, recorded = policy.hidden_size, read_layers(policy)
+    columns = [recorded.index(layer) for layer in layers] + [len(recorded)]
+    out = []
+    for trajectory, key, states in torch.load(work / f"{name}.pt", weights_only=False):
+        hidden = torch.cat([states[:, i * h : (i + 1) * h] for i in columns], -1)
+        out.append(HiddenStateSample(trajectory, hidden, key))
+    return out
+
+
+# -- learning -----------------------------------------------------------------------------------------------------
+
+
+def learn(policy: Path, work: Path, name: str, marks: list[float], seed: int) -> Iterator[dict[str, Any]]:
+    """Accepted lengths at marks of seconds."""
+    shape = ModelConfig.from_hf(policy)
+    config, tables = shape_of(name, shape), lookup_tables(policy, shape, torch.device("cpu"))
+    of = work, shape, config.aux_layers
+    held = {t: [DraftSequence.of(s) for s in read(f"held-{t}", *of)] for t in TEMPERATURES}
+    samples = read("train", *of)
+    drawn = [s.trajectory.token_ids[s.trajectory.response_start :] for s in samples]
+    counts = torch.from_numpy(np.bincount(np.concatenate(drawn), minlength=shape.vocab_size))
+    model = KINDS[config.kind].build_model(config)
+    model.start_fresh(seed, weight_reader(policy, shape), tables[1], counts)
+    trainer = OnlineDrafterTrainer(model, DrafterSection(seed=seed, online={"buffer_mib": 8192.0}))
+    trainer.begin_step(0, lambda: tables)
+    for sample in samples:
+        trainer.buffer.add(sample)
+    spent = 0.0
+    for mark in marks:
+        while spent < mark:
+            began = time.process_time()
+            trainer.train_step()
+            spent += time.process_time() - began
+        drafting = KINDS[config.kind].build_model(config)
+        drafting.load_full({**trainer._state.mean(), **dict(model.named_buffers())}.items())
+        row = {"part": "learn", "kind": name, "seed": seed, "seconds": mark, "steps": trainer.trained_steps}
+        for temperature in TEMPERATURES:
+            length, error = accepted(drafting, tables, held[temperature], temperature)
+            row |= {f"accepted_{temperature}": length, f"error_{temperature}": error}
+        print(json.dumps(row), flush=True)
+        yield row
+
+
+def accepted(
+    model: DrafterModel, tables: tuple[Tensor, Tensor], held: list[DraftSequence], temperature: float
+) -> tuple[float, float]:
+    """Mean accepted length over bases, and the standard error of the ratio over responses."""
+    given = {"steps": DRAFTED, "temperature": temperature, "batch_tokens": 1024, "window": 1024}
+    each = [measure(model, *tables, [response], **given) for response in held]
+    bases = np.array([m.bases for m in each])
+    length = bases * np.array([m.accepted_length for m in each])
+    mean = length.sum() / bases.sum()
+    return float(mean), float(np.sqrt(((length - mean * bases) ** 2).sum()) / bases.sum())
+
+
+# -- drafting -----------------------------------------------------------------------------------------------------
+
+
+def draft_rows(policy: Path, names: Sequence[str]) -> Rows:
+    """Seconds of a draft, the feed of 3 new tokens included."""
+    shape, rows = ModelConfig.from_hf(policy), []
+    tables = dict(iter_weights(policy, shape))
+    generator = torch.Generator().manual_seed(0)
+    for name in names:
+        for tokens in sorted({min(4096, shape.vocab_size), shape.vocab_size}):
+            config = shape_of(name, shape, tokens)
+            decoder = build_decoder(shape, aux_layers=config.aux_layers)
+            decoder.load_weights(tables.items())
+            drafter, model = KINDS[config.kind].build_decoder(decoder, config), KINDS[config.kind].build_model(config)
+            model.initialise(0)
+            drafter.load_weights(model.state_dict().items())
+            drafter.refresh_head()
+            for requests in (1, 4, 16):
+                ids = [torch.randint(0, tokens, (65,), generator=generator).tolist() for _ in range(requests)]
+                width = (len(config.aux_layers) + 1) * shape.hidden_size
+                states = [torch.randn(64, width, generator=generator) for _ in range(requests)]
+                running, best = DraftRows(drafter, ids, states), float("inf")
+                running.draft(DRAFTED)
+                for _ in range(5):
+                    running.rows.synced[:] -= 3
+                    began = time.process_time()
+                    running.draft(DRAFTED)
+                    best = min(best, time.process_time() - began)
+                row = {"part": "draft", "kind": name, "tokens": tokens, "requests": requests, "seconds": best}
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    return rows
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--policy", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--prompts", type=int, default=120)
+    parser.add_argument("--seconds", default="60,150,300")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--kinds", nargs="+", choices=[*DRAFTERS], default=[*DRAFTERS])
+    parts = ["record", "draft", "learn"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    args.work.mkdir(parents=True, exist_ok=True)
+    rows: Rows = []
+    if "record" in args.parts:
+        record(args.policy, args.work, args.prompts)
+    if "draft" in args.parts:
+        rows += draft_rows(args.policy, args.kinds)
+    if "learn" in args.parts:
+        marks = [float(x) for x in args.seconds.split(",")]
+        for seed in range(args.seeds):
+            for name in args.kinds:
+                rows += learn(args.policy, args.work, name, marks, seed)
+    write_record(args.out, rows, {})
+
+
+if __name__ == "__main__":
+    main()
