@@ -155,7 +155,7 @@ def _rollouts(step: int, speculation: bool, responses: str) -> dict[str, Any]:
     row: dict[str, Any] = {"step": step, "samples": 64}
     row |= {"responses": f"{responses}{step:015x}", "rewards": f"b{step:015x}"}
     if speculation:
-        row |= {"strategies": {"none": 40, "mixed_11": 60 + step, "trained_5": 20}}
+        row |= {"strategies": {"none": 40, "suffix_11": 60 + step, "trained_5": 20}}
         row |= {"drafted_at": [100, 80, 60, 40], "accepted_at": [90, 60, 35, 20]}
         row |= {"by_batch": {"1": [50, 200], "2": [40, 130], "128": [200, 400]}}
     return row
