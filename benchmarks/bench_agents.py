@@ -1,4 +1,5 @@
 """Rollouts with tools that take 0, 0.1 and 1 second a call, TLT on and off: seconds a step, and use of the waiting.
+With `--given`: what suffix drafts gain from what tools answer.
 
     python benchmarks/bench_agents.py [--quick] [--latencies 0 0.1 1] --out r.json
     python benchmarks/bench_agents.py --given [--policy DIR] --out r.json
