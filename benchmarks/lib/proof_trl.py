@@ -70,7 +70,7 @@ def check_same(config: Config) -> None:
     algorithm, rollout, optimizer = config.algorithm, config.rollout, config.optimizer
     wanted = {
         "algorithm.name": (algorithm.name, "grpo"),
-        "algorithm.kl_coef": (algorithm.kl_coef, 0.0),
+        "algorithm.kl_coef": (algorithm.kl_weight, 0.0),
         "algorithm.entropy_coef": (algorithm.entropy_coef, 0.0),
         "algorithm.mini_batches": (algorithm.mini_batches, 1),
         "algorithm.dynamic_sampling": (algorithm.dynamic_sampling, False),

@@ -61,7 +61,7 @@ def start_backend(folder: Path, *, version: str = "1.2.1", eagle: bool = False, 
     files = Eagle3Files(Path("/drafter"), (0, 1, 2)) if eagle else None
     model = ModelSection(path="/model", max_context=64)
     process.start(llm=build_llm_kwargs(rollout, model, files))
-    whole = SimpleNamespace(vocabulary_shapes=dict)  # of a drafter with the policy's whole vocabulary
+    whole = SimpleNamespace(kind="eagle3", vocabulary_shapes=dict)  # of a drafter with the policy's whole vocabulary
     drafter = SimpleNamespace(weights=DRAFTER, config=whole) if eagle else None
     return TrtllmBackend(
         process,
