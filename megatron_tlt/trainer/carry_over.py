@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.resilience.response_lines import prompt_crc
 from megatron_tlt.trainer.batch_assembly import group_samples
-from megatron_tlt.types import Sample, SampleGroup, token_ages
+from megatron_tlt.types import CAPABILITIES, Sample, SampleGroup, token_ages
 
 if TYPE_CHECKING:
+    from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.data.prompts import PromptStream
     from megatron_tlt.distributed.world import World
     from megatron_tlt.resilience.rollout_cache import Responses
@@ -39,10 +40,10 @@ def is_unfinished(sample: Sample) -> bool:
 class CarriedGroups:
     """Those of one run, the same on every rank. Empty without `rollout.carry_over`."""
 
-    def __init__(self, world: World, stream: PromptStream, num_samples: int, carry_over: int | None):
-        """`stream`: of the training prompts. `carry_over`: tokens of a response in a step; None: nothing is carried."""
-        self._world, self._stream, self._num_samples = world, stream, num_samples
-        self._carries = carry_over is not None
+    def __init__(self, world: World, stream: PromptStream, rollout: RolloutSection):
+        """`stream`: of the training prompts. Without `rollout.carry_over` nothing is carried."""
+        self._world, self._stream, self._rollout = world, stream, rollout
+        self._num_samples, self._carries = rollout.samples_per_prompt, rollout.carry_over is not None
         self.groups: list[SampleGroup] = []
         """By prompt id, without rewards; never changed in place, for a checkpoint may be writing them."""
         self._positions: dict[int, dict[str, Any]] = {}  # of the stream, before the batch that had the prompt
@@ -124,4 +125,22 @@ class CarriedGroups:
                 f"the checkpoint carries over groups of {max(sizes)} responses, rollout.samples_per_prompt is "
                 f"{self._num_samples}: resume with the same"
             )
+        self._check_responses([sample for sample, _ in responses])
         self._positions = {prompt.prompt_id: position for prompt in prompts}
+
+    def _check_responses(self, samples: Sequence[Sample]) -> None:
+        """Raises CheckpointError for restored responses that the configured engine cannot continue or the update cannot
+        read.
+        """
+        longest = max((len(sample.token_ids) for sample in samples if is_unfinished(sample)), default=0)
+        most = self._rollout.max_tokens
+        if longest >= most:
+            raise CheckpointError(
+                f"the checkpoint carries over an unfinished response of {longest} tokens, rollout.max_tokens is {most}"
+                ": resume with more"
+            )
+        if CAPABILITIES[self._rollout.backend].logprobs and any(s.token_ids and not s.logprobs for s in samples):
+            raise CheckpointError(
+                "the checkpoint carries over responses without log-probs, which with rollout.backend: "
+                f"{self._rollout.backend} are not computed: resume with the backend that drew them"
+            )

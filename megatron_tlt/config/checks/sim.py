@@ -15,6 +15,9 @@ def check_sim(config: SimConfig) -> Problems:
         yield ConfigProblem("model", None, needed)
     if config.cluster.gpu == "cpu" and config.costs.table is None:
         yield ConfigProblem("cluster.gpu", "cpu", "needs costs.table: there is no roofline of a CPU")
+    if config.rollout.carry_over is not None:
+        allowed = "must be null in a simulation, whose steps finish their responses"
+        yield ConfigProblem("rollout.carry_over", config.rollout.carry_over, allowed)
     gpus = config.cluster.nodes * config.cluster.gpus_per_node
     for path, size in (("rollout.tp", config.rollout.tp), ("training.tp", measured.tp)):
         if gpus % size:

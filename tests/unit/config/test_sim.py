@@ -12,6 +12,7 @@ from tests.helpers.sim import sim_config
         (["cluster.gpu=cpu"], "cluster.gpu"),
         (["rollout.tp=3"], "rollout.tp"),
         (["training.tp=16"], "training.tp"),
+        (["rollout.carry_over=64"], "rollout.carry_over"),
         (["training.tp=8", "training.pp=2"], "training.pp"),
         (["workload.lengths.path=l.txt", "workload.lengths.values=[3]"], "workload.lengths.path"),
         (["drafters.trained.rates=[]"], "drafters.trained.rates"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_tlt.checkpoint.carried_file import carried_writer, read_carried
+from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.trainer.carry_over import CarriedGroups
 from megatron_tlt.trainer.metrics import combined
@@ -46,11 +49,10 @@ class Stream:
         self.at = state["next_id"]
 
 
-def carried_groups(
-    stream: Stream, num_samples: int = SAMPLES, carry_over: int | None = 4
-) -> tuple[CarriedGroups, Ranks]:
+def carried_groups(stream: Stream, **settings: Any) -> tuple[CarriedGroups, Ranks]:
     ranks = Ranks()
-    return CarriedGroups(ranks, stream, num_samples, carry_over), ranks  # type: ignore[arg-type]
+    rollout = RolloutSection(**{"samples_per_prompt": SAMPLES, "carry_over": 4} | settings)
+    return CarriedGroups(ranks, stream, rollout), ranks  # type: ignore[arg-type]
 
 
 def group(
@@ -126,14 +128,30 @@ def test_a_checkpoint_restores_them_with_prompts_that_the_stream_draws_again(tmp
 
 
 @pytest.mark.parametrize(
-    ("stream", "num_samples", "message"),
-    [(Stream("other"), SAMPLES, "belong to other prompts"), (Stream(), 4, "groups of 3 .*samples_per_prompt is 4")],
+    ("text", "settings", "message"),
+    [
+        ("other", {}, "belong to other prompts"),
+        ("q", {"samples_per_prompt": 4}, "groups of 3 .*samples_per_prompt is 4"),
+        ("q", {"max_tokens": 10}, "unfinished response of 10 tokens, rollout.max_tokens is 10"),
+    ],
 )
-def test_other_prompts_and_sizes_are_refused(tmp_path: Path, stream: Stream, num_samples: int, message: str) -> None:
+def test_other_prompts_and_sizes_are_refused(tmp_path: Path, text: str, settings: Any, message: str) -> None:
     _, file, (position, here) = saved(tmp_path)
+    stream = Stream(text)
     stream.load_state_dict(here)
-    carried, _ = carried_groups(stream, num_samples)
+    carried, _ = carried_groups(stream, **settings)
     with pytest.raises(CheckpointError, match=message):
         carried.load(read_carried(file), position)
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_carried(file.with_name("none"))
+
+
+def test_responses_of_an_engine_without_log_probs_go_on_in_such_a_one_only(tmp_path: Path) -> None:
+    _, file, (position, here) = saved(tmp_path)
+    responses = [(replace(sample, logprobs=[]), crc) for sample, crc in read_carried(file)]
+    for backend in ("vllm", "embedded"):
+        stream = Stream()
+        stream.load_state_dict(here)
+        carried, _ = carried_groups(stream, backend=backend)
+        with nullcontext() if backend == "vllm" else pytest.raises(CheckpointError, match="without log-probs"):
+            carried.load(responses, position)

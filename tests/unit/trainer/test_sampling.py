@@ -105,9 +105,10 @@ def sampler_of(ranks: Ranks, rounds: int = 1, wanted: int = 3, carry_over: int |
     overrides = {"train": {"prompts_per_step": wanted}, "rollout": rollout}
     left = iter(PROMPTS)
     stream = SimpleNamespace(next_batch=lambda n: [next(left) for _ in range(n)], state_dict=dict)
+    config = Config.model_validate({"model": {"path": "m"}, "algorithm": section, **overrides})
     return GroupSampler(
-        config=Config.model_validate({"model": {"path": "m"}, "algorithm": section, **overrides}),
-        carried=CarriedGroups(ranks, stream, 2, carry_over),
+        config=config,
+        carried=CarriedGroups(ranks, stream, config.rollout),
         queues=PromptQueues(ranks, 1, lambda ticket: ticket, None),
         backend=ranks,
         rollout_cache=ranks,
