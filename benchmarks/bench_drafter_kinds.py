@@ -191,6 +191,20 @@ def draft_rows(policy: Path, names: Sequence[str]) -> Rows:
     return rows
 
 
+def summary_of(rows: Rows) -> dict[str, float]:
+    """Accepted lengths of the first seed by kind, seconds and temperature; milliseconds of a draft by kind, tokens and
+    requests.
+    """
+    figures: dict[str, float] = {}
+    for row in rows:
+        if row["part"] == "draft":
+            figures[f"draft_ms_{row['kind']}_{row['tokens']}_{row['requests']}"] = 1e3 * row["seconds"]
+        elif row["seed"] == 0:
+            for t in TEMPERATURES:
+                figures[f"accepted_{row['kind']}_{row['seconds']:g}s_t{t}"] = row[f"accepted_{t}"]
+    return figures
+
+
 def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser()
@@ -211,12 +225,14 @@ def main() -> None:
         record(args.policy, args.work, args.prompts)
     if "draft" in args.parts:
         rows += draft_rows(args.policy, args.kinds)
+        write_record(args.out, rows, summary_of(rows))
     if "learn" in args.parts:
         marks = [float(x) for x in args.seconds.split(",")]
         for seed in range(args.seeds):
-            for name in args.kinds:
-                rows += learn(args.policy, args.work, name, marks, seed)
-    write_record(args.out, rows, {})
+            kinds = [learn(args.policy, args.work, name, marks, seed) for name in args.kinds]
+            for found in zip(*kinds, strict=True):
+                rows += found
+                write_record(args.out, rows, summary_of(rows))
 
 
 if __name__ == "__main__":

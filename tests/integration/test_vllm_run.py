@@ -22,14 +22,15 @@ OFF = (
     "rollout.speculation.drafter_path=null",
     "idle.train_drafter=false",
 )
-KINDS = {  # the demo drafter, and one that starts from the policy
+FRESH = (
+    "rollout.speculation.selector=fixed",  # cost_model does not draft with one that knows so little
+    "rollout.speculation.draft_len=4",
+    "rollout.speculation.drafter_path=null",
+)
+KINDS = {  # the demo drafter, and those that start from the policy
     "eagle": (),
-    "eagle3": (
-        "rollout.speculation.drafter=eagle3",
-        "rollout.speculation.selector=fixed",  # cost_model does not draft with one that knows so little
-        "rollout.speculation.draft_len=4",
-        "rollout.speculation.drafter_path=null",
-    ),
+    "eagle3": ("rollout.speculation.drafter=eagle3", *FRESH),
+    "dspark": ("rollout.speculation.drafter=dspark", *FRESH),
 }
 
 
@@ -46,7 +47,7 @@ def off(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_tlt_changes_no_weight_and_a_resumed_run_ends_at_the_same_bits(tmp_path: Path, off: Path, kind: str) -> None:
     on, resumed, options = tmp_path / "on", tmp_path / "resumed", KINDS[kind]
     train(on, *options)
