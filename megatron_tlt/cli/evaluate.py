@@ -55,7 +55,7 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     from megatron_tlt.observe.progress import build_progress
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.sync.push import BucketedSync
-    from megatron_tlt.trainer.environments import open_environments, prompts_of
+    from megatron_tlt.trainer.environments import before_a_run, open_environments, prompts_of
     from megatron_tlt.trainer.models import open_backend, tensor_parallel
     from megatron_tlt.trainer.preflight import check_on, without_checkpoints
     from megatron_tlt.trainer.setup import build_evaluator, open_tokenizer, prompt_queues
@@ -63,7 +63,8 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     check_on(without_checkpoints(config), world, [*check_held_out(config)])
     tokenizer = open_tokenizer(config)
     environments = open_environments(config, tokenizer, world)
-    prompts = held_out_prompts(config.data, tokenizer, config.eval.num_prompts, prompts_of(environments))
+    with before_a_run(config.env):
+        prompts = held_out_prompts(config.data, tokenizer, config.eval.num_prompts, prompts_of(environments))
     rewards = RewardPool(config.rewards)
     tp = tensor_parallel(world, config.rollout.tp)
     backend = open_backend(config, world, tokenizer, tp)

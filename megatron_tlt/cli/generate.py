@@ -90,7 +90,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     from megatron_tlt.backends.generate import generate_file, read_prompts
     from megatron_tlt.data.hub import fetch_argument
     from megatron_tlt.data.tokenizer import HFTokenizer
-    from megatron_tlt.trainer.environments import Environments, prompts_of, turns_of
+    from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
     from megatron_tlt.trainer.models import tensor_parallel
     from megatron_tlt.trainer.preflight import generation_problems
 
@@ -107,7 +107,8 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     with ExitStack() as at_end:
         if environments is not None:
             at_end.callback(environments.close)
-        prompts = read_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
+        with before_a_run(env):
+            prompts = read_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
         turns = at_end.enter_context(turns_of(environments))
         stats = generate_file(
             args.model,

@@ -40,3 +40,8 @@ class EnvSection(Section):
     """Worker processes per rank; each runs one step at a time and holds many trajectories' environments."""
     worker_memory_mib: PositiveInt = 8192
     """Memory of one worker process."""
+
+    @property
+    def named_by(self) -> tuple[str, str | None]:
+        """The setting that names the environment, and its value."""
+        return ("env.path", self.path) if self.path else ("env.kind", self.kind)

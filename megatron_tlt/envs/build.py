@@ -55,7 +55,7 @@ def environment_problems(section: EnvSection) -> list[ConfigProblem]:
         environment_tools(section)
         arguments = inspect.signature(_load_class(section)).bind(**section.params)
     except EnvError as error:
-        return [ConfigProblem("env.path" if section.path else "env.kind", section.path or section.kind, str(error))]
+        return [ConfigProblem(*section.named_by, str(error))]
     except TypeError as error:
         return [ConfigProblem("env.params", section.params, f"do not fit the constructor: {error}")]
     except ValueError:  # a class without a signature

@@ -26,7 +26,7 @@ def episode_problems(section: EnvSection, prompt: Prompt) -> list[ConfigProblem]
 
     `prompt`: any one of the run. Raises EnvError where the environment cannot be loaded.
     """
-    field, value = ("env.path", section.path) if section.path else ("env.kind", section.kind)
+    field, value = section.named_by
     texts = script(environment_tools(section))[: section.max_turns]
     workers = [EnvWorker(section), EnvWorker(section)]
     try:

@@ -11,7 +11,7 @@ from megatron_tlt.data.prompts import NO_ENV, EnvPrompts
 from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.envs.build import environment_tools, environment_warning, has_opening
 from megatron_tlt.envs.pool import EnvironmentPool
-from megatron_tlt.errors import EnvError
+from megatron_tlt.errors import ConfigError, EnvError
 from megatron_tlt.trainer.turn_metrics import turn_rows
 
 if TYPE_CHECKING:
@@ -44,6 +44,16 @@ def turns_of(environments: Environments | None) -> Iterator[TurnSource | None]:
         yield trajectories
     finally:
         trajectories.close()
+
+
+@contextmanager
+def before_a_run(section: EnvSection | None) -> Iterator[None]:
+    """Reads prompts before anything is written: raises ConfigError where `reset` gives no opening, not EnvError."""
+    try:
+        yield
+    except EnvError as error:
+        assert section is not None, "only an environment raises it"
+        raise ConfigError.of(*section.named_by, f"fails: {error}") from error
 
 
 def prompts_of(environments: Environments | None) -> EnvPrompts:

@@ -36,7 +36,7 @@ from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import device_memory
-from megatron_tlt.trainer.environments import Environments, open_environments, prompts_of
+from megatron_tlt.trainer.environments import Environments, before_a_run, open_environments, prompts_of
 from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.models import build_models, tensor_parallel
 from megatron_tlt.trainer.preflight import check_on
@@ -72,8 +72,9 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     check_on(config, world, output_directory_problems("train.run_dir", config.train.run_dir))
     tokenizer = open_tokenizer(config)
     environments = open_environments(config, tokenizer, world)
-    prompts = build_prompts(config.data, "train", tokenizer, config.train.seed, prompts_of(environments))
-    held_out = held_out_prompts(config.data, tokenizer, config.eval.num_prompts, prompts_of(environments))
+    with before_a_run(config.env):
+        prompts = build_prompts(config.data, "train", tokenizer, config.train.seed, prompts_of(environments))
+        held_out = held_out_prompts(config.data, tokenizer, config.eval.num_prompts, prompts_of(environments))
     lock = _prepare(config, world)
     run_dir = Path(config.train.run_dir)
 
