@@ -52,7 +52,7 @@ def change_tokenizer(folder: Path, added: bool) -> None:
 
 def test_a_teacher_of_other_sizes_is_taken_and_planned(tmp_path: Path) -> None:
     teacher = make_teacher(tmp_path)
-    change_tokenizer(teacher, added=True)  # a token that the policy does not have harms nobody
+    change_tokenizer(teacher, added=True)  # a token that the policy does not have is allowed
     report = check_report(config_of(teacher), 2)
     (row,) = [line.split() for line in report.splitlines() if line.startswith("  teacher ")]
     assert row[1] == "0.00" and "warning" not in report
