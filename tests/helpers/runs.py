@@ -26,6 +26,15 @@ TINY_WARM_UP = {
     "eval_every": 30,
 }
 
+# A drafter from nothing drafts in every step, and trains behind each rollout, however short the waiting is.
+TLT_ON = [
+    "rollout.speculation.drafter=eagle",
+    "rollout.speculation.selector=fixed",
+    "idle.train_drafter=true",
+    "idle.min_steps_per_window=2",
+    "idle.min_tail_seconds=0",
+]
+
 
 def copy_run(run_dir: Path, target: Path) -> Path:
     """A copy of a run that was killed. Without status/: the dead rank's sidecar may be writing there still."""
@@ -150,3 +159,9 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics rows of training steps."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "time/step" in row]
+
+
+def rollout_digests(run_dir: Path) -> list[tuple[int, str, str]]:
+    """Of each step the number of responses, and the digests of responses and rewards."""
+    lines = (run_dir / "rollouts.jsonl").read_text().splitlines()
+    return [(row["samples"], row["responses"], row["rewards"]) for row in map(json.loads, lines)]

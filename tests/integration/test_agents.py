@@ -6,21 +6,12 @@ import pytest
 
 from megatron_tlt.observe.events import read_events
 from tests.helpers.mpi import run_one, run_ranks
-from tests.helpers.runs import assert_same_checkpoint, rows, write_config
+from tests.helpers.runs import TLT_ON, assert_same_checkpoint, rollout_digests, rows, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 TRAIN = ["-m", "megatron_tlt", "train"]
 KILLER = "tests/integration/workers/train_killed.py"
 STEPS, LAST = 2, "checkpoints/step-000002"
-SPEC = "rollout.speculation"
-ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.selector=fixed", "idle.train_drafter=true"]
-ON += ["idle.min_steps_per_window=2", "idle.min_tail_seconds=0"]
-
-
-def digests(run_dir):
-    """Of the responses and rewards of each step."""
-    lines = (run_dir / "rollouts.jsonl").read_text().splitlines()
-    return [(row["responses"], row["rewards"]) for row in map(json.loads, lines)]
 
 
 def test_late_tools_drafts_ranks_and_a_kill_change_no_trajectory_and_no_weight(tmp_path):
@@ -38,12 +29,12 @@ def test_late_tools_drafts_ranks_and_a_kill_change_no_trajectory_and_no_weight(t
     early = "env.params.most_s=0"
     run_ranks(2, TRAIN, str(config), early, f"train.run_dir={off}")
     run_one("train", config, early, f"train.run_dir={one}")
-    late = ["env.params.most_s=0.1", f"train.run_dir={on}", "checkpoint.asynchronous=false", *ON]
+    late = ["env.params.most_s=0.1", f"train.run_dir={on}", "checkpoint.asynchronous=false", *TLT_ON]
     done = run_ranks(2, KILLER, str(config), "0", "2", "5", *late, check=False)
     assert done.returncode != 0, done.stdout
     run_ranks(2, TRAIN, str(config), *late)
     assert_same_checkpoint(off / LAST, on / LAST)
-    assert digests(off) == digests(on) == digests(one)
+    assert rollout_digests(off) == rollout_digests(on) == rollout_digests(one)
     last = rows(on)[-1]
     assert last["rollout_cache/reused"] >= 5 and last["env/turns"] > 1 and last["env/failures"] == 0
     assert last["engine/spec_row_steps"] > 0 and last["env/recovered_seconds"] > 0

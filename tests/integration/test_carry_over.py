@@ -5,21 +5,12 @@ import json
 import pytest
 
 from tests.helpers.mpi import run_one, run_ranks
-from tests.helpers.runs import assert_same_checkpoint, rows, write_config
+from tests.helpers.runs import TLT_ON, assert_same_checkpoint, rollout_digests, rows, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 TRAIN = ["-m", "megatron_tlt", "train"]
 KILLER = "tests/integration/workers/train_killed.py"
 STEPS, LAST = 6, "checkpoints/step-000006"
-SPEC = "rollout.speculation"
-ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.selector=fixed", "idle.train_drafter=true"]
-ON += ["idle.min_steps_per_window=2", "idle.min_tail_seconds=0"]
-
-
-def digests(run_dir):
-    """Of the responses and rewards of each step."""
-    lines = (run_dir / "rollouts.jsonl").read_text().splitlines()
-    return [(row["samples"], row["responses"], row["rewards"]) for row in map(json.loads, lines)]
 
 
 def test_drafts_ranks_and_a_kill_change_no_carried_trajectory_and_no_weight(tmp_path):
@@ -33,13 +24,13 @@ def test_drafts_ranks_and_a_kill_change_no_carried_trajectory_and_no_weight(tmp_
     off, on, one = tmp_path / "off", tmp_path / "on", tmp_path / "one"
     run_one("train", config, f"train.run_dir={one}")
     run_ranks(2, TRAIN, str(config), f"train.run_dir={off}")
-    drafting = [f"train.run_dir={on}", "checkpoint.asynchronous=false", *ON]
+    drafting = [f"train.run_dir={on}", "checkpoint.asynchronous=false", *TLT_ON]
     done = run_ranks(2, KILLER, str(config), "0", "6", "5", *drafting, check=False)
     assert done.returncode != 0, done.stdout
     assert (on / "checkpoints/step-000004/carried.jsonl").is_file()
     run_ranks(2, TRAIN, str(config), *drafting)
     assert_same_checkpoint(off / LAST, on / LAST)
-    assert digests(off) == digests(on) == digests(one)
+    assert rollout_digests(off) == rollout_digests(on) == rollout_digests(one)
     evaluations = [json.loads(line) for line in (off / "metrics.jsonl").read_text().splitlines()]
     assert max(row.get("eval/mean_length", 0) for row in evaluations) > 12, "of whole responses"
     resumed = rows(on)

@@ -6,13 +6,10 @@ import pytest
 from make_demo_policy import write_experts
 
 from tests.helpers.mpi import run_ranks
-from tests.helpers.runs import assert_same_checkpoint, make_model, rows, train_many, write_config
+from tests.helpers.runs import TLT_ON, assert_same_checkpoint, make_model, rows, train_many, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
-SPEC = "rollout.speculation"
-ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.selector=fixed", "idle.train_drafter=true"]
-ON += ["idle.min_steps_per_window=2", "idle.min_tail_seconds=0"]
 ALONE = ["rewards.functions=[]", "data.eval=null"]
 
 
@@ -27,7 +24,7 @@ def write_run(folder: Path, num_steps: int, every: int) -> Path:
 def test_a_student_approaches_its_teacher_in_the_same_bits_with_tlt(tmp_path: Path) -> None:
     """With TLT on in one go; off in two, for a resumed run reads its teacher again."""
     config, learns = write_run(tmp_path, num_steps=12, every=6), [*ALONE, "optimizer.lr=1e-2"]
-    train_many(config, {"on": [*learns, *ON], "off": [*learns, "train.num_steps=6"]})
+    train_many(config, {"on": [*learns, *TLT_ON], "off": [*learns, "train.num_steps=6"]})
     run_ranks(2, ["-m", "megatron_tlt", "train"], str(config), *learns, f"train.run_dir={tmp_path / 'off'}")
     on, off = rows(tmp_path / "on"), rows(tmp_path / "off")
     kl = [row["policy/teacher_kl"] for row in on]

@@ -8,7 +8,7 @@ import pytest
 from make_demo_policy import write_experts
 
 from tests.helpers.mpi import run_one, run_ranks
-from tests.helpers.runs import assert_same_checkpoint, copy_run, rows, write_config
+from tests.helpers.runs import TLT_ON, assert_same_checkpoint, copy_run, rows, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 LAST = "checkpoints/step-000004"
@@ -161,12 +161,9 @@ def test_killed_with_the_drafter_trained_equals_a_whole_run_without_one(tmp_path
     if "experts" in name:
         write_experts(tmp_path / "model", tmp_path / "experts", seed=0)
         changed.append(f"model.path={tmp_path / 'experts'}")
-    spec = "rollout.speculation"
-    trained = [f"{spec}.drafter=eagle", f"{spec}.selector=fixed", "idle.train_drafter=true"]
-    trained += ["idle.min_steps_per_window=2", "idle.min_tail_seconds=0"]
     train(config, 2, f"train.run_dir={tmp_path / 'off'}", *changed)
-    run_dir = killed(config, tmp_path / "killed", 0, 2, 9, NOW, *changed, *trained)
-    train(config, 2, f"train.run_dir={run_dir}", *changed, *trained)
+    run_dir = killed(config, tmp_path / "killed", 0, 2, 9, NOW, *changed, *TLT_ON)
+    train(config, 2, f"train.run_dir={run_dir}", *changed, *TLT_ON)
     assert 9 <= reused(run_dir)[2] < 32
     assert_same_checkpoint(tmp_path / "off" / last, run_dir / last)
     found = rows(run_dir)
