@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.bench_record import ROOT, write_record
+from lib.drafter_learning import train_to_marks, with_mean_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -129,14 +130,8 @@ def learn_rows(policy: Path, responses: Path | None, marks: list[float], count: 
         model.choose_vocabulary(tables[1], trainer.buffer.token_counts(shape.vocab_size))
         for name in model.head_parameters:
             trainer._state.reset(name)
-        spent = 0.0
-        for mark in marks:
-            while spent < mark:
-                began = time.process_time()
-                trainer.train_step()
-                spent += time.process_time() - began
-            drafting = fresh(kind, shape)
-            drafting.load_full({**trainer._state.mean(), **dict(model.named_buffers())}.items())
+        for mark in train_to_marks(trainer, marks):
+            drafting = with_mean_weights(fresh(kind, shape), trainer, model)
             found = measure(drafting, *tables, held, steps=3, temperature=1.0, batch_tokens=1024, window=1024).overlap
             rows.append({"part": "learn", "policy": policy.name, "kind": kind, "seconds": mark, "overlap": found})
             shown = " ".join(f"{x:.3f}" for x in found)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from lib.bench_record import ROOT, write_record
+from lib.drafter_learning import train_to_marks, with_mean_weights
 from torch import Tensor
 
 sys.path.insert(0, str(ROOT))
@@ -129,14 +130,8 @@ def learn(policy: Path, work: Path, name: str, marks: list[float], seed: int) ->
     trainer.begin_step(0, lambda: tables)
     for sample in samples:
         trainer.buffer.add(sample)
-    spent = 0.0
-    for mark in marks:
-        while spent < mark:
-            began = time.process_time()
-            trainer.train_step()
-            spent += time.process_time() - began
-        drafting = KINDS[config.kind].build_model(config)
-        drafting.load_full({**trainer._state.mean(), **dict(model.named_buffers())}.items())
+    for mark in train_to_marks(trainer, marks):
+        drafting = with_mean_weights(KINDS[config.kind].build_model(config), trainer, model)
         row = {"part": "learn", "kind": name, "seed": seed, "seconds": mark, "steps": trainer.trained_steps}
         for temperature in TEMPERATURES:
             length, error = accepted(drafting, tables, held[temperature], temperature)
