@@ -9,10 +9,9 @@ import math
 
 import numpy as np
 
-from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.planning.parameters import active_parameters, total_parameters
 from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.sim.cost_model import ELEMENT, GPUS
+from megatron_tlt.sim.cost_model import ELEMENT, GPUS, trained_drafter
 
 _HOP_US = 50.0  # one hop of a barrier between ranks
 
@@ -85,8 +84,6 @@ class Cluster:
         if training.micro_step_ms is not None:
             return 1e-3 * training.micro_step_ms
         assert model is not None, "checked by check_sim"
-        speculation = self._config.rollout.speculation
-        drafter = speculation.trained or DRAFTERS["eagle"]
-        read = drafter.read_elements(model, speculation.draft_vocab_size)
+        read = trained_drafter(self._config).read_elements(model, self._config.rollout.speculation.draft_vocab_size)
         operations = 6.0 * read * training.micro_step_tokens
         return operations / (self._gpu.flops * training.mfu * self._config.rollout.tp) + 2e-3

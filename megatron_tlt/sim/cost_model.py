@@ -193,10 +193,13 @@ def build_costs(config: SimConfig) -> CostModel:
     if config.costs.table is not None:
         return MeasuredCosts.load(config.costs.table)
     assert config.model is not None, "checked by check_sim"
-    speculation = config.rollout.speculation
-    drafter = speculation.trained or DRAFTERS["eagle"]
     given = config.model, GPUS[config.cluster.gpu], config.rollout.tp, config.costs
-    return Roofline(*given, drafter, speculation.draft_vocab_size)
+    return Roofline(*given, trained_drafter(config), config.rollout.speculation.draft_vocab_size)
+
+
+def trained_drafter(config: SimConfig) -> DrafterFacts:
+    """The kind whose costs are taken; EAGLE where none is configured."""
+    return config.rollout.speculation.trained or DRAFTERS["eagle"]
 
 
 def cache_tokens(config: SimConfig) -> int | None:
