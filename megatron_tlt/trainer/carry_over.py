@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.resilience.response_lines import prompt_crc
 from megatron_tlt.trainer.batch_assembly import group_samples
+from megatron_tlt.trainer.means import sums_for_means
 from megatron_tlt.types import CAPABILITIES, Sample, SampleGroup, token_ages
 
 if TYPE_CHECKING:
@@ -94,8 +95,7 @@ class CarriedGroups:
         ages = [token_ages(sample.drawn_by, version) for group in trained for sample in group.samples]
         count = float(sum(map(len, ages)))
         sums = {"token_age": sum(int(a.sum()) for a in ages), "off_policy": sum(int((a > 0).sum()) for a in ages)}
-        for name, total in sums.items():
-            row |= {f"sum/carry_over/{name}": float(total), f"count/carry_over/{name}": count}
+        row |= sums_for_means({f"carry_over/{name}": (total, count) for name, total in sums.items()})
         return row | {"carry_over/token_age_max": float(max((int(a.max(initial=0)) for a in ages), default=0))}
 
     @property

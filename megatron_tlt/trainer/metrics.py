@@ -31,7 +31,8 @@ from megatron_tlt.observe.rollouts import (
 )
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary, write_summary
 from megatron_tlt.trainer.acceptance import AcceptanceMonitor
-from megatron_tlt.trainer.turn_metrics import failure_warning, means_of_sums, turn_sums
+from megatron_tlt.trainer.means import means_of_sums
+from megatron_tlt.trainer.turn_metrics import failure_warning, turn_sums
 
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config

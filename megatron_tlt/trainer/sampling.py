@@ -132,8 +132,8 @@ class GroupSampler:
         first = [group.prompt for group in self.carried.groups]
         queue = self.queues.open([*first, *self.backend.ordered(prompts)], num_samples)
         with turns_of(self.environments) as turns, self.drafter.collecting():
-            call = GenerateCall(queue, step_params(self.config), num_samples, self._report, turns=turns)
-            call = replace(call, have=waiting.keys(), begun=begun)
+            params, have = step_params(self.config), waiting.keys()
+            call = GenerateCall(queue, params, num_samples, self._report, have, begun=begun, turns=turns)
             if turns is not None and not self.config.rollout.releases_cache(self.queues.world.device.type):
                 call = replace(call, while_parked=self._train_drafter)  # else training takes the cache's memory
             samples, is_cut_short = self.shutdown.interruptible(self.rollout_cache.generate, call)

@@ -12,10 +12,10 @@ import numpy as np
 
 from megatron_tlt.envs.tools import parse_calls
 from megatron_tlt.observe.jsonl import JsonRow
+from megatron_tlt.trainer.means import sums_for_means
 from megatron_tlt.types import Sample, SampleGroup
 
 _TURNS = 8  # of which the mean reward is a metric
-_TOTAL, _COUNT = "sum/", "count/"
 
 
 def turn_sums(groups: Sequence[SampleGroup]) -> dict[str, float]:
@@ -29,15 +29,7 @@ def turn_sums(groups: Sequence[SampleGroup]) -> dict[str, float]:
     for turn in range(min(_TURNS, max(map(len, rewards), default=0))):
         there = [of_turn[turn] for of_turn in rewards if len(of_turn) > turn]
         pairs[f"env/reward/turn_{turn + 1}"] = sum(there), len(there)
-    for name, (total, count) in pairs.items():
-        row |= {_TOTAL + name: total, _COUNT + name: float(count)}
-    return row
-
-
-def means_of_sums(row: dict[str, float]) -> dict[str, float]:
-    """NAME, the mean of each pair of sums "sum/NAME" and "count/NAME". Removes the sums from `row`."""
-    names = [name.removeprefix(_TOTAL) for name in row if name.startswith(_TOTAL)]
-    return {name: row.pop(_TOTAL + name) / max(1.0, row.pop(_COUNT + name)) for name in names}
+    return row | sums_for_means(pairs)
 
 
 def turn_rows(sample: Sample, decode: Callable[[Sequence[int]], str], has_tools: bool) -> list[JsonRow]:

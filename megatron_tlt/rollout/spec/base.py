@@ -26,8 +26,7 @@ class Drafter(Protocol):
         """`request` now has a row and a slot; `request.output` are its tokens so far. Mutates the drafter."""
 
     def sync_context(self, rows: RunningRows) -> None:
-        """Reads the tokens that the B rows have drawn since the last call. Mutates; by default it reads nothing.
-        """
+        """Reads the tokens that the B rows have drawn since the last call. Mutates; by default it reads nothing."""
         return
 
     def finish(self, request: Request) -> None:

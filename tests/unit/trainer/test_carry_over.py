@@ -13,8 +13,8 @@ from megatron_tlt.checkpoint.carried_file import carried_writer, read_carried
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.trainer.carry_over import CarriedGroups
+from megatron_tlt.trainer.means import means_of_sums
 from megatron_tlt.trainer.metrics import combined
-from megatron_tlt.trainer.turn_metrics import means_of_sums
 from megatron_tlt.types import FinishReason, Prompt, Sample, SampleGroup
 
 SAMPLES = 3

@@ -2,8 +2,9 @@
 
 import pytest
 
+from megatron_tlt.trainer.means import means_of_sums
 from megatron_tlt.trainer.metrics import _rollout_rates, combined
-from megatron_tlt.trainer.turn_metrics import failure_warning, means_of_sums, turn_rows, turn_sums
+from megatron_tlt.trainer.turn_metrics import failure_warning, turn_rows, turn_sums
 from megatron_tlt.types import Prompt, Sample, SampleGroup
 
 
