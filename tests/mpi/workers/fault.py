@@ -13,6 +13,7 @@ from megatron_tlt.distributed.world import World
 
 def body(world: World) -> None:
     how, rank = sys.argv[1], int(sys.argv[2])
+    world.barrier()  # a rank that is stopped while the others still connect to it leaves them in phase start
     world.enter("rollout", 3)
     if world.rank == rank:
         if how == "raise":
