@@ -82,9 +82,15 @@ def _tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     """The column `tools`. Raises DataError."""
     if value is None:
         return ()
-    if not isinstance(value, list) or not all(isinstance(tool, dict) and "function" in tool for tool in value):
-        raise DataError(f'{where}: field {_TOOLS!r} must be a list of {{"type": "function", "function": {{..}}}}')
+    if not isinstance(value, list) or not all(map(_is_tool, value)):
+        form = '{"type": "function", "function": {"name": .., ..}}'
+        raise DataError(f"{where}: field {_TOOLS!r} must be a list of {form}")
     return tuple(value)
+
+
+def _is_tool(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 class ResponseTokens:

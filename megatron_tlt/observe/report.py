@@ -164,7 +164,9 @@ def _shown(row: JsonRow) -> JsonRow:
     parts = [("", [("", _cut(row["response"]))])]
     if drafts := row.get("drafts"):
         accepted = sum(count for _, count, _ in drafts["runs"])
-        facts.append(f"{accepted} of the first {len(drafts['pieces'])} tokens were drafted")
+        since, end = drafts.get("since", 0), len(drafts["pieces"])
+        tokens = f"tokens {since + 1} to {end}" if since else f"the first {end} tokens"
+        facts.append(f"{accepted} of {tokens} were drafted")
         parts = [("", list(stretches(drafts["pieces"], drafts["runs"], row.get("given", ()))))]
     if row.get("turns"):
         parts = list(_turns(row))

@@ -111,6 +111,11 @@ class CarriedGroups:
         self.groups, self._positions = [], {}
         if position is None:
             return
+        if not self._carries:
+            raise CheckpointError(
+                "the checkpoint carries over unfinished responses, rollout.carry_over is null: resume with a number; "
+                "one below rollout.max_tokens by 1 finishes them in the next step"
+            )
         here, ids = self._stream.state_dict(), {sample.prompt_id for sample, _ in responses}
         self._stream.load_state_dict(position)
         drawn = self._stream.next_batch(here["next_id"] - position["next_id"])

@@ -12,6 +12,8 @@ def check_carry_over(config: Config) -> Problems:
     rollout, algorithm = config.rollout, config.algorithm
     carry_over, can = rollout.carry_over, CAPABILITIES[rollout.backend]
     if carry_over is None:
+        if algorithm.mask_off_policy:
+            yield ConfigProblem("algorithm.mask_off_policy", True, "needs rollout.carry_over: else no token is masked")
         return
     with_it = "with rollout.carry_over"
     if carry_over >= rollout.max_tokens:
@@ -32,9 +34,18 @@ def check_carry_over(config: Config) -> Problems:
     if rollout.stop and rollout.engine_process is not None:
         allowed = f"must be empty {with_it} and rollout.backend: {rollout.backend}, which sees a part of the response"
         yield ConfigProblem("rollout.stop", rollout.stop, allowed)
+    yield from _check_earlier_tokens(config)
+
+
+def _check_earlier_tokens(config: Config) -> Problems:
+    """Tokens that earlier policies drew have a ratio or no loss."""
+    rollout, algorithm, with_it = config.rollout, config.algorithm, "with rollout.carry_over"
     if algorithm.mask_off_policy:
         return
-    if not can.logprobs:
+    if algorithm.name == "distill":
+        allowed = f"must be true {with_it} and algorithm.name: distill, whose KL is of the present policy's own tokens"
+        yield ConfigProblem("algorithm.mask_off_policy", False, allowed)
+    elif not CAPABILITIES[rollout.backend].logprobs:
         allowed = f"must be true {with_it} and rollout.backend: {rollout.backend}, which gives no log-probs for a ratio"
         yield ConfigProblem("algorithm.mask_off_policy", False, allowed)
     elif algorithm.importance_cap == 0:

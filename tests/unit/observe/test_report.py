@@ -113,6 +113,16 @@ def test_waits_for_environments_are_a_lane(tmp_path):
     assert sum(waiting["x"]) == pytest.approx(0.4 * sum(busy["x"]))
 
 
+@pytest.mark.parametrize(("since", "which"), [(0, "the first 6 tokens"), (3, "tokens 4 to 6")])
+def test_a_continued_response_shows_the_share_of_drafts_of_its_last_part(tmp_path, since, which):
+    folder = write_run(tmp_path / "r")
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    rows = [row | {"drafts": row["drafts"] | {"since": since, "runs": [[4, 2, ""]]}} for row in rows]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (section,) = [s for s in run_page(read_run(folder)).sections if s.parts and isinstance(s.parts[0], Samples)]
+    assert f"2 of {which} were drafted" in section.parts[0].rows[0]["facts"]
+
+
 def test_partial_rollouts_have_charts_where_there_are_any(tmp_path):
     folder, names = write_run(tmp_path / "r", steps=2), {"Carried over", "Age of trained tokens"}
     assert not names & charts(run_page(read_run(folder))).keys()

@@ -132,6 +132,7 @@ def test_a_checkpoint_restores_them_with_prompts_that_the_stream_draws_again(tmp
     [
         ("other", {}, "belong to other prompts"),
         ("q", {"samples_per_prompt": 4}, "groups of 3 .*samples_per_prompt is 4"),
+        ("q", {"carry_over": None}, "rollout.carry_over is null"),
         ("q", {"max_tokens": 10}, "unfinished response of 10 tokens, rollout.max_tokens is 10"),
     ],
 )

@@ -99,7 +99,7 @@ def test_tools_of_a_record_are_in_its_prompt_and_answers_in_a_row_are_one_turn(t
         ({"messages": [ASKED, CALL, CALL]}, "the assistant and tools must take turns, found assistant, assistant"),
         ({"messages": [ASKED, OBSERVED, CALL, OBSERVED]}, "must end with a message of the assistant"),
         ({"messages": [ASKED, {**CALL, "tool_calls": [{}]}, OBSERVED, ANSWER]}, "message 1 has tool_calls"),
-        ({"messages": [ASKED, CALL], "tools": ["calculate"]}, "field 'tools' must be a list of"),
+        ({"messages": [ASKED, CALL], "tools": [{"function": {"nam": "f"}}]}, "field 'tools' must be a list of"),
     ],
 )
 def test_a_conversation_that_cannot_be_learned_is_refused(tmp_path, record, message):

@@ -178,6 +178,8 @@ def test_a_good_configuration_has_no_problems():
         ([f"{CARRY}=64", "rollout.backend=vllm", "rollout.stop=[x]"], "rollout.stop"),
         ([f"{CARRY}=64", "rollout.backend=vllm"], "algorithm.mask_off_policy"),
         ([f"{CARRY}=64", "algorithm.importance_cap=0"], "algorithm.importance_cap"),
+        ([f"{CARRY}=64", *DISTILL], "algorithm.mask_off_policy"),
+        (["algorithm.mask_off_policy=true"], "algorithm.mask_off_policy"),
         (
             ["model.architecture=" + str(SHAPE.model_dump(mode="json") | {"num_layers": 5})],
             "model.architecture.num_layers",
