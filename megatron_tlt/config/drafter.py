@@ -73,7 +73,7 @@ class OnlineSection(Section):
     on those of the step before, none in the first step and in the first after a resume. auto: the engine where it
     can."""
     share_mib: NonNegativeFloat = 16.0
-    """MiB of their longest responses that replicas send each other after a step, in all, never more than buffer_mib: a
+    """MiB of their longest responses that replicas send each other after a merge, in all, never more than buffer_mib: a
     replica that waits had short responses, and drafts matter most for long ones. Up to four replicas send at a
     time, in turns; of a response that does not fit, the end is sent. 0: each replica trains on its own responses only,
     as with max_age 0. Not with the actor's hidden states, which all ranks of a replica share out."""
@@ -82,9 +82,9 @@ class OnlineSection(Section):
     read them all; 0: only its own, and none of other replicas, which are sent when a step is over. buffer_mib may hold
     fewer."""
     merge_share: NonNegativeFloat = 0.2
-    """Most time of a merge of the ranks' drafters, as a share of the time that a rank has trained since the last one,
-    on average. A merge that would take more is put off to a later step, unless a checkpoint is due. The engines get
-    a new drafter at a merge."""
+    """Most time of a merge of the ranks' drafters and of share_mib, as a share of the time that a rank has trained since
+    the last one, on average. A merge that would take more is put off to a later step, unless a checkpoint is due. The
+    engines get a new drafter at a merge."""
     fp8: Literal["off", "te"] = "off"
     """Arithmetic of the layer's linears in training. te: Transformer Engine, on a GPU that it has FP8 for; an error
     where it is not installed."""

@@ -12,6 +12,7 @@ gradients, weights and rewards do not depend on it.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,6 @@ class OnlineDrafterController:
         self.disabled_reason: str | None = None
         self._world, self._backend = world, backend
         self._sharing, self._has_drafter = sharing or HiddenStateSharing(), has_drafter
-        self._policy_version = 0  # of the step's rollouts
         self._checkpointed: Mapping[str, Any] | None = None  # a drafter that this run does not train
         # Version of the drafter in the engines; None: they have another one than this rank.
         self._published: int | None = 0 if trainer is None else trainer.version
@@ -62,7 +62,6 @@ class OnlineDrafterController:
 
     def begin_step(self, policy_version: int) -> None:
         """Rollouts by `policy_version` begin: drops hidden states that are too old to train on."""
-        self._policy_version = policy_version
         if self.trainer is not None:
             self.trainer.begin_step(policy_version, self._backend.lookup_tables)
 
@@ -91,19 +90,22 @@ class OnlineDrafterController:
         return None if self.trainer is None else self.trainer.train_step()
 
     def merge(self, at_once: bool = True) -> dict[str, float]:
-        """Merges the drafters of all replicas, without `at_once` only where that is worth its time, and exchanges
-        hidden states between them. Collective. Returns metrics.
+        """Merges the drafters of all replicas, without `at_once` only where that is worth its time; with a merge that
+        changes the drafter replicas exchange hidden states. Collective. Returns metrics.
         """
         trainer, world = self.trainer, self._world
         if trainer is None:
             return {}
+        version = trainer.version
         report = trainer.merge(_all_reduce, world.rank, world.size, at_once)
         if (report.rolled_back or report.disabled) and self.disabled_reason is None:
             self.disabled_reason = str(trainer.failure or f"training failed on ranks {report.disabled}")
             if report.rolled_back and world.rank == 0:  # a rank's own failure has been logged by that rank
                 _log.warning("drafter training is off for the rest of the run: %s", self.disabled_reason)
-        if self._active_trainer is not None:
-            self._sharing.exchange(world, trainer.buffer, self._policy_version)
+        if self._active_trainer is not None and trainer.version != version:
+            started = time.perf_counter()
+            self._sharing.exchange(world, trainer.buffer, trainer.version)
+            trainer.merge_seconds += time.perf_counter() - started
         return {
             "drafter/version": float(trainer.version),
             "drafter/coverage": report.coverage,

@@ -111,7 +111,7 @@ class OnlineDrafterTrainer:
         self.window_tokens = 0  # response tokens this rank has trained on since the last merge
         self.window_seconds = 0.0  # in micro-steps since the last merge
         self._has_tables = False  # whether the policy's tables are there: from a step's first micro-step on
-        self._merge_seconds = 0.0  # of the last merge that changed the drafter
+        self.merge_seconds = 0.0  # of the last merge that changed the drafter; the exchange that follows is added to it
         self.failure: str | None = None  # why this rank trains no more
 
     @property
@@ -248,7 +248,7 @@ class OnlineDrafterTrainer:
         state, mine = self._state, self.window_tokens
         is_broken = self._before is not None and not state.is_finite()
         counts = (mine, state.steps, self.trained_steps, not self.enabled, is_broken, *self._covered())
-        row = [*map(float, counts), self.window_seconds, self._merge_seconds]
+        row = [*map(float, counts), self.window_seconds, self.merge_seconds]
         table = torch.zeros(size, len(row), dtype=torch.float64, device=self._device)  # each rank fills its row
         table[rank] = torch.tensor(row, dtype=torch.float64)
         all_reduce(table)
@@ -269,7 +269,7 @@ class OnlineDrafterTrainer:
             state.merge(sum(tokens[first : first + self._tp.size]) / total, all_reduce)
             state.steps, self._trainer.trained_steps = max(steps), max(trained)
             self.version += 1
-            self._merge_seconds = time.perf_counter() - started
+            self.merge_seconds = time.perf_counter() - started
         self._close_window()
         return MergeReport(tuple(tokens), failed, rolled_back, coverage)
 

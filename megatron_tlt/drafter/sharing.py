@@ -1,8 +1,8 @@
-"""Exchange of responses with hidden states between engine replicas, once a step.
+"""Exchange of responses with hidden states between engine replicas, once a merge.
 
 A replica trains while it waits because its own responses were short, and drafts are needed most for the long ones. So
-after each step a few replicas, in turns, broadcast the longest responses in their buffers, and all others add them to
-theirs. The bytes sent in a step are bounded, whatever the number of replicas.
+after each merge a few replicas, in turns, broadcast the longest responses in their buffers, and all others add them to
+theirs. The bytes sent are bounded, whatever the number of replicas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class HiddenStateSharing:
     replica: int = 0
     num_replicas: int = 1
     ranks_per_replica: int = 1
-    bytes: int = 0  # sent after a step by all senders together; 0: nothing is shared
+    bytes: int = 0  # sent after a merge by all senders together; 0: nothing is shared
     is_leader: bool = True  # the first rank of its replica, which sends
 
     def senders(self, turn: int) -> list[int]:

@@ -145,10 +145,12 @@ def share(world: World) -> None:
     sharing = HiddenStateSharing(replica, replicas, ranks, 1 << 20, is_leader)
     controller = OnlineDrafterController(world, None, trainer, sharing)
     responses = {r: [100 * r + i for i in range(3)] for r in range(replicas)}
-    for turn in range(replicas):
-        controller._policy_version = turn  # of the step's rollouts: the sender goes round with it
+    controller.merge()
+    assert held(trainer) == sorted(responses[replica]), "no rank has trained"
+    for merges in range(1, replicas + 1):
+        trainer.train_step()
         controller.merge()
-        given = {r for r in range(replicas) if r <= turn} if replicas > 1 else set()
+        given = {merge % replicas for merge in range(1, merges + 1)} if replicas > 1 else set()
         assert held(trainer) == sorted(p for r in given | {replica} for p in responses[r]), (
             "one sender at a time"
         )

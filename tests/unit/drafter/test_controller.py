@@ -93,7 +93,7 @@ def test_a_merge_that_was_put_off_is_made_for_a_checkpoint():
     controller = make()
     one_step(controller)
     sync(controller)
-    controller.trainer._merge_seconds = 1e9
+    controller.trainer.merge_seconds = 1e9
     assert one_step(controller, 1, at_once=False)["drafter/version"] == 1
     assert sync(controller) is None
     assert controller.state_dict()["version"] == 2

@@ -87,16 +87,16 @@ def test_a_merge_that_takes_longer_than_the_training_is_put_off_and_nothing_is_l
     t, plain, reads = online_trainer(), online_trainer(), []
     t.train_step()
     t.merge(alone)
-    t._merge_seconds = 1e9
+    t.merge_seconds = 1e9
     for version in (1, 2):
         t.begin_step(version, lambda version=version: reads.append(version) or lookup_tables(CONFIG))
         t.train_step()
         assert t.merge(alone, at_once=False).tokens == (t.window_tokens,)
         assert t.version == 1 and t.window_tokens > 0 and t._trainer.head.numel() == 0
     assert reads == [1, 2], "a policy's tables are read again after its update"
-    t._merge_seconds = 0.0
+    t.merge_seconds = 0.0
     t.merge(alone, at_once=False)
-    assert t.version == 2 and t.window_tokens == 0 and t._merge_seconds > 0
+    assert t.version == 2 and t.window_tokens == 0 and t.merge_seconds > 0
     plain.train_step()
     for version in (1, 2):
         plain.begin_step(version, lambda: lookup_tables(CONFIG))
