@@ -83,8 +83,8 @@ class OnlineSection(Section):
     fewer."""
     merge_share: NonNegativeFloat = 0.2
     """Most time of a merge of the ranks' drafters and of share_mib, as a share of the time that a rank has trained
-    since the last one, on average. A merge that would take more is put off to a later step, unless a checkpoint is due. The
-    engines get a new drafter at a merge."""
+    since the last one, on average. A merge that would take more is put off to a later step, unless a checkpoint is
+    due. The engines get a new drafter at a merge."""
     fp8: Literal["off", "te"] = "off"
     """Arithmetic of the layer's linears in training. te: Transformer Engine, on a GPU that it has FP8 for; an error
     where it is not installed."""
