@@ -58,9 +58,7 @@ def save(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) ->
     policy = build(world, root, dict(layout))
     for number in (1, 2):
         update(policy, number)
-    start = time.perf_counter()
     handle = policy.start_save(checkpoints / "step-000002", {"data": [1, 2], "name": "x"}, keep=3)
-    blocking = time.perf_counter() - start
     ThreadWriter.start = begin
     third = update(policy, 3)
     weights = copy_of(policy.named_weights())
@@ -68,10 +66,9 @@ def save(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) ->
     begin(*held[0])
     while not handle.poll():
         time.sleep(0.005)
-    total = time.perf_counter() - start
     if world.is_main:
         torch.save({"weights": weights, "metrics": third}, checkpoints / "after.pt")
-    say(world, case="save", layout=layout, blocking=blocking, total=total, version=policy.policy_version)
+    say(world, case="save", layout=layout, version=policy.policy_version)
 
 
 def gather(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
