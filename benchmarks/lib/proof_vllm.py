@@ -9,8 +9,9 @@ inside vLLM (`rollout.backend: vllm`); vLLM plain, with ngram, with suffix decod
 logits of drafted positions by uninitialised memory at any temperature above 0 on CPUs (vllm#55005): its speculating
 sides run with that kernel replaced, and one more side, "vllm ngram as-shipped", without. Every side is a process of one
 thread; they take turns (A B .. A B ..). A turn is `--batches` rollouts of n requests, n / 4 new prompts times 4
-responses, each until all of its responses have ended. Responses differ between the engines, so a rate is tokens over
-seconds, and each row has the mean reward and length of the side's responses: a side that samples wrongly shows there.
+responses (one prompt below 4 requests), each until all of its responses have ended. Responses differ between the
+engines, so a rate is tokens over seconds, and each row has the mean reward and length of the side's responses: a side
+that samples wrongly shows there.
 Ours agree up to near-ties in whatever engine and with whatever drafter: "parted" counts those that differ. With
 `--equal` no response ends before its longest length: every step has n requests, for the cost of keyed sampling.
 
@@ -105,12 +106,13 @@ class PromptSource:
 
     def next_work(self, requests: int) -> Work:
         """One rollout's work."""
-        prompts = self._stream.next_batch(requests // SAMPLES)
+        samples = min(SAMPLES, requests)
+        prompts = self._stream.next_batch(requests // samples)
         self._prompts |= {p.prompt_id: p for p in prompts}
         return {
             "first_id": prompts[0].prompt_id,
             "prompts": [list(p.token_ids) for p in prompts],
-            "samples": SAMPLES,
+            "samples": samples,
             "max_tokens": self.config.rollout.max_tokens,
             "eos": self._ends,
         }
@@ -196,7 +198,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--equal", action="store_true", help="all responses as long as the longest")
-    parser.add_argument("--requests", nargs="+", type=int, default=[4, 16], help=f"multiples of {SAMPLES}")
+    parser.add_argument("--requests", nargs="+", type=int, default=[4, 16], help=f"below {SAMPLES}, or multiples of it")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--batches", type=int, default=4, help="rollouts of a turn")
     parser.add_argument("--out", type=Path)
