@@ -23,6 +23,7 @@ from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.files import write_atomically
 from megatron_tlt.observe.progress import build_progress
+from megatron_tlt.observe.rollouts import TurnsOf
 from megatron_tlt.types import GenerateCall, Prompt
 
 if TYPE_CHECKING:
@@ -47,13 +48,14 @@ def generate_file(
     device: torch.device | str = "cpu",
     tp: TensorParallel | None = None,
     turns: TurnSource | None = None,
+    turns_of: TurnsOf | None = None,
 ) -> EngineStats:
     """Generates `n` responses to each of `prompts` (see `read_prompts`), and writes `out_jsonl` at the end, whole.
 
     Output lines, by prompt and sample: prompt_index, sample_index, text, token_ids, finish_reason and, with `logprobs`,
     logprobs. The prompt's index is its id in the sampling key. `rollout`: the engine; its sampling fields are not read.
-    `turns`: environments; output lines then also have given, turn_rewards and failure, and text is that of the last
-    turn. All ranks of a tensor-parallel group call this; its rank 0 writes. Raises DataError naming file and line,
+    `turns`: environments; output lines then also have given, turn_rewards, failure and
+    `turns_of` them; text is that of the last one. All ranks of a tensor-parallel group call this; its rank 0 writes. Raises DataError naming file and line,
     ConfigError, CheckpointError, BackendError.
     """
     ranks = tp.size if tp is not None else 1
@@ -69,7 +71,7 @@ def generate_file(
             samples = backend.generate(progress.watched(call, "generate: responses", len(prompts) * n))
         stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
         if tp is None or tp.rank == 0:
-            write_atomically(out_jsonl, response_lines(samples, logprobs, turns is not None))
+            write_atomically(out_jsonl, response_lines(samples, logprobs, turns_of))
             if stats_path is not None:
                 write_atomically(stats_path, [stats_report(stats, backend)])
     finally:
@@ -134,8 +136,10 @@ def read_prompts(
     return prompts
 
 
-def response_lines(samples: Sequence[Sample], with_logprobs: bool, with_turns: bool = False) -> Iterator[str]:
-    """One JSON object a sample."""
+def response_lines(
+    samples: Sequence[Sample], with_logprobs: bool, turns_of: TurnsOf | None = None
+) -> Iterator[str]:
+    """One JSON object a sample; `turns_of` returns the turns of a trajectory."""
     for sample in samples:
         record: dict[str, Any] = {
             "prompt_index": sample.prompt_id,
@@ -146,8 +150,9 @@ def response_lines(samples: Sequence[Sample], with_logprobs: bool, with_turns: b
         }
         if with_logprobs:
             record["logprobs"] = sample.logprobs
-        if with_turns:
+        if turns_of is not None:
             record |= {"given": sample.given, "turn_rewards": sample.turn_rewards, "failure": sample.failure}
+            record["turns"] = turns_of(sample)
         yield json.dumps(record, ensure_ascii=False)
 
 

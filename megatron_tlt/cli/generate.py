@@ -123,6 +123,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
             logprobs=args.logprobs,
             rollout=engine,
             turns=turns,
+            turns_of=None if environments is None else environments.turns_of,
         )
     if world.is_main:
         written = (

@@ -101,6 +101,19 @@ def test_generate_is_the_same_on_one_and_two_ranks(run):
     assert responses[0] == responses[1]  # two ranks round sums otherwise: these seeds meet no near-tie
 
 
+def test_generate_with_an_environment_writes_its_turns(run, tmp_path):
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "say 1", "answer": "1"}\n')
+    files = ["--model", run / "exported", "--prompts", prompts, "--out", out]
+    limits = ["env.params.most_s=0", "env.max_turns=3", "env.max_turn_tokens=4", "--max-tokens", 40]
+    command(1, "generate", *files, "--chat", "--env", "tests.helpers.late_environments:LateEnvironments", *limits)
+    (line,) = map(json.loads, out.read_text().splitlines())
+    turns = line["turns"]
+    assert len(turns) == len(line["given"]) + 1 >= 2
+    assert [turn["reward"] for turn in turns[: len(line["turn_rewards"])]] == line["turn_rewards"]
+    assert all(turn["observation"] for turn in turns[:-1]) and line["text"] in turns[-1]["response"]
+
+
 def test_sft_lowers_the_held_out_loss_and_writes_a_model(run, tmp_path):
     records = "".join(json.dumps({"prompt": f"say {i}", "completion": "aeiou"}) + "\n" for i in range(40))
     (tmp_path / "data.jsonl").write_text(records)

@@ -9,7 +9,7 @@ import pytest
 from make_demo_policy import write_experts
 
 from tests.helpers.mpi import ROOT, run_ranks
-from tests.helpers.runs import assert_same_training, rows
+from tests.helpers.runs import assert_same_training, rollout_digests, rows
 from tests.helpers.vllm_engines import NEEDS_VLLM
 
 pytestmark = [pytest.mark.mpi, *NEEDS_VLLM]
@@ -64,6 +64,17 @@ def test_tlt_changes_no_weight_and_a_resumed_run_ends_at_the_same_bits(tmp_path:
     shutil.rmtree(resumed / "checkpoints/step-000003")
     train(resumed, *options)
     assert_same_training(on, resumed, 3)
+
+
+def test_carried_responses_go_on_as_in_the_embedded_engine_and_tlt_changes_no_weight(tmp_path: Path) -> None:
+    carried = ("rollout.carry_over=64", "algorithm.mask_off_policy=true")
+    on, without, embedded = tmp_path / "on", tmp_path / "off", tmp_path / "embedded"
+    train(on, *carried)
+    train(without, *carried, *OFF)
+    train(embedded, *carried, *OFF, "rollout.backend=embedded")
+    assert rows(on)[-1]["carry_over/token_age_max"] >= 1 and rows(on)[-1]["spec/accept_length"] > 1.5
+    assert_same_training(without, on, 3)
+    assert rollout_digests(on) == rollout_digests(embedded)
 
 
 def test_experts_that_vllm_chose_are_replayed_and_tlt_changes_no_weight(tmp_path: Path) -> None:
