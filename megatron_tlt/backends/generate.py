@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,8 @@ from megatron_tlt.data.sources import Row
 from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.files import write_atomically
+from megatron_tlt.observe.jsonl import JsonRow
 from megatron_tlt.observe.progress import build_progress
-from megatron_tlt.observe.rollouts import TurnsOf
 from megatron_tlt.types import GenerateCall, Prompt
 
 if TYPE_CHECKING:
@@ -42,21 +43,19 @@ def generate_file(
     tokenizer: HFTokenizer | None,
     *,
     n: int = 1,
-    logprobs: bool = False,
     stats_path: Path | None = None,
     rollout: RolloutSection | None = None,
     device: torch.device | str = "cpu",
     tp: TensorParallel | None = None,
     turns: TurnSource | None = None,
-    turns_of: TurnsOf | None = None,
+    more_of: Callable[[Sample], JsonRow] = lambda _: {},
 ) -> EngineStats:
     """Generates `n` responses to each of `prompts` (see `read_prompts`), and writes `out_jsonl` at the end, whole.
 
-    Output lines, by prompt and sample: prompt_index, sample_index, text, token_ids, finish_reason and, with `logprobs`,
-    logprobs. The prompt's index is its id in the sampling key. `rollout`: the engine; its sampling fields are not read.
-    `turns`: environments; output lines then also have given, turn_rewards, failure and
-    `turns_of` them; text is that of the last one. All ranks of a tensor-parallel group call this; its rank 0 writes. Raises DataError naming file and line,
-    ConfigError, CheckpointError, BackendError.
+    Output lines, by prompt and sample: prompt_index, sample_index, text, token_ids, finish_reason and what `more_of`
+    returns. The prompt's index is its id in the sampling key. `rollout`: the engine; its sampling fields are not read.
+    `turns`: environments; text is then that of the last turn. All ranks of a tensor-parallel group call this; its rank
+    0 writes. Raises DataError naming file and line, ConfigError, CheckpointError, BackendError.
     """
     ranks = tp.size if tp is not None else 1
     section = (rollout or RolloutSection()).model_copy(update={"tp": ranks})
@@ -71,7 +70,7 @@ def generate_file(
             samples = backend.generate(progress.watched(call, "generate: responses", len(prompts) * n))
         stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
         if tp is None or tp.rank == 0:
-            write_atomically(out_jsonl, response_lines(samples, logprobs, turns_of))
+            write_atomically(out_jsonl, map(partial(_line, more_of), samples))
             if stats_path is not None:
                 write_atomically(stats_path, [stats_report(stats, backend)])
     finally:
@@ -136,24 +135,16 @@ def read_prompts(
     return prompts
 
 
-def response_lines(
-    samples: Sequence[Sample], with_logprobs: bool, turns_of: TurnsOf | None = None
-) -> Iterator[str]:
-    """One JSON object a sample; `turns_of` returns the turns of a trajectory."""
-    for sample in samples:
-        record: dict[str, Any] = {
-            "prompt_index": sample.prompt_id,
-            "sample_index": sample.sample_index,
-            "text": sample.text,
-            "token_ids": sample.token_ids,
-            "finish_reason": sample.finish_reason,
-        }
-        if with_logprobs:
-            record["logprobs"] = sample.logprobs
-        if turns_of is not None:
-            record |= {"given": sample.given, "turn_rewards": sample.turn_rewards, "failure": sample.failure}
-            record["turns"] = turns_of(sample)
-        yield json.dumps(record, ensure_ascii=False)
+def _line(more_of: Callable[[Sample], JsonRow], sample: Sample) -> str:
+    """A JSON object."""
+    record = {
+        "prompt_index": sample.prompt_id,
+        "sample_index": sample.sample_index,
+        "text": sample.text,
+        "token_ids": sample.token_ids,
+        "finish_reason": sample.finish_reason,
+    }
+    return json.dumps(record | more_of(sample), ensure_ascii=False)
 
 
 def stats_report(stats: EngineStats, backend: EmbeddedBackend) -> str:

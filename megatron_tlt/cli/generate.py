@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from megatron_tlt.config.env import EnvSection
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.observe.jsonl import JsonRow
+    from megatron_tlt.trainer.environments import Environments
+    from megatron_tlt.types import Sample
 
 
 def add_generate(commands: Any) -> None:
@@ -120,13 +124,21 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
             device=world.device,
             tp=tensor_parallel(world, world.size),
             n=args.n,
-            logprobs=args.logprobs,
             rollout=engine,
             turns=turns,
-            turns_of=None if environments is None else environments.turns_of,
+            more_of=partial(_more_of, args.logprobs, environments),
         )
     if world.is_main:
         written = (
             f"{stats.finished_requests} responses, {stats.generated_tokens} tokens in {stats.seconds:.1f} s"
         )
         print(f"wrote {args.out}: {written}", flush=True)
+
+
+def _more_of(logprobs: bool, environments: Environments | None, sample: Sample) -> JsonRow:
+    """Fields of an output line that not every command asks for."""
+    row: JsonRow = {"logprobs": sample.logprobs} if logprobs else {}
+    if environments is not None:
+        row |= {"given": sample.given, "turn_rewards": sample.turn_rewards, "failure": sample.failure}
+        row["turns"] = environments.turns_of(sample)
+    return row

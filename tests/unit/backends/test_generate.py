@@ -20,13 +20,13 @@ def test_generate_file(model_dir: Path, tmp_path: Path):
     prompts.write_text('{"prompt": "abc"}\n\n{"token_ids": [4, 5]}\n')
     params = SamplingParams(max_tokens=9, seed=2)
     read = read_prompts(prompts, CharTokenizer(), chat=False)
-    generate_file(model_dir, read, out, params, CharTokenizer(), n=3, logprobs=True, stats_path=stats)
+    generate_file(model_dir, read, out, params, CharTokenizer(), n=3, stats_path=stats)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(a["prompt_index"], a["sample_index"]) for a in lines] == [
         (p, i) for p in (0, 1) for i in range(3)
     ]
     assert all(
-        set(a) == {"prompt_index", "sample_index", "text", "token_ids", "finish_reason", "logprobs"}
+        set(a) == {"prompt_index", "sample_index", "text", "token_ids", "finish_reason"}
         for a in lines
     )
     report = json.loads(stats.read_text())
