@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, OK
-from megatron_tlt.errors import ConfigError, DataError, TltError
+from megatron_tlt.errors import ConfigError, DataError, DistributedError, TltError
 from megatron_tlt.observe.attempt import note_exit
 from megatron_tlt.resilience.shared_memory import sweep_shared_memory
 
@@ -36,11 +36,15 @@ def run_on_every_rank(
 
     `threads`: PyTorch threads of this rank. With an exit code other than 0 from `body` the process ends here.
     """
-    from megatron_tlt.distributed.world import World
+    from megatron_tlt.distributed.world import World, abort_all
 
     for text in _VENDOR_NOISE:
         warnings.filterwarnings("ignore", message=text)
-    world = World.start(section, threads)
+    try:
+        world = World.start(section, threads)
+    except DistributedError as error:
+        print(f"megatron-tlt: failed in phase start: {error}", file=sys.stderr, flush=True)
+        abort_all(FAILED)
     if world.local_rank == 0:
         sweep_shared_memory()
     try:

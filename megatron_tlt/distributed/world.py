@@ -75,8 +75,8 @@ class World:
     def start(cls, section: DistributedSection, threads: int | None = None) -> World:
         """Initialises MPI and torch.distributed once. Collective.
 
-        Raises DistributedError if the world does not have the size that the launcher announced: a wrong pair
-        of launcher and MPI library silently gives N worlds of one rank.
+        Raises DistributedError if the ranks cannot connect, or if the world does not have the size that the launcher
+        announced: a wrong pair of launcher and MPI library silently gives N worlds of one rank.
         """
         comm = _start_mpi()
         launch = detect_launch()
@@ -94,7 +94,12 @@ class World:
         device = _choose_device(section.device, local_rank)
         if device.type == "cpu":
             keep_freed_pages()
-        store = _join(comm, hosts, device, section.timeout_s)
+        try:
+            store = _join(comm, hosts, device, section.timeout_s)
+        except RuntimeError as error:  # PyTorch's, of stores and groups
+            limit = f"within {section.timeout_s:g} s (distributed.timeout_s)"
+            where = f"rank {comm.rank} of {comm.size} on {hosts[comm.rank]}"
+            raise DistributedError(f"{where} could not connect to all others {limit}: {error}") from error
         return cls(comm.rank, comm.size, local_rank, len(local), device, section.timeout_s, store, comm)
 
     @property
@@ -228,6 +233,14 @@ class World:
     def _close_monitor(self) -> None:
         if self._phase.monitor is not None:
             self._phase.monitor.close(*self._phase.outcome)
+
+
+def abort_all(code: int) -> NoReturn:
+    """Ends every rank of a job whose world did not start."""
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Abort(code)
+    raise SystemExit(code)  # not reached
 
 
 def _start_mpi() -> MPI.Comm:

@@ -41,6 +41,12 @@ def test_a_rank_that_does_not_arrive_is_named_when_the_collective_times_out(how,
     assert f"not arrived: rank {rank} (still in {where})" in done.stdout
 
 
+def test_a_rank_that_does_not_connect_ends_the_job_in_phase_start():
+    done = run_ranks(3, "tests/mpi/workers/fault.py", "start", "1", check=False, timeout=60)
+    assert done.returncode != 0 and "Traceback" not in done.stdout
+    assert re.search(r"failed in phase start: rank [02] of 3 on .* could not connect .* within 4 s", done.stdout)
+
+
 SHARED = """
 import os, re, sys
 from megatron_tlt.config.run import DistributedSection

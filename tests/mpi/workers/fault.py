@@ -25,5 +25,14 @@ def body(world: World) -> None:
     world.barrier()
 
 
+def stop_in_start(*arguments: object, **options: object) -> None:
+    if os.environ["PMI_RANK"] == sys.argv[2]:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    connect(*arguments, **options)
+
+
+connect = world_module.dist.init_process_group
+if sys.argv[1] == "start":
+    world_module.dist.init_process_group = stop_in_start
 world_module._STORE_S = 2.0
 sys.exit(run_on_every_rank(DistributedSection(timeout_s=4), 1, body))
