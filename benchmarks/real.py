@@ -130,7 +130,7 @@ def cold_start(chain: Chain) -> Found:
     real_data.write_solutions(source, 3000, solutions, seed=10**9)
     real_data.write_solutions(source, 24, held_out, seed=2 * 10**9)
     paths = [f"model.path={chain.model}", f"sft.train_path={solutions}", f"sft.eval_path={held_out}"]
-    steps = ["sft.num_steps=4"] if chain.args.quick else []
+    steps = ["sft.num_steps=8"] if chain.args.quick else []
     chain.command(chain.args.ranks, "sft", SFT, *paths, f"sft.out={chain.policy}", *steps)
     return [], {}
 
