@@ -26,6 +26,7 @@ from megatron_tlt.drafter.kinds.dspark.loss import block_loss, draw_anchors
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.dspark.config import BlockConfig
 from megatron_tlt.models.dspark.model import BlockModel
 from megatron_tlt.models.factory import build_decoder
@@ -281,6 +282,39 @@ def test_an_overfitted_drafter_matches_at_every_slot_in_every_form(
     facts = WANTED.model_copy(update={"drafter_path": str(tmp_path / form)}).trained
     sizes = facts.layers_read, facts.cached_layers, facts.block_size, facts.rank
     assert sizes == (3, 2, 6, CONFIGS[name].markov_rank or CONFIGS[name].selector_rank)
+
+
+def test_dflash2_has_the_names_and_shapes_of_the_published_file(tmp_path: Path) -> None:
+    """z-lab/dflash, tests/fixtures/dflash2-{config,safetensors-header}.json, but for its scaled and capped logits."""
+    h, width, vocab = 6656, 19968, 202048
+    sizes = {"conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 256, "selector_top_k": 16}
+    sizes |= {"block_size": 16, "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49]}
+    about = {"architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "is_causal": False, "dflash_config": sizes}
+    about |= {"attention_bias": False, "hidden_act": "silu", "hidden_size": h, "intermediate_size": width}
+    about |= {"layer_types": ["sliding_attention"] * 5, "sliding_window": 2048, "use_sliding_window": True}
+    about |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 5}
+    about |= {"rms_norm_eps": 1e-05, "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
+    about |= {"max_position_embeddings": 131072, "max_window_layers": 5, "vocab_size": vocab, "eos_token_id": 200001}
+    policy = ModelConfig("llama", vocab, h, 52, 32, 8, 128, width)
+    assert KIND.public is not None and KIND.public.is_one(about)
+    config = KIND.public.config(about, policy, None)
+    assert isinstance(config, BlockConfig) and config.windows == (2048,) * 5 and config.num_drafted == 15
+    want: dict[str, tuple[int, ...]] = {"fc.weight": (h, 33280), "hidden_norm.weight": (h,), "norm.weight": (h,)}
+    want |= {f"candidate_selector.{name}_codebook": (vocab, 256) for name in ("predecessor", "successor")}
+    want |= {"candidate_selector.hidden_projection.weight": (256, h)}
+    for at in (f"layers.{j}" for j in range(5)):
+        want |= {f"{at}.{name}.base_kernel": (2, 2, h) for name in ("attention_conv", "mlp_conv")}
+        want |= {f"{at}.{name}.kernel_projection.weight": (1664, h) for name in ("attention_conv", "mlp_conv")}
+        want |= {f"{at}.{name}_layernorm.weight": (h,) for name in ("input", "post_attention")}
+        want |= {f"{at}.self_attn.{name}_norm.weight": (128,) for name in "qk"}
+        want |= {f"{at}.self_attn.{name}_proj.weight": (1024, h) for name in "kv"}
+        want |= {f"{at}.self_attn.q_proj.weight": (4096, h), f"{at}.self_attn.o_proj.weight": (h, 4096)}
+        want |= {f"{at}.mlp.{name}_proj.weight": (width, h) for name in ("gate", "up")}
+        want |= {f"{at}.mlp.down_proj.weight": (h, width)}
+    assert config.shapes() == want
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    planned = WANTED.model_copy(update={"drafter_path": str(tmp_path)}).trained.parameters(policy, None)
+    assert planned == pytest.approx(sum(map(np.prod, want.values())), rel=1e-4)
 
 
 def test_a_reduced_vocabulary_is_read_and_its_export_drafts_no_other_token(tmp_path: Path) -> None:
