@@ -194,6 +194,23 @@ def test_training_computes_what_rollouts_do(name: str) -> None:
     assert row == len(layout.bases)
 
 
+@pytest.mark.parametrize("name", ["dspark", "dflash2"])
+def test_gradients_of_a_block_are_those_of_plain_pytorch(name: str) -> None:
+    config = CONFIGS[name]
+    model, weights = BlockModel(config), random_drafter(config)
+    model.load_full(weights.items())
+    embed, sequence = lookup_tables(config.policy)[0], random_sequence(config, 30, 17)
+    batch = collate([sequence])
+    given = {n: p for n, p in model.named_parameters() if not n.startswith(("markov_head", "candidate_selector"))}
+    slots = model.fill(embed, batch, model.layout(batch), np.array([5]))[0]
+    base, leaves = sequence.first_base + 5, {n: weights[n].requires_grad_() for n in given}
+    want = expected_slots(config, embed, leaves, int(sequence.token_ids[base]), sequence.hidden[:base])
+    upstream = torch.randn(want.shape, generator=torch.Generator().manual_seed(0))
+    found = (torch.autograd.grad(t, list(of.values()), upstream) for t, of in ((slots, given), (want, leaves)))
+    for mine, plain in zip(*found, strict=True):
+        torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
