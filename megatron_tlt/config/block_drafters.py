@@ -1,4 +1,4 @@
-"""Block drafters (DSpark, DFlash): their sizes, by default and as config.json files of all forms say them. Torch-free.
+"""Block drafters (DSpark, DFlash, DFlash 2): their sizes, by default and in config.json files of all forms. Torch-free.
 
 | form | layers that are read | alignment |
 |---|---|---|
@@ -19,6 +19,8 @@ from typing import Any
 BLOCK_SIZE = 8  # tokens of a block of a new drafter
 BLOCK_LAYERS = 2  # its layers: on compute-bound machines each costs as many rows as a block has
 BLOCK_TAPS = 3  # policy layers that it reads
+CONV_GROUP = 16  # channels that share a dynamic kernel of DFlash 2, as in all published drafters
+NUM_CANDIDATES = 16  # tokens that DFlash 2's selector chooses from, as in all published drafters
 _MOST_RANK = 256  # of the Markov head, as in all published drafters
 
 
@@ -32,6 +34,8 @@ class BlockShape:
     markov_rank: int  # 0: no Markov head
     mask_token_id: int
     sample_from_anchor: bool  # slot k gives the token behind slot k; else slot k gives its own, and slot 0 none
+    selector_rank: int = 0  # of DFlash 2's candidate selector, which comes with convolutions; 0: neither
+    windows: tuple[int, ...] = ()  # of each layer, positions that a slot attends to; 0: all; (): all in every layer
 
 
 def markov_rank(hidden_size: int) -> int:
@@ -53,6 +57,8 @@ def block_shape(about: Mapping[str, Any]) -> BlockShape:
     nested = about.get("dflash_config") or {}
     given = {**about, **nested}
     ids = given.get("target_layer_ids") or [i - 1 for i in given.get("aux_hidden_state_layer_ids") or ()]
+    kinds = own.get("layer_types") or ()
+    windows = tuple(int(own["sliding_window"]) if kind == "sliding_attention" else 0 for kind in kinds)
     # Only DeepSpec's and our own files draft from the anchor's slot without an entry that says so.
     is_dspark = any("DSpark" in str(name) for name in about.get("architectures") or ())
     from_anchor = is_dspark and "speculators_model_type" not in about and not about.get("dspark_bonus_anchor")
@@ -63,6 +69,8 @@ def block_shape(about: Mapping[str, Any]) -> BlockShape:
         int(given.get("markov_rank") or 0),
         int(given["mask_token_id"]),
         bool(given.get("sample_from_anchor", from_anchor)),
+        int(given.get("selector_rank") or 0),
+        windows if any(windows) else (),
     )
 
 

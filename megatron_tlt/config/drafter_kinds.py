@@ -14,6 +14,8 @@ from megatron_tlt.config.block_drafters import (
     BLOCK_LAYERS,
     BLOCK_SIZE,
     BLOCK_TAPS,
+    CONV_GROUP,
+    NUM_CANDIDATES,
     block_shape_in,
     markov_rank,
 )
@@ -97,7 +99,8 @@ class BlockFacts(DrafterFacts):
     """Facts of a block drafter: `cached_layers` layers, which fill a block in one pass."""
 
     block_size: int = BLOCK_SIZE
-    rank: int | None = None  # of the Markov head; None: `markov_rank` of the policy
+    rank: int | None = None  # of the Markov head or DFlash 2's selector; None: `markov_rank` of the policy
+    has_selector: bool = False  # DFlash 2's, with its convolutions
 
     def sized(self, section: Any) -> BlockFacts:
         """See `DrafterFacts.sized`; a name on the hub, whose files are not here yet, counts as a new drafter."""
@@ -107,19 +110,28 @@ class BlockFacts(DrafterFacts):
             taps = BLOCK_TAPS if section.layers is None else len(section.layers)
             layers, block = section.block_layers or BLOCK_LAYERS, section.block_size or BLOCK_SIZE
             return replace(self, layers_read=taps, cached_layers=layers, block_size=block)
-        taps, block = len(found.aux_layers or section.layers or ()), found.block_size
         return replace(
-            self, layers_read=taps, cached_layers=found.layers, block_size=block, rank=found.markov_rank
+            self,
+            layers_read=len(found.aux_layers or section.layers or ()),
+            cached_layers=found.layers,
+            block_size=found.block_size,
+            rank=found.markov_rank or found.selector_rank,
+            has_selector=bool(found.selector_rank),
         )
 
     def _rank(self, shape: ArchitectureConfig) -> int:
         return markov_rank(shape.hidden_size) if self.rank is None else self.rank
 
     def parameters(self, shape: ArchitectureConfig, draft_vocab_size: int | None) -> int:
-        """Layers of the policy's sizes, `fc` of all layers that are read, and the Markov head's two tables."""
+        """Layers of the policy's sizes, `fc` of all layers that are read, two tables of Markov head or selector, with
+        a selector two convolutions a layer.
+        """
         h, heads = shape.hidden_size, shape.num_heads + shape.num_kv_heads
         layer = 2 * h * shape.head_dim * heads + 2 * h + 3 * h * shape.intermediate_size
         tables = (shape.vocab_size + (draft_vocab_size or shape.vocab_size)) * self._rank(shape)
+        if self.has_selector:
+            layer += 8 * h + 8 * h * h // CONV_GROUP
+            tables += h * self._rank(shape)
         return self.cached_layers * layer + self.layers_read * h * h + tables
 
     def largest_parameter(self, shape: ArchitectureConfig, draft_vocab_size: int | None) -> int:
@@ -133,6 +145,7 @@ class BlockFacts(DrafterFacts):
         """
         h, heads, kv = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         rows = 10 * h + 19 * heads // 2 + 12 * kv + 3 * shape.intermediate_size  # queries and keys are normed in fp32
+        rows += self.has_selector * 14 * h  # kernels, and the slots before
         return self.cached_layers * rows + 8 * h
 
     def passes(self, length: int) -> int:
@@ -151,8 +164,9 @@ class BlockFacts(DrafterFacts):
         return self.parameters(shape, draft_vocab_size) - tables + tokens * shape.hidden_size
 
     def token_elements(self, shape: ArchitectureConfig, draft_vocab_size: int | None) -> int:
-        """See `DrafterFacts.token_elements`: the bias of all tokens."""
-        return (draft_vocab_size or shape.vocab_size) * self._rank(shape)
+        """See `DrafterFacts.token_elements`: the bias of all tokens, or of the selector's candidates."""
+        biased = NUM_CANDIDATES if self.has_selector else draft_vocab_size or shape.vocab_size
+        return biased * self._rank(shape)
 
 
 DRAFTERS = {

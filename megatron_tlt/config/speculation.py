@@ -47,9 +47,9 @@ class SpeculationSection(Section):
     """none: plain decoding. suffix: what sibling and earlier responses said, nothing to train. The others are trained
     drafters. eagle (EAGLE-1 in TLT's form) is one layer that reads the policy's last hidden state and drafts through
     its LM head. eagle3 (EAGLE-3) is one layer that reads three layers, four times the bytes of hidden states, and has
-    an LM head of its own; serving engines have it for policies of every family. dspark (DSpark, and DFlash as others
-    publish it) fills a block of tokens in one forward through the policy's LM head; its draft costs the same whatever
-    its length, and it needs far more training than eagle: begin with a published one."""
+    an LM head of its own; serving engines have it for policies of every family. dspark (DSpark; DFlash and DFlash 2
+    as others publish them) fills a block of tokens in one forward through the policy's LM head; its draft costs the
+    same whatever its length, and it needs far more training than eagle: begin with a published one."""
     drafter_path: str | None = None
     """Directory of the trained drafter's weights, of this kind (`megatron-tlt drafter train` makes one), or a name on
     the Hugging Face hub, as in model.path."""

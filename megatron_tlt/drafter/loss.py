@@ -70,11 +70,13 @@ class HeadLoss(torch.autograd.Function):
         temperature: float,
         before: Tensor | None = None,
         bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_candidates: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """drafted [M, H] float32, sorted as `rows`, and own [Vd, H] of the drafter; of the policy its states [U, H],
         its LM head's rows of the drafter's tokens [Vd, H], and bool [U], rows whose next token is one of them (None:
-        all); scale [M] -> the sum; CE and 1 - TV of each row [M]. A Markov head adds before [M, r] times bias [Vd, r]
-        to the logits, and gets gradients in both.
+        all); scale [M] -> the sum; CE and 1 - TV of each row [M]; its largest logits and their columns
+        [M, num_candidates]. A Markov head adds before [M, r] times bias [Vd, r] to the logits, and gets gradients in
+        both.
         """
         states, head, known = policy
         gradient, t = torch.empty_like(drafted), temperature or 1.0
@@ -82,6 +84,8 @@ class HeadLoss(torch.autograd.Function):
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         of_before = None if before is None else torch.empty_like(before)
         found = drafted.new_zeros(2, len(drafted))
+        best = drafted.new_empty(len(drafted), num_candidates)
+        columns = rows.at.new_empty(best.shape)
         total = drafted.new_zeros(())
         most = int(np.diff(rows.ends).max(initial=1))  # drafted rows of one row of the policy
         size = max(1, _MAX_ELEMENTS // (most * len(head)))
@@ -94,6 +98,8 @@ class HeadLoss(torch.autograd.Function):
             logits = (drafted[block].to(own.dtype) @ own.T).float()
             if before is not None and bias is not None:
                 logits += before[block].to(bias.dtype) @ bias.T
+            if num_candidates:
+                best[block], columns[block] = logits.topk(num_candidates)
             log_q = logits.div_(t).log_softmax(-1)
             del logits
             if len(at) > last - first:
@@ -112,15 +118,15 @@ class HeadLoss(torch.autograd.Function):
             found *= known[rows.at]
         ctx.save_for_backward(gradient, of_head, of_before, of_bias)
         ce, accept = found
-        ctx.mark_non_differentiable(ce, accept)
-        return total, ce, accept
+        ctx.mark_non_differentiable(ce, accept, best, columns)
+        return total, ce, accept, best, columns
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Scales the stored gradients."""
         gradient, *of_others = ctx.saved_tensors
         by_head, by_before, by_bias = (None if t is None else t * upstream for t in of_others)
-        return gradient * upstream, by_head, None, None, None, None, None, by_before, by_bias
+        return gradient * upstream, by_head, None, None, None, None, None, by_before, by_bias, None
 
 
 def _row_losses(p: Tensor, log_q: Tensor, scale: Tensor, loss: DrafterLossSection) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,17 @@ def block_config(policy: ModelConfig, vocab: int | None = None, layer: ModelConf
     return BlockConfig.of(policy, BlockShape(**(sizes | {"sample_from_anchor": True} | more)), vocab, layer)
 
 
+DFLASH2 = {"sample_from_anchor": False, "markov_rank": 0, "selector_rank": 12, "windows": (9, 0)}
+
+
+def convolved(x: Tensor, drafter: Mapping[str, Tensor], at: str, side: int, read: Tensor) -> Tensor:
+    """DFlash 2's convolution of a block's x [B, H], slot by slot; its kernels follow the sublayer's input `read`."""
+    kernels = (read @ drafter[f"{at}.kernel_projection.weight"].T).view(len(x), 2, 2, -1)[:, side]
+    base, group = drafter[f"{at}.base_kernel"][side], torch.arange(x.shape[1]) // 16
+    out = [(base[0] + kernels[k, 0][group]) * x[k] for k in range(len(x))]
+    return torch.stack([y + (base[1] + kernels[k, 1][group]) * x[k - 1] if k else y for k, y in enumerate(out)])
+
+
 def expected_slots(
     config: BlockConfig, embed: Tensor, drafter: Mapping[str, Tensor], anchor: int, states: Tensor, first: int = 0
 ) -> Tensor:
@@ -48,15 +59,24 @@ def expected_slots(
     x = embed[[anchor] + [config.mask_token_id] * (config.block_size - 1)]
     for j in range(config.block_layers):
         at = f"layers.{j}.self_attn"
-        y = norm(x, f"layers.{j}.input_layernorm")
+        y = read = norm(x, f"layers.{j}.input_layernorm")
+        if config.selector_rank:
+            y = convolved(read, e, f"layers.{j}.attention_conv", 0, read)
         k, v = (torch.cat([heads(features, at, n, first), heads(y, at, n, place)], 1) for n in "kv")
         group = layer.num_heads // layer.num_kv_heads
         scores = heads(y, at, "q", place) @ k.repeat_interleave(group, 0).transpose(1, 2) / d**0.5
+        for i in range(len(x)):
+            behind = max(0, place + i - config.layer_windows[j] + 1 - first) if config.layer_windows[j] else 0
+            scores[:, i, :behind] = float("-inf")
         out = (scores.softmax(-1) @ v.repeat_interleave(group, 0)).transpose(0, 1).reshape(len(x), -1)
-        x = x + out @ e[f"{at}.o_proj.weight"].T
-        y = norm(x, f"layers.{j}.post_attention_layernorm")
+        out = out @ e[f"{at}.o_proj.weight"].T
+        x = x + (convolved(out, e, f"layers.{j}.attention_conv", 1, read) if config.selector_rank else out)
+        y = read = norm(x, f"layers.{j}.post_attention_layernorm")
+        if config.selector_rank:
+            y = convolved(read, e, f"layers.{j}.mlp_conv", 0, read)
         gate, up = (y @ e[f"layers.{j}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (silu(gate) * up) @ e[f"layers.{j}.mlp.down_proj.weight"].T
+        out = (silu(gate) * up) @ e[f"layers.{j}.mlp.down_proj.weight"].T
+        x = x + (convolved(out, e, f"layers.{j}.mlp_conv", 1, read) if config.selector_rank else out)
     return norm(x, "norm")
 
 
@@ -65,9 +85,16 @@ def expected_logits(
 ) -> Tensor:
     """Logits [V] of drafted position `k` behind token `before`, of `expected_slots`."""
     ids = torch.arange(config.draft_vocab_size) + drafter.get("d2t", torch.zeros(()).long())
-    own = head[ids] @ slots[k if config.sample_from_anchor else k + 1]
+    state = slots[k if config.sample_from_anchor else k + 1]
+    own = head[ids] @ state
     if config.markov_rank:
         own = own + drafter["markov_head.markov_w2.weight"] @ drafter["markov_head.markov_w1.weight"][before]
     logits = torch.full((config.policy.vocab_size,), float("-inf"))
+    if config.selector_rank:
+        selector = {name: drafter[f"candidate_selector.{name}_codebook"] for name in ("predecessor", "successor")}
+        context = selector["predecessor"][before] * (drafter["candidate_selector.hidden_projection.weight"] @ state)
+        for c in own.topk(16).indices.tolist():
+            logits[c] = own[c] + context @ selector["successor"][c]
+        return logits
     logits[ids] = own
     return logits

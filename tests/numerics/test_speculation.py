@@ -119,7 +119,10 @@ DRAFTERS = [
     {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "catch_up_tokens": 16},
     {"drafter": "eagle", "selector": "cost_model"},
     {"drafter": "dspark", "selector": "fixed", "draft_len": 9, "catch_up_tokens": 16},
+    {"drafter": "dspark", "selector": "fixed", "draft_len": 4},
 ]
+# By length of a draft: DSpark, and DFlash 2 with a window.
+BLOCKS = {9: BlockShape(2, (0,), 6, 8, 7, True), 4: BlockShape(2, (0,), 6, 0, 7, False, 8, (0, 9))}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,7 @@ def test_equal_with_real_drafters(family, speculation):
     expected, weights = plain(family, jobs)
     config, shape = small_config(family), None
     if speculation["drafter"] == "dspark":
-        shape = BlockConfig.of(config, BlockShape(2, (0,), 6, 8, 7, True))
+        shape = BlockConfig.of(config, BLOCKS[speculation["draft_len"]])
     for blocks in (200, 10):
         engine = speculating_engine(config, weights, speculation=speculation, shape=shape, num_blocks=blocks)
         assert generate_all(engine, jobs) == expected

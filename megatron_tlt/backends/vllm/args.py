@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.backends.process import with_more
 from megatron_tlt.drafter.kinds.base import ExportFiles, SavedDrafter, cast_tensors
 from megatron_tlt.drafter.kinds.registry import KINDS
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES, ENGINE_DTYPES
 from megatron_tlt.models.dspark.config import BlockConfig
 
@@ -129,6 +130,9 @@ def drafter_files(drafter: SavedDrafter, dtype: str) -> ExportFiles:
     """
     config, policy = drafter.config, drafter.config.policy
     if isinstance(config, BlockConfig):
+        if config.selector_rank or config.windows:
+            allowed = "vLLM's first model runner has no DFlash 2 and no sliding windows: use the embedded engine"
+            raise ConfigError.of("rollout.backend", "vllm", allowed)
         files = KINDS[config.kind].engine_files(drafter, "vllm", DTYPES[dtype])
         read = {"target_layer_ids": list(config.aux_layers), "mask_token_id": config.mask_token_id}
         more = {"architectures": ["DFlashBlockForCausalLM"], "dflash_config": read}

@@ -1,1 +1,1 @@
-"""The block drafter (DSpark, DFlash): shapes, model, rollout form."""
+"""The block drafter (DSpark, DFlash, DFlash 2): shapes, model, rollout form."""

@@ -9,6 +9,8 @@ alike, has static shapes and brings no value to the host, so a CUDA graph can ca
 
     anchors, keys --> block forward --> LM head --> [bias of the token before, noise, best candidate] x N --> host
 
+DFlash 2 takes the 16 largest logits of each slot before the loop, and its selector's scores as the bias.
+
 It costs the same whatever the length of the drafts; the host decides afterwards where each draft ends.
 
 Legend: T pairs, P padded rows, S slots of a block, N drafted tokens of a block, M blocks of a table, L = M * block
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
+from megatron_tlt.config.block_drafters import NUM_CANDIDATES
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import Decoder, KVCache
 from megatron_tlt.models.draft import Draft
@@ -147,31 +150,33 @@ class TorchBlock(DrafterDecoder):
 
     # -- the step
 
-    def block_logits(
-        self, tokens: Tensor, positions: Tensor, visible: Tensor, slots: Tensor, kv: KVCache
-    ) -> Tensor:
-        """Base logits float32 [P, N, Vd] of blocks at anchors `tokens` [P] at `positions` [P], which see the cached
-        positions where `visible` bool [P, L] holds, in `slots` [P, L]. No value comes to the host.
+    def fill(self, tokens: Tensor, positions: Tensor, visible: Tensor, slots: Tensor, kv: KVCache) -> Tensor:
+        """Outputs [P, N, H] of blocks at anchors `tokens` [P] at `positions` [P], which see the cached positions where
+        `visible` bool [P, L] holds, in `slots` [P, L]. No value comes to the host.
         """
         config, model, (rows, size) = self.config, self.model, (len(tokens), self.config.block_size)
         places = positions[:, None] + torch.arange(size, device=positions.device)
         rope = model.rope(places.flatten())
+        at = torch.arange(visible.shape[1], device=positions.device)
+        seen = {0: visible[:, None]}  # by window, [P, 1 or S, L]
+        seen |= {w: visible[:, None] & (at > places[..., None] - w) for w in set(config.windows) - {0}}
         x = self.policy.embed(model.block_tokens(tokens))
         width = len(self._kv) // config.block_layers
         biases = (None,) * config.block_layers if self._kv_bias is None else self._kv_bias.split(width)
-        for layer, cache, weight, bias, gate_up in zip(
-            model.blocks, kv.data, self._kv.split(width), biases, self._gate_up, strict=True
+        for layer, cache, weight, bias, gate_up, window in zip(
+            model.blocks, kv.data, self._kv.split(width), biases, self._gate_up, config.layer_windows, strict=True
         ):
-            y = model.before_attention(layer, x)
+            y, kernel = model.enter_attention(layer, x)
             own = self._split(layer, linear(y, weight, bias), rope)
-            attended = _attend(model.queries(layer, y, rope), own, cache, slots, visible)
-            x = x + layer.self_attn.o_proj(attended.flatten(1))
-            gate, up = linear(model.after_attention(layer, x), gate_up).chunk(2, dim=-1)
-            x = x + layer.mlp.down_proj(silu(gate) * up)
-        outputs = model.final(x).view(rows, size, -1)[:, config.first_slot :]
-        return self._logits(outputs.flatten(0, 1)).view(rows, config.num_drafted, -1)
+            attended = _attend(model.queries(layer, y, rope), own, cache, slots, seen[window])
+            x = model.leave(x, layer.self_attn.o_proj(attended.flatten(1)), kernel)
+            y, kernel = model.enter_mlp(layer, x)
+            gate, up = linear(y, gate_up).chunk(2, dim=-1)
+            x = model.leave(x, layer.mlp.down_proj(silu(gate) * up), kernel)
+        return model.final(x).view(rows, size, -1)[:, config.first_slot :]
 
-    def _logits(self, outputs: Tensor) -> Tensor:
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Float32 [T, Vd] of outputs [T, H], without what the token before adds."""
         head = self._whole_head if self._head_rows is None else self._head_rows
         if head is not None:
             return linear(outputs, head).float()
@@ -180,13 +185,13 @@ class TorchBlock(DrafterDecoder):
 
 
 def _attend(q: Tensor, own: tuple[Tensor, Tensor], cache: Tensor, slots: Tensor, visible: Tensor) -> Tensor:
-    """q [P S, Hq, D] over the cache's rows `slots` [P, L] that are `visible` [P, L], and all of its block's `own` keys
-    and values [P S, Hkv, D] -> like q.
+    """q [P S, Hq, D] over the cache's rows `slots` [P, L] that are `visible` [P, 1 or S, L], and all of its block's
+    `own` keys and values [P S, Hkv, D] -> like q.
     """
     rows, long = slots.shape
     each = 4 * long * cache[0, 0].numel() * cache.element_size()  # gathered, then joined
-    shared, done = visible.new_ones(rows, len(q) // rows), []
-    mask = torch.cat([visible, shared], dim=1)[:, None, None]  # [P, 1, 1, L + S]
+    shared, done = visible.new_ones(*visible.shape[:2], len(q) // rows), []
+    mask = torch.cat([visible, shared], dim=2)[:, None]  # [P, 1, 1 or S, L + S]
     parts = (t.unflatten(0, (rows, -1)).transpose(1, 2) for t in (q, *own))  # [P, heads, S, D]
     size = max(1, _GATHERED_BYTES // max(1, each))
     for query, k, v, at, seen in zip(*(t.split(size) for t in (*parts, slots, mask)), strict=True):
@@ -284,14 +289,21 @@ class BlockRowDrafter(RowDrafter):
         slots = table_slots(tables, blocks * self._size, self._size)
         at = torch.arange(blocks * self._size, device=slots.device)
         visible = (at < positions[:, None]) & (at >= first[:, None])
-        base = drafter.block_logits(tokens, positions, visible, slots, self._kv)
+        outputs = drafter.fill(tokens, positions, visible, slots, self._kv)
+        base = drafter.logits(outputs.flatten(0, 1)).view(batch, drafted, -1)
         model, count, ids = drafter.model, self._buffers.num_candidates, drafter.model.token_ids()
+        selector = model.candidate_selector
+        if selector is not None:
+            base, few = base.topk(NUM_CANDIDATES)
         for k in range(drafted):
             logits = base[:, k]
             if model.markov_head is not None:
                 logits = logits + model.markov_head.markov_w2(model.markov_head.markov_w1(tokens)).float()
+            if selector is not None:
+                ids = few[:, k]
+                logits = logits + selector.scores(selector.context(outputs[:, k], tokens), ids)
             given = keys[k], temperature, count
-            if drafter.candidates is best_candidates:
+            if drafter.candidates is best_candidates or selector is not None:
                 best, chosen = best_candidates(logits, *given, ids)
             else:
                 best, chosen = drafter.candidates(model.spread(logits.contiguous()), *given)

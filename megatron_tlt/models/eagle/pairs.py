@@ -105,42 +105,49 @@ class PrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, latest: int
+        ctx: Any,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        visible: Tensor,
+        latest: int,
+        reach: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """q [B, kv, G, Q, D] scaled, keys and values [B, kv, K, D]; query i of sequence b attends to places 1 ..
-        visible[b, i], of [B, Q], which are at most `latest` + i -> out like q, n float32 [B, kv, G, Q].
+        visible[b, i], of [B, Q], which are at most `latest` + i; of these only to the last reach[g], of [G], 1 or more
+        -> out like q, n float32 [B, kv, G, Q].
         """
         out, norm = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
         for block, seen in _blocks(q, keys, latest):
-            scores = _scores(q[..., block, :], keys[:, :, seen], visible[:, block])
+            scores = _scores(q[..., block, :], keys[:, :, seen], visible[:, block], reach)
             top = scores.amax(-1, keepdim=True)
             total = scores.sub_(top).exp_().sum(-1, keepdim=True)
             attended = _by_head(scores.to(values.dtype), values[:, :, seen])
             out[..., block, :] = attended / total.to(values.dtype)
             norm[..., block] = (top + total.log()).squeeze(-1)
-        ctx.save_for_backward(q, keys, values, visible, out, norm)
+        ctx.save_for_backward(q, keys, values, visible, out, norm, reach)
         ctx.latest = latest
         return out, norm
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, d_out: Tensor, d_norm: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    ) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         """Gradients of q, keys and values."""
-        q, keys, values, visible, out, norm = ctx.saved_tensors
+        q, keys, values, visible, out, norm, reach = ctx.saved_tensors
         shift = (d_out * out).sum(-1).float() - d_norm
         d_q = torch.empty_like(q)
         d_keys, d_values = (torch.zeros_like(t, dtype=torch.float32) for t in (keys, values))
         for block, seen in _blocks(q, keys, ctx.latest):
             query, upstream = q[..., block, :], d_out[..., block, :]
-            p = _scores(query, keys[:, :, seen], visible[:, block])
+            p = _scores(query, keys[:, :, seen], visible[:, block], reach)
             p.sub_(norm[..., block].unsqueeze(-1)).exp_()
             d_values[:, :, seen] += _by_key(p.to(values.dtype), upstream)
             d_scores = _by_head(upstream, values[:, :, seen].transpose(2, 3)).float()
             d_scores = d_scores.sub_(shift[..., block].unsqueeze(-1)).mul_(p).to(q.dtype)
             d_q[..., block, :] = _by_head(d_scores, keys[:, :, seen])
             d_keys[:, :, seen] += _by_key(d_scores, query)
-        return d_q, d_keys.to(keys.dtype), d_values.to(values.dtype), None, None
+        return d_q, d_keys.to(keys.dtype), d_values.to(values.dtype), None, None, None
 
 
 def _blocks(q: Tensor, keys: Tensor, latest: int) -> Iterator[tuple[slice, slice]]:
@@ -153,12 +160,18 @@ def _blocks(q: Tensor, keys: Tensor, latest: int) -> Iterator[tuple[slice, slice
         yield slice(begin, end), slice(0, min(places, latest + end))
 
 
-def _scores(q: Tensor, keys: Tensor, place: Tensor) -> Tensor:
-    """Scores float32 [B, kv, G, q, K]; -inf where a query does not attend, whose last place is `place` [B, q]."""
+def _scores(q: Tensor, keys: Tensor, place: Tensor, reach: Tensor | None) -> Tensor:
+    """Scores float32 [B, kv, G, q, K]; -inf where a query does not attend. Its last place is `place` [B, q]; it attends
+    to the last `reach` [G] places or to all.
+    """
     scores = _by_head(q, keys.transpose(2, 3)).float()
     key = torch.arange(keys.shape[2], device=q.device)
     unseen = (key > place[..., None]) | (key < 1)  # padding behind a sequence attends to anything
-    return scores.masked_fill_(unseen[:, None, None], float("-inf"))
+    scores.masked_fill_(unseen[:, None, None], float("-inf"))
+    if reach is not None:
+        behind = key <= place[:, None, :, None] - reach[:, None, None]  # [B, G, q, K]
+        scores.masked_fill_(behind[:, None], float("-inf"))
+    return scores
 
 
 def _by_head(rows: Tensor, matrix: Tensor) -> Tensor:

@@ -47,12 +47,16 @@ def test_drafting_costs_its_passes_and_lookups():
 def test_a_block_is_one_pass_of_its_rows_whatever_is_used_of_it():
     """Worked out by hand: a published drafter of 5 layers and a Markov head of rank 256, against EAGLE-3's passes."""
     block = replace(DRAFTERS["dspark"], layers_read=5, cached_layers=5, block_size=7, rank=256)
-    costs = Roofline(SHAPE, GPUS["h100"], 1, BARE.model_copy(update={"pass_ms": 0}), block)
+    bare = BARE.model_copy(update={"pass_ms": 0})
+    costs = Roofline(SHAPE, GPUS["h100"], 1, bare, block)
     layer = 3584 * 128 * 2 * (28 + 4) + 3 * 3584 * 18944 + 2 * 3584
     read = 5 * layer + 5 * 3584**2 + 152064 * 3584 + 7 * 152064 * 256
     one, seven = (costs.draft("trained", 1, passes, 0) for passes in (1, 7))
     assert one == seven == pytest.approx(2 * read / 3.35e12, rel=0.001)
-    eagle3 = Roofline(SHAPE, GPUS["h100"], 1, BARE.model_copy(update={"pass_ms": 0}), DRAFTERS["eagle3"], 32000)
+    selected = Roofline(SHAPE, GPUS["h100"], 1, bare, replace(block, has_selector=True))
+    read += 5 * (8 * 3584 + 3584**2 // 2) + 256 * 3584 - 7 * (152064 - 16) * 256
+    assert selected.draft("trained", 1, 7, 0) == pytest.approx(2 * read / 3.35e12, rel=0.001)
+    eagle3 = Roofline(SHAPE, GPUS["h100"], 1, bare, DRAFTERS["eagle3"], 32000)
     read = layer + 3 * 3584**2 + 3584 * 128 * (28 + 8) + 32000 * 3584
     assert eagle3.draft("trained", 1, 3, 0) == pytest.approx(3 * 2 * read / 3.35e12, rel=0.001)
     assert costs.draft("trained", 256, 7, 0) > 2 * seven, "7 x 256 rows are computed"

@@ -1,1 +1,1 @@
-"""DSpark, and DFlash as one without a Markov head."""
+"""DSpark, DFlash as one without a Markov head, and DFlash 2."""

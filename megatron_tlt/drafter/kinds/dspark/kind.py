@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_tlt.config.block_drafters import block_shape
+from megatron_tlt.config.block_drafters import CONV_GROUP, NUM_CANDIDATES, block_shape
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.speculation import SpeculationSection
@@ -58,7 +58,7 @@ class DSparkKind(DrafterKind):
     def entries(self, config: DrafterConfig) -> dict[str, Any]:
         """See `DrafterKind.entries`."""
         assert isinstance(config, BlockConfig)
-        layer = config.layer.to_hf() | {"torch_dtype": None, "num_hidden_layers": config.block_layers}
+        layer = config.layer.to_hf() | {"torch_dtype": None} | _layer_entries(config)
         return {**_sizes(config), "draft_vocab_size": config.draft_vocab_size, "layer": layer}
 
     def read_entries(self, about: Mapping[str, Any], policy: ModelConfig) -> BlockConfig:
@@ -67,7 +67,7 @@ class DSparkKind(DrafterKind):
             shape, size = block_shape(about), int(about["draft_vocab_size"])
         except (KeyError, TypeError, ValueError) as e:
             raise CheckpointError(f"an entry of a drafter of kind dspark is missing or wrong: {e}") from e
-        return BlockConfig.of(policy, shape, size, ModelConfig.from_hf(about["layer"]))
+        return BlockConfig.of(policy, shape, size, ModelConfig.from_hf(about["layer"] | {"sliding_window": None}))
 
     def build_decoder(self, policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:
         """See `DrafterKind.build_decoder`: in PyTorch beside either decoder."""
@@ -123,9 +123,9 @@ class DSparkKind(DrafterKind):
         return named
 
     def was_served_by(self, config: DrafterConfig) -> tuple[Format, ...]:
-        """See `DrafterKind.was_served_by`: of DFlash; on CPUs vLLM has no DSpark."""
+        """See `DrafterKind.was_served_by`: of DFlash; on CPUs vLLM has neither DSpark nor DFlash 2."""
         assert isinstance(config, BlockConfig)
-        return () if config.markov_rank else ("vllm",)
+        return () if config.markov_rank or config.selector_rank or config.windows else ("vllm",)
 
     def serving_notes(self, engine: Format) -> str:
         """See `DrafterKind.serving_notes`."""
@@ -148,8 +148,18 @@ class DSparkKind(DrafterKind):
 
 def _sizes(config: BlockConfig) -> dict[str, Any]:
     """Entries that our files and DeepSpec's have alike."""
-    names = ("block_size", "markov_rank", "mask_token_id", "sample_from_anchor")
+    names = ["block_size", "markov_rank", "mask_token_id", "sample_from_anchor"]
+    names += ["selector_rank"] if config.selector_rank else []
     return {"target_layer_ids": list(config.aux_layers), **{name: getattr(config, name) for name in names}}
+
+
+def _layer_entries(config: BlockConfig) -> dict[str, Any]:
+    """Entries on the number of layers and their windows, as public files have them."""
+    kinds = ["sliding_attention" if window else "full_attention" for window in config.layer_windows]
+    out: dict[str, Any] = {"num_hidden_layers": config.block_layers, "layer_types": kinds}
+    if config.windows:
+        out |= {"sliding_window": max(config.windows), "use_sliding_window": True, "is_causal": False}
+    return out
 
 
 def _check_engine(config: BlockConfig, engine: Format) -> None:
@@ -171,20 +181,19 @@ def _check_engine(config: BlockConfig, engine: Format) -> None:
 def _config(config: BlockConfig, dtype: str) -> dict[str, Any]:
     """config.json."""
     policy, rank = config.policy, {"markov_rank": config.markov_rank + config.reduced}
-    out = config.layer.to_hf(dtype) | {
+    out = config.layer.to_hf(dtype) | _layer_entries(config) | {
         "vocab_size": policy.vocab_size,
-        "num_hidden_layers": config.block_layers,
         "num_target_layers": policy.num_layers,
-        "layer_types": ["full_attention"] * config.block_layers,
         "tie_word_embeddings": False,  # both tables are the policy's
     }
     if not config.markov_rank:
         nested = {"target_layer_ids": list(config.aux_layers), "mask_token_id": config.mask_token_id}
-        return out | {
-            "architectures": ["DFlashDraftModel"],
-            "block_size": config.block_size,
-            "dflash_config": nested,
-        }
+        block = {"block_size": config.block_size}
+        if not config.selector_rank:
+            return out | {"architectures": ["DFlashDraftModel"], **block, "dflash_config": nested}
+        nested |= {**block, "selector_rank": config.selector_rank, "selector_top_k": NUM_CANDIDATES}
+        nested |= {"conv_kernel_size": 2, "conv_group_size": CONV_GROUP}
+        return out | {"architectures": ["DFlash2DraftModel"], "dflash_config": nested}
     return out | _sizes(config) | rank | {
         "architectures": ["Qwen3DSparkModel"],
         "markov_head_type": "vanilla",

@@ -5,6 +5,11 @@ p, q the softmax of policy and drafter at the rollout temperature, over the draf
 
     decay^k * mean( w_ce * CE(p, q) + w_tv * TV(p, q) )          decay = exp(-1 / gamma), gamma = 4 in DSpark
 
+DFlash 2 has no W2. Its selector gets a cross entropy of its own, weighted alike by position: of the true token behind,
+over the 16 largest of z_k plus the selector's scores, at the rollout temperature. A true token that is not among them
+takes the place of the last (speculators#1006). Its weight is 0.1, that of the published Qwen3-4B-speculator.dflash2. It
+has no gradient in x_k and z_k: layers learn as without a selector.
+
 One forward fills all blocks; the Markov head reads the true token before. A batch has about as many slots as it has
 bases, so that each base is covered about once, and every batch draws other anchors. CE and TV: `drafter.loss.HeadLoss`.
 
@@ -18,13 +23,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
+from megatron_tlt.config.block_drafters import NUM_CANDIDATES
 from megatron_tlt.config.drafter import DrafterLossSection
 from megatron_tlt.drafter.kinds.base import LossParts
 from megatron_tlt.drafter.loss import DraftedRows, HeadLoss
 from megatron_tlt.models.drafters import DraftBatch
-from megatron_tlt.models.dspark.model import BlockModel
+from megatron_tlt.models.dspark.model import BlockModel, CandidateSelector
 from megatron_tlt.models.eagle.pairs import PairLayout
+
+_SELECTOR_WEIGHT = 0.1
 
 
 def draw_anchors(model: BlockModel, layout: PairLayout) -> np.ndarray:
@@ -72,11 +81,40 @@ def block_loss(
     if ids is not None:
         head, known = head.index_select(0, ids), torch.isin(batch.tokens.index_select(0, rows.policy + 1), ids)
     decay = loss.step_decay ** torch.arange(len(drafted), device=head.device)
-    given = sorted_rows[:, :size], head, (target, head, known), rows, (decay * by_step)[rows.step], loss, temperature
-    markov = (None, None) if model.markov_head is None else (sorted_rows[:, size:], model.markov_head.markov_w2.weight)
-    total, ce, accept = HeadLoss.apply(*given, *markov)  # type: ignore[no-untyped-call]
+    scale, (states, before) = (decay * by_step)[rows.step], sorted_rows.tensor_split([size], 1)
+    given = states, head, (target, head, known), rows, scale, loss, temperature
+    markov = (None, None) if model.markov_head is None else (before, model.markov_head.markov_w2.weight)
+    selector = model.candidate_selector
+    candidates = 0 if selector is None else NUM_CANDIDATES
+    total, ce, accept, best, columns = HeadLoss.apply(*given, *markov, candidates)  # type: ignore[no-untyped-call]
+    if selector is not None:
+        true = batch.tokens.index_select(0, rows.policy + 1).index_select(0, rows.at)
+        of_true = (states.detach() * head.index_select(0, true)).sum(-1)
+        selected = _selector_ce(selector, before, best, columns, true, of_true, temperature)
+        total = total + _SELECTOR_WEIGHT * (scale * selected).sum()
     by_name: LossParts = {}
     for name, found in {"ce": ce, "accept": accept}.items():
         means = torch.zeros_like(by_step).index_add_(0, rows.step, found) * by_step
         by_name[name] = [*means[:steps], *means.new_zeros(max(0, steps - len(drafted)))]
     return total, by_name
+
+
+def _selector_ce(
+    selector: CandidateSelector,
+    before: Tensor,
+    logits: Tensor,
+    candidates: Tensor,
+    true: Tensor,
+    of_true: Tensor,
+    temperature: float,
+) -> Tensor:
+    """Cross entropies [M] of the `true` tokens [M], whose logits are `of_true` [M], among candidates [M, C] with their
+    logits, of rows whose `CandidateSelector.context` is `before` [M, r].
+    """
+    missing = (candidates != true[:, None]).all(1)
+    last = torch.where(missing, true, candidates[:, -1])
+    candidates = torch.cat([candidates[:, :-1], last[:, None]], 1)
+    last = torch.where(missing, of_true, logits[:, -1])
+    scores = torch.cat([logits[:, :-1], last[:, None]], 1) + selector.scores(before, candidates)
+    at = (candidates == true[:, None]).int().argmax(1)
+    return cross_entropy(scores / (temperature or 1.0), at, reduction="none")

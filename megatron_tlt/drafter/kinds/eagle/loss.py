@@ -61,7 +61,7 @@ def draft_loss(
     policy = target, head, known
     scale = (decay * by_step)[rows.step]
     given = model.before_head(sorted_rows), model.own_head(head), policy, rows, scale, loss, temperature
-    total, ce, accept = HeadLoss.apply(*given)  # type: ignore[no-untyped-call]
+    total, ce, accept, *_ = HeadLoss.apply(*given)  # type: ignore[no-untyped-call]
     of_rows = {"ce": ce, "accept": accept}
     if model.imitates_states:
         near = smooth_l1_loss(sorted_rows, target[rows.at].float(), reduction="none").mean(-1)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.nn.functional import cross_entropy
 
 from megatron_tlt.config.drafter import DrafterLossSection, DrafterSection
 from megatron_tlt.config.speculation import SpeculationSection
@@ -25,11 +26,12 @@ from megatron_tlt.drafter.kinds.dspark.loss import block_loss, draw_anchors
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.dspark.config import BlockConfig
 from megatron_tlt.models.dspark.model import BlockModel
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.types import HiddenStateSample
-from tests.helpers.blocks import block_config
+from tests.helpers.blocks import DFLASH2, block_config
 from tests.helpers.hidden_states import trajectory
 from tests.helpers.pairs import Rows
 from tests.helpers.tiny_drafters import DEEP, lookup_tables, random_drafter, random_sequence
@@ -42,6 +44,7 @@ CONFIGS = {
     "dspark": block_config(POLICY),
     "bonus": block_config(POLICY, sample_from_anchor=False),
     "dflash": block_config(POLICY, sample_from_anchor=False, markov_rank=0),
+    "dflash2": block_config(POLICY, **DFLASH2),
 }
 
 
@@ -56,7 +59,7 @@ def text(config: BlockConfig, length: int = 26, seed: int = 0) -> HiddenStateSam
 
 
 @pytest.mark.parametrize(
-    ("name", "vocab", "t"), [("dspark", 60, 0.6), ("bonus", None, 1.0), ("dflash", 60, 1.0)]
+    ("name", "vocab", "t"), [("dspark", 60, 0.6), ("bonus", None, 1.0), ("dflash", 60, 1.0), ("dflash2", None, 0.6)]
 )
 def test_loss_and_gradients_equal_a_loop_over_rows(name: str, vocab: int | None, t: float) -> None:
     config = replace(CONFIGS[name], draft_vocab_size=vocab or POLICY.vocab_size)
@@ -80,10 +83,18 @@ def test_loss_and_gradients_equal_a_loop_over_rows(name: str, vocab: int | None,
             ce, tv = -(p * log_q).sum(), 0.5 * (p - log_q.exp()).abs().sum()
             known = ids is None or int(batch.tokens[base + k + 1]) in ids
             terms[k].append(known * (0.7 * ce + 0.2 * tv))
+            if (selector := model.candidate_selector) is not None:
+                state, true = slots[i, k + 1].detach(), int(batch.tokens[base + k + 1])
+                few = (rows @ state).topk(16).indices.tolist()
+                few = few if true in few else [*few[:-1], true]
+                before = selector.predecessor_codebook[batch.tokens[base + k]] * selector.hidden_projection(state)
+                scores = torch.stack([rows[c] @ state + before @ selector.successor_codebook[c] for c in few]) / t
+                terms[k].append(terms[k].pop() + 0.1 * cross_entropy(scores, torch.tensor(few.index(true))))
     want = sum(0.5**k * torch.stack(of_step).mean() for k, of_step in enumerate(terms) if of_step)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     assert len(parts["ce"]) == len(parts["accept"]) == 8 and float(parts["accept"][7]) == 0
-    leaves = [slots, *(() if model.markov_head is None else model.markov_head.parameters())]
+    heads = [head for head in (model.markov_head, model.candidate_selector) if head is not None]
+    leaves = [slots, *(p for head in heads for p in head.parameters())]
     for a, b in zip(torch.autograd.grad(2 * got, leaves), torch.autograd.grad(2 * want, leaves), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
@@ -154,9 +165,10 @@ def drafts(decoder, sample: HiddenStateSample, wanted: int = 9) -> list[list[int
     return [part.tolist() for part in np.split(drafted.tokens, np.cumsum(drafted.counts)[:-1])]
 
 
-def test_the_loss_falls_and_the_served_drafter_is_the_trained_one_after_every_sync() -> None:
+@pytest.mark.parametrize("name", ["dspark", "dflash2"])
+def test_the_loss_falls_and_the_served_drafter_is_the_trained_one_after_every_sync(name: str) -> None:
     """One engine's drafter, whose weights each window replaces, against one made from the window's weights alone."""
-    t = trainer()
+    t = trainer(name)
     served = decoder_with(t.model.config, t.weights())
     before = drafts(served, text(t.model.config))
     for version in (1, 2):
@@ -195,7 +207,9 @@ def overfitted(name: str) -> BlockModel:
 
 
 def published(out: Path, form: str, name: str) -> Path:
-    """The overfitted drafter as others write it: DeepSpec (as ours is exported), z-lab, speculators."""
+    """The overfitted drafter as others write it: DeepSpec (as ours is exported), z-lab, speculators; DFlash 2 with the
+    entries of z-lab's `dflash2-config.json` and speculators' `DFlash2SpeculatorConfig`.
+    """
     model, config = overfitted(name), CONFIGS[name]
     saved = SavedDrafter(config, model.state_dict())
     files = KIND.engine_files(saved, "vllm", torch.float32)
@@ -211,10 +225,11 @@ def published(out: Path, form: str, name: str) -> Path:
         about |= {"num_anchors": 512, "enable_confidence_head": True, "confidence_head_with_markov": False}
     if form == "speculators":
         layer = {**about, "architectures": ["Qwen3ForCausalLM"]}
-        for entry in ("target_layer_ids", "dflash_config", "block_size", "markov_rank", "mask_token_id"):
+        nested = about.get("dflash_config", {})
+        for entry in ("target_layer_ids", "dflash_config", "block_size", "markov_rank", "mask_token_id", "is_causal"):
             layer.pop(entry, None)
         about = {
-            "speculators_model_type": "dflash" if name == "dflash" else "dspark",
+            "speculators_model_type": name if name in ("dflash", "dflash2") else "dspark",
             "transformer_layer_config": layer,
             "draft_vocab_size": POLICY.vocab_size,
             "block_size": config.block_size,
@@ -226,6 +241,7 @@ def published(out: Path, form: str, name: str) -> Path:
                 else {}
             ),
             **({"sample_from_anchor": True} if config.sample_from_anchor else {}),
+            **({n: v for n, v in nested.items() if n.startswith(("conv_", "selector_"))}),
         }
         tensors |= {"d2t": torch.zeros(101, dtype=torch.int64), "t2d": torch.ones(101, dtype=torch.bool)}
     save_file(tensors, out / "model.safetensors")
@@ -242,6 +258,9 @@ FORMS = [
     ("speculators", "bonus"),
     ("speculators", "dflash"),
     ("z-lab", "dflash"),
+    ("ours", "dflash2"),
+    ("z-lab", "dflash2"),
+    ("speculators", "dflash2"),
 ]
 
 
@@ -262,7 +281,40 @@ def test_an_overfitted_drafter_matches_at_every_slot_in_every_form(
     assert found == [tokens[n : n + most] for n in range(3, len(tokens) - most + 1)]
     facts = WANTED.model_copy(update={"drafter_path": str(tmp_path / form)}).trained
     sizes = facts.layers_read, facts.cached_layers, facts.block_size, facts.rank
-    assert sizes == (3, 2, 6, CONFIGS[name].markov_rank)
+    assert sizes == (3, 2, 6, CONFIGS[name].markov_rank or CONFIGS[name].selector_rank)
+
+
+def test_dflash2_has_the_names_and_shapes_of_the_published_file(tmp_path: Path) -> None:
+    """z-lab/dflash, tests/fixtures/dflash2-{config,safetensors-header}.json, but for its scaled and capped logits."""
+    h, width, vocab = 6656, 19968, 202048
+    sizes = {"conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 256, "selector_top_k": 16}
+    sizes |= {"block_size": 16, "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49]}
+    about = {"architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "is_causal": False, "dflash_config": sizes}
+    about |= {"attention_bias": False, "hidden_act": "silu", "hidden_size": h, "intermediate_size": width}
+    about |= {"layer_types": ["sliding_attention"] * 5, "sliding_window": 2048, "use_sliding_window": True}
+    about |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 5}
+    about |= {"rms_norm_eps": 1e-05, "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
+    about |= {"max_position_embeddings": 131072, "max_window_layers": 5, "vocab_size": vocab, "eos_token_id": 200001}
+    policy = ModelConfig("llama", vocab, h, 52, 32, 8, 128, width)
+    assert KIND.public is not None and KIND.public.is_one(about)
+    config = KIND.public.config(about, policy, None)
+    assert isinstance(config, BlockConfig) and config.windows == (2048,) * 5 and config.num_drafted == 15
+    want: dict[str, tuple[int, ...]] = {"fc.weight": (h, 33280), "hidden_norm.weight": (h,), "norm.weight": (h,)}
+    want |= {f"candidate_selector.{name}_codebook": (vocab, 256) for name in ("predecessor", "successor")}
+    want |= {"candidate_selector.hidden_projection.weight": (256, h)}
+    for at in (f"layers.{j}" for j in range(5)):
+        want |= {f"{at}.{name}.base_kernel": (2, 2, h) for name in ("attention_conv", "mlp_conv")}
+        want |= {f"{at}.{name}.kernel_projection.weight": (1664, h) for name in ("attention_conv", "mlp_conv")}
+        want |= {f"{at}.{name}_layernorm.weight": (h,) for name in ("input", "post_attention")}
+        want |= {f"{at}.self_attn.{name}_norm.weight": (128,) for name in "qk"}
+        want |= {f"{at}.self_attn.{name}_proj.weight": (1024, h) for name in "kv"}
+        want |= {f"{at}.self_attn.q_proj.weight": (4096, h), f"{at}.self_attn.o_proj.weight": (h, 4096)}
+        want |= {f"{at}.mlp.{name}_proj.weight": (width, h) for name in ("gate", "up")}
+        want |= {f"{at}.mlp.down_proj.weight": (h, width)}
+    assert config.shapes() == want
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    planned = WANTED.model_copy(update={"drafter_path": str(tmp_path)}).trained.parameters(policy, None)
+    assert planned == pytest.approx(sum(map(np.prod, want.values())), rel=1e-4)
 
 
 def test_a_reduced_vocabulary_is_read_and_its_export_drafts_no_other_token(tmp_path: Path) -> None:
@@ -309,11 +361,15 @@ def test_a_reduced_vocabulary_is_read_and_its_export_drafts_no_other_token(tmp_p
     ("entries", "says"),
     [
         ({"markov_head_type": "gated"}, "with markov_head_type is of a form"),
-        ({"architectures": ["DFlash2DraftModel"], "selector_rank": 256}, "with selector_rank is of a form"),
         (
-            {"layer_types": ["sliding_attention", "full_attention"]},
-            "with sliding_attention layers is not computed",
+            {"dflash_config": {"selector_top_k": 8, "output_multiplier": 0.196, "final_logit_softcapping": 20.0}},
+            "with output_multiplier, final_logit_softcapping, selector_top_k is of a form",
         ),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
+            "with sliding windows and no is_causal: false is causal",
+        ),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "with linear_attention layers is not computed"),
         ({"is_causal": True}, "with is_causal is of a form"),
         ({"hidden_size": 96}, r"hidden size is \['96'\], the policy's 64"),
         ({"mask_token_id": 151669}, "mask_token_id = 151669: must be a row of the policy's embedding"),

@@ -20,7 +20,7 @@ from megatron_tlt.models.dspark.model import BlockModel
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.keyed_noise import best_candidates, gumbel_noise, key_tensor
 from megatron_tlt.models.keys import row_keys
-from tests.helpers.blocks import block_config, expected_logits, expected_slots
+from tests.helpers.blocks import DFLASH2, block_config, expected_logits, expected_slots
 from tests.helpers.pairs import ONES, Rows, of_row, states
 from tests.helpers.tiny_drafters import DEEP, lookup_tables, random_drafter, random_sequence
 from tests.helpers.tiny_models import random_weights
@@ -34,6 +34,7 @@ CONFIGS = {
     "bonus anchor": block_config(TIED, sample_from_anchor=False),
     "reduced": block_config(DEEP["qwen3"], 40, aux_layers=(0, 1, 2, 4, 6)),
     "other layers": block_config(DEEP["qwen2"], 60, PLAIN, markov_rank=0),
+    "dflash2": block_config(TIED, **DFLASH2),
 }
 both = pytest.mark.parametrize("kernels", ["native", "torch"])
 every = pytest.mark.parametrize("name", CONFIGS)
@@ -133,7 +134,7 @@ def test_a_draft_waits_for_the_device_once_and_is_one_step(monkeypatch: pytest.M
     np.testing.assert_array_equal(got.tokens, want.tokens)
 
 
-@pytest.mark.parametrize("name", ["dspark", "reduced", "dflash"])
+@pytest.mark.parametrize("name", ["dspark", "reduced", "dflash", "dflash2"])
 def test_the_step_brings_no_value_to_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On meta tensors, where any value that is asked for raises; rows gathered one by one included. The candidates'
     kernel takes what it is given.
@@ -193,6 +194,23 @@ def test_training_computes_what_rollouts_do(name: str) -> None:
     assert row == len(layout.bases)
 
 
+@pytest.mark.parametrize("name", ["dspark", "dflash2"])
+def test_gradients_of_a_block_are_those_of_plain_pytorch(name: str) -> None:
+    config = CONFIGS[name]
+    model, weights = BlockModel(config), random_drafter(config)
+    model.load_full(weights.items())
+    embed, sequence = lookup_tables(config.policy)[0], random_sequence(config, 30, 17)
+    batch = collate([sequence])
+    given = {n: p for n, p in model.named_parameters() if not n.startswith(("markov_head", "candidate_selector"))}
+    slots = model.fill(embed, batch, model.layout(batch), np.array([5]))[0]
+    base, leaves = sequence.first_base + 5, {n: weights[n].requires_grad_() for n in given}
+    want = expected_slots(config, embed, leaves, int(sequence.token_ids[base]), sequence.hidden[:base])
+    upstream = torch.randn(want.shape, generator=torch.Generator().manual_seed(0))
+    found = (torch.autograd.grad(t, list(of.values()), upstream) for t, of in ((slots, given), (want, leaves)))
+    for mine, plain in zip(*found, strict=True):
+        torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
@@ -201,6 +219,8 @@ def test_training_computes_what_rollouts_do(name: str) -> None:
         ({"aux_layers": ()}, "must be ascending layers"),
         ({"mask_token_id": 101}, "mask_token_id = 101: must be a row of the policy's embedding"),
         ({"block_size": 1}, "block_size = 1: must be 2 or more"),
+        ({"windows": (6, 0)}, r"sliding_window = \[6, 0\]: must be above 6, the block"),
+        ({"selector_rank": 12}, "selector_rank = 12: needs DFlash's alignment"),
     ],
 )
 def test_sizes_that_a_policy_does_not_have_are_refused(more: dict, says: str) -> None:
