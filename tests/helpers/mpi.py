@@ -100,7 +100,7 @@ def launcher(ranks: int) -> list[str]:
     """A command line that takes the place of `mpiexec -n RANKS python -m mpi4py`.
 
     Where ranks end with an error at once, mpiexec may kill a fork's stub before it can pass the exit code on, and
-    reports 9; not with 75, with which all ranks end.
+    reports 9; not with 75, with which all ranks end together.
     """
     return [str(MPIEXEC), "-n", str(ranks), *fork_command()]
 

@@ -46,6 +46,18 @@ def settle(path: str) -> None:
         server.recv(64)
 
 
+def leave_together(folder: str) -> None:
+    """Returns in all stubs of a job at one time, after the last one's call: mpiexec kills the others when one ends."""
+    rank, size = (int(os.environ.get(name, default)) for name, default in (("PMI_RANK", "0"), ("PMI_SIZE", "1")))
+    paths = [f"{folder}/left-{os.getppid()}-{r}" for r in range(size)]
+    with open(paths[rank], "w"):
+        give_up = time.time() + 10.0
+    while not all(map(os.path.exists, paths)) and time.time() < give_up:
+        time.sleep(0.01)
+    last = max(os.stat(path).st_mtime for path in paths if os.path.exists(path))
+    time.sleep(max(0.0, last + 0.5 - time.time()))
+
+
 def main() -> None:
     files = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
     fork = Fork(sys.argv[1], sys.argv[2:], {file: file for file in files}, dict(os.environ), os.getcwd())
@@ -61,8 +73,8 @@ def main() -> None:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    if code == 75:  # of all ranks: mpiexec kills the other stubs when the first one ends
-        time.sleep(0.5)
+    if code == 75:  # of all ranks
+        leave_together(os.path.dirname(sys.argv[1]))
     os._exit(code)
 
 
