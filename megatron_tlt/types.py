@@ -112,8 +112,12 @@ class Sample:
     @property
     def drawn_by(self) -> tuple[Drawn, ...]:
         """The whole response by the policies that drew it."""
-        rest = len(self.token_ids) - sum(count for _, count in self.earlier)
-        return (*self.earlier, (self.policy_version, rest))
+        return (*self.earlier, (self.policy_version, len(self.token_ids) - self.num_earlier))
+
+    @property
+    def num_earlier(self) -> int:
+        """Response tokens that earlier steps drew."""
+        return sum(count for _, count in self.earlier)
 
 
 def token_ages(drawn_by: Sequence[Drawn], version: int) -> np.ndarray:

@@ -262,7 +262,7 @@ class EmbeddedBackend(BaseBackend):
         return {
             "pieces": [text([token]) for token in sample.token_ids[:size]],
             "runs": [[at, min(ok, size - at), text(refused)] for at, ok, refused in runs if at < size],
-            "since": min(size, sum(count for _, count in sample.earlier)),  # earlier steps' drafts are not kept
+            "since": min(size, sample.num_earlier),  # earlier steps' drafts are not kept
         }
 
     def _sample(self, request: Request) -> Sample:

@@ -36,7 +36,7 @@ def run_on_every_rank(
 
     `threads`: PyTorch threads of this rank. With an exit code other than 0 from `body` the process ends here.
     """
-    from megatron_tlt.distributed.world import World, abort_all
+    from megatron_tlt.distributed.world import World
 
     for text in _VENDOR_NOISE:
         warnings.filterwarnings("ignore", message=text)
@@ -44,7 +44,7 @@ def run_on_every_rank(
         world = World.start(section, threads)
     except DistributedError as error:
         print(f"megatron-tlt: failed in phase start: {error}", file=sys.stderr, flush=True)
-        abort_all(FAILED)
+        return FAILED
     if world.local_rank == 0:
         sweep_shared_memory()
     try:

@@ -235,14 +235,6 @@ class World:
             self._phase.monitor.close(*self._phase.outcome)
 
 
-def abort_all(code: int) -> NoReturn:
-    """Ends every rank of a job whose world did not start."""
-    from mpi4py import MPI
-
-    MPI.COMM_WORLD.Abort(code)
-    raise SystemExit(code)  # not reached
-
-
 def _start_mpi() -> MPI.Comm:
     import mpi4py  # here, because it initialises MPI at import: only a World may cause that
 
