@@ -1,20 +1,24 @@
 """Which kind of drafter a policy should have: accepted length after the same seconds of training, seconds of a draft.
 
-    python benchmarks/bench_drafter_kinds.py --policy DIR --work W [--prompts 120] [--seconds 60,150,300] [--seeds 1]
-        [--kinds eagle dspark1 ..] [--parts record learn draft] [--out r.json]
+    python benchmarks/bench_drafter_kinds.py --policy DIR --work W [--prompts 120] [--responses N]
+        [--seconds 60,150,300] [--seeds 0 ..] [--kinds eagle dspark1 ..] [--parts record learn draft]
+        [--with r1.json ..] [--picture p.svg] [--out r.json]
 
-Part `record`, once a folder W: the policy's responses to prompts of `lib/real.yaml` at temperature 1, for training,
-and held-out ones at 1 and 0.7, with the states that any kind reads. Part `learn`: the online trainer with its default
-settings, from the policy, one thread; seconds are processor time of training alone. `accepted` is the drafted tokens of
-7 that are accepted in a row on held-out responses, with the responses' own noise (`drafter.measure`); a sample's
+Part `record`, once a folder W: the policy's responses to prompts of `lib/real.yaml` at temperature 1, two a prompt, for
+training, and held-out ones at 1 and 0.7, with the states that any kind reads. Part `learn`: the online trainer with its
+default settings on the first N responses, from the policy, one thread; seconds are processor time of training alone.
+`accepted` is the drafted tokens of 7 that are accepted in a row on held-out responses, with the responses' own noise
+(`drafter.measure`), `slots` the share of each slot's drafts that is accepted where the earlier slots were; a sample's
 standard error is that of responses. Part `draft`: seconds of a draft of 7 behind 64 tokens, 3 new ones, for 1, 4 and 16
-requests, over 4,096 and all tokens, best of 5.
+requests, over 4,096 and all tokens, best of 5. `--with`: earlier records whose rows go into this one (runs side by
+side write records of their own); the summary has means over seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lib.bench_record import ROOT, write_record
+from lib.bench_record import ROOT, read_record, write_record
 from lib.drafter_learning import train_to_marks, with_mean_weights
 from torch import Tensor
 
@@ -40,13 +44,14 @@ from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafter.batching import DraftSequence
 from megatron_tlt.drafter.kinds.registry import KINDS
-from megatron_tlt.drafter.measure import measure
+from megatron_tlt.drafter.measure import MeasuredAcceptance, measure
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.drafter.pretrain import lookup_tables
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig, DrafterModel
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.loader import iter_weights, weight_reader
+from megatron_tlt.observe import colours
 from megatron_tlt.types import GenerateCall, HiddenStateSample, SamplingParams
 from tests.helpers.pairs import Rows as DraftRows
 
@@ -57,7 +62,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "dspark1": {"drafter": "dspark", "block_layers": 1},
     "dspark2": {"drafter": "dspark", "block_layers": 2},
 }
+COLOURS = colours.ORANGE, colours.PURPLE, colours.CYAN, colours.BLUE
 DRAFTED = 7
+HELD_OUT = 80  # prompts a temperature
 TEMPERATURES = (1.0, 0.7)
 
 
@@ -76,7 +83,7 @@ def read_layers(policy: ModelConfig) -> tuple[int, ...]:
 
 
 def record(policy: Path, work: Path, count: int) -> None:
-    """Writes the responses: two to each of `count` prompts, and to a fifth as many others at each temperature."""
+    """Writes the responses: two to each of `count` prompts, and one to each of others at each temperature."""
     shape, tokenizer = ModelConfig.from_hf(policy), HFTokenizer(policy)
     config = load_config(ROOT / "benchmarks/lib/real.yaml", [f"model.path={policy}"])
     section = RolloutSection(dtype="fp32", max_running_requests=16)
@@ -90,7 +97,7 @@ def record(policy: Path, work: Path, count: int) -> None:
         if out.exists():
             continue
         source = build_prompts(config.data, "train" if name == "train" else "eval", tokenizer, 0)
-        prompts = source.next_batch(count if name == "train" else count // 5)
+        prompts = source.next_batch(count if name == "train" else HELD_OUT)
         found: list[HiddenStateSample] = []
         engine.collect_hidden_states(found.append)
         params = SamplingParams(temperature=temperature, max_tokens=config.rollout.max_tokens, seed=7)
@@ -106,7 +113,7 @@ def read(name: str, work: Path, policy: ModelConfig, layers: tuple[int, ...]) ->
     h, recorded = policy.hidden_size, read_layers(policy)
     columns = [recorded.index(layer) for layer in layers] + [len(recorded)]
     out = []
-    for trajectory, key, states in torch.load(work / f"{name}.pt", weights_only=False):
+    for trajectory, key, states in torch.load(work / f"{name}.pt", weights_only=False, mmap=True):
         hidden = torch.cat([states[:, i * h : (i + 1) * h] for i in columns], -1)
         out.append(HiddenStateSample(trajectory, hidden, key))
     return out
@@ -115,13 +122,15 @@ def read(name: str, work: Path, policy: ModelConfig, layers: tuple[int, ...]) ->
 # -- learning -----------------------------------------------------------------------------------------------------
 
 
-def learn(policy: Path, work: Path, name: str, marks: list[float], seed: int) -> Iterator[dict[str, Any]]:
-    """Accepted lengths at marks of seconds."""
+def learn(
+    policy: Path, work: Path, name: str, marks: list[float], seed: int, responses: int | None
+) -> Iterator[dict[str, Any]]:
+    """Accepted lengths at marks of seconds, of training on the first `responses` recorded ones (None: on all)."""
     shape = ModelConfig.from_hf(policy)
     config, tables = shape_of(name, shape), lookup_tables(policy, shape, torch.device("cpu"))
     of = work, shape, config.aux_layers
     held = {t: [DraftSequence.of(s) for s in read(f"held-{t}", *of)] for t in TEMPERATURES}
-    samples = read("train", *of)
+    samples = read("train", *of)[:responses]
     drawn = [s.trajectory.token_ids[s.trajectory.response_start :] for s in samples]
     counts = torch.from_numpy(np.bincount(np.concatenate(drawn), minlength=shape.vocab_size))
     model = KINDS[config.kind].build_model(config)
@@ -132,24 +141,27 @@ def learn(policy: Path, work: Path, name: str, marks: list[float], seed: int) ->
         trainer.buffer.add(sample)
     for mark in train_to_marks(trainer, marks):
         drafting = with_mean_weights(KINDS[config.kind].build_model(config), trainer, model)
-        row = {"part": "learn", "kind": name, "seed": seed, "seconds": mark, "steps": trainer.trained_steps}
+        row = {"part": "learn", "kind": name, "responses": len(samples), "seed": seed, "seconds": mark}
+        row["steps"] = trainer.trained_steps
         for temperature in TEMPERATURES:
-            length, error = accepted(drafting, tables, held[temperature], temperature)
-            row |= {f"accepted_{temperature}": length, f"error_{temperature}": error}
+            found = accepted(drafting, tables, held[temperature], temperature)
+            row |= {f"{figure}_{temperature}": value for figure, value in found.items()}
         print(json.dumps(row), flush=True)
         yield row
 
 
 def accepted(
     model: DrafterModel, tables: tuple[Tensor, Tensor], held: list[DraftSequence], temperature: float
-) -> tuple[float, float]:
-    """Mean accepted length over bases, and the standard error of the ratio over responses."""
+) -> dict[str, Any]:
+    """Mean accepted length over bases, the standard error of the ratio over responses, and the slots' shares."""
     given = {"steps": DRAFTED, "temperature": temperature, "batch_tokens": 1024, "window": 1024}
     each = [measure(model, *tables, [response], **given) for response in held]
     bases = np.array([m.bases for m in each])
     length = bases * np.array([m.accepted_length for m in each])
     mean = length.sum() / bases.sum()
-    return float(mean), float(np.sqrt(((length - mean * bases) ** 2).sum()) / bases.sum())
+    error = np.sqrt(((length - mean * bases) ** 2).sum()) / bases.sum()
+    slots = sum(each, MeasuredAcceptance.empty(DRAFTED)).coupled
+    return {"accepted": float(mean), "error": float(error), "slots": slots}
 
 
 # -- drafting -----------------------------------------------------------------------------------------------------
@@ -165,7 +177,10 @@ def draft_rows(policy: Path, names: Sequence[str]) -> Rows:
             config = shape_of(name, shape, tokens)
             decoder = build_decoder(shape, aux_layers=config.aux_layers)
             decoder.load_weights(tables.items())
-            drafter, model = KINDS[config.kind].build_decoder(decoder, config), KINDS[config.kind].build_model(config)
+            drafter, model = (
+                KINDS[config.kind].build_decoder(decoder, config),
+                KINDS[config.kind].build_model(config),
+            )
             model.initialise(0)
             drafter.load_weights(model.state_dict().items())
             drafter.refresh_head()
@@ -186,18 +201,66 @@ def draft_rows(policy: Path, names: Sequence[str]) -> Rows:
     return rows
 
 
+# -- the record ---------------------------------------------------------------------------------------------------
+
+
 def summary_of(rows: Rows) -> dict[str, float]:
-    """Accepted lengths of the first seed by kind, seconds and temperature; milliseconds of a draft by kind, tokens and
-    requests.
+    """Accepted lengths by kind, responses, seconds and temperature, means over seeds; milliseconds of a draft by kind,
+    tokens and requests.
     """
-    figures: dict[str, float] = {}
+    figures: dict[str, list[float]] = {}
     for row in rows:
         if row["part"] == "draft":
-            figures[f"draft_ms_{row['kind']}_{row['tokens']}_{row['requests']}"] = 1e3 * row["seconds"]
-        elif row["seed"] == 0:
-            for t in TEMPERATURES:
-                figures[f"accepted_{row['kind']}_{row['seconds']:g}s_t{t}"] = row[f"accepted_{t}"]
-    return figures
+            figures[f"draft_ms_{row['kind']}_{row['tokens']}_{row['requests']}"] = [1e3 * row["seconds"]]
+            continue
+        for t in TEMPERATURES:
+            name = f"accepted_{row['kind']}_{row['responses']}r_{row['seconds']:g}s_t{t}"
+            figures.setdefault(name, []).append(row[f"accepted_{t}"])
+    return {name: statistics.mean(values) for name, values in figures.items()}
+
+
+def picture(rows: Rows) -> str:
+    """Accepted length at temperature 1 over seconds of training (a logarithmic axis), an SVG of 640 x 340: a line a
+    kind and number of responses, dashed for all but the largest number; dots are seeds.
+    """
+    rows = [row for row in rows if row["part"] == "learn"]
+    times, sizes = ({row[of] for row in rows} for of in ("seconds", "responses"))
+    low, high = np.log(min(times)), np.log(max(times))
+
+    def point(seconds: float, accepted: float) -> tuple[float, float]:
+        return 50 + 540 * (np.log(seconds) - low) / max(high - low, 1e-9), 290 - 250 * accepted / DRAFTED
+
+    parts = [
+        f'<text x="44" y="{point(1, n)[1] + 4:.1f}" text-anchor="end">{n}</text>' for n in range(DRAFTED + 1)
+    ]
+    parts += [
+        f'<text x="{point(s, 0)[0]:.1f}" y="308" text-anchor="middle">{s:g} s</text>' for s in sorted(times)
+    ]
+    for place, (name, colour) in enumerate(zip(DRAFTERS, COLOURS, strict=True)):
+        parts.append(
+            f'<text x="{110 + 120 * place}" y="20" text-anchor="middle" fill="{colour}">{name}</text>'
+        )
+        for size in sorted(sizes):
+            of = [row for row in rows if (row["kind"], row["responses"]) == (name, size)]
+            mean = {
+                t: statistics.mean(r["accepted_1.0"] for r in of if r["seconds"] == t)
+                for t in {r["seconds"] for r in of}
+            }
+            path = " ".join("{:.1f},{:.1f}".format(*point(*at)) for at in sorted(mean.items()))
+            dashes = "" if size == max(sizes) else ' stroke-dasharray="5 4"'
+            parts.append(
+                f'<polyline fill="none" stroke="{colour}" stroke-width="2"{dashes} points="{path}"/>'
+            )
+            dots = [point(row["seconds"], row["accepted_1.0"]) for row in of]
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in dots]
+    sides = ", ".join(f"{size:,}" for size in sorted(sizes))
+    parts.append(
+        f'<text x="320" y="330" text-anchor="middle">CPU seconds of training on {sides} responses</text>'
+    )
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="340" font-family="sans-serif" font-size="12">\n'
+        '<rect width="640" height="340" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
 
 
 def main() -> None:
@@ -206,28 +269,33 @@ def main() -> None:
     parser.add_argument("--policy", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=120)
+    parser.add_argument("--responses", type=int)
     parser.add_argument("--seconds", default="60,150,300")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--kinds", nargs="+", choices=[*DRAFTERS], default=[*DRAFTERS])
     parts = ["record", "draft", "learn"]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--parts", nargs="*", choices=parts, default=parts)
+    parser.add_argument("--with", dest="earlier", type=Path, nargs="+", default=[])
+    parser.add_argument("--picture", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.work.mkdir(parents=True, exist_ok=True)
-    rows: Rows = []
+    rows: Rows = [row for path in args.earlier for row in read_record(path)[0]]
     if "record" in args.parts:
         record(args.policy, args.work, args.prompts)
     if "draft" in args.parts:
         rows += draft_rows(args.policy, args.kinds)
-        write_record(args.out, rows, summary_of(rows))
+    write_record(args.out, rows, summary_of(rows))
     if "learn" in args.parts:
         marks = [float(x) for x in args.seconds.split(",")]
-        for seed in range(args.seeds):
-            kinds = [learn(args.policy, args.work, name, marks, seed) for name in args.kinds]
+        for seed in args.seeds:
+            kinds = [learn(args.policy, args.work, name, marks, seed, args.responses) for name in args.kinds]
             for found in zip(*kinds, strict=True):
                 rows += found
                 write_record(args.out, rows, summary_of(rows))
+    if args.picture:
+        args.picture.write_text(picture(rows))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ A coupled draft from a base matches the policy exactly while the drafter's pertu
 token; up to there the draft has read the response's tokens. So one unrolled pass over the responses gives the
 accepted length of a draft at every base.
 
-Legend: J drafted positions, R rows, V vocabulary.
+Legend: J drafted positions, R rows, T tokens of a batch, V vocabulary, Vd the drafter's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.drafter.batching import DraftSequence, collate, group_by_length, windows
-from megatron_tlt.models.drafters import DraftBatch, DrafterModel
+from megatron_tlt.models.drafters import DrafterModel
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.keys import row_keys
 
@@ -100,7 +100,11 @@ def measure(
     H columns of the sequences' hidden states are the policy's final ones. `on_progress` is called with (batches done,
     batches in all).
     """
-    drafted = partial(model.full_logits, head=head.float())
+    head, t = head.float(), temperature or 1.0
+    ids = model.token_ids()
+    policy_head = head if ids is None else head[ids]
+    own = _Vocabulary(torch.arange(len(head), device=head.device) if ids is None else ids, policy_head)
+    draft = partial(model.logits, head=head)
     sums, bases = MeasuredAcceptance.empty(steps).sums, 0
     parts = [part for s in sequences if s.num_bases for part in windows(s, window)]
     groups = group_by_length(parts, batch_tokens)
@@ -116,11 +120,14 @@ def measure(
         first = layout.positions[layout.bases].cpu().numpy() - response + 1
         alive = torch.ones(len(layout.bases), dtype=torch.bool, device=head.device)
         bases += sum(s.num_bases for s in group)
+        final = batch.hidden[:, -head.shape[1] :].float()
+        normalisers = _log_normalisers(final, head, t)
         for step, output in enumerate(model.unroll(embed, batch, layout, steps)):
             alive &= layout.valid(step)
             noise_keys = key_tensor(row_keys(keys, first + step), head.device)
-            rows = output, noise_keys, layout.rows(step), layout.valid(step)
-            values, matched = _compare(rows, batch, drafted, head, temperature)
+            places, valid = layout.rows(step), layout.valid(step)
+            rows = output, noise_keys, final[places], normalisers[places], batch.tokens[places + 1], valid
+            values, matched = _compare(rows, draft, own, temperature)
             sums[step, :2] += values
             sums[step, 2] += float(alive.sum())
             alive &= matched
@@ -128,25 +135,37 @@ def measure(
     return MeasuredAcceptance(sums, bases)
 
 
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """The drafter's tokens."""
+
+    ids: Tensor  # int64 [Vd]
+    policy_head: Tensor  # float32 [Vd, H], their rows of the policy's LM head
+
+
+def _log_normalisers(states: Tensor, head: Tensor, t: float) -> Tensor:
+    """Log of the softmax's denominator [T] over all tokens at temperature t, of final states [T, H]."""
+    size = max(1, _MAX_ELEMENTS // head.shape[0])
+    return torch.cat([(rows @ head.T / t).logsumexp(-1) for rows in states.split(size)])
+
+
 def _compare(
-    rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    batch: DraftBatch,
-    drafted: Callable[[Tensor], Tensor],
-    head: Tensor,
-    temperature: float,
+    rows: tuple[Tensor, ...], draft: Callable[[Tensor], Tensor], own: _Vocabulary, temperature: float
 ) -> tuple[np.ndarray, Tensor]:
     """Sums of `_COLUMNS[:2]` over the rows that exist; bool [R]: rows whose draft is the response's token.
 
-    `rows`: the drafter's outputs [R, H] at one position, keys of their noise int64 [R], rows of the batch that predict
-    the drafted token [R], and whether they have this position, bool [R].
+    `rows`: the drafter's outputs [R, W] at one position, keys of their noise int64 [R], the policy's states [R, H] at
+    the same place, their `_log_normalisers` [R], the response's tokens [R], and whether rows have this position, bool
+    [R]. `draft`: outputs -> logits [R, Vd].
     """
     sums, matches, t = np.zeros(2), [], temperature or 1.0
-    size = max(1, _MAX_ELEMENTS // head.shape[0])
-    for output, keys, places, valid in zip(*(column.split(size) for column in rows), strict=True):
-        q = drafted(output.float()) / t
-        p = (batch.hidden[places, -head.shape[1] :].float() @ head.float().T / t).softmax(-1)
-        score = q + gumbel_noise(keys, head.shape[0]) if temperature else q
-        matches.append((score.argmax(-1) == batch.tokens[places + 1]) & valid)
+    size = max(1, _MAX_ELEMENTS // len(own.ids))
+    columns = (column.split(size) for column in rows)
+    for output, keys, state, normaliser, token, valid in zip(*columns, strict=True):
+        q = draft(output.float()).float() / t
+        p = (state @ own.policy_head.T / t - normaliser[:, None]).exp()
+        score = q + gumbel_noise(keys, own.ids) if temperature else q
+        matches.append((own.ids[score.argmax(-1)] == token) & valid)
         overlap = torch.minimum(p, q.softmax(-1)).sum(-1)
         sums += (torch.stack([torch.ones_like(overlap), overlap]) * valid).double().sum(1).cpu().numpy()
     return sums, torch.cat(matches)

@@ -147,10 +147,12 @@ class DrafterModel(nn.Module, ABC):
         """
 
     @abstractmethod
+    def logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
+        """[.., Vd] over the drafter's tokens (`token_ids`), of outputs [.., W]. `head` [V, H] is the policy's."""
+
     def full_logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
-        """Float32 [.., V] of outputs [.., W]: -inf for tokens outside the drafter's vocabulary. `head` [V, H] is the
-        policy's.
-        """
+        """`logits`, float32 [.., V]: -inf for tokens outside the drafter's vocabulary."""
+        return self.spread(self.logits(outputs, head))
 
     def linears(self) -> list[tuple[nn.Module, str, nn.Linear]]:
         """(parent, attribute, linear) of those that may compute in FP8."""

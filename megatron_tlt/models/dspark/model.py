@@ -265,8 +265,8 @@ class BlockModel(DrafterModel):
             x = self.finish(layer, x, attended, kernel)
         return self.final(x).view(-1, slots, h)
 
-    def full_logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
-        """See `DrafterModel.full_logits`, of outputs [.., H + r]."""
+    def logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
+        """See `DrafterModel.logits`, of outputs [.., H + r]."""
         assert head is not None
         if (ids := self.token_ids()) is not None:
             head = head.index_select(0, ids)
@@ -278,7 +278,7 @@ class BlockModel(DrafterModel):
             best, ids = logits.topk(NUM_CANDIDATES)
             chosen = best + self.candidate_selector.scores(outputs[..., h:], ids).to(best.dtype)
             logits = torch.full_like(logits, float("-inf")).scatter(-1, ids, chosen)
-        return self.spread(logits)
+        return logits
 
 
 def _attend(

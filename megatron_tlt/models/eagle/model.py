@@ -137,11 +137,11 @@ class PairModel(DrafterModel):
         """The head's input, of outputs [.., H]."""
         return outputs
 
-    def full_logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
-        """Float32 [.., V] of outputs o [.., H]: -inf for tokens outside the drafter's vocabulary."""
+    def logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
+        """See `DrafterModel.logits`, of outputs o [.., H]."""
         if head is not None and (ids := self.token_ids()) is not None:
             head = head.index_select(0, ids)
-        return self.spread(linear(self.before_head(outputs), self.own_head(head)))
+        return linear(self.before_head(outputs), self.own_head(head))
 
     def queries(self, x: Tensor, rope: Tensor) -> Tensor:
         """[T, query heads, D], rotated."""
