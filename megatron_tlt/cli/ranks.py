@@ -44,6 +44,7 @@ def run_on_every_rank(
         world = World.start(section, threads)
     except DistributedError as error:
         print(f"megatron-tlt: failed in phase start: {error}", file=sys.stderr, flush=True)
+        note_exit(FAILED)
         return FAILED
     if world.local_rank == 0:
         sweep_shared_memory()

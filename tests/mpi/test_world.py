@@ -3,6 +3,7 @@ import time
 
 import pytest
 
+from megatron_tlt.observe.attempt import VARIABLE
 from tests.helpers.mpi import run_one, run_ranks
 
 pytestmark = pytest.mark.mpi
@@ -41,10 +42,12 @@ def test_a_rank_that_does_not_arrive_is_named_when_the_collective_times_out(how,
     assert f"not arrived: rank {rank} (still in {where})" in done.stdout
 
 
-def test_a_rank_that_does_not_connect_ends_the_job_in_phase_start():
-    done = run_ranks(3, "tests/mpi/workers/fault.py", "start", "1", check=False, timeout=60)
+def test_a_rank_that_does_not_connect_ends_the_job_in_phase_start(tmp_path):
+    given = {"env": {VARIABLE: str(tmp_path)}, "check": False, "timeout": 60}
+    done = run_ranks(3, "tests/mpi/workers/fault.py", "start", "1", **given)
     assert done.returncode != 0 and "Traceback" not in done.stdout
     assert re.search(r"failed in phase start: rank [02] of 3 on .* could not connect .* within 4 s", done.stdout)
+    assert (tmp_path / "exit").read_text().strip() == "1"
 
 
 SHARED = """
