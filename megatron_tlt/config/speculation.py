@@ -52,7 +52,7 @@ class SpeculationSection(Section):
     same whatever its length, and it needs far more training than eagle: begin with a published one."""
     drafter_path: str | None = None
     """Directory of the trained drafter's weights, of this kind (`megatron-tlt drafter train` makes one), or a name on
-    the Hugging Face hub, as in model.path."""
+    the Hugging Face hub, as in model.path; null: a new one, which starts from the policy and needs training."""
     layers: tuple[NonNegativeInt, ...] | None = None
     """eagle3 and dspark: the policy layers, from 0, whose outputs it reads, three of eagle3; null: those of
     drafter_path, or 1, L/2 - 1, L - 4 of L layers, for dspark three evenly spaced from 1 to L - 3."""

@@ -171,7 +171,10 @@ def _config_of(
     for name, value in found.items():
         given = getattr(wanted, name)
         if given is not None and given != value:
-            raise CheckpointError(f"{file} has {name} = {value}, but rollout.speculation.{name} = {given}")
+            raise CheckpointError(
+                f"{file} has {name} = {value}, but rollout.speculation.{name} = {given}; without a directory "
+                "(rollout.speculation.drafter_path=null) a new drafter starts from the policy"
+            )
     return config
 
 
