@@ -137,6 +137,19 @@ run_step() {
     rc="$(exit_code "$rc" "$noted")"
 }
 
+# Runs one attempt of the job `megatron-tlt $1 CONFIG ...`; ends the script, or requeues the job, which then resumes.
+run_to_its_end() {
+    local again=() # a run that began anew, or from a named checkpoint, resumes from its own checkpoints when requeued
+    enter_directory_of "$2"
+    open_logs
+    set_srun_words
+    say "job $SLURM_JOB_ID attempt $number: $SLURM_JOB_NUM_NODES nodes ($SLURM_JOB_NODELIST), $SLURM_NTASKS ranks, $attempt"
+    warn_of_short_time "$(job_fact TimeLimit)" "$(asked signal)" ", unless sbatch was given another"
+    if [ "$number" -gt 0 ] && ls "$job_logs"/*/checkpoint >/dev/null 2>&1; then again=(checkpoint.resume=auto); fi
+    run_step "$python" -m mpi4py -m megatron_tlt "$@" ${again[@]+"${again[@]}"}
+    requeue_or_exit
+}
+
 read_number() { if [ -s "$1" ]; then cat "$1"; else echo "$2"; fi; }
 
 # The ranks' exit code, where srun lost it: srun returns 137 when it killed the others after the first rank had exited,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PositiveInt
@@ -16,6 +17,7 @@ from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.run import (
+    UNFINISHED,
     CheckpointSection,
     ClusterSection,
     DistributedSection,
@@ -115,7 +117,8 @@ class SftSection(Section):
     tokens_per_step: PositiveInt = 8192
     """Tokens of one optimizer step, over all ranks."""
     save_every: int = Field(default=0, ge=0)
-    """Steps between writes of `out`, which is always written at the end; 0: only then."""
+    """Steps between writes of `out`, which is always written at the end; 0: only then. An interrupted run resumes from
+    `checkpoint`, not from `out`."""
     eval_every: PositiveInt = 100
     """Steps between evaluations."""
     chat_template: bool = True
@@ -135,7 +138,17 @@ class SftConfig(Section):
     """The Megatron-core policy."""
     optimizer: OptimizerSection = OptimizerSection()
     """The optimizer."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """Checkpoints, in OUT/unfinished of `sft.out` until training is done; one that was trained on other records, or in
+    another order, is refused."""
+    stop: ShutdownSection = ShutdownSection()
+    """Signals."""
     distributed: DistributedSection = DistributedSection()
     """The world."""
     cluster: ClusterSection = ClusterSection()
     """The machines."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Directory of an unfinished run's checkpoints and lock."""
+        return Path(self.sft.out) / UNFINISHED

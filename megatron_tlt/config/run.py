@@ -47,6 +47,9 @@ class EvalSection(Section):
     """Longest response; default: rollout.max_tokens."""
 
 
+UNFINISHED = "unfinished"  # folder of a command's output directory: what the command resumes from until it is done
+
+
 class CheckpointSection(Section):
     """Checkpoints in megatron's distributed format."""
 

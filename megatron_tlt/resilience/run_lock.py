@@ -39,7 +39,7 @@ class RunLock:
             owner = os.pread(fd, 4096, 0).decode(errors="replace").strip() or "another job"
             os.close(fd)
             raise RunDirectoryError(
-                f"train.run_dir = {self._run_dir} is in use by {owner}: wait for it, end it, or name another directory"
+                f"run directory {self._run_dir} is in use by {owner}: wait for it, end it, or name another directory"
             ) from error
         except OSError as error:
             _log.warning("%s cannot be locked (%s): start no second job in it", self._run_dir, error.strerror)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.drafter.measure import MeasuredAcceptance
 from megatron_tlt.drafter.pretrain import DrafterPretraining, held_out_params
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams, Trajectory
 
-UNFINISHED, _STATE = "unfinished", "state.safetensors"
+_STATE = "state.safetensors"
 _TRAINING, _HELD_OUT = 1, 2  # "steps" of the rollout cache
 _ROLLOUT = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "tp", "dtype")
 _SHAPE = ("drafter", "layers", "draft_vocab_size", "block_size", "block_layers")

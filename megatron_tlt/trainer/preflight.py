@@ -107,9 +107,9 @@ def _problems_of_large_files(config: Config | SftConfig) -> list[ConfigProblem]:
     """
     shape, _ = read_model("model.path", config.model.path)
     found = [] if shape is None else _weight_problems(config.model, shape) + _adapter_problems(config, shape)
+    if Path(config.checkpoint.resume).exists():
+        found += checkpoint_problems(config.checkpoint.resume)
     if isinstance(config, Config):
-        if Path(config.checkpoint.resume).exists():
-            found += checkpoint_problems(config.checkpoint.resume)
         if config.algorithm.teacher is not None and Path(config.algorithm.teacher).exists():
             found += _hf_weight_problems("algorithm.teacher", config.algorithm.teacher)
         path = config.rollout.speculation.drafter_path
@@ -167,8 +167,8 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
             named["rollout.trtllm.python"] = config.rollout.trtllm.python
         if config.rollout.backend == "vllm":
             problems += python_problems(config.rollout.vllm)
-        if config.checkpoint.resume not in ("auto", "never"):
-            named["checkpoint.resume"] = config.checkpoint.resume
+    if config.checkpoint.resume not in ("auto", "never"):
+        named["checkpoint.resume"] = config.checkpoint.resume
     named["model.megatron_path"] = config.model.megatron_path
     named["actor.lora.adapter_path"] = (
         config.actor.lora.adapter_path if config.actor.lora is not None else None

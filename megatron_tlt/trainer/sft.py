@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.checkpoint.export import write_hf
+from megatron_tlt.checkpoint.manager import CheckpointManager
 from megatron_tlt.data.completions import ResponseTokens, read_completions
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import sum_over_replicas
-from megatron_tlt.errors import DataError
+from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.observe.progress import build_progress
+from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.types import TrainBatch, TrainSequence, Trajectory
 
 if TYPE_CHECKING:
@@ -26,6 +32,9 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import SftConfig, SftSection
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.observe.progress import ProgressDisplay
+    from megatron_tlt.resilience.run_lock import RunLock
+    from megatron_tlt.resilience.shutdown import GracefulShutdown
 
 
 class CompletionLoss:
@@ -83,17 +92,34 @@ def steps_of(
         epoch += 1
 
 
-class SftTrainer:
-    """Trains on completions and writes the result."""
+def _fingerprint(sequences: Sequence[TrainSequence], sft: SftSection) -> str:
+    """Digest of the training records and of what decides their order."""
+    digest = hashlib.sha256(f"{sft.seed} {sft.tokens_per_step}".encode())
+    for sequence in sequences:
+        digest.update(sequence.trajectory.token_ids.tobytes() + sequence.loss_mask.tobytes() + b"|")
+    return digest.hexdigest()
 
-    def __init__(self, config: SftConfig, world: World, tokenizer: HFTokenizer):
-        self._config, self._world, self._tokenizer = config, world, tokenizer
+
+class SftTrainer:
+    """Trains on completions and writes the result; resumes a run that was interrupted."""
+
+    def __init__(
+        self,
+        config: SftConfig,
+        world: World,
+        tokenizer: HFTokenizer,
+        shutdown: GracefulShutdown,
+        lock: RunLock | None,
+    ):
+        """`lock`: of `config.run_dir`, on rank 0; released by `close`. Collective."""
+        self._config, self._world, self._tokenizer, self._shutdown = config, world, tokenizer, shutdown
         sft = config.sft
 
         def read(path: str, split: str) -> list[TrainSequence]:
             return read_records(sft, Path(path), split, tokenizer, config.model.max_context)
 
         self._train = read(sft.train_path, sft.train_split)
+        self._records = _fingerprint(self._train, sft)
         self._eval = [] if sft.eval_path is None else read(sft.eval_path, sft.eval_split)
         self.policy = MegatronPolicy(
             world,
@@ -103,29 +129,85 @@ class SftTrainer:
             CompletionLoss(),
             total_optimizer_steps=sft.num_steps,
         )
+        self._checkpoints = CheckpointManager(
+            config.checkpoint, config.run_dir, sft.num_steps, self.policy, world, lock
+        )
 
-    def run(self) -> None:
-        """Trains `sft.num_steps` steps and writes `sft.out`. Collective."""
+    def run(self) -> bool:
+        """Trains up to `sft.num_steps` steps, writes `sft.out` and removes the run's checkpoints. Returns whether a
+        signal ended it before. Collective.
+        """
+        done = self._resume()
+        with closing(build_progress("auto", self._config.sft.num_steps, self._world.rank)) as progress:
+            try:
+                for step in self._steps(done, progress):
+                    done = step
+                    self._shutdown.sync_after_step()
+            except GracefulExit:
+                self._save_and_leave(done)
+                return True
+        self._world.enter("save", done)
+        self._checkpoints.wait()
+        self._write()
+        if self._world.is_main:
+            shutil.rmtree(self._config.run_dir, ignore_errors=True)
+        return False
+
+    def _steps(self, done: int, progress: ProgressDisplay) -> Iterator[int]:
+        """Trains the steps behind the `done` first ones. Yields each step but the last when it is finished."""
         sft = self._config.sft
-        steps = steps_of(self._train, sft.tokens_per_step, sft.seed)
-        started = time.perf_counter()
-        tokens = 0
-        with closing(build_progress("auto", sft.num_steps, self._world.rank)) as progress:
-            for step in range(1, sft.num_steps + 1):
-                progress.work("sft: steps", step - 1, sft.num_steps)
-                self._world.enter("update", step)
-                sequences = next(steps)
-                tokens += sum(s.trajectory.length for s in sequences)
-                out = self.policy.train_step(self._share(sequences))
-                if step % sft.eval_every == 0 or step == sft.num_steps:
-                    self._report(step, out.metrics, tokens / (time.perf_counter() - started))
-                if step == sft.num_steps or (sft.save_every and step % sft.save_every == 0):
-                    self._world.enter("save", step)
-                    self._save()
+        steps = islice(steps_of(self._train, sft.tokens_per_step, sft.seed), done, None)
+        started, tokens = time.perf_counter(), 0
+        for step in range(done + 1, sft.num_steps + 1):
+            progress.work("sft: steps", step - 1, sft.num_steps)
+            self._world.enter("update", step)
+            sequences = next(steps)
+            tokens += sum(s.trajectory.length for s in sequences)
+            out = self.policy.train_step(self._share(sequences))
+            if step % sft.eval_every == 0 or step == sft.num_steps:
+                self._report(step, out.metrics, tokens / (time.perf_counter() - started))
+            if step < sft.num_steps:
+                self._world.enter("save", step)
+                if sft.save_every and step % sft.save_every == 0:
+                    self._write()
+                self._checkpoints.maybe_save(step, partial(self._state, step), good=self.policy.has_stepped)
+                yield step
 
-    def _save(self) -> None:
+    def _state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint has beside policy and optimizer."""
+        return {"step": step, "records": self._records}
+
+    def _resume(self) -> int:
+        """Loads the checkpoint to resume from, if there is one. Returns the steps that are done. Collective.
+
+        Raises ConfigError where it was trained on other records or in another order.
+        """
+        loaded = self._checkpoints.load_latest()
+        if loaded is None:
+            return 0
+        step: int = loaded["step"]
+        where = f"after step {step} of {self._config.run_dir}"
+        if loaded["records"] != self._records:
+            changed = f"{where} other records followed, or another order of them (sft.seed, sft.tokens_per_step)"
+            allowed = f"{changed}: restore them, or start anew with never"
+            raise ConfigError.of("checkpoint.resume", self._config.checkpoint.resume, allowed)
+        self._say(f"resumes {where}")
+        return step
+
+    def _save_and_leave(self, step: int) -> None:
+        if saved := self.policy.has_stepped:  # without an update there is no state that could be loaded
+            self._checkpoints.save_now(step, self._state(step))
+        end = "saved, the next start goes on there" if saved else "the next start begins anew"
+        self._say(f"{self._shutdown.reason()} after step {step} of {self._config.sft.num_steps}: {end}")
+
+    def _write(self) -> None:
         config = self._config
         write_hf(self.policy, self._world, config.model, Path(config.sft.out), config.actor.dtype)
+
+    def close(self) -> None:
+        """Releases the run directory; later signals are not seen."""
+        self._shutdown.close()
+        self._checkpoints.close()
 
     def evaluate(self) -> float:
         """Mean negative log-likelihood per token of the held-out records; NaN without any. Collective."""
@@ -148,8 +230,11 @@ class SftTrainer:
 
     def _report(self, step: int, metrics: dict[str, float], tokens_per_s: float) -> None:
         held_out = self.evaluate()
+        shown = {"loss": metrics["loss"]} | ({"held-out": held_out} if self._eval else {})
+        shown |= {"lr": metrics["lr"], "tokens/s": tokens_per_s}
+        text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        self._say(f"step {step}/{self._config.sft.num_steps}  {text}")
+
+    def _say(self, text: str) -> None:
         if self._world.is_main:
-            shown = {"loss": metrics["loss"]} | ({"held-out": held_out} if self._eval else {})
-            shown |= {"lr": metrics["lr"], "tokens/s": tokens_per_s}
-            text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
-            print(f"sft step {step}/{self._config.sft.num_steps}  {text}", flush=True)
+            print(f"sft {text}", flush=True)

@@ -1,6 +1,7 @@
 """The commands beside `train`, one after the other on a tiny run: export, eval, generate, sft, check."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -114,23 +115,64 @@ def test_generate_with_an_environment_writes_its_turns(run, tmp_path):
     assert all(turn["observation"] for turn in turns[:-1]) and line["text"] in turns[-1]["response"]
 
 
-def test_sft_lowers_the_held_out_loss_and_writes_a_model(run, tmp_path):
+@pytest.fixture(scope="module")
+def tuning(run):
+    """The configuration of a fine-tuning run and its losses, after it has run to its end on two ranks."""
+    folder = run / "sft"
+    folder.mkdir()
     records = "".join(json.dumps({"prompt": f"say {i}", "completion": "aeiou"}) + "\n" for i in range(40))
-    (tmp_path / "data.jsonl").write_text(records)
+    (folder / "data.jsonl").write_text(records)
     tree = {
         "model": {"path": str(run / "model"), "max_context": 64},
         "optimizer": {"lr": 1e-2},
         "sft": {
-            "train_path": str(tmp_path / "data.jsonl"),
-            "eval_path": str(tmp_path / "data.jsonl"),
-            "out": str(tmp_path / "out"),
+            "train_path": str(folder / "data.jsonl"),
+            "eval_path": str(folder / "data.jsonl"),
+            "out": str(folder / "out"),
             "num_steps": 8,
             "tokens_per_step": 200,
             "eval_every": 1,
         },
     }
-    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(tree))
-    done = command(2, "sft", tmp_path / "sft.yaml")
+    (folder / "sft.yaml").write_text(yaml.safe_dump(tree))
+    done = command(2, "sft", folder / "sft.yaml")
     losses = [float(x.split("held-out")[1].split()[0]) for x in done.stdout.splitlines() if "held-out" in x]
+    return folder / "sft.yaml", losses
+
+
+def test_sft_lowers_the_held_out_loss_and_writes_a_model(run, tuning):
+    config, losses = tuning
     assert len(losses) == 8 and losses[-1] < 0.7 * losses[0]
-    assert dict(iter_weights(tmp_path / "out")).keys() == dict(iter_weights(run / "model")).keys()
+    assert dict(iter_weights(config.parent / "out")).keys() == dict(iter_weights(run / "model")).keys()
+
+
+STOPPED = """
+import os, signal, sys
+from megatron_tlt.cli.main import main
+from megatron_tlt.trainer.sft import SftTrainer
+def report_and_stop(self, step, *rest):
+    report(self, step, *rest)
+    if step == 5 and self._world.rank == 1:
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+report, SftTrainer._report = SftTrainer._report, report_and_stop
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(("name", "says"), [("SIGTERM", "saved, the next start goes on there"), ("SIGKILL", "")])
+def test_sft_goes_on_where_it_was_stopped(tuning, tmp_path, name, says):
+    """To the weights of a run that was not, and with no other records."""
+    config, _ = tuning
+    given = ["sft", config, f"sft.out={tmp_path / 'out'}", "checkpoint.every=2", "checkpoint.asynchronous=false"]
+    stopped = run_ranks(2, ["-c", STOPPED], name, *map(str, given), check=False)
+    assert stopped.returncode == 75 if says else stopped.returncode != 0, stopped.stdout
+    assert says in stopped.stdout and not (tmp_path / "out/config.json").exists()
+    refused = command(1, *given, "sft.seed=1", check=False)
+    assert refused.returncode == 2 and "checkpoint.resume = 'auto': " in refused.stdout, refused.stdout
+    done = command(2, *given)
+    (resumed,) = [int(n) for n in re.findall(r"resumes after step (\d+) of", done.stdout)]
+    assert resumed >= 5 if says else resumed == 4
+    assert f"sft step {resumed}/8" not in done.stdout and "sft step 8/8" in done.stdout
+    whole, again = (dict(iter_weights(folder / "out")) for folder in (config.parent, tmp_path))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert not (tmp_path / "out/unfinished").exists()

@@ -208,7 +208,7 @@ def test_a_second_job_on_the_run_directory_is_refused_and_the_first_goes_on(whol
         before = len(rows(run_dir))
         code, output = train(check=False)
         assert code == 1
-        assert f"run_dir = {run_dir} is in use by process {first.pid} on " in output
+        assert f"run directory {run_dir} is in use by process {first.pid} on " in output
         assert "Traceback" not in output
         assert "Ranks: 1" in run_one("check", *arguments, "--ranks", 1)[1]
         run_one("export", *arguments, "--out", tmp_path / "exported")

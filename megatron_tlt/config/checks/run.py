@@ -80,6 +80,7 @@ def check_config(
             *_check_replay(config),
             *check_positions(config.model.max_context, max_positions),
             *check_optimizer(config.optimizer, config.sft.num_steps),
+            *check_stop(config),
         ]
     return [
         *problems,
@@ -107,7 +108,7 @@ def _check_replay(config: SftConfig) -> Problems:
         yield ConfigProblem("actor.router_replay", config.actor.router_replay, allowed)
 
 
-def check_stop(config: Config) -> Problems:
+def check_stop(config: Config | SftConfig) -> Problems:
     """A signal must leave time for a checkpoint."""
     stop = config.stop
     for name, grace in (("stop.warning_s", stop.warning_s), ("stop.term_s", stop.term_s)):

@@ -122,9 +122,11 @@ def _stage(
 ) -> RankMemory:
     """All parts; of the KV cache only its place among them."""
     parts = _policy_parts(config, shape, dims, stage, device)
-    if not isinstance(config, Config):
-        return RankMemory(stage, parts, {"activations": ("update",)}, ("update",))
     weights = parts["weights"] + parts.get("experts", 0)
+    state = {"checkpoint": parts["optimizer"] + parts.get("adapters", weights) // (dims.dp * dims.cp)}
+    if not isinstance(config, Config):
+        host = state if device == "cuda" and config.checkpoint.every else {}
+        return RankMemory(stage, parts, {"activations": ("update",)}, ("update",), host=host)
     frozen = policy.frozen_shape(config, shape)
     held = 0 if frozen is None else sum(stage_parameters(frozen, dims, stage)) * element_bytes(config.actor.dtype)
     parts |= {
@@ -143,10 +145,7 @@ def _stage(
     host = {**drafter.host_parts(config, shape, device), "suffix drafter": engine.suffix_bytes(config)}
     if device == "cpu":
         return RankMemory(stage, parts | host, _only(config, device))
-    state = {
-        "optimizer": pinned_bytes(parts["optimizer"]) * config.actor.offload_optimizer,
-        "checkpoint": parts["optimizer"] + parts.get("adapters", weights) // (dims.dp * dims.cp),
-    }
+    state = {"optimizer": pinned_bytes(parts["optimizer"]) * config.actor.offload_optimizer, **state}
     return RankMemory(stage, parts, _only(config, device), host=state | host)
 
 

@@ -182,7 +182,7 @@ def eight_gpus(scene: Scene) -> Scene:
 
 
 def converted(scene: Scene) -> Scene:
-    words = ["--hf", ROOT / "assets/demo-policy", "--out", scene.folder / "megatron", "--tp", 2]
+    words = ["--hf", ROOT / "assets/demo-policy", "--out", scene.folder / "megatron"]
     scene.submit("convert", "hf-to-megatron", *words, PYTHON=scene.forking)
     return scene.finish()
 
