@@ -35,8 +35,8 @@ def render() -> str:
     """The whole page."""
     parts = [HEADER, "## RL runs: `megatron-tlt train`\n", _models(Config)]
     parts += ["## Supervised fine-tuning: `megatron-tlt sft`\n"]
-    parts += ["`model`, `actor`, `optimizer`, `distributed` and `cluster` are as above.\n"]
-    parts += [_section("`sft`", _must_section(SftConfig.model_fields["sft"]))]
+    parts += ["`model`, `actor`, `optimizer`, `stop`, `distributed` and `cluster` are as above.\n"]
+    parts += [_section(f"`{name}`", _must_section(SftConfig.model_fields[name])) for name in ("sft", "checkpoint")]
     parts += ["## Simulations: `megatron-tlt simulate`\n", _simulation()]
     parts += ["## Names elsewhere\n", _names_elsewhere()]
     return "\n".join(parts).rstrip() + "\n"

@@ -24,6 +24,7 @@ from megatron_tlt.config.run import (
     EvalSection,
     ObserveSection,
     RolloutCacheSection,
+    SftCheckpointSection,
     ShutdownSection,
     TrainSection,
     WatchdogSection,
@@ -138,7 +139,7 @@ class SftConfig(Section):
     """The Megatron-core policy."""
     optimizer: OptimizerSection = OptimizerSection()
     """The optimizer."""
-    checkpoint: CheckpointSection = CheckpointSection()
+    checkpoint: SftCheckpointSection = SftCheckpointSection()
     """Checkpoints, in OUT/unfinished of `sft.out` until training is done; one that was trained on other records, or in
     another order, is refused."""
     stop: ShutdownSection = ShutdownSection()

@@ -63,6 +63,17 @@ class CheckpointSection(Section):
     """auto: from `latest` in run_dir when there is one; never; or the path of one checkpoint."""
 
 
+class SftCheckpointSection(CheckpointSection):
+    """Checkpoints of fine-tuning, whose steps are short."""
+
+    every: NonNegativeInt = 200
+    """Steps between checkpoints; 0: only at a signal."""
+    keep: PositiveInt = 1
+    """Newest checkpoints kept, until training is done."""
+    resume: Literal["auto", "never"] | str = "auto"
+    """auto: from the newest in OUT/unfinished when there is one; never; or the path of one checkpoint."""
+
+
 class ShutdownSection(Section):
     """SIGUSR1 (a warning) and SIGTERM: the step is finished or dropped, a checkpoint written, exit code 75."""
 

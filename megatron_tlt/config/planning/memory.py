@@ -125,7 +125,7 @@ def _stage(
     weights = parts["weights"] + parts.get("experts", 0)
     state = {"checkpoint": parts["optimizer"] + parts.get("adapters", weights) // (dims.dp * dims.cp)}
     if not isinstance(config, Config):
-        host = state if device == "cuda" and config.checkpoint.every else {}
+        host = state if device == "cuda" else {}
         return RankMemory(stage, parts, {"activations": ("update",)}, ("update",), host=host)
     frozen = policy.frozen_shape(config, shape)
     held = 0 if frozen is None else sum(stage_parameters(frozen, dims, stage)) * element_bytes(config.actor.dtype)

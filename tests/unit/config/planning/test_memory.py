@@ -17,6 +17,7 @@ from megatron_tlt.config.planning.parameters import (
     total_parameters,
 )
 from megatron_tlt.config.planning.report import render_check
+from megatron_tlt.config.root import SftConfig
 from megatron_tlt.drafter import loss
 from megatron_tlt.rollout import sampler
 
@@ -305,6 +306,9 @@ def test_a_node_whose_ranks_need_more_than_its_host_has_is_refused():
     recipe = CONFIGS / "recipes/grpo-qwen2.5-7b-1n8g.yaml"
     config = load_config(recipe)
     (stage,) = estimate_memory(config, config.model.architecture, 8)
+    sft = SftConfig(model=config.model, actor=config.actor, sft={"train_path": "a", "out": "b"})
+    (tuned,) = estimate_memory(sft, config.model.architecture, 8, "cuda")
+    assert tuned.host == {"checkpoint": stage.host["checkpoint"]} != {"checkpoint": 0}
     once = stage.host["drafter in a save (rank 0)"]  # by the first rank only
     node = (8 * (sum(stage.host.values()) - once) + once) / GIB
     assert 300 < node < config.cluster.host_gib == 8 * 256
