@@ -138,7 +138,7 @@ run_step() {
 }
 
 # Runs one attempt of the job `megatron-tlt $1 CONFIG ...`; ends the script, or requeues the job, which then resumes.
-run_to_its_end() {
+run_attempt() {
     local again=() # a run that began anew, or from a named checkpoint, resumes from its own checkpoints when requeued
     enter_directory_of "$2"
     open_logs

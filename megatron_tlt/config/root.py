@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PositiveInt
@@ -17,7 +16,6 @@ from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.run import (
-    UNFINISHED,
     CheckpointSection,
     ClusterSection,
     DistributedSection,
@@ -140,16 +138,10 @@ class SftConfig(Section):
     optimizer: OptimizerSection = OptimizerSection()
     """The optimizer."""
     checkpoint: SftCheckpointSection = SftCheckpointSection()
-    """Checkpoints, in OUT/unfinished of `sft.out` until training is done; one that was trained on other records, or in
-    another order, is refused."""
+    """Checkpoints."""
     stop: ShutdownSection = ShutdownSection()
     """Signals."""
     distributed: DistributedSection = DistributedSection()
     """The world."""
     cluster: ClusterSection = ClusterSection()
     """The machines."""
-
-    @property
-    def run_dir(self) -> Path:
-        """Directory of an unfinished run's checkpoints and lock."""
-        return Path(self.sft.out) / UNFINISHED

@@ -64,14 +64,16 @@ class CheckpointSection(Section):
 
 
 class SftCheckpointSection(CheckpointSection):
-    """Checkpoints of fine-tuning, whose steps are short."""
+    """Checkpoints of fine-tuning, whose steps are short: in `unfinished` of the directory `sft.out` until that is
+    written."""
 
     every: NonNegativeInt = 200
-    """Steps between checkpoints; 0: only at a signal."""
+    """Steps between checkpoints, also after the last step; 0: only at a signal."""
     keep: PositiveInt = 1
-    """Newest checkpoints kept, until training is done."""
+    """Newest checkpoints kept."""
     resume: Literal["auto", "never"] | str = "auto"
-    """auto: from the newest in OUT/unfinished when there is one; never; or the path of one checkpoint."""
+    """auto: from the newest of an unfinished run when there is one; never; or the path of one checkpoint. One of
+    another model, of other records or of another order of them is refused."""
 
 
 class ShutdownSection(Section):

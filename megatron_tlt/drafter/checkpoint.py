@@ -173,7 +173,7 @@ def _config_of(
         if given is not None and given != value:
             raise CheckpointError(
                 f"{file} has {name} = {value}, but rollout.speculation.{name} = {given}; without a directory "
-                "(rollout.speculation.drafter_path=null) a new drafter starts from the policy"
+                "(drafter_path=null, or no --drafter) a new drafter starts from the policy"
             )
     return config
 

@@ -100,7 +100,7 @@ def measure(
     H columns of the sequences' hidden states are the policy's final ones. `on_progress` is called with (batches done,
     batches in all).
     """
-    head, t = head.float(), temperature or 1.0
+    head = head.float()
     ids = model.token_ids()
     policy_head = head if ids is None else head[ids]
     own = _Vocabulary(torch.arange(len(head), device=head.device) if ids is None else ids, policy_head)
@@ -121,7 +121,9 @@ def measure(
         alive = torch.ones(len(layout.bases), dtype=torch.bool, device=head.device)
         bases += sum(s.num_bases for s in group)
         final = batch.hidden[:, -head.shape[1] :].float()
-        normalisers = _log_normalisers(final, head, t)
+        used = torch.cat([layout.rows(step) for step in range(steps)]).unique()
+        normalisers = final.new_zeros(len(final))
+        normalisers[used] = _log_normalisers(final[used], head, temperature or 1.0)
         for step, output in enumerate(model.unroll(embed, batch, layout, steps)):
             alive &= layout.valid(step)
             noise_keys = key_tensor(row_keys(keys, first + step), head.device)
@@ -144,7 +146,7 @@ class _Vocabulary:
 
 
 def _log_normalisers(states: Tensor, head: Tensor, t: float) -> Tensor:
-    """Log of the softmax's denominator [T] over all tokens at temperature t, of final states [T, H]."""
+    """Log of the softmax's denominator [R] over all tokens at temperature t, of final states [R, H]."""
     size = max(1, _MAX_ELEMENTS // head.shape[0])
     return torch.cat([(rows @ head.T / t).logsumexp(-1) for rows in states.split(size)])
 

@@ -148,7 +148,9 @@ class DrafterModel(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
-        """[.., Vd] over the drafter's tokens (`token_ids`), of outputs [.., W]. `head` [V, H] is the policy's."""
+        """[.., Vd] over the drafter's tokens (`token_ids`), of outputs [.., W], in their type. `head` [V, H] is the
+        policy's.
+        """
 
     def full_logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
         """`logits`, float32 [.., V]: -inf for tokens outside the drafter's vocabulary."""

@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_tlt.errors import RunDirectoryError
+from megatron_tlt.errors import ConfigError, RunDirectoryError
 
 if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
@@ -57,8 +57,15 @@ class RunLock:
             self._fd = -1
 
 
-def lock_on_all(run_dir: Path, world: World) -> RunLock | None:
-    """Rank 0's lock of the run directory, or the same error on every rank. Collective."""
+def lock_run_dir(field: str, value: str, run_dir: Path, world: World) -> RunLock | None:
+    """Makes the run directory that `field` = `value` names; rank 0's lock of it. Collective.
+
+    Raises ConfigError where it cannot be made, on every rank RunDirectoryError if another job uses it.
+    """
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # only the user may read responses and weights
+    except OSError as error:
+        raise ConfigError.of(field, value, f"cannot be made: {error.strerror}") from error
     lock = RunLock(run_dir) if world.is_main else None
     problem: str | None = None
     if lock is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.errors import CheckpointError
 from megatron_tlt.trainer.evaluation import EvalResult
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Recovery:
         loaded = self.checkpoints.load_latest()
         self.rollout_cache.start(0 if loaded is None else loaded["step"])
         if loaded is not None:
+            if "prompts" not in loaded:
+                raise CheckpointError("the checkpoint to resume from is of `sft`: its result is what a run starts from")
             self.prompts.load_state_dict(loaded["prompts"])
             self.carried.load(loaded["carried"], loaded.get("carried_from"))
             self.backend.load_state_dict(loaded.get("engine", {}))

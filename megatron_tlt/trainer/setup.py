@@ -22,7 +22,6 @@ from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafter.controller import OnlineDrafterController
 from megatron_tlt.drafter.sharing import HiddenStateSharing
 from megatron_tlt.envs.build import environment_fingerprint
-from megatron_tlt.errors import ConfigError
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
 from megatron_tlt.interfaces import RolloutBackend
@@ -30,7 +29,7 @@ from megatron_tlt.observe.log import setup_logging
 from megatron_tlt.resilience.heartbeat import start_watchdog
 from megatron_tlt.resilience.nonfinite import NonFiniteGuard
 from megatron_tlt.resilience.rollout_cache import RolloutCache
-from megatron_tlt.resilience.run_lock import RunLock, lock_on_all
+from megatron_tlt.resilience.run_lock import RunLock, lock_run_dir
 from megatron_tlt.resilience.shutdown import GracefulShutdown
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.fingerprint import WeightFingerprint
@@ -140,17 +139,15 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
 
 
 def build_sft_trainer(config: SftConfig, world: World, signals: StopSignals | None = None) -> SftTrainer:
-    """One rank of a fine-tuning run. Collective. Raises ConfigError with all problems at once, RunDirectoryError if
-    another job uses its run directory.
+    """One rank of a fine-tuning run. Collective. Raises ConfigError with all problems at once, and what `SftTrainer`
+    raises.
     """
     from megatron_tlt.trainer.sft import SftTrainer
 
     device_memory.let_segments_grow(world.device)
     check_on(config, world, output_directory_problems("sft.out", config.sft.out))
     setup_logging(world.rank, world.size)
-    lock = _lock_run_dir("sft.out", config.run_dir, world)
-    shutdown = GracefulShutdown(world, config.stop, signals)
-    return SftTrainer(config, world, open_tokenizer(config), shutdown, lock)
+    return SftTrainer(config, world, open_tokenizer(config), signals)
 
 
 def open_tokenizer(config: Config | SftConfig) -> HFTokenizer:
@@ -259,18 +256,9 @@ def _prepare(config: Config, world: World) -> RunLock | None:
     # A debugging aid that comes with it: filling every fresh buffer with NaN costs a pass over memory each time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     run_dir = Path(config.train.run_dir)
-    lock = _lock_run_dir("train.run_dir", run_dir, world)
+    lock = lock_run_dir("train.run_dir", config.train.run_dir, run_dir, world)
     world.set_monitor(lambda: start_watchdog(config.watchdog.heartbeat_s, config.hang_s, run_dir, world))
     if world.is_main:
         dump: dict[str, Any] = with_names(config).model_dump(mode="json")  # a start on other nodes finds the same files
         (run_dir / "config.json").write_text(json.dumps(dump, indent=2) + "\n", encoding="utf-8")
     return lock
-
-
-def _lock_run_dir(field: str, run_dir: Path, world: World) -> RunLock | None:
-    """Makes the run directory that `field` names. Returns its lock, on rank 0. Collective."""
-    try:
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # only the user may read responses and weights
-    except OSError as error:
-        raise ConfigError.of(field, str(run_dir), f"cannot be made: {error.strerror}") from error
-    return lock_on_all(run_dir, world)

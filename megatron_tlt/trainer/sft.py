@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,15 @@ import numpy as np
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.checkpoint.export import write_hf
 from megatron_tlt.checkpoint.manager import CheckpointManager
+from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data.completions import ResponseTokens, read_completions
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import sum_over_replicas
+from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.observe.progress import build_progress
-from megatron_tlt.resilience.shutdown import GracefulExit
+from megatron_tlt.resilience.run_lock import lock_run_dir
+from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown
 from megatron_tlt.types import TrainBatch, TrainSequence, Trajectory
 
 if TYPE_CHECKING:
@@ -32,9 +34,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import SftConfig, SftSection
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.observe.progress import ProgressDisplay
-    from megatron_tlt.resilience.run_lock import RunLock
-    from megatron_tlt.resilience.shutdown import GracefulShutdown
+    from megatron_tlt.resilience.signals import StopSignals
 
 
 class CompletionLoss:
@@ -92,35 +92,38 @@ def steps_of(
         epoch += 1
 
 
-def _fingerprint(sequences: Sequence[TrainSequence], sft: SftSection) -> str:
-    """Digest of the training records and of what decides their order."""
-    digest = hashlib.sha256(f"{sft.seed} {sft.tokens_per_step}".encode())
+def _fingerprint(config: SftConfig, sequences: Sequence[TrainSequence]) -> str:
+    """Digest of the training records, of what decides their order, and of the model that training starts from."""
+    sft, model = config.sft, config.model
+    start = model.megatron_path or policy_fingerprint(model.path)
+    digest = hashlib.sha256(f"{start} {sft.seed} {sft.tokens_per_step}".encode())
     for sequence in sequences:
         digest.update(sequence.trajectory.token_ids.tobytes() + sequence.loss_mask.tobytes() + b"|")
     return digest.hexdigest()
 
 
 class SftTrainer:
-    """Trains on completions and writes the result; resumes a run that was interrupted."""
+    """Trains on completions and writes the result; resumes a run that was interrupted.
+
+    Its checkpoints and lock are in OUT/unfinished until OUT is written.
+    """
 
     def __init__(
-        self,
-        config: SftConfig,
-        world: World,
-        tokenizer: HFTokenizer,
-        shutdown: GracefulShutdown,
-        lock: RunLock | None,
+        self, config: SftConfig, world: World, tokenizer: HFTokenizer, signals: StopSignals | None = None
     ):
-        """`lock`: of `config.run_dir`, on rank 0; released by `close`. Collective."""
-        self._config, self._world, self._tokenizer, self._shutdown = config, world, tokenizer, shutdown
+        """Collective. Raises DataError for a bad record, RunDirectoryError if another job writes the same OUT."""
+        self._config, self._world, self._tokenizer = config, world, tokenizer
         sft = config.sft
 
         def read(path: str, split: str) -> list[TrainSequence]:
             return read_records(sft, Path(path), split, tokenizer, config.model.max_context)
 
         self._train = read(sft.train_path, sft.train_split)
-        self._records = _fingerprint(self._train, sft)
         self._eval = [] if sft.eval_path is None else read(sft.eval_path, sft.eval_split)
+        self._fingerprint = _fingerprint(config, self._train)
+        self._run_dir = Path(sft.out) / UNFINISHED
+        lock = lock_run_dir("sft.out", sft.out, self._run_dir, world)
+        self._shutdown = GracefulShutdown(world, config.stop, signals)
         self.policy = MegatronPolicy(
             world,
             config.model,
@@ -129,76 +132,82 @@ class SftTrainer:
             CompletionLoss(),
             total_optimizer_steps=sft.num_steps,
         )
-        self._checkpoints = CheckpointManager(
-            config.checkpoint, config.run_dir, sft.num_steps, self.policy, world, lock
-        )
+        of_run = config.checkpoint, self._run_dir, sft.num_steps
+        self._checkpoints = CheckpointManager(*of_run, self.policy, world, lock)
+        self._done = 0  # steps
 
     def run(self) -> bool:
         """Trains up to `sft.num_steps` steps, writes `sft.out` and removes the run's checkpoints. Returns whether a
         signal ended it before. Collective.
         """
-        done = self._resume()
-        with closing(build_progress("auto", self._config.sft.num_steps, self._world.rank)) as progress:
-            try:
-                for step in self._steps(done, progress):
-                    done = step
-                    self._shutdown.sync_after_step()
-            except GracefulExit:
-                self._save_and_leave(done)
-                return True
-        self._world.enter("save", done)
+        self._resume()
+        try:
+            self._train_steps()
+        except GracefulExit as reason:
+            self._save_and_leave(reason)
+            return True
+        self._world.enter("save", self._done)
         self._checkpoints.wait()
         self._write()
         if self._world.is_main:
-            shutil.rmtree(self._config.run_dir, ignore_errors=True)
+            # Renamed first: what a kill leaves half removed must not look like checkpoints.
+            finished = self._run_dir.rename(self._run_dir.with_name(f".{UNFINISHED}"))
+            shutil.rmtree(finished, ignore_errors=True)
         return False
 
-    def _steps(self, done: int, progress: ProgressDisplay) -> Iterator[int]:
-        """Trains the steps behind the `done` first ones. Yields each step but the last when it is finished."""
-        sft = self._config.sft
-        steps = islice(steps_of(self._train, sft.tokens_per_step, sft.seed), done, None)
-        started, tokens = time.perf_counter(), 0
-        for step in range(done + 1, sft.num_steps + 1):
-            progress.work("sft: steps", step - 1, sft.num_steps)
-            self._world.enter("update", step)
-            sequences = next(steps)
-            tokens += sum(s.trajectory.length for s in sequences)
-            out = self.policy.train_step(self._share(sequences))
-            if step % sft.eval_every == 0 or step == sft.num_steps:
-                self._report(step, out.metrics, tokens / (time.perf_counter() - started))
-            if step < sft.num_steps:
-                self._world.enter("save", step)
-                if sft.save_every and step % sft.save_every == 0:
+    def _train_steps(self) -> None:
+        """The steps that are not done. A signal before an update drops it; after that the step is finished."""
+        sft, started, tokens = self._config.sft, time.perf_counter(), 0
+        steps = islice(steps_of(self._train, sft.tokens_per_step, sft.seed), self._done, None)
+        with closing(build_progress("auto", sft.num_steps, self._world.rank)) as progress:
+            for step in range(self._done + 1, sft.num_steps + 1):
+                progress.work("sft: steps", self._done, sft.num_steps)
+                sequences = next(steps)
+                self._world.enter("update", step)
+                self._shutdown.sync("update")
+                out = self.policy.train_step(self._share(sequences))
+                self._done = step
+                tokens += sum(s.trajectory.length for s in sequences)
+                if step % sft.eval_every == 0 or step == sft.num_steps:
+                    self._report(step, out.metrics, tokens / (time.perf_counter() - started))
+                if step < sft.num_steps and sft.save_every and step % sft.save_every == 0:
+                    self._world.enter("save", step)
                     self._write()
-                self._checkpoints.maybe_save(step, partial(self._state, step), good=self.policy.has_stepped)
-                yield step
+                self._world.enter("checkpoint", step)
+                self._checkpoints.maybe_save(step, self._state, good=self.policy.has_stepped)
+                if step < sft.num_steps:
+                    self._shutdown.sync_after_step()
 
-    def _state(self, step: int) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """What a checkpoint has beside policy and optimizer."""
-        return {"step": step, "records": self._records}
+        return {"step": self._done, "sft": self._fingerprint}
 
-    def _resume(self) -> int:
-        """Loads the checkpoint to resume from, if there is one. Returns the steps that are done. Collective.
+    def _resume(self) -> None:
+        """Loads the checkpoint to resume from, if there is one. Mutates the policy and the steps done. Collective.
 
-        Raises ConfigError where it was trained on other records or in another order.
+        Raises ConfigError where it is of another run.
         """
+        self._world.enter("load")
         loaded = self._checkpoints.load_latest()
         if loaded is None:
-            return 0
-        step: int = loaded["step"]
-        where = f"after step {step} of {self._config.run_dir}"
-        if loaded["records"] != self._records:
-            changed = f"{where} other records followed, or another order of them (sft.seed, sft.tokens_per_step)"
-            allowed = f"{changed}: restore them, or start anew with never"
-            raise ConfigError.of("checkpoint.resume", self._config.checkpoint.resume, allowed)
-        self._say(f"resumes {where}")
-        return step
+            return
+        self._done, sft, resume = loaded["step"], self._config.sft, self._config.checkpoint.resume
+        if loaded.get("sft") != self._fingerprint:
+            changed = "other records, another order of them (sft.seed, sft.tokens_per_step) or another model"
+            allowed = f"the checkpoint of step {self._done} is of {changed}: restore them, or start anew with never"
+            raise ConfigError.of("checkpoint.resume", resume, allowed)
+        if self._done > sft.num_steps:
+            allowed = f"must be at least {self._done}, the checkpoint's step"
+            raise ConfigError.of("sft.num_steps", sft.num_steps, allowed)
+        self._say(f"resumes after step {self._done} of {sft.num_steps}")
 
-    def _save_and_leave(self, step: int) -> None:
+    def _save_and_leave(self, reason: GracefulExit) -> None:
+        """A checkpoint of the last finished step. Collective."""
         if saved := self.policy.has_stepped:  # without an update there is no state that could be loaded
-            self._checkpoints.save_now(step, self._state(step))
-        end = "saved, the next start goes on there" if saved else "the next start begins anew"
-        self._say(f"{self._shutdown.reason()} after step {step} of {self._config.sft.num_steps}: {end}")
+            self._checkpoints.save_now(self._done, self._state())
+        end = f"saved after step {self._done}, the next start goes on there"
+        end = end if saved else "there was no update yet, the next start begins anew"
+        self._say(f"stopped by {self._shutdown.reason()}: {reason}; {end}")
 
     def _write(self) -> None:
         config = self._config

@@ -159,7 +159,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize(("name", "says"), [("SIGTERM", "saved, the next start goes on there"), ("SIGKILL", "")])
+@pytest.mark.parametrize(("name", "says"), [("SIGTERM", "the next start goes on there"), ("SIGKILL", "")])
 def test_sft_goes_on_where_it_was_stopped(tuning, tmp_path, name, says):
     """To the weights of a run that was not, and with no other records."""
     config, _ = tuning

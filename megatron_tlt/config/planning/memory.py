@@ -123,7 +123,10 @@ def _stage(
     """All parts; of the KV cache only its place among them."""
     parts = _policy_parts(config, shape, dims, stage, device)
     weights = parts["weights"] + parts.get("experts", 0)
-    state = {"checkpoint": parts["optimizer"] + parts.get("adapters", weights) // (dims.dp * dims.cp)}
+    state = {
+        "optimizer": pinned_bytes(parts["optimizer"]) * config.actor.offload_optimizer,
+        "checkpoint": parts["optimizer"] + parts.get("adapters", weights) // (dims.dp * dims.cp),
+    }
     if not isinstance(config, Config):
         host = state if device == "cuda" else {}
         return RankMemory(stage, parts, {"activations": ("update",)}, ("update",), host=host)
@@ -145,7 +148,6 @@ def _stage(
     host = {**drafter.host_parts(config, shape, device), "suffix drafter": engine.suffix_bytes(config)}
     if device == "cpu":
         return RankMemory(stage, parts | host, _only(config, device))
-    state = {"optimizer": pinned_bytes(parts["optimizer"]) * config.actor.offload_optimizer, **state}
     return RankMemory(stage, parts, _only(config, device), host=state | host)
 
 
