@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 from lib.bench_record import ROOT, read_record, write_record
 from lib.drafter_learning import train_to_marks, with_mean_weights
+from lib.line_chart import Line, line_chart
 from torch import Tensor
 
 sys.path.insert(0, str(ROOT))
@@ -62,7 +64,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "dspark1": {"drafter": "dspark", "block_layers": 1},
     "dspark2": {"drafter": "dspark", "block_layers": 2},
 }
-COLOURS = colours.ORANGE, colours.PURPLE, colours.CYAN, colours.BLUE
+COLOURS = dict(zip(DRAFTERS, (colours.ORANGE, colours.PURPLE, colours.CYAN, colours.BLUE), strict=True))
 DRAFTED = 7
 HELD_OUT = 80  # prompts a temperature
 TEMPERATURES = (1.0, 0.7)
@@ -177,10 +179,7 @@ def draft_rows(policy: Path, names: Sequence[str]) -> Rows:
             config = shape_of(name, shape, tokens)
             decoder = build_decoder(shape, aux_layers=config.aux_layers)
             decoder.load_weights(tables.items())
-            drafter, model = (
-                KINDS[config.kind].build_decoder(decoder, config),
-                KINDS[config.kind].build_model(config),
-            )
+            drafter, model = KINDS[config.kind].build_decoder(decoder, config), KINDS[config.kind].build_model(config)
             model.initialise(0)
             drafter.load_weights(model.state_dict().items())
             drafter.refresh_head()
@@ -220,47 +219,24 @@ def summary_of(rows: Rows) -> dict[str, float]:
 
 
 def picture(rows: Rows) -> str:
-    """Accepted length at temperature 1 over seconds of training (a logarithmic axis), an SVG of 640 x 340: a line a
-    kind and number of responses, dashed for all but the largest number; dots are seeds.
+    """Accepted length at temperature 1 over seconds of training (their logarithm), an SVG: a line a kind and number of
+    responses, dashed for all but the largest number; dots are seeds.
     """
-    rows = [row for row in rows if row["part"] == "learn"]
-    times, sizes = ({row[of] for row in rows} for of in ("seconds", "responses"))
-    low, high = np.log(min(times)), np.log(max(times))
-
-    def point(seconds: float, accepted: float) -> tuple[float, float]:
-        return 50 + 540 * (np.log(seconds) - low) / max(high - low, 1e-9), 290 - 250 * accepted / DRAFTED
-
-    parts = [
-        f'<text x="44" y="{point(1, n)[1] + 4:.1f}" text-anchor="end">{n}</text>' for n in range(DRAFTED + 1)
-    ]
-    parts += [
-        f'<text x="{point(s, 0)[0]:.1f}" y="308" text-anchor="middle">{s:g} s</text>' for s in sorted(times)
-    ]
-    for place, (name, colour) in enumerate(zip(DRAFTERS, COLOURS, strict=True)):
-        parts.append(
-            f'<text x="{110 + 120 * place}" y="20" text-anchor="middle" fill="{colour}">{name}</text>'
-        )
-        for size in sorted(sizes):
-            of = [row for row in rows if (row["kind"], row["responses"]) == (name, size)]
-            mean = {
-                t: statistics.mean(r["accepted_1.0"] for r in of if r["seconds"] == t)
-                for t in {r["seconds"] for r in of}
-            }
-            path = " ".join("{:.1f},{:.1f}".format(*point(*at)) for at in sorted(mean.items()))
-            dashes = "" if size == max(sizes) else ' stroke-dasharray="5 4"'
-            parts.append(
-                f'<polyline fill="none" stroke="{colour}" stroke-width="2"{dashes} points="{path}"/>'
-            )
-            dots = [point(row["seconds"], row["accepted_1.0"]) for row in of]
-            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in dots]
-    sides = ", ".join(f"{size:,}" for size in sorted(sizes))
-    parts.append(
-        f'<text x="320" y="330" text-anchor="middle">CPU seconds of training on {sides} responses</text>'
-    )
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="340" font-family="sans-serif" font-size="12">\n'
-        '<rect width="640" height="340" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
+    found: dict[tuple[str, int], dict[float, list[float]]] = {}
+    for row in rows:
+        if row["part"] == "learn":
+            by_time = found.setdefault((row["kind"], row["responses"]), {})
+            by_time.setdefault(row["seconds"], []).append(row["accepted_1.0"])
+    sizes = sorted({size for _, size in found})
+    lines = []
+    for (name, size), by_time in sorted(found.items()):
+        points = [(math.log(t), statistics.mean(by_time[t])) for t in sorted(by_time)]
+        dots = [(math.log(t), accepted) for t, values in by_time.items() for accepted in values]
+        lines.append(Line(name, COLOURS[name], points, dots, dashed=size != sizes[-1]))
+    times = {t for by_time in found.values() for t in by_time}
+    shown = ", ".join(f"{size:,}" for size in sizes)
+    caption = f"CPU seconds of training on {shown} responses: accepted of {DRAFTED}"
+    return line_chart(lines, {math.log(t): f"{t:g} s" for t in times}, caption)
 
 
 def main() -> None:

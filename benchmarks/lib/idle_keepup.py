@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.bench_record import ROOT
+from lib.line_chart import Line, line_chart
 
 Rows = list[dict[str, Any]]
 Train = Callable[
@@ -114,24 +115,7 @@ def _idle(rows: Rows) -> float:
 
 
 def picture(curves: dict[str, list[float]]) -> str:
-    """The curves as an SVG of 640 x 320."""
-    top = max(max(curve) for curve in curves.values()) * 1.05
+    """The curves as an SVG."""
     steps = max(len(curve) for curve in curves.values())
-    parts = []
-    for place, (name, curve) in enumerate(curves.items()):
-        points = [(50 + 560 * i / max(1, steps - 1), 280 - 250 * y / top) for i, y in enumerate(curve)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        color = COLORS[name]
-        parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{path}"/>')
-        at = 130 + 120 * place
-        parts.append(f'<text x="{at}" y="20" text-anchor="middle" fill="{color}">{name}</text>')
-    for tick in range(int(top) + 1):
-        y = 280 - 250 * tick / top
-        parts.append(f'<line x1="50" x2="610" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
-        parts.append(f'<text x="44" y="{y + 4:.1f}" text-anchor="end">{tick}</text>')
-    parts.append(f'<text x="330" y="306" text-anchor="middle">RL steps 1 to {steps}: accepted length</text>')
-    body = "\n".join(parts)
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="320" font-family="sans-serif" font-size="12">\n'
-        f'<rect width="640" height="320" fill="white"/>\n{body}\n</svg>\n'
-    )
+    lines = [Line(name, COLORS[name], [*enumerate(curve, 1)]) for name, curve in curves.items()]
+    return line_chart(lines, {}, f"RL steps 1 to {steps}: accepted length")
