@@ -61,10 +61,11 @@ def trainer_of(
     model: DrafterModel, tables: tuple[Tensor, Tensor], samples: list[HiddenStateSample]
 ) -> OnlineDrafterTrainer:
     """The online trainer with its default settings but for the size of the buffer, which holds `samples`."""
-    trainer = OnlineDrafterTrainer(model, DrafterSection(online={"buffer_mib": 4096.0}))
+    trainer = OnlineDrafterTrainer(model, DrafterSection(online={"buffer_mib": 4096.0}), fresh=True)
     trainer.begin_step(0, lambda: tables)
     for sample in samples:
         trainer.buffer.add(sample)
+    trainer.merge(lambda _: None)  # chooses the vocabulary
     return trainer
 
 
@@ -127,9 +128,6 @@ def learn_rows(policy: Path, responses: Path | None, marks: list[float], count: 
         held = [DraftSequence.of(s) for s in samples[::HELD_OUT]]
         model.start_from_policy(weight_reader(policy, shape))
         trainer = trainer_of(model, tables, [s for i, s in enumerate(samples) if i % HELD_OUT])
-        model.choose_vocabulary(tables[1], trainer.buffer.token_counts(shape.vocab_size))
-        for name in model.head_parameters:
-            trainer._state.reset(name)
         for mark in train_to_marks(trainer, marks):
             drafting = with_mean_weights(fresh(kind, shape), trainer, model)
             found = measure(drafting, *tables, held, steps=3, temperature=1.0, batch_tokens=1024, window=1024).overlap

@@ -133,14 +133,15 @@ def learn(
     of = work, shape, config.aux_layers
     held = {t: [DraftSequence.of(s) for s in read(f"held-{t}", *of)] for t in TEMPERATURES}
     samples = read("train", *of)[:responses]
-    drawn = [s.trajectory.token_ids[s.trajectory.response_start :] for s in samples]
-    counts = torch.from_numpy(np.bincount(np.concatenate(drawn), minlength=shape.vocab_size))
     model = KINDS[config.kind].build_model(config)
-    model.start_fresh(seed, weight_reader(policy, shape), tables[1], counts)
-    trainer = OnlineDrafterTrainer(model, DrafterSection(seed=seed, online={"buffer_mib": 8192.0}))
+    model.initialise(seed)
+    model.start_from_policy(weight_reader(policy, shape))
+    section = DrafterSection(seed=seed, online={"buffer_mib": 8192.0})
+    trainer = OnlineDrafterTrainer(model, section, fresh=True)
     trainer.begin_step(0, lambda: tables)
     for sample in samples:
         trainer.buffer.add(sample)
+    trainer.merge(lambda _: None)  # chooses the vocabulary
     for mark in train_to_marks(trainer, marks):
         drafting = with_mean_weights(KINDS[config.kind].build_model(config), trainer, model)
         row = {"part": "learn", "kind": name, "responses": len(samples), "seed": seed, "seconds": mark}

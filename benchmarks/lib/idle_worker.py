@@ -39,7 +39,7 @@ def trainer_of(config: Config, backend: EmbeddedBackend) -> OnlineDrafterTrainer
     shape = ModelConfig.from_hf(config.model.path)
     model = EagleModel(EagleConfig.of(shape))
     model.initialise(0)
-    trainer = OnlineDrafterTrainer(model, config.drafter)
+    trainer = OnlineDrafterTrainer(model, config.drafter, fresh=True)
     trainer.begin_step(0, backend.lookup_tables)
     return trainer
 

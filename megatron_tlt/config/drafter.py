@@ -44,12 +44,13 @@ class OnlineSection(Section):
     the arithmetic are those of `drafter`."""
 
     lr: PositiveFloat = 3e-4
-    """Learning rate after warm-up of an already trained drafter. Use 3e-4 or less; 1e-3 made the demo drafter worse. It
-    stays constant, because the policy keeps changing."""
+    """Learning rate after warm-up of an already trained drafter with a hidden size of at most 128; wider ones divide
+    it by hidden size / 128 (Yang et al., arXiv 2203.03466, for Adam). Use 3e-4 or less; 1e-3 made good drafters worse.
+    It stays constant, because the policy keeps changing."""
     start_lr: PositiveFloat = 1e-2
-    """Learning rate of an untrained drafter with a hidden size of at most 128; wider drafters divide it by
-    hidden size / 128 (Yang et al., arXiv 2203.03466, for Adam), down to lr. The rate of a micro-step is
-    lr + (start - lr) (1 - a). a is the overlap of drafter and policy (1 - TV, 0 to 1) at the first drafted position."""
+    """Learning rate of an untrained drafter (no rollout.speculation.drafter_path), by hidden size as lr. The rate of a
+    micro-step is lr + (start_lr - lr) (1 - a). a is the overlap of drafter and policy (1 - TV, 0 to 1) at the first
+    drafted position."""
     warmup_steps: NonNegativeInt = 10
     """Optimizer steps of linear warm-up, once in a run."""
     clip_grad: NonNegativeFloat = 1.0

@@ -39,7 +39,7 @@ from megatron_tlt.types import HiddenStateSample
 Tables = Callable[[], tuple[Tensor, Tensor]]  # the engine's embedding and LM head [V, H]
 
 _MIB = 1 << 20
-_START_WIDTH = 128  # hidden size up to which `online.start_lr` is taken as it is
+_WIDTH = 128  # hidden size up to which learning rates are taken as they are
 _MEAN_START = 9  # the mean's decay is 0.1 after the first step of a run, 0.9 after 81: it forgets its start
 
 
@@ -68,20 +68,22 @@ class OnlineDrafterTrainer:
         tp: TensorParallel | None = None,
         device: torch.device | str = "cpu",
         from_actor: bool = False,
-        choose_vocabulary: bool = False,
+        fresh: bool = False,
     ):
         """`model` (all of it, no shard) has the starting drafter's weights in fp32; the trainer owns it, moves it to
         `device` in the type of `section` and replaces its linears for `section.online.fp8`: ConfigError where that is
-        not available. `from_actor`: hidden states come in by `take_step`. `choose_vocabulary`: a reduced vocabulary is
-        that of the first responses of all ranks, and training begins with the merge that has them.
+        not available. `from_actor`: hidden states come in by `take_step`. `fresh`: the drafter is untrained. Its
+        learning rate begins at `online.start_lr`; a reduced vocabulary is that of the first responses of all ranks, and
+        training begins with the merge that has them.
         """
         online, self._device = section.online, torch.device(device)
         sizes = section.sizes(self._device.type)
         self.model, self._tp = model, tp or TensorParallel()
         self._tokens = sizes.micro_step_tokens
         self._draft_steps = section.online_draft_steps(KINDS[model.config.kind].facts)
-        start_lr = online.start_lr * min(1.0, _START_WIDTH / model.config.policy.hidden_size)
-        self._extra_lr = max(0.0, start_lr / online.lr - 1.0)  # of a useless drafter, over lr
+        by_width = min(1.0, _WIDTH / model.config.policy.hidden_size)
+        # Of a useless drafter, over lr.
+        self._extra_lr = max(0.0, online.start_lr / online.lr - 1.0) if fresh else 0.0
         self._decay, self._merge_share = online.mean_decay, online.merge_share
         window = min(section.max_sequence_tokens, sizes.micro_step_tokens)
         self.buffer = HiddenStateBuffer(int(sizes.buffer_mib * _MIB), window, online.max_age, section.seed)
@@ -90,11 +92,11 @@ class OnlineDrafterTrainer:
         start = {name: p.detach() for name, p in model.named_parameters()}
         model.to(self._device, DTYPES[sizes.dtype])
         precision = nullcontext if online.fp8 == "off" else use_fp8(model, self._device)
-        names = ("lr", "warmup_steps", "clip_grad")
-        options = {"schedule": "constant", "draft_steps": self._draft_steps}
+        names = ("warmup_steps", "clip_grad")
+        options = {"schedule": "constant", "lr": by_width * online.lr, "draft_steps": self._draft_steps}
         options |= {name: getattr(online, name) for name in names}
         self._vocabulary = dict(model.named_buffers())  # of a reduced one; never trained
-        self._awaits_vocabulary = choose_vocabulary and model.config.reduced
+        self._awaits_vocabulary = fresh and model.config.reduced
         self._state = TrainingState(model, start, self._tp)
         self._no_table = torch.empty(0, 0, device=self._device)
         self._trainer = DrafterTrainer(

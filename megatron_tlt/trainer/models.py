@@ -136,7 +136,7 @@ def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> Online
         tp=tp,
         device=world.device,
         from_actor=config.hidden_states_of == "actor",
-        choose_vocabulary=config.rollout.speculation.drafter_path is None,
+        fresh=config.rollout.speculation.drafter_path is None,
     )
 
 

@@ -25,6 +25,7 @@ def online_trainer(
     dtype: str = "fp32",
     from_actor: bool = False,
     tokens: int | None = None,
+    fresh: bool = True,
     **online,
 ) -> OnlineDrafterTrainer:
     """A trainer whose buffer holds responses of policy version 0; `online` are options, `tokens` the size of a
@@ -34,7 +35,7 @@ def online_trainer(
     model.initialise(0)
     options = {"lr": 3e-3, "start_lr": 3e-3, "draft_steps": 3, "warmup_steps": 3, "micro_step_tokens": 64} | online
     section = DrafterSection(dtype=dtype, online=options)
-    trainer = OnlineDrafterTrainer(model, section, tp=tp, from_actor=from_actor, choose_vocabulary=tokens is not None)
+    trainer = OnlineDrafterTrainer(model, section, tp=tp, from_actor=from_actor, fresh=fresh)
     trainer.begin_step(0, lambda: lookup_tables(CONFIG))
     for i, length in enumerate(lengths):
         trainer.buffer.add(random_chunk(CONFIG, length, first_prompt + i))

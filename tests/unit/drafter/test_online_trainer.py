@@ -41,6 +41,15 @@ def test_the_rate_falls_from_start_lr_to_lr_as_drafts_get_better() -> None:
     assert online_trainer(lr=1e-3, start_lr=1e-4, warmup_steps=0).train_step()["lr"] == 1e-3
 
 
+def test_a_trained_drafter_learns_at_lr_and_a_wide_one_at_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"lr": 1e-3, "start_lr": 9e-3, "warmup_steps": 0}
+    assert online_trainer(fresh=False, **rates).train_step()["lr"] == 1e-3
+    monkeypatch.setattr("megatron_tlt.drafter.online_trainer._WIDTH", CONFIG.hidden_size / 4)
+    assert online_trainer(fresh=False, **rates).train_step()["lr"] == pytest.approx(2.5e-4)
+    seen = online_trainer(**rates).train_step()
+    assert seen["lr"] == pytest.approx((1e-3 + 8e-3 * (1 - seen["accept/1"])) / 4)
+
+
 def test_nothing_to_train_on() -> None:
     t = online_trainer(lengths=())
     assert t.train_step() is None

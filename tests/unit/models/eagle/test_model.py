@@ -117,7 +117,7 @@ def test_a_drafter_of_a_real_models_width_learns_a_cycle_of_tokens_in_a_few_step
     model = EagleModel(EagleConfig.of(config))
     model.initialise(0)
     model.start_from_policy(policy.__getitem__)
-    trainer = OnlineDrafterTrainer(model, DrafterSection())
+    trainer = OnlineDrafterTrainer(model, DrafterSection(), fresh=True)
     trainer.begin_step(0, lambda: (policy["model.embed_tokens.weight"], head))
     for number, sequence in enumerate(sequences):
         trajectory = Trajectory(number, 0, sequence.token_ids.numpy(), np.zeros(24, np.float32))
