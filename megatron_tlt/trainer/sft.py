@@ -151,7 +151,9 @@ class SftTrainer:
         self._write()
         if self._world.is_main:
             # Renamed first: what a kill leaves half removed must not look like checkpoints.
-            finished = self._run_dir.rename(self._run_dir.with_name(f".{UNFINISHED}"))
+            finished = self._run_dir.with_name(f".{UNFINISHED}")
+            shutil.rmtree(finished, ignore_errors=True)
+            self._run_dir.rename(finished)
             shutil.rmtree(finished, ignore_errors=True)
         return False
 
