@@ -110,12 +110,14 @@ def record(policy: Path, work: Path, count: int) -> None:
         print(f"record {name}: {len(found)} responses, {tokens} tokens", flush=True)
 
 
-def read(name: str, work: Path, policy: ModelConfig, layers: tuple[int, ...]) -> list[HiddenStateSample]:
-    """Recorded responses with the states of `layers` and the final one."""
+def read(
+    name: str, work: Path, policy: ModelConfig, layers: tuple[int, ...], count: int | None = None
+) -> list[HiddenStateSample]:
+    """The first `count` recorded responses (None: all) with the states of `layers` and the final one."""
     h, recorded = policy.hidden_size, read_layers(policy)
     columns = [recorded.index(layer) for layer in layers] + [len(recorded)]
     out = []
-    for trajectory, key, states in torch.load(work / f"{name}.pt", weights_only=False, mmap=True):
+    for trajectory, key, states in torch.load(work / f"{name}.pt", weights_only=False, mmap=True)[:count]:
         hidden = torch.cat([states[:, i * h : (i + 1) * h] for i in columns], -1)
         out.append(HiddenStateSample(trajectory, hidden, key))
     return out
@@ -132,7 +134,7 @@ def learn(
     config, tables = shape_of(name, shape), lookup_tables(policy, shape, torch.device("cpu"))
     of = work, shape, config.aux_layers
     held = {t: [DraftSequence.of(s) for s in read(f"held-{t}", *of)] for t in TEMPERATURES}
-    samples = read("train", *of)[:responses]
+    samples = read("train", *of, responses)
     model = KINDS[config.kind].build_model(config)
     model.initialise(seed)
     model.start_from_policy(weight_reader(policy, shape))

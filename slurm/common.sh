@@ -137,16 +137,18 @@ run_step() {
     rc="$(exit_code "$rc" "$noted")"
 }
 
-# Runs one attempt of the job `megatron-tlt $1 CONFIG ...`; ends the script, or requeues the job, which then resumes.
+# Runs one attempt of the script's command (`set_command`) with CONFIG ...; ends the script, or requeues the job, which
+# then resumes.
 run_attempt() {
     local again=() # a run that began anew, or from a named checkpoint, resumes from its own checkpoints when requeued
-    enter_directory_of "$2"
+    enter_directory_of "$1"
     open_logs
     set_srun_words
     say "job $SLURM_JOB_ID attempt $number: $SLURM_JOB_NUM_NODES nodes ($SLURM_JOB_NODELIST), $SLURM_NTASKS ranks, $attempt"
     warn_of_short_time "$(job_fact TimeLimit)" "$(asked signal)" ", unless sbatch was given another"
     if [ "$number" -gt 0 ] && ls "$job_logs"/*/checkpoint >/dev/null 2>&1; then again=(checkpoint.resume=auto); fi
-    run_step "$python" -m mpi4py -m megatron_tlt "$@" ${again[@]+"${again[@]}"}
+    set_command "$@" ${again[@]+"${again[@]}"}
+    run_step "${command[@]}"
     requeue_or_exit
 }
 
