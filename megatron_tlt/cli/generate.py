@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,8 @@ from megatron_tlt.config.checks.commands import check_generation
 from megatron_tlt.config.checks.files import output_file_problems
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.types import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import argparse
@@ -94,6 +97,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     from megatron_tlt.backends.generate import generate_file, read_prompts
     from megatron_tlt.data.hub import fetch_argument
     from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.envs.build import environment_warning
     from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
     from megatron_tlt.trainer.models import tensor_parallel
     from megatron_tlt.trainer.preflight import generation_problems
@@ -104,6 +108,8 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     if problems := world.broadcast_object(problems):
         raise ConfigError(problems)
     tokenizer = HFTokenizer(args.model)
+    if world.is_main and env is not None and (warning := environment_warning(env)) is not None:
+        _log.warning(warning)
     environments = None if env is None else Environments(env, tokenizer, world, chat=args.chat)
     params = _sampling(args)
     if env is not None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megatron_tlt.data.prompts import NO_ENV, EnvPrompts
 from megatron_tlt.data.turns import TurnTokens
-from megatron_tlt.envs.build import environment_tools, environment_warning, has_opening
+from megatron_tlt.envs.build import environment_tools, has_opening
 from megatron_tlt.envs.pool import EnvironmentPool
 from megatron_tlt.errors import ConfigError, EnvError
 from megatron_tlt.trainer.turn_metrics import turn_rows
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import TurnSource
     from megatron_tlt.observe.jsonl import JsonRow
     from megatron_tlt.types import Prompt, Sample
-
-_log = logging.getLogger(__name__)
 
 
 def open_environments(config: Config, tokenizer: HFTokenizer, world: Ranks) -> Environments | None:
@@ -65,12 +62,7 @@ class Environments:
     """One rank's environments. Close them."""
 
     def __init__(self, section: EnvSection, tokenizer: HFTokenizer, world: Ranks, *, chat: bool):
-        """Starts the workers, which import meanwhile; warns of what the environment lacks on rank 0's machine.
-
-        Raises ConfigError for a chat template that does not fit.
-        """
-        if world.rank == 0 and (warning := environment_warning(section)) is not None:
-            _log.warning(warning)
+        """Starts the workers, which import meanwhile. Raises ConfigError for a chat template that does not fit."""
         tools = environment_tools(section)
         self._decode = tokenizer.decode
         self._tokens = TurnTokens(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,13 +17,14 @@ from megatron_tlt.data.completions import read_completions
 from megatron_tlt.data.hub import cached, is_name, names_of
 from megatron_tlt.data.prompts import open_source, source_problems
 from megatron_tlt.data.tokenizer import has_tokenizer
-from megatron_tlt.envs.build import environment_problems, environment_warning
+from megatron_tlt.envs.build import environment_problems
 from megatron_tlt.envs.check import episode_problems
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import safetensors_problems
 from megatron_tlt.models.peft import peft_problems
 from megatron_tlt.rewards.build import function_problems
+from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.teacher import teacher_problems, with_teacher_shape
 from megatron_tlt.types import Prompt
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.distributed.world import World
+
+_log = logging.getLogger(__name__)
 
 _DRAFTER_PATH = "rollout.speculation.drafter_path"
 
@@ -63,10 +67,8 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     model, _ = read_model("model.path", config.model.path)
     shape = None if model is None else model.architecture
     played = [] if prompt is None else ["Environment: a scripted episode was the same three times, in two processes"]
-    env = config.env if isinstance(config, Config) else None
-    if env is not None and (text := environment_warning(env)) is not None:
-        played.append(f"warning: {text}")
-    return "\n".join([render_check(config, shape, num_ranks), *played, *to_fetch, *absent])
+    warnings = [f"warning: {text}" for text in input_warnings(config)]
+    return "\n".join([render_check(config, shape, num_ranks), *played, *warnings, *to_fetch, *absent])
 
 
 def check_on(config: Config | SftConfig, world: World, found_before: Sequence[ConfigProblem] = ()) -> None:
@@ -77,6 +79,9 @@ def check_on(config: Config | SftConfig, world: World, found_before: Sequence[Co
     problems += world.broadcast_object(_problems_of_large_files(config) if world.is_main else [])
     if problems:
         raise ConfigError(problems)
+    if world.is_main:
+        for text in input_warnings(config):
+            _log.warning(text)
 
 
 def _prompt_of_episode(config: Config | SftConfig) -> Prompt | None:
