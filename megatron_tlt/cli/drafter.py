@@ -124,8 +124,7 @@ def _load(
     directory: Path, config: Config, wanted: SpeculationSection, world: World, may_be_other: bool
 ) -> SavedDrafter:
     """The drafter in `directory`. Raises ConfigError if it does not fit, or was made for another policy."""
-    from megatron_tlt.drafter.checkpoint import load_drafter
-    from megatron_tlt.drafter.fingerprint import other_policy_problem
+    from megatron_tlt.drafter.checkpoint import load_drafter, other_policy_problems
     from megatron_tlt.models.config import ModelConfig
 
     model = config.model
@@ -133,11 +132,11 @@ def _load(
         drafter = load_drafter(directory, ModelConfig.from_hf(model.path), wanted)
     except CheckpointError as error:
         raise ConfigError.of("--drafter", str(directory), str(error)) from error
-    problem = None
+    problems = []
     if world.is_main and not may_be_other:
-        problem = other_policy_problem("--drafter", directory, drafter.fingerprint, model.path)
-    if problem := world.broadcast_object(problem):
-        raise ConfigError(problem)
+        problems = other_policy_problems("--drafter", directory, drafter, model.path)
+    if problems := world.broadcast_object(problems):
+        raise ConfigError(problems)
     return drafter
 
 

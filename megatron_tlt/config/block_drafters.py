@@ -51,25 +51,48 @@ def is_block_drafter(about: Mapping[str, Any]) -> bool:
     return "drafter" not in about and is_named
 
 
+def layer_ids(entries: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """The ids under `key`; () where there are none: absent, null, []. Raises ValueError for anything but integers."""
+    value = entries.get(key)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(type(i) is int for i in value):
+        raise ValueError(f"{key} = {value!r} must be a list of integers")
+    return tuple(value)
+
+
+def _whole(entries: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Raises KeyError where it is missing and has no default, ValueError for anything but an integer."""
+    value = entries[key] if default is None else entries.get(key)
+    if value is None and default is not None:
+        return default
+    if type(value) is not int:
+        raise ValueError(f"{key} = {value!r} must be an integer")
+    return value
+
+
 def block_shape(about: Mapping[str, Any]) -> BlockShape:
     """The sizes in config.json of any form. Raises KeyError, TypeError or ValueError for entries that are no form's."""
     own = about.get("layer") or about.get("transformer_layer_config") or about
     nested = about.get("dflash_config") or {}
     given = {**about, **nested}
-    ids = given.get("target_layer_ids") or [i - 1 for i in given.get("aux_hidden_state_layer_ids") or ()]
+    outputs = layer_ids(given, "target_layer_ids")
+    numbers = tuple(i - 1 for i in layer_ids(given, "aux_hidden_state_layer_ids"))
+    if outputs and numbers and outputs != numbers:
+        raise ValueError(f"target_layer_ids = {list(outputs)}, aux_hidden_state_layer_ids name {list(numbers)}")
     kinds = own.get("layer_types") or ()
-    windows = tuple(int(own["sliding_window"]) if kind == "sliding_attention" else 0 for kind in kinds)
+    windows = tuple(_whole(own, "sliding_window") if kind == "sliding_attention" else 0 for kind in kinds)
     # Only DeepSpec's and our own files draft from the anchor's slot without an entry that says so.
     is_dspark = any("DSpark" in str(name) for name in about.get("architectures") or ())
     from_anchor = is_dspark and "speculators_model_type" not in about and not about.get("dspark_bonus_anchor")
     return BlockShape(
-        int(own["num_hidden_layers"]),
-        tuple(int(i) for i in ids),
-        int(given["block_size"]),
-        int(given.get("markov_rank") or 0),
-        int(given["mask_token_id"]),
+        _whole(own, "num_hidden_layers"),
+        outputs or numbers,
+        _whole(given, "block_size"),
+        _whole(given, "markov_rank", 0),
+        _whole(given, "mask_token_id"),
         bool(given.get("sample_from_anchor", from_anchor)),
-        int(given.get("selector_rank") or 0),
+        _whole(given, "selector_rank", 0),
         windows if any(windows) else (),
     )
 

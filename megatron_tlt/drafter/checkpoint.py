@@ -21,6 +21,7 @@ from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.fingerprint import other_policy_problem
 from megatron_tlt.drafter.kinds.base import PublicForm, SavedDrafter, cast_tensors
+from megatron_tlt.drafter.kinds.published import table_problems
 from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 from megatron_tlt.models.config import ModelConfig
@@ -105,7 +106,11 @@ def load_drafter(
     except CheckpointError as e:
         raise CheckpointError(f"{root}: {e}") from e
     version, steps = int(about.get("policy_version", 0)), int(about.get("trained_steps", 0))
-    return SavedDrafter(config, weights, version, steps, about.get("policy_fingerprint", {}).get("embedding", ""))
+    return SavedDrafter(config, weights, version, steps, _fingerprint(about))
+
+
+def _fingerprint(about: Mapping[str, Any]) -> str:
+    return str(about.get("policy_fingerprint", {}).get("embedding", ""))
 
 
 def drafter_problems(speculation: SpeculationSection, policy: ModelConfig, model: str | Path) -> list[ConfigProblem]:
@@ -120,13 +125,43 @@ def drafter_problems(speculation: SpeculationSection, policy: ModelConfig, model
             return list(error.problems)
         return []
     try:
-        made_for = load_drafter(path, policy, speculation).fingerprint
+        drafter = load_drafter(path, policy, speculation)
     except CheckpointError as error:
         return [ConfigProblem(at, path, str(error))]
-    problem = None
-    if not speculation.allow_other_policy:
-        problem = other_policy_problem(at, path, made_for, model)
-    return [] if problem is None else [problem]
+    return [] if speculation.allow_other_policy else other_policy_problems(at, path, drafter, model)
+
+
+def other_policy_problems(
+    field: str, path: str | Path, drafter: SavedDrafter, model: str | Path
+) -> list[ConfigProblem]:
+    """Problems at `field` where the drafter in `path` was made for another policy than `model`, by its fingerprint or,
+    of a published one, by its own copies of the policy's tables.
+    """
+    if (public := _public_form(read_about(Path(path)))) is None:
+        problem = other_policy_problem(field, path, drafter.fingerprint, model)
+        return [] if problem is None else [problem]
+    offsets = drafter.weights.get("d2t")
+    ids = None if offsets is None else torch.arange(len(offsets)) + offsets
+    found = table_problems(public.copies(Path(path)), ids, drafter.config.policy, Path(model))
+    why = "made for another policy, or with tables of its own, which are not computed here"
+    accepts = "rollout.speculation.allow_other_policy=true drafts with the policy's"
+    return [ConfigProblem(field, str(path), f"{text}: {why}; {accepts}") for text in found]
+
+
+def drafter_warnings(speculation: SpeculationSection, policy: ModelConfig) -> list[str]:
+    """What of the configured drafter is guessed, not read, or not checked."""
+    path = speculation.drafter_path
+    if speculation.trained is None or path is None:
+        return []
+    about = read_about(Path(path))
+    if (public := _public_form(about)) is not None:
+        found = public.warnings(Path(path), about, policy, speculation.layers)
+        is_checked = bool(public.copies(Path(path)))
+    else:
+        found, is_checked = [], bool(_fingerprint(about))
+    if not is_checked:
+        found.append("has nothing of the policy that it was made for: not checked")
+    return [f"rollout.speculation.drafter_path = {path}: {text}" for text in found]
 
 
 def read_about(directory: Path) -> dict[str, Any]:

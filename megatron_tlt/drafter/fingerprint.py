@@ -9,7 +9,6 @@ A checkpoint of adapters has that of their base.
 from __future__ import annotations
 
 import hashlib
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection
 
 _ROWS = 64  # of the embedding that are hashed, evenly spaced: a few hundred KiB of a large model
-
-_log = logging.getLogger(__name__)
 
 
 def policy_fingerprint(model: str | Path) -> str:
@@ -54,12 +51,9 @@ def other_policy_problem(
 ) -> ConfigProblem | None:
     """The problem to report at `field` if `drafter` was made for another policy than `model`; None if it was not.
 
-    `made_for` is the fingerprint in the drafter's config.json. A drafter without one is accepted with a warning.
+    `made_for` is the fingerprint in the drafter's config.json; a drafter without one is accepted.
     """
-    if not made_for:
-        _log.warning("%s has no fingerprint of the policy it was made for: not checked", drafter)
-        return None
-    if policy_fingerprint(model) in ("", made_for):
+    if not made_for or policy_fingerprint(model) in ("", made_for):
         return None
     what = f"was made for a policy with another embedding than {model}"
     own = Path(model) / "drafter"  # where `export` writes it

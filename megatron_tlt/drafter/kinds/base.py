@@ -61,6 +61,9 @@ class PublicForm:
     # Of config.json, for a policy; with the layers that the configuration names, where the file has none.
     config: Callable[[Mapping[str, Any], ModelConfig, tuple[int, ...] | None], DrafterConfig]
     read: Callable[[Path, Any], dict[str, Tensor]]  # all tensors under our names, floating ones in fp32
+    copies: Callable[[Path], dict[str, Tensor]]  # the file's copies of the policy's tables (`published.COPIES`)
+    # What is guessed or not read, for a policy and the layers that the configuration names.
+    warnings: Callable[[Path, Mapping[str, Any], ModelConfig, tuple[int, ...] | None], list[str]]
 
 
 class DrafterKind(ABC):

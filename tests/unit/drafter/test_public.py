@@ -66,9 +66,9 @@ def test_public_forms_are_read_as_the_drafter_they_hold(ours: Path, form: str) -
 @pytest.mark.parametrize(
     ("entries", "says"),
     [
-        ({"eagle_config": {"norm_before_fc": True}}, "with norm_before_fc is of a form"),
-        ({"fc_norm": True}, "with fc_norm is of a form"),
-        ({"attention_bias": True}, "with attention_bias is of a form"),
+        ({"eagle_config": {"norm_before_fc": True}}, "with norm_before_fc = True is of a form"),
+        ({"fc_norm": True}, "with fc_norm = True is of a form"),
+        ({"attention_bias": True}, "with attention_bias = True is of a form"),
         ({"target_hidden_size": 96}, r"hidden size is \[64, 96\]"),
         ({"draft_vocab_size": 41}, "lm_head.weight has shape"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope"),

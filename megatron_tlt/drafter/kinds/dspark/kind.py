@@ -27,7 +27,13 @@ from megatron_tlt.drafter.kinds.base import (
     cast_tensors,
 )
 from megatron_tlt.drafter.kinds.dspark.loss import block_loss, draw_anchors
-from megatron_tlt.drafter.kinds.dspark.public import is_public, public_config, read_public
+from megatron_tlt.drafter.kinds.dspark.public import (
+    is_public,
+    public_config,
+    public_copies,
+    public_warnings,
+    read_public,
+)
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
@@ -48,7 +54,7 @@ class DSparkKind(DrafterKind):
     facts = DRAFTERS["dspark"]
     title, paper = "DSpark", "DSpark (2607.05147)"
     loss_parts = ("ce", "accept")
-    public = PublicForm(is_public, public_config, read_public)
+    public = PublicForm(is_public, public_config, read_public, public_copies, public_warnings)
 
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> BlockConfig:
         """See `DrafterKind.fresh`."""

@@ -360,17 +360,17 @@ def test_a_reduced_vocabulary_is_read_and_its_export_drafts_no_other_token(tmp_p
 @pytest.mark.parametrize(
     ("entries", "says"),
     [
-        ({"markov_head_type": "gated"}, "with markov_head_type is of a form"),
+        ({"markov_head_type": "gated"}, "with markov_head_type = 'gated' is of a form"),
         (
             {"dflash_config": {"selector_top_k": 8, "output_multiplier": 0.196, "final_logit_softcapping": 20.0}},
-            "with output_multiplier, final_logit_softcapping, selector_top_k is of a form",
+            "with output_multiplier = 0.196, final_logit_softcapping = 20.0, selector_top_k = 8 is of a form",
         ),
         (
             {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
             "with sliding windows and no is_causal: false is causal",
         ),
         ({"layer_types": ["linear_attention", "full_attention"]}, "with linear_attention layers is not computed"),
-        ({"is_causal": True}, "with is_causal is of a form"),
+        ({"is_causal": True}, "with is_causal = True is of a form"),
         ({"hidden_size": 96}, r"hidden size is \['96'\], the policy's 64"),
         ({"mask_token_id": 151669}, "mask_token_id = 151669: must be a row of the policy's embedding"),
         ({"block_size": None}, "an entry of a block drafter is missing or wrong"),

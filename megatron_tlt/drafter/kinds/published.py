@@ -1,0 +1,126 @@
+"""What published drafters of all kinds have in common: entries of config.json, and copies of the policy's tables.
+
+A drafter here reads the policy's own embedding, LM head and final norm. Published files have copies of them, which were
+frozen in training or not: a copy that differs belongs to another policy, or to a drafter that is not computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_tlt.errors import CheckpointError, shortened
+from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
+from megatron_tlt.models.loader import open_tensors, weight_files
+
+NORM = "model.norm.weight"
+COPIES = {  # names in published files, without `model.` -> the policy's tensor
+    "embed_tokens.weight": EMBED,
+    "lm_head.weight": HEAD,
+    "verifier_lm_head.weight": HEAD,
+    "verifier_norm.weight": NORM,
+}
+_MAPS = ("d2t", "t2d")
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_RTOL, _ATOL = 2.0**-7, 1e-6  # files round tables to bf16 (8 bits) or fp16 (smallest step 6e-8)
+_ROWS = 8192  # of a table, compared at a time
+
+# Entries about a file and its training, which change nothing that a drafter computes.
+_ABOUT = {"architectures", "auto_map", "model_type", "speculators_model_type", "speculators_config"}
+_ABOUT |= {"speculators_version", "transformer_layer_config", "tie_word_embeddings", "has_no_defaults_at_init"}
+_ABOUT |= {"num_target_layers"}
+_ABOUT |= {"draft_vocab_size", "target_hidden_size", "vocab_size", "embed_requires_grad", "has_lm_head"}
+_ABOUT |= {"quantization_config", "bos_token_id", "eos_token_id", "pad_token_id"}
+
+
+def layer_entries(
+    about: Mapping[str, Any], given: Mapping[str, Any], computed: Mapping[str, Collection[Any]], read: Collection[str]
+) -> dict[str, Any]:
+    """The entries of config.json `about` that describe a layer, as a model's config.json would.
+
+    `given`: all entries, nested ones too; `computed`: those that change the computation, with the values that are
+    computed here beside null; `read`: the others of the kind. Raises CheckpointError for another value by name.
+    """
+    other = [f"{n} = {given[n]!r}" for n in computed if given.get(n) is not None and given[n] not in computed[n]]
+    if other:
+        raise CheckpointError(f"a drafter with {', '.join(other)} is of a form that is not computed here")
+    own = {*_ABOUT, *computed, *read}
+    every = {**about, **(about.get("transformer_layer_config") or {})}
+    return {name: value for name, value in every.items() if name not in own}
+
+
+def unknown_entries(nested: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raises CheckpointError for entries of the section `where` that are set and not `known`."""
+    other = [f"{name} = {value!r}" for name, value in nested.items() if name not in known and value]
+    if other:
+        raise CheckpointError(f"{where} has entries that are not known here: {', '.join(other)}")
+
+
+def flag(entries: Mapping[str, Any], key: str, default: bool) -> bool:
+    """The value of a switch; `default` where it is absent or null. Raises CheckpointError for other values."""
+    value = entries.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{key} = {value!r} must be true or false")
+    return value
+
+
+def named_weights(given: Mapping[str, Tensor], reduced: bool, vocab_size: int) -> dict[str, Tensor]:
+    """Floating tensors in fp32, and the maps d2t int64 and t2d bool of a reduced vocabulary.
+
+    Raises CheckpointError for tensors of other types (quantized ones), and for a map of a vocabulary that is whole by
+    config.json and not in the file.
+    """
+    out = {name: tensor for name, tensor in given.items() if name not in _MAPS}
+    if other := [f"{name} is {tensor.dtype}" for name, tensor in out.items() if tensor.dtype not in _FLOATS]:
+        raise CheckpointError(f"tensors must be fp32, fp16 or bf16: {shortened(other)}")
+    out = {name: tensor.float() for name, tensor in out.items()}
+    offsets = given.get("d2t")
+    if reduced and offsets is not None:
+        ids = torch.arange(len(offsets)) + offsets.long()
+        known = torch.isin(torch.arange(vocab_size), ids)
+        out |= {"d2t": offsets.long(), "t2d": given.get("t2d", known).bool()}
+    elif offsets is not None and (len(offsets) != vocab_size or offsets.any()):
+        what = f"draft_vocab_size is the policy's {vocab_size} tokens, but d2t maps {len(offsets)} tokens to others"
+        raise CheckpointError(f"config.json and weights disagree: {what}")
+    return out
+
+
+def table_problems(copies: Mapping[str, Tensor], ids: Tensor | None, policy: ModelConfig, model: Path) -> list[str]:
+    """Copies in a published file, under its names, that are not the tables of the policy in `model`.
+
+    `ids`: the policy's ids of a reduced vocabulary, whose rows a copy of the LM head may hold alone. A model directory
+    without weights is not compared.
+    """
+    try:
+        files = weight_files(model)
+    except CheckpointError:
+        return []
+    problems = []
+    for name, copy in copies.items():
+        stored = EMBED if COPIES[name] == HEAD and policy.tie_word_embeddings else COPIES[name]
+        if stored in files and (problem := _difference(copy, files[stored], stored, ids)):
+            problems.append(f"its {name} {problem} of {model}")
+    return problems
+
+
+def _difference(copy: Tensor, file: Path, stored: str, ids: Tensor | None) -> str:
+    """How a copy differs from the tensor `stored` in `file`; empty where they are equal but for rounding."""
+    with open_tensors(file) as tensors:
+        table = tensors.get_slice(stored)
+        shape = tuple(table.get_shape())
+        is_part = ids is not None and tuple(copy.shape) == (len(ids), *shape[1:]) and copy.shape != shape
+        if tuple(copy.shape) != shape and not is_part:
+            return f"has shape {tuple(copy.shape)}, not that of {stored} {shape}"
+        whole = table[:][ids] if is_part else None
+        for start in range(0, len(copy), _ROWS):
+            rows = slice(start, start + _ROWS)
+            theirs = (table[rows] if whole is None else whole[rows]).float()
+            if not torch.isclose(copy[rows].float(), theirs, rtol=_RTOL, atol=_ATOL).all():
+                return f"is not the {stored}"
+    return ""

@@ -1,0 +1,149 @@
+"""Published drafters as users have them: tables of their own, layer ids, unknown entries, quantized files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.drafter.checkpoint import drafter_problems, drafter_warnings, load_drafter, save_drafter
+from megatron_tlt.drafter.export.drafter import export_drafter
+from megatron_tlt.errors import CheckpointError
+from megatron_tlt.models.config import EMBED, HEAD
+from megatron_tlt.models.dspark.config import BlockConfig
+from megatron_tlt.models.eagle.config import Eagle3Config
+from megatron_tlt.models.hf_writer import save_hf
+from tests.helpers.tiny_drafters import DEEP, random_drafter
+from tests.helpers.tiny_models import random_weights
+
+POLICY = DEEP["llama"]
+IDS = "eagle_aux_hidden_state_layer_ids"
+SHAPES = {"eagle3": Eagle3Config.of(POLICY, (0, 2, 6), 40), "dspark": BlockConfig.fresh(POLICY, (0, 2, 6))}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save_hf(tmp_path / "model", POLICY, random_weights(POLICY, 0), dtype=torch.bfloat16)
+    return tmp_path / "model"
+
+
+def published(tmp_path: Path, kind: str, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> Path:
+    """A drafter of `kind` as SGLang's users have it, its config.json and its tensors changed in place."""
+    save_drafter(tmp_path / "ours", SHAPES[kind], random_drafter(SHAPES[kind]))
+    out = tmp_path / f"published-{len([*tmp_path.iterdir()])}"
+    export_drafter(tmp_path / "ours", out, "sglang", torch.float32)
+    about, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    change(about, tensors)
+    (out / "config.json").write_text(json.dumps(about))
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
+def problems(kind: str, drafter: Path, model: Path, **more: Any) -> str:
+    section = SpeculationSection(drafter=kind, drafter_path=str(drafter), **more)
+    return "\n".join(str(problem) for problem in drafter_problems(section, POLICY, model))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "table"),
+    [
+        ("eagle3", "embed_tokens.weight", EMBED),
+        ("dspark", "embed_tokens.weight", EMBED),
+        ("dspark", "model.lm_head.weight", HEAD),
+        ("dspark", "verifier_norm.weight", "model.norm.weight"),
+    ],
+)
+def test_tables_of_its_own_are_refused_and_copies_of_the_policys_are_not(
+    tmp_path: Path, model: Path, kind: str, name: str, table: str
+) -> None:
+    theirs = load_file(model / "model.safetensors")[table]
+    copy = published(tmp_path, kind, lambda _, tensors: tensors.update({name: theirs.half()}))
+    assert problems(kind, copy, model) == ""
+    section = SpeculationSection(drafter=kind, drafter_path=str(copy))
+    assert not any("not checked" in text for text in drafter_warnings(section, POLICY))
+    own = published(tmp_path, kind, lambda _, tensors: tensors.update({name: theirs * 1.05}))
+    said = problems(kind, own, model)
+    assert f"{name.removeprefix('model.')} is not the {table} of {model}" in said and "allow_other_policy" in said
+    assert problems(kind, own, model, allow_other_policy=True) == ""
+    wide = published(tmp_path, kind, lambda _, tensors: tensors.update({name: theirs[:-1]}))
+    assert "has shape" in problems(kind, wide, model)
+
+
+@pytest.mark.parametrize("ids", [None, [], "absent"])
+def test_layer_ids_that_are_not_named_are_the_engines_default_with_a_warning(tmp_path: Path, ids: Any) -> None:
+    def change(about: dict[str, Any], _: dict[str, Tensor]) -> None:
+        about["eagle_config"] = {"use_aux_hidden_state": True} | ({} if ids == "absent" else {IDS: ids})
+
+    out = published(tmp_path, "eagle3", change)
+    section = SpeculationSection(drafter="eagle3", drafter_path=str(out))
+    assert load_drafter(out, POLICY, section).config.aux_layers == (1, 3, 4)  # 1, L/2 - 1, L - 4
+    assert f"has no {IDS}: the outputs of layers [1, 3, 4]" in drafter_warnings(section, POLICY)[0]
+    chosen = section.model_copy(update={"layers": (0, 2, 6)})
+    assert load_drafter(out, POLICY, chosen).config.aux_layers == (0, 2, 6)
+    assert not any(IDS in text for text in drafter_warnings(chosen, POLICY))
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"eagle_config": {IDS: "0,2,6"}}, f"{IDS} = '0,2,6' must be a list of integers"),
+        ({"eagle_config": {IDS: [0, True, 6]}}, "must be a list of integers"),
+        ({"eagle_config": {IDS: [0, 2, 7]}}, f"config.json: {IDS}: must be three ascending layers of 0 .. 6"),
+        ({"eagle_config": {IDS: [0, 2, 6]}, IDS: [0, 2, 6]}, f"{IDS} names different layers"),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm = True"),
+        ({"eagle_config": {"later_norm": "rms"}}, "eagle_config has entries that are not known here: later_norm"),
+        ({"norm_before_residual": "false"}, "norm_before_residual = 'false' must be true or false"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers = 2"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "architectures = .'Eagle3DeepseekV2ForCausalLM'"),
+        ({"draft_vocab_size": None}, "config.json and weights disagree: draft_vocab_size"),
+    ],
+)
+def test_entries_of_eagle3_that_are_wrong_or_not_known_are_refused_by_name(
+    tmp_path: Path, entries: dict[str, Any], says: str
+) -> None:
+    out = published(tmp_path, "eagle3", lambda about, _: about.update(entries))
+    with pytest.raises(CheckpointError, match=says):
+        load_drafter(out, POLICY, SpeculationSection(drafter="eagle3"))
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"target_layer_ids": "0,2,6"}, "target_layer_ids = '0,2,6' must be a list of integers"),
+        ({"target_layer_ids": []}, "names no target_layer_ids: rollout.speculation.layers says"),
+        ({"target_layer_ids": None}, "names no target_layer_ids"),
+        ({"aux_hidden_state_layer_ids": [0, 2, 6]}, "aux_hidden_state_layer_ids name"),
+        ({"block_size": "8"}, "block_size = '8' must be an integer"),
+        ({"model_type": "gpt_oss"}, "model_type = 'gpt_oss'"),
+        ({"dflash_config": {"gate": 2}}, "dflash_config has entries that are not known here: gate = 2"),
+    ],
+)
+def test_entries_of_block_drafters_that_are_wrong_or_not_known_are_refused_by_name(
+    tmp_path: Path, entries: dict[str, Any], says: str
+) -> None:
+    out = published(tmp_path, "dspark", lambda about, _: about.update(entries))
+    with pytest.raises(CheckpointError, match=says):
+        load_drafter(out, POLICY, SpeculationSection(drafter="dspark"))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantized_tensors_are_refused_by_type(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    def change(_: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors["fc.weight"] = tensors["fc.weight"].to(dtype)
+
+    with pytest.raises(CheckpointError, match=f"must be fp32, fp16 or bf16: fc.weight is {dtype}"):
+        load_drafter(published(tmp_path, kind, change), POLICY, SpeculationSection(drafter=kind))
+
+
+def test_a_confidence_head_is_named_as_not_read(tmp_path: Path) -> None:
+    out = published(tmp_path, "dspark", lambda _, t: t.update({"confidence_head.proj.weight": torch.ones(1, 64)}))
+    section = SpeculationSection(drafter="dspark", drafter_path=str(out))
+    assert "its confidence head is not read" in drafter_warnings(section, POLICY)[0]
