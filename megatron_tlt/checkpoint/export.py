@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from megatron_tlt.actor.checkpoint_files import complete_steps, read_manifest
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.atomic import new_directory, problem_of
+from megatron_tlt.checkpoint.companions import copy_run_companions
 from megatron_tlt.checkpoint.convert.adapted import AdaptedReader
-from megatron_tlt.checkpoint.convert.hf_dir import copy_companions
 from megatron_tlt.checkpoint.convert.to_hf import HfConversion
 from megatron_tlt.checkpoint.resume import checkpoint_problems
 from megatron_tlt.distributed.together import Ranks, together
@@ -41,7 +41,7 @@ def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Pat
     weights = policy.named_weights()
     if world.is_main:
         save_hf(out, policy.config, weights, dtype=DTYPES[dtype])
-        _copy_all_companions(model, out)
+        copy_run_companions(Path(model.path), Path(model.tokenizer or model.path), out)
     else:
         for _ in weights:  # every rank takes part in gathering each tensor
             pass
@@ -85,7 +85,7 @@ def write_run(
     with new_directory(out, todo.num_bytes, ranks, overwrite, todo.sources) as scratch:
         todo.write_into(scratch, ranks)
         if ranks.is_main:
-            _copy_all_companions(model, scratch)
+            copy_run_companions(Path(model.path), Path(model.tokenizer or model.path), scratch)
             return _write_drafter(checkpoint, scratch, todo.config, scratch, out)
     return ""
 
@@ -129,8 +129,3 @@ def _write_drafter(checkpoint: Path, scratch: Path, config: ModelConfig, policy:
         fingerprint=policy_fingerprint(policy),
     )
     return f"{said}, drafter in {out / 'drafter'}"
-
-
-def _copy_all_companions(model: ModelSection, out: Path) -> None:
-    for source in dict.fromkeys((Path(model.path), Path(model.tokenizer or model.path))):
-        copy_companions(source, out)

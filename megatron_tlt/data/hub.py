@@ -44,9 +44,10 @@ Content = Literal["model", "companions", "rows"]
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\S+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"(?:model|dataset)s--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})$")  # of huggingface_hub's cache
-# Of a model: its description and tokenizer, and for "model" its weights. Folders hold the same weights in other forms.
+# Of a model: its description and tokenizer, and for "model" its weights. Folders but additional_chat_templates hold the
+# same weights in other forms.
 _COMPANIONS = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
-_OTHER_FORMS = ("*/*", "consolidated*")
+_OTHER_FORMS = ("[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*")
 _WAIT_S = 2.0  # between two looks for a signal of a rank that waits for a download; after the first it says so
 
 

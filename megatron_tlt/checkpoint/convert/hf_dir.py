@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,6 @@ from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.loader import check_weights, open_tensors, stored_shapes, tensor_reader
 
-# Copied from the source's directory where they are there.
-_COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
@@ -89,15 +83,6 @@ def config_with_dtype(hf_config: dict[str, Any], dtype: torch.dtype) -> str:
     keys = [key for key in ("dtype", "torch_dtype") if key in hf_config] or ["torch_dtype"]
     word = str(dtype).removeprefix("torch.")
     return json.dumps({**hf_config, **dict.fromkeys(keys, word)}, indent=2) + "\n"
-
-
-def copy_companions(source: Path, out: Path) -> None:
-    """Copies tokenizer and generation files from one model directory to another, those that are there."""
-    if source.resolve() == out.resolve():
-        return
-    for name in _COMPANIONS:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -17,8 +17,9 @@ from megatron_tlt.actor.checkpoint_files import damage_of
 from megatron_tlt.actor.hf_names import Slot, slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.atomic import new_directory
+from megatron_tlt.checkpoint.companions import copy_companions
 from megatron_tlt.checkpoint.convert.adapted import AdaptedReader
-from megatron_tlt.checkpoint.convert.hf_dir import choose_dtype, config_with_dtype, copy_companions
+from megatron_tlt.checkpoint.convert.hf_dir import choose_dtype, config_with_dtype
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig

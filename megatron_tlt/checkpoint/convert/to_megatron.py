@@ -31,11 +31,11 @@ from megatron_tlt.actor.checkpoint_files import MANIFEST, FileRecord, Manifest, 
 from megatron_tlt.actor.hf_names import Slot, expert_fields, shard, slots
 from megatron_tlt.actor.torch_dist_reader import BACKEND, TRACKER, Stored
 from megatron_tlt.checkpoint.atomic import new_directory
+from megatron_tlt.checkpoint.companions import copy_companions
 from megatron_tlt.checkpoint.convert.hf_dir import (
     HfDir,
     choose_dtype,
     config_with_dtype,
-    copy_companions,
     dtype_name,
 )
 from megatron_tlt.distributed.together import Ranks, together

@@ -1,0 +1,53 @@
+"""The files beside the weights of a Hugging Face directory: those of the tokenizer, and generation_config.json.
+
+Files of two tokenizers never stand side by side: `transformers` would mix them without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from megatron_tlt.data.tokenizer import HFTokenizer
+
+# Of any version of the library, chat templates and the folder `additional_chat_templates` included.
+_TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "special_tokens_map.json")
+_TOKENIZER += ("added_tokens.json", "chat_template*", "additional_chat_templates")
+_GENERATION = "generation_config.json"
+
+
+def copy_companions(source: Path, out: Path) -> None:
+    """Copies the tokenizer's files and generation_config.json of a model directory; removes a tokenizer in `out`."""
+    copy_tokenizer(source, out)
+    if (source / _GENERATION).is_file() and source.resolve() != out.resolve():
+        shutil.copyfile(source / _GENERATION, out / _GENERATION)
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """Copies all files of the tokenizer in `source`, in the place of those in `out`."""
+    if source.resolve() == out.resolve():
+        return
+    for old in _found(out):
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    for path in _found(source):
+        if path.is_dir():
+            shutil.copytree(path, out / path.name)
+        else:
+            shutil.copyfile(path, out / path.name)
+
+
+def copy_run_companions(model: Path, tokenizer: Path, out: Path) -> None:
+    """The files of a run of `model` with the tokenizer of another directory, whose end tokens ended its responses."""
+    copy_companions(model, out)
+    if tokenizer.resolve() == model.resolve():
+        return
+    copy_tokenizer(tokenizer, out)
+    source = next((d / _GENERATION for d in (tokenizer, model) if (d / _GENERATION).is_file()), None)
+    values = {} if source is None else json.loads(source.read_text(encoding="utf-8"))
+    values["eos_token_id"] = list(HFTokenizer(tokenizer).eos_token_ids)
+    (out / _GENERATION).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _found(directory: Path) -> list[Path]:
+    return sorted({path for pattern in _TOKENIZER for path in directory.glob(pattern)})
