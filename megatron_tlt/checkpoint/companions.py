@@ -12,8 +12,10 @@ from pathlib import Path
 from megatron_tlt.data.tokenizer import HFTokenizer
 
 # Of any version of the library, chat templates and the folder `additional_chat_templates` included.
-_TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "special_tokens_map.json")
-_TOKENIZER += ("added_tokens.json", "chat_template*", "additional_chat_templates")
+_TOKENIZER = (
+    "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template*", "additional_chat_templates",
+)  # fmt: skip
 _GENERATION = "generation_config.json"
 
 
