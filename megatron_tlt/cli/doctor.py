@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
+import re
+import resource
 import shlex
 import shutil
 import socket
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 LIBRARIES = ("megatron-core", "mpi4py", "transformers", "numpy", "pydantic")
 TRANSFORMER_ENGINE = (2, 9), (2, 12)  # from and below: the extra "dev" of megatron-core 0.16.1's metadata
 _DISK_GIB, _SHM_GIB = 10.0, 1.0
+_OPEN_FILES = 1024  # a process; two ranks need some 150
 _TWO_RANKS_S = 120.0  # for two ranks to start and meet
 # Runs in a process of its own: mpi4py initialises MPI at import, which only a World may do.
 _MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
@@ -55,7 +59,7 @@ def add_doctor(commands: Any) -> None:
 
 def _doctor(args: argparse.Namespace) -> int:
     gpu = check_gpu()
-    findings = [gpu, *check_software(gpu.status != "absent"), *check_machine(args.run_dir)]
+    findings = [*describe(), gpu, *check_software(gpu.status != "absent"), *check_machine(args.run_dir)]
     if args.trtllm_python:
         findings.append(check_trtllm(args.trtllm_python))
     findings.append(check_two_ranks(args.launcher))
@@ -72,6 +76,18 @@ def render(findings: Sequence[Finding]) -> str:
             lines.append(f"{'':<8} {'':<{width}}  -> {f.hint}")
     failed = [f.name for f in findings if f.status == "FAILED"]
     return "\n".join([*lines, "", f"required: {', '.join(failed)}" if failed else "everything required is here"])
+
+
+def describe() -> Iterator[Finding]:
+    """What a report of a fault needs beside the findings: this program, the system, the processor."""
+    root = Path(__file__).resolve().parents[2]
+    code, commit = _run(["git", "-C", str(root), "describe", "--always", "--dirty"])
+    yield Finding("megatron-tlt", "ok", f"{version_of('megatron_tlt')}, {'no git commit' if code else commit}")
+    about = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.+)", about.read_text(encoding="utf-8")) if about.is_file() else []
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    processor = f"{len(os.sched_getaffinity(0))} x {names[0] if names else platform.machine()}"
+    yield Finding("system", "ok", f"{platform.platform()}, {processor}, {memory:.0f} GiB")
 
 
 def check_gpu() -> Finding:
@@ -182,6 +198,9 @@ def check_machine(run_dir: Path) -> Iterator[Finding]:
     except OSError as error:
         hint = "one host alone does not need it; for several, each host's name must resolve (/etc/hosts)"
         yield Finding("ports", "warning", f"{host} cannot be reached: {error}", hint)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hint = f"ulimit -n {_OPEN_FILES} (LimitNOFILE of a service, --ulimit nofile of a container): sockets and shards"
+    yield Finding("open files", "ok" if soft >= _OPEN_FILES else "warning", f"{soft} a process, at most {hard}", hint)
     yield check_slurm()
 
 

@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
     A run that a signal ended after a checkpoint does not return: its ranks exit with 75.
     """
+    open_closed_streams()
     args = _parse(argv)
     try:
         code = int(args.run(args))
@@ -63,6 +64,19 @@ def main(argv: list[str] | None = None) -> int:
         print(f"megatron-tlt: {type(error).__name__}: {error}", file=sys.stderr)
         note_exit(FAILED)
         return FAILED
+
+
+def open_closed_streams() -> None:
+    """Opens /dev/null in place of standard streams that services and cron have closed (`>&-`): the next file that is
+    opened would get the number of one, and all output with it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)  # the lowest free number: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 import warnings
@@ -26,6 +27,18 @@ _VENDOR_NOISE = (
     "Please use DTensor instead",
     ".*CUDA_DEVICE_MAX_CONNECTIONS",
     ".torch.distributed.*is deprecated",
+)
+
+_OF_THE_MACHINE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EIO,
+    errno.ESTALE,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EMFILE,
+    errno.ENFILE,
 )
 
 
@@ -88,6 +101,11 @@ def is_timeout(error: BaseException) -> bool:
     return "timed out" in text or "timeout" in text or "nothing was heard" in text
 
 
+def is_of_the_machine(error: BaseException) -> bool:
+    """Whether the error is of the disk, of permissions or of open files: its text says all that can be done."""
+    return isinstance(error, OSError) and error.errno in _OF_THE_MACHINE
+
+
 def failure_text(world: World, error: BaseException, behind: dict[int, str] | None) -> str:
     """Rank, phase, step and error; for a timeout also the ranks `behind`, for a programming error the traceback."""
     where = f"rank {world.rank} failed in phase {world.phase_name}"
@@ -98,6 +116,6 @@ def failure_text(world: World, error: BaseException, behind: dict[int, str] | No
         ranks = [f"rank {rank} (still in {phase})" for rank, phase in behind.items()]
         missing = "; ".join(ranks) or "none: every rank reached this phase"
         lines.append(f"  waited {world.timeout_s:g} s (distributed.timeout_s); not arrived: {missing}")
-    if not isinstance(error, TltError | KeyboardInterrupt):
+    if not isinstance(error, TltError | KeyboardInterrupt) and not is_of_the_machine(error):
         lines.append("".join(traceback.format_exception(error)))
     return "\n".join(lines)

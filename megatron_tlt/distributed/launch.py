@@ -22,20 +22,21 @@ _LAUNCHERS = (
     ("mpiexec (Open MPI)", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpiexec", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
 )
-_BATCH_STEP = "4294967291"  # Slurm's step id of the batch script itself, where only one process runs
+# Slurm's ids of the steps of a batch script, a shell of salloc and an adopted process, where one process runs.
+_SHELL_STEPS = ("4294967291", "4294967290", "4294967292")
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """Reads the launcher's announcement from the environment.
 
-    `srun` counts only inside a step of its own: a batch script's shell carries most SLURM_ variables too.
-    Where srun itself provides PMI (--mpi=pmi2) both are set and agree; where mpiexec runs inside an allocation
-    they differ, and the inner launcher counts.
+    `srun` counts only inside a step of its own: the shells of batch scripts and salloc carry most SLURM_ variables too.
+    Where srun itself provides PMI (--mpi=pmi2) both are set and agree; where an mpiexec runs inside an allocation or
+    a step's shell (srun --pty bash) they differ, and the inner launcher counts.
     """
     env = os.environ if environ is None else environ
     promised = env.get("SLURM_STEP_NUM_TASKS")
-    in_step = promised is not None and "SLURM_PROCID" in env and env.get("SLURM_STEP_ID") != _BATCH_STEP
-    if in_step and env.get("PMI_SIZE", promised) == promised:
+    in_step = promised is not None and "SLURM_PROCID" in env and env.get("SLURM_STEP_ID") not in _SHELL_STEPS
+    if in_step and all(env.get(size, promised) == promised for _, size, _, _ in _LAUNCHERS):
         return Launch("srun", _int(promised), _int(env.get("SLURM_PROCID")), _int(env.get("SLURM_LOCALID")))
     for name, size, rank, local in _LAUNCHERS:
         if size in env:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import resource
 import socket
 import sys
 import threading
@@ -38,7 +39,21 @@ if TYPE_CHECKING:
 
 _LEAVE_S = 0.3  # mpiexec takes a rank that exits right after MPI_Finalize for crashed: its last message is on the way
 _STORE_S = 10.0  # for rank 0 to answer
+_SRUN_REMEDY = "try --mpi=pmi2 for the mpich wheel, --mpi=pmix for a site's MPI"
+_MPIEXEC_REMEDY = "use the mpiexec of the MPI that mpi4py has, beside python for the mpich wheel; `doctor` names it"
+_OPEN_FILES, _FEWEST_FILES = 65536, 256  # of a rank; two ranks with a drafter have some 150
 _ABORT_S = 20.0  # for the launcher to end a rank after another one's MPI_Abort
+
+
+def allow_open_files() -> None:
+    """Raises this process's limit of open files as far as it may. Raises DistributedError where that is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < _FEWEST_FILES:
+        allowed = f"a rank needs {_FEWEST_FILES} for connections and files (ulimit -n, LimitNOFILE, --ulimit nofile)"
+        raise DistributedError(f"this process may have {most} open files: {allowed}")
 
 
 @dataclass
@@ -78,12 +93,13 @@ class World:
         Raises DistributedError if the ranks cannot connect, or if the world does not have the size that the launcher
         announced: a wrong pair of launcher and MPI library silently gives N worlds of one rank.
         """
+        allow_open_files()
         comm = _start_mpi()
         launch = detect_launch()
         if launch.size is not None and comm.size != launch.size:
             raise DistributedError(
-                f"{launch.launcher} started {launch.size} ranks, but MPI has {comm.size}: launcher and MPI library "
-                "do not match (with Slurm try --mpi=pmi2 for the mpich wheel, --mpi=pmix for a site's MPI)"
+                f"{launch.launcher} started {launch.size} ranks, but MPI has {comm.size}: launcher and MPI library do "
+                f"not match ({_SRUN_REMEDY if launch.launcher == 'srun' else _MPIEXEC_REMEDY})"
             )
         hosts: list[str] = comm.allgather(socket.gethostname())
         _unlink_shared_memory()

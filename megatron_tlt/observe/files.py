@@ -10,14 +10,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Adds `path` to an OSError of the block that names no file: those of writes and flushes do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
     """Writes lines to a temporary file beside `path` and renames it: readers see the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in lines)
-        sync(scratch)
+        with naming(path):
+            with scratch.open("w", encoding="utf-8") as file:
+                file.writelines(line + "\n" for line in lines)
+            sync(scratch)
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
@@ -35,7 +47,8 @@ def replace_files(target: Path, last: str, stale: Iterable[str] = ()) -> Iterato
     target.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".saving-", dir=target))
     try:
-        yield scratch
+        with naming(target):
+            yield scratch
         names = sorted((file.name for file in scratch.iterdir()), key=lambda name: name == last)
         for name in names:
             sync(scratch / name)

@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.observe.files import write_atomically
+from megatron_tlt.observe.files import naming, write_atomically
 
 JsonRow = dict[str, Any]
 SkippedLines = dict[Path, set[int]]
@@ -52,8 +52,9 @@ class LineFile(FileIO):
     def write_lines(self, lines: Iterable[str]) -> None:
         """Appends complete lines."""
         data = "".join(lines).encode()
-        while data:
-            data = data[self.write(data) :]
+        with naming(os.fsdecode(self.name)):
+            while data:
+                data = data[self.write(data) :]
 
 
 class StepFile(LineFile):

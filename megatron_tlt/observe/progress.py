@@ -22,7 +22,7 @@ from megatron_tlt.types import GenerateCall, Sample
 Mode = Literal["auto", "rich", "plain", "none"]
 
 # launch/local.sh sets this when mpiexec's output ends on a terminal: ranks themselves see a pipe.
-TERMINAL_VARIABLE = "MEGATRON_TLT_TERMINAL_SHOWN"
+TERMINAL_VARIABLE = "MEGATRON_TLT_TERMINAL_COLUMNS"
 
 _REDRAW_S = 0.25
 _LINE_S = 30.0  # least time between two lines of a rollout, where there is no live one

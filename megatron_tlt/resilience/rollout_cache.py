@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from megatron_tlt.data.prompt_queue import PromptQueue
+from megatron_tlt.observe.files import naming
 from megatron_tlt.resilience.response_lines import (
     decode_sample,
     encode_line,
@@ -102,8 +103,9 @@ class ResponseWriter:
         if self._file is None:
             self._file = _create_private(path)
         self._sizes[path.parent] = self._sizes.get(path.parent, 0) + len(data)
-        self._file.write(data)
-        self._file.flush()
+        with naming(path):
+            self._file.write(data)
+            self._file.flush()
 
     def end(self) -> None:
         """Closes the step's file. A second call does nothing."""

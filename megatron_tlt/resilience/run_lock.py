@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import ConfigError, RunDirectoryError
+from megatron_tlt.observe.files import naming
 
 if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
@@ -45,8 +46,9 @@ class RunLock:
             _log.warning("%s cannot be locked (%s): start no second job in it", self._run_dir, error.strerror)
         job = os.environ.get("SLURM_JOB_ID")
         owner = f"process {os.getpid()} on {socket.gethostname()}" + (f", job {job}" if job else "")
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, owner.encode(), 0)
+        with naming(self._run_dir / LOCK):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, owner.encode(), 0)
         self._fd = fd
 
     def release(self) -> None:

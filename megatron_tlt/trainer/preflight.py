@@ -23,6 +23,7 @@ from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, Dat
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import safetensors_problems
 from megatron_tlt.models.peft import peft_problems
+from megatron_tlt.observe.metrics import wandb_problems
 from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.teacher import teacher_problems, with_teacher_shape
@@ -102,6 +103,7 @@ def _problems(config: Config | SftConfig, num_ranks: int, device: Device | None)
     if not missing_model(config):
         found += unreadable
     found += teacher_problems(config) if isinstance(config, Config) else []
+    found += wandb_problems(config.observe.wandb_project) if isinstance(config, Config) else []
     return found + tokenizer_problems(config) + input_problems(config)
 
 

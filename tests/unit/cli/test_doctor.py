@@ -169,7 +169,7 @@ def test_tensorrt_llm_is_looked_for_in_its_own_environment(program, tmp_path):
 def test_the_doctor_passes_where_the_tests_run_and_names_what_is_required(capsys, tmp_path, monkeypatch):
     assert main(["doctor", "--json", "--run-dir", str(tmp_path)]) == 0
     found = {row["name"]: row["status"] for row in json.loads(capsys.readouterr().out)}
-    assert found["two ranks"] == found["MPI"] == found["libraries"] == "ok" and len(found) == 14
+    assert found["two ranks"] == found["MPI"] == found["libraries"] == "ok" and len(found) == 17
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
     assert main(["doctor", "--launcher", "/no/such/launcher -n 2"]) == 1
     said = capsys.readouterr().out

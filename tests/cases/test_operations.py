@@ -1,0 +1,108 @@
+"""Surroundings that real runs meet: launchers inside launchers, closed streams, full disks, limits, a failing W&B."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_tlt.cli.ranks import failure_text
+from megatron_tlt.config.run import ObserveSection
+from megatron_tlt.distributed.launch import Launch, detect_launch
+from megatron_tlt.observe.jsonl import StepFile, read_rows
+from megatron_tlt.observe.metrics import METRICS_FILE, MetricsLogger, wandb_problems
+
+SHELL = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+
+
+def test_an_open_mpi_launcher_inside_a_step_counts() -> None:
+    """`mpirun -n 4` in `srun --pty bash`; the shells of salloc and of adopted processes start one process."""
+    assert detect_launch(SHELL | OPEN_MPI) == Launch("mpiexec (Open MPI)", 4, 3, 3)
+    for step in ("4294967290", "4294967292"):
+        assert detect_launch(SHELL | {"SLURM_STEP_ID": step}) == Launch("none", 1, 0, 0)
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_closed_streams_are_as_dev_null(closed: tuple[int, ...]) -> None:
+    """Services and cron start programs so. `check` reads files: none may get the number of a closed stream."""
+    command = [sys.executable, "-m", "megatron_tlt", "check", "configs/quickstart.yaml"]
+
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    ended = subprocess.run(command, preexec_fn=close, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0
+    assert ended.stdout.startswith("Ranks: 2") == (1 not in closed)
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:
+    world: Any = SimpleNamespace(rank=1, phase_name="log", step=3)
+    file = StepFile(tmp_path / "rows.jsonl")
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, file.fileno())
+    os.close(full)
+    with pytest.raises(OSError) as caught:
+        file.write_rows(1, {"a": 1})
+    text = failure_text(world, caught.value, None)
+    assert text == (
+        "megatron-tlt: rank 1 failed in phase log, step 3: OSError: [Errno 28] No space left on device: "
+        f"'{tmp_path / 'rows.jsonl'}'"
+    )
+    assert failure_text(world, OSError(errno.EINVAL, "a mistake of ours"), None).count("\n") > 0
+
+
+@pytest.mark.parametrize(("limit", "says"), [(128, "may have 128 open files: a rank needs 256"), (4000, "4000, 4000")])
+def test_the_limit_of_open_files_is_raised_or_named(limit: int, says: str) -> None:
+    program = "import resource; from megatron_tlt.distributed.world import allow_open_files; allow_open_files(); "
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{program} print(resource.getrlimit(resource.RLIMIT_NOFILE))"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, 512), limit)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert says in ended.stdout + ended.stderr
+
+
+class FailingWandb:
+    """W&B whose calls fail after the first `good` ones: without a server or a key, or after its core was killed."""
+
+    def __init__(self, good: int):
+        self.calls, self.good, self.id = 0, good, "abc"
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls > self.good:
+            raise ConnectionResetError("the core is gone")
+        return self
+
+    init = define_metric = log = finish = Table = _call
+
+
+@pytest.mark.parametrize("good", [0, 3, 4, 6, 9])
+def test_a_failing_wandb_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good: int) -> None:
+    service = FailingWandb(good)
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    logger = MetricsLogger(tmp_path, ObserveSection(wandb_project="p", tensorboard=False), 0)
+    for step in (1, 2):
+        logger.log(step, {"a": 1.0})
+        logger.log_samples(step, [{"response": "x"}])
+    logger.close()
+    assert [row["step"] for row in read_rows(tmp_path / METRICS_FILE)] == [1, 2]
+    assert service.calls == good + 1, "no call after the first that failed"
+
+
+@pytest.mark.parametrize("project", ["team/project", "", "a#b", "x" * 129])
+def test_a_project_that_wandb_refuses_is_refused_by_name(project: str) -> None:
+    (problem,) = wandb_problems(project)
+    assert problem.path == "observe.wandb_project" and "WANDB_ENTITY" in problem.allowed
