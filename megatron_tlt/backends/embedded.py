@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.base import BaseBackend
 from megatron_tlt.errors import BackendError, CheckpointError, SyncError
+from megatron_tlt.rollout.drive import Drive
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
-from megatron_tlt.rollout.turns import TurnExchange
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import (
     CAPABILITIES,
     EngineStats,
     GenerateCall,
     HiddenStateSample,
+    Prompt,
     Sample,
     Trajectory,
     WeightBucket,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.engine import Engine
     from megatron_tlt.rollout.request import Request
     from megatron_tlt.rollout.spec.history import ResponseHistory
+    from megatron_tlt.rollout.spec.speculator import Speculator
     from megatron_tlt.sync.served_weights import ServedWeights
 
 _SHOWN_TOKENS = 1000  # of a response, in `drafts_of`
@@ -70,69 +71,29 @@ class EmbeddedBackend(BaseBackend):
         engine = self.engine
         self._weights.check_ready()
         assert engine.is_idle, "generate is not re-entrant"
-        samples: list[Sample] = []
-
-        def take(request: Request) -> None:
-            samples.append(self._sample(request))
-            if call.on_response is not None:
-                call.on_response(samples[-1])
-
-        traced: set[int] = set()  # prompts
         self.resume()
         if self._traced_prompts and engine.speculator is not None:
-            engine.speculator.start_trace(traced)
-        turns = None if call.turns is None else TurnExchange(call.turns, engine.runner.tp, call.while_parked)
-        done = False
+            call = self._traced(call, engine.speculator)
         try:
-            engine.run(call.on_progress, take, self._fetching(call, traced, turns), turns)
-            done = True
+            return Drive(engine, call, engine.runner.tp, self._sample).run()
         finally:
-            if not done:  # one refused prompt or an interrupt must not leave others in the engine
-                for request in engine.abort_all():
-                    if turns is not None:
-                        turns.discard(request)
             if engine.speculator is not None:
                 engine.speculator.drafter.end_generate()
             if self._release_cache:
                 self.release()
-        samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
-        return samples
 
-    def _fetching(
-        self, call: GenerateCall, traced: set[int], turns: TurnExchange | None
-    ) -> Callable[[], bool]:
-        """A function that adds the requests of the next prompt to the engine; it returns False once there is none.
+    def _traced(self, call: GenerateCall, speculator: Speculator) -> GenerateCall:
+        """The call, of whose first prompts the drafts are kept."""
+        traced: set[int] = set()
+        speculator.start_trace(traced)
 
-        `turns` gets every prompt, `traced` the first prompts, as many as are traced.
-        """
-        without: dict[int, set[int]] = defaultdict(set)
-        for prompt_id, sample_index in call.have:
-            without[prompt_id].add(sample_index)
-        begun: dict[int, dict[int, Sample]] = defaultdict(dict)
-        for (prompt_id, sample_index), sample in call.begun.items():
-            begun[prompt_id][sample_index] = sample
-        waiting = iter(call.prompts)
+        def prompts() -> Iterator[Prompt]:
+            for prompt in call.prompts:
+                if len(traced) < self._traced_prompts:
+                    traced.add(prompt.prompt_id)
+                yield prompt
 
-        def fetch() -> bool:
-            if (prompt := next(waiting, None)) is None:
-                return False
-            if len(traced) < self._traced_prompts:
-                traced.add(prompt.prompt_id)
-            if turns is not None:
-                turns.add(prompt)
-            self.engine.add(
-                prompt.token_ids,
-                call.params,
-                prompt.prompt_id,
-                num_samples=call.num_samples,
-                dataset_id=prompt.dataset_id,
-                without=without[prompt.prompt_id],
-                begun=begun[prompt.prompt_id],
-                takes_turns=turns is not None,
-            )
-            return True
-
-        return fetch
+        return replace(call, prompts=prompts())
 
     def read_responses(
         self, responses: Sequence[Trajectory], seed: int, sink: Callable[[HiddenStateSample], None]

@@ -11,22 +11,25 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_tlt.backends.parked_turns import DrawnTurn, ParkedTurns
 from megatron_tlt.backends.remote_weights import RemoteWeights
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
-from megatron_tlt.rollout.ends import cut_reason, is_turn_end, take_result
+from megatron_tlt.rollout.drive import Advance, Drive
+from megatron_tlt.rollout.ends import cut_reason, is_turn_end
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.types import (
     BackendCapabilities,
     EngineStats,
     FinishReason,
     GenerateCall,
+    Prompt,
     Sample,
     SamplingParams,
 )
@@ -42,8 +45,21 @@ _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "cancel
 _POLL_S = 0.02  # of waiting for the engine between two polls of environments
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnTurn:
+    """A request whose newest turn is drawn: the engine's message, which may name a file, and the turn's text."""
+
+    request: Request
+    message: Message
+    text: str
+
+
 class RemoteBackend(RemoteWeights):
-    """A `RolloutBackend` around an engine in a process of its own."""
+    """A `RolloutBackend` around an engine in a process of its own, and a `DrivenEngine`.
+
+    Ranks of one engine get the same responses and heartbeats "in_step" in one order; heartbeats of a process's own
+    count for liveness only.
+    """
 
     def __init__(
         self,
@@ -57,15 +73,17 @@ class RemoteBackend(RemoteWeights):
         """
         super().__init__(process, weights, options)
         self._eos_token_ids = tuple(eos_token_ids)
-        self._is_shared = options.tp is not None and options.tp.size > 1
+        self._tp = options.tp or TensorParallel()
         self._name = process.launch.name
         self._requests = 0
-        # Of the generate under way: waiting requests, in the order in which they start, and those that the engine has.
-        self._wanted: Iterator[Request] = iter(())
-        self._pending: dict[int, Request] = {}  # by the number of the present turn's message
-        self._parked = ParkedTurns()
+        # Of the generate under way: requests that the engine has, by the number of the present turn's message, and the
+        # newest turns of those that are parked or have ended.
+        self._pending: dict[int, Request] = {}
+        self._drawn: dict[Request, DrawnTurn] = {}
         self._arguments: dict[str, Any] = {}
-        self._drawn_tokens = self._idle_beats = 0
+        self._started = 0.0
+        self._orders = count()
+        self._idle_beats = 0
         self._lengths = np.zeros(0, np.int32)
         self._stats = EngineStats()
 
@@ -92,23 +110,15 @@ class RemoteBackend(RemoteWeights):
         if call.turns is not None and not self.capabilities.turns:
             raise BackendError(f"{self._name} does not run the turns of environments")
         self._before_generate()
-        started = time.perf_counter()
+        self._started = time.perf_counter()
+        self._stats.started = self._stats.started or self._started
         self._arguments = self._sampling(call.params)
-        self._parked = ParkedTurns(call, self._options.tp)
-        self._drawn_tokens = 0
+        self._orders, self._idle_beats, self._lengths = count(), 0, np.zeros(0, np.int32)
         parked = self._stats.parked_seconds
-        self._lengths = np.zeros(0, np.int32)
-        self._wanted = self._requests_of(call)
-        try:
-            self._fill()
-            samples = self._collect(started, call)
-        except BaseException:  # also an interrupt: requests must not run on, nor their responses reach the next call
-            self._abandon()
-            raise
-        self._stats.seconds += time.perf_counter() - started - (self._stats.parked_seconds - parked)
+        samples = Drive(self, call, self._tp, self._sample).run()
+        self._stats.seconds += time.perf_counter() - self._started - (self._stats.parked_seconds - parked)
         self._stats.finished_requests += len(samples)
         self._after_generate()
-        samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
         return samples
 
     def _before_generate(self) -> None:
@@ -124,36 +134,60 @@ class RemoteBackend(RemoteWeights):
         if params.stop and not self.capabilities.stop_strings:
             raise BackendError(f"stop strings {params.stop!r}: {self._name} stops at tokens only")
 
-    def _requests_of(self, call: GenerateCall) -> Iterator[Request]:
-        """The requests that `generate` has to make. Raises BackendError for a prompt that is too long."""
-        most = self._options.model.max_context
-        stops = frozenset(self._arguments["stop_token_ids"] or ())
-        order = count()
-        for prompt in call.prompts:
-            total = len(prompt.token_ids) + call.params.max_tokens
-            if total > most:
-                raise BackendError(
-                    f"prompt {prompt.prompt_id}: prompt and response of {total} tokens exceed the context of {most}"
-                )
-            self._stats.prompt_tokens += len(prompt.token_ids)
-            self._parked.add_prompt(prompt)
-            tokens = np.array(prompt.token_ids, np.int32)
-            for index in range(call.num_samples):
-                if (prompt.prompt_id, index) in call.have:
-                    continue
-                request = Request(tokens, call.params, prompt.prompt_id, index, next(order), stops)
-                request.takes_turns = call.turns is not None
-                if (begun := call.begun.get((prompt.prompt_id, index))) is not None:
-                    request.begin_with(begun)
-                yield request
+    # -- as a `drive.DrivenEngine`
 
-    def _fill(self) -> None:
-        """Submits requests: as many as the engine runs at once where responses are keyed, else all. Parked ones count:
-        there is room when their environments answer.
+    @property
+    def common_every(self) -> int:
+        """See `DrivenEngine`: a response or a heartbeat is rare."""
+        return 1
+
+    @property
+    def stats(self) -> EngineStats:
+        """See `DrivenEngine`."""
+        return self._stats
+
+    @property
+    def num_running(self) -> int:
+        """See `DrivenEngine`."""
+        return min(len(self._pending), self._rollout.max_running_requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """See `DrivenEngine`."""
+        return len(self._pending) - self.num_running + len(self._drawn)
+
+    @property
+    def has_work(self) -> bool:
+        """See `DrivenEngine`."""
+        return bool(self._pending)
+
+    @property
+    def has_room(self) -> bool:
+        """As many as the engine runs at once where responses are keyed, else all. Parked ones count: there is room when
+        their environments answer.
         """
         most = self._rollout.max_running_requests if self.capabilities.keyed_sampling else math.inf
-        while len(self._pending) + len(self._parked) < most and (request := next(self._wanted, None)) is not None:
+        return len(self._pending) + len(self._drawn) < most
+
+    def begin(
+        self, prompt: Prompt, params: SamplingParams, indices: Sequence[int], begun: Mapping[int, Sample], turns: bool
+    ) -> None:
+        """See `DrivenEngine`. Raises BackendError for a prompt that is too long."""
+        total, most = len(prompt.token_ids) + params.max_tokens, self._options.model.max_context
+        if total > most:
+            raise BackendError(
+                f"prompt {prompt.prompt_id}: prompt and response of {total} tokens exceed the context of {most}"
+            )
+        self._stats.prompt_tokens += len(prompt.token_ids)
+        tokens = np.array(prompt.token_ids, np.int32)
+        stops = frozenset(self._arguments["stop_token_ids"] or ())
+        for index in indices:
+            name = prompt.prompt_id, index
+            request = Request(tokens, params, *name, next(self._orders), stops, takes_turns=turns)
+            if index in begun:
+                request.begin_with(begun[index])
             self._submit(request)
+        self._note_running()
 
     def _submit(self, request: Request) -> None:
         """Has the engine draw the next turn: the whole stream so far is the prompt of a request of its own."""
@@ -170,41 +204,33 @@ class RemoteBackend(RemoteWeights):
         }
         self.process.send({"type": "submit", **message})
 
-    def _collect(self, started: float, call: GenerateCall) -> list[Sample]:
-        """Waits until nothing is queued, in flight by our own count, or parked.
-
-        Ranks of one engine get the same responses and heartbeats "in_step" in one order: at these they poll the
-        environments and report progress, which is collective. Heartbeats of a process's own count for liveness only.
-        """
-        samples: list[Sample] = []
+    def advance(self, may_wait: bool) -> Advance | None:
+        """See `DrivenEngine`: takes a response, or a heartbeat."""
+        is_shared = self._tp.size > 1
+        message = self.process.next_response(None if is_shared or may_wait else _POLL_S)
+        if message is None:
+            return Advance()
+        if message["type"] != "response":
+            self._take_beat(message)
+            return None if is_shared and not message.get("in_step") else Advance()
         self._idle_beats = 0
-        self._stats.started = self._stats.started or started
-        while self._pending or len(self._parked):
-            ended: list[Sample] = []
-            if self._pending:
-                is_alone = self._is_shared or not len(self._parked)
-                message = self.process.next_response(None if is_alone else _POLL_S)
-                if message is not None and message["type"] == "response":
-                    ended += self._take_response(message)
-                elif message is not None:
-                    self._take_beat(message)
-                    if self._is_shared and not message.get("in_step"):
-                        continue
-            if len(self._parked):
-                ended += self._continue_turns()
-            self._fill()
-            samples += ended
-            if call.on_response is not None:
-                for sample in ended:
-                    call.on_response(sample)
-            running = min(len(self._pending), self._rollout.max_running_requests)
-            curve = self._stats.running_curve
-            if not curve or curve[-1][1] != running:
-                curve.append((time.perf_counter() - started, running))
-            if call.on_progress is not None:
-                waiting = len(self._pending) - running + len(self._parked)
-                call.on_progress(running, waiting, self._drawn_tokens)
-        return samples
+        try:
+            turn = self._read(message)
+        except BackendError:
+            self._drop_response(message)
+            raise
+        request = turn.request
+        self._drawn[request] = turn
+        self._note_running()
+        if is_turn_end(request, len(request.output)):
+            request.finish_reason = None
+            return Advance(turns=[request])
+        return Advance(ended=[request])
+
+    def _note_running(self) -> None:
+        curve, running = self._stats.running_curve, self.num_running
+        if not curve or curve[-1][1] != running:
+            curve.append((time.perf_counter() - self._started, running))
 
     def _take_beat(self, message: Mapping[str, Any]) -> None:
         """Notes a heartbeat. Raises BackendError at the second one of an engine that has nothing of what is pending: a
@@ -215,20 +241,6 @@ class RemoteBackend(RemoteWeights):
         if self._idle_beats > 1:
             raise self.process.failure(f"has no requests, but {len(self._pending)} wait for responses")
         self._lengths = np.array(message.get("lengths", ()), np.int32)
-
-    def _take_response(self, message: Message) -> list[Sample]:
-        """A turn that the engine has drawn: it is passed to its environment, or its response has ended."""
-        self._idle_beats = 0
-        try:
-            turn = self._read(message)
-        except BackendError:
-            self._drop_response(message)
-            raise
-        if is_turn_end(turn.request, len(turn.request.output)):
-            self._parked.park(turn)
-            self._stats.turns += 1
-            return []
-        return [self._end(turn)]
 
     def _read(self, message: Message) -> DrawnTurn:
         """Appends the drawn tokens to their request. Raises BackendError."""
@@ -252,37 +264,28 @@ class RemoteBackend(RemoteWeights):
         if text is None:
             tokenizer = self._options.tokenizer
             text = "" if tokenizer is None else tokenizer.decode(request.output[request.turn_start :])
-        self._drawn_tokens += len(token_ids)
         self._stats.generated_tokens += len(token_ids)
         return DrawnTurn(request, message, text)
 
-    def _continue_turns(self) -> list[Sample]:
-        """Continues requests with what their environments have returned; returns the samples of those that have ended.
+    def extend(self, request: Request, given: Sequence[int]) -> None:
+        """See `DrivenEngine`."""
+        self._drop_response(self._drawn.pop(request).message)  # the next turn's has all positions
+        request.give(given)
+        self._submit(request)
 
-        Where the engine has nothing to draw it waits for a first result, for a moment.
-        """
-        started, is_busy = time.perf_counter(), bool(self._pending)
-        ended: list[Sample] = []
-        for turn, result in self._parked.poll(wait=not is_busy):
-            request = turn.request
-            request.finish_reason = take_result(request, result)
-            if request.finish_reason is not None:
-                ended.append(self._end(turn))
-                continue
-            self._drop_response(turn.message)  # the next turn's has all positions
-            request.give(result.given)
-            self._stats.given_tokens += len(result.given)
-            self._submit(request)
-        if not is_busy:
-            self._stats.add_parked(started, time.perf_counter())
-        return ended
+    def end(self, request: Request, reason: FinishReason) -> bool:
+        """See `DrivenEngine`."""
+        request.finish_reason = reason
+        return True
 
-    def _end(self, turn: DrawnTurn) -> Sample:
-        """The sample of a request that has ended with this turn."""
-        request, name = turn.request, (turn.request.prompt_id, turn.request.sample_index)
+    def text_of(self, request: Request) -> str:
+        """See `DrivenEngine`."""
+        return self._drawn[request].text
+
+    def _sample(self, request: Request) -> Sample:
+        """The sample of a request that has ended; reads and removes what lies beside its last message."""
+        turn, name = self._drawn.pop(request), (request.prompt_id, request.sample_index)
         assert request.finish_reason is not None
-        if request.finish_reason == "length":
-            self._parked.discard(request)
         sample = Sample(*name, request.output, [], turn.text, request.finish_reason, self._weights.version)
         sample.given, sample.turn_rewards, sample.failure = request.given, request.turn_rewards, request.failure
         sample.turn_seconds = request.turn_seconds
@@ -293,23 +296,20 @@ class RemoteBackend(RemoteWeights):
             self._drop_response(turn.message)
         return sample
 
-    def _abandon(self) -> None:
-        """Drops the queue and all requests in flight: the engine ends them before its reply to `abort`. Closes the
-        environments of what has begun.
-        """
-        self._wanted = iter(())
+    def abort_all(self) -> list[Request]:
+        """See `DrivenEngine`: the engine ends all requests before its reply to `abort`."""
         try:
             if self._pending and self.process.is_alive:
                 self.process.call("abort")
         except BackendError as error:
             _log.warning("after an interrupted rollout: %s", error)
-        for request in self._pending.values():
-            self._parked.discard(request)
-        self._pending.clear()
-        for message in self.process.responses:
+        dropped = [*self._pending.values(), *self._drawn]
+        for message in [*self.process.responses, *(turn.message for turn in self._drawn.values())]:
             self._drop_response(message)
         self.process.responses.clear()
-        self._parked.abandon(self._drop_response)
+        self._pending.clear()
+        self._drawn.clear()
+        return dropped
 
     def running_lengths(self) -> np.ndarray:
         """Tokens of each running response at the last heartbeat, int32 [B]; empty where the engine reports none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.observe.log import announced
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
-from megatron_tlt.rollout.ends import take_result
+from megatron_tlt.rollout.drive import Advance
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.model_runner import ModelRunner
@@ -25,7 +25,7 @@ from megatron_tlt.rollout.sampler import NativeSample, Sampler
 from megatron_tlt.rollout.scheduler import Scheduler, SchedulerLimits
 from megatron_tlt.rollout.spec.build import Drafting, build_speculator
 from megatron_tlt.rollout.stops import StopStringFinder
-from megatron_tlt.types import EngineStats, ProgressCallback, SamplingParams, Trajectory
+from megatron_tlt.types import EngineStats, FinishReason, Prompt, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
@@ -33,11 +33,9 @@ if TYPE_CHECKING:
     from megatron_tlt.models.keyed_noise import SampleKernel
     from megatron_tlt.models.torch.decoder import TorchDecoder
     from megatron_tlt.rollout.spec.speculator import Speculator
-    from megatron_tlt.rollout.turns import TurnExchange
     from megatron_tlt.types import Sample
 
-_PROGRESS_EVERY_S = 0.02  # seconds between two calls of `on_progress`: a call must not slow the steps down
-_PROGRESS_EVERY_STEPS = 8  # the same in steps, for an engine of several ranks: all must call at the same step
+_COMMON_EVERY = 4  # steps, see `Engine.common_every`
 
 
 @dataclass(frozen=True)
@@ -157,25 +155,24 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         prompt_id: int,
-        sample_index: int = 0,
-        num_samples: int = 1,
         dataset_id: str = "",
-        without: Collection[int] = (),
+        *,
+        num_samples: int = 1,
+        indices: Sequence[int] | None = None,
         begun: Mapping[int, Sample] | None = None,
         takes_turns: bool = False,
     ) -> list[Request]:
-        """Queues `num_samples` samples of one prompt, from `sample_index` on; computes nothing yet.
+        """Queues samples of one prompt; computes nothing yet. `indices`: theirs; by default the first `num_samples`.
 
-        Indices in `without` are left out, those in `begun` continue a response that an earlier call left unfinished. A
-        response depends on its own index only, not on the other samples of the prompt. `takes_turns`: the drawn turns
-        go to the environments of `run`. Raises BackendError, naming the numbers, if the request could never run.
+        Those in `begun` continue a response that an earlier call left unfinished. A response depends on its own index
+        only, not on the other samples of the prompt. `takes_turns`: drawn turns are parked for their environments.
+        Raises BackendError, naming the numbers, if the request could never run.
         """
         prompt = np.asarray(prompt_token_ids, np.int32)
+        indices = range(num_samples) if indices is None else indices
         self._check(prompt, params, prompt_id, num_samples)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         begun = begun or {}
-        indices = [i for i in range(sample_index, sample_index + num_samples) if i not in without]
-        indices.sort(key=begun.__contains__)  # one prefill of the new ones, then one each: arrivals keep their order
         requests = [
             Request(
                 prompt,
@@ -188,7 +185,8 @@ class Engine:
                 dataset_id,
                 takes_turns=takes_turns,
             )
-            for i, index in enumerate(indices)
+            # One prefill of the new ones, then one each: arrivals keep their order.
+            for i, index in enumerate(sorted(indices, key=begun.__contains__))
         ]
         for request in requests:
             if request.sample_index in begun:
@@ -265,86 +263,67 @@ class Engine:
         if not self.scheduler.has_work:
             self._add_to_curve(0, committed)
 
-    def run(
-        self,
-        on_progress: ProgressCallback | None = None,
-        on_finished: Callable[[Request], None] | None = None,
-        fetch: Callable[[], bool] | None = None,
-        turns: TurnExchange | None = None,
-    ) -> list[Request]:
-        """Steps until idle; returns all requests that ended, in the order of their arrival.
-
-        `on_finished` is called with each of them after the step in which it ended. `fetch` is called between two steps
-        while a further request may run: it adds the requests of another prompt, or returns False after the last one.
-        `turns`: the environments of requests that take turns.
+    def run(self, fetch: Callable[[], bool] | None = None) -> list[Request]:
+        """Steps until idle; returns all requests that ended, in the order of their arrival. `fetch` is called between
+        two steps while a further request may run: it adds one or more, or returns False after the last one.
         """
         finished: list[Request] = []
-        generated, first = self._stats.generated_tokens, self._stats.steps
-        self.scheduler.separates_prefill = turns is not None
-        reported = 0.0
-        while self._fill(fetch):
-            ended = [] if turns is None else self._continue_turns(turns)
-            if is_step := self.scheduler.has_work:
-                ended += self.step()
-            if turns is not None:
-                self._submit_turns(turns, ended)
-            finished += ended
-            if on_finished is not None:
-                for request in ended:
-                    on_finished(request)
-            if self.runner.tp.size > 1:
-                due = not is_step or (self._stats.steps - first) % _PROGRESS_EVERY_STEPS == 0
-            elif due := (now := time.perf_counter()) - reported >= _PROGRESS_EVERY_S:
-                reported = now
-            if due and on_progress is not None:
-                on_progress(self.num_running, self.num_waiting, self._stats.generated_tokens - generated)
-        return sorted(finished, key=lambda r: r.order)
-
-    def _continue_turns(self, turns: TurnExchange) -> list[Request]:
-        """Continues requests with what their environments have returned; returns those that have ended.
-
-        Where nothing else is left to compute it waits for a first result, for a moment.
-        """
-        scheduler, ended = self.scheduler, []
-        started = time.perf_counter()
-        is_busy = scheduler.has_work
-        if not len(scheduler.parked) or (is_busy and not turns.is_due(self._stats.steps)):
-            return []
-        for result in turns.poll(wait=not is_busy):
-            request = scheduler.parked.find(result.prompt_id, result.sample_index)
-            if request is None:
-                continue
-            reason = take_result(request, result)
-            if reason is None:
-                scheduler.extend(request, result.given)
-                request.stop_strings = self._stop_finder(request.params)
-                self._stats.given_tokens += len(result.given)
-            elif scheduler.end(request, reason, recompute=self.runner.keeps_states):
-                self._finish(request)
-                ended.append(request)
-        if ended and self._collector is not None:
-            self._collector.emit(wait=self.is_idle)
-        self._stats.finished_requests += len(ended)
-        if not is_busy:
-            self._stats.add_parked(started, time.perf_counter())
-        return ended
-
-    def _submit_turns(self, turns: TurnExchange, ended: Sequence[Request]) -> None:
-        """Passes turns that were drawn to the end to their environments; closes those of requests that were cut."""
-        for request in self.scheduler.parked.take_ended_turns():
-            turns.submit(request, self.text_of(request))
-            self._stats.turns += 1
-        for request in ended:
-            if request.finish_reason == "length":
-                turns.discard(request)
-
-    def _fill(self, fetch: Callable[[], bool] | None) -> bool:
-        """Fetches prompts up to the most running requests, unless some are queued. Whether any request is left."""
-        if fetch is not None and not self.scheduler.has_queue:
-            most = self.scheduler.limits.max_running
-            while self.num_running + self.num_waiting < most and fetch():
+        while True:
+            while fetch is not None and self.has_room and fetch():
                 pass
-        return not self.is_idle
+            if self.is_idle:
+                return sorted(finished, key=lambda r: r.order)
+            finished += self.step()
+
+    # -- as a `drive.DrivenEngine`
+
+    @property
+    def common_every(self) -> int:
+        """See `DrivenEngine`: a call is a broadcast, which must not slow the steps down."""
+        return 1 if self.runner.tp.size == 1 else _COMMON_EVERY
+
+    @property
+    def stats(self) -> EngineStats:
+        """See `DrivenEngine`."""
+        return self._stats
+
+    @property
+    def has_work(self) -> bool:
+        """See `DrivenEngine`."""
+        return self.scheduler.has_work
+
+    @property
+    def has_room(self) -> bool:
+        """See `DrivenEngine`."""
+        return not self.scheduler.has_queue and self.num_running + self.num_waiting < self.limits.max_running
+
+    def begin(
+        self, prompt: Prompt, params: SamplingParams, indices: Sequence[int], begun: Mapping[int, Sample], turns: bool
+    ) -> None:
+        """See `DrivenEngine`."""
+        self.scheduler.separates_prefill = turns
+        name = prompt.prompt_id, prompt.dataset_id
+        self.add(prompt.token_ids, params, *name, indices=indices, begun=begun, takes_turns=turns)
+
+    def advance(self, may_wait: bool = False) -> Advance:
+        """See `DrivenEngine`: a step."""
+        ended = self.step()
+        return Advance(ended, self.scheduler.parked.take_ended_turns())
+
+    def extend(self, request: Request, given: Sequence[int]) -> None:
+        """See `DrivenEngine`."""
+        self.scheduler.extend(request, given)
+        request.stop_strings = self._stop_finder(request.params)
+
+    def end(self, request: Request, reason: FinishReason) -> bool:
+        """See `DrivenEngine`."""
+        if not self.scheduler.end(request, reason, recompute=self.runner.keeps_states):
+            return False
+        self._finish(request)
+        if self._collector is not None:
+            self._collector.emit(wait=self.is_idle)
+        self._stats.finished_requests += 1
+        return True
 
     def text_of(self, request: Request) -> str:
         """The last turn of a finished or parked request, cut after its stop string; empty without a tokenizer."""

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.request import Request
 
 _POLL_S = 0.02  # of waiting for a result where no request can run: progress is reported in between
-_POLL_EVERY_STEPS = 4  # between two polls while requests run, for an engine of several ranks: a poll is a broadcast
 
 
 class TurnExchange:
@@ -37,10 +36,6 @@ class TurnExchange:
     def add(self, prompt: Prompt) -> None:
         """A prompt whose responses take turns."""
         self._prompts[prompt.prompt_id] = prompt
-
-    def is_due(self, steps: int) -> bool:
-        """Whether to poll between two steps, of which the engine has computed `steps`."""
-        return self._tp.size == 1 or steps % _POLL_EVERY_STEPS == 0
 
     def submit(self, request: Request, text: str) -> None:
         """The last turn of `request`, drawn to its end."""

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_tlt.rollout.drive import Drive
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.request import Prefill, Request
-from megatron_tlt.rollout.turns import TurnExchange
-from megatron_tlt.types import Prompt, SamplingParams, TurnResult
+from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams, TurnResult
 
 Trajectories = dict[tuple[int, int], tuple]
 
@@ -73,11 +73,22 @@ def trajectory(request: Request) -> tuple:
 
 def run_turns(engine: Engine, jobs, source: FakeTurns, while_parked=None) -> Trajectories:
     """All trajectories of the jobs by an engine with environments."""
-    exchange = TurnExchange(source, engine.runner.tp, while_parked)
-    for prompt_id, prompt, params, n in jobs:
-        exchange.add(Prompt(prompt_id, f"q{prompt_id}", tuple(prompt), ""))
-        engine.add(prompt, params, prompt_id, num_samples=n, dataset_id=f"q{prompt_id}", takes_turns=True)
-    finished = engine.run(turns=exchange)
+    finished: list[Request] = []
+    settings = {prompt_id: (params, n) for prompt_id, _, params, n in jobs}
+
+    class Jobs:
+        """The engine, where each prompt has its own parameters and number of samples."""
+
+        def __getattr__(self, name):
+            return getattr(engine, name)
+
+        def begin(self, prompt, params, indices, begun, turns):
+            params, n = settings[prompt.prompt_id]
+            engine.begin(prompt, params, range(n), begun, turns)
+
+    prompts = [Prompt(prompt_id, f"q{prompt_id}", tuple(prompt), "") for prompt_id, prompt, _, _ in jobs]
+    call = GenerateCall(prompts, SamplingParams(), turns=source, while_parked=while_parked)
+    Drive(Jobs(), call, engine.runner.tp, lambda r: finished.append(r) or Sample(*at(r), [], [], "", "stop", 0)).run()
     if engine.speculator is not None:
         engine.speculator.drafter.end_generate()
     assert engine.is_idle and not source.live

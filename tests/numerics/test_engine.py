@@ -72,7 +72,7 @@ def one_by_one(family: str, jobs: list[Job], kernels: str = "native", **sizes) -
     engine = engine_of(family, kernels, max_running=1, budget=256, **sizes)
     for prompt_id, prompt, params, n in jobs:
         for index in range(n):
-            engine.add(prompt, params, prompt_id, index)
+            engine.add(prompt, params, prompt_id, indices=[index])
             responses |= collect(engine.run())
     return responses
 

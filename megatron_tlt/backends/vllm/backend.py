@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load
 
-from megatron_tlt.backends.remote import RemoteBackend
+from megatron_tlt.backends.remote import DrawnTurn, RemoteBackend
 from megatron_tlt.backends.vllm.args import request_args
 from megatron_tlt.types import (
     CAPABILITIES,
@@ -24,9 +24,6 @@ from megatron_tlt.types import (
     SpeculationStats,
     Trajectory,
 )
-
-if TYPE_CHECKING:
-    from megatron_tlt.backends.parked_turns import DrawnTurn
 
 _MIN_TOKENS = 2  # of a response whose hidden states are kept, as in the embedded engine
 

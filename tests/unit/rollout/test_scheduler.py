@@ -91,7 +91,7 @@ def reference(jobs: list[Job]) -> Responses:
     for prompt_id, prompt, params, n in jobs:
         for index in range(n):
             engine = make_engine(max_running=1)
-            engine.add(prompt, params, prompt_id, index)
+            engine.add(prompt, params, prompt_id, indices=[index])
             (request,) = engine.run()
             expected[prompt_id, index] = response(request)
     assert {e[1] for e in expected.values()} == {"stop", "length"}
