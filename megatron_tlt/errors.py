@@ -25,11 +25,11 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def failure_text(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """An error of a user's code as one printable line of bounded length."""
     try:
         message = str(error)
-    except Exception as failed:  # noqa: BLE001  a user's class may fail in its own __str__
+    except Exception as failed:  # noqa: BLE001  its class may fail in __str__
         message = f"(its message cannot be read: {type(failed).__name__})"
     lines = printable(message[: 2 * _LONGEST_FAILURE].replace("\r\n", "\n")).splitlines()
     return f"{type(error).__name__}: {' / '.join(lines)}".removesuffix(": ")[:_LONGEST_FAILURE]

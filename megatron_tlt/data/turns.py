@@ -44,7 +44,7 @@ class TurnTokens:
         self._tokenizer, self._tools = tokenizer, tools
         self._chat = chat and tokenizer.has_chat_template
         self._most = max_observation_tokens
-        self._longest_token = max(map(len, tokenizer.vocabulary()), default=1)  # characters, of bytes at least as many
+        self._longest_token = max(map(len, tokenizer.vocabulary()), default=1)  # in characters
         if tools and not self._chat:
             names = [tool["function"]["name"] for tool in tools]
             allowed = f"are tools, which need data.chat_template and a tokenizer with one ({tokenizer.name})"
@@ -60,9 +60,10 @@ class TurnTokens:
         return self.characters_of(self._most)
 
     def characters_of(self, num_tokens: int) -> int:
-        """Most characters of a text's first `num_tokens` tokens, and some more: cut behind them, a text has the same
-        first tokens as the whole one. Every token is as long as the vocabulary's longest; runs of spaces are among
-        them.
+        """More characters than a text's first `num_tokens` tokens can have: cut there, a text has the same first ones.
+
+        Each token counts as the vocabulary's longest entry, which is often a run of 64 or 128 spaces. An entry of a
+        byte-level vocabulary has a letter for each byte, so it is no shorter than its text.
         """
         return (num_tokens + _EDGE_TOKENS) * self._longest_token
 

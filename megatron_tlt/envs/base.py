@@ -100,14 +100,17 @@ def as_step(value: object) -> Step:
         what = f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"
         hint = " (Gymnasium's five are for a class whose reset takes no prompt)" if what == "5 values" else ""
         raise TypeError(f"step returned {what}, {value!r:.80}: must be a Step(observation, reward, done, role){hint}")
-    step: Any = Step(*value)
-    if not isinstance(step.role, str) or step.role not in ("user", "tool"):
-        raise TypeError(f"step returned the role {step.role!r:.80}: must be 'user' or 'tool'")
-    if isinstance(step.done, str):
-        raise TypeError(f"step returned {step.done!r:.80} for done: must be true or false")
-    if isinstance(step.reward, str | bytes) or not hasattr(step.reward, "__float__"):
-        raise TypeError(f"step returned the reward {step.reward!r:.80}: must be a number")
-    reward = float(step.reward)
-    if not math.isfinite(reward):
-        raise ValueError(f"step returned the reward {reward}: must be finite")
-    return Step(as_text(step.observation, "step returned an observation"), reward, bool(step.done), step.role)
+    step = Step(*value)
+    role: Any = step.role
+    done: Any = step.done
+    reward: Any = step.reward
+    if role not in ("user", "tool"):
+        raise TypeError(f"step returned the role {role!r:.80}: must be 'user' or 'tool'")
+    if isinstance(done, str):
+        raise TypeError(f"step returned {done!r:.80} for done: must be true or false")
+    if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
+        raise TypeError(f"step returned the reward {reward!r:.80}: must be a number")
+    number = float(reward)
+    if not math.isfinite(number):
+        raise ValueError(f"step returned the reward {number}: must be finite")
+    return Step(as_text(step.observation, "step returned an observation"), number, bool(done), role)

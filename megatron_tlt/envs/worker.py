@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from megatron_tlt.errors import TltError, failure_text
+from megatron_tlt.errors import TltError, error_line
 from megatron_tlt.workers.descendants import Started, keep
 from megatron_tlt.workers.process import limit_memory, set_up
 
@@ -83,7 +83,7 @@ def serve(pipe: Connection, section_json: str, in_thought: bool, rank: int) -> N
     try:
         host = EnvironmentHost(load_environment(section, in_thought=in_thought))
     except BaseException as error:  # noqa: BLE001  a user's module may raise anything
-        pipe.send(str(error) if isinstance(error, TltError) else failure_text(error))
+        pipe.send(str(error) if isinstance(error, TltError) else error_line(error))
         return
     pipe.send(None)
     try:
@@ -115,7 +115,7 @@ class EnvironmentHost:
         # A user's code may raise anything, even KeyboardInterrupt, which no terminal sends here: the trajectory gets a
         # recorded failure.
         except BaseException as error:  # noqa: BLE001
-            return False, failure_text(error)
+            return False, error_line(error)
         return True, None
 
     def _open(self, request: Open) -> str | None:

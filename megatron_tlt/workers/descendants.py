@@ -75,20 +75,21 @@ class Started:
 
     def end_sessions(self) -> None:
         """Kills what runs in sessions that were begun during the calls. Sessions of later processes stay."""
-        if any(self._has(_session(pid)) for before, after in self._spans for pid in _ids(before, after)):
+        if any(self._has(_session(pid)) for span in self._spans for pid in _ids(*span)):
             end_descendants(os.getppid(), lambda process: self._has(process.session))
 
     def _has(self, session: int) -> bool:
-        return any(session in _ids(before, after) for before, after in self._spans)
+        """Whether it is such a session, and not the worker's, whose id may be among them when the count begins anew."""
+        return session != os.getsid(0) and any(session in _ids(*span) for span in self._spans)
 
 
 def _ids(before: int, after: int) -> range:
-    """The ids that were given from `before` on until `after`; those up to `after` if the count began anew."""
-    return range(before + 1 if before < after else 1, after + 1)
+    """The ids that were given between two calls of `_last_pid`; none where the count began anew between them."""
+    return range(before + 1, after + 1)
 
 
 def _last_pid() -> int:
-    """The id that Linux gave last to a process or thread."""
+    """The id that Linux gave last to a process or thread; 0 where it does not say."""
     with suppress(OSError):
         return int(Path("/proc/loadavg").read_text().split()[-1])
     return 0
@@ -137,7 +138,7 @@ def keep(rank: int) -> None:
         with suppress(OSError, ValueError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(keeper, -code)
-    os._exit(max(code, 0) or (_FAILED if code else 0))
+    os._exit(code if code >= 0 else _FAILED)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

@@ -78,4 +78,3 @@ def ended(exitcode: int | None) -> str:
     """How a worker ended, for messages."""
     code = exitcode or 0
     return f"worker was ended by signal {-code}" if code < 0 else f"worker ended with exit code {code}"
-

@@ -115,6 +115,8 @@ def test_calls_are_those_of_the_families_parsers(response: str, calls: list[tupl
 def test_a_turn_that_begins_in_a_thought_has_calls_behind_its_end_only() -> None:
     assert parse_calls(f"perhaps {F}", in_thought=True) == []
     assert [call.name for call in parse_calls(f"perhaps {F}</think>{G}", in_thought=True)] == ["g"]
+    tools = load_environment(EnvSection(path=f"{__file__}:Inherits"), in_thought=True)()
+    assert tools.step("perhaps {'name': 'more', 'arguments': {}}").done
 
 
 class Kind(Enum):
