@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.exit_codes import OK
 from megatron_tlt.config.checks.files import output_file_problems
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError, ConfigProblem, printable
 
 if TYPE_CHECKING:
     import argparse
@@ -71,7 +71,7 @@ def _timeline(args: argparse.Namespace) -> int:
 
 def _warn(warnings: Sequence[str]) -> None:
     for warning in warnings:
-        print(f"megatron-tlt: {warning}", file=sys.stderr, flush=True)
+        print(printable(f"megatron-tlt: {warning}"), file=sys.stderr, flush=True)
 
 
 def _range(text: str | None) -> range | None:

@@ -17,8 +17,10 @@ from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import ConfigError, DataError
 
 CUT_MARK = " [cut]"
+_EDGE_TOKENS = 64  # before a cut in characters, whose tokens may differ from those of the whole text
 _PROMPT, _DRAWN, _OBSERVATION = "Prompt.", "made-up-turn", "Observation."
-_THOUGHTS = f"<think>\nThought.\n</think>\n\n{_DRAWN}"
+_THOUGHT_BEGIN = "<think>"
+_THOUGHTS = f"{_THOUGHT_BEGIN}\nThought.\n</think>\n\n{_DRAWN}"
 
 
 class TurnTokens:
@@ -42,6 +44,7 @@ class TurnTokens:
         self._tokenizer, self._tools = tokenizer, tools
         self._chat = chat and tokenizer.has_chat_template
         self._most = max_observation_tokens
+        self._longest_token = max(map(len, tokenizer.vocabulary()), default=1)  # in characters
         if tools and not self._chat:
             names = [tool["function"]["name"] for tool in tools]
             allowed = f"are tools, which need data.chat_template and a tokenizer with one ({tokenizer.name})"
@@ -51,9 +54,30 @@ class TurnTokens:
         for role in roles:
             self._check_template(role)
 
+    @property
+    def max_characters(self) -> int:
+        """Characters of an observation that are read: more than its tokens that are kept can have."""
+        return self.characters_of(self._most)
+
+    def characters_of(self, num_tokens: int) -> int:
+        """More characters than a text's first `num_tokens` tokens can have: cut there, a text has the same first ones.
+
+        Each token counts as the vocabulary's longest entry, which is often a run of 64 or 128 spaces. An entry of a
+        byte-level vocabulary has a letter for each byte, so it is no shorter than its text.
+        """
+        return (num_tokens + _EDGE_TOKENS) * self._longest_token
+
+    @property
+    def opens_thought(self) -> bool:
+        """Whether the chat template begins the model's turn within a thought."""
+        if not self._chat:
+            return False
+        opened = self._tokenizer.render_chat([{"role": "user", "content": _PROMPT}], self._tools)
+        return opened.rstrip().endswith(_THOUGHT_BEGIN)
+
     def given(self, observation: str, role: Literal["user", "tool"], drawn: Sequence[int]) -> tuple[int, ...]:
         """The tokens between the drawn turn `drawn` (with the stop token, if one ended it) and the next one."""
-        text = self._cut(self._without_special(observation))
+        text = self._cut(observation)
         if not self._chat:
             return tuple(self._tokenizer.encode(f"\n{text}\n"))
         self._check_template(role)  # an environment's step may have a role of its own
@@ -70,9 +94,12 @@ class TurnTokens:
         rendered = self._tokenizer.render_chat(conversation, self._tools)
         return tuple(self._tokenizer.encode(rendered[rendered.index(_DRAWN) + len(_DRAWN) :]))
 
-    def _cut(self, text: str) -> str:
+    def _cut(self, observation: str) -> str:
+        text = self._without_special(observation[: self.max_characters])
         ids = self._tokenizer.encode(text)
-        return text if len(ids) <= self._most else self._tokenizer.decode(ids[: self._most]) + CUT_MARK
+        if len(ids) <= self._most and len(observation) <= self.max_characters:
+            return text
+        return self._tokenizer.decode(ids[: self._most]) + CUT_MARK
 
     def _without_special(self, text: str) -> str:
         """An observation must not end turns or begin messages: a space breaks the texts of special tokens."""

@@ -19,7 +19,7 @@ from megatron_tlt.data.prompts import open_source, source_problems
 from megatron_tlt.data.tokenizer import has_tokenizer
 from megatron_tlt.envs.build import environment_problems
 from megatron_tlt.envs.check import episode_problems
-from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError, shortened
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError, printable, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import safetensors_problems
 from megatron_tlt.models.peft import peft_problems
@@ -69,7 +69,7 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     shape = None if model is None else model.architecture
     played = [] if prompt is None else ["Environment: a scripted episode was the same three times, in two processes"]
     warnings = [f"warning: {text}" for text in input_warnings(config)]
-    return "\n".join([render_check(config, shape, num_ranks), *played, *warnings, *to_fetch, *absent])
+    return printable("\n".join([render_check(config, shape, num_ranks), *played, *warnings, *to_fetch, *absent]))
 
 
 def check_on(config: Config | SftConfig, world: World, found_before: Sequence[ConfigProblem] = ()) -> None:
