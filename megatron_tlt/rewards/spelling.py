@@ -40,7 +40,7 @@ _CHOICE = re.compile(r"(?:(?i:option|choice|answer)[\s:]+)?\(?([A-Z])[).:]*")
 _SIGN = re.compile(r"(?<![\w)}])([-+])\s+(?=[\d.])")
 _MINUS = re.compile(r"(?:negative|minus)\s+(?=[\d.])", re.IGNORECASE)
 _BOXED = re.compile(r"\$*\\f?box(?:ed)?\{((?:[^{}]|\{[^{}]*\})*)\}\$*")
-_FLOAT_DIGITS = 15
+_FLOAT_DIGITS = 15  # longer numbers stay powers of ten, which math-verify compares exactly
 _LONGEST = 300  # characters of a text that is one number among words
 _SMALL = re.compile(r"-?0?\.(0{5,})[1-9]")
 
@@ -88,7 +88,7 @@ def plain(text: str) -> str:
 
 def plain_answer(text: str) -> str:
     """`plain` of a text that is an answer and nothing else: without quotes, currency signs and the final period."""
-    text = plain(text).strip(_QUOTES + " \n\t").rstrip(".;, ")
+    text = plain(text).strip(_QUOTES + " \n\t").rstrip(".;, \\")
     if boxed := _BOXED.fullmatch(text):
         text = boxed[1]
     if len(_DOLLAR.findall(text)) % 2:  # the sign of a currency: those of mathematics are pairs
