@@ -114,6 +114,11 @@ class FileSource:
         text = prompt if isinstance(prompt, str) else last_user_text(prompt)
         return Row(f"{self._path.stem}:{index}", text, answer, self._path.stem, metadata, messages)
 
+    def answers(self) -> list[tuple[str, str | None]]:
+        """File and place of every record with its reference answer."""
+        records = enumerate(self._records_to_check())
+        return [(f"{self._path}:{self._places[index]}", self._fields(index, record)[1]) for index, record in records]
+
     def _check(self) -> str:
         """Looks at every record once; returns the fingerprint."""
         sha, answers = hashlib.sha256(), 0

@@ -78,11 +78,12 @@ def extract_answer(pattern: re.Pattern[str] | None, text: str) -> str | None:
     return text.strip() if pattern is None else last_match(pattern, text)
 
 
-def reference_of(prompt: Prompt) -> str:
-    """The prompt's reference answer. Raises ValueError without one."""
-    if prompt.answer is None:
+def references_of(prompt: Prompt) -> Sequence[str]:
+    """The prompt's acceptable answers; the best of them counts. Raises ValueError without one."""
+    answer: str | Sequence[str] | None = prompt.answer
+    if not answer and answer != "":
         raise ValueError(f"prompt {prompt.dataset_id!r} has no reference answer")
-    return prompt.answer
+    return (answer,) if isinstance(answer, str) else answer
 
 
 def labels(section: RewardSection) -> list[str]:

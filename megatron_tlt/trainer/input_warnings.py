@@ -8,24 +8,40 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data.prompts import open_source
+from megatron_tlt.data.sources import FileSource
 from megatron_tlt.envs.build import environment_warning
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.rewards.build import answer_warning
 
 
 def input_warnings(config: Config | SftConfig) -> list[str]:
     """Every warning, one line each, of a configuration without problems. Reads files on this machine, no tensor."""
-    found: list[str] = []
-    if isinstance(config, Config) and config.env is not None and (text := environment_warning(config.env)) is not None:
-        found.append(text)
-    return [*found, *_of_drafter(config)]
+    return _of_rl(config) if isinstance(config, Config) else []
 
 
-def _of_drafter(config: Config | SftConfig) -> list[str]:
+def _of_rl(config: Config) -> list[str]:
+    """Of what fine-tuning does not have."""
+    env = None if config.env is None else environment_warning(config.env)
+    return [*filter(None, [env]), *_of_answers(config), *_of_drafter(config)]
+
+
+def _of_answers(config: Config) -> list[str]:
+    """Rows of prompt files whose answers a reward function cannot use."""
+    found = []
+    for field, section in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if section is not None and section.path is not None and Path(section.path).exists():
+            source = open_source(section, field, seed=0)
+            text = answer_warning(config.rewards, source.answers()) if isinstance(source, FileSource) else None
+            found += [] if text is None else [text]
+    return found
+
+
+def _of_drafter(config: Config) -> list[str]:
     """Of a drafter that is on this machine, beside the model."""
-    path = config.rollout.speculation.drafter_path if isinstance(config, Config) else None
+    path = config.rollout.speculation.drafter_path
     if path is None or not (Path(path).exists() and (Path(config.model.path) / "config.json").is_file()):
         return []
     from megatron_tlt.drafter.checkpoint import drafter_warnings  # here, for it needs torch
 
-    assert isinstance(config, Config)
     return drafter_warnings(config.rollout.speculation, ModelConfig.from_hf(config.model.path))
