@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.data.prompts import NO_ENV, EnvPrompts
 from megatron_tlt.data.turns import TurnTokens
@@ -58,6 +58,20 @@ def prompts_of(environments: Environments | None) -> EnvPrompts:
     return NO_ENV if environments is None else environments.prompts
 
 
+def turn_tokens(
+    section: EnvSection, tokenizer: HFTokenizer, tools: Sequence[dict[str, Any]], *, chat: bool
+) -> TurnTokens:
+    """The tokens of observations. Raises ConfigError for a chat template that does not fit."""
+    return TurnTokens(
+        tokenizer,
+        chat=chat,
+        max_observation_tokens=section.max_observation_tokens,
+        tools=tools,
+        roles=(section.tool_role,) if tools else ("user",),
+        keep_history=section.rewritten_history == "keep",
+    )
+
+
 class Environments:
     """One rank's environments. Close them."""
 
@@ -65,14 +79,7 @@ class Environments:
         """Starts the workers, which import meanwhile. Raises ConfigError for a chat template that does not fit."""
         tools = environment_tools(section)
         self._decode = tokenizer.decode
-        self._tokens = TurnTokens(
-            tokenizer,
-            chat=chat,
-            max_observation_tokens=section.max_observation_tokens,
-            tools=tools,
-            roles=(section.tool_role,) if tools else ("user",),
-            keep_history=section.rewritten_history == "keep",
-        )
+        self._tokens = turn_tokens(section, tokenizer, tools, chat=chat)
         self._pool, self._world = EnvironmentPool(section, world.heartbeat), world
         self._pool.warm_up()
         self.prompts = EnvPrompts(tools, self._openings if has_opening(section) else None)
