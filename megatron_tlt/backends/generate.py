@@ -18,8 +18,8 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.data.chat import as_messages, last_user_text
-from megatron_tlt.data.prompts import NO_ENV, EnvPrompts, env_seed
-from megatron_tlt.data.sources import Row
+from megatron_tlt.data.prompts import NO_ENV, EnvPrompts, encode_prompt, env_seed
+from megatron_tlt.data.sources import Row, errors_at
 from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.files import write_atomically
@@ -169,9 +169,8 @@ def stats_report(stats: EngineStats, backend: EmbeddedBackend) -> str:
 
 
 def _encode(row: Row, tokenizer: HFTokenizer, chat: bool, env: EnvPrompts) -> tuple[int, ...]:
-    if chat:
-        return tuple(tokenizer.encode_chat(row.messages or row.prompt, tools=env.tools))
-    return tuple(tokenizer.encode(row.prompt))
+    with errors_at(row.dataset_id):
+        return tuple(encode_prompt(tokenizer, row.messages or row.prompt, chat, None, env.tools))
 
 
 def _parse(
@@ -201,6 +200,7 @@ def _parse(
         row = replace(row, prompt=value)
         return row, _encode(row, tokenizer, chat, env)
     if key == "token_ids" and isinstance(value, list) and all(type(i) is int for i in value):
-        return row, tuple(value)
+        with errors_at(where):
+            return row, tuple(value if tokenizer is None else tokenizer.checked(value))
     allowed = '"prompt" must be a string (with --chat also a list of messages), "token_ids" a list of integers'
     raise DataError(f"{where}: {allowed}")

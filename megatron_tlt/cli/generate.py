@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from megatron_tlt.config.env import EnvSection
     from megatron_tlt.config.rollout import RolloutSection
+    from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.world import World
     from megatron_tlt.observe.jsonl import JsonRow
     from megatron_tlt.trainer.environments import Environments
@@ -96,7 +97,6 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     """One rank's part: several ranks are one tensor-parallel engine. Collective."""
     from megatron_tlt.backends.generate import generate_file, read_prompts
     from megatron_tlt.data.hub import fetch_argument
-    from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.envs.build import environment_warning
     from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
     from megatron_tlt.trainer.models import tensor_parallel
@@ -107,7 +107,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     problems = generation_problems(args.model, args.prompts, engine.speculation) if world.is_main else []
     if problems := world.broadcast_object(problems):
         raise ConfigError(problems)
-    tokenizer = HFTokenizer(args.model)
+    tokenizer = _open_tokenizer(args, world)
     if world.is_main and env is not None and (warning := environment_warning(env)) is not None:
         _log.warning(warning)
     environments = None if env is None else Environments(env, tokenizer, world, chat=args.chat)
@@ -139,6 +139,23 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
             f"{stats.finished_requests} responses, {stats.generated_tokens} tokens in {stats.seconds:.1f} s"
         )
         print(f"wrote {args.out}: {written}", flush=True)
+
+
+def _open_tokenizer(args: argparse.Namespace, world: World) -> HFTokenizer:
+    """The model's tokenizer; rank 0 logs warnings about it. Raises ConfigError where it is of another model."""
+    from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.models.config import ModelConfig
+    from megatron_tlt.trainer.token_checks import embedding_problems, warnings_of
+
+    model = ModelConfig.from_hf(args.model)
+    tokenizer = HFTokenizer(args.model, model.vocab_size)
+    if problems := embedding_problems("--model", tokenizer, model.vocab_size, chat=args.chat):
+        raise ConfigError(problems)
+    if world.is_main:
+        chat = args.chat and not args.ignore_eos
+        for text in warnings_of(tokenizer, model, chat, args.stop, "--stop"):
+            _log.warning(text)
+    return tokenizer
 
 
 def _more_of(logprobs: bool, environments: Environments | None, sample: Sample) -> JsonRow:

@@ -10,20 +10,30 @@ are context. A tool's message becomes the same tokens as an environment's observ
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron_tlt.config.root import SftSection
 from megatron_tlt.data.chat import Messages
-from megatron_tlt.data.sources import checked_messages, checked_prompt, field_of, read_dataset, read_jsonl
+from megatron_tlt.data.prompts import encode_prompt
+from megatron_tlt.data.sources import (
+    checked_messages,
+    checked_prompt,
+    errors_at,
+    field_of,
+    read_dataset,
+    read_jsonl,
+)
 from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.data.turn_form import read_turn_form
 from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.types import Span
 
+EncodedRecord: TypeAlias = tuple[list[int], list[int], tuple[Span, ...]]  # prompt, response, spans that are given
 MESSAGES, _TOOLS = "messages", "tools"
 
 
@@ -49,6 +59,25 @@ def read_completions(sft: SftSection, path: Path, split: str) -> tuple[list[Comp
     if not len(records):
         raise DataError(f"{path}: no records")
     return [_completion(sft, r, f"{path}:{n}") for r, n in zip(records, numbers, strict=True)], numbers
+
+
+def encoded_records(
+    sft: SftSection, path: Path, split: str, tokenizer: HFTokenizer, max_context: int
+) -> Iterator[tuple[int, str, EncodedRecord]]:
+    """(number, place, tokens) of every record, encoded as `RecordTokens` does.
+
+    `sft.chat_template` wraps prompts in the tokenizer's chat template if it has one. Raises DataError naming file and
+    record.
+    """
+    encoder = RecordTokens(tokenizer, max_context, chat=sft.chat_template)
+    for row, number in zip(*read_completions(sft, path, split), strict=True):
+        where = f"{path}:{number}"
+        if not (isinstance(row.prompt, str) or encoder.chat):
+            needed = "sft.chat_template and a tokenizer with a chat template"
+            raise DataError(f"{where}: chat messages need {needed}")
+        with errors_at(where):
+            tokens = encoder.encode(row)
+        yield number, where, tokens
 
 
 def _completion(sft: SftSection, record: Mapping[str, Any], where: str) -> Completion:
@@ -93,40 +122,58 @@ def _is_tool(value: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-class ResponseTokens:
-    """Tokenizes the turns of responses."""
+class RecordTokens:
+    """Tokenizes records: a response's tokens are those of the rendered conversation behind its prompt."""
 
-    def __init__(self, tokenizer: HFTokenizer, max_tokens: int):
-        """`max_tokens`: of a tool's message; the rest of it is cut off."""
+    def __init__(self, tokenizer: HFTokenizer, max_tokens: int, *, chat: bool, system: str | None = None):
+        """`max_tokens`: of a tool's message; the rest of it is cut off. `chat`, `system`: see `encode_prompt`."""
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        self.chat, self._system = chat and tokenizer.has_chat_template, system
+        self._form = read_turn_form(tokenizer, chat)
         self._turn_tokens: dict[str, TurnTokens] = {}
 
-    def encode(self, row: Completion, where: str) -> tuple[list[int], tuple[Span, ...]]:
-        """(response, its spans that are given). The end-of-sequence token ends each turn of the assistant.
+    def prompt(self, prompt: str | Messages, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """Token ids of a prompt. Raises DataError."""
+        return encode_prompt(self._tokenizer, prompt, self.chat, self._system, tools)
 
-        Raises DataError where the tokenizer's chat template cannot continue a response.
+    def encode(self, row: Completion) -> EncodedRecord:
+        """(prompt, response, the response's spans that are given). Each turn of the assistant ends as the chat template
+        ends it.
+
+        Raises DataError, also where the chat template cannot continue a response.
         """
-        response, given = self._turn(row.turns[0]), []
+        prompt, given = self.prompt(row.prompt, row.tools), []
+        response = self._turn(row.turns[0], self._opening(prompt))
         for observation, text in zip(row.turns[1::2], row.turns[2::2], strict=True):
-            begin = len(response)
-            response += self._tokens_between(row.tools, where).given(observation, "tool", response)
+            between, begin = self._tokens_between(row.tools), len(response)
+            response += between.given(observation, "tool", response)
             given.append((begin, len(response)))
-            response += self._turn(text)
-        return response, tuple(given)
+            response += self._turn(text, between.opening("tool"))
+        return prompt, response, tuple(given)
 
-    def _turn(self, text: str) -> list[int]:
-        return [*self._tokenizer.encode(text), self._tokenizer.eos_token_ids[0]]
+    def drawn(self, text: str, prompt: Sequence[int], ends: bool) -> list[int]:
+        """Token ids of a response that a model has drawn. `ends`: with the tokens that end a turn. Raises DataError."""
+        text = text if text.startswith(self._form.head) else self._form.head + text
+        ids = self._tokenizer.encode_behind(self._opening(prompt), text)
+        return [*ids, *self._form.end] if ends else ids
 
-    def _tokens_between(self, tools: Sequence[dict[str, Any]], where: str) -> TurnTokens:
+    def _turn(self, text: str, opening: str) -> list[int]:
+        return [*self._tokenizer.encode_behind(opening, self._form.rendered(text)), *self._form.end]
+
+    def _opening(self, prompt: Sequence[int]) -> str:
+        """The text before a response: in a chat template it ends alike for every prompt."""
+        return self._form.opening if self.chat else self._tokenizer.decode(prompt)
+
+    def _tokens_between(self, tools: Sequence[dict[str, Any]]) -> TurnTokens:
         key = json.dumps(tools)
         if key not in self._turn_tokens:  # it renders conversations to check the template
             most = self._max_tokens
             try:
                 turns = TurnTokens(
-                    self._tokenizer, chat=True, max_observation_tokens=most, tools=tools, roles=("tool",)
+                    self._tokenizer, chat=self.chat, max_observation_tokens=most, tools=tools, roles=("tool",)
                 )
             except ConfigError as error:
                 why = "; ".join(problem.allowed for problem in error.problems)
-                raise DataError(f"{where}: field {MESSAGES!r}: {why}") from error
+                raise DataError(f"field {MESSAGES!r}: {why}") from error
             self._turn_tokens[key] = turns
         return self._turn_tokens[key]

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_tlt.config.data import DataSection, PromptSourceConfig
 from megatron_tlt.data.chat import Messages, last_user_text
 from megatron_tlt.data.hashing import digest, hashed
-from megatron_tlt.data.sources import EnvSource, Row, Source, open_file
+from megatron_tlt.data.sources import EnvSource, Row, Source, errors_at, open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 from megatron_tlt.types import Prompt
@@ -163,6 +163,11 @@ class PromptStream:
             _log.info("%s: only %d prompts left of %d requested", self._source.description, len(prompts), n)
         return prompts
 
+    def check_rows(self) -> None:
+        """Encodes every row of a finite source. Raises DataError naming file and line. Does not move the position."""
+        for index in range(self._source.size or 0):
+            self._encode(self._source.row(index))
+
     def state_dict(self) -> dict[str, Any]:
         """The position, JSON-able."""
         return {
@@ -246,8 +251,9 @@ class PromptStream:
         return int(self._order[1][place])
 
     def _encode(self, row: Row) -> list[int]:
-        prompt, tools = row.messages or row.prompt, self._env.tools
-        return encode_prompt(self._tokenizer, prompt, self._chat, self._system, row.dataset_id, tools)
+        with errors_at(row.place or row.dataset_id):
+            prompt = row.messages or row.prompt
+            return encode_prompt(self._tokenizer, prompt, self._chat, self._system, self._env.tools)
 
 
 def encode_prompt(
@@ -255,18 +261,18 @@ def encode_prompt(
     prompt: str | Messages,
     chat: bool,
     system: str | None,
-    where: str,
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
-    """Token ids of a prompt; `chat`: in the tokenizer's chat template, after the message `system`, with `tools`.
+    """Token ids of a prompt; `chat`: in the tokenizer's chat template, after the message `system`, with `tools`; else
+    behind the tokens that the tokenizer puts before a text (BOS).
 
-    Raises DataError for several messages without the template.
+    Raises DataError for several messages without the template, and for a token beyond the model's embedding.
     """
     if chat:
         return tokenizer.encode_chat(prompt, system, tools)
     if not isinstance(prompt, str):
         if len(prompt) > 1:
             needed = "need data.chat_template and a tokenizer with a chat template"
-            raise DataError(f"{where}: {len(prompt)} chat messages {needed}")
+            raise DataError(f"{len(prompt)} chat messages {needed}")
         prompt = last_user_text(prompt)
-    return tokenizer.encode(prompt)
+    return tokenizer.encode_prompt(prompt)

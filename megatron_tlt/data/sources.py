@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,8 @@ class Row:
     task: str
     metadata: dict[str, Any]
     messages: Messages | None = None
+    place: str = ""
+    """File and line or number, for errors."""
 
     def with_opening(self, text: str) -> Row:
         """The row with a text of the environment at its end."""
@@ -112,7 +115,8 @@ class FileSource:
         metadata = {key: value for key, value in record.items() if key not in taken}
         messages = None if isinstance(prompt, str) else prompt
         text = prompt if isinstance(prompt, str) else last_user_text(prompt)
-        return Row(f"{self._path.stem}:{index}", text, answer, self._path.stem, metadata, messages)
+        place = f"{self._path}:{self._places[index]}"
+        return Row(f"{self._path.stem}:{index}", text, answer, self._path.stem, metadata, messages, place)
 
     def answers(self) -> list[tuple[str, str | None]]:
         """File and place of every record with its reference answer."""
@@ -169,6 +173,15 @@ class FileSource:
             field, end = self._config.answer_field, answer[-60:]
             raise DataError(f"{where}: answer_pattern finds nothing in field {field!r}, which ends in {end!r}")
         return found.strip()
+
+
+@contextmanager
+def errors_at(place: str) -> Iterator[None]:
+    """Puts a record's place before the text of a DataError."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
 
 
 def field_of(record: Mapping[str, Any], name: str) -> Any:

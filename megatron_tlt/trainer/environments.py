@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.data.prompts import NO_ENV, EnvPrompts
 from megatron_tlt.data.turns import TurnTokens
@@ -59,6 +59,20 @@ def prompts_of(environments: Environments | None) -> EnvPrompts:
     return NO_ENV if environments is None else environments.prompts
 
 
+def turn_tokens(
+    section: EnvSection, tokenizer: HFTokenizer, tools: Sequence[dict[str, Any]], *, chat: bool
+) -> TurnTokens:
+    """The tokens of observations. Raises ConfigError for a chat template that does not fit."""
+    return TurnTokens(
+        tokenizer,
+        chat=chat,
+        max_observation_tokens=section.max_observation_tokens,
+        tools=tools,
+        roles=(section.tool_role,) if tools else ("user",),
+        keep_history=section.rewritten_history == "keep",
+    )
+
+
 class Environments:
     """One rank's environments. Close them."""
 
@@ -77,14 +91,7 @@ class Environments:
         """
         tools = environment_tools(section)
         self._decode = tokenizer.decode
-        self._tokens = TurnTokens(
-            tokenizer,
-            chat=chat,
-            max_observation_tokens=section.max_observation_tokens,
-            tools=tools,
-            roles=(section.tool_role,) if tools else ("user",),
-            keep_history=section.rewritten_history == "keep",
-        )
+        self._tokens = turn_tokens(section, tokenizer, tools, chat=chat)
         self._in_thought = self._tokens.opens_thought
         longest = None if max_prompt_tokens is None else self._tokens.characters_of(max_prompt_tokens + 1)
         self._world = world

@@ -13,11 +13,12 @@ from megatron_tlt.data.sources import FileSource
 from megatron_tlt.envs.build import environment_warning
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.rewards.build import answer_warning
+from megatron_tlt.trainer.token_checks import tokenizer_warnings
 
 
 def input_warnings(config: Config | SftConfig) -> list[str]:
     """Every warning, one line each, of a configuration without problems. Reads files on this machine, no tensor."""
-    return _of_rl(config) if isinstance(config, Config) else []
+    return [*tokenizer_warnings(config), *(_of_rl(config) if isinstance(config, Config) else ())]
 
 
 def _of_rl(config: Config) -> list[str]:

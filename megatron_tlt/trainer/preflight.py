@@ -16,7 +16,6 @@ from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.completions import read_completions
 from megatron_tlt.data.hub import cached, is_name, names_of
 from megatron_tlt.data.prompts import open_source, source_problems
-from megatron_tlt.data.tokenizer import has_tokenizer
 from megatron_tlt.envs.build import environment_problems
 from megatron_tlt.envs.check import episode_problems
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError, printable, shortened
@@ -27,6 +26,7 @@ from megatron_tlt.observe.metrics import wandb_problems
 from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.teacher import teacher_problems, with_teacher_shape
+from megatron_tlt.trainer.token_checks import tokenizer_problems, turn_problems
 from megatron_tlt.types import Prompt
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     config, to_fetch, problems = cached(config)
     config = with_teacher_shape(config)
     problems += _problems(config, num_ranks, None) + _problems_of_large_files(config)
+    problems = problems or turn_problems(config)
     prompt = None if problems else _prompt_of_episode(config)
     if prompt is not None:
         assert isinstance(config, Config) and config.env is not None
@@ -184,19 +185,6 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
         if path is not None and not Path(path).exists():
             problems.append(ConfigProblem(field, path, "no such file or directory"))
     return problems
-
-
-def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
-    """A directory on this machine that has no tokenizer."""
-    field, source = "path", Path(config.model.path)
-    if config.model.tokenizer:
-        field, source = "tokenizer", Path(config.model.tokenizer)
-    if not source.is_dir() or has_tokenizer(source):
-        return []
-    allowed = (
-        "has no tokenizer files (tokenizer.json or its older kinds); model.tokenizer may name a directory"
-    )
-    return [ConfigProblem(f"model.{field}", str(source), allowed)]
 
 
 def _hf_weight_problems(field: str, path: str | Path) -> list[ConfigProblem]:

@@ -41,6 +41,7 @@ from megatron_tlt.trainer.models import build_models, tensor_parallel
 from megatron_tlt.trainer.preflight import check_on
 from megatron_tlt.trainer.sampling import sampling_params, step_params
 from megatron_tlt.trainer.teacher import with_teacher_shape
+from megatron_tlt.trainer.token_checks import open_tokenizer
 from megatron_tlt.types import CAPABILITIES, Prompt
 
 if TYPE_CHECKING:
@@ -148,11 +149,6 @@ def build_sft_trainer(config: SftConfig, world: World, signals: StopSignals | No
     check_on(config, world, output_directory_problems("sft.out", config.sft.out))
     setup_logging(world.rank, world.size)
     return SftTrainer(config, world, open_tokenizer(config), signals)
-
-
-def open_tokenizer(config: Config | SftConfig) -> HFTokenizer:
-    """The tokenizer of the model, or the one named beside it."""
-    return HFTokenizer(config.model.tokenizer or config.model.path)
 
 
 def prompt_queues(config: Config, world: World, tp: TensorParallel) -> PromptQueues:

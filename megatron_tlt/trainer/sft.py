@@ -17,7 +17,7 @@ from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.checkpoint.export import write_hf
 from megatron_tlt.checkpoint.manager import CheckpointManager
 from megatron_tlt.config.run import UNFINISHED
-from megatron_tlt.data.completions import ResponseTokens, read_completions
+from megatron_tlt.data.completions import encoded_records
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import sum_over_replicas
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
@@ -49,24 +49,11 @@ class CompletionLoss:
 def read_records(
     sft: SftSection, path: Path, split: str, tokenizer: HFTokenizer, max_context: int
 ) -> list[TrainSequence]:
-    """Tokenizes prompts and completions; the end-of-sequence token ends each turn of the assistant.
-
-    `sft.chat_template` wraps prompts in the tokenizer's chat template if it has one. Raises DataError naming file and
-    record for one that is not of this form or exceeds `max_context` tokens.
+    """The records' sequences. Raises DataError naming file and record for one that cannot be encoded or exceeds
+    `max_context` tokens.
     """
-    chat = sft.chat_template and tokenizer.has_chat_template
-    responses = ResponseTokens(tokenizer, max_context)
     sequences = []
-    for row, number in zip(*read_completions(sft, path, split), strict=True):
-        where = f"{path}:{number}"
-        if chat:
-            prompt = tokenizer.encode_chat(row.prompt, tools=row.tools)
-        elif isinstance(row.prompt, str):
-            prompt = tokenizer.encode(row.prompt)
-        else:
-            needed = "sft.chat_template and a tokenizer with a chat template"
-            raise DataError(f"{where}: chat messages need {needed}")
-        response, given = responses.encode(row, where)
+    for number, where, (prompt, response, given) in encoded_records(sft, path, split, tokenizer, max_context):
         tokens = [*prompt, *response]
         if len(tokens) > max_context:
             raise DataError(f"{where}: {len(tokens)} tokens, model.max_context allows {max_context}")

@@ -32,6 +32,8 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    encode_prompt = encode
+
     def encode_chat(self, prompt: Any, system: str | None = None, tools: Any = ()) -> list[int]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self.encode("".join(f"{m['role'][0]}:{m['content']} " for m in with_system(messages, system)))
