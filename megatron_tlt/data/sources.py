@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -11,11 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from megatron_tlt.config.data import PromptSourceConfig
-from megatron_tlt.data.chat import Messages, as_messages, as_prompt, last_user_text
-from megatron_tlt.data.dataset_files import DEFAULT_SPLIT, read_dataset_files
+from megatron_tlt.data.chat import Messages, last_user_text
+from megatron_tlt.data.dataset_files import DEFAULT_SPLIT, read_dataset_files, read_parquet
+from megatron_tlt.data.fields import checked_answer, checked_prompt, columns_hint, field_of
 from megatron_tlt.data.hashing import digest
+from megatron_tlt.data.json_files import read_json, without_spelling
 from megatron_tlt.errors import DataError
+from megatron_tlt.types import Answer
 
 _DEFAULT_ANSWER_FIELD = "answer"
 _SAVED = ("state.json", "dataset_dict.json")  # of Dataset.save_to_disk and DatasetDict.save_to_disk
@@ -31,7 +35,7 @@ class Row:
 
     dataset_id: str
     prompt: str
-    answer: str | None
+    answer: Answer | None
     task: str
     metadata: dict[str, Any]
     messages: Messages | None = None
@@ -90,7 +94,12 @@ class FileSource:
         self._pattern = None if config.answer_pattern is None else re.compile(config.answer_pattern, re.DOTALL)
         if not len(records):
             raise DataError(f"{path}: no records")
-        self._fingerprint = self._check()
+        feature = getattr(records, "features", {}).get(config.answer_field)
+        self._is_single = getattr(feature, "dtype", None) in ("float16", "float32")
+        try:
+            self._fingerprint = self._check()
+        except UnicodeDecodeError as error:  # of a table's strings
+            raise DataError(f"{path}: a prompt or answer is not UTF-8 text: {error}") from error
 
     @property
     def size(self) -> int:
@@ -106,10 +115,13 @@ class FileSource:
         return f"{self._config.kind} {self._path} ({self.size} records)"
 
     def row(self, index: int) -> Row:
-        record = self._records[index]
+        try:
+            record = self._records[index]
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self._path}:{self._places[index]}: a column is not UTF-8 text: {error}") from error
         prompt, answer = self._fields(index, record)
         taken = {self._config.prompt_field, self._config.answer_field}
-        metadata = {key: value for key, value in record.items() if key not in taken}
+        metadata = {key: without_spelling(value) for key, value in record.items() if key not in taken}
         messages = None if isinstance(prompt, str) else prompt
         text = prompt if isinstance(prompt, str) else last_user_text(prompt)
         return Row(f"{self._path.stem}:{index}", text, answer, self._path.stem, metadata, messages)
@@ -140,25 +152,28 @@ class FileSource:
             for values in zip(*batch.values(), strict=True):
                 yield dict(zip(batch, values, strict=True))
 
-    def _fields(self, index: int, record: Mapping[str, Any]) -> tuple[str | Messages, str | None]:
+    def _fields(self, index: int, record: Mapping[str, Any]) -> tuple[str | Messages, Answer | None]:
         where = f"{self._path}:{self._places[index]}"
         prompt = field_of(record, self._config.prompt_field)
         if prompt is None:
             there = columns_hint(record, self._config.prompt_field)
             raise DataError(f"{where}: no field {self._config.prompt_field!r}{there}")
-        answer = field_of(record, self._config.answer_field)
-        if answer is not None and not isinstance(answer, str | int | float):
-            found = type(answer).__name__
-            allowed = "must be a string or a number"
-            raise DataError(f"{where}: field {self._config.answer_field!r} {allowed}, found {found}")
-        text = None if answer is None else str(answer)
-        return checked_prompt(prompt, self._config.prompt_field, where), self._extracted(text, where)
+        value = field_of(record, self._config.answer_field)
+        if value is not None and self._is_single:
+            value = np.float32(value)  # the shortest decimals of its type
+        answer = checked_answer(value, self._config.answer_field, where)
+        return checked_prompt(prompt, self._config.prompt_field, where), self._extracted(answer, where)
 
-    def _extracted(self, answer: str | None, where: str) -> str | None:
+    def _extracted(self, answer: Answer | None, where: str) -> Answer | None:
         """The reference answer within its column. Raises DataError where the pattern finds none."""
         if self._pattern is None or answer is None:
             return answer
-        matches = [*self._pattern.finditer(answer)]
+        if isinstance(answer, tuple):
+            return tuple(self._found(self._pattern, text, where) for text in answer)
+        return self._found(self._pattern, answer, where)
+
+    def _found(self, pattern: re.Pattern[str], answer: str, where: str) -> str:
+        matches = [*pattern.finditer(answer)]
         found = next((group for group in matches[-1].groups() if group is not None), None) if matches else None
         if found is None:
             field, end = self._config.answer_field, answer[-60:]
@@ -166,100 +181,39 @@ class FileSource:
         return found.strip()
 
 
-def field_of(record: Mapping[str, Any], name: str) -> Any:
-    """The value of a column, or of a field of one for a name with dots; None where it is missing."""
-    if name in record:
-        return record[name]
-    first, _, rest = name.partition(".")
-    inner = record.get(first)
-    return field_of(inner, rest) if rest and isinstance(inner, Mapping) else None
-
-
-def checked_prompt(value: Any, field: str, where: str) -> str | Messages:
-    """A string, or the messages of a chat to respond to. Raises DataError."""
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list):
-        return as_prompt(checked_messages(value, field, where))
-    found = type(value).__name__ if value != "" else "an empty string"
-    raise DataError(f"{where}: field {field!r} must be a string or a list of chat messages, found {found}")
-
-
-def checked_messages(value: Any, field: str, where: str) -> Messages:
-    """The messages of a column. Raises DataError."""
-    try:
-        return as_messages(value)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{where}: field {field!r}: {error}") from error
-
-
-def columns_hint(record: Mapping[str, Any], wanted: str) -> str:
-    """The columns that there are, and the one whose name is nearest to `wanted`, for an error."""
-    close = difflib.get_close_matches(wanted, record, n=1)
-    hint = f", did you mean {close[0]!r}?" if close else ""
-    return f"; there are {', '.join(map(repr, sorted(record))) or 'none'}{hint}"
-
-
 def open_file(config: PromptSourceConfig, path: Path) -> FileSource:
     """The source of a file or directory. Raises DataError naming file and line or record of the first bad one."""
     if config.kind == "jsonl":
-        return FileSource(config, path, *read_jsonl(path))
+        return FileSource(config, path, *read_json(path, spelled=True))
     if config.kind == "parquet":
         records = _read_parquet(path)
     else:
-        records = read_dataset(path, config.subset, config.split)
+        records = read_dataset(path, config.subset, config.split, (config.prompt_field, config.answer_field))
     return FileSource(config, path, records, range(len(records)))
-
-
-def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """(records, their line numbers) of a file with one JSON object a line; empty lines are skipped.
-
-    Raises DataError naming file and line.
-    """
-    if not path.is_file():
-        raise DataError(f"{path}: " + ("is a directory, not a JSONL file" if path.is_dir() else "no such file"))
-    records, numbers = [], []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
-                raise DataError(f"{path}:{number}: not a JSON object: {error}") from error
-            if not isinstance(record, dict):
-                raise DataError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")
-            records.append(record)
-            numbers.append(number)
-    return records, numbers
 
 
 def _read_parquet(path: Path) -> Any:
     """The rows of a Parquet file, or of a directory of them."""
     import datasets
-    import pyarrow.parquet
 
     if not path.exists():
         raise DataError(f"{path}: no such file")
-    try:
-        return datasets.Dataset(pyarrow.parquet.read_table(path))
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: not a Parquet file: {error}") from error
+    return datasets.Dataset(read_parquet(path))
 
 
-def read_dataset(path: Path, subset: str | None, split: str | None) -> Any:
+def read_dataset(path: Path, subset: str | None, split: str | None, texts: Sequence[str]) -> Any:
     """The rows of a data set's split, as mappings: of a directory that `Dataset.save_to_disk` wrote, or of a clone.
 
-    Raises DataError, also for several splits where none is named.
+    `texts`: see `read_dataset_files`. Raises DataError, also for several splits where none is named.
     """
     import datasets
 
     if not path.is_dir():
         raise DataError(f"{path}: no such directory")
     if not any((path / name).is_file() for name in _SAVED):
-        return read_dataset_files(path, subset, split)
+        return read_dataset_files(path, subset, split, texts)
     try:
-        loaded = datasets.load_from_disk(str(path))
+        loaded = datasets.load_from_disk(str(path)).with_format(None)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a directory written by Dataset.save_to_disk: {error}") from error
     if not isinstance(loaded, datasets.DatasetDict):

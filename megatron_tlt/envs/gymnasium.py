@@ -20,7 +20,7 @@ class GymnasiumEnvironment(Environment):
         self._environment = environment
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
-        options = {"prompt": prompt.text, "answer": prompt.answer, "metadata": prompt.metadata}
+        options = {"prompt": prompt.text, "answer": prompt.user_answer, "metadata": prompt.metadata}
         takes = "options" in inspect.signature(self._environment.reset).parameters
         observation, _ = self._environment.reset(seed=seed, **({"options": options} if takes else {}))
         return None if observation is None else str(observation)

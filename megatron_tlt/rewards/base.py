@@ -78,11 +78,11 @@ def extract_answer(pattern: re.Pattern[str] | None, text: str) -> str | None:
     return text.strip() if pattern is None else last_match(pattern, text)
 
 
-def reference_of(prompt: Prompt) -> str:
-    """The prompt's reference answer. Raises ValueError without one."""
-    if prompt.answer is None:
+def references_of(prompt: Prompt) -> tuple[str, ...]:
+    """The prompt's acceptable answers. Raises ValueError without one."""
+    if not prompt.answers:
         raise ValueError(f"prompt {prompt.dataset_id!r} has no reference answer")
-    return prompt.answer
+    return prompt.answers
 
 
 def labels(section: RewardSection) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from math_verify import parse, verify
 
 from megatron_tlt.config.data import RewardConfig
-from megatron_tlt.rewards.base import Scorer, compile_pattern, extract_answer, reference_of
+from megatron_tlt.rewards.base import Scorer, compile_pattern, extract_answer, references_of
 from megatron_tlt.types import Prompt, Sample
 
 # math-verify stops itself after so many seconds, by SIGALRM: rewards run in a process's main thread. An
@@ -25,8 +25,8 @@ def math_reward(config: RewardConfig) -> Scorer:
     pattern = compile_pattern(config.pattern)
 
     def score(prompt: Prompt, sample: Sample) -> float:
-        reference = _marked(reference_of(prompt))
-        if not _parsed(reference):
+        references = [_marked(reference) for reference in references_of(prompt)]
+        if not any(map(_parsed, references)):
             raise ValueError(
                 f"the reference answer {prompt.answer!r} of {prompt.dataset_id!r} cannot be parsed"
             )
@@ -34,7 +34,8 @@ def math_reward(config: RewardConfig) -> Scorer:
         if answer is None:
             return 0.0
         # Without a pattern math-verify looks for the answer in the text itself.
-        return float(_equal(reference, answer if pattern is None else _marked(answer)))
+        text = answer if pattern is None else _marked(answer)
+        return float(any(_equal(reference, text) for reference in references))
 
     return score
 

@@ -14,7 +14,9 @@ _CALL = "f(prompt, answer, response, metadata"
 
 
 def python_reward(config: RewardConfig) -> Scorer:
-    """f(prompt text, reference answer or None, response text, metadata, **params): whatever it returns or raises.
+    """f(prompt text, reference answer, response text, metadata, **params): whatever it returns or raises.
+
+    The answer is a list where several are acceptable, None where there is none.
 
     Raises RewardError naming what is missing or does not fit.
     """
@@ -23,7 +25,7 @@ def python_reward(config: RewardConfig) -> Scorer:
     except RewardError as error:
         raise RewardError(f"reward {config.path!r}: {error}") from error
     return lambda prompt, sample: function(
-        prompt.text, prompt.answer, sample.text, prompt.metadata, **config.params
+        prompt.text, prompt.user_answer, sample.text, prompt.metadata, **config.params
     )
 
 

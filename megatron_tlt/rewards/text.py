@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from megatron_tlt.config.data import RewardConfig
-from megatron_tlt.rewards.base import Scorer, compile_pattern, extract_answer, reference_of
+from megatron_tlt.rewards.base import Scorer, compile_pattern, extract_answer, references_of
 from megatron_tlt.types import Prompt, Sample
 
 
 def exact_reward(config: RewardConfig) -> Scorer:
-    """1 if the extracted answer is the reference, character by character after stripping; else 0.
+    """1 if the extracted answer is an acceptable one, character by character after stripping; else 0.
 
     Raises ValueError for a prompt without a reference answer.
     """
     pattern = compile_pattern(config.pattern)
 
     def score(prompt: Prompt, sample: Sample) -> float:
-        return float(extract_answer(pattern, sample.text) == reference_of(prompt).strip())
+        answer = extract_answer(pattern, sample.text)
+        return float(any(answer == reference.strip() for reference in references_of(prompt)))
 
     return score
 

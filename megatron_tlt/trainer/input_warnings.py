@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data.long_prompts import long_prompt_warnings
 from megatron_tlt.envs.build import environment_warning
 
 
@@ -14,4 +17,6 @@ def input_warnings(config: Config | SftConfig) -> list[str]:
     found: list[str] = []
     if isinstance(config, Config) and config.env is not None and (text := environment_warning(config.env)) is not None:
         found.append(text)
+    if isinstance(config, Config):
+        found += long_prompt_warnings(config.data, Path(config.model.tokenizer or config.model.path))
     return found
