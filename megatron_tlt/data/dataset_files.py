@@ -143,6 +143,8 @@ def _read_csv(path: Path, delimiter: str, texts: Sequence[str]) -> pyarrow.Table
     double = sorted({name for name in columns if columns.count(name) > 1})
     if double:
         raise DataError(f"{path}: its first line names a column twice: {', '.join(map(repr, double))}")
+    if blank := [name for name in columns if name not in texts and name.strip() in texts]:
+        raise DataError(f"{path}: its first line has blanks around names: {', '.join(map(repr, blank))}")
     if len(columns) == 1 and (found := re.search(r"[,;\t|]", columns[0])) is not None:
         needed = "tabs (.csv: commas)" if delimiter == "\t" else "commas (.tsv: tabs)"
         raise DataError(f"{path}: its only column is {columns[0]!r}: {needed} separate columns, not {found[0]!r}")

@@ -31,7 +31,7 @@ def field_of(record: Mapping[str, Any], name: str) -> Any:
 def columns_hint(record: Mapping[str, Any], wanted: str) -> str:
     """The columns that there are, and the one whose name is nearest to `wanted`, for an error."""
     if wanted in record:
-        return " (null)"
+        return ": it is null"
     close = difflib.get_close_matches(wanted, record, n=1)
     hint = f", did you mean {close[0]!r}?" if close else ""
     return f"; there are {', '.join(map(repr, sorted(record))) or 'none'}{hint}"
@@ -110,6 +110,8 @@ def _answer_text(value: Any) -> str:
         return _without_exponent(str(value))
     if isinstance(value, date) and not isinstance(value, datetime):
         return value.isoformat()
+    if isinstance(value, dict):
+        raise ValueError(f"an object with {', '.join(map(repr, value))}, of which FIELD.KEY names one")
     raise ValueError("null in it" if value is None else type(value).__name__)
 
 

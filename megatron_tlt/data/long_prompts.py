@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +24,8 @@ class _Count:
     size: int
     counted: int
     long: int
-    longest: int  # tokens
+    shortest: int  # tokens
+    longest: int
     refused: str | None = None  # why the chat template or the tokenizer refuses a row
 
     @property
@@ -41,11 +43,12 @@ def long_prompt_problems(data: DataSection, tokenizer: Path) -> list[ConfigProbl
     for count in _counts(data.model_dump_json(), str(tokenizer)):
         if count.refused is not None:
             problems.append(ConfigProblem(f"{count.field}.path", count.path, count.refused))
-        elif (data.long_prompts == "error" and count.long) or (
-            data.long_prompts == "drop" and count.long == count.size
-        ):
-            needed = f"must be >= {count.longest} with data.long_prompts = {data.long_prompts}"
+        elif data.long_prompts == "error" and count.long:
+            needed = f"must be >= {count.longest} with data.long_prompts = error"
             allowed = f"{needed}: {count.text} of {count.path} are longer"
+            problems.append(ConfigProblem("data.max_prompt_tokens", data.max_prompt_tokens, allowed))
+        elif data.long_prompts == "drop" and count.long == count.size:
+            allowed = f"must be >= {count.shortest}: all {count.size} rows of {count.path} are longer"
             problems.append(ConfigProblem("data.max_prompt_tokens", data.max_prompt_tokens, allowed))
     return problems
 
@@ -74,7 +77,7 @@ def _counts(data_json: str, tokenizer_dir: str) -> tuple[_Count, ...]:
     try:
         tokenizer = HFTokenizer(tokenizer_dir)
         return tuple(_count(data, field, source, tokenizer) for field, source in here)
-    except (CheckpointError, DataError):  # named where tokenizer and files are checked
+    except (CheckpointError, DataError, re.error):  # named where tokenizer, files and patterns are checked
         return ()
 
 
@@ -93,4 +96,5 @@ def _count(data: DataSection, field: str, config: PromptSourceConfig, tokenizer:
         except DataError as error:
             refused = refused or f"{row.dataset_id}: {error}"
     long = sum(length > data.max_prompt_tokens for length in lengths)
-    return _Count(field, config.path, source.size, len(lengths), long, max(lengths, default=0), refused)
+    shortest, longest = min(lengths, default=0), max(lengths, default=0)
+    return _Count(field, config.path, source.size, len(lengths), long, shortest, longest, refused)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,6 +108,8 @@ def source_problems(config: PromptSourceConfig, field: str) -> list[ConfigProble
         return error.problems
     except DataError as error:
         return [ConfigProblem(f"{field}.path", config.path, str(error))]
+    except re.error:  # of answer_pattern, which config/checks names
+        pass
     return []
 
 

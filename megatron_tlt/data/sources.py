@@ -95,7 +95,7 @@ class FileSource:
         if not len(records):
             raise DataError(f"{path}: no records")
         feature = getattr(records, "features", {}).get(config.answer_field)
-        self._is_single = getattr(feature, "dtype", None) in ("float16", "float32")
+        self._is_single = getattr(getattr(feature, "feature", feature), "dtype", None) in ("float16", "float32")
         try:
             self._fingerprint = self._check()
         except UnicodeDecodeError as error:  # of a table's strings
@@ -160,7 +160,7 @@ class FileSource:
             raise DataError(f"{where}: no field {self._config.prompt_field!r}{there}")
         value = field_of(record, self._config.answer_field)
         if value is not None and self._is_single:
-            value = np.float32(value)  # the shortest decimals of its type
+            value = [*np.float32(value)] if isinstance(value, list) else np.float32(value)  # shortest decimals
         answer = checked_answer(value, self._config.answer_field, where)
         return checked_prompt(prompt, self._config.prompt_field, where), self._extracted(answer, where)
 

@@ -31,7 +31,6 @@ from megatron_tlt.config.checks.memory import check_memory
 from megatron_tlt.config.checks.rollout import check_context, check_positions, check_rollout
 from megatron_tlt.config.checks.speculation import check_idle, check_speculation
 from megatron_tlt.config.checks.teacher import check_teacher
-from megatron_tlt.config.checks.texts import check_texts
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.errors import ConfigProblem, Problems
@@ -67,7 +66,6 @@ def check_config(
     device = resolve_device(config, device)
     shape = shape if shape is not None else config.model.architecture
     problems = [
-        *check_texts(config.model_dump()),
         *check_world(config, num_ranks, device),
         *tp_problems(shape, "actor.tp", config.actor.tp),
         *pp_problems(shape, "actor.pp", config.actor.pp),

@@ -6,8 +6,9 @@ from megatron_tlt.errors import ConfigProblem, Problems
 
 
 def check_texts(value: object, path: str = "") -> Problems:
-    """Strings, also within sections and lists, with a lone surrogate: YAML's escapes and an argument's stray bytes write
-    them, UTF-8 and tokenizers cannot.
+    """Strings, also within sections and lists, with a lone surrogate.
+
+    YAML's escapes and stray bytes of an argument become such ones; UTF-8 and tokenizers have none.
     """
     if isinstance(value, str):
         try:
