@@ -24,8 +24,7 @@ FinishReason = Literal["stop", "length", "carry", "env", "abort"]
 ended the trajectory; dropped, or its environment failed."""
 Span = tuple[int, int]  # half-open, of response positions
 Drawn = tuple[int, int]  # policy version, response tokens in a row that this policy drew
-Answer: TypeAlias = str | tuple[str, ...]
-"""A reference answer, or all those that are acceptable."""
+Answer: TypeAlias = str | tuple[str, ...]  # a reference answer, or all those that are acceptable
 _SAME_WAIT_S = 0.005  # between two polls of the same wait
 ProgressCallback = Callable[[int, int, int], None]
 """Called during a rollout with (running requests, waiting requests, tokens generated so far)."""
@@ -84,11 +83,6 @@ class Prompt:
     def answers(self) -> tuple[str, ...]:
         """The acceptable reference answers; empty without one."""
         return () if self.answer is None else (self.answer,) if isinstance(self.answer, str) else self.answer
-
-    @property
-    def user_answer(self) -> str | list[str] | None:
-        """The reference answer as users' functions get it: a list where several are acceptable."""
-        return [*self.answer] if isinstance(self.answer, tuple) else self.answer
 
 
 @dataclass(slots=True)

@@ -125,6 +125,7 @@ def read_prompts(
             if not rows[number].prompt:
                 raise DataError(f"{rows[number].dataset_id}: the environment's text cannot be added to token_ids: "
                                 "give a prompt")  # fmt: skip
+            check_text(text, "reset", rows[number].dataset_id)
             row = rows[number].with_opening(text)
             ids = _encode(row, tokenizer, chat, env)
             prompts[number] = replace(prompts[number], text=row.prompt, token_ids=ids)

@@ -80,14 +80,27 @@ def _check_files(names: Sequence[str], where: str) -> None:
             raise DataError(f"{where} has {' and '.join(same)}, which may hold the same rows: keep one of them")
 
 
+def unread_files(directory: Path, subset: str | None) -> list[str]:
+    """Files of rows in a clone without a card's list that no split reads: others name their split, these do not."""
+    names = [name for name in _names_in(directory) if _is_data(name) and not name.endswith(_TEXTS)]
+    config = _subset_of(_configs(directory / CARD, str(directory)), subset, str(directory))
+    splits = {} if "data_files" in config else _splits(config, names)
+    inside = [name for name in names if name.startswith(str(config.get("data_dir") or ""))]
+    read = {name for files in splits.values() for name in files}
+    return sorted({*inside} - read) if read else []
+
+
+def _names_in(directory: Path) -> list[str]:
+    return [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
+
+
 def read_dataset_files(directory: Path, subset: str | None, split: str | None, texts: Sequence[str]) -> Any:
     """The rows of a subset and split of a clone of a data set, in memory: mappings. Raises DataError.
 
     `texts`: columns whose cells are not interpreted in files that have no types: 00501 is not 501. Numbers of JSON are
     `JsonNumber`s.
     """
-    names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
-    chosen = choose_files(names, directory / CARD, subset, split, str(directory))
+    chosen = choose_files(_names_in(directory), directory / CARD, subset, split, str(directory))
     kinds = {kind for name in chosen for ending, kind in _KINDS.items() if name.endswith((ending, *_packed(ending)))}
     if len(kinds) > 1:
         split = split or DEFAULT_SPLIT

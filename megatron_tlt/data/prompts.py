@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig
 from megatron_tlt.data.chat import Messages, last_user_text
+from megatron_tlt.data.fields import check_text
 from megatron_tlt.data.hashing import digest, hashed
 from megatron_tlt.data.sources import EnvSource, Row, Source, open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -207,6 +208,7 @@ class PromptStream:
         for (row, prompt), text in zip(drawn, texts, strict=True):
             if not text and isinstance(self._source, EnvSource):
                 raise DataError(f"{row.dataset_id}: the environment's reset returned no text, which is the prompt")
+            check_text(text, "reset", row.dataset_id)
             whole = row if text is None else row.with_opening(text)
             tokens = prompt.token_ids if text is None else self._encode(whole)
             if tokens is not None:

@@ -14,11 +14,11 @@ import numpy as np
 
 from megatron_tlt.config.data import PromptSourceConfig
 from megatron_tlt.data.chat import Messages, last_user_text
-from megatron_tlt.data.dataset_files import DEFAULT_SPLIT, read_dataset_files, read_parquet
+from megatron_tlt.data.dataset_files import DEFAULT_SPLIT, read_dataset_files, read_parquet, unread_files
 from megatron_tlt.data.fields import checked_answer, checked_prompt, columns_hint, field_of
 from megatron_tlt.data.hashing import digest
 from megatron_tlt.data.json_files import read_json, without_spelling
-from megatron_tlt.errors import DataError
+from megatron_tlt.errors import DataError, shortened
 from megatron_tlt.types import Answer
 
 _DEFAULT_ANSWER_FIELD = "answer"
@@ -160,7 +160,7 @@ class FileSource:
             raise DataError(f"{where}: no field {self._config.prompt_field!r}{there}")
         value = field_of(record, self._config.answer_field)
         if value is not None and self._is_single:
-            value = [*np.float32(value)] if isinstance(value, list) else np.float32(value)  # shortest decimals
+            value = [*map(np.float32, value)] if isinstance(value, list) else np.float32(value)  # shortest decimals
         answer = checked_answer(value, self._config.answer_field, where)
         return checked_prompt(prompt, self._config.prompt_field, where), self._extracted(answer, where)
 
@@ -201,6 +201,19 @@ def _read_parquet(path: Path) -> Any:
     return datasets.Dataset(read_parquet(path))
 
 
+def unread_warning(config: PromptSourceConfig, field: str) -> str | None:
+    """Names the files in a clone of a data set that belong to none of its splits. `field`: section of the source."""
+    path = Path(config.path or "")
+    if config.kind != "hf" or not path.is_dir() or _is_saved(path) or not (names := unread_files(path, config.subset)):
+        return None
+    why = "no word for a split (train, test, validation) is in their names, as in others'"
+    return f"{field}.path = {path}: not read: {shortened(names)}; {why}"
+
+
+def _is_saved(path: Path) -> bool:
+    return any((path / name).is_file() for name in _SAVED)
+
+
 def read_dataset(path: Path, subset: str | None, split: str | None, texts: Sequence[str]) -> Any:
     """The rows of a data set's split, as mappings: of a directory that `Dataset.save_to_disk` wrote, or of a clone.
 
@@ -210,7 +223,7 @@ def read_dataset(path: Path, subset: str | None, split: str | None, texts: Seque
 
     if not path.is_dir():
         raise DataError(f"{path}: no such directory")
-    if not any((path / name).is_file() for name in _SAVED):
+    if not _is_saved(path):
         return read_dataset_files(path, subset, split, texts)
     try:
         loaded = datasets.load_from_disk(str(path)).with_format(None)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from megatron_tlt.config.data import RewardConfig
 from megatron_tlt.errors import RewardError, UserCodeError
 from megatron_tlt.rewards.base import Scorer
+from megatron_tlt.types import Prompt, Sample
 from megatron_tlt.workers.user_code import load_object
 
 _CALL = "f(prompt, answer, response, metadata"
@@ -24,9 +25,12 @@ def python_reward(config: RewardConfig) -> Scorer:
         function = load_function(config)
     except RewardError as error:
         raise RewardError(f"reward {config.path!r}: {error}") from error
-    return lambda prompt, sample: function(
-        prompt.text, prompt.user_answer, sample.text, prompt.metadata, **config.params
-    )
+
+    def score(prompt: Prompt, sample: Sample) -> object:
+        answer = [*prompt.answer] if isinstance(prompt.answer, tuple) else prompt.answer
+        return function(prompt.text, answer, sample.text, prompt.metadata, **config.params)
+
+    return score
 
 
 def load_function(config: RewardConfig) -> Callable[..., object]:

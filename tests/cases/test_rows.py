@@ -25,7 +25,7 @@ from megatron_tlt.config.root import Config, SftConfig, SftSection
 from megatron_tlt.data.completions import read_completions
 from megatron_tlt.data.prompts import PromptStream, build_prompts
 from megatron_tlt.data.responses import read_responses
-from megatron_tlt.data.sources import Row, open_file
+from megatron_tlt.data.sources import Row, open_file, unread_warning
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.envs.retry import Retry
 from megatron_tlt.errors import ConfigError, DataError
@@ -203,6 +203,17 @@ def test_no_file_of_a_split_is_left_out_silently(tmp_path: Path, name: str, prob
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(DataError, match=problem):
         rows(tmp_path, "hf")
+
+
+def test_files_that_belong_to_no_split_are_named(tmp_path: Path) -> None:
+    for name in ("part-0.jsonl", "notes.txt", "README.md"):
+        (tmp_path / name).write_bytes(ROW)
+    source = PromptSourceConfig(kind="hf", path=str(tmp_path))
+    assert unread_warning(source, "data.train") is None  # all are one split
+    (tmp_path / "train.jsonl").write_bytes(ROW)
+    warning = unread_warning(source, "data.train")
+    assert warning is not None
+    assert f"data.train.path = {tmp_path}: not read: part-0.jsonl;" in warning
 
 
 LONE = r"\ud83d"
