@@ -63,7 +63,7 @@ def choose_files(
 
 
 def _is_data(name: str) -> bool:
-    is_hidden = any(part[0] in "._" for part in name.split("/"))
+    is_hidden = any(part.startswith(".") for part in name.split("/"))
     return not is_hidden and name.endswith((*FORMATS, *_OTHER_FORMATS)) and PurePosixPath(name).name not in _ABOUT
 
 

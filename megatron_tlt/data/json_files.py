@@ -10,7 +10,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -55,7 +55,7 @@ def read_json(path: Path, spelled: bool = False) -> tuple[list[dict[str, Any]], 
         raise DataError(f"{path}: is a directory, not a JSONL file")
     decoder = json.JSONDecoder(parse_float=JsonNumber if spelled else None)
     try:
-        with closing(open_text(path)) as file:
+        with open_text(path) as file:
             found = [*_numbered(file, path, decoder)]
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
@@ -67,20 +67,16 @@ def read_json(path: Path, spelled: bool = False) -> tuple[list[dict[str, Any]], 
     return [record for record, _ in found], [number for _, number in found]
 
 
-def open_text(path: Path) -> IO[bytes]:
+@contextmanager
+def open_text(path: Path) -> Iterator[IO[bytes]]:
     """A file of text, unpacked: its first bytes tell how it is compressed. Raises DataError and `UNREADABLE` errors."""
-    file = path.open("rb")
-    try:
-        unpacked = _unpacked(file)
+    with path.open("rb") as file, _unpacked(file) as unpacked:
         first = unpacked.peek(_MAGIC_BYTES)
         if first.startswith(_UTF_16):
             raise DataError(f"{path}: is UTF-16 text, must be UTF-8")
         if first.startswith(b"PAR1"):
             raise DataError(f"{path}: is a Parquet file (kind: parquet)")
-    except BaseException:
-        file.close()
-        raise
-    return unpacked
+        yield unpacked
 
 
 def _unpacked(file: io.BufferedReader) -> io.BufferedReader:
