@@ -44,13 +44,15 @@ def read_completions(sft: SftSection, path: Path, split: str) -> tuple[list[Comp
     Raises DataError naming file and record, also where there is no record.
     """
     if path.is_dir():
-        records = read_dataset(path, sft.subset, split, (sft.prompt_field, sft.completion_field))
+        records, where = read_dataset(path, sft.subset, split, (sft.prompt_field, sft.completion_field))
         numbers = [*range(len(records))]
+        places = [where(row) for row in numbers]
     else:
         records, numbers = read_json(path)
+        places = [f"{path}:{number}" for number in numbers]
     if not len(records):
         raise DataError(f"{path}: no records")
-    return [_completion(sft, r, f"{path}:{n}") for r, n in zip(records, numbers, strict=True)], numbers
+    return [_completion(sft, record, place) for record, place in zip(records, places, strict=True)], numbers
 
 
 def _completion(sft: SftSection, record: Mapping[str, Any], where: str) -> Completion:

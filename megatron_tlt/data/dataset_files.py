@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ from megatron_tlt.errors import ConfigError, DataError
 if TYPE_CHECKING:
     import pyarrow
 
+Where = Callable[[int], str]
+"""The place of row i in its file or directory, for messages."""
 CARD = "README.md"
 _PACKED = (".gz", ".bz2", ".xz", ".zst")
 _KINDS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "tsv"}
@@ -94,8 +96,10 @@ def _names_in(directory: Path) -> list[str]:
     return [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
 
 
-def read_dataset_files(directory: Path, subset: str | None, split: str | None, texts: Sequence[str]) -> Any:
-    """The rows of a subset and split of a clone of a data set, in memory: mappings. Raises DataError.
+def read_dataset_files(
+    directory: Path, subset: str | None, split: str | None, texts: Sequence[str]
+) -> tuple[Any, Where]:
+    """(rows of a subset and split of a clone of a data set, in memory: mappings; their places). Raises DataError.
 
     `texts`: columns whose cells are not interpreted in files that have no types: 00501 is not 501. Numbers of JSON are
     `JsonNumber`s.
@@ -105,19 +109,21 @@ def read_dataset_files(directory: Path, subset: str | None, split: str | None, t
     if len(kinds) > 1:
         split = split or DEFAULT_SPLIT
         raise DataError(f"{directory}: split {split!r} mixes formats: {', '.join(sorted(kinds))} ({', '.join(chosen)})")
-    return _read_rows([directory / name for name in chosen], kinds.pop(), texts)
+    paths = [directory / name for name in chosen]
+    if kinds == {"json"}:
+        read = [(path, *found) for path in paths for found in zip(*read_json(path, spelled=True), strict=True)]
+        return [record for _, record, _ in read], lambda row: f"{read[row][0]}:{read[row][2]}"
+    return _read_tables(paths, kinds.pop(), texts), lambda row: f"{directory}:{row}"
 
 
 def _packed(ending: str) -> list[str]:
     return [f"{ending}{packed}" for packed in _PACKED]
 
 
-def _read_rows(paths: Sequence[Path], kind: str, texts: Sequence[str]) -> Any:
+def _read_tables(paths: Sequence[Path], kind: str, texts: Sequence[str]) -> Any:
     import datasets
     import pyarrow
 
-    if kind == "json":
-        return [record for path in paths for record in read_json(path, spelled=True)[0]]
     delimiter = "\t" if kind == "tsv" else ","
     tables = [read_parquet(path) if kind == "parquet" else _read_csv(path, delimiter, texts) for path in paths]
     try:

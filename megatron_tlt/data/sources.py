@@ -14,7 +14,13 @@ import numpy as np
 
 from megatron_tlt.config.data import PromptSourceConfig
 from megatron_tlt.data.chat import Messages, last_user_text
-from megatron_tlt.data.dataset_files import DEFAULT_SPLIT, read_dataset_files, read_parquet, unread_files
+from megatron_tlt.data.dataset_files import (
+    DEFAULT_SPLIT,
+    Where,
+    read_dataset_files,
+    read_parquet,
+    unread_files,
+)
 from megatron_tlt.data.fields import checked_answer, checked_prompt, columns_hint, field_of
 from megatron_tlt.data.hashing import digest
 from megatron_tlt.data.json_files import read_json, without_spelling
@@ -88,9 +94,9 @@ class EnvSource:
 class FileSource:
     """The records of a JSONL file, a Parquet file or a `datasets` directory."""
 
-    def __init__(self, config: PromptSourceConfig, path: Path, records: Any, places: Sequence[object]):
-        """Checks every record, a mapping; number i stands at `places[i]`. Raises DataError naming file and place."""
-        self._config, self._path, self._records, self._places = config, path, records, places
+    def __init__(self, config: PromptSourceConfig, path: Path, records: Any, where: Where):
+        """Checks every record, a mapping. Raises DataError naming its place."""
+        self._config, self._path, self._records, self._where = config, path, records, where
         self._pattern = None if config.answer_pattern is None else re.compile(config.answer_pattern, re.DOTALL)
         if not len(records):
             raise DataError(f"{path}: no records")
@@ -118,7 +124,7 @@ class FileSource:
         try:
             record = self._records[index]
         except UnicodeDecodeError as error:
-            raise DataError(f"{self._path}:{self._places[index]}: a column is not UTF-8 text: {error}") from error
+            raise DataError(f"{self._where(index)}: a column is not UTF-8 text: {error}") from error
         prompt, answer = self._fields(index, record)
         taken = {self._config.prompt_field, self._config.answer_field}
         metadata = {key: without_spelling(value) for key, value in record.items() if key not in taken}
@@ -153,7 +159,7 @@ class FileSource:
                 yield dict(zip(batch, values, strict=True))
 
     def _fields(self, index: int, record: Mapping[str, Any]) -> tuple[str | Messages, Answer | None]:
-        where = f"{self._path}:{self._places[index]}"
+        where = self._where(index)
         prompt = field_of(record, self._config.prompt_field)
         if prompt is None:
             there = columns_hint(record, self._config.prompt_field)
@@ -184,12 +190,12 @@ class FileSource:
 def open_file(config: PromptSourceConfig, path: Path) -> FileSource:
     """The source of a file or directory. Raises DataError naming file and line or record of the first bad one."""
     if config.kind == "jsonl":
-        return FileSource(config, path, *read_json(path, spelled=True))
+        records, lines = read_json(path, spelled=True)
+        return FileSource(config, path, records, lambda row: f"{path}:{lines[row]}")
     if config.kind == "parquet":
-        records = _read_parquet(path)
-    else:
-        records = read_dataset(path, config.subset, config.split, (config.prompt_field, config.answer_field))
-    return FileSource(config, path, records, range(len(records)))
+        return FileSource(config, path, _read_parquet(path), lambda row: f"{path}:{row}")
+    texts = (config.prompt_field, config.answer_field)
+    return FileSource(config, path, *read_dataset(path, config.subset, config.split, texts))
 
 
 def _read_parquet(path: Path) -> Any:
@@ -214,8 +220,8 @@ def _is_saved(path: Path) -> bool:
     return any((path / name).is_file() for name in _SAVED)
 
 
-def read_dataset(path: Path, subset: str | None, split: str | None, texts: Sequence[str]) -> Any:
-    """The rows of a data set's split, as mappings: of a directory that `Dataset.save_to_disk` wrote, or of a clone.
+def read_dataset(path: Path, subset: str | None, split: str | None, texts: Sequence[str]) -> tuple[Any, Where]:
+    """(rows of a split of a data set, as mappings; their places): `Dataset.save_to_disk` wrote it, or it is a clone.
 
     `texts`: see `read_dataset_files`. Raises DataError, also for several splits where none is named.
     """
@@ -230,8 +236,8 @@ def read_dataset(path: Path, subset: str | None, split: str | None, texts: Seque
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a directory written by Dataset.save_to_disk: {error}") from error
     if not isinstance(loaded, datasets.DatasetDict):
-        return loaded
+        return loaded, lambda row: f"{path}:{row}"
     wanted = split or DEFAULT_SPLIT
     if wanted not in loaded:
         raise DataError(f"{path}: no split {wanted!r}; there are: {', '.join(loaded)}")
-    return loaded[wanted]
+    return loaded[wanted], lambda row: f"{path}:{row}"

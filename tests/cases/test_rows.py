@@ -239,6 +239,10 @@ def test_a_lone_surrogate_of_a_prompt_is_named_before_a_model_is_loaded(tmp_path
     data = {"train": {"kind": "jsonl", "path": str(path)}}
     functions = [{"name": "exact"}]
     config = build_config({"model": {"path": "x"}, "data": data, "rewards": {"functions": functions}})
+    shutil.copy(path, tmp_path / "train.jsonl")
+    in_directory = PromptSourceConfig(kind="hf", path=str(tmp_path), split="train")
+    with pytest.raises(DataError, match="train.jsonl:2: field".replace(".", r"\.")):
+        open_file(in_directory, tmp_path)
     (found,) = input_problems(config)
     with pytest.raises(DataError, match=problem):
         raise DataError(found.allowed)
