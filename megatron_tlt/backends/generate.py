@@ -18,6 +18,8 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.data.chat import as_messages, last_user_text
+from megatron_tlt.data.fields import check_text, checked_answer
+from megatron_tlt.data.json_files import read_json, without_spelling
 from megatron_tlt.data.prompts import NO_ENV, EnvPrompts, encode_prompt, env_seed
 from megatron_tlt.data.sources import Row, errors_at
 from megatron_tlt.errors import ConfigError, DataError
@@ -103,17 +105,11 @@ def read_prompts(
 
     Raises DataError naming file and line, EnvError for a prompt that the environment refuses.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as e:
-        raise DataError(f"{path} cannot be read: {e}") from e
     prompts: list[Prompt] = []
     rows: list[Row] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for record, number in zip(*read_json(path, spelled=True), strict=True):
         where = f"{path}:{number}"
-        row, token_ids = _parse(line, where, tokenizer, chat, env)
+        row, token_ids = _parse(record, where, tokenizer, chat, env)
         if not token_ids:
             raise DataError(f"{where}: the prompt has no tokens")
         rows.append(row)
@@ -129,6 +125,7 @@ def read_prompts(
             if not rows[number].prompt:
                 raise DataError(f"{rows[number].dataset_id}: the environment's text cannot be added to token_ids: "
                                 "give a prompt")  # fmt: skip
+            check_text(text, "reset", rows[number].dataset_id)
             row = rows[number].with_opening(text)
             ids = _encode(row, tokenizer, chat, env)
             prompts[number] = replace(prompts[number], text=row.prompt, token_ids=ids)
@@ -174,19 +171,17 @@ def _encode(row: Row, tokenizer: HFTokenizer, chat: bool, env: EnvPrompts) -> tu
 
 
 def _parse(
-    line: str, where: str, tokenizer: HFTokenizer | None, chat: bool, env: EnvPrompts
+    record: dict[str, Any], where: str, tokenizer: HFTokenizer | None, chat: bool, env: EnvPrompts
 ) -> tuple[Row, tuple[int, ...]]:
-    try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError as e:
-        raise DataError(f"{where}: not JSON: {e}") from e
-    keys = {"prompt", "token_ids"} & record.keys() if isinstance(record, dict) else set()
+    keys = {"prompt", "token_ids"} & record.keys()
     if len(keys) != 1:
-        raise DataError(f'{where}: an object with either "prompt" or "token_ids" is needed, got {line.strip()[:80]}')
+        found = ", ".join(map(repr, record)) or "none"
+        raise DataError(f'{where}: an object with either "prompt" or "token_ids" is needed, its fields: {found:.80}')
     key = keys.pop()
     value = record.pop(key)
-    answer = record.pop("answer", None)
-    row = Row(where, "", None if answer is None else str(answer), "default", record)
+    answer = checked_answer(record.pop("answer", None), "answer", where)
+    check_text(value, key, where)
+    row = Row(where, "", answer, "default", without_spelling(record))
     if key == "prompt" and tokenizer is None:
         raise DataError(f'{where}: "prompt" needs a tokenizer and the model has none; give "token_ids"')
     if key == "prompt" and tokenizer is not None and isinstance(value, list) and chat:

@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.checks.speculation import check_speculation
+from megatron_tlt.config.checks.texts import check_texts
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config, SftConfig
@@ -52,6 +53,7 @@ def build_config(
             apply_override(tree, override)
         except ConfigError as error:
             problems += error.problems
+    problems += check_texts(tree)
     try:
         config = root.model_validate(tree)
     except ValidationError as error:

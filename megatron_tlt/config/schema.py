@@ -28,6 +28,8 @@ SYNONYMS = {
     "max_new_tokens": "rollout.max_tokens",
     "max_response_length": "rollout.max_tokens",
     "max_prompt_length": "data.max_prompt_tokens",
+    "filter_overlong_prompts": "data.long_prompts",
+    "truncation": "data.long_prompts",
     "partial_rollout": "rollout.carry_over",
     "mask_offpolicy_in_partial_rollout": "algorithm.mask_off_policy",
     "train_batch_size": "train.prompts_per_step",

@@ -18,15 +18,10 @@ from typing import Any, TypeAlias
 
 from megatron_tlt.config.root import SftSection
 from megatron_tlt.data.chat import Messages
+from megatron_tlt.data.fields import check_text, checked_messages, checked_prompt, field_of
+from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.prompts import encode_prompt
-from megatron_tlt.data.sources import (
-    checked_messages,
-    checked_prompt,
-    errors_at,
-    field_of,
-    read_dataset,
-    read_jsonl,
-)
+from megatron_tlt.data.sources import errors_at, read_dataset
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.data.turn_form import read_turn_form
 from megatron_tlt.data.turns import TurnTokens
@@ -52,13 +47,15 @@ def read_completions(sft: SftSection, path: Path, split: str) -> tuple[list[Comp
     Raises DataError naming file and record, also where there is no record.
     """
     if path.is_dir():
-        records = read_dataset(path, sft.subset, split)
+        records, where = read_dataset(path, sft.subset, split, (sft.prompt_field, sft.completion_field))
         numbers = [*range(len(records))]
+        places = [where(row) for row in numbers]
     else:
-        records, numbers = read_jsonl(path)
+        records, numbers = read_json(path)
+        places = [f"{path}:{number}" for number in numbers]
     if not len(records):
         raise DataError(f"{path}: no records")
-    return [_completion(sft, r, f"{path}:{n}") for r, n in zip(records, numbers, strict=True)], numbers
+    return [_completion(sft, record, place) for record, place in zip(records, places, strict=True)], numbers
 
 
 def encoded_records(
@@ -87,6 +84,7 @@ def _completion(sft: SftSection, record: Mapping[str, Any], where: str) -> Compl
     if not isinstance(completion, str) or prompt is None:
         missing = sft.prompt_field if prompt is None else sft.completion_field
         raise DataError(f"{where}: field {missing!r} must be a string, found keys {sorted(record)}")
+    check_text(completion, sft.completion_field, where)
     return Completion(checked_prompt(prompt, sft.prompt_field, where), (completion,))
 
 
@@ -114,6 +112,7 @@ def _tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list) or not all(map(_is_tool, value)):
         form = '{"type": "function", "function": {"name": .., ..}}'
         raise DataError(f"{where}: field {_TOOLS!r} must be a list of {form}")
+    check_text(value, _TOOLS, where)
     return tuple(value)
 
 

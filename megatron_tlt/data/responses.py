@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_tlt.data.completions import MESSAGES, RecordTokens, read_conversation
-from megatron_tlt.data.sources import checked_prompt, columns_hint, errors_at, field_of, read_jsonl
+from megatron_tlt.data.fields import check_text, checked_prompt, columns_hint, field_of
+from megatron_tlt.data.json_files import read_json
+from megatron_tlt.data.sources import errors_at
 from megatron_tlt.errors import DataError
 from megatron_tlt.observe.jsonl import SkippedLines, read_rows
 from megatron_tlt.observe.rollouts import RESPONSES_DIR
@@ -56,7 +58,7 @@ def read_responses(
 
 
 def _rows_of_file(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    records, numbers = read_jsonl(path)
+    records, numbers = read_json(path)
     return [(f"{path}:{number}", record) for record, number in zip(records, numbers, strict=True)]
 
 
@@ -127,6 +129,7 @@ def _tokens(
     if not isinstance(text, str):
         hint = columns_hint(row, response_field) if text is None else f", found {type(text).__name__}"
         raise DataError(f"{where}: field {response_field!r} must be a string, or {_RESPONSE_IDS!r} a list of ids{hint}")
+    check_text(text, response_field, where)
     with errors_at(where):
         response = encoder.drawn(text, prompt_ids, ends=row.get("finish_reason", "stop") == "stop")
     return prompt_ids, response, ()

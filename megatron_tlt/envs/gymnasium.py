@@ -13,14 +13,15 @@ class GymnasiumEnvironment(Environment):
     """`reset(seed=...) -> (observation, info)`, `step(text)` -> (observation, reward, terminated, truncated, info).
 
     Observations become texts by `str`. A `reset` that takes `options` gets the prompt there, as {"prompt", "answer",
-    "metadata"}.
+    "metadata"}; several acceptable answers are a list.
     """
 
     def __init__(self, environment: Any):
         self._environment = environment
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
-        options = {"prompt": prompt.text, "answer": prompt.answer, "metadata": prompt.metadata}
+        answer = [*prompt.answer] if isinstance(prompt.answer, tuple) else prompt.answer
+        options = {"prompt": prompt.text, "answer": answer, "metadata": prompt.metadata}
         takes = "options" in inspect.signature(self._environment.reset).parameters
         value = self._environment.reset(seed=seed, **({"options": options} if takes else {}))
         observation, _ = _values(value, "reset", "observation, info")

@@ -78,12 +78,11 @@ def extract_answer(pattern: re.Pattern[str] | None, text: str) -> str | None:
     return text.strip() if pattern is None else last_match(pattern, text)
 
 
-def references_of(prompt: Prompt) -> Sequence[str]:
-    """The prompt's acceptable answers; the best of them counts. Raises ValueError without one."""
-    answer: str | Sequence[str] | None = prompt.answer
-    if not answer and answer != "":
+def references_of(prompt: Prompt) -> tuple[str, ...]:
+    """The prompt's acceptable answers. Raises ValueError without one."""
+    if not prompt.answers:
         raise ValueError(f"prompt {prompt.dataset_id!r} has no reference answer")
-    return (answer,) if isinstance(answer, str) else answer
+    return prompt.answers
 
 
 def labels(section: RewardSection) -> list[str]:

@@ -24,9 +24,9 @@ _BATCHES = {"completions", "responses"}
 
 
 def python_reward(config: RewardConfig) -> Scorer:
-    """f(prompt text, reference answer or None, response text, metadata, **params): whatever it returns or raises.
+    """f(prompt text, reference answer, response text, metadata, **params): whatever it returns or raises.
 
-    Several acceptable answers are a list.
+    The answer is a list where several are acceptable, None where there is none.
 
     Raises RewardError naming what is missing or does not fit.
     """
@@ -35,11 +35,8 @@ def python_reward(config: RewardConfig) -> Scorer:
     except RewardError as error:
         raise RewardError(f"reward {config.path!r}: {error}") from error
 
-
     def score(prompt: Prompt, sample: Sample) -> object:
-        answer: object = prompt.answer
-        if answer is not None and not isinstance(answer, str):
-            answer = list(prompt.answer or ())
+        answer = [*prompt.answer] if isinstance(prompt.answer, tuple) else prompt.answer
         return function(prompt.text, answer, sample.text, prompt.metadata, **config.params)
 
     return score

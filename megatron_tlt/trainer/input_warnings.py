@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data.long_prompts import long_prompt_warnings
 from megatron_tlt.data.prompts import open_source
-from megatron_tlt.data.sources import FileSource
+from megatron_tlt.data.sources import FileSource, unread_warning
 from megatron_tlt.envs.build import environment_warning
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.rewards.build import answer_warning
@@ -24,18 +25,19 @@ def input_warnings(config: Config | SftConfig) -> list[str]:
 def _of_rl(config: Config) -> list[str]:
     """Of what fine-tuning does not have."""
     env = None if config.env is None else environment_warning(config.env)
-    return [*filter(None, [env]), *_of_answers(config), *_of_drafter(config)]
+    long = long_prompt_warnings(config.data, Path(config.model.tokenizer or config.model.path))
+    return [*filter(None, [env]), *_of_rows(config), *long, *_of_drafter(config)]
 
 
-def _of_answers(config: Config) -> list[str]:
-    """Rows of prompt files whose answers a reward function cannot use."""
-    found = []
+def _of_rows(config: Config) -> list[str]:
+    """Files of a data set that belong to no split, and rows whose answers a reward function cannot use."""
+    found: list[str | None] = []
     for field, section in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         if section is not None and section.path is not None and Path(section.path).exists():
+            found.append(unread_warning(section, field))
             source = open_source(section, field, seed=0)
-            text = answer_warning(config.rewards, source.answers()) if isinstance(source, FileSource) else None
-            found += [] if text is None else [text]
-    return found
+            found.append(answer_warning(config.rewards, source.answers()) if isinstance(source, FileSource) else None)
+    return [text for text in found if text is not None]
 
 
 def _of_drafter(config: Config) -> list[str]:

@@ -15,6 +15,7 @@ from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.completions import read_completions
 from megatron_tlt.data.hub import cached, is_name, names_of
+from megatron_tlt.data.long_prompts import long_prompt_problems
 from megatron_tlt.data.prompts import open_source, source_problems
 from megatron_tlt.envs.build import environment_problems
 from megatron_tlt.envs.check import episode_problems
@@ -109,7 +110,8 @@ def _problems(config: Config | SftConfig, num_ranks: int, device: Device | None)
 
 
 def _problems_of_large_files(config: Config | SftConfig) -> list[ConfigProblem]:
-    """Of weights, also a teacher's, the checkpoint to resume from and the drafter, where they are on this machine.
+    """Of weights, also a teacher's, the checkpoint to resume from, the drafter and tokenized prompts, where they are
+    on this machine.
 
     Reads no tensor.
     """
@@ -118,6 +120,7 @@ def _problems_of_large_files(config: Config | SftConfig) -> list[ConfigProblem]:
     if Path(config.checkpoint.resume).exists():
         found += checkpoint_problems(config.checkpoint.resume)
     if isinstance(config, Config):
+        found += long_prompt_problems(config.data, Path(config.model.tokenizer or config.model.path))
         if config.algorithm.teacher is not None and Path(config.algorithm.teacher).exists():
             found += _hf_weight_problems("algorithm.teacher", config.algorithm.teacher)
         path = config.rollout.speculation.drafter_path

@@ -97,6 +97,7 @@ def _record_problems(config: Config | SftConfig, tokenizer: HFTokenizer) -> list
                     chat=data.chat_template,
                     system=data.system_prompt,
                     max_prompt_tokens=data.max_prompt_tokens,
+                    long_prompts=data.long_prompts,
                 ).check_rows()
         except DataError as error:
             problems.append(ConfigProblem(f"{field}.path", source and source.path, str(error)))

@@ -250,7 +250,7 @@ BAD_LINES = [
     ('{"prompt": ""}\n', r"bad\.jsonl:1: .*found an empty string"),
     (
         '{"prompt": "a", "answer": {}}\n',
-        r"bad\.jsonl:1: field 'answer' must be a string or a number, found dict",
+        r"bad\.jsonl:1: field 'answer' must be a string or a number.*, found an object with",
     ),
     ("", r"bad\.jsonl: no records"),
 ]

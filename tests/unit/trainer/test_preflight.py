@@ -194,7 +194,8 @@ def fine_tuning(folder, **sft) -> SftConfig:
     ("text", "problem"),
     [
         (b"{broken", "f:1: not a JSON object"),
-        (b"\xff\xfe", "f:1: not a JSON object"),
+        (b"\xff{}", "f:1: not a JSON object"),
+        (b"\xff\xfe", "f: is UTF-16 text"),
         (b"", "no records"),
         (b'{"prompt": "a", "completion": "b"}\n{"prompt": "a"}', "f:2: field 'completion' must be a string"),
     ],
