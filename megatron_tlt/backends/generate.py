@@ -19,7 +19,7 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.data.chat import as_messages, last_user_text
 from megatron_tlt.data.prompts import NO_ENV, EnvPrompts, env_seed
-from megatron_tlt.data.sources import Row
+from megatron_tlt.data.sources import Row, errors_at
 from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.files import write_atomically
@@ -170,7 +170,8 @@ def stats_report(stats: EngineStats, backend: EmbeddedBackend) -> str:
 
 def _encode(row: Row, tokenizer: HFTokenizer, chat: bool, env: EnvPrompts) -> tuple[int, ...]:
     if chat:
-        return tuple(tokenizer.encode_chat(row.messages or row.prompt, tools=env.tools))
+        with errors_at(row.dataset_id):
+            return tuple(tokenizer.encode_chat(row.messages or row.prompt, tools=env.tools))
     return tuple(tokenizer.encode(row.prompt))
 
 

@@ -6,13 +6,14 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_tlt.config.data import PromptSourceConfig
-from megatron_tlt.data.chat import Messages, as_messages, as_prompt, last_user_text
+from megatron_tlt.data.chat import Messages, as_messages, as_prompt, form_of, last_user_text
 from megatron_tlt.data.dataset_files import DEFAULT_SPLIT, read_dataset_files
 from megatron_tlt.data.hashing import digest
 from megatron_tlt.errors import DataError
@@ -43,7 +44,7 @@ class Row:
             return replace(self, prompt=prompt)
         last = max(i for i, message in enumerate(self.messages) if message["role"] == "user")
         messages = [*self.messages]
-        messages[last] = {"role": "user", "content": prompt}
+        messages[last] = {**messages[last], "content": prompt}
         return replace(self, prompt=prompt, messages=tuple(messages))
 
 
@@ -90,7 +91,13 @@ class FileSource:
         self._pattern = None if config.answer_pattern is None else re.compile(config.answer_pattern, re.DOTALL)
         if not len(records):
             raise DataError(f"{path}: no records")
+        self._examples: dict[Hashable, tuple[str, str | Messages]] = {}
         self._fingerprint = self._check()
+
+    @property
+    def examples(self) -> list[tuple[str, str | Messages]]:
+        """(place, prompt) of the first record of each form, which is all that a chat template may take otherwise."""
+        return [*self._examples.values()]
 
     @property
     def size(self) -> int:
@@ -120,6 +127,8 @@ class FileSource:
         for index, record in enumerate(self._records_to_check()):
             prompt, answer = self._fields(index, record)
             answers += answer is not None
+            form = None if isinstance(prompt, str) else form_of(prompt)
+            self._examples.setdefault(form, (f"{self._path}:{self._places[index]}", prompt))
             sha.update(json.dumps([prompt, answer]).encode())
         field = self._config.answer_field
         # A user's reward function may need no answer; a mistyped column is an error all the same.
@@ -164,6 +173,15 @@ class FileSource:
             field, end = self._config.answer_field, answer[-60:]
             raise DataError(f"{where}: answer_pattern finds nothing in field {field!r}, which ends in {end!r}")
         return found.strip()
+
+
+@contextmanager
+def errors_at(place: str) -> Iterator[None]:
+    """Puts a record's place before the text of a DataError."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
 
 
 def field_of(record: Mapping[str, Any], name: str) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_tlt.data.chat import Messages, with_system
-from megatron_tlt.errors import CheckpointError, DataError
+from megatron_tlt.data.chat_template import ChatTemplate, TemplateSettings
+from megatron_tlt.errors import CheckpointError
 
 _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")  # of any version of the library
 
@@ -16,8 +18,8 @@ _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")  # of a
 class HFTokenizer:
     """The part of a tokenizer that engines, prompts and fine-tuning use. Nothing is downloaded."""
 
-    def __init__(self, path: str | Path):
-        """Reads the tokenizer's files in `path`. Raises CheckpointError."""
+    def __init__(self, path: str | Path, template: TemplateSettings | None = None):
+        """Reads the tokenizer's files in `path`; `template`: for its chat template. Raises CheckpointError."""
         from transformers import AutoTokenizer  # seconds, which `megatron-tlt check` does not need
 
         directory = Path(path)
@@ -30,6 +32,8 @@ class HFTokenizer:
         if not has_tokenizer(directory):  # of config.json alone `transformers` makes an empty one
             raise CheckpointError(f"{directory}: no tokenizer files (tokenizer.json or its older kinds)")
         self._eos = _eos_ids(directory, self._tokenizer)
+        tokens = self._tokenizer.special_tokens_map
+        self._template = ChatTemplate.read(directory, template, tokens)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -49,9 +53,13 @@ class HFTokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` works."""
-        return self._tokenizer.chat_template is not None
+        return self._template is not None
 
-    @property
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token; None for any other text."""
+        return self._tokenizer.convert_tokens_to_ids(text) if text in self.special_tokens else None
+
+    @cached_property
     def special_tokens(self) -> tuple[str, ...]:
         """Texts that `encode` reads as one token with a meaning of its own, longest first."""
         added = [str(t) for t in self._tokenizer.added_tokens_decoder.values() if t.special]  # Llama 3 names few others
@@ -73,29 +81,18 @@ class HFTokenizer:
         """Token ids of the chat template around messages (a string: one of the user), open for the response.
 
         `system`: see `with_system`; `tools`: JSON schemas of functions. Raises CheckpointError without a template,
-        DataError for messages it refuses.
+        DataError for messages that it refuses, fails on or leaves out.
         """
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
-        ids: list[int] = self._apply_template(with_system(messages, system), tools, tokenize=True, return_dict=False)
+        text = self.render_chat(with_system(messages, system), tools)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def render_chat(self, messages: Sequence[dict[str, str]], tools: Sequence[dict[str, Any]] = ()) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
         """The text of which `encode_chat` encodes the tokens. Raises as it does."""
-        text: str = self._apply_template(messages, tools, tokenize=False)
-        return text
-
-    def _apply_template(self, messages: Sequence[dict[str, str]], tools: Sequence[dict[str, Any]], **how: bool) -> Any:
-        from jinja2 import TemplateError
-
-        if not self.has_chat_template:
-            raise CheckpointError(f"{self._tokenizer.name_or_path}: the tokenizer has no chat template")
-        try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, add_generation_prompt=True, **how
-            )
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise DataError(f"the chat template refuses messages of {roles}: {error}") from error
+        if self._template is None:
+            raise CheckpointError(f"{self.name}: the tokenizer has no chat template")
+        return self._template.render(messages, tools)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.envs.build import environment_warning
+from megatron_tlt.trainer.chat_checks import chat_warnings
 
 
 def input_warnings(config: Config | SftConfig) -> list[str]:
     """Every warning, one line each, of a configuration without problems. Reads files on this machine, no tensor."""
-    found: list[str] = []
+    found = chat_warnings(config)
     if isinstance(config, Config) and config.env is not None and (text := environment_warning(config.env)) is not None:
         found.append(text)
     return found

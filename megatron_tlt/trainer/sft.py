@@ -19,12 +19,14 @@ from megatron_tlt.checkpoint.manager import CheckpointManager
 from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data.completions import ResponseTokens, read_completions
 from megatron_tlt.data.packing import balance
+from megatron_tlt.data.sources import errors_at
 from megatron_tlt.distributed.exchange import sum_over_replicas
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.resilience.run_lock import lock_run_dir
 from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown
+from megatron_tlt.trainer.chat_settings import write_config
 from megatron_tlt.types import TrainBatch, TrainSequence, Trajectory
 
 if TYPE_CHECKING:
@@ -60,7 +62,8 @@ def read_records(
     for row, number in zip(*read_completions(sft, path, split), strict=True):
         where = f"{path}:{number}"
         if chat:
-            prompt = tokenizer.encode_chat(row.prompt, tools=row.tools)
+            with errors_at(where):
+                prompt = tokenizer.encode_chat(row.prompt, tools=row.tools)
         elif isinstance(row.prompt, str):
             prompt = tokenizer.encode(row.prompt)
         else:
@@ -141,6 +144,8 @@ class SftTrainer:
         signal ended it before. Collective.
         """
         self._resume()
+        if self._world.is_main:
+            write_config(self._config, self._run_dir)
         try:
             self._train_steps()
         except GracefulExit as reason:
