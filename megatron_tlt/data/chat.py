@@ -32,8 +32,8 @@ def form_of(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...
 
 
 def text_of(content: Any) -> str:
-    """The text of a message: its parts are joined by line breaks."""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    """The text of a message: its parts are joined by line breaks; null, beside calls of tools, is an empty one."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
 
 
 def as_prompt(messages: Messages) -> Messages:
@@ -53,15 +53,12 @@ def with_system(messages: Messages, system: str | None) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def _content(message: Mapping[str, Any], index: int) -> str | list[dict[str, str]]:
-    """The content of a message, which may be null beside calls of tools."""
+def _content(message: Mapping[str, Any], index: int) -> str | list[dict[str, str]] | None:
     content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        return ""
-    if isinstance(content, str):
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return content
     if not isinstance(content, list) or not content:
-        raise ValueError(f"message {index} must have a string or a list of text parts as content")
+        raise ValueError(f"message {index} must have a string, or a list of text parts, as content")
     parts = []
     for part in content:
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
