@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 # Role, content (a text, or parts {"type": "text", "text": ..}) and the other fields that a template may read.
 Messages: TypeAlias = tuple[dict[str, Any], ...]
 
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of one field; `transformers` fills the first two
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first two
 _ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython")
 
 
@@ -54,6 +54,7 @@ def with_system(messages: Messages, system: str | None) -> list[dict[str, Any]]:
 
 
 def _content(message: Mapping[str, Any], index: int) -> str | list[dict[str, str]] | None:
+    """A text, or text parts; null beside calls of tools. Raises ValueError naming the kind of any other part."""
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return content

@@ -77,14 +77,16 @@ class ChatTemplate:
             found |= meta.find_undeclared_variables(environment.parse(self._texts[name][0]))
         return frozenset(found)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
-        """The text of a conversation, open for the response.
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] = (), is_open: bool = True
+    ) -> str:
+        """The text of a conversation. `is_open`: with the opening of the response at its end.
 
         A text stands as one part where the template reads parts only; parts are joined by line breaks where it reads
         texts only. Raises CheckpointError for a template that cannot be used at all, DataError for messages that it
         refuses, fails on or leaves out.
         """
-        return self._render(_in_form(messages, self._form(messages, tools)), tools)
+        return self._render(_in_form(messages, self._form(messages, tools)), tools, is_open)
 
     def _name(self, has_tools: bool) -> str:
         if has_tools and "tool_use" in self._texts:
@@ -105,14 +107,16 @@ class ChatTemplate:
                 raise CheckpointError(f"{where}: line {error.lineno}: no Jinja template: {error.message}") from error
         return self._compiled[name]
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]], is_open: bool = True
+    ) -> str:
         name = self._name(bool(tools))
         day = datetime.combine(self._given.day or date.today(), time())
         values = {
             "messages": [_with_thoughts(message) for message in messages],
             "tools": list(tools) or None,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": is_open,
             "strftime_now": day.strftime,
         }
         template = self._template(name)

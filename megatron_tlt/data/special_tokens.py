@@ -6,6 +6,7 @@ Read from a tokenizer's files, without `transformers`, whose import takes second
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from re import _constants as codes  # type: ignore[attr-defined]  # the parser of `re` has no public name
@@ -63,8 +64,11 @@ def stop_problems(field: str, stops: Sequence[str], special: frozenset[str]) -> 
 
 
 def pattern_problem(field: str, pattern: str, special: frozenset[str]) -> ConfigProblem | None:
-    """A pattern that no response matches, for each match needs a special token."""
-    needed = [*_needed(_parser.parse(pattern))]
+    """A pattern that no response matches, for each match needs a special token; none for what is no pattern."""
+    try:
+        needed = [*_needed(_parser.parse(pattern))]
+    except re.error:
+        return None
     token = max((token for token in special for text in needed if token in text), key=len, default=None)
     if token is None:
         return None

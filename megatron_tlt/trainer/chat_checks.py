@@ -55,7 +55,7 @@ def template_problems(directory: Path, field: str, kwargs_field: str, kwargs: di
 def generation_chat_problems(
     model: Path, chat: bool, kwargs: dict[str, Any], stops: Sequence[str]
 ) -> list[ConfigProblem]:
-    """The same of `generate`'s arguments."""
+    """A chat template that `generate --chat` cannot use, and special tokens in stop strings."""
     if not model.is_dir():
         return []
     problems = template_problems(model, "--chat", "--chat-template-kwargs", kwargs) if chat else []
@@ -66,11 +66,18 @@ def generation_chat_problems(
 
 
 def chat_warnings(config: Config | SftConfig) -> list[str]:
-    """Variables that the run's chat template does not read. For a configuration without problems."""
+    """Variables that the run's chat template does not read, and a template in a file that tokenizers do not read.
+
+    For a configuration without problems.
+    """
     directory = _directory(config)
     name, section = ("data", config.data) if isinstance(config, Config) else ("sft", config.sft)
     if directory is None or not section.chat_template:
         return []
+    of_processor = directory / "chat_template.json"
+    if of_processor.is_file() and ChatTemplate.read(directory) is None:
+        return [f"{of_processor} is read for processors of images only, so prompts have no chat template; "
+                "its text in chat_template.jinja would be used"]  # fmt: skip
     return unread_warnings(directory, f"{name}.chat_template_kwargs", section.chat_template_kwargs)
 
 

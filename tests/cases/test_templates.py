@@ -113,6 +113,13 @@ def test_a_variable_that_is_not_read_is_a_warning_and_one_of_ours_is_refused(
     assert "--chat-template-kwargs = 'messages': cannot be set" in capsys.readouterr().err
 
 
+def test_a_template_that_only_processors_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = chat_model(tmp_path / "m", None)
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": QWEN3}))
+    assert main(arguments("check", model, {"prompt": "1 + 2", "answer": "3"})) == 0
+    assert "chat_template.json is read for processors of images only" in capsys.readouterr().out
+
+
 def test_stop_strings_and_patterns_of_special_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, row = chat_model(tmp_path / "m", QWEN3), {"prompt": "1 + 2", "answer": "3"}
     pattern = r"rewards.functions=[{name: exact, pattern: '(\d+)<\|end\|>'}]"

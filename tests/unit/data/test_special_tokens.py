@@ -39,6 +39,7 @@ def test_the_files_name_the_tokens_that_transformers_skips(tmp_path: Path) -> No
         (r"(\d+)[<|end>]", False),
         (r"(\d+)(?!<\|end\|>)", False),
         (r"<think>(.*)", False),
+        (r"<answer>(", False),
     ],
 )
 def test_a_pattern_that_needs_a_special_token_is_refused(pattern: str, is_needed: bool) -> None:
