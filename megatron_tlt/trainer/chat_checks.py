@@ -76,8 +76,8 @@ def chat_warnings(config: Config | SftConfig) -> list[str]:
         return []
     of_processor = directory / "chat_template.json"
     if of_processor.is_file() and ChatTemplate.read(directory) is None:
-        return [f"{of_processor} is read for processors of images only, so prompts have no chat template; "
-                "its text in chat_template.jinja would be used"]  # fmt: skip
+        return [(f"{of_processor} is read for processors of images only, so prompts have no chat template; "
+                "its text in chat_template.jinja would be used")]  # fmt: skip
     return unread_warnings(directory, f"{name}.chat_template_kwargs", section.chat_template_kwargs)
 
 
