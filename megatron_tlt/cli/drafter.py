@@ -51,15 +51,20 @@ def add_drafter(commands: Any) -> None:
 def _run(body: Body, args: argparse.Namespace) -> int:
     args.signals = StopSignals().install() if args.action == "train" else None  # importing the rest takes seconds
     from megatron_tlt.config.root import Config
+    from megatron_tlt.config.run import UNFINISHED
     from megatron_tlt.data.hub import on_this_machine
+    from megatron_tlt.trainer.chat_settings import with_date
 
     config = read_config(args, Config)
     check_out = output_file_problems if args.action == "eval" else output_directory_problems
     if problems := check_out("--out", args.out):
         raise ConfigError(problems)
-    return run_on_every_rank(
-        config.distributed, config.rollout.threads, lambda world: body(on_this_machine(config, world), world, args)
-    )
+    unfinished = args.out / UNFINISHED if args.action == "train" else None
+
+    def start(world: World) -> int:
+        return body(with_date(on_this_machine(config, world), world, unfinished), world, args)
+
+    return run_on_every_rank(config.distributed, config.rollout.threads, start)
 
 
 def _train(config: Config, world: World, args: argparse.Namespace) -> int:

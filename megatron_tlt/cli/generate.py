@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from argparse import ArgumentTypeError
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.ranks import run_on_every_rank
+from megatron_tlt.config.checks.chat_template import check_template_kwargs
 from megatron_tlt.config.checks.commands import check_generation
 from megatron_tlt.config.checks.files import output_file_problems
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.types import SamplingParams
 
+_KWARGS = "--chat-template-kwargs"
 _log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
@@ -50,6 +55,10 @@ def add_generate(commands: Any) -> None:
     add("--kernels", choices=("auto", "native", "torch"), default="auto")
     add("--threads", type=int, default=1)
     add("--chat", action="store_true", help="use the tokenizer's chat template")
+    add("--chat-template-kwargs", type=_mapping, default={}, metavar="JSON",
+        help="variables of the chat template, e.g. '{\"enable_thinking\": false}'")  # fmt: skip
+    about_date = "YYYY-MM-DD that a chat template shows as today (default: today)"
+    add("--chat-template-date", type=_date, metavar="DATE", help=about_date)
     add("--env", metavar="KIND|PATH:CLASS", help="environment for several turns, e.g. calculator or my_env.py:MyEnv")
     add("--logprobs", action="store_true", help="write the log-probability of every token")
     add("--stats", type=Path, help="JSON of counters and speeds to write")
@@ -57,6 +66,20 @@ def add_generate(commands: Any) -> None:
     about = "settings of engine and environment, e.g. rollout.speculation.drafter=suffix rollout.numerics=invariant"
     add("overrides", nargs="*", metavar="rollout.a.b=v, env.a=v", help=about)
     command.set_defaults(run=_generate)
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text).items())
+    except (ValueError, AttributeError):
+        raise ArgumentTypeError(f"must be a JSON object, got {text}") from None
+
+
+def _date(text: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise ArgumentTypeError(f"must be YYYY-MM-DD, got {text}") from None
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -88,6 +111,7 @@ def argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
     """Arguments that argparse cannot refuse, and files that could not be written. Ranks look for input files."""
     return [
         *check_generation(_sampling(args), args.n),
+        *check_template_kwargs(_KWARGS, args.chat_template_kwargs, None if args.chat else "--chat"),
         *output_file_problems("--out", args.out, args.overwrite),
         *output_file_problems("--stats", args.stats, args.overwrite),
     ]
@@ -98,13 +122,19 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     from megatron_tlt.backends.generate import generate_file, read_prompts
     from megatron_tlt.data.hub import fetch_argument
     from megatron_tlt.envs.build import environment_warning
+    from megatron_tlt.trainer.chat_checks import generation_chat_problems
     from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
     from megatron_tlt.trainer.models import tensor_parallel
     from megatron_tlt.trainer.preflight import generation_problems
 
     world.enter("generate")
     args.model = fetch_argument("--model", args.model, world)
-    problems = generation_problems(args.model, args.prompts, engine.speculation) if world.is_main else []
+    problems = []
+    if world.is_main:
+        problems = [
+            *generation_problems(args.model, args.prompts, engine.speculation),
+            *generation_chat_problems(args.model, args.chat, args.chat_template_kwargs, args.stop),
+        ]
     if problems := world.broadcast_object(problems):
         raise ConfigError(problems)
     tokenizer = _open_tokenizer(args, world)
@@ -143,17 +173,21 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
 
 def _open_tokenizer(args: argparse.Namespace, world: World) -> HFTokenizer:
     """The model's tokenizer; rank 0 logs warnings about it. Raises ConfigError where it is of another model."""
+    from megatron_tlt.data.chat_template import TemplateSettings
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.models.config import ModelConfig
+    from megatron_tlt.trainer.chat_checks import unread_warnings
     from megatron_tlt.trainer.token_checks import embedding_problems, warnings_of
 
     model = ModelConfig.from_hf(args.model)
-    tokenizer = HFTokenizer(args.model, model.vocab_size)
+    day = world.broadcast_object(args.chat_template_date or date.today())  # one on all ranks
+    tokenizer = HFTokenizer(args.model, model.vocab_size, TemplateSettings(args.chat_template_kwargs, day))
     if problems := embedding_problems("--model", tokenizer, model.vocab_size, chat=args.chat):
         raise ConfigError(problems)
     if world.is_main:
         chat = args.chat and not args.ignore_eos
-        for text in warnings_of(tokenizer, model, chat, args.stop, "--stop"):
+        unread = unread_warnings(args.model, _KWARGS, args.chat_template_kwargs)
+        for text in [*unread, *warnings_of(tokenizer, model, chat, args.stop, "--stop")]:
             _log.warning(text)
     return tokenizer
 

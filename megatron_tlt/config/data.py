@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -61,6 +62,12 @@ class DataSection(Section):
     """Held-out prompts; none: no evaluation."""
     chat_template: bool = True
     """Wrap prompts in the tokenizer's chat template if it has one."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, for example {enable_thinking: false}, or reasoning_effort, date_string: whatever
+    it reads."""
+    chat_template_date: date | None = None
+    """Date, YYYY-MM-DD, for chat templates that show today's. Default: the day on which the run began.
+    Its config.json records the day, and the run keeps it when it goes on, as does `eval` with its train.run_dir."""
     system_prompt: str | None = None
     """System message of the chat template, for prompts without one of their own."""
     max_prompt_tokens: PositiveInt = 1024

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from datetime import date
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -11,7 +12,9 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value"}
+_NAMES = {
+    int: "integer", float: "number", str: "text", bool: "true or false", date: "date YYYY-MM-DD", Any: "any value"
+}  # fmt: skip
 
 # Names in verl, NeMo-RL, TRL and Megatron-LM: too far from our names for a spelling match.
 SYNONYMS = {

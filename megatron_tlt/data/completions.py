@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from megatron_tlt.config.root import SftSection
-from megatron_tlt.data.chat import Messages
+from megatron_tlt.data.chat import THOUGHTS, Messages, text_of
 from megatron_tlt.data.fields import check_text, checked_messages, checked_prompt, field_of
 from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.prompts import encode_prompt
@@ -96,13 +96,24 @@ def read_conversation(record: Mapping[str, Any], where: str) -> Completion:
         raise DataError(f"{where}: field {MESSAGES!r} must end with a message of the assistant")
     last_user = max(i for i, role in enumerate(roles) if role == "user")
     begin = roles.index("assistant", last_user)
-    turns = [(role, [m["content"] for m in part]) for role, part in groupby(messages[begin:], lambda m: m["role"])]
+    _check_learned(messages, begin, where)
+    parts = groupby(messages[begin:], lambda m: m["role"])
+    turns = [(role, [text_of(message["content"]) for message in part]) for role, part in parts]
     if any(role not in ("assistant", "tool") or (role == "assistant" and len(texts) > 1) for role, texts in turns):
         found = ", ".join(roles[begin:])
         allowed = f"after the last user's the assistant and tools must take turns, found {found}"
         raise DataError(f"{where}: field {MESSAGES!r}: {allowed}")
     texts = tuple("\n".join(texts) for _, texts in turns)
     return Completion(messages[:begin], texts, _tools(record.get(_TOOLS), where))
+
+
+def _check_learned(messages: Messages, begin: int, where: str) -> None:
+    """The fields of the turns to learn, whose texts are tokenized as they stand. Raises DataError."""
+    for index in range(begin, len(messages)):
+        for name in ("tool_calls", *THOUGHTS):
+            if messages[index].get(name):
+                allowed = "in a turn to learn they must be in content, as the model writes them"
+                raise DataError(f"{where}: field {MESSAGES!r}: message {index} has {name}: {allowed}")
 
 
 def _tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:

@@ -15,7 +15,7 @@ from megatron_tlt.config.data import DataSection, PromptSourceConfig
 from megatron_tlt.data.chat import Messages, last_user_text
 from megatron_tlt.data.fields import check_text
 from megatron_tlt.data.hashing import digest, hashed
-from megatron_tlt.data.sources import EnvSource, Row, Source, errors_at, open_file
+from megatron_tlt.data.sources import EnvSource, FileSource, Row, Source, errors_at, open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 from megatron_tlt.types import Prompt
@@ -101,10 +101,19 @@ def open_source(config: PromptSourceConfig, path: str, seed: int) -> Source:
     return open_file(config, Path(config.path))
 
 
-def source_problems(config: PromptSourceConfig, field: str) -> list[ConfigProblem]:
-    """Why the source of section `field` cannot be read, with file and line; empty if it can."""
+def source_problems(
+    config: PromptSourceConfig, field: str, render: Callable[[str | Messages, Sequence[Any]], object] | None = None
+) -> list[ConfigProblem]:
+    """Why the source of section `field` cannot be read, with file and line; empty if it can.
+
+    `render` puts a prompt into the chat template: it gets one of each form.
+    """
     try:
-        open_source(config, field, seed=0)
+        source = open_source(config, field, seed=0)
+        if render is not None and isinstance(source, FileSource):
+            for where, prompt in source.examples:
+                with errors_at(where):
+                    render(prompt, ())
     except ConfigError as error:
         return error.problems
     except DataError as error:

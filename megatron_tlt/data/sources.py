@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_tlt.config.data import PromptSourceConfig
-from megatron_tlt.data.chat import Messages, last_user_text
+from megatron_tlt.data.chat import Messages, form_of, last_user_text
 from megatron_tlt.data.dataset_files import (
     DEFAULT_SPLIT,
     Where,
@@ -56,7 +56,7 @@ class Row:
             return replace(self, prompt=prompt)
         last = max(i for i, message in enumerate(self.messages) if message["role"] == "user")
         messages = [*self.messages]
-        messages[last] = {"role": "user", "content": prompt}
+        messages[last] = {**messages[last], "content": prompt}
         return replace(self, prompt=prompt, messages=tuple(messages))
 
 
@@ -105,10 +105,16 @@ class FileSource:
             raise DataError(f"{path}: no records")
         feature = getattr(records, "features", {}).get(config.answer_field)
         self._is_single = getattr(getattr(feature, "feature", feature), "dtype", None) in ("float16", "float32")
+        self._examples: dict[Hashable, tuple[str, str | Messages]] = {}
         try:
             self._fingerprint = self._check()
         except UnicodeDecodeError as error:  # of a table's strings
             raise DataError(f"{path}: a prompt or answer is not UTF-8 text: {error}") from error
+
+    @property
+    def examples(self) -> list[tuple[str, str | Messages]]:
+        """(place, prompt) of the first record of each form, which is all that a chat template may take otherwise."""
+        return [*self._examples.values()]
 
     @property
     def size(self) -> int:
@@ -146,6 +152,8 @@ class FileSource:
         for index, record in enumerate(self._records_to_check()):
             prompt, answer = self._fields(index, record)
             answers += answer is not None
+            form = None if isinstance(prompt, str) else form_of(prompt)
+            self._examples.setdefault(form, (self._where(index), prompt))
             sha.update(json.dumps([prompt, answer]).encode())
         field = self._config.answer_field
         # A user's reward function may need no answer; a mistyped column is an error all the same.
@@ -168,7 +176,7 @@ class FileSource:
 
     def _fields(self, index: int, record: Mapping[str, Any]) -> tuple[str | Messages, Answer | None]:
         where = self._where(index)
-        prompt = field_of(record, self._config.prompt_field)
+        prompt = without_spelling(field_of(record, self._config.prompt_field))
         if prompt is None:
             there = columns_hint(record, self._config.prompt_field)
             raise DataError(f"{where}: no field {self._config.prompt_field!r}{there}")

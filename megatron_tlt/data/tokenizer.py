@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_tlt.data.chat import Messages, with_system
+from megatron_tlt.data.chat_template import ChatTemplate, TemplateSettings
 from megatron_tlt.errors import CheckpointError, DataError
 
 _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")  # of any version of the library
@@ -16,10 +18,11 @@ _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")  # of a
 class HFTokenizer:
     """The part of a tokenizer that engines, prompts and fine-tuning use. Nothing is downloaded."""
 
-    def __init__(self, path: str | Path, rows: int | None = None):
+    def __init__(self, path: str | Path, rows: int | None = None, template: TemplateSettings | None = None):
         """Reads the tokenizer's files in `path`. Raises CheckpointError.
 
         `rows`: of the model's embedding. Encoding then raises DataError for a text with a token beyond them.
+        `template`: for its chat template.
         """
         from transformers import AutoTokenizer  # takes seconds
 
@@ -37,6 +40,8 @@ class HFTokenizer:
         # SentencePiece's "\u2581a": the beginning of a text has a mark that the same text within another one lacks.
         self._marks_beginning = self._tokenizer.convert_ids_to_tokens(self._bare_ids("a")) != ["a"]
         self._rows = rows
+        tokens = self._tokenizer.special_tokens_map
+        self._template = ChatTemplate.read(directory, template, tokens)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -66,9 +71,13 @@ class HFTokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` works."""
-        return self._tokenizer.chat_template is not None
+        return self._template is not None
 
-    @property
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token; None for any other text."""
+        return self._tokenizer.convert_tokens_to_ids(text) if text in self.special_tokens else None
+
+    @cached_property
     def special_tokens(self) -> tuple[str, ...]:
         """Texts that `encode` reads as one token with a meaning of its own, longest first."""
         added = [str(t) for t in self._tokenizer.added_tokens_decoder.values() if t.special]  # Llama 3 names few others
@@ -147,34 +156,26 @@ class HFTokenizer:
         """Token ids of the chat template around messages (a string: one of the user), open for the response.
 
         `system`: see `with_system`; `tools`: JSON schemas of functions. Raises CheckpointError without a template,
-        DataError for messages it refuses.
+        DataError for messages that it refuses, fails on or leaves out.
         """
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
-        ids: list[int] = self._apply_template(with_system(messages, system), tools, tokenize=True, return_dict=False)
-        return self.checked(ids)
+        text = self.render_chat(with_system(messages, system), tools)
+        return self.checked(self._bare_ids(text))
 
-    def render_chat(self, messages: Sequence[dict[str, str]], tools: Sequence[dict[str, Any]] = ()) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
         """The text of which `encode_chat` encodes the tokens. Raises as it does."""
-        text: str = self._apply_template(messages, tools, tokenize=False)
-        return text
+        return self._rendered(messages, tools, is_open=True)
 
-    def render_closed(self, messages: Sequence[dict[str, str]]) -> str:
+    def render_closed(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of a conversation that ends with its last message. Raises as `encode_chat` does."""
-        text: str = self._apply_template(messages, (), tokenize=False, add_generation_prompt=False)
-        return text
+        return self._rendered(messages, (), is_open=False)
 
-    def _apply_template(self, messages: Sequence[dict[str, str]], tools: Sequence[dict[str, Any]], **how: bool) -> Any:
-        from jinja2 import TemplateError
-
-        if not self.has_chat_template:
-            raise CheckpointError(f"{self._tokenizer.name_or_path}: the tokenizer has no chat template")
-        try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, **{"add_generation_prompt": True, **how}
-            )
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise DataError(f"the chat template refuses messages of {roles}: {error}") from error
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]], *, is_open: bool
+    ) -> str:
+        if self._template is None:
+            raise CheckpointError(f"{self.name}: the tokenizer has no chat template")
+        return self._template.render(messages, tools, is_open)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""

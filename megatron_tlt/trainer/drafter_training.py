@@ -29,6 +29,7 @@ from megatron_tlt.observe.files import sync
 from megatron_tlt.resilience.rollout_cache import RolloutCache, Weights
 from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown
 from megatron_tlt.sync.push import BucketedSync
+from megatron_tlt.trainer.chat_settings import write_config
 from megatron_tlt.trainer.models import open_backend, tensor_parallel
 from megatron_tlt.trainer.sampling import sampling_params
 from megatron_tlt.trainer.setup import build_rollout_cache, open_tokenizer
@@ -129,6 +130,7 @@ class DrafterJob:
     def _make_directory(self) -> None:
         if self._world.is_main:
             (self._out / UNFINISHED).mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_config(self._config, self._out / UNFINISHED)
         self._world.barrier()
 
     def _save(self, state: Mapping[str, Any]) -> None:

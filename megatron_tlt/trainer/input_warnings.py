@@ -14,12 +14,14 @@ from megatron_tlt.data.sources import FileSource, unread_warning
 from megatron_tlt.envs.build import environment_warning
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.rewards.build import answer_warning
+from megatron_tlt.trainer.chat_checks import chat_warnings
 from megatron_tlt.trainer.token_checks import tokenizer_warnings
 
 
 def input_warnings(config: Config | SftConfig) -> list[str]:
     """Every warning, one line each, of a configuration without problems. Reads files on this machine, no tensor."""
-    return [*tokenizer_warnings(config), *(_of_rl(config) if isinstance(config, Config) else ())]
+    of_rl = _of_rl(config) if isinstance(config, Config) else []
+    return [*chat_warnings(config), *tokenizer_warnings(config), *of_rl]
 
 
 def _of_rl(config: Config) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,12 @@ from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.data.completions import read_completions
+from megatron_tlt.data.chat import form_of
+from megatron_tlt.data.completions import Completion, read_completions
 from megatron_tlt.data.hub import cached, is_name, names_of
 from megatron_tlt.data.long_prompts import long_prompt_problems
 from megatron_tlt.data.prompts import open_source, source_problems
+from megatron_tlt.data.sources import errors_at
 from megatron_tlt.envs.build import environment_problems
 from megatron_tlt.envs.check import episode_problems
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError, printable, shortened
@@ -25,6 +27,7 @@ from megatron_tlt.models.hf_files import safetensors_problems
 from megatron_tlt.models.peft import peft_problems
 from megatron_tlt.observe.metrics import wandb_problems
 from megatron_tlt.rewards.build import function_problems
+from megatron_tlt.trainer.chat_checks import Renderer, chat_problems, prompt_renderer
 from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.teacher import teacher_problems, with_teacher_shape
 from megatron_tlt.trainer.token_checks import tokenizer_problems, turn_problems
@@ -106,7 +109,7 @@ def _problems(config: Config | SftConfig, num_ranks: int, device: Device | None)
         found += unreadable
     found += teacher_problems(config) if isinstance(config, Config) else []
     found += wandb_problems(config.observe.wandb_project) if isinstance(config, Config) else []
-    return found + tokenizer_problems(config) + input_problems(config)
+    return found + tokenizer_problems(config) + chat_problems(config) + input_problems(config)
 
 
 def _problems_of_large_files(config: Config | SftConfig) -> list[ConfigProblem]:
@@ -238,11 +241,12 @@ def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     be imported.
     """
     problems: list[ConfigProblem] = []
+    render, _ = prompt_renderer(config)
     if isinstance(config, Config):
         for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
             has_tasks = source is not None and source.kind == "tasks" and source.tasks
             if source is not None and (has_tasks or (source.path is not None and Path(source.path).exists())):
-                problems += source_problems(source, name)
+                problems += source_problems(source, name, render)
         if config.env is not None and (config.env.kind or config.env.path):
             problems += environment_problems(config.env)
         return problems + function_problems(config.rewards)
@@ -250,7 +254,19 @@ def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     for field, path, split in (("train", sft.train_path, sft.train_split), ("eval", sft.eval_path, sft.eval_split)):
         try:
             if path is not None and Path(path).exists():
-                read_completions(sft, Path(path), split)
+                rows, numbers = read_completions(sft, Path(path), split)
+                if render is not None:
+                    _render_each_form(render, rows, [f"{path}:{number}" for number in numbers])
         except DataError as error:
             problems.append(ConfigProblem(f"sft.{field}_path", path, str(error)))
     return problems
+
+
+def _render_each_form(render: Renderer, rows: Sequence[Completion], places: Sequence[str]) -> None:
+    """Puts the first prompt of each form into the chat template. Raises DataError naming file and record."""
+    first: dict[Hashable, int] = {}
+    for index, row in enumerate(rows):
+        first.setdefault((isinstance(row.prompt, str) or form_of(row.prompt), bool(row.tools)), index)
+    for index in first.values():
+        with errors_at(places[index]):
+            render(rows[index].prompt, rows[index].tools)

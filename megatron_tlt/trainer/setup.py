@@ -35,6 +35,7 @@ from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import device_memory
+from megatron_tlt.trainer.chat_settings import with_date
 from megatron_tlt.trainer.environments import Environments, before_a_run, open_environments, prompts_of
 from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.models import build_models, tensor_parallel
@@ -68,7 +69,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     from megatron_tlt.trainer.sampling import GroupSampler
 
     device_memory.let_segments_grow(world.device, config.rollout.engine_process)
-    config = with_teacher_shape(device_memory.with_device_memory(config, world))
+    config = with_date(with_teacher_shape(device_memory.with_device_memory(config, world)), world)
     check_on(config, world, output_directory_problems("train.run_dir", config.train.run_dir))
     tokenizer = open_tokenizer(config)
     environments = open_environments(config, tokenizer, world)
@@ -148,6 +149,7 @@ def build_sft_trainer(config: SftConfig, world: World, signals: StopSignals | No
     device_memory.let_segments_grow(world.device)
     check_on(config, world, output_directory_problems("sft.out", config.sft.out))
     setup_logging(world.rank, world.size)
+    config = with_date(config, world)
     return SftTrainer(config, world, open_tokenizer(config), signals)
 
 

@@ -25,6 +25,7 @@ from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.resilience.run_lock import lock_run_dir
 from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown
+from megatron_tlt.trainer.chat_settings import write_config
 from megatron_tlt.types import TrainBatch, TrainSequence, Trajectory
 
 if TYPE_CHECKING:
@@ -128,6 +129,8 @@ class SftTrainer:
         signal ended it before. Collective.
         """
         self._resume()
+        if self._world.is_main:
+            write_config(self._config, self._run_dir)
         try:
             self._train_steps()
         except GracefulExit as reason:

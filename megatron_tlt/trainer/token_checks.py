@@ -14,12 +14,14 @@ from megatron_tlt.data.turn_form import PROMPT, TURN, read_turn_form
 from megatron_tlt.envs.build import environment_tools
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.trainer.chat_settings import template_settings
 from megatron_tlt.trainer.environments import turn_tokens
 
 
 def open_tokenizer(config: Config | SftConfig) -> HFTokenizer:
     """The tokenizer of the model, or the one named beside it. Raises CheckpointError, ConfigError."""
-    return HFTokenizer(_source(config)[1], ModelConfig.from_hf(config.model.path).vocab_size)
+    rows = ModelConfig.from_hf(config.model.path).vocab_size
+    return HFTokenizer(_source(config)[1], rows, template_settings(config))
 
 
 def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
@@ -35,7 +37,7 @@ def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     if (model := _model(config)) is None:
         return []
     try:
-        tokenizer = HFTokenizer(source, model.vocab_size)
+        tokenizer = HFTokenizer(source, model.vocab_size, template_settings(config))
     except CheckpointError as error:
         return [ConfigProblem(field, str(source), str(error))]
     found = embedding_problems(field, tokenizer, model.vocab_size, chat=_is_chat(config))
@@ -124,7 +126,8 @@ def tokenizer_warnings(config: Config | SftConfig) -> list[str]:
         return []
     stop = config.rollout.stop if isinstance(config, Config) else ()
     setting = "rollout.stop" if isinstance(config, Config) else None
-    return warnings_of(HFTokenizer(source, model.vocab_size), model, _is_chat(config), stop, setting)
+    tokenizer = HFTokenizer(source, model.vocab_size, template_settings(config))
+    return warnings_of(tokenizer, model, _is_chat(config), stop, setting)
 
 
 def warnings_of(

@@ -93,6 +93,9 @@ class CharTokenizer:
         self.eos_token_ids, self.end_token_id = (0,), 0
         self.vocab_size = len(self.alphabet)
 
+    def special_id(self, text: str) -> None:
+        """It has no special tokens with a text."""
+
     def encode(self, text: str) -> list[int]:
         return [self.alphabet.index(c) for c in text]
 

@@ -245,7 +245,7 @@ BAD_LINES = [
     ),
     ('{"prompt": {"a": 1}}\n', r"field 'prompt' must be a string or a list of chat messages, found dict"),
     ('{"prompt": [1]}\n', r"bad\.jsonl:1: field 'prompt': message 0 must have a role \(system, user"),
-    ('{"prompt": [{"role": "user", "content": [1]}]}\n', r"message 0 must have .* a string as content"),
+    ('{"prompt": [{"role": "user", "content": [1]}]}\n', r"message 0 has a part of type .int. in content: only"),
     ('{"prompt": [{"role": "system", "content": "a"}]}\n', r"field 'prompt': no message of a user"),
     ('{"prompt": ""}\n', r"bad\.jsonl:1: .*found an empty string"),
     (
