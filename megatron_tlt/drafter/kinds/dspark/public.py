@@ -26,7 +26,9 @@ from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.dspark.config import BlockConfig
-from megatron_tlt.models.loader import open_tensors, weight_files
+from megatron_tlt.models.hf_fields import known_fields
+from megatron_tlt.models.hf_files import weight_files
+from megatron_tlt.models.loader import open_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +83,7 @@ def public_config(about: Mapping[str, Any], policy: ModelConfig, layers: tuple[i
     own |= {"architectures": [_ARCHITECTURES[family]], "model_type": family, "tie_word_embeddings": False}
     own |= {"vocab_size": policy.vocab_size, "eos_token_id": None, "quantization_config": None, "sliding_window": None}
     size = about.get("draft_vocab_size") or policy.vocab_size
-    return BlockConfig.of(policy, shape, int(size), ModelConfig.from_hf(own))
+    return BlockConfig.of(policy, shape, int(size), ModelConfig.from_hf(known_fields(own)))
 
 
 def read_public(directory: Path, config: DrafterConfig) -> dict[str, Tensor]:
