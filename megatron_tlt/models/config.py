@@ -37,6 +37,7 @@ ARCHITECTURES: dict[str, Family] = {
 }
 _DENSE: dict[Family, Family] = {"qwen2_moe": "qwen2", "qwen3_moe": "qwen3", "mixtral": "llama"}
 _DEFAULT_EPS = 1e-6
+_DEFAULT_WINDOW = 4096  # tokens, of Qwen
 _DEFAULT_POSITIONS = {"qwen2": 32768, "qwen3": 32768, "llama": 2048}  # of MoE families: their dense sibling's
 _MIXTRAL_DEFAULTS = {  # where transformers' differ from the other families'
     "rope_theta": 1e6,
@@ -338,6 +339,11 @@ def _unsupported(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProble
             "only fp32, fp16 or bf16 weights are supported",
         ),
         (
+            "layer_types",
+            not {"full_attention", "sliding_attention"}.issuperset(hf.get("layer_types") or ()),
+            "only full_attention layers are computed",
+        ),
+        (
             "sliding_window",
             _uses_window(hf, family),
             "sliding windows are not supported; full attention only",
@@ -350,16 +356,15 @@ def _unsupported(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProble
 
 def _uses_window(hf: Mapping[str, Any], family: Family) -> bool:
     """A window is in use when a layer has one that is shorter than the longest sequence."""
-    window = hf.get("sliding_window")
+    window = hf.get("sliding_window", _DEFAULT_WINDOW if family.startswith("qwen") else None)
     if window is None or window >= (hf.get("max_position_embeddings") or 0) > 0:
         return False
     if (types := hf.get("layer_types")) is not None:
         return any(t != "full_attention" for t in types)
     if family == "mixtral":  # without the switch of the others
         return True
-    return bool(hf.get("use_sliding_window", False)) and hf.get("max_window_layers", 0) < hf.get(
-        "num_hidden_layers", 0
-    )
+    is_on = hf.get("use_sliding_window", family == "llama")  # where transformers reads neither, and vLLM the window
+    return bool(is_on) and hf.get("max_window_layers", 0) < hf.get("num_hidden_layers", 0)
 
 
 def _shape_problems(config: ModelConfig) -> Iterator[ConfigProblem]:

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.envs.build import environment_warning
+from megatron_tlt.models.hf_files import model_warnings
+from megatron_tlt.models.peft import adapter_warning
 
 
 def input_warnings(config: Config | SftConfig) -> list[str]:
     """Every warning, one line each, of a configuration without problems. Reads files on this machine, no tensor."""
-    found: list[str] = []
+    found = model_warnings(config.model.path) if config.model.megatron_path is None else []
+    if isinstance(config, Config) and config.algorithm.teacher is not None:
+        found += model_warnings(config.algorithm.teacher)
+    if (text := adapter_warning(config.actor.lora, config.model.path)) is not None:
+        found.append(text)
     if isinstance(config, Config) and config.env is not None and (text := environment_warning(config.env)) is not None:
         found.append(text)
     return found
