@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,39 +85,42 @@ def peft_problems(
     """Why a run cannot start from `lora.adapter_path`; `shapes`: of the factors that it needs. Reads no tensor."""
     if lora.adapter_path is None:
         return []
-    directory, problems = Path(lora.adapter_path), []
+    directory = Path(lora.adapter_path)
     try:
         said = read_adapter_config(directory)
         with safe_open(str(directory / ADAPTER_WEIGHTS), framework="np") as tensors:
             parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-            found = {name: tuple(part.get_shape()) for name, part in parts.items()}
-            types = {name: part.get_dtype() for name, part in parts.items()}
+            found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
     except (OSError, TypeError, ValueError, SafetensorError) as error:
-        hint = ""
-        if (directory / _PICKLED).exists():
-            hint = f" ({_PICKLED} is not read: save it with PEFT as {ADAPTER_WEIGHTS})"
-        return [
-            ConfigProblem("actor.lora.adapter_path", lora.adapter_path, f"must be a PEFT directory: {error}{hint}")
-        ]
-    problems += _field_problems(said, {"r": lora.rank, "lora_alpha": lora.alpha})
-    needed = {
-        stored: shape if len(every) == 1 else shape[1:]
-        for name, shape in shapes.items()
-        for every in (stored_factors(config, name),)
-        for stored in every
-    }
-    if missing := sorted(needed.keys() - found.keys()):
-        problems.append(f"missing: {shortened(missing)}")
-    if extra := sorted(found.keys() - needed.keys()):
-        problems.append(f"not among actor.lora.targets: {shortened(extra)}")
-    if other := [name for name in needed.keys() & found.keys() if needed[name] != found[name]]:
-        problems.append(f"other shapes: {shortened(sorted(other))}")
-    if quantized := [name for name, dtype in types.items() if dtype not in FLOATS]:
-        problems.append(f"stored as {types[quantized[0]]}, not one of {', '.join(FLOATS)}: {shortened(quantized)}")
-    modules = sorted({name.removeprefix(_PREFIX).rsplit(".", 2)[0] for name in needed})
-    if idle := [module for module in modules if not _is_target(module, said)]:
-        problems.append(f"target_modules or exclude_modules in {ADAPTER_CONFIG} leave out {shortened(idle)}")
+        pickled = f" ({_PICKLED} is not read: save it with PEFT as {ADAPTER_WEIGHTS})"
+        problems = [f"must be a PEFT directory: {error}{pickled if (directory / _PICKLED).exists() else ''}"]
+    else:
+        needed = {
+            stored: shape if len(every) == 1 else shape[1:]
+            for name, shape in shapes.items()
+            for every in (stored_factors(config, name),)
+            for stored in every
+        }
+        problems = _field_problems(said, {"r": lora.rank, "lora_alpha": lora.alpha})
+        problems += _factor_problems(needed, found)
+        modules = sorted({name.removeprefix(_PREFIX).rsplit(".", 2)[0] for name in needed})
+        if idle := [module for module in modules if not _is_target(module, said)]:
+            problems.append(f"target_modules or exclude_modules in {ADAPTER_CONFIG} leave out {shortened(idle)}")
     return [ConfigProblem("actor.lora.adapter_path", lora.adapter_path, problem) for problem in problems]
+
+
+def _factor_problems(
+    needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> Iterator[str]:
+    """How the factors of a file, name -> type and shape, differ from those that are needed."""
+    if missing := sorted(needed.keys() - found.keys()):
+        yield f"missing: {shortened(missing)}"
+    if extra := sorted(found.keys() - needed.keys()):
+        yield f"not among actor.lora.targets: {shortened(extra)}"
+    if other := [name for name in needed.keys() & found.keys() if needed[name] != found[name][1]]:
+        yield f"other shapes: {shortened(sorted(other))}"
+    if quantized := [f"{name} as {dtype}" for name, (dtype, _) in found.items() if dtype not in FLOATS]:
+        yield f"stored in types other than {', '.join(FLOATS)}: {shortened(quantized)}"
 
 
 def adapter_warning(lora: LoraSection | None, model: str) -> str | None:

@@ -223,7 +223,10 @@ class Engine:
         self._arrivals += 1
 
     def step(self) -> list[Request]:
-        """Computes one batch; returns the requests that ended. Mutates cache, queues and counters."""
+        """Computes one batch; returns the requests that ended. Mutates cache, queues and counters.
+
+        Raises BackendError if the logits are not finite.
+        """
         assert not self.is_released, "a step while the cache's memory is released"
         started = time.perf_counter()
         batch = self.scheduler.schedule()
