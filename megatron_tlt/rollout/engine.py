@@ -235,7 +235,7 @@ class Engine:
         self.runner.copy_blocks(batch.copies)
         draft = None if self.speculator is None else self.speculator.propose(batch)
         result = self.runner.forward(batch) if draft is None else self.runner.verify(draft)
-        if np.isnan(result.logprobs).any():
+        if (squares := result.logprobs @ result.logprobs) != squares:  # NaN where one is, in a single call
             raise BackendError(_NOT_A_NUMBER)
         self.scheduler.truncate(result)
         if self.speculator is not None:
