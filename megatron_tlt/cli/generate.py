@@ -122,6 +122,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     from megatron_tlt.backends.generate import generate_file, read_prompts
     from megatron_tlt.data.hub import fetch_argument
     from megatron_tlt.envs.build import environment_warning
+    from megatron_tlt.models.hf_files import model_warnings
     from megatron_tlt.trainer.chat_checks import generation_chat_problems
     from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
     from megatron_tlt.trainer.models import tensor_parallel
@@ -138,8 +139,10 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     if problems := world.broadcast_object(problems):
         raise ConfigError(problems)
     tokenizer = _open_tokenizer(args, world)
-    if world.is_main and env is not None and (warning := environment_warning(env)) is not None:
-        _log.warning(warning)
+    if world.is_main:
+        warnings = [*model_warnings(args.model), None if env is None else environment_warning(env)]
+        for warning in filter(None, warnings):
+            _log.warning(warning)
     environments = None if env is None else Environments(env, tokenizer, world, chat=args.chat)
     params = _sampling(args)
     if env is not None:

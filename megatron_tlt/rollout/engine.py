@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from megatron_tlt.types import Sample
 
 _PROGRESS_EVERY_S = 0.02  # seconds between two calls of `on_progress`: a call must not slow the steps down
+_NOT_A_NUMBER = (
+    "the policy's logits are not finite, so no token can be drawn: its weights hold NaN or infinite values, or values "
+    "that overflow in rollout.dtype"
+)
 _PROGRESS_EVERY_STEPS = 8  # the same in steps, for an engine of several ranks: all must call at the same step
 
 
@@ -219,7 +223,10 @@ class Engine:
         self._arrivals += 1
 
     def step(self) -> list[Request]:
-        """Computes one batch; returns the requests that ended. Mutates cache, queues and counters."""
+        """Computes one batch; returns the requests that ended. Mutates cache, queues and counters.
+
+        Raises BackendError if the logits are not finite.
+        """
         assert not self.is_released, "a step while the cache's memory is released"
         started = time.perf_counter()
         batch = self.scheduler.schedule()
@@ -228,6 +235,8 @@ class Engine:
         self.runner.copy_blocks(batch.copies)
         draft = None if self.speculator is None else self.speculator.propose(batch)
         result = self.runner.forward(batch) if draft is None else self.runner.verify(draft)
+        if (squares := result.logprobs @ result.logprobs) != squares:  # NaN where one is, in a single call
+            raise BackendError(_NOT_A_NUMBER)
         self.scheduler.truncate(result)
         if self.speculator is not None:
             self.speculator.record(batch, draft, result)

@@ -13,6 +13,8 @@ from megatron_tlt.data.prompts import open_source
 from megatron_tlt.data.sources import FileSource, unread_warning
 from megatron_tlt.envs.build import environment_warning
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf_files import model_warnings
+from megatron_tlt.models.peft import adapter_warning
 from megatron_tlt.rewards.build import answer_warning
 from megatron_tlt.trainer.chat_checks import chat_warnings
 from megatron_tlt.trainer.token_checks import tokenizer_warnings
@@ -20,15 +22,18 @@ from megatron_tlt.trainer.token_checks import tokenizer_warnings
 
 def input_warnings(config: Config | SftConfig) -> list[str]:
     """Every warning, one line each, of a configuration without problems. Reads files on this machine, no tensor."""
-    of_rl = _of_rl(config) if isinstance(config, Config) else []
-    return [*chat_warnings(config), *tokenizer_warnings(config), *of_rl]
+    found = model_warnings(config.model.path) if config.model.megatron_path is None else []
+    adapter = adapter_warning(config.actor.lora, config.model.path)
+    found += [*filter(None, [adapter]), *chat_warnings(config), *tokenizer_warnings(config)]
+    return [*found, *(_of_rl(config) if isinstance(config, Config) else ())]
 
 
 def _of_rl(config: Config) -> list[str]:
     """Of what fine-tuning does not have."""
     env = None if config.env is None else environment_warning(config.env)
+    teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
     long = long_prompt_warnings(config.data, Path(config.model.tokenizer or config.model.path))
-    return [*filter(None, [env]), *_of_rows(config), *long, *_of_drafter(config)]
+    return [*teacher, *filter(None, [env]), *_of_rows(config), *long, *_of_drafter(config)]
 
 
 def _of_rows(config: Config) -> list[str]:

@@ -23,19 +23,18 @@ from megatron_tlt.envs.build import environment_problems
 from megatron_tlt.envs.check import episode_problems
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError, printable, shortened
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_files import safetensors_problems
+from megatron_tlt.models.hf_files import model_problems
 from megatron_tlt.models.peft import peft_problems
 from megatron_tlt.observe.metrics import wandb_problems
 from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.trainer.chat_checks import Renderer, chat_problems, prompt_renderer
 from megatron_tlt.trainer.input_warnings import input_warnings
-from megatron_tlt.trainer.teacher import teacher_problems, with_teacher_shape
+from megatron_tlt.trainer.teacher import teacher_problems, teacher_shape, with_teacher_shape
 from megatron_tlt.trainer.token_checks import tokenizer_problems, turn_problems
 from megatron_tlt.types import Prompt
 
 if TYPE_CHECKING:
     from megatron_tlt.config.checks.layout import Device
-    from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.distributed.world import World
 
@@ -119,13 +118,13 @@ def _problems_of_large_files(config: Config | SftConfig) -> list[ConfigProblem]:
     Reads no tensor.
     """
     shape, _ = read_model("model.path", config.model.path)
-    found = [] if shape is None else _weight_problems(config.model, shape) + _adapter_problems(config, shape)
+    found = [] if shape is None else _weight_problems(config, shape) + _adapter_problems(config, shape)
     if Path(config.checkpoint.resume).exists():
         found += checkpoint_problems(config.checkpoint.resume)
     if isinstance(config, Config):
         found += long_prompt_problems(config.data, Path(config.model.tokenizer or config.model.path))
-        if config.algorithm.teacher is not None and Path(config.algorithm.teacher).exists():
-            found += _hf_weight_problems("algorithm.teacher", config.algorithm.teacher)
+        if config.algorithm.teacher is not None and (teacher := teacher_shape(config)) is not None:
+            found += _hf_weight_problems("algorithm.teacher", config.algorithm.teacher, teacher)
         path = config.rollout.speculation.drafter_path
         if shape is not None and (path is None or Path(path).exists()):
             found += _drafter_problems(config.rollout.speculation, shape, config.model.path)
@@ -136,7 +135,7 @@ def generation_problems(model: Path, prompts: Path, speculation: SpeculationSect
     """Input of `megatron-tlt generate` that is missing or damaged, and a drafter that does not fit the model."""
     shape, problems = read_model("--model", model)
     if shape is not None:
-        problems += _hf_weight_problems("--model", model) + _drafter_problems(speculation, shape, model)
+        problems += _hf_weight_problems("--model", model, shape) + _drafter_problems(speculation, shape, model)
     if not prompts.exists() or prompts.is_dir():  # a pipe will do
         problems.append(ConfigProblem("--prompts", str(prompts), "no such file"))
     return problems
@@ -193,16 +192,20 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
     return problems
 
 
-def _hf_weight_problems(field: str, path: str | Path) -> list[ConfigProblem]:
-    """Weight files of a Hugging Face directory that are missing or truncated."""
-    texts = safetensors_problems(path)
+def _hf_weight_problems(
+    field: str, path: str | Path, shape: ModelConfig, adapter: str | None = None
+) -> list[ConfigProblem]:
+    """Weight files of a Hugging Face directory that are missing, truncated, or not what its config.json says."""
+    texts = model_problems(path, shape, adapter)
     return [ConfigProblem(field, str(path), shortened(texts, separator="; "))] if texts else []
 
 
-def _weight_problems(model: ModelSection, shape: ModelConfig) -> list[ConfigProblem]:
+def _weight_problems(config: Config | SftConfig, shape: ModelConfig) -> list[ConfigProblem]:
     """Weights on this machine that a run starts from, with a file missing or of another model."""
+    model, lora = config.model, config.actor.lora
     if model.megatron_path is None:
-        return _hf_weight_problems("model.path", model.path)
+        adapter = None if lora is None else lora.adapter_path
+        return _hf_weight_problems("model.path", model.path, shape, adapter)
     if not Path(model.megatron_path).exists():
         return []
     from megatron_tlt.actor.torch_dist_reader import TorchDistReader  # here, for it needs torch
