@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_tlt.models.drafters import DrafterConfig
     from megatron_tlt.types import Prompt, Trajectory
 
+MEASURED = rb'\{\n  "bases": '  # how the result of `drafter eval` begins
 Body = Callable[["Config", "World", "argparse.Namespace"], int]
 
 
@@ -54,8 +55,12 @@ def _run(body: Body, args: argparse.Namespace) -> int:
     from megatron_tlt.data.hub import on_this_machine
 
     config = read_config(args, Config)
-    check_out = output_file_problems if args.action == "eval" else output_directory_problems
-    if problems := check_out("--out", args.out):
+    sources = config.model.path, config.model.tokenizer, args.drafter
+    if args.action == "eval":
+        problems = output_file_problems("--out", args.out, MEASURED, (*sources, args.config))
+    else:
+        problems = output_directory_problems("--out", args.out, "drafter train", sources)
+    if problems:
         raise ConfigError(problems)
     return run_on_every_rank(
         config.distributed, config.rollout.threads, lambda world: body(on_this_machine(config, world), world, args)

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.checks.commands import check_generation
-from megatron_tlt.config.checks.files import output_file_problems
+from megatron_tlt.config.checks.files import output_file_problems, same_file_problems
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.types import SamplingParams
 
+RESPONSES, STATS = rb'\{"prompt_index": \d+, "sample_index": ', rb'\{\n "steps": \d+,\n "prefill_steps": '
+"""How the files that are written begin."""
 _log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
@@ -87,8 +89,9 @@ def argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
     """Arguments that argparse cannot refuse, and files that could not be written. Ranks look for input files."""
     return [
         *check_generation(_sampling(args), args.n),
-        *output_file_problems("--out", args.out, args.overwrite),
-        *output_file_problems("--stats", args.stats, args.overwrite),
+        *output_file_problems("--out", args.out, RESPONSES, [args.prompts], args.overwrite),
+        *output_file_problems("--stats", args.stats, STATS, [args.prompts], args.overwrite),
+        *same_file_problems("--stats", args.stats, "--out", args.out),
     ]
 
 

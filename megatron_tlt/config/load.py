@@ -18,7 +18,7 @@ from megatron_tlt.config.checks.speculation import check_speculation
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.config.schema import SYNONYMS, element_of, field_allowed, nearest_path, section_of
+from megatron_tlt.config.schema import SYNONYMS, allowed_text, element_of, field_allowed, nearest_path, section_of
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.config.yaml_reader import parse_yaml, read_config_file
 from megatron_tlt.errors import ConfigError, ConfigProblem
@@ -151,6 +151,7 @@ def _problem(detail: ErrorDetails, root: type[BaseModel]) -> ConfigProblem:
         section = section_of(annotation)
         if isinstance(part, int):
             annotation = element_of(annotation)
+            allowed = allowed_text(annotation)
         elif section is not None and part in section.model_fields:
             field = section.model_fields[part]
             annotation = field.annotation

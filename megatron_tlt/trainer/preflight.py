@@ -55,8 +55,7 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
         problems += episode_problems(config.env, prompt)
     if config.model.architecture is None and not is_name(config.model.path):
         problems += missing_model(config)
-    field, path = ("train.run_dir", config.train.run_dir) if isinstance(config, Config) else ("sft.out", config.sft.out)
-    problems += output_directory_problems(field, path, must_be_writable=False)
+    problems += place_problems(config, must_be_writable=False)
     if problems:
         raise ConfigError(problems)
     named = {name.field for name in names_of(config)}
@@ -82,6 +81,15 @@ def check_on(config: Config | SftConfig, world: World, found_before: Sequence[Co
     if world.is_main:
         for text in input_warnings(config):
             _log.warning(text)
+
+
+def place_problems(config: Config | SftConfig, must_be_writable: bool = True) -> list[ConfigProblem]:
+    """Problems with the directory that a run, or fine-tuning, writes."""
+    if isinstance(config, Config):
+        return output_directory_problems("train.run_dir", config.train.run_dir, "train", (), must_be_writable)
+    model = config.model
+    sources = model.path, model.megatron_path, model.tokenizer
+    return output_directory_problems("sft.out", config.sft.out, "sft", sources, must_be_writable)
 
 
 def _prompt_of_episode(config: Config | SftConfig) -> Prompt | None:

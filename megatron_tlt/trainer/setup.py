@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.hub import with_names
@@ -38,7 +37,7 @@ from megatron_tlt.trainer import device_memory
 from megatron_tlt.trainer.environments import Environments, before_a_run, open_environments, prompts_of
 from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.models import build_models, tensor_parallel
-from megatron_tlt.trainer.preflight import check_on
+from megatron_tlt.trainer.preflight import check_on, place_problems
 from megatron_tlt.trainer.sampling import sampling_params, step_params
 from megatron_tlt.trainer.teacher import with_teacher_shape
 from megatron_tlt.types import CAPABILITIES, Prompt
@@ -68,7 +67,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
 
     device_memory.let_segments_grow(world.device, config.rollout.engine_process)
     config = with_teacher_shape(device_memory.with_device_memory(config, world))
-    check_on(config, world, output_directory_problems("train.run_dir", config.train.run_dir))
+    check_on(config, world, place_problems(config))
     tokenizer = open_tokenizer(config)
     environments = open_environments(config, tokenizer, world)
     with before_a_run(config.env):
@@ -145,7 +144,7 @@ def build_sft_trainer(config: SftConfig, world: World, signals: StopSignals | No
     from megatron_tlt.trainer.sft import SftTrainer
 
     device_memory.let_segments_grow(world.device)
-    check_on(config, world, output_directory_problems("sft.out", config.sft.out))
+    check_on(config, world, place_problems(config))
     setup_logging(world.rank, world.size)
     return SftTrainer(config, world, open_tokenizer(config), signals)
 

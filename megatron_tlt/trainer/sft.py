@@ -16,6 +16,7 @@ import numpy as np
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.checkpoint.export import write_hf
 from megatron_tlt.checkpoint.manager import CheckpointManager
+from megatron_tlt.config.checks.files import note_maker
 from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data.completions import ResponseTokens, read_completions
 from megatron_tlt.data.packing import balance
@@ -212,8 +213,10 @@ class SftTrainer:
         self._say(f"stopped by {self._shutdown.reason()}: {reason}; {end}")
 
     def _write(self) -> None:
-        config = self._config
-        write_hf(self.policy, self._world, config.model, Path(config.sft.out), config.actor.dtype)
+        config, out = self._config, Path(self._config.sft.out)
+        write_hf(self.policy, self._world, config.model, out, config.actor.dtype)
+        if self._world.is_main:
+            note_maker(out, "sft")
 
     def close(self) -> None:
         """Releases the run directory; later signals are not seen."""
