@@ -53,7 +53,8 @@ def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:
     from megatron_tlt.checkpoint.resume import find_checkpoint
 
     # One rank looks; all write their share, below a directory that all must see.
-    problems = world.broadcast_object(problems_of(config, args.out, args.overwrite, args.adapter) if world.is_main else [])
+    wanted = args.out, args.overwrite, args.adapter
+    problems = world.broadcast_object(problems_of(config, *wanted) if world.is_main else [])
     lora = config.actor.lora
     if args.adapter and lora is None:
         problems.append(ConfigProblem("--adapter", True, "needs a run with actor.lora"))

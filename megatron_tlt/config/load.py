@@ -18,7 +18,14 @@ from megatron_tlt.config.checks.speculation import check_speculation
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.config.schema import SYNONYMS, allowed_text, element_of, field_allowed, nearest_path, section_of
+from megatron_tlt.config.schema import (
+    SYNONYMS,
+    allowed_text,
+    element_of,
+    field_allowed,
+    nearest_path,
+    section_of,
+)
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.config.yaml_reader import parse_yaml, read_config_file
 from megatron_tlt.errors import ConfigError, ConfigProblem

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_tlt.config.checks.files import note_maker
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.data.prompt_queue import PromptQueue
 from megatron_tlt.drafter.batching import DraftSequence, collate, epoch
@@ -315,7 +314,6 @@ class DrafterPretraining:
             fingerprint=policy_fingerprint(self._config.model.path),
             dtype=DTYPES[self._section.save_dtype],
         )
-        note_maker(out, "drafter train")
         if result.bases:
             over_time = {"over_time": [asdict(point) for point in self._points]}
             text = json.dumps(result.to_json() | over_time, indent=2)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.backends.vllm.launch import python_problems
-from megatron_tlt.checkpoint.resume import checkpoint_problems
+from megatron_tlt.checkpoint.resume import resume_problems
 from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.planning.report import render_check
@@ -48,7 +48,7 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
     config, to_fetch, problems = cached(config)
     config = with_teacher_shape(config)
-    problems += _problems(config, num_ranks, None) + _problems_of_large_files(config)
+    problems += _problems(config, num_ranks, None) + _problems_of_large_files(config, None)
     prompt = None if problems else _prompt_of_episode(config)
     if prompt is not None:
         assert isinstance(config, Config) and config.env is not None
@@ -73,9 +73,10 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
 def check_on(config: Config | SftConfig, world: World, found_before: Sequence[ConfigProblem] = ()) -> None:
     """The checks on the world there is, where every file must be. Raises ConfigError with every problem."""
     problems = [*found_before, *missing_files(config)]
-    problems += _problems(config, world.size, "cuda" if world.device.type == "cuda" else "cpu")
+    device: Device = "cuda" if world.device.type == "cuda" else "cpu"
+    problems += _problems(config, world.size, device)
     # One rank looks into many files, which a run that goes on may be removing.
-    problems += world.broadcast_object(_problems_of_large_files(config) if world.is_main else [])
+    problems += world.broadcast_object(_problems_of_large_files(config, device) if world.is_main else [])
     if problems:
         raise ConfigError(problems)
     if world.is_main:
@@ -113,15 +114,14 @@ def _problems(config: Config | SftConfig, num_ranks: int, device: Device | None)
     return found + tokenizer_problems(config) + input_problems(config)
 
 
-def _problems_of_large_files(config: Config | SftConfig) -> list[ConfigProblem]:
+def _problems_of_large_files(config: Config | SftConfig, device: Device | None) -> list[ConfigProblem]:
     """Of weights, also a teacher's, the checkpoint to resume from and the drafter, where they are on this machine.
 
     Reads no tensor.
     """
     shape, _ = read_model("model.path", config.model.path)
     found = [] if shape is None else _weight_problems(config.model, shape) + _adapter_problems(config, shape)
-    if Path(config.checkpoint.resume).exists():
-        found += checkpoint_problems(config.checkpoint.resume)
+    found += resume_problems(config, shape, device)
     if isinstance(config, Config):
         if config.algorithm.teacher is not None and Path(config.algorithm.teacher).exists():
             found += _hf_weight_problems("algorithm.teacher", config.algorithm.teacher)

@@ -5,16 +5,14 @@ Order matters: configuration errors are found before weights are loaded, and wei
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.data.hub import with_names
 from megatron_tlt.data.prompt_queue import PromptQueues
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -257,7 +255,4 @@ def _prepare(config: Config, world: World) -> RunLock | None:
     run_dir = Path(config.train.run_dir)
     lock = lock_run_dir("train.run_dir", config.train.run_dir, run_dir, world)
     world.set_monitor(lambda: start_watchdog(config.watchdog.heartbeat_s, config.hang_s, run_dir, world))
-    if world.is_main:
-        dump: dict[str, Any] = with_names(config).model_dump(mode="json")  # a start on other nodes finds the same files
-        (run_dir / "config.json").write_text(json.dumps(dump, indent=2) + "\n", encoding="utf-8")
     return lock

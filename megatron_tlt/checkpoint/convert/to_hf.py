@@ -85,7 +85,7 @@ class HfConversion:
         return weight_file_name(number, len(self.files))
 
     def write(self, out: Path, ranks: Ranks, overwrite: bool = False) -> None:
-        """Writes `out`; with `overwrite` it replaces an older conversion. Collective: files are shared out over `ranks`."""
+        """Writes `out`; with `overwrite` it replaces an older conversion. Collective: `ranks` share the files."""
         with new_directory(out, COMMAND, self.num_bytes, ranks, overwrite, self.sources) as scratch:
             self.write_into(scratch, ranks)
 

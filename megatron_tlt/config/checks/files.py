@@ -116,22 +116,21 @@ def output_file_problems(
     if path is None:
         return []
     file = Path(path)
-    if file.is_dir():
-        return [ConfigProblem(field, str(path), "is a directory: name a file")]
-    if not file.exists():
+    if not os.path.exists(file):  # unlike Path.exists it takes every text
         return _place_problems(field, path, file.parent, True)
-    if not os.access(file, os.W_OK):
-        return [ConfigProblem(field, str(path), "is not writable")]
-    if is_read(file, sources):
-        return [ConfigProblem(field, str(path), "is not replaced: this command reads it")]
-    if not file.is_file():  # a device or a pipe
-        return []
-    if not may_exist:
-        return [ConfigProblem(field, str(path), "exists: --overwrite replaces it")]
-    if (head := _head(file)) and not re.match(begins, head):
-        allowed = "is not replaced: it does not begin as what this command writes; name another file, or remove it"
-        return [ConfigProblem(field, str(path), allowed)]
-    return []
+    allowed = ""
+    if file.is_dir():
+        allowed = "is a directory: name a file"
+    elif not os.access(file, os.W_OK):
+        allowed = "is not writable"
+    elif is_read(file, sources):
+        allowed = "is not replaced: this command reads it"
+    elif file.is_file():  # no device, no pipe
+        if not may_exist:
+            allowed = "exists: --overwrite replaces it"
+        elif (head := _head(file)) and not re.match(begins, head):
+            allowed = "is not replaced: it does not begin as what this command writes; name another file, or remove it"
+    return [ConfigProblem(field, str(path), allowed)] if allowed else []
 
 
 def _head(file: Path) -> bytes:
