@@ -66,12 +66,13 @@ def resume_problems(
         return problems
     if shape is None or (found := checkpoint_to_resume(config)) is None:
         return []
-    shards, optimizer = shards_optimizer(config, device or "cpu"), config.optimizer.name
+    optimizer, is_auto = config.optimizer.name, config.actor.distributed_optimizer == "auto"
+    shards = shards_optimizer(config, device or "cpu") and not (is_auto and optimizer == "sgd")
     base = base_fingerprint(model) if config.actor.lora is not None else ""
     wanted = model_record(shape) | training_record(config.actor, optimizer, shards, base)
     if "off" in (wanted["lora"], found.training.get("lora")):
         del wanted["base"]  # of adapters
-    if device is None and config.actor.distributed_optimizer == "auto":
+    if device is None and is_auto:
         del wanted["distributed_optimizer"]
     is_sft, problems = "sft" in found.extra, []
     if is_sft == isinstance(config, Config):

@@ -12,7 +12,7 @@ from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.checks.commands import check_drafter_engine, check_held_out
 from megatron_tlt.config.checks.files import output_directory_problems, output_file_problems
-from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError
 from megatron_tlt.resilience.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _load(
 
 
 def _given_responses(config: Config) -> list[Trajectory] | None:
-    """The responses in `drafter.responses_path`; None without it. Raises ConfigError for a path that is not there."""
+    """The responses in `drafter.responses_path`; None without it. Raises ConfigError where they cannot be read."""
     from megatron_tlt.data.responses import read_responses
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.trainer.setup import open_tokenizer
@@ -160,7 +160,10 @@ def _given_responses(config: Config) -> list[Trajectory] | None:
         raise ConfigError.of("drafter.responses_path", str(path), "no such file or directory")
     vocab_size = ModelConfig.from_hf(config.model.path).vocab_size
     most = section.num_prompts * section.samples_per_prompt
-    return read_responses(config, path, open_tokenizer(config), vocab_size, most)
+    try:
+        return read_responses(config, path, open_tokenizer(config), vocab_size, most)
+    except DataError as error:
+        raise ConfigError.of("drafter.responses_path", str(path), str(error)) from error
 
 
 def _prompts(config: Config) -> list[Prompt]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.checks.commands import check_generation
 from megatron_tlt.config.checks.files import output_file_problems, same_file_problems
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 from megatron_tlt.types import SamplingParams
 
 RESPONSES, STATS = rb'\{"prompt_index": \d+, "sample_index": ', rb'\{\n "steps": \d+,\n "prefill_steps": '
@@ -121,7 +121,10 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
         if environments is not None:
             at_end.callback(environments.close)
         with before_a_run(env):
-            prompts = read_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
+            try:
+                prompts = read_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
+            except DataError as error:
+                raise ConfigError.of("--prompts", str(args.prompts), str(error)) from error
         turns = at_end.enter_context(turns_of(environments))
         stats = generate_file(
             args.model,

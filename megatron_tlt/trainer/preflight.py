@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_tlt.backends.vllm.launch import python_problems
 from megatron_tlt.checkpoint.resume import resume_problems
 from megatron_tlt.config.checks.files import output_directory_problems
+from megatron_tlt.config.checks.layout import resolve_device
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.config.root import Config, SftConfig
@@ -67,6 +68,10 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     shape = None if model is None else model.architecture
     played = [] if prompt is None else ["Environment: a scripted episode was the same three times, in two processes"]
     warnings = [f"warning: {text}" for text in input_warnings(config)]
+    if resolve_device(config, None) is None:
+        positions = None if model is None else model.max_position_embeddings
+        on_cpu = find_problems(config, shape, num_ranks, "cpu", positions)
+        warnings += [f"warning: CPU ranks refuse to start: {problem}" for problem in on_cpu]
     return "\n".join([render_check(config, shape, num_ranks), *played, *warnings, *to_fetch, *absent])
 
 
@@ -260,7 +265,7 @@ def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:
                 problems += source_problems(source, name)
         if config.env is not None and (config.env.kind or config.env.path):
             problems += environment_problems(config.env)
-        return problems + function_problems(config.rewards)
+        return problems + function_problems(config.rewards) + _machine_problems(config)
     sft = config.sft
     for field, path, split in (("train", sft.train_path, sft.train_split), ("eval", sft.eval_path, sft.eval_split)):
         try:
@@ -268,4 +273,19 @@ def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:
                 read_completions(sft, Path(path), split)
         except DataError as error:
             problems.append(ConfigProblem(f"sft.{field}_path", path, str(error)))
+    return problems
+
+
+def _machine_problems(config: Config) -> list[ConfigProblem]:
+    """Parts of the embedded engine that are compiled on this machine, which has no C compiler."""
+    from megatron_tlt.models.native.build import find_compiler
+
+    rollout, problems = config.rollout, []
+    if rollout.backend != "embedded" or find_compiler() is not None:
+        return []
+    needed = "needs a C compiler: no cc, gcc or clang on PATH"
+    if rollout.speculation.drafter == "suffix":
+        problems.append(ConfigProblem("rollout.speculation.drafter", "suffix", needed))
+    if rollout.kernels == "native":
+        problems.append(ConfigProblem("rollout.kernels", "native", needed))
     return problems

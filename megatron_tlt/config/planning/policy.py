@@ -31,7 +31,7 @@ from megatron_tlt.config.root import Config, SftConfig
 def shards_optimizer(config: Config | SftConfig, device: Device) -> bool:
     """Whether the optimizer's state is divided over data parallel ranks."""
     choice = config.actor.distributed_optimizer
-    return choice == "on" or (choice == "auto" and device == "cuda" and config.optimizer.name == "adam")
+    return choice == "on" or (choice == "auto" and device == "cuda")
 
 
 def optimizer_bytes(
