@@ -31,9 +31,10 @@ def problem_of(out: Path, command: str, overwrite: bool = False, sources: Iterab
             return f"{out} exists: --overwrite replaces it"
         if out.absolute().name in ("", ".."):
             return f"{out} is not replaced: name the directory itself"
-        if not is_directory or not (is_new or maker_of(out) == command):
-            return f"{out} is not replaced: it is no directory that `{command}` made"
-        return f"{out} is not replaced: it holds what is read" if is_read(out, sources) else None
+        if is_read(out, sources):
+            return f"{out} is not replaced: it holds what is read"
+        is_own = is_directory and (is_new or maker_of(out) == command)
+        return None if is_own else f"{out} is not replaced: it is no directory that `{command}` made"
     except OSError as error:
         return str(error)
 

@@ -156,14 +156,14 @@ def _problem(detail: ErrorDetails, root: type[BaseModel]) -> ConfigProblem:
     steps: list[str] = []
     for part in detail["loc"]:
         section = section_of(annotation)
-        if isinstance(part, int):
+        if isinstance(part, int) and section is None:
             annotation = element_of(annotation)
             allowed = allowed_text(annotation)
         elif section is not None and part in section.model_fields:
             field = section.model_fields[part]
             annotation = field.annotation
             allowed = field_allowed(field)
-        elif section is not None and detail["type"] == "extra_forbidden":
+        elif section is not None and detail["type"] in ("extra_forbidden", "invalid_key"):
             return _unknown_key(root, section, ".".join(steps), str(part), detail["input"])
         else:
             break

@@ -53,10 +53,10 @@ def test_a_model_is_put_back_if_it_cannot_be_replaced(out, monkeypatch, error, f
 
 
 def test_what_appears_meanwhile_is_left(out):
+    made = (out / MADE_BY).read_text()
     with pytest.raises(CheckpointError, match="no directory that `it` made"), atomic_directory(out, "it", True):
-        (out / MADE_BY).unlink()
-        (out / "config.json").rename(out / "notes.txt")
-    assert content(out.parent) == {"out/notes.txt": OLD}
+        (out / MADE_BY).rename(out / "notes.txt")
+    assert content(out.parent) == {"out/config.json": OLD, "out/notes.txt": made}
 
 
 def test_the_working_directory_can_be_replaced(out, monkeypatch):
