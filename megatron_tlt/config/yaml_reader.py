@@ -34,8 +34,9 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def _count(value: Any, known: dict[int, int]) -> int:
-    """Values in `value`, each as often as aliases repeat it; `known`: counts of collections by id. RecursionError for one
-    that is within itself.
+    """Values in `value`, each as often as aliases repeat it; `known`: counts of collections by id.
+
+    Raises RecursionError for a collection within itself.
     """
     if not isinstance(value, dict | list):
         return 1
