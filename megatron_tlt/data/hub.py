@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data import hub_answers
 from megatron_tlt.data.dataset_files import CARD, FORMATS, choose_files
-from megatron_tlt.data.hub_answers import endpoint
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 
@@ -225,10 +224,10 @@ def _commit(named: Named, recorded: dict[str, str]) -> str:
         return recorded[named.name]
 
     def resolve() -> str:
-        asked = {**named.repository, "revision": named.revision, "local_files_only": hub_answers.is_silent()}
+        asked = {**named.repository, "revision": named.revision, "local_files_only": hub_answers.is_silent(endpoint())}
         return str(_api().resolve_revision(**asked).resolved)
 
-    return hub_answers.answer(named.text, resolve, hub_answers.COMMIT_S)
+    return hub_answers.answer(endpoint(), named.text, resolve, hub_answers.COMMIT_S)
 
 
 def _download_all(
@@ -252,14 +251,14 @@ def _download_all(
 
 def _look(named: Named, commit: str) -> tuple[list[str], list[DryRunFileInfo]]:
     """Patterns of the needed files, and the files that the cache lacks. Raises an error of huggingface_hub."""
-    return hub_answers.answer(named.text, lambda: _look_now(named, commit), hub_answers.FILES_S)
+    return hub_answers.answer(endpoint(), named.text, lambda: _look_now(named, commit), hub_answers.FILES_S)
 
 
 def _look_now(named: Named, commit: str) -> tuple[list[str], list[DryRunFileInfo]]:
     from huggingface_hub.errors import DryRunError
 
     files = _files(named, commit)
-    if hub_answers.is_silent():
+    if hub_answers.is_silent(endpoint()):
         _snapshot(named, commit, files)
         return files, []
     try:
@@ -288,7 +287,7 @@ def _files(named: Named, commit: str) -> list[str]:
 
 
 def _snapshot(named: Named, commit: str, files: list[str], **how: bool) -> Any:
-    how.setdefault("local_files_only", hub_answers.is_silent())
+    how.setdefault("local_files_only", hub_answers.is_silent(endpoint()))
     ignored = None if named.content == "rows" else [*_OTHER_FORMS]
     return _api().snapshot_download(
         **named.repository, revision=commit, allow_patterns=files, ignore_patterns=ignored, **how
@@ -378,7 +377,7 @@ def _reason(named: Named, error: Exception) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{endpoint()} has {named.name}, but no revision {named.revision!r} of it"
     if _is_unreachable(error):
-        silent = "does not answer" if hub_answers.is_silent() else "is not reachable"
+        silent = "does not answer" if hub_answers.is_silent(endpoint()) else "is not reachable"
         why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{endpoint()} {silent}"
         return f"is no path here, and no whole {kind} in the cache {cache}; {why}"
     if isinstance(error, OSError) and error.errno is not None:
@@ -405,6 +404,13 @@ def _api() -> Any:
     if not sys.stderr.isatty():  # a bar is thousands of lines in a job's log
         disable_progress_bars()
     return HfApi(library_name="megatron-tlt")
+
+
+def endpoint() -> str:
+    """The hub's address."""
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
 
 
 def _bytes(number: float) -> str:

@@ -19,23 +19,16 @@ COMMIT_S, FILES_S = 20.0, 60.0  # limits of an answer about a commit, and about 
 _silent: set[str] = set()
 
 
-def endpoint() -> str:
-    """The hub's address."""
-    from huggingface_hub import constants
-
-    return constants.ENDPOINT
-
-
-def is_silent() -> bool:
+def is_silent(endpoint: str) -> bool:
     """Whether the hub has not answered this process, so that only the cache is read."""
-    return endpoint() in _silent
+    return endpoint in _silent
 
 
-def answer(about: str, ask: Callable[[], T], limit_s: float) -> T:
-    """What `ask` returns, which asks the hub about `about` in a thread. It is called again, for the cache alone, if the
+def answer(endpoint: str, about: str, ask: Callable[[], T], limit_s: float) -> T:
+    """What `ask` returns, which asks about `about`, in a thread. It is called again, for the cache alone, if the
     hub is silent for `limit_s` seconds. Raises what `ask` raises.
     """
-    if is_silent():
+    if is_silent(endpoint):
         return ask()
     future: Future[T] = Future()
 
@@ -56,5 +49,5 @@ def answer(about: str, ask: Callable[[], T], limit_s: float) -> T:
             if future.done():  # an error of `ask`
                 raise
         print(f"megatron-tlt: {words}", file=sys.stderr, flush=True)
-    _silent.add(endpoint())
+    _silent.add(endpoint)
     return ask()

@@ -147,7 +147,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(who
     for changed, said in (((), "dtype is 'bf16', not 'fp32'"), (("actor.lora.rank=4",), "lora is 'off', not 'rank 4")):
         code, output = train(*changed, check=False)
         assert code == 2 and "does not fit this run: " in output and said in output
-        assert "Traceback" not in output and "MPI_Abort" not in output
+        assert "Traceback" not in output
         assert (tmp_path / "run/config.json").read_bytes() == recorded
 
 

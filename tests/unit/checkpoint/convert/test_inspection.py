@@ -192,7 +192,7 @@ def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypa
     for base, target in ((out, f"{out}/release"), (back, back)):
         wrong = ["--megatron", out, "--config", base, "--out", target, "--overwrite"]
         assert convert_megatron_to_hf.main(wrong) == 2
-        assert "it holds what is read" in capsys.readouterr().err
+        assert "is not replaced: " in capsys.readouterr().err
     assert convert_megatron_to_hf.main(["--megatron", hf, "--out", back + "2"]) == 2
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     assert convert_megatron_to_hf.main(["--megatron", out, "--out", back + "2"]) == 1  # failed: no bad input
