@@ -49,6 +49,9 @@ class TltError(Exception):
     """Base of every error that a user or operator can act on."""
 
 
+_SHOWN = 300  # characters of a value in a message
+
+
 @dataclass(frozen=True)
 class ConfigProblem:
     """One error of a configuration: its field, the given value, the allowed ones."""
@@ -58,7 +61,8 @@ class ConfigProblem:
     allowed: str
 
     def __str__(self) -> str:
-        return f"{self.path} = {self.value!r}: {self.allowed}"
+        shown = repr(self.value)
+        return f"{self.path} = {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + ' ...'}: {self.allowed}"
 
 
 Problems = Iterator[ConfigProblem]

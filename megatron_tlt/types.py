@@ -51,8 +51,8 @@ class SamplingParams:
 
     def out_of_range(self) -> Iterator[tuple[str, float, str]]:
         """(field, value, allowed values) of an impossible temperature or mask."""
-        if not self.temperature >= 0:
-            yield "temperature", self.temperature, ">= 0"
+        if not 0 <= self.temperature < float("inf"):
+            yield "temperature", self.temperature, ">= 0, and finite"
         if not self.top_k >= 0:
             yield "top_k", self.top_k, ">= 0 (0: off)"
         if not 0 < self.top_p <= 1:

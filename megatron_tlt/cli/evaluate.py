@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
 
+RESULT = rb'\{\n  "step": \d+,\n  "num_prompts": '  # how the result begins
+
 
 def add_eval(commands: Any) -> None:
     """Adds the command to the parser."""
@@ -38,7 +40,7 @@ def _eval(args: argparse.Namespace) -> int:
     from megatron_tlt.data.hub import on_this_machine
 
     config = read_config(args, Config)
-    if problems := output_file_problems("--out", args.out, args.overwrite):
+    if problems := output_file_problems("--out", args.out, RESULT, [args.config], args.overwrite):
         raise ConfigError(problems)
 
     def body(world: World) -> None:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.checks.chat_template import check_template_kwargs
 from megatron_tlt.config.checks.commands import check_generation
-from megatron_tlt.config.checks.files import output_file_problems
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.config.checks.files import output_file_problems, same_file_problems
+from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 from megatron_tlt.types import SamplingParams
 
 _KWARGS = "--chat-template-kwargs"
+RESPONSES, STATS = rb'\{"prompt_index": \d+, "sample_index": ', rb'\{\n "steps": \d+,\n "prefill_steps": '
+"""How the files that are written begin."""
 _log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
@@ -112,8 +114,9 @@ def argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
     return [
         *check_generation(_sampling(args), args.n),
         *check_template_kwargs(_KWARGS, args.chat_template_kwargs, None if args.chat else "--chat"),
-        *output_file_problems("--out", args.out, args.overwrite),
-        *output_file_problems("--stats", args.stats, args.overwrite),
+        *output_file_problems("--out", args.out, RESPONSES, [args.prompts], args.overwrite),
+        *output_file_problems("--stats", args.stats, STATS, [args.prompts], args.overwrite),
+        *same_file_problems("--stats", args.stats, "--out", args.out),
     ]
 
 
@@ -151,7 +154,10 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
         if environments is not None:
             at_end.callback(environments.close)
         with before_a_run(env):
-            prompts = read_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
+            try:
+                prompts = read_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
+            except DataError as error:
+                raise ConfigError.of("--prompts", str(args.prompts), str(error)) from error
         turns = at_end.enter_context(turns_of(environments))
         stats = generate_file(
             args.model,

@@ -74,7 +74,7 @@ def run_on_every_rank(
         if world.store.add("config_error", 1) == 1:
             print_problems(error)
             note_exit(BAD_INPUT)
-        world.release()
+        world.refuse()
         return BAD_INPUT
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         behind = world.ranks_behind() if is_timeout(error) else None

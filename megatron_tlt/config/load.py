@@ -19,7 +19,14 @@ from megatron_tlt.config.checks.texts import check_texts
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.config.schema import SYNONYMS, element_of, field_allowed, nearest_path, section_of
+from megatron_tlt.config.schema import (
+    SYNONYMS,
+    allowed_text,
+    element_of,
+    field_allowed,
+    nearest_path,
+    section_of,
+)
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.config.yaml_reader import parse_yaml, read_config_file
 from megatron_tlt.errors import ConfigError, ConfigProblem
@@ -151,13 +158,14 @@ def _problem(detail: ErrorDetails, root: type[BaseModel]) -> ConfigProblem:
     steps: list[str] = []
     for part in detail["loc"]:
         section = section_of(annotation)
-        if isinstance(part, int):
+        if isinstance(part, int) and section is None:
             annotation = element_of(annotation)
+            allowed = allowed_text(annotation)
         elif section is not None and part in section.model_fields:
             field = section.model_fields[part]
             annotation = field.annotation
             allowed = field_allowed(field)
-        elif section is not None and detail["type"] == "extra_forbidden":
+        elif section is not None and detail["type"] in ("extra_forbidden", "invalid_key"):
             return _unknown_key(root, section, ".".join(steps), str(part), detail["input"])
         else:
             break

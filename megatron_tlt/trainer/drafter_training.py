@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.config.checks.files import note_maker
 from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.drafter.measure import MeasuredAcceptance
@@ -86,6 +87,7 @@ class DrafterJob:
         finally:
             self._shutdown.close()
         if self._world.is_main:
+            note_maker(self._out, "drafter train")
             self._pretraining.save(self._out, result)
             shutil.rmtree(self._out / UNFINISHED, ignore_errors=True)
             print(result.table() if result.bases else "no held-out prompts (data.eval): not measured")

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.backends.vllm.launch import python_problems
-from megatron_tlt.checkpoint.resume import checkpoint_problems
+from megatron_tlt.checkpoint.resume import resume_problems
 from megatron_tlt.config.checks.files import output_directory_problems
+from megatron_tlt.config.checks.layout import resolve_device
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.config.root import Config, SftConfig
@@ -52,7 +53,7 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
     config, to_fetch, problems = cached(config)
     config = with_teacher_shape(config)
-    problems += _problems(config, num_ranks, None) + _problems_of_large_files(config)
+    problems += _problems(config, num_ranks, None) + _problems_of_large_files(config, None)
     problems = problems or turn_problems(config)
     prompt = None if problems else _prompt_of_episode(config)
     if prompt is not None:
@@ -60,8 +61,7 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
         problems += episode_problems(config.env, prompt)
     if config.model.architecture is None and not is_name(config.model.path):
         problems += missing_model(config)
-    field, path = ("train.run_dir", config.train.run_dir) if isinstance(config, Config) else ("sft.out", config.sft.out)
-    problems += output_directory_problems(field, path, must_be_writable=False)
+    problems += place_problems(config, must_be_writable=False)
     if problems:
         raise ConfigError(problems)
     named = {name.field for name in names_of(config)}
@@ -73,20 +73,34 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     shape = None if model is None else model.architecture
     played = [] if prompt is None else ["Environment: a scripted episode was the same three times, in two processes"]
     warnings = [f"warning: {text}" for text in input_warnings(config)]
+    if resolve_device(config, None) is None:
+        positions = None if model is None else model.max_position_embeddings
+        on_cpu = find_problems(config, shape, num_ranks, "cpu", positions)
+        warnings += [f"warning: CPU ranks refuse to start: {problem}" for problem in on_cpu]
     return printable("\n".join([render_check(config, shape, num_ranks), *played, *warnings, *to_fetch, *absent]))
 
 
 def check_on(config: Config | SftConfig, world: World, found_before: Sequence[ConfigProblem] = ()) -> None:
     """The checks on the world there is, where every file must be. Raises ConfigError with every problem."""
     problems = [*found_before, *missing_files(config)]
-    problems += _problems(config, world.size, "cuda" if world.device.type == "cuda" else "cpu")
+    device: Device = "cuda" if world.device.type == "cuda" else "cpu"
+    problems += _problems(config, world.size, device)
     # One rank looks into many files, which a run that goes on may be removing.
-    problems += world.broadcast_object(_problems_of_large_files(config) if world.is_main else [])
+    problems += world.broadcast_object(_problems_of_large_files(config, device) if world.is_main else [])
     if problems:
         raise ConfigError(problems)
     if world.is_main:
         for text in input_warnings(config):
             _log.warning(text)
+
+
+def place_problems(config: Config | SftConfig, must_be_writable: bool = True) -> list[ConfigProblem]:
+    """Problems with the directory that a run, or fine-tuning, writes."""
+    if isinstance(config, Config):
+        return output_directory_problems("train.run_dir", config.train.run_dir, "train", (), must_be_writable)
+    model = config.model
+    sources = model.path, model.megatron_path, model.tokenizer
+    return output_directory_problems("sft.out", config.sft.out, "sft", sources, must_be_writable)
 
 
 def _prompt_of_episode(config: Config | SftConfig) -> Prompt | None:
@@ -111,7 +125,7 @@ def _problems(config: Config | SftConfig, num_ranks: int, device: Device | None)
     return found + tokenizer_problems(config) + chat_problems(config) + input_problems(config)
 
 
-def _problems_of_large_files(config: Config | SftConfig) -> list[ConfigProblem]:
+def _problems_of_large_files(config: Config | SftConfig, device: Device | None) -> list[ConfigProblem]:
     """Of weights, also a teacher's, the checkpoint to resume from, the drafter and tokenized prompts, where they are
     on this machine.
 
@@ -119,8 +133,7 @@ def _problems_of_large_files(config: Config | SftConfig) -> list[ConfigProblem]:
     """
     shape, _ = read_model("model.path", config.model.path)
     found = [] if shape is None else _weight_problems(config, shape) + _adapter_problems(config, shape)
-    if Path(config.checkpoint.resume).exists():
-        found += checkpoint_problems(config.checkpoint.resume)
+    found += resume_problems(config, shape, device)
     if isinstance(config, Config):
         found += long_prompt_problems(config.data, Path(config.model.tokenizer or config.model.path))
         if config.algorithm.teacher is not None and (teacher := teacher_shape(config)) is not None:
@@ -252,7 +265,7 @@ def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:
                 problems += source_problems(source, name, render)
         if config.env is not None and (config.env.kind or config.env.path):
             problems += environment_problems(config.env)
-        return problems + function_problems(config.rewards)
+        return problems + function_problems(config.rewards) + _machine_problems(config)
     sft = config.sft
     for field, path, split in (("train", sft.train_path, sft.train_split), ("eval", sft.eval_path, sft.eval_split)):
         try:
@@ -273,3 +286,18 @@ def _render_each_form(render: Renderer, rows: Sequence[Completion], places: Sequ
     for index in first.values():
         with errors_at(places[index]):
             render(rows[index].prompt, rows[index].tools)
+
+
+def _machine_problems(config: Config) -> list[ConfigProblem]:
+    """Parts of the embedded engine that are compiled on this machine, which has no C compiler."""
+    from megatron_tlt.models.native.build import find_compiler
+
+    rollout, problems = config.rollout, []
+    if rollout.backend != "embedded" or find_compiler() is not None:
+        return []
+    needed = "needs a C compiler: no cc, gcc or clang on PATH"
+    if rollout.speculation.drafter == "suffix":
+        problems.append(ConfigProblem("rollout.speculation.drafter", "suffix", needed))
+    if rollout.kernels == "native":
+        problems.append(ConfigProblem("rollout.kernels", "native", needed))
+    return problems

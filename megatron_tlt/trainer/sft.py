@@ -16,6 +16,8 @@ import numpy as np
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.checkpoint.export import write_hf
 from megatron_tlt.checkpoint.manager import CheckpointManager
+from megatron_tlt.checkpoint.resume import checkpoint_to_resume
+from megatron_tlt.config.checks.files import note_maker
 from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data.completions import encoded_records
 from megatron_tlt.data.packing import balance
@@ -90,6 +92,15 @@ def _fingerprint(config: SftConfig, sequences: Sequence[TrainSequence]) -> str:
     return digest.hexdigest()
 
 
+def refuse_other_records(config: SftConfig, world: World, fingerprint: str) -> None:
+    """Raises ConfigError where the checkpoint to resume from is of other training records. Collective."""
+    found = world.broadcast_object(checkpoint_to_resume(config) if world.is_main else None)
+    if found is not None and found.extra.get("sft") != fingerprint:
+        changed = "other records, another order of them (sft.seed, sft.tokens_per_step) or another model"
+        allowed = f"the checkpoint of step {found.step} is of {changed}: restore them, or start anew with never"
+        raise ConfigError.of("checkpoint.resume", config.checkpoint.resume, allowed)
+
+
 class SftTrainer:
     """Trains on completions and writes the result; resumes a run that was interrupted.
 
@@ -99,7 +110,9 @@ class SftTrainer:
     def __init__(
         self, config: SftConfig, world: World, tokenizer: HFTokenizer, signals: StopSignals | None = None
     ):
-        """Collective. Raises DataError for a bad record, RunDirectoryError if another job writes the same OUT."""
+        """Collective. Raises DataError for a bad record, ConfigError for a checkpoint of other records,
+        RunDirectoryError if another job writes the same OUT.
+        """
         self._config, self._world, self._tokenizer = config, world, tokenizer
         sft = config.sft
 
@@ -109,6 +122,7 @@ class SftTrainer:
         self._train = read(sft.train_path, sft.train_split)
         self._eval = [] if sft.eval_path is None else read(sft.eval_path, sft.eval_split)
         self._fingerprint = _fingerprint(config, self._train)
+        refuse_other_records(config, world, self._fingerprint)
         self._run_dir = Path(sft.out) / UNFINISHED
         lock = lock_run_dir("sft.out", sft.out, self._run_dir, world)
         self._shutdown = GracefulShutdown(world, config.stop, signals)
@@ -129,6 +143,7 @@ class SftTrainer:
         signal ended it before. Collective.
         """
         self._resume()
+        self._world.accept()
         if self._world.is_main:
             write_config(self._config, self._run_dir)
         try:
@@ -175,23 +190,13 @@ class SftTrainer:
         return {"step": self._done, "sft": self._fingerprint}
 
     def _resume(self) -> None:
-        """Loads the checkpoint to resume from, if there is one. Mutates the policy and the steps done. Collective.
-
-        Raises ConfigError where it is of another run.
-        """
+        """Loads the checkpoint to resume from, if there is one. Mutates the policy and the steps done. Collective."""
         self._world.enter("load")
         loaded = self._checkpoints.load_latest()
         if loaded is None:
             return
-        self._done, sft, resume = loaded["step"], self._config.sft, self._config.checkpoint.resume
-        if loaded.get("sft") != self._fingerprint:
-            changed = "other records, another order of them (sft.seed, sft.tokens_per_step) or another model"
-            allowed = f"the checkpoint of step {self._done} is of {changed}: restore them, or start anew with never"
-            raise ConfigError.of("checkpoint.resume", resume, allowed)
-        if self._done > sft.num_steps:
-            allowed = f"must be at least {self._done}, the checkpoint's step"
-            raise ConfigError.of("sft.num_steps", sft.num_steps, allowed)
-        self._say(f"resumes after step {self._done} of {sft.num_steps}")
+        self._done = loaded["step"]
+        self._say(f"resumes after step {self._done} of {self._config.sft.num_steps}")
 
     def _save_and_leave(self, reason: GracefulExit) -> None:
         """A checkpoint of the last finished step. Collective."""
@@ -202,8 +207,10 @@ class SftTrainer:
         self._say(f"stopped by {self._shutdown.reason()}: {reason}; {end}")
 
     def _write(self) -> None:
-        config = self._config
-        write_hf(self.policy, self._world, config.model, Path(config.sft.out), config.actor.dtype)
+        config, out = self._config, Path(self._config.sft.out)
+        if self._world.is_main:
+            note_maker(out, "sft")  # first: a kill must not leave a model of nobody's
+        write_hf(self.policy, self._world, config.model, out, config.actor.dtype)
 
     def close(self) -> None:
         """Releases the run directory; later signals are not seen."""
