@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from megatron_tlt.config.checks.learning import kl_estimator_warning
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.envs.build import environment_warning
 
@@ -13,5 +14,7 @@ def input_warnings(config: Config | SftConfig) -> list[str]:
     """Every warning, one line each, of a configuration without problems. Reads files on this machine, no tensor."""
     found: list[str] = []
     if isinstance(config, Config) and config.env is not None and (text := environment_warning(config.env)) is not None:
+        found.append(text)
+    if isinstance(config, Config) and (text := kl_estimator_warning(config.algorithm)) is not None:
         found.append(text)
     return found
