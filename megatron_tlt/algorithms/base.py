@@ -142,11 +142,10 @@ class Algorithm(ABC):
         return self.config.overlong_penalty * min(max(excess, 0.0), 1.0)
 
     def keep_group(self, group: SampleGroup) -> bool:
-        """Whether a scored group has a gradient; always true without dynamic sampling (DAPO, equation 11)."""
-        if not self.config.dynamic_sampling:
-            return True
-        pairs = zip(self.shaped(group), group.samples, strict=True)
-        return len({reward for reward, sample in pairs if sample.finish_reason != "abort"}) > 1
+        """Whether not all responses are right and not all wrong (DAPO, equation 11), by their rewards before overlong
+        shaping; always true without dynamic sampling.
+        """
+        return not self.config.dynamic_sampling or len({reward.value for reward in group.judged()}) > 1
 
     def trained(self, table: RewardTable) -> npt.NDArray[np.bool_]:
         """[N] whether a row takes part in the loss."""
