@@ -120,7 +120,7 @@ class RunDirectoryError(TltError):
 
 
 class TrainingError(TltError):
-    """Training that cannot go on: its updates are not finite any more."""
+    """Training that cannot go on: its updates are not finite any more, or no step finds a group with a gradient."""
 
 
 class DrafterError(TltError):

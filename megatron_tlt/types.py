@@ -259,6 +259,10 @@ class SampleGroup:
     samples: list[Sample]
     rewards: list[RewardResult] = field(default_factory=list)
 
+    def judged(self) -> list[RewardResult]:
+        """The rewards of the samples whose environment did not fail."""
+        return [r for r, sample in zip(self.rewards, self.samples, strict=True) if sample.finish_reason != "abort"]
+
 
 @dataclass(slots=True)
 class TrainSequence:

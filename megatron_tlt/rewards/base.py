@@ -49,8 +49,10 @@ def judge(
         if named.config.counts_as_correct:
             counting = True
             correct = correct and value >= named.config.threshold
-    total = sum(named.config.weight * parts[named.label] for named in scorers)
-    return RewardResult(float(total), correct and counting, parts)
+    total = float(sum(named.config.weight * parts[named.label] for named in scorers))
+    if not math.isfinite(total):
+        return failed(f"the weighted sum of {parts} is {total}: must be finite", failure_value, parts)
+    return RewardResult(total, correct and counting, parts)
 
 
 def failed(why: str, failure_value: float, parts: dict[str, float] | None = None) -> RewardResult:

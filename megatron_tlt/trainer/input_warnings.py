@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_tlt.config.checks.learning import kl_estimator_warning
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.long_prompts import long_prompt_warnings
 from megatron_tlt.data.prompts import open_source
@@ -30,10 +31,10 @@ def input_warnings(config: Config | SftConfig) -> list[str]:
 
 def _of_rl(config: Config) -> list[str]:
     """Of what fine-tuning does not have."""
-    env = None if config.env is None else environment_warning(config.env)
+    own = [kl_estimator_warning(config.algorithm), None if config.env is None else environment_warning(config.env)]
     teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
     long = long_prompt_warnings(config.data, Path(config.model.tokenizer or config.model.path))
-    return [*teacher, *filter(None, [env]), *_of_rows(config), *long, *_of_drafter(config)]
+    return [*teacher, *filter(None, own), *_of_rows(config), *long, *_of_drafter(config)]
 
 
 def _of_rows(config: Config) -> list[str]:

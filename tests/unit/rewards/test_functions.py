@@ -181,3 +181,9 @@ def test_values_are_weighted_and_correct_means_all_that_count() -> None:
     low = RewardConfig(name="python", path=f"{USER}:act", threshold=0.3)
     assert judged("0.4", low).correct
     assert not judged("0.2", low).correct
+
+
+def test_a_sum_that_no_float_holds_is_a_failure() -> None:
+    huge = RewardConfig(name="python", path=f"{USER}:act", weight=1e308)
+    result = judged("2", huge, huge)
+    assert result.value == -1.0 and not result.correct and "is inf: must be finite" in str(result.failure)

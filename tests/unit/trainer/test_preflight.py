@@ -51,6 +51,11 @@ def test_a_sound_config_reports_without_its_files():
     assert ": model.path = not/here (size unknown: is no path here, and no whole model in" in report.splitlines()[-1]
 
 
+def test_a_kl_term_without_gradient_is_a_warning_of_check():
+    report = check_report(make(algorithm={"kl_coef": 0.1, "kl_estimator": "k1"}), 4)
+    assert "warning: algorithm.kl_estimator = k1" in report and "Use k2" in report
+
+
 def test_an_environment_is_played_before_a_run():
     assert "\nEnvironment: a scripted episode" in check_report(make(env={"path": f"{ENVIRONMENTS}:Act"}), 4)
     with pytest.raises(ConfigError, match="function of prompt, seed and turns"):
