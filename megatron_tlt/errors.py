@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,26 @@ def shortened(items: Sequence[object], most: int = 8, separator: str = ", ") -> 
     if len(items) > most:
         words.append(f"and {len(items) - most} more")
     return separator.join(words)
+
+
+# All but tab and line feed; also marks of writing direction, which reorder a line, and halves of surrogate pairs.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_LONGEST_FAILURE = 500  # characters of an error message that travel and are logged
+
+
+def printable(text: str) -> str:
+    """A text with its control characters as escapes, since a terminal would obey them; lines and tabs stay."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def error_line(error: BaseException) -> str:
+    """An error of a user's code as one printable line of bounded length."""
+    try:
+        message = str(error)
+    except Exception as failed:  # noqa: BLE001  its class may fail in __str__
+        message = f"(its message cannot be read: {type(failed).__name__})"
+    lines = printable(message[: 2 * _LONGEST_FAILURE].replace("\r\n", "\n")).splitlines()
+    return f"{type(error).__name__}: {' / '.join(lines)}".removesuffix(": ")[:_LONGEST_FAILURE]
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
@@ -28,6 +49,9 @@ class TltError(Exception):
     """Base of every error that a user or operator can act on."""
 
 
+_SHOWN = 300  # characters of a value in a message
+
+
 @dataclass(frozen=True)
 class ConfigProblem:
     """One error of a configuration: its field, the given value, the allowed ones."""
@@ -37,7 +61,8 @@ class ConfigProblem:
     allowed: str
 
     def __str__(self) -> str:
-        return f"{self.path} = {self.value!r}: {self.allowed}"
+        shown = repr(self.value)
+        return f"{self.path} = {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + ' ...'}: {self.allowed}"
 
 
 Problems = Iterator[ConfigProblem]
@@ -95,7 +120,7 @@ class RunDirectoryError(TltError):
 
 
 class TrainingError(TltError):
-    """Training that cannot go on: its updates are not finite any more."""
+    """Training that cannot go on: its updates are not finite any more, or no step finds a group with a gradient."""
 
 
 class DrafterError(TltError):

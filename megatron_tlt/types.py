@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,7 @@ FinishReason = Literal["stop", "length", "carry", "env", "abort"]
 ended the trajectory; dropped, or its environment failed."""
 Span = tuple[int, int]  # half-open, of response positions
 Drawn = tuple[int, int]  # policy version, response tokens in a row that this policy drew
+Answer: TypeAlias = str | tuple[str, ...]  # a reference answer, or all those that are acceptable
 _SAME_WAIT_S = 0.005  # between two polls of the same wait
 ProgressCallback = Callable[[int, int, int], None]
 """Called during a rollout with (running requests, waiting requests, tokens generated so far)."""
@@ -50,8 +51,8 @@ class SamplingParams:
 
     def out_of_range(self) -> Iterator[tuple[str, float, str]]:
         """(field, value, allowed values) of an impossible temperature or mask."""
-        if not self.temperature >= 0:
-            yield "temperature", self.temperature, ">= 0"
+        if not 0 <= self.temperature < float("inf"):
+            yield "temperature", self.temperature, ">= 0, and finite"
         if not self.top_k >= 0:
             yield "top_k", self.top_k, ">= 0 (0: off)"
         if not 0 < self.top_p <= 1:
@@ -73,10 +74,15 @@ class Prompt:
     dataset_id: str
     token_ids: tuple[int, ...]
     text: str
-    answer: str | None = None
+    answer: Answer | None = None
     task: str = "default"
     metadata: dict[str, Any] = field(default_factory=dict)
     seed: int = 0  # of its environment, 31 bits: another one on every epoch
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The acceptable reference answers; empty without one."""
+        return () if self.answer is None else (self.answer,) if isinstance(self.answer, str) else self.answer
 
 
 @dataclass(slots=True)
@@ -252,6 +258,10 @@ class SampleGroup:
     prompt: Prompt
     samples: list[Sample]
     rewards: list[RewardResult] = field(default_factory=list)
+
+    def judged(self) -> list[RewardResult]:
+        """The rewards of the samples whose environment did not fail."""
+        return [r for r, sample in zip(self.rewards, self.samples, strict=True) if sample.finish_reason != "abort"]
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import demo_traces
 import reasoning_gym
 
+from megatron_tlt.config.checks.files import output_file_problems
 from megatron_tlt.config.load import load_config
 from megatron_tlt.envs.calculator import Calculator
 from megatron_tlt.envs.retry import Retry
@@ -100,6 +101,8 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=ROOT / "configs/agents/smollm2_calculator.yaml")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if problems := output_file_problems("--out", args.out, rb'\{"messages": ', [args.config]):
+        parser.error(str(problems[0]))
     if args.kind == "retry":
         rows = second_tries(args.count, args.seed)
     else:

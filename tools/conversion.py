@@ -75,16 +75,16 @@ def _guarded(
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Adds what both converters take."""
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--overwrite", action="store_true", help="replace a model in --out")
+    parser.add_argument("--overwrite", action="store_true", help="replace an older conversion in --out")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: as stored")
     parser.add_argument(
         "--dry-run", action="store_true", help="check, print the mapping and sizes, write nothing"
     )
 
 
-def check_output(args: argparse.Namespace, sources: Iterable[Path], ranks: Ranks) -> None:
+def check_output(args: argparse.Namespace, command: str, sources: Iterable[Path], ranks: Ranks) -> None:
     """Raises ConfigError if `--out` cannot be made from `sources`. Rank 0 looks: others may not see its files."""
-    if ranks.is_main and (problem := problem_of(args.out, args.overwrite, sources)):
+    if ranks.is_main and (problem := problem_of(args.out, command, args.overwrite, sources)):
         raise ConfigError.of("--out", str(args.out), problem)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import conversion as command
 
 from megatron_tlt.checkpoint.atomic import check_room, gib
-from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
+from megatron_tlt.checkpoint.convert.to_megatron import COMMAND, MegatronConversion
 from megatron_tlt.cli.exit_codes import OK
 from megatron_tlt.data.hub import fetch_argument
 from megatron_tlt.distributed.together import Ranks
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def plan(ranks: Ranks) -> MegatronConversion:
         args.hf = fetch_argument("--hf", args.hf, ranks)
-        command.check_output(args, [args.hf], ranks)
+        command.check_output(args, COMMAND, [args.hf], ranks)
         return MegatronConversion.plan(args.hf, args.dtype)
 
     def convert(todo: MegatronConversion, ranks: Ranks) -> int:

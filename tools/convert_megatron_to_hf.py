@@ -14,7 +14,7 @@ from pathlib import Path
 import conversion as command
 
 from megatron_tlt.checkpoint.atomic import check_room, gib
-from megatron_tlt.checkpoint.convert.to_hf import HfConversion
+from megatron_tlt.checkpoint.convert.to_hf import COMMAND, HfConversion
 from megatron_tlt.cli.exit_codes import OK
 from megatron_tlt.data.hub import fetch_argument
 from megatron_tlt.distributed.together import Ranks
@@ -45,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def plan(ranks: Ranks) -> HfConversion:
         if args.config is not None:
             args.config = fetch_argument("--config", args.config, ranks, weights=False)
-        command.check_output(args, [args.megatron], ranks)  # before the checksums
+        command.check_output(args, COMMAND, [args.megatron], ranks)  # before the checksums
         limit = int(args.max_file_gib * 2**30)
         todo = HfConversion.plan(args.megatron, args.dtype, args.config, limit, verify=ranks.is_main)
-        command.check_output(args, todo.sources, ranks)
+        command.check_output(args, COMMAND, todo.sources, ranks)
         return todo
 
     def convert(todo: HfConversion, ranks: Ranks) -> int:

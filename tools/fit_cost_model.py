@@ -220,6 +220,7 @@ def fit_table(recorders: list[Recorder], prefill: list[tuple[int, float]]) -> tu
 
 def main() -> None:
     """Measures, fits, writes."""
+    from megatron_tlt.config.checks.files import output_file_problems
     from megatron_tlt.config.load import load_config
     from megatron_tlt.data.prompts import build_prompts
     from megatron_tlt.data.tokenizer import HFTokenizer
@@ -232,6 +233,11 @@ def main() -> None:
     parser.add_argument("--raw", type=Path, help="also write every measured step")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if problems := [
+        *output_file_problems("--out", args.out, rb'\{\n "command": ', [args.config]),
+        *output_file_problems("--raw", args.raw, rb'\{"\w+": \[', [args.config]),
+    ]:
+        parser.error(str(problems[0]))
     config = load_config(args.config, args.overrides)
     tokenizer = HFTokenizer(config.model.tokenizer or config.model.path)
     stream = build_prompts(config.data, "train", tokenizer, config.train.seed)

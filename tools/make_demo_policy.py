@@ -25,6 +25,7 @@ from demo_traces import ANSWER_CLOSE, ANSWER_OPEN, generate
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from megatron_tlt.config.checks.files import note_maker, output_directory_problems
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.models.loader import iter_weights
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
+WORK, MOE = "make_demo_policy --work", "make_demo_policy --moe"  # what made_by.json says
 
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -212,6 +214,7 @@ def write_experts(dense: Path, out: Path, seed: int) -> int:
     """Write the sibling of `dense` with experts as a Hugging Face directory; returns its parameter count."""
     config, weights = experts_of(dense, seed)
     save_hf(out, config, weights, torch.bfloat16)
+    note_maker(out, MOE)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         shutil.copyfile(dense / name, out / name)
     return config.num_parameters
@@ -274,6 +277,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     writes = args.moe or not args.no_sft
     if writes and not args.overwrite and args.out.is_dir() and any(args.out.iterdir()):
         parser.error(f"--out = '{args.out}': exists: --overwrite replaces it")
+    made = [] if args.moe else output_directory_problems("--work", args.work, WORK)
+    if writes:
+        made += output_directory_problems("--out", args.out, MOE if args.moe else "sft", [args.work])
+    if made:
+        parser.error(str(made[0]))
     return args
 
 
@@ -285,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{count:,} parameters in {args.out}")
         return 0
     args.work.mkdir(parents=True, exist_ok=True)
+    note_maker(args.work, WORK)
     sizes = STUDENT_SIZES if args.student else POLICY_SIZES
     print(
         f"random weights: {write_start(args.work / 'start', args.seed, sizes):,} parameters in {args.work / 'start'}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.envs.build import BUILT_IN, load_environment
-from megatron_tlt.envs.tools import tool_names
+from megatron_tlt.envs.schemas import tool_names
 
 # As the demo policy's, whose messages of tools are the user's; TRL hands calls over as fields of a message.
 TEMPLATE = """\

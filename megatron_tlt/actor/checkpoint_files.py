@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import MOE_FIELDS, ModelConfig
 from megatron_tlt.observe.files import sync, write_atomically
@@ -74,6 +75,20 @@ def model_record(config: ModelConfig) -> dict[str, Any]:
     names += ["intermediate_size", "tie_word_embeddings", *(MOE_FIELDS if config.num_experts else ())]
     record = {name: getattr(config, name) for name in names}
     return {name: list(v) if isinstance(v, tuple) else v for name, v in record.items()}  # as JSON has them
+
+
+def training_record(actor: ActorSection, optimizer: str, shards_optimizer: bool, base: str) -> dict[str, str]:
+    """What two runs must agree in beside the model to load each other's checkpoints, as the manifest keeps it.
+
+    `base`: fingerprint of the weights under adapters.
+    """
+    return {
+        "dtype": actor.dtype,
+        "optimizer": optimizer,
+        "distributed_optimizer": "on" if shards_optimizer else "off",
+        "lora": actor.lora.record if actor.lora is not None else "off",
+        "base": base,
+    }
 
 
 def model_differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

@@ -30,6 +30,7 @@ from megatron_tlt.actor.checkpoint_files import (
     model_record,
     read_manifest,
     step_of,
+    training_record,
 )
 from megatron_tlt.actor.compat import cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
@@ -382,15 +383,7 @@ class MegatronPolicy:
         return manifest.extra
 
     def _training_record(self) -> dict[str, str]:
-        distributed = "on" if self.shards_optimizer else "off"
-        lora = self.actor.lora
-        return {
-            "dtype": self.actor.dtype,
-            "optimizer": self.optimizer_section.name,
-            "distributed_optimizer": distributed,
-            "lora": lora.record if lora is not None else "off",
-            "base": self._base,
-        }
+        return training_record(self.actor, self.optimizer_section.name, self.shards_optimizer, self._base)
 
 
 def _reads_reference(loss: PolicyLoss) -> bool:

@@ -46,6 +46,7 @@ from megatron_tlt.actor.checkpoint_files import (
 from megatron_tlt.actor.hf_names import Slot, slots, unshard
 from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf_files import prefix_hint
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BACKEND = "metadata.json"
@@ -182,7 +183,7 @@ class TorchDistReader:
             else:
                 used.add(stored.key)
                 misfits += self._misfits(config, slot, stored)
-        problems = [f"missing: {shortened(absent)}"] if absent else []
+        problems = [f"missing: {shortened(absent)}{prefix_hint(absent, self.weight_keys())}"] if absent else []
         if extra := [key for key in self.weight_keys() if key not in used]:
             problems.append(f"unexpected: {shortened(extra)}")
         if strange := [str(dtype) for dtype in self.dtypes() if not dtype.is_floating_point]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_tlt.algorithms.advantages import Floats, Ints, share_of_equal_groups
+from megatron_tlt.algorithms.advantages import Floats, Ints, mean_and_std, share_of_equal_groups
 from megatron_tlt.algorithms.correction import importance_weights, mismatch_sums
 from megatron_tlt.algorithms.kl import LOG_RATIO_LIMIT, k3, kl_estimate
 from megatron_tlt.config.algorithm import AlgorithmSection
@@ -142,11 +142,10 @@ class Algorithm(ABC):
         return self.config.overlong_penalty * min(max(excess, 0.0), 1.0)
 
     def keep_group(self, group: SampleGroup) -> bool:
-        """Whether a scored group has a gradient; always true without dynamic sampling (DAPO, equation 11)."""
-        if not self.config.dynamic_sampling:
-            return True
-        pairs = zip(self.shaped(group), group.samples, strict=True)
-        return len({reward for reward, sample in pairs if sample.finish_reason != "abort"}) > 1
+        """Whether not all responses are right and not all wrong (DAPO, equation 11), by their rewards before overlong
+        shaping; always true without dynamic sampling.
+        """
+        return not self.config.dynamic_sampling or len({reward.value for reward in group.judged()}) > 1
 
     def trained(self, table: RewardTable) -> npt.NDArray[np.bool_]:
         """[N] whether a row takes part in the loss."""
@@ -222,9 +221,10 @@ class Algorithm(ABC):
         valid = table.valid()
         if not len(valid.reward):
             return {}
+        mean, std = mean_and_std(valid.reward)
         return {
-            "reward/mean": float(valid.reward.mean()),
-            "reward/std": float(valid.reward.std()),
+            "reward/mean": mean,
+            "reward/std": std,
             "reward/equal_groups": share_of_equal_groups(valid.prompt_id, valid.reward),
             "reward/kl": float(valid.kl_sum.sum() / max(valid.length.sum(), 1)),
             "loss/masked_samples": float(1.0 - self.trained(table).mean()),

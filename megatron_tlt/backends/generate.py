@@ -18,8 +18,10 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.data.chat import as_messages, last_user_text
-from megatron_tlt.data.prompts import NO_ENV, EnvPrompts, env_seed
-from megatron_tlt.data.sources import Row
+from megatron_tlt.data.fields import check_text, checked_answer
+from megatron_tlt.data.json_files import read_json, without_spelling
+from megatron_tlt.data.prompts import NO_ENV, EnvPrompts, encode_prompt, env_seed
+from megatron_tlt.data.sources import Row, errors_at
 from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.files import write_atomically
@@ -103,17 +105,11 @@ def read_prompts(
 
     Raises DataError naming file and line, EnvError for a prompt that the environment refuses.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as e:
-        raise DataError(f"{path} cannot be read: {e}") from e
     prompts: list[Prompt] = []
     rows: list[Row] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for record, number in zip(*read_json(path, spelled=True), strict=True):
         where = f"{path}:{number}"
-        row, token_ids = _parse(line, where, tokenizer, chat, env)
+        row, token_ids = _parse(record, where, tokenizer, chat, env)
         if not token_ids:
             raise DataError(f"{where}: the prompt has no tokens")
         rows.append(row)
@@ -129,6 +125,7 @@ def read_prompts(
             if not rows[number].prompt:
                 raise DataError(f"{rows[number].dataset_id}: the environment's text cannot be added to token_ids: "
                                 "give a prompt")  # fmt: skip
+            check_text(text, "reset", rows[number].dataset_id)
             row = rows[number].with_opening(text)
             ids = _encode(row, tokenizer, chat, env)
             prompts[number] = replace(prompts[number], text=row.prompt, token_ids=ids)
@@ -169,25 +166,22 @@ def stats_report(stats: EngineStats, backend: EmbeddedBackend) -> str:
 
 
 def _encode(row: Row, tokenizer: HFTokenizer, chat: bool, env: EnvPrompts) -> tuple[int, ...]:
-    if chat:
-        return tuple(tokenizer.encode_chat(row.messages or row.prompt, tools=env.tools))
-    return tuple(tokenizer.encode(row.prompt))
+    with errors_at(row.dataset_id):
+        return tuple(encode_prompt(tokenizer, row.messages or row.prompt, chat, None, env.tools))
 
 
 def _parse(
-    line: str, where: str, tokenizer: HFTokenizer | None, chat: bool, env: EnvPrompts
+    record: dict[str, Any], where: str, tokenizer: HFTokenizer | None, chat: bool, env: EnvPrompts
 ) -> tuple[Row, tuple[int, ...]]:
-    try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError as e:
-        raise DataError(f"{where}: not JSON: {e}") from e
-    keys = {"prompt", "token_ids"} & record.keys() if isinstance(record, dict) else set()
+    keys = {"prompt", "token_ids"} & record.keys()
     if len(keys) != 1:
-        raise DataError(f'{where}: an object with either "prompt" or "token_ids" is needed, got {line.strip()[:80]}')
+        found = ", ".join(map(repr, record)) or "none"
+        raise DataError(f'{where}: an object with either "prompt" or "token_ids" is needed, its fields: {found:.80}')
     key = keys.pop()
     value = record.pop(key)
-    answer = record.pop("answer", None)
-    row = Row(where, "", None if answer is None else str(answer), "default", record)
+    answer = checked_answer(record.pop("answer", None), "answer", where)
+    check_text(value, key, where)
+    row = Row(where, "", answer, "default", without_spelling(record))
     if key == "prompt" and tokenizer is None:
         raise DataError(f'{where}: "prompt" needs a tokenizer and the model has none; give "token_ids"')
     if key == "prompt" and tokenizer is not None and isinstance(value, list) and chat:
@@ -201,6 +195,7 @@ def _parse(
         row = replace(row, prompt=value)
         return row, _encode(row, tokenizer, chat, env)
     if key == "token_ids" and isinstance(value, list) and all(type(i) is int for i in value):
-        return row, tuple(value)
+        with errors_at(where):
+            return row, tuple(value if tokenizer is None else tokenizer.checked(value))
     allowed = '"prompt" must be a string (with --chat also a list of messages), "token_ids" a list of integers'
     raise DataError(f"{where}: {allowed}")

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -76,8 +77,9 @@ class RemoteBackend(RemoteWeights):
         self._tp = options.tp or TensorParallel()
         self._name = process.launch.name
         self._requests = 0
-        # Of the generate under way: requests that the engine has, by the number of the present turn's message, and the
-        # newest turns of those that are parked or have ended.
+        # Of the generate under way: requests that the engine does not have yet, those that it has, by the number of the
+        # present turn's message, and the newest turns of those that are parked or have ended.
+        self._queue: deque[Request] = deque()
         self._pending: dict[int, Request] = {}
         self._drawn: dict[Request, DrawnTurn] = {}
         self._arguments: dict[str, Any] = {}
@@ -149,22 +151,28 @@ class RemoteBackend(RemoteWeights):
     @property
     def num_running(self) -> int:
         """See `DrivenEngine`."""
-        return min(len(self._pending), self._rollout.max_running_requests)
+        queued = len(self._queue) if self._may_submit else 0  # those that the engine gets next
+        return min(len(self._pending) + queued, self._rollout.max_running_requests)
 
     @property
     def num_waiting(self) -> int:
         """See `DrivenEngine`."""
-        return len(self._pending) - self.num_running + len(self._drawn)
+        return len(self._queue) + len(self._pending) - self.num_running + len(self._drawn)
 
     @property
     def has_work(self) -> bool:
         """See `DrivenEngine`."""
-        return bool(self._pending)
+        return bool(self._pending) or (bool(self._queue) and self._may_submit)
 
     @property
     def has_room(self) -> bool:
-        """As many as the engine runs at once where responses are keyed, else all. Parked ones count: there is room when
-        their environments answer.
+        """See `DrivenEngine`."""
+        return not self._queue and self._may_submit
+
+    @property
+    def _may_submit(self) -> bool:
+        """The engine gets as many requests as it runs at once where responses are keyed, else all. Parked ones count:
+        there is room when their environments answer.
         """
         most = self._rollout.max_running_requests if self.capabilities.keyed_sampling else math.inf
         return len(self._pending) + len(self._drawn) < most
@@ -186,7 +194,12 @@ class RemoteBackend(RemoteWeights):
             request = Request(tokens, params, *name, next(self._orders), stops, takes_turns=turns)
             if index in begun:
                 request.begin_with(begun[index])
-            self._submit(request)
+            self._queue.append(request)
+        self._submit_queued()
+
+    def _submit_queued(self) -> None:
+        while self._queue and self._may_submit:
+            self._submit(self._queue.popleft())
         self._note_running()
 
     def _submit(self, request: Request) -> None:
@@ -204,15 +217,18 @@ class RemoteBackend(RemoteWeights):
         }
         self.process.send({"type": "submit", **message})
 
-    def advance(self, may_wait: bool) -> Advance | None:
+    def advance(self, may_wait: bool) -> Advance:
         """See `DrivenEngine`: takes a response, or a heartbeat."""
+        self._submit_queued()
         is_shared = self._tp.size > 1
         message = self.process.next_response(None if is_shared or may_wait else _POLL_S)
+        while message is not None and message["type"] != "response":
+            self._take_beat(message)
+            if not is_shared or message.get("in_step"):
+                return Advance()
+            message = self.process.next_response(None)
         if message is None:
             return Advance()
-        if message["type"] != "response":
-            self._take_beat(message)
-            return None if is_shared and not message.get("in_step") else Advance()
         self._idle_beats = 0
         try:
             turn = self._read(message)
@@ -303,10 +319,11 @@ class RemoteBackend(RemoteWeights):
                 self.process.call("abort")
         except BackendError as error:
             _log.warning("after an interrupted rollout: %s", error)
-        dropped = [*self._pending.values(), *self._drawn]
+        dropped = [*self._queue, *self._pending.values(), *self._drawn]
         for message in [*self.process.responses, *(turn.message for turn in self._drawn.values())]:
             self._drop_response(message)
         self.process.responses.clear()
+        self._queue.clear()
         self._pending.clear()
         self._drawn.clear()
         return dropped

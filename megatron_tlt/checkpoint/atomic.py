@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from megatron_tlt.config.checks.files import is_empty, is_read, maker_of, note_maker
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.observe.files import sync
@@ -17,40 +17,35 @@ from megatron_tlt.observe.files import sync
 _SPARE = 64 << 20  # bytes for config.json, tokenizer, metadata and the overhead of torch.save a tensor
 
 
-def problem_of(out: Path, overwrite: bool = False, sources: Iterable[Path] = ()) -> str | None:
-    """The problem with making a directory `out`, with `overwrite` in the place of a model; None: there is none.
+def problem_of(out: Path, command: str, overwrite: bool = False, sources: Iterable[Path] = ()) -> str | None:
+    """The problem with making a directory `out`, with `overwrite` in the place of an older one; None: there is none.
 
-    Nothing but a model is replaced, and none of the `sources` that the new directory is made from.
+    Nothing is replaced but what the same command made, and none of the `sources` that the new directory is made from.
     """
     try:
         if not (out.exists() or out.is_symlink()):
             return None if out.parent.is_dir() else f"{out.parent} does not exist: make it first"
-        if not overwrite:
+        is_directory = out.is_dir() and not out.is_symlink()
+        is_new = is_directory and is_empty(out)
+        if not is_new and not overwrite:
             return f"{out} exists: --overwrite replaces it"
         if out.absolute().name in ("", ".."):
             return f"{out} is not replaced: name the directory itself"
-        if out.is_symlink() or not _holds_model(out):
-            return f"{out} is not replaced: it is no directory with the config.json of a model"
-        if any(out.resolve() in (source.resolve(), *source.resolve().parents) for source in sources):
+        if is_read(out, sources):
             return f"{out} is not replaced: it holds what is read"
-        return None
+        is_own = is_directory and (is_new or maker_of(out) == command)
+        return None if is_own else f"{out} is not replaced: it is no directory that `{command}` made"
     except OSError as error:
         return str(error)
 
 
-def _holds_model(directory: Path) -> bool:
-    try:
-        config = json.loads((directory / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and "architectures" in config
-
-
 @contextmanager
-def atomic_directory(out: Path, overwrite: bool = False, sources: Iterable[Path] = ()) -> Iterator[Path]:
+def atomic_directory(
+    out: Path, command: str, overwrite: bool = False, sources: Iterable[Path] = ()
+) -> Iterator[Path]:
     """A scratch directory beside `out`, renamed to `out` when the block ends; removed if it raises.
 
-    A killed process leaves it, `.NAME.unfinished-*`, behind, and the model that it was replacing as
+    A killed process leaves it, `.NAME.unfinished-*`, behind, and the directory that it was replacing as
     `.NAME.replaced-*`. Raises CheckpointError if by then `out` cannot be made any more (`problem_of`).
     """
     out = out.absolute()  # `.` has no name, and its parent is not the directory that holds it
@@ -60,10 +55,11 @@ def atomic_directory(out: Path, overwrite: bool = False, sources: Iterable[Path]
         os.umask(umask)
         scratch.chmod(0o777 & ~umask)  # mkdtemp makes it private
         yield scratch
+        note_maker(scratch, command)
         for path in scratch.rglob("*"):
             sync(path)
         sync(scratch)
-        if problem := problem_of(out, overwrite, sources):  # others may have written meanwhile
+        if problem := problem_of(out, command, overwrite, sources):  # others may have written meanwhile
             raise CheckpointError(problem)
         _move(scratch, out)
     except BaseException:
@@ -72,7 +68,7 @@ def atomic_directory(out: Path, overwrite: bool = False, sources: Iterable[Path]
 
 
 def _move(scratch: Path, out: Path) -> None:
-    """Renames `scratch` to `out`. A model there is removed once the new one is on the disk, and put back on failure."""
+    """Renames `scratch` to `out`. What is there is removed once the new one is on the disk, and put back on failure."""
     old = out.with_name(f".{out.name}.replaced-{scratch.name.rpartition('-')[2]}")
     try:
         if out.exists():
@@ -88,7 +84,7 @@ def _move(scratch: Path, out: Path) -> None:
 
 @contextmanager
 def new_directory(
-    out: Path, num_bytes: int, ranks: Ranks, overwrite: bool = False, sources: Iterable[Path] = ()
+    out: Path, command: str, num_bytes: int, ranks: Ranks, overwrite: bool = False, sources: Iterable[Path] = ()
 ) -> Iterator[Path]:
     """`atomic_directory` that rank 0 makes, and renames when the block has ended well on every rank. Collective.
 
@@ -98,10 +94,10 @@ def new_directory(
         scratch = out
         with together(ranks):
             if ranks.is_main:
-                if problem := problem_of(out, overwrite, sources):
+                if problem := problem_of(out, command, overwrite, sources):
                     raise CheckpointError(problem)
                 check_room(out, num_bytes)
-                scratch = stack.enter_context(atomic_directory(out, overwrite, sources))
+                scratch = stack.enter_context(atomic_directory(out, command, overwrite, sources))
         with together(ranks):
             yield Path(ranks.broadcast_object(str(scratch)))
         with together(ranks):

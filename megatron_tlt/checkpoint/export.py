@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
 
+EXPORT, ADAPTER_EXPORT = "export", "export --adapter"
+
 
 def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Path, dtype: str) -> None:
     """Writes every tensor, config.json and the tokenizer's files on rank 0. Collective.
@@ -48,14 +50,15 @@ def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Pat
     world.barrier()
 
 
-def export_problems(out: Path, config: Config, overwrite: bool) -> list[ConfigProblem]:
+def export_problems(out: Path, config: Config, overwrite: bool, adapter: bool = False) -> list[ConfigProblem]:
     """Problems with writing the configuration's run as `out`, found without loading it."""
     run_dir = Path(config.train.run_dir)
     resume = config.checkpoint.resume
     problems = checkpoint_problems(resume)
     model = config.model
     sources = model.path, model.megatron_path, model.tokenizer, run_dir, *({resume} - {"auto", "never"})
-    if problem := problem_of(out, overwrite, [Path(source) for source in sources if source]):
+    command = ADAPTER_EXPORT if adapter else EXPORT
+    if problem := problem_of(out, command, overwrite, [Path(source) for source in sources if source]):
         problems.append(ConfigProblem("--out", str(out), problem))
     if resume == "never":
         problems.append(ConfigProblem("checkpoint.resume", resume, "must be auto, or a checkpoint: one is exported"))
@@ -76,13 +79,14 @@ def write_run(
     """Writes a run's checkpoint, whose files are known to be whole, and its drafter as OUT/drafter; says what it wrote.
 
     `lora`: the run's adapters, which are merged into its base. One parameter is in memory at a time, on the host. Any
-    number of ranks shares the files; `out` appears whole or not at all, with `overwrite` in the place of a model.
+    number of ranks shares the files; `out` appears whole or not at all, with `overwrite` in the place of an older
+    export.
     Collective. Raises CheckpointError, ConfigError.
     """
     with together(ranks):
         source = checkpoint if lora is None else AdaptedReader(TorchDistReader(checkpoint), model, lora)
         todo = HfConversion.plan(source, dtype, model.path, verify=False)
-    with new_directory(out, todo.num_bytes, ranks, overwrite, todo.sources) as scratch:
+    with new_directory(out, EXPORT, todo.num_bytes, ranks, overwrite, todo.sources) as scratch:
         todo.write_into(scratch, ranks)
         if ranks.is_main:
             copy_run_companions(Path(model.path), Path(model.tokenizer or model.path), scratch)
@@ -103,7 +107,7 @@ def write_adapter(
             AdaptedReader(TorchDistReader(checkpoint), model, lora),
         )
         source.check(config)
-    with new_directory(out, source.num_factor_bytes, ranks, False, [checkpoint]) as scratch:
+    with new_directory(out, ADAPTER_EXPORT, source.num_factor_bytes, ranks, False, [checkpoint]) as scratch:
         if ranks.is_main:
             source.write_peft(scratch, config, DTYPES[dtype])
             return _write_drafter(checkpoint, scratch, config, Path(model.path), out)

@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.actor import checkpoint_files as files
+from megatron_tlt.actor.checkpoint_files import model_record, training_record
+from megatron_tlt.config.planning.policy import shards_optimizer
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.run import UNFINISHED
+from megatron_tlt.drafter.fingerprint import base_fingerprint
 from megatron_tlt.errors import CheckpointError, ConfigProblem
 
 if TYPE_CHECKING:
+    from megatron_tlt.config.checks.layout import Device
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.models.config import ModelConfig
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +33,61 @@ def checkpoint_problems(resume: str) -> list[ConfigProblem]:
     except (CheckpointError, OSError) as error:
         problem = str(error)
     return [ConfigProblem("checkpoint.resume", resume, problem)] if problem else []
+
+
+def checkpoint_to_resume(config: Config | SftConfig) -> files.Manifest | None:
+    """The record of the checkpoint that a start would load, its files unread; None: a start from the initial weights.
+
+    One without a readable record is left to `find_checkpoint`, which passes it over or refuses it.
+    """
+    resume = config.checkpoint.resume
+    if resume == "never":
+        return None
+    run_dir = Path(config.train.run_dir) if isinstance(config, Config) else Path(config.sft.out) / UNFINISHED
+    named = None if resume == "auto" else Path(resume)
+    for directory in _candidates(run_dir / "checkpoints") if named is None else [named]:
+        try:
+            return files.read_manifest(directory)
+        except (CheckpointError, OSError):
+            continue
+    return None
+
+
+def resume_problems(
+    config: Config | SftConfig, shape: ModelConfig | None, device: Device | None
+) -> list[ConfigProblem]:
+    """Why a start cannot go on from the checkpoint of `checkpoint.resume`, from its record and the sizes of its files.
+
+    `shape`: of the model in `model.path`, None where that is not on this machine. `device`: of the ranks, None where it
+    is not known.
+    """
+    resume, model = config.checkpoint.resume, config.model
+    if Path(resume).exists() and (problems := checkpoint_problems(resume)):
+        return problems
+    if shape is None or (found := checkpoint_to_resume(config)) is None:
+        return []
+    optimizer, is_auto = config.optimizer.name, config.actor.distributed_optimizer == "auto"
+    shards = shards_optimizer(config, device or "cpu") and not (is_auto and optimizer == "sgd")
+    base = base_fingerprint(model) if config.actor.lora is not None else ""
+    wanted = model_record(shape) | training_record(config.actor, optimizer, shards, base)
+    if "off" in (wanted["lora"], found.training.get("lora")):
+        del wanted["base"]  # of adapters
+    if device is None and is_auto:
+        del wanted["distributed_optimizer"]
+    is_sft, problems = "sft" in found.extra, []
+    if is_sft == isinstance(config, Config):
+        told = "`sft`: its result is what a run starts from" if is_sft else "an RL run, not of `sft`"
+        return [ConfigProblem("checkpoint.resume", resume, f"the checkpoint of step {found.step} is of {told}")]
+    if wrong := files.model_differences({**found.model, **found.training}, wanted):
+        allowed = (
+            f"the checkpoint of step {found.step} does not fit this run: {'; '.join(wrong)} "
+            "(restore these settings, or start anew with never or in another directory)"
+        )
+        problems.append(ConfigProblem("checkpoint.resume", resume, allowed))
+    if isinstance(config, SftConfig) and found.step > config.sft.num_steps:
+        allowed = f"must be at least {found.step}, the checkpoint's step"
+        problems.append(ConfigProblem("sft.num_steps", config.sft.num_steps, allowed))
+    return problems
 
 
 def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None:

@@ -12,7 +12,7 @@ from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.checks.commands import check_drafter_engine, check_held_out
 from megatron_tlt.config.checks.files import output_directory_problems, output_file_problems
-from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError
 from megatron_tlt.resilience.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_tlt.models.drafters import DrafterConfig
     from megatron_tlt.types import Prompt, Trajectory
 
+MEASURED = rb'\{\n  "bases": '  # how the result of `drafter eval` begins
 Body = Callable[["Config", "World", "argparse.Namespace"], int]
 
 
@@ -51,15 +52,24 @@ def add_drafter(commands: Any) -> None:
 def _run(body: Body, args: argparse.Namespace) -> int:
     args.signals = StopSignals().install() if args.action == "train" else None  # importing the rest takes seconds
     from megatron_tlt.config.root import Config
+    from megatron_tlt.config.run import UNFINISHED
     from megatron_tlt.data.hub import on_this_machine
+    from megatron_tlt.trainer.chat_settings import with_date
 
     config = read_config(args, Config)
-    check_out = output_file_problems if args.action == "eval" else output_directory_problems
-    if problems := check_out("--out", args.out):
+    sources = config.model.path, config.model.tokenizer, args.drafter
+    if args.action == "eval":
+        problems = output_file_problems("--out", args.out, MEASURED, (*sources, args.config))
+    else:
+        problems = output_directory_problems("--out", args.out, "drafter train", sources)
+    if problems:
         raise ConfigError(problems)
-    return run_on_every_rank(
-        config.distributed, config.rollout.threads, lambda world: body(on_this_machine(config, world), world, args)
-    )
+    unfinished = args.out / UNFINISHED if args.action == "train" else None
+
+    def start(world: World) -> int:
+        return body(with_date(on_this_machine(config, world), world, unfinished), world, args)
+
+    return run_on_every_rank(config.distributed, config.rollout.threads, start)
 
 
 def _train(config: Config, world: World, args: argparse.Namespace) -> int:
@@ -141,7 +151,7 @@ def _load(
 
 
 def _given_responses(config: Config) -> list[Trajectory] | None:
-    """The responses in `drafter.responses_path`; None without it. Raises ConfigError for a path that is not there."""
+    """The responses in `drafter.responses_path`; None without it. Raises ConfigError where they cannot be read."""
     from megatron_tlt.data.responses import read_responses
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.trainer.setup import open_tokenizer
@@ -154,7 +164,10 @@ def _given_responses(config: Config) -> list[Trajectory] | None:
         raise ConfigError.of("drafter.responses_path", str(path), "no such file or directory")
     vocab_size = ModelConfig.from_hf(config.model.path).vocab_size
     most = section.num_prompts * section.samples_per_prompt
-    return read_responses(config, path, open_tokenizer(config), vocab_size, most)
+    try:
+        return read_responses(config, path, open_tokenizer(config), vocab_size, most)
+    except DataError as error:
+        raise ConfigError.of("drafter.responses_path", str(path), str(error)) from error
 
 
 def _prompts(config: Config) -> list[Prompt]:

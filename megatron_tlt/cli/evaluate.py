@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
 
+RESULT = rb'\{\n  "step": \d+,\n  "num_prompts": '  # how the result begins
+
 
 def add_eval(commands: Any) -> None:
     """Adds the command to the parser."""
@@ -38,7 +40,7 @@ def _eval(args: argparse.Namespace) -> int:
     from megatron_tlt.data.hub import on_this_machine
 
     config = read_config(args, Config)
-    if problems := output_file_problems("--out", args.out, args.overwrite):
+    if problems := output_file_problems("--out", args.out, RESULT, [args.config], args.overwrite):
         raise ConfigError(problems)
 
     def body(world: World) -> None:
@@ -55,12 +57,14 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     from megatron_tlt.observe.progress import build_progress
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.sync.push import BucketedSync
+    from megatron_tlt.trainer.chat_settings import with_date
     from megatron_tlt.trainer.environments import before_a_run, open_environments, prompts_of
     from megatron_tlt.trainer.models import open_backend, tensor_parallel
     from megatron_tlt.trainer.preflight import check_on, without_checkpoints
     from megatron_tlt.trainer.setup import build_evaluator, open_tokenizer, prompt_queues
 
     check_on(without_checkpoints(config), world, [*check_held_out(config)])
+    config = with_date(config, world)
     tokenizer = open_tokenizer(config)
     environments = open_environments(config, tokenizer, world)
     with before_a_run(config.env):

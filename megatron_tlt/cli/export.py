@@ -22,7 +22,7 @@ def add_export(commands: Any) -> None:
     command = commands.add_parser("export", help=text, description=text)
     add_config(command)
     command.add_argument("--out", type=Path, required=True, help="directory to write")
-    command.add_argument("--overwrite", action="store_true", help="replace a model in --out")
+    command.add_argument("--overwrite", action="store_true", help="replace an older export in --out")
     command.add_argument(
         "--adapter",
         action="store_true",
@@ -53,7 +53,8 @@ def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:
     from megatron_tlt.checkpoint.resume import find_checkpoint
 
     # One rank looks; all write their share, below a directory that all must see.
-    problems = world.broadcast_object(problems_of(config, args.out, args.overwrite) if world.is_main else [])
+    wanted = args.out, args.overwrite, args.adapter
+    problems = world.broadcast_object(problems_of(config, *wanted) if world.is_main else [])
     lora = config.actor.lora
     if args.adapter and lora is None:
         problems.append(ConfigProblem("--adapter", True, "needs a run with actor.lora"))
@@ -78,10 +79,10 @@ def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:
         print(f"wrote {args.out} ({said})", flush=True)
 
 
-def problems_of(config: Config, out: Path, overwrite: bool = False) -> list[ConfigProblem]:
+def problems_of(config: Config, out: Path, overwrite: bool = False, adapter: bool = False) -> list[ConfigProblem]:
     """Problems with exporting a configuration's run as `out`. Engines, prompts and layout do not matter."""
     from megatron_tlt.checkpoint.export import export_problems
     from megatron_tlt.trainer.preflight import read_model, tokenizer_problems
 
     _, problems = read_model("model.path", config.model.path)
-    return [*problems, *tokenizer_problems(config), *export_problems(out, config, overwrite)]
+    return [*problems, *tokenizer_problems(config), *export_problems(out, config, overwrite, adapter)]

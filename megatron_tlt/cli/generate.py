@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from argparse import ArgumentTypeError
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.ranks import run_on_every_rank
+from megatron_tlt.config.checks.chat_template import check_template_kwargs
 from megatron_tlt.config.checks.commands import check_generation
-from megatron_tlt.config.checks.files import output_file_problems
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.config.checks.files import output_file_problems, same_file_problems
+from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 from megatron_tlt.types import SamplingParams
 
+_KWARGS = "--chat-template-kwargs"
+RESPONSES, STATS = rb'\{"prompt_index": \d+, "sample_index": ', rb'\{\n "steps": \d+,\n "prefill_steps": '
+"""How the files that are written begin."""
 _log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
 
     from megatron_tlt.config.env import EnvSection
     from megatron_tlt.config.rollout import RolloutSection
+    from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.world import World
     from megatron_tlt.observe.jsonl import JsonRow
     from megatron_tlt.trainer.environments import Environments
@@ -49,6 +57,10 @@ def add_generate(commands: Any) -> None:
     add("--kernels", choices=("auto", "native", "torch"), default="auto")
     add("--threads", type=int, default=1)
     add("--chat", action="store_true", help="use the tokenizer's chat template")
+    add("--chat-template-kwargs", type=_mapping, default={}, metavar="JSON",
+        help="variables of the chat template, e.g. '{\"enable_thinking\": false}'")  # fmt: skip
+    about_date = "YYYY-MM-DD that a chat template shows as today (default: today)"
+    add("--chat-template-date", type=_date, metavar="DATE", help=about_date)
     add("--env", metavar="KIND|PATH:CLASS", help="environment for several turns, e.g. calculator or my_env.py:MyEnv")
     add("--logprobs", action="store_true", help="write the log-probability of every token")
     add("--stats", type=Path, help="JSON of counters and speeds to write")
@@ -56,6 +68,20 @@ def add_generate(commands: Any) -> None:
     about = "settings of engine and environment, e.g. rollout.speculation.drafter=suffix rollout.numerics=invariant"
     add("overrides", nargs="*", metavar="rollout.a.b=v, env.a=v", help=about)
     command.set_defaults(run=_generate)
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text).items())
+    except (ValueError, AttributeError):
+        raise ArgumentTypeError(f"must be a JSON object, got {text}") from None
+
+
+def _date(text: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise ArgumentTypeError(f"must be YYYY-MM-DD, got {text}") from None
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -87,8 +113,10 @@ def argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
     """Arguments that argparse cannot refuse, and files that could not be written. Ranks look for input files."""
     return [
         *check_generation(_sampling(args), args.n),
-        *output_file_problems("--out", args.out, args.overwrite),
-        *output_file_problems("--stats", args.stats, args.overwrite),
+        *check_template_kwargs(_KWARGS, args.chat_template_kwargs, None if args.chat else "--chat"),
+        *output_file_problems("--out", args.out, RESPONSES, [args.prompts], args.overwrite),
+        *output_file_problems("--stats", args.stats, STATS, [args.prompts], args.overwrite),
+        *same_file_problems("--stats", args.stats, "--out", args.out),
     ]
 
 
@@ -96,20 +124,28 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     """One rank's part: several ranks are one tensor-parallel engine. Collective."""
     from megatron_tlt.backends.generate import generate_file, read_prompts
     from megatron_tlt.data.hub import fetch_argument
-    from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.envs.build import environment_warning
+    from megatron_tlt.models.hf_files import model_warnings
+    from megatron_tlt.trainer.chat_checks import generation_chat_problems
     from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
     from megatron_tlt.trainer.models import tensor_parallel
     from megatron_tlt.trainer.preflight import generation_problems
 
     world.enter("generate")
     args.model = fetch_argument("--model", args.model, world)
-    problems = generation_problems(args.model, args.prompts, engine.speculation) if world.is_main else []
+    problems = []
+    if world.is_main:
+        problems = [
+            *generation_problems(args.model, args.prompts, engine.speculation),
+            *generation_chat_problems(args.model, args.chat, args.chat_template_kwargs, args.stop),
+        ]
     if problems := world.broadcast_object(problems):
         raise ConfigError(problems)
-    tokenizer = HFTokenizer(args.model)
-    if world.is_main and env is not None and (warning := environment_warning(env)) is not None:
-        _log.warning(warning)
+    tokenizer = _open_tokenizer(args, world)
+    if world.is_main:
+        warnings = [*model_warnings(args.model), None if env is None else environment_warning(env)]
+        for warning in filter(None, warnings):
+            _log.warning(warning)
     environments = None if env is None else Environments(env, tokenizer, world, chat=args.chat)
     params = _sampling(args)
     if env is not None:
@@ -118,7 +154,10 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
         if environments is not None:
             at_end.callback(environments.close)
         with before_a_run(env):
-            prompts = read_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
+            try:
+                prompts = read_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
+            except DataError as error:
+                raise ConfigError.of("--prompts", str(args.prompts), str(error)) from error
         turns = at_end.enter_context(turns_of(environments))
         stats = generate_file(
             args.model,
@@ -139,6 +178,27 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
             f"{stats.finished_requests} responses, {stats.generated_tokens} tokens in {stats.seconds:.1f} s"
         )
         print(f"wrote {args.out}: {written}", flush=True)
+
+
+def _open_tokenizer(args: argparse.Namespace, world: World) -> HFTokenizer:
+    """The model's tokenizer; rank 0 logs warnings about it. Raises ConfigError where it is of another model."""
+    from megatron_tlt.data.chat_template import TemplateSettings
+    from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.models.config import ModelConfig
+    from megatron_tlt.trainer.chat_checks import unread_warnings
+    from megatron_tlt.trainer.token_checks import embedding_problems, warnings_of
+
+    model = ModelConfig.from_hf(args.model)
+    day = world.broadcast_object(args.chat_template_date or date.today())  # one on all ranks
+    tokenizer = HFTokenizer(args.model, model.vocab_size, TemplateSettings(args.chat_template_kwargs, day))
+    if problems := embedding_problems("--model", tokenizer, model.vocab_size, chat=args.chat):
+        raise ConfigError(problems)
+    if world.is_main:
+        chat = args.chat and not args.ignore_eos
+        unread = unread_warnings(args.model, _KWARGS, args.chat_template_kwargs)
+        for text in [*unread, *warnings_of(tokenizer, model, chat, args.stop, "--stop")]:
+            _log.warning(text)
+    return tokenizer
 
 
 def _more_of(logprobs: bool, environments: Environments | None, sample: Sample) -> JsonRow:

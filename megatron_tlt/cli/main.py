@@ -21,7 +21,7 @@ from megatron_tlt.cli.status import add_status
 from megatron_tlt.cli.train import add_train
 from megatron_tlt.cli.watch import add_watch
 from megatron_tlt.distributed.launch import detect_launch
-from megatron_tlt.errors import ConfigError, DataError, TltError
+from megatron_tlt.errors import ConfigError, DataError, TltError, printable
 from megatron_tlt.observe.attempt import note_exit
 
 _COMMANDS = (
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return FAILED
     except (TltError, OSError) as error:
-        print(f"megatron-tlt: {type(error).__name__}: {error}", file=sys.stderr)
+        print(printable(f"megatron-tlt: {type(error).__name__}: {error}"), file=sys.stderr)
         note_exit(FAILED)
         return FAILED
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, OK
-from megatron_tlt.errors import ConfigError, DataError, DistributedError, TltError
+from megatron_tlt.errors import ConfigError, DataError, DistributedError, TltError, printable
 from megatron_tlt.observe.attempt import note_exit
 from megatron_tlt.resilience.shared_memory import sweep_shared_memory
 
@@ -56,7 +56,7 @@ def run_on_every_rank(
     try:
         world = World.start(section, threads)
     except DistributedError as error:
-        print(f"megatron-tlt: failed in phase start: {error}", file=sys.stderr, flush=True)
+        print(printable(f"megatron-tlt: failed in phase start: {error}"), file=sys.stderr, flush=True)
         note_exit(FAILED)
         return FAILED
     if world.local_rank == 0:
@@ -74,7 +74,7 @@ def run_on_every_rank(
         if world.store.add("config_error", 1) == 1:
             print_problems(error)
             note_exit(BAD_INPUT)
-        world.release()
+        world.refuse()
         return BAD_INPUT
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         behind = world.ranks_behind() if is_timeout(error) else None
@@ -89,10 +89,10 @@ def run_on_every_rank(
 def print_problems(error: ConfigError | DataError) -> None:
     """All problems on stderr, one a line."""
     if isinstance(error, DataError):
-        print(f"megatron-tlt: {error}", file=sys.stderr, flush=True)
+        print(printable(f"megatron-tlt: {error}"), file=sys.stderr, flush=True)
         return
     lines = [f"megatron-tlt: {len(error.problems)} problem(s) in command or configuration:"]
-    print("\n".join([*lines, *(f"  {problem}" for problem in error.problems)]), file=sys.stderr, flush=True)
+    print(printable("\n".join([*lines, *(f"  {problem}" for problem in error.problems)])), file=sys.stderr, flush=True)
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -118,4 +118,4 @@ def failure_text(world: World, error: BaseException, behind: dict[int, str] | No
         lines.append(f"  waited {world.timeout_s:g} s (distributed.timeout_s); not arrived: {missing}")
     if not isinstance(error, TltError | KeyboardInterrupt) and not is_of_the_machine(error):
         lines.append("".join(traceback.format_exception(error)))
-    return "\n".join(lines)
+    return printable("\n".join(lines))

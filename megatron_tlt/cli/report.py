@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.exit_codes import OK
 from megatron_tlt.config.checks.files import output_file_problems
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError, ConfigProblem, printable
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
+
+TRACE = rb'\{"displayTimeUnit":"ms","traceEvents":'  # how a timeline begins, unpacked
 
 
 def add_report(commands: Any) -> None:
@@ -33,11 +35,12 @@ def add_report(commands: Any) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from megatron_tlt.observe.page import page_begins
     from megatron_tlt.observe.report import run_page
     from megatron_tlt.observe.report_compare import compare_page
     from megatron_tlt.observe.runfiles import read_run
 
-    problems = output_file_problems("--out", args.out)
+    problems = output_file_problems("--out", args.out, page_begins())
     if len(args.runs) > 2:
         value = [str(run) for run in args.runs]
         problems.append(ConfigProblem("RUN_DIR", value, "must be one run, or two to compare"))
@@ -59,7 +62,7 @@ def _timeline(args: argparse.Namespace) -> int:
     from megatron_tlt.observe.timeline import write_timeline
 
     steps = _range(args.steps)
-    if problems := output_file_problems("--out", args.out):
+    if problems := output_file_problems("--out", args.out, TRACE):
         raise ConfigError(problems)
     run = read_run(args.run_dir)
     count = write_timeline(run, args.out, steps)
@@ -71,7 +74,7 @@ def _timeline(args: argparse.Namespace) -> int:
 
 def _warn(warnings: Sequence[str]) -> None:
     for warning in warnings:
-        print(f"megatron-tlt: {warning}", file=sys.stderr, flush=True)
+        print(printable(f"megatron-tlt: {warning}"), file=sys.stderr, flush=True)
 
 
 def _range(text: str | None) -> range | None:

@@ -6,12 +6,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.config.checks.files import output_file_problems
+from megatron_tlt.config.checks.files import output_file_problems, same_file_problems
 from megatron_tlt.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_tlt.config.sim import SimConfig
 
+SIMULATION = rb'\{\n "schema": "megatron-tlt/simulation/'  # how the result begins
 _MODES = "off,suffix,tlt"
 
 
@@ -34,12 +35,16 @@ def add_simulate(commands: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from megatron_tlt.observe.page import page_begins
     from megatron_tlt.sim.modes import simulate
     from megatron_tlt.sim.report import write_report
     from megatron_tlt.sim.tables import simulation_text
 
-    written = output_file_problems("--out", args.out) + output_file_problems("--report", args.report)
-    if written:
+    if written := [
+        *output_file_problems("--out", args.out, SIMULATION, [args.config]),
+        *output_file_problems("--report", args.report, page_begins(), [args.config]),
+        *same_file_problems("--report", args.report, "--out", args.out),
+    ]:
         raise ConfigError(written)
     config = _load(args.config, args.overrides)
     result = simulate(config, parse_modes(args.compare), parse_sweep(args.sweep))

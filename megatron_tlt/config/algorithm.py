@@ -35,7 +35,7 @@ class AlgorithmSection(Section):
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL term goes."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL in the loss. No effect with distill."""
+    """Estimator of the KL in the loss. k1 has no gradient there on average: a warning. No effect with distill."""
     entropy_coef: float = 0.0
     """Bonus on the token entropy."""
     mini_batches: PositiveInt = 1
@@ -45,9 +45,11 @@ class AlgorithmSection(Section):
     policies drew (rollout.carry_over); 0: off. No effect with TensorRT-LLM and vLLM: the actor scores their
     responses."""
     dynamic_sampling: bool = False
-    """DAPO: drop groups whose rewards are all equal and roll out more prompts instead."""
+    """DAPO: drop groups whose rewards, before overlong shaping, are all equal and roll out more prompts instead."""
     max_sampling_rounds: PositiveInt = 4
     """Most rollout rounds of one step with dynamic sampling, the first one included."""
+    max_empty_steps: NonNegativeInt = 3
+    """Steps in a row in which dynamic sampling kept no group, after which the run ends; 0: no number ends it."""
     overlong_buffer: NonNegativeInt = 0
     """DAPO overlong shaping: tokens before max_tokens over which the penalty grows to its weight; 0: off."""
     overlong_penalty: NonNegativeFloat = 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -25,8 +26,9 @@ class PromptSourceConfig(Section):
 
     kind: Literal["tasks", "env", "jsonl", "parquet", "hf"] = "tasks"
     """tasks: procedural (seeded, infinite); env: the environment's own (seeded, infinite); jsonl or parquet: files; hf:
-    a data set of the Hugging Face hub by name, a clone of one (files of Parquet, JSON or CSV), or a directory that
-    Dataset.save_to_disk wrote."""
+    a data set of the Hugging Face hub by name, a clone of one (files of Parquet, JSON, CSV or TSV), or a directory
+    that Dataset.save_to_disk wrote. jsonl: an object a line, or one list of them; text files may be compressed (gzip,
+    bzip2, xz, zstd)."""
     path: str | None = None
     """File or directory (jsonl, parquet, hf). hf: or a name on the hub, OWNER/NAME or OWNER/NAME@REVISION."""
     subset: str | None = None
@@ -38,7 +40,8 @@ class PromptSourceConfig(Section):
     """Column of the prompt: a string, or chat messages (a list of {role, content}), of which a last one of the
     assistant is left out. A.B: field B of column A."""
     answer_field: str = "answer"
-    """Column of the reference answer. A.B: field B of column A."""
+    """Column of the reference answer: a string, a number, true or false, or a list of acceptable ones. A.B: field B of
+    column A."""
     answer_pattern: str | None = None
     """Regular expression that finds the reference answer in its column, for example after "####": the group that took
     part in the last match. A row without a match is an error."""
@@ -59,10 +62,19 @@ class DataSection(Section):
     """Held-out prompts; none: no evaluation."""
     chat_template: bool = True
     """Wrap prompts in the tokenizer's chat template if it has one."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, for example {enable_thinking: false}, or reasoning_effort, date_string: whatever
+    it reads."""
+    chat_template_date: date | None = None
+    """Date, YYYY-MM-DD, for chat templates that show today's. Default: the day on which the run began.
+    Its config.json records the day, and the run keeps it when it goes on, as does `eval` with its train.run_dir."""
     system_prompt: str | None = None
     """System message of the chat template, for prompts without one of their own."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longer prompts are dropped."""
+    """Longer prompts are dropped, or what `long_prompts` says."""
+    long_prompts: Literal["drop", "error", "cut_left"] = "drop"
+    """Prompts longer than max_prompt_tokens: left out, counted at the start and in the log; an error; or cut at their
+    beginning, to their last max_prompt_tokens tokens, the chat template's included."""
 
 
 class RewardConfig(Section):
@@ -77,7 +89,7 @@ class RewardConfig(Section):
     """Regular expression: group 1 is the answer (task, math, exact); the whole text must match (format)."""
     path: str | None = None
     """python: `package.module:function` or `path/to/file.py:function`, called as f(prompt, answer, response,
-    metadata)."""
+    metadata); answer is a list where a row has several acceptable ones, None where it has none."""
     params: dict[str, Any] = Field(default_factory=dict)
     """python: extra keyword arguments of the function."""
     turns: Literal["sum", "last"] = "sum"

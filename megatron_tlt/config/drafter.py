@@ -54,7 +54,8 @@ class OnlineSection(Section):
     warmup_steps: NonNegativeInt = 10
     """Optimizer steps of linear warm-up, once in a run."""
     clip_grad: NonNegativeFloat = 1.0
-    """Gradient norm to clip to; 0: off."""
+    """Gradient norm to clip to; 0: off. Of a dspark drafter, whose loss is a mean over drafted positions and not their
+    sum, it is divided by their number."""
     mean_decay: float = Field(default=0.97, ge=0, lt=1)
     """The engines draft with a running mean of the weights in training: its decay per micro-step; 0: the
     weights themselves."""
@@ -127,7 +128,8 @@ class DrafterSection(Section):
     warmup_steps: NonNegativeInt = 20
     """Optimizer steps of linear warm-up."""
     clip_grad: NonNegativeFloat = 1.0
-    """Gradient norm to clip to; 0: off."""
+    """Gradient norm to clip to; 0: off. Of a dspark drafter, whose loss is a mean over drafted positions and not their
+    sum, it is divided by their number."""
     loss: DrafterLossSection = DrafterLossSection()
     """The loss."""
     dtype: Literal["auto"] | Arithmetic = "auto"

@@ -15,10 +15,18 @@ from ruamel.yaml import YAML
 
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.checks.speculation import check_speculation
+from megatron_tlt.config.checks.texts import check_texts
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.config.schema import SYNONYMS, element_of, field_allowed, nearest_path, section_of
+from megatron_tlt.config.schema import (
+    SYNONYMS,
+    allowed_text,
+    element_of,
+    field_allowed,
+    nearest_path,
+    section_of,
+)
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.config.yaml_reader import parse_yaml, read_config_file
 from megatron_tlt.errors import ConfigError, ConfigProblem
@@ -52,6 +60,7 @@ def build_config(
             apply_override(tree, override)
         except ConfigError as error:
             problems += error.problems
+    problems += check_texts(tree)
     try:
         config = root.model_validate(tree)
     except ValidationError as error:
@@ -149,13 +158,14 @@ def _problem(detail: ErrorDetails, root: type[BaseModel]) -> ConfigProblem:
     steps: list[str] = []
     for part in detail["loc"]:
         section = section_of(annotation)
-        if isinstance(part, int):
+        if isinstance(part, int) and section is None:
             annotation = element_of(annotation)
+            allowed = allowed_text(annotation)
         elif section is not None and part in section.model_fields:
             field = section.model_fields[part]
             annotation = field.annotation
             allowed = field_allowed(field)
-        elif section is not None and detail["type"] == "extra_forbidden":
+        elif section is not None and detail["type"] in ("extra_forbidden", "invalid_key"):
             return _unknown_key(root, section, ".".join(steps), str(part), detail["input"])
         else:
             break

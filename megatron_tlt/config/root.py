@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from datetime import date
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -122,6 +123,12 @@ class SftSection(Section):
     """Steps between evaluations."""
     chat_template: bool = True
     """Wrap prompts in the tokenizer's chat template if it has one."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, for example {enable_thinking: false}, or reasoning_effort, date_string: whatever
+    it reads."""
+    chat_template_date: date | None = None
+    """Date, YYYY-MM-DD, for chat templates that show today's. Default: the day on which the run began,
+    also when it goes on."""
     seed: int = Field(default=0, ge=0)
     """Seed of the data order."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from datetime import date
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -11,7 +12,9 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any value"}
+_NAMES = {
+    int: "integer", float: "number", str: "text", bool: "true or false", date: "date YYYY-MM-DD", Any: "any value"
+}  # fmt: skip
 
 # Names in verl, NeMo-RL, TRL and Megatron-LM: too far from our names for a spelling match.
 SYNONYMS = {
@@ -28,6 +31,8 @@ SYNONYMS = {
     "max_new_tokens": "rollout.max_tokens",
     "max_response_length": "rollout.max_tokens",
     "max_prompt_length": "data.max_prompt_tokens",
+    "filter_overlong_prompts": "data.long_prompts",
+    "truncation": "data.long_prompts",
     "partial_rollout": "rollout.carry_over",
     "mask_offpolicy_in_partial_rollout": "algorithm.mask_off_policy",
     "train_batch_size": "train.prompts_per_step",
@@ -60,13 +65,16 @@ SYNONYMS = {
 
 
 def strip_optional(annotation: Any) -> tuple[Any, list[Any], bool]:
-    """`(type, constraints, may be null)` of an annotation such as `Annotated[int, Gt(0)] | None`."""
+    """`(type, constraints, may be null)` of an annotation such as `Annotated[int, Gt(0)] | None`.
+
+    Of a pydantic `Field` the constraints are those that it holds.
+    """
     constraints: list[Any] = []
     optional = False
     while True:
         if get_origin(annotation) is Annotated:
             annotation, *more = get_args(annotation)
-            constraints += more
+            constraints += [c for given in more for c in (given.metadata if isinstance(given, FieldInfo) else [given])]
         elif get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation):
             rest = tuple(a for a in get_args(annotation) if a is not type(None))
             annotation, optional = Union[rest], True  # noqa: UP007 - built at run time
@@ -100,6 +108,8 @@ def _range_text(constraints: list[Any]) -> str:
 def allowed_text(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
     """The values an annotation accepts: `integer > 0`, `one of 'fp32', 'bf16'`, `list of sections`."""
     plain, constraints, optional = strip_optional(annotation)
+    constraints += metadata
+    empty = "non-empty " if any(isinstance(c, MinLen) for c in constraints) else ""
     origin = get_origin(plain)
     if origin is Literal:
         choices = get_args(plain)
@@ -109,12 +119,10 @@ def allowed_text(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) ->
     elif origin in (tuple, list):
         element = get_args(plain)[0]
         section = section_of(element)
-        text = f"list of {section.__name__}" if section else f"list of {allowed_text(element)}"
+        text = f"{empty}list of {section.__name__ if section else allowed_text(element)}"
     elif origin is dict or section_of(plain):
         text = "mapping"
     else:
-        constraints += metadata
-        empty = "non-empty " if any(isinstance(c, MinLen) for c in constraints) else ""
         text = f"{empty}{_NAMES.get(plain, str(plain))} {_range_text(constraints)}".strip()
     return f"{text} or null" if optional else text
 

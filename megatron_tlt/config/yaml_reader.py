@@ -13,17 +13,37 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from megatron_tlt.errors import ConfigError
 
 DEFAULTS_KEY = "defaults"
+_MOST_VALUES = 100_000  # of a file: a few nested aliases would be billions
 
 
 def parse_yaml(text: str, where: str) -> Any:
     """Value of one YAML document. `where` names it in errors. Raises ConfigError with the line."""
     try:
-        return YAML(typ="safe", pure=True).load(text)
+        value = YAML(typ="safe", pure=True).load(text)
+        count = _count(value, {})
+    except RecursionError as error:
+        raise ConfigError.of(where, text[:40], "is nested too deep, or within itself by an alias") from error
     except MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
         raise ConfigError.of(f"{where}{line}", text[:40], f"not valid YAML: {error.problem}") from error
     except (YAMLError, ValueError) as error:
-        raise ConfigError.of(where, text[:40], f"not valid YAML: {error}") from error
+        raise ConfigError.of(where, text[:40], f"not valid YAML: {' '.join(str(error).split())}") from error
+    if count > _MOST_VALUES:
+        raise ConfigError.of(where, text[:40], f"has more than {_MOST_VALUES} values, aliases written out")
+    return value
+
+
+def _count(value: Any, known: dict[int, int]) -> int:
+    """Values in `value`, each as often as aliases repeat it; `known`: counts of collections by id.
+
+    Raises RecursionError for a collection within itself.
+    """
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in known:
+        inner = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_count(part, known) for part in inner)
+    return known[id(value)]
 
 
 def deep_merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-Messages: TypeAlias = tuple[dict[str, str], ...]
+# Role, content (a text, or parts {"type": "text", "text": ..}) and the other fields that a template may read.
+Messages: TypeAlias = tuple[dict[str, Any], ...]
 
-_ROLES = ("system", "user", "assistant", "tool")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first two
+_ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython")
 
 
 def as_messages(value: Any) -> Messages:
-    """Role and content of every message; other keys are left out. Raises ValueError for what is not a conversation."""
+    """The messages of a conversation, without fields that are null or no JSON. Raises ValueError for anything else."""
     messages = []
     for index, message in enumerate(value):
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
-        if role not in _ROLES or not isinstance(content, str):
-            raise ValueError(f'message {index} must have a role ({", ".join(_ROLES)}) and a string as content')
-        if message.get("tool_calls"):
-            raise ValueError(f"message {index} has tool_calls: calls must be in content, as the model writes them")
-        messages.append({"role": role, "content": content})
-    if not any(message["role"] == "user" and message["content"] for message in messages):
+        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+            raise ValueError(f"message {index} must have a role ({', '.join(_ROLES)})")
+        content = _content(message, index)
+        others = {str(k): v for k, v in message.items() if k not in ("role", "content") and _is_json(v)}
+        messages.append({"role": message["role"], "content": content, **others})
+    if not any(message["role"] == "user" and text_of(message["content"]) for message in messages):
         raise ValueError("no message of a user")
     return tuple(messages)
+
+
+def form_of(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
+    """Roles, types of content and names of fields: what decides how a template takes a conversation, texts aside."""
+    return tuple((m["role"], type(m.get("content")).__name__, *sorted(m)) for m in messages)
+
+
+def text_of(content: Any) -> str:
+    """The text of a message: its parts are joined by line breaks; null, beside calls of tools, is an empty one."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
 
 
 def as_prompt(messages: Messages) -> Messages:
@@ -31,12 +42,38 @@ def as_prompt(messages: Messages) -> Messages:
 
 
 def last_user_text(messages: Messages) -> str:
-    """The content of the last user message: the prompt's text for logs and rewards."""
-    return next(message["content"] for message in reversed(messages) if message["role"] == "user")
+    """The text of the last user message: the prompt's text for logs and rewards."""
+    return next(text_of(message["content"]) for message in reversed(messages) if message["role"] == "user")
 
 
-def with_system(messages: Messages, system: str | None) -> list[dict[str, str]]:
+def with_system(messages: Messages, system: str | None) -> list[dict[str, Any]]:
     """The messages after a system message, unless they begin with one of their own."""
-    if system is None or messages[0]["role"] == "system":
+    if system is None or messages[0]["role"] in ("system", "developer"):
         return [*messages]
     return [{"role": "system", "content": system}, *messages]
+
+
+def _content(message: Mapping[str, Any], index: int) -> str | list[dict[str, str]] | None:
+    """A text, or text parts; null beside calls of tools. Raises ValueError naming the kind of any other part."""
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return content
+    if not isinstance(content, list) or not content:
+        raise ValueError(f"message {index} must have a string, or a list of text parts, as content")
+    parts = []
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            allowed = 'only {"type": "text", "text": ..} is taken'
+            raise ValueError(f"message {index} has a part of type {kind!r} in content: {allowed}")
+        parts.append({"type": "text", "text": part["text"]})
+    return parts
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value is one that JSON has, and not null."""
+    if isinstance(value, Mapping):
+        return all(isinstance(k, str) and (v is None or _is_json(v)) for k, v in value.items())
+    if isinstance(value, list):
+        return all(v is None or _is_json(v) for v in value)
+    return isinstance(value, str | int | float)

@@ -10,20 +10,25 @@ are context. A tool's message becomes the same tokens as an environment's observ
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron_tlt.config.root import SftSection
-from megatron_tlt.data.chat import Messages
-from megatron_tlt.data.sources import checked_messages, checked_prompt, field_of, read_dataset, read_jsonl
+from megatron_tlt.data.chat import THOUGHTS, Messages, text_of
+from megatron_tlt.data.fields import check_text, checked_messages, checked_prompt, field_of
+from megatron_tlt.data.json_files import read_json
+from megatron_tlt.data.prompts import encode_prompt
+from megatron_tlt.data.sources import errors_at, read_dataset
 from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.data.turn_form import read_turn_form
 from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.types import Span
 
+EncodedRecord: TypeAlias = tuple[list[int], list[int], tuple[Span, ...]]  # prompt, response, spans that are given
 MESSAGES, _TOOLS = "messages", "tools"
 
 
@@ -42,13 +47,34 @@ def read_completions(sft: SftSection, path: Path, split: str) -> tuple[list[Comp
     Raises DataError naming file and record, also where there is no record.
     """
     if path.is_dir():
-        records = read_dataset(path, sft.subset, split)
+        records, where = read_dataset(path, sft.subset, split, (sft.prompt_field, sft.completion_field))
         numbers = [*range(len(records))]
+        places = [where(row) for row in numbers]
     else:
-        records, numbers = read_jsonl(path)
+        records, numbers = read_json(path)
+        places = [f"{path}:{number}" for number in numbers]
     if not len(records):
         raise DataError(f"{path}: no records")
-    return [_completion(sft, r, f"{path}:{n}") for r, n in zip(records, numbers, strict=True)], numbers
+    return [_completion(sft, record, place) for record, place in zip(records, places, strict=True)], numbers
+
+
+def encoded_records(
+    sft: SftSection, path: Path, split: str, tokenizer: HFTokenizer, max_context: int
+) -> Iterator[tuple[int, str, EncodedRecord]]:
+    """(number, place, tokens) of every record, encoded as `RecordTokens` does.
+
+    `sft.chat_template` wraps prompts in the tokenizer's chat template if it has one. Raises DataError naming file and
+    record.
+    """
+    encoder = RecordTokens(tokenizer, max_context, chat=sft.chat_template)
+    for row, number in zip(*read_completions(sft, path, split), strict=True):
+        where = f"{path}:{number}"
+        if not (isinstance(row.prompt, str) or encoder.chat):
+            needed = "sft.chat_template and a tokenizer with a chat template"
+            raise DataError(f"{where}: chat messages need {needed}")
+        with errors_at(where):
+            tokens = encoder.encode(row)
+        yield number, where, tokens
 
 
 def _completion(sft: SftSection, record: Mapping[str, Any], where: str) -> Completion:
@@ -58,6 +84,7 @@ def _completion(sft: SftSection, record: Mapping[str, Any], where: str) -> Compl
     if not isinstance(completion, str) or prompt is None:
         missing = sft.prompt_field if prompt is None else sft.completion_field
         raise DataError(f"{where}: field {missing!r} must be a string, found keys {sorted(record)}")
+    check_text(completion, sft.completion_field, where)
     return Completion(checked_prompt(prompt, sft.prompt_field, where), (completion,))
 
 
@@ -69,13 +96,24 @@ def read_conversation(record: Mapping[str, Any], where: str) -> Completion:
         raise DataError(f"{where}: field {MESSAGES!r} must end with a message of the assistant")
     last_user = max(i for i, role in enumerate(roles) if role == "user")
     begin = roles.index("assistant", last_user)
-    turns = [(role, [m["content"] for m in part]) for role, part in groupby(messages[begin:], lambda m: m["role"])]
+    _check_learned(messages, begin, where)
+    parts = groupby(messages[begin:], lambda m: m["role"])
+    turns = [(role, [text_of(message["content"]) for message in part]) for role, part in parts]
     if any(role not in ("assistant", "tool") or (role == "assistant" and len(texts) > 1) for role, texts in turns):
         found = ", ".join(roles[begin:])
         allowed = f"after the last user's the assistant and tools must take turns, found {found}"
         raise DataError(f"{where}: field {MESSAGES!r}: {allowed}")
     texts = tuple("\n".join(texts) for _, texts in turns)
     return Completion(messages[:begin], texts, _tools(record.get(_TOOLS), where))
+
+
+def _check_learned(messages: Messages, begin: int, where: str) -> None:
+    """The fields of the turns to learn, whose texts are tokenized as they stand. Raises DataError."""
+    for index in range(begin, len(messages)):
+        for name in ("tool_calls", *THOUGHTS):
+            if messages[index].get(name):
+                allowed = "in a turn to learn they must be in content, as the model writes them"
+                raise DataError(f"{where}: field {MESSAGES!r}: message {index} has {name}: {allowed}")
 
 
 def _tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
@@ -85,6 +123,7 @@ def _tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list) or not all(map(_is_tool, value)):
         form = '{"type": "function", "function": {"name": .., ..}}'
         raise DataError(f"{where}: field {_TOOLS!r} must be a list of {form}")
+    check_text(value, _TOOLS, where)
     return tuple(value)
 
 
@@ -93,40 +132,58 @@ def _is_tool(value: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-class ResponseTokens:
-    """Tokenizes the turns of responses."""
+class RecordTokens:
+    """Tokenizes records: a response's tokens are those of the rendered conversation behind its prompt."""
 
-    def __init__(self, tokenizer: HFTokenizer, max_tokens: int):
-        """`max_tokens`: of a tool's message; the rest of it is cut off."""
+    def __init__(self, tokenizer: HFTokenizer, max_tokens: int, *, chat: bool, system: str | None = None):
+        """`max_tokens`: of a tool's message; the rest of it is cut off. `chat`, `system`: see `encode_prompt`."""
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        self.chat, self._system = chat and tokenizer.has_chat_template, system
+        self._form = read_turn_form(tokenizer, chat)
         self._turn_tokens: dict[str, TurnTokens] = {}
 
-    def encode(self, row: Completion, where: str) -> tuple[list[int], tuple[Span, ...]]:
-        """(response, its spans that are given). The end-of-sequence token ends each turn of the assistant.
+    def prompt(self, prompt: str | Messages, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """Token ids of a prompt. Raises DataError."""
+        return encode_prompt(self._tokenizer, prompt, self.chat, self._system, tools)
 
-        Raises DataError where the tokenizer's chat template cannot continue a response.
+    def encode(self, row: Completion) -> EncodedRecord:
+        """(prompt, response, the response's spans that are given). Each turn of the assistant ends as the chat template
+        ends it.
+
+        Raises DataError, also where the chat template cannot continue a response.
         """
-        response, given = self._turn(row.turns[0]), []
+        prompt, given = self.prompt(row.prompt, row.tools), []
+        response = self._turn(row.turns[0], self._opening(prompt))
         for observation, text in zip(row.turns[1::2], row.turns[2::2], strict=True):
-            begin = len(response)
-            response += self._tokens_between(row.tools, where).given(observation, "tool", response)
+            between, begin = self._tokens_between(row.tools), len(response)
+            response += between.given(observation, "tool", response)
             given.append((begin, len(response)))
-            response += self._turn(text)
-        return response, tuple(given)
+            response += self._turn(text, between.opening("tool"))
+        return prompt, response, tuple(given)
 
-    def _turn(self, text: str) -> list[int]:
-        return [*self._tokenizer.encode(text), self._tokenizer.eos_token_ids[0]]
+    def drawn(self, text: str, prompt: Sequence[int], ends: bool) -> list[int]:
+        """Token ids of a response that a model has drawn. `ends`: with the tokens that end a turn. Raises DataError."""
+        text = text if text.startswith(self._form.head) else self._form.head + text
+        ids = self._tokenizer.encode_behind(self._opening(prompt), text)
+        return [*ids, *self._form.end] if ends else ids
 
-    def _tokens_between(self, tools: Sequence[dict[str, Any]], where: str) -> TurnTokens:
+    def _turn(self, text: str, opening: str) -> list[int]:
+        return [*self._tokenizer.encode_behind(opening, self._form.rendered(text)), *self._form.end]
+
+    def _opening(self, prompt: Sequence[int]) -> str:
+        """The text before a response: in a chat template it ends alike for every prompt."""
+        return self._form.opening if self.chat else self._tokenizer.decode(prompt)
+
+    def _tokens_between(self, tools: Sequence[dict[str, Any]]) -> TurnTokens:
         key = json.dumps(tools)
         if key not in self._turn_tokens:  # it renders conversations to check the template
             most = self._max_tokens
             try:
                 turns = TurnTokens(
-                    self._tokenizer, chat=True, max_observation_tokens=most, tools=tools, roles=("tool",)
+                    self._tokenizer, chat=self.chat, max_observation_tokens=most, tools=tools, roles=("tool",)
                 )
             except ConfigError as error:
                 why = "; ".join(problem.allowed for problem in error.problems)
-                raise DataError(f"{where}: field {MESSAGES!r}: {why}") from error
+                raise DataError(f"field {MESSAGES!r}: {why}") from error
             self._turn_tokens[key] = turns
         return self._turn_tokens[key]

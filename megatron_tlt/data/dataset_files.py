@@ -6,18 +6,35 @@ list, names of files tell splits apart: `data/train-00000-of-00001.parquet`.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.config.yaml_reader import parse_yaml
+from megatron_tlt.data.json_files import UNREADABLE, open_text, read_json
 from megatron_tlt.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    import pyarrow
+
+Where = Callable[[int], str]
+"""The place of row i in its file or directory, for messages."""
 CARD = "README.md"
-FORMATS = (".parquet", ".jsonl", ".json", ".csv")
+_PACKED = (".gz", ".bz2", ".xz", ".zst")
+_KINDS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "tsv"}
+FORMATS = (*_KINDS, *(f"{ending}{packed}" for ending in _KINDS if ending != ".parquet" for packed in _PACKED))
+"""Endings of the names of files that can be read."""
+_READABLE = f"{', '.join(_KINDS)} (text also {', '.join(_PACKED)})"
+# Rows that cannot be read, and are not left out without a word either; texts where their name is one of a split.
+_TEXTS = (".txt",)
+_OTHER_FORMATS = (
+    *_TEXTS, *_PACKED, ".arrow", ".feather", ".orc", ".avro", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".sz", ".snappy",
+    ".xls", ".xlsx", ".pkl", ".npy", ".npz", ".h5", ".db", ".sqlite", ".tfrecord", ".msgpack",
+)  # fmt: skip
+_ABOUT = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json")  # of `datasets`: no rows
 DEFAULT_SPLIT = "train"
 
 _FRONT_MATTER = re.compile(r"---[^\n]*\n(.*?)\n---", re.DOTALL)
@@ -36,49 +53,121 @@ def choose_files(
 
     `card`: README.md, which may be missing. Raises DataError that begins with `where` and lists what there is.
     """
-    data = [name for name in names if name.endswith(FORMATS) and not any(p[0] == "." for p in name.split("/"))]
+    data = [name for name in names if _is_data(name)]
     chosen = _subset_of(_configs(card, where), subset, where)
     splits = {name: files for name, files in _splits(chosen, data).items() if files}
     wanted = split or DEFAULT_SPLIT
     if wanted not in splits:
-        there = ", ".join(sorted(splits)) or f"none, with files of {', '.join(FORMATS)}"
+        there = ", ".join(sorted(splits)) or f"none, with files of {_READABLE}"
         raise DataError(f"{where}: no split {wanted!r}; there are: {there}")
+    _check_files(splits[wanted], f"{where}: split {wanted!r}")
     return sorted(splits[wanted])
 
 
-def read_dataset_files(directory: Path, subset: str | None, split: str | None) -> Any:
-    """The rows of a subset and split of a clone of a data set, in memory: mappings. Raises DataError."""
-    import pyarrow
-
-    names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
-    chosen = choose_files(names, directory / CARD, subset, split, str(directory))
-    formats = {PurePosixPath(name).suffix for name in chosen}
-    if len(formats) > 1:
-        raise DataError(f"{directory}: split {split or DEFAULT_SPLIT!r} mixes formats: {', '.join(sorted(formats))}")
-    try:
-        return _read_rows([directory / name for name in chosen], formats.pop())
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{directory}: {', '.join(chosen)} cannot be read: {error}") from error
+def _is_data(name: str) -> bool:
+    is_hidden = any(part.startswith(".") for part in name.split("/"))
+    return not is_hidden and name.endswith((*FORMATS, *_OTHER_FORMATS)) and PurePosixPath(name).name not in _ABOUT
 
 
-def _read_rows(paths: Sequence[Path], suffix: str) -> Any:
+def _check_files(names: Sequence[str], where: str) -> None:
+    """Raises DataError where only some of a split's files can be read, or where two may hold the same rows."""
+    unread = sorted(name for name in names if not name.endswith(FORMATS))
+    if unread:
+        raise DataError(f"{where} has files that cannot be read: {', '.join(unread)}; what can: {_READABLE}")
+    stems = defaultdict(list)
+    for name in sorted(names):
+        stems[name.removesuffix(next(ending for ending in FORMATS if name.endswith(ending)))].append(name)
+    for same in stems.values():
+        if len(same) > 1:
+            raise DataError(f"{where} has {' and '.join(same)}, which may hold the same rows: keep one of them")
+
+
+def unread_files(directory: Path, subset: str | None) -> list[str]:
+    """Files of rows in a clone without a card's list that no split reads: others name their split, these do not."""
+    names = [name for name in _names_in(directory) if _is_data(name) and not name.endswith(_TEXTS)]
+    config = _subset_of(_configs(directory / CARD, str(directory)), subset, str(directory))
+    splits = {} if "data_files" in config else _splits(config, names)
+    inside = [name for name in names if name.startswith(str(config.get("data_dir") or ""))]
+    read = {name for files in splits.values() for name in files}
+    return sorted({*inside} - read) if read else []
+
+
+def _names_in(directory: Path) -> list[str]:
+    return [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
+
+
+def read_dataset_files(
+    directory: Path, subset: str | None, split: str | None, texts: Sequence[str]
+) -> tuple[Any, Where]:
+    """(rows of a subset and split of a clone of a data set, in memory: mappings; their places). Raises DataError.
+
+    `texts`: columns whose cells are not interpreted in files that have no types: 00501 is not 501. Numbers of JSON are
+    `JsonNumber`s.
+    """
+    chosen = choose_files(_names_in(directory), directory / CARD, subset, split, str(directory))
+    kinds = {kind for name in chosen for ending, kind in _KINDS.items() if name.endswith((ending, *_packed(ending)))}
+    if len(kinds) > 1:
+        split = split or DEFAULT_SPLIT
+        raise DataError(f"{directory}: split {split!r} mixes formats: {', '.join(sorted(kinds))} ({', '.join(chosen)})")
+    paths = [directory / name for name in chosen]
+    if kinds == {"json"}:
+        read = [(path, *found) for path in paths for found in zip(*read_json(path, spelled=True), strict=True)]
+        return [record for _, record, _ in read], lambda row: f"{read[row][0]}:{read[row][2]}"
+    return _read_tables(paths, kinds.pop(), texts), lambda row: f"{directory}:{row}"
+
+
+def _packed(ending: str) -> list[str]:
+    return [f"{ending}{packed}" for packed in _PACKED]
+
+
+def _read_tables(paths: Sequence[Path], kind: str, texts: Sequence[str]) -> Any:
     import datasets
     import pyarrow
-    import pyarrow.csv
+
+    delimiter = "\t" if kind == "tsv" else ","
+    tables = [read_parquet(path) if kind == "parquet" else _read_csv(path, delimiter, texts) for path in paths]
+    try:
+        return datasets.Dataset(pyarrow.concat_tables(tables, promote_options="permissive"))
+    except pyarrow.ArrowException as error:
+        names = ", ".join(path.name for path in paths)
+        raise DataError(f"{paths[0].parent}: the columns of {names} differ: {error}") from error
+
+
+def read_parquet(path: Path) -> pyarrow.Table:
+    """A file, or the files of a directory, checked to the last character. Raises DataError."""
+    import pyarrow
     import pyarrow.parquet
 
-    if suffix in (".json", ".jsonl"):
-        return [record for path in paths for record in _json_records(path)]
-    read = pyarrow.parquet.read_table if suffix == ".parquet" else pyarrow.csv.read_csv
-    return datasets.Dataset(pyarrow.concat_tables([read(path) for path in paths]))
+    try:
+        table = pyarrow.parquet.read_table(path)
+        table.validate(full=True)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: not a Parquet file that can be read: {error}") from error
+    return table
 
 
-def _json_records(path: Path) -> list[Any]:
-    """The objects of a file with one a line, or with one list of them."""
-    text = path.read_text(encoding="utf-8")
-    if text.lstrip().startswith("["):
-        return list(json.loads(text))
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
+def _read_csv(path: Path, delimiter: str, texts: Sequence[str]) -> pyarrow.Table:
+    """Columns `texts` as the file spells their cells, types of the others as they look. Raises DataError."""
+    import pyarrow
+    import pyarrow.csv
+
+    parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    types = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
+    try:
+        with open_text(path) as file:
+            table = pyarrow.csv.read_csv(file, parse_options=parse, convert_options=types)
+    except (*UNREADABLE, ValueError) as error:  # pyarrow's own are ValueErrors
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    columns = table.column_names
+    double = sorted({name for name in columns if columns.count(name) > 1})
+    if double:
+        raise DataError(f"{path}: its first line names a column twice: {', '.join(map(repr, double))}")
+    if blank := [name for name in columns if name not in texts and name.strip() in texts]:
+        raise DataError(f"{path}: its first line has blanks around names: {', '.join(map(repr, blank))}")
+    if len(columns) == 1 and (found := re.search(r"[,;\t|]", columns[0])) is not None:
+        needed = "tabs (.csv: commas)" if delimiter == "\t" else "commas (.tsv: tabs)"
+        raise DataError(f"{path}: its only column is {columns[0]!r}: {needed} separate columns, not {found[0]!r}")
+    return table
 
 
 def _configs(card: Path, where: str) -> dict[str, Mapping[str, Any]]:
@@ -112,7 +201,9 @@ def _splits(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[s
     if patterns is None:
         inside = [name for name in names if not folder or name.startswith(f"{folder}/")]
         by_word = {split: [n for n in inside if _has_word(n, words)] for split, words in _SPLIT_WORDS.items()}
-        return by_word if any(by_word.values()) else {DEFAULT_SPLIT: inside}
+        if any(by_word.values()):
+            return by_word
+        return {DEFAULT_SPLIT: [name for name in inside if not name.endswith(_TEXTS)]}
     found: dict[str, list[str]] = {}
     for entry in [patterns] if isinstance(patterns, str) else patterns:
         split, globs = (DEFAULT_SPLIT, entry) if isinstance(entry, str) else (entry["split"], entry["path"])

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data import hub_answers
 from megatron_tlt.data.dataset_files import CARD, FORMATS, choose_files
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
@@ -70,6 +71,11 @@ class Named:
     def revision(self) -> str | None:
         """Branch, tag or commit; None: the default branch."""
         return self.value.partition("@")[2] or None
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return f"{self.field} = {self.value}"
 
     @property
     def repository(self) -> dict[str, str]:
@@ -174,7 +180,7 @@ def cached(config: RootT) -> tuple[RootT, list[str], list[ConfigProblem]]:
             problems += unknown  # nothing says what is planned
         elif size or unknown:
             size = size or f"size unknown: {unknown[0].allowed}"
-            lines.append(f"to be fetched from {_endpoint()}: {named.field} = {named.value} ({size})")
+            lines.append(f"to be fetched from {endpoint()}: {named.field} = {named.value} ({size})")
     return _with_values(config, directories), lines, problems
 
 
@@ -217,8 +223,12 @@ def _commit(named: Named, recorded: dict[str, str]) -> str:
     if named.name in recorded and not _COMMIT.fullmatch(named.revision or ""):
         _say(f"{named.field} = {named.value}: commit {recorded[named.name]}, as in the run's config.json")
         return recorded[named.name]
-    commit: str = _api().resolve_revision(**named.repository, revision=named.revision).resolved
-    return commit
+
+    def resolve() -> str:
+        asked = {**named.repository, "revision": named.revision, "local_files_only": hub_answers.is_silent(endpoint())}
+        return str(_api().resolve_revision(**asked).resolved)
+
+    return hub_answers.answer(endpoint(), named.text, resolve, hub_answers.COMMIT_S)
 
 
 def _download_all(
@@ -242,9 +252,16 @@ def _download_all(
 
 def _look(named: Named, commit: str) -> tuple[list[str], list[DryRunFileInfo]]:
     """Patterns of the needed files, and the files that the cache lacks. Raises an error of huggingface_hub."""
+    return hub_answers.answer(endpoint(), named.text, lambda: _look_now(named, commit), hub_answers.FILES_S)
+
+
+def _look_now(named: Named, commit: str) -> tuple[list[str], list[DryRunFileInfo]]:
     from huggingface_hub.errors import DryRunError
 
     files = _files(named, commit)
+    if hub_answers.is_silent(endpoint()):
+        _snapshot(named, commit, files)
+        return files, []
     try:
         found = _snapshot(named, commit, files, dry_run=True)
     except DryRunError:  # the hub is silent
@@ -271,6 +288,7 @@ def _files(named: Named, commit: str) -> list[str]:
 
 
 def _snapshot(named: Named, commit: str, files: list[str], **how: bool) -> Any:
+    how.setdefault("local_files_only", hub_answers.is_silent(endpoint()))
     ignored = None if named.content == "rows" else [*_OTHER_FORMS]
     return _api().snapshot_download(
         **named.repository, revision=commit, allow_patterns=files, ignore_patterns=ignored, **how
@@ -286,7 +304,7 @@ def _announce(named: Named, commit: str, missing: Sequence[DryRunFileInfo]) -> N
     total, free = sum(info.file_size or 0 for info in missing), shutil.disk_usage(existing).free
     if total > free:
         raise OSError(errno.ENOSPC, f"needs {_bytes(total)}, {_bytes(free)} are free")
-    _say(f"fetching {named.field} = {named.value} ({_size_of(missing, commit)}) from {_endpoint()} to {cache}")
+    _say(f"fetching {named.field} = {named.value} ({_size_of(missing, commit)}) from {endpoint()} to {cache}")
 
 
 def _size_of(missing: Sequence[DryRunFileInfo], commit: str) -> str:
@@ -353,14 +371,15 @@ def _reason(named: Named, error: Exception) -> str:
 
     kind, cache = named.repository["repo_type"], constants.HF_HUB_CACHE
     if isinstance(error, errors.GatedRepoError):
-        return f"is gated: accept its terms at {_endpoint()}/{named.name}, then set HF_TOKEN to a token of that account"
+        return f"is gated: accept its terms at {endpoint()}/{named.name}, then set HF_TOKEN to a token of that account"
     if isinstance(error, errors.RepositoryNotFoundError):
         private = "a private one needs HF_TOKEN with a token that may read it"
-        return f"is no path here, and {_endpoint()} has no {kind} {named.name} ({private})"
+        return f"is no path here, and {endpoint()} has no {kind} {named.name} ({private})"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{_endpoint()} has {named.name}, but no revision {named.revision!r} of it"
+        return f"{endpoint()} has {named.name}, but no revision {named.revision!r} of it"
     if _is_unreachable(error):
-        why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{_endpoint()} is not reachable"
+        silent = "does not answer" if hub_answers.is_silent(endpoint()) else "is not reachable"
+        why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{endpoint()} {silent}"
         return f"is no path here, and no whole {kind} in the cache {cache}; {why}"
     if isinstance(error, OSError) and error.errno is not None:
         return f"cannot be written to {cache}: {error.strerror}"
@@ -388,7 +407,8 @@ def _api() -> Any:
     return HfApi(library_name="megatron-tlt")
 
 
-def _endpoint() -> str:
+def endpoint() -> str:
+    """The hub's address."""
     from huggingface_hub import constants
 
     return constants.ENDPOINT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,13 +13,15 @@ import numpy as np
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig
 from megatron_tlt.data.chat import Messages, last_user_text
+from megatron_tlt.data.fields import check_text
 from megatron_tlt.data.hashing import digest, hashed
-from megatron_tlt.data.sources import EnvSource, Row, Source, open_file
+from megatron_tlt.data.sources import EnvSource, FileSource, Row, Source, errors_at, open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 from megatron_tlt.types import Prompt
 
 Which = Literal["train", "eval"]
+LongPrompts = Literal["drop", "error", "cut_left"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +64,7 @@ def build_prompts(
         chat=section.chat_template,
         system=section.system_prompt,
         max_prompt_tokens=section.max_prompt_tokens,
+        long_prompts=section.long_prompts,
         once=which == "eval",
         env=env,
     )
@@ -97,19 +101,30 @@ def open_source(config: PromptSourceConfig, path: str, seed: int) -> Source:
     return open_file(config, Path(config.path))
 
 
-def source_problems(config: PromptSourceConfig, field: str) -> list[ConfigProblem]:
-    """Why the source of section `field` cannot be read, with file and line; empty if it can."""
+def source_problems(
+    config: PromptSourceConfig, field: str, render: Callable[[str | Messages, Sequence[Any]], object] | None = None
+) -> list[ConfigProblem]:
+    """Why the source of section `field` cannot be read, with file and line; empty if it can.
+
+    `render` puts a prompt into the chat template: it gets one of each form.
+    """
     try:
-        open_source(config, field, seed=0)
+        source = open_source(config, field, seed=0)
+        if render is not None and isinstance(source, FileSource):
+            for where, prompt in source.examples:
+                with errors_at(where):
+                    render(prompt, ())
     except ConfigError as error:
         return error.problems
     except DataError as error:
         return [ConfigProblem(f"{field}.path", config.path, str(error))]
+    except re.error:  # of answer_pattern, which config/checks names
+        pass
     return []
 
 
 class PromptStream:
-    """Rows of a source, shuffled anew each epoch if finite, tokenized, without those that are too long.
+    """Rows of a source, shuffled anew each epoch if finite, tokenized; those that are too long as `long_prompts` says.
 
     Every rank computes them alike.
     """
@@ -124,6 +139,7 @@ class PromptStream:
         chat: bool,
         system: str | None,
         max_prompt_tokens: int,
+        long_prompts: LongPrompts,
         once: bool = False,
         env: EnvPrompts = NO_ENV,
     ):
@@ -134,9 +150,11 @@ class PromptStream:
         self._source, self._tokenizer, self._seed = source, tokenizer, seed
         self._shuffle = shuffle and source.size is not None
         self._chat, self._system = chat and tokenizer.has_chat_template, system
-        self._max_prompt_tokens, self._once, self._env = max_prompt_tokens, once, env
+        self._max_prompt_tokens, self._long_prompts = max_prompt_tokens, long_prompts
+        self._once, self._env = once, env
         self._draws = 0  # rows taken from the source, also dropped ones
         self._next_id = 0  # prompts returned
+        self._dropped = 0  # rows in this epoch; of an infinite source: since the last line of the log
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, permutation)
 
     @property
@@ -163,6 +181,11 @@ class PromptStream:
             _log.info("%s: only %d prompts left of %d requested", self._source.description, len(prompts), n)
         return prompts
 
+    def check_rows(self) -> None:
+        """Encodes every row of a finite source. Raises DataError naming file and line. Does not move the position."""
+        for index in range(self._source.size or 0):
+            self._encode(self._source.row(index))
+
     def state_dict(self) -> dict[str, Any]:
         """The position, JSON-able."""
         return {
@@ -181,7 +204,7 @@ class PromptStream:
                 f"[{self.fingerprint}]. Resume with the same data, or start a new run: another train.run_dir, or "
                 "checkpoint.resume=never (`megatron-tlt export` keeps the weights of this one)"
             )
-        self._draws, self._next_id = state["draws"], state["next_id"]
+        self._draws, self._next_id, self._dropped = state["draws"], state["next_id"], 0
 
     def _draw(self, n: int) -> list[tuple[Row, Prompt]]:
         """The next n rows whose prompts fit, fewer at the end of a source that is read once."""
@@ -199,9 +222,10 @@ class PromptStream:
         for (row, prompt), text in zip(drawn, texts, strict=True):
             if not text and isinstance(self._source, EnvSource):
                 raise DataError(f"{row.dataset_id}: the environment's reset returned no text, which is the prompt")
+            check_text(text, "reset", row.dataset_id)
             whole = row if text is None else row.with_opening(text)
-            tokens = prompt.token_ids if text is None else tuple(self._encode(whole))
-            if len(tokens) <= self._max_prompt_tokens:
+            tokens = prompt.token_ids if text is None else self._encode(whole)
+            if tokens is not None:
                 opened.append(replace(prompt, text=whole.prompt, token_ids=tokens))
         return opened
 
@@ -213,13 +237,14 @@ class PromptStream:
             row = self._source.row(self._row_number(self._draws))
             self._draws += 1
             tokens = self._encode(row)
-            if len(tokens) > self._max_prompt_tokens:
+            self._log_dropped()
+            if tokens is None:
                 continue
             prompt_id, self._next_id = self._next_id, self._next_id + 1
             return row, Prompt(
                 prompt_id,
                 row.dataset_id,
-                tuple(tokens),
+                tokens,
                 row.prompt,
                 row.answer,
                 row.task,
@@ -245,9 +270,28 @@ class PromptStream:
             self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(size)
         return int(self._order[1][place])
 
-    def _encode(self, row: Row) -> list[int]:
+    def _encode(self, row: Row) -> tuple[int, ...] | None:
+        """The row's tokens; None where it is dropped. Raises DataError where a long one is an error."""
         prompt, tools = row.messages or row.prompt, self._env.tools
-        return encode_prompt(self._tokenizer, prompt, self._chat, self._system, row.dataset_id, tools)
+        limit, where = self._max_prompt_tokens, row.place or row.dataset_id
+        with errors_at(where):
+            tokens = encode_prompt(self._tokenizer, prompt, self._chat, self._system, tools)
+            if len(tokens) > limit and self._long_prompts == "error":
+                why = f"data.max_prompt_tokens allows {limit} with data.long_prompts = error"
+                raise DataError(f"the prompt has {len(tokens)} tokens, {why}")
+        if len(tokens) > limit and self._long_prompts == "drop":
+            self._dropped += 1
+            return None
+        return tuple(tokens[-limit:])
+
+    def _log_dropped(self) -> None:
+        """Says once an epoch, or every so many rows of an infinite source, how many of them were too long."""
+        every = self._source.size or _MOST_DROPS_IN_A_ROW
+        if self._dropped and self._draws % every == 0:
+            limit = f"data.max_prompt_tokens = {self._max_prompt_tokens}"
+            _log.info("%s: of the last %d rows, %d exceed %s: dropped", self._source.description, every, self._dropped,
+                      limit)  # fmt: skip
+            self._dropped = 0
 
 
 def encode_prompt(
@@ -255,18 +299,18 @@ def encode_prompt(
     prompt: str | Messages,
     chat: bool,
     system: str | None,
-    where: str,
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
-    """Token ids of a prompt; `chat`: in the tokenizer's chat template, after the message `system`, with `tools`.
+    """Token ids of a prompt; `chat`: in the tokenizer's chat template, after the message `system`, with `tools`; else
+    behind the tokens that the tokenizer puts before a text (BOS).
 
-    Raises DataError for several messages without the template.
+    Raises DataError for several messages without the template, and for a token beyond the model's embedding.
     """
     if chat:
         return tokenizer.encode_chat(prompt, system, tools)
     if not isinstance(prompt, str):
         if len(prompt) > 1:
             needed = "need data.chat_template and a tokenizer with a chat template"
-            raise DataError(f"{where}: {len(prompt)} chat messages {needed}")
+            raise DataError(f"{len(prompt)} chat messages {needed}")
         prompt = last_user_text(prompt)
-    return tokenizer.encode(prompt)
+    return tokenizer.encode_prompt(prompt)

@@ -4,7 +4,7 @@ A line of a JSONL file has a prompt and a response, each as text or as token ids
 
     prompt      "prompt_token_ids", else the column `data.train.prompt_field` (text or chat messages, into the chat
                 template as training prompts are)
-    response    "token_ids", else the column `drafter.response_field` (text; the end-of-sequence token is added unless
+    response    "token_ids", else the column `drafter.response_field` (text; the tokens that end a turn are added unless
                 "finish_reason" is not "stop")
     or          "messages" that end with the assistant's, with tools' between (`completions.py`)
     optional    "given": [[begin, end], ...], spans of the response that an environment wrote
@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_tlt.data.completions import MESSAGES, ResponseTokens, read_conversation
-from megatron_tlt.data.prompts import encode_prompt
-from megatron_tlt.data.sources import checked_prompt, columns_hint, field_of, read_jsonl
+from megatron_tlt.data.completions import MESSAGES, RecordTokens, read_conversation
+from megatron_tlt.data.fields import check_text, checked_prompt, columns_hint, field_of
+from megatron_tlt.data.json_files import read_json
+from megatron_tlt.data.sources import errors_at
 from megatron_tlt.errors import DataError
 from megatron_tlt.observe.jsonl import SkippedLines, read_rows
 from megatron_tlt.observe.rollouts import RESPONSES_DIR
@@ -44,8 +45,11 @@ def read_responses(
     tokens.
     """
     rows = [*_rows_of_run(path).items()] if path.is_dir() else _rows_of_file(path)
+    data = config.data
+    limit = config.model.max_context
+    encoder = RecordTokens(tokenizer, limit, chat=data.chat_template, system=data.system_prompt)
     found = [
-        _trajectory(number, config, row, where, tokenizer, vocab_size)
+        _trajectory(number, config, row, where, encoder, vocab_size)
         for number, (where, row) in enumerate(rows[-most:])
     ]
     if not found:
@@ -54,7 +58,7 @@ def read_responses(
 
 
 def _rows_of_file(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    records, numbers = read_jsonl(path)
+    records, numbers = read_json(path)
     return [(f"{path}:{number}", record) for record, number in zip(records, numbers, strict=True)]
 
 
@@ -72,9 +76,9 @@ def _rows_of_run(run_dir: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _trajectory(
-    number: int, config: Config, row: Mapping[str, Any], where: str, tokenizer: HFTokenizer, vocab_size: int
+    number: int, config: Config, row: Mapping[str, Any], where: str, encoder: RecordTokens, vocab_size: int
 ) -> Trajectory:
-    prompt, response, spans = _tokens(config, row, where, tokenizer)
+    prompt, response, spans = _tokens(config, row, where, encoder)
     for name, ids in ((_PROMPT_IDS, prompt), (_RESPONSE_IDS, response)):
         if not len(ids):
             raise DataError(f"{where}: field {name!r} has no tokens")
@@ -101,17 +105,16 @@ def _given(row: Mapping[str, Any], length: int, where: str) -> tuple[Span, ...]:
 
 
 def _tokens(
-    config: Config, row: Mapping[str, Any], where: str, tokenizer: HFTokenizer
+    config: Config, row: Mapping[str, Any], where: str, encoder: RecordTokens
 ) -> tuple[Sequence[int], Sequence[int], tuple[Span, ...]]:
     """Token ids of prompt and response, and the spans that the tools of a conversation wrote."""
-    data, prompt_field, response_field = config.data, config.data.train.prompt_field, config.drafter.response_field
-    chat = data.chat_template and tokenizer.has_chat_template
+    prompt_field, response_field = config.data.train.prompt_field, config.drafter.response_field
     text: Any = field_of(row, response_field)
     prompt: Any = field_of(row, prompt_field)
     if MESSAGES in row and prompt is None and _PROMPT_IDS not in row:
         record = read_conversation(row, where)
-        response, given = ResponseTokens(tokenizer, config.model.max_context).encode(record, where)
-        return encode_prompt(tokenizer, record.prompt, chat, data.system_prompt, where, record.tools), response, given
+        with errors_at(where):
+            return encoder.encode(record)
     if _PROMPT_IDS in row:
         prompt_ids: Sequence[int] = _ids(row, _PROMPT_IDS, where)
     elif prompt is None:
@@ -119,14 +122,17 @@ def _tokens(
         raise DataError(f"{where}: field {prompt_field!r} or {_PROMPT_IDS!r} is missing{hint}")
     else:
         prompt = checked_prompt(prompt, prompt_field, where)
-        prompt_ids = encode_prompt(tokenizer, prompt, chat, data.system_prompt, where)
+        with errors_at(where):
+            prompt_ids = encoder.prompt(prompt)
     if _RESPONSE_IDS in row:
         return prompt_ids, _ids(row, _RESPONSE_IDS, where), ()
     if not isinstance(text, str):
         hint = columns_hint(row, response_field) if text is None else f", found {type(text).__name__}"
         raise DataError(f"{where}: field {response_field!r} must be a string, or {_RESPONSE_IDS!r} a list of ids{hint}")
-    ends = row.get("finish_reason", "stop") == "stop"
-    return prompt_ids, [*tokenizer.encode(text), *tokenizer.eos_token_ids[: int(ends)]], ()
+    check_text(text, response_field, where)
+    with errors_at(where):
+        response = encoder.drawn(text, prompt_ids, ends=row.get("finish_reason", "stop") == "stop")
+    return prompt_ids, response, ()
 
 
 def _ids(row: Mapping[str, Any], name: str, where: str) -> list[int]:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from megatron_tlt.config.data import PromptSourceConfig
-from megatron_tlt.data.chat import Messages, as_messages, as_prompt, last_user_text
-from megatron_tlt.data.dataset_files import DEFAULT_SPLIT, read_dataset_files
+from megatron_tlt.data.chat import Messages, form_of, last_user_text
+from megatron_tlt.data.dataset_files import (
+    DEFAULT_SPLIT,
+    Where,
+    read_dataset_files,
+    read_parquet,
+    unread_files,
+)
+from megatron_tlt.data.fields import checked_answer, checked_prompt, columns_hint, field_of
 from megatron_tlt.data.hashing import digest
-from megatron_tlt.errors import DataError
+from megatron_tlt.data.json_files import read_json, without_spelling
+from megatron_tlt.errors import DataError, shortened
+from megatron_tlt.types import Answer
 
 _DEFAULT_ANSWER_FIELD = "answer"
 _SAVED = ("state.json", "dataset_dict.json")  # of Dataset.save_to_disk and DatasetDict.save_to_disk
@@ -31,10 +42,12 @@ class Row:
 
     dataset_id: str
     prompt: str
-    answer: str | None
+    answer: Answer | None
     task: str
     metadata: dict[str, Any]
     messages: Messages | None = None
+    place: str = ""
+    """File and line or number, for errors."""
 
     def with_opening(self, text: str) -> Row:
         """The row with a text of the environment at its end."""
@@ -43,7 +56,7 @@ class Row:
             return replace(self, prompt=prompt)
         last = max(i for i, message in enumerate(self.messages) if message["role"] == "user")
         messages = [*self.messages]
-        messages[last] = {"role": "user", "content": prompt}
+        messages[last] = {**messages[last], "content": prompt}
         return replace(self, prompt=prompt, messages=tuple(messages))
 
 
@@ -84,13 +97,24 @@ class EnvSource:
 class FileSource:
     """The records of a JSONL file, a Parquet file or a `datasets` directory."""
 
-    def __init__(self, config: PromptSourceConfig, path: Path, records: Any, places: Sequence[object]):
-        """Checks every record, a mapping; number i stands at `places[i]`. Raises DataError naming file and place."""
-        self._config, self._path, self._records, self._places = config, path, records, places
+    def __init__(self, config: PromptSourceConfig, path: Path, records: Any, where: Where):
+        """Checks every record, a mapping. Raises DataError naming its place."""
+        self._config, self._path, self._records, self._where = config, path, records, where
         self._pattern = None if config.answer_pattern is None else re.compile(config.answer_pattern, re.DOTALL)
         if not len(records):
             raise DataError(f"{path}: no records")
-        self._fingerprint = self._check()
+        feature = getattr(records, "features", {}).get(config.answer_field)
+        self._is_single = getattr(getattr(feature, "feature", feature), "dtype", None) in ("float16", "float32")
+        self._examples: dict[Hashable, tuple[str, str | Messages]] = {}
+        try:
+            self._fingerprint = self._check()
+        except UnicodeDecodeError as error:  # of a table's strings
+            raise DataError(f"{path}: a prompt or answer is not UTF-8 text: {error}") from error
+
+    @property
+    def examples(self) -> list[tuple[str, str | Messages]]:
+        """(place, prompt) of the first record of each form, which is all that a chat template may take otherwise."""
+        return [*self._examples.values()]
 
     @property
     def size(self) -> int:
@@ -106,13 +130,21 @@ class FileSource:
         return f"{self._config.kind} {self._path} ({self.size} records)"
 
     def row(self, index: int) -> Row:
-        record = self._records[index]
+        try:
+            record = self._records[index]
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self._where(index)}: a column is not UTF-8 text: {error}") from error
         prompt, answer = self._fields(index, record)
         taken = {self._config.prompt_field, self._config.answer_field}
-        metadata = {key: value for key, value in record.items() if key not in taken}
+        metadata = {key: without_spelling(value) for key, value in record.items() if key not in taken}
         messages = None if isinstance(prompt, str) else prompt
         text = prompt if isinstance(prompt, str) else last_user_text(prompt)
-        return Row(f"{self._path.stem}:{index}", text, answer, self._path.stem, metadata, messages)
+        return Row(f"{self._path.stem}:{index}", text, answer, self._path.stem, metadata, messages, self._where(index))
+
+    def answers(self) -> list[tuple[str, Answer | None]]:
+        """File and place of every record with its reference answer."""
+        records = enumerate(self._records_to_check())
+        return [(self._where(index), self._fields(index, record)[1]) for index, record in records]
 
     def _check(self) -> str:
         """Looks at every record once; returns the fingerprint."""
@@ -120,6 +152,8 @@ class FileSource:
         for index, record in enumerate(self._records_to_check()):
             prompt, answer = self._fields(index, record)
             answers += answer is not None
+            form = None if isinstance(prompt, str) else form_of(prompt)
+            self._examples.setdefault(form, (self._where(index), prompt))
             sha.update(json.dumps([prompt, answer]).encode())
         field = self._config.answer_field
         # A user's reward function may need no answer; a mistyped column is an error all the same.
@@ -140,25 +174,28 @@ class FileSource:
             for values in zip(*batch.values(), strict=True):
                 yield dict(zip(batch, values, strict=True))
 
-    def _fields(self, index: int, record: Mapping[str, Any]) -> tuple[str | Messages, str | None]:
-        where = f"{self._path}:{self._places[index]}"
-        prompt = field_of(record, self._config.prompt_field)
+    def _fields(self, index: int, record: Mapping[str, Any]) -> tuple[str | Messages, Answer | None]:
+        where = self._where(index)
+        prompt = without_spelling(field_of(record, self._config.prompt_field))
         if prompt is None:
             there = columns_hint(record, self._config.prompt_field)
             raise DataError(f"{where}: no field {self._config.prompt_field!r}{there}")
-        answer = field_of(record, self._config.answer_field)
-        if answer is not None and not isinstance(answer, str | int | float):
-            found = type(answer).__name__
-            allowed = "must be a string or a number"
-            raise DataError(f"{where}: field {self._config.answer_field!r} {allowed}, found {found}")
-        text = None if answer is None else str(answer)
-        return checked_prompt(prompt, self._config.prompt_field, where), self._extracted(text, where)
+        value = field_of(record, self._config.answer_field)
+        if value is not None and self._is_single:
+            value = [*map(np.float32, value)] if isinstance(value, list) else np.float32(value)  # shortest decimals
+        answer = checked_answer(value, self._config.answer_field, where)
+        return checked_prompt(prompt, self._config.prompt_field, where), self._extracted(answer, where)
 
-    def _extracted(self, answer: str | None, where: str) -> str | None:
+    def _extracted(self, answer: Answer | None, where: str) -> Answer | None:
         """The reference answer within its column. Raises DataError where the pattern finds none."""
         if self._pattern is None or answer is None:
             return answer
-        matches = [*self._pattern.finditer(answer)]
+        if isinstance(answer, tuple):
+            return tuple(self._found(self._pattern, text, where) for text in answer)
+        return self._found(self._pattern, answer, where)
+
+    def _found(self, pattern: re.Pattern[str], answer: str, where: str) -> str:
+        matches = [*pattern.finditer(answer)]
         found = next((group for group in matches[-1].groups() if group is not None), None) if matches else None
         if found is None:
             field, end = self._config.answer_field, answer[-60:]
@@ -166,105 +203,66 @@ class FileSource:
         return found.strip()
 
 
-def field_of(record: Mapping[str, Any], name: str) -> Any:
-    """The value of a column, or of a field of one for a name with dots; None where it is missing."""
-    if name in record:
-        return record[name]
-    first, _, rest = name.partition(".")
-    inner = record.get(first)
-    return field_of(inner, rest) if rest and isinstance(inner, Mapping) else None
-
-
-def checked_prompt(value: Any, field: str, where: str) -> str | Messages:
-    """A string, or the messages of a chat to respond to. Raises DataError."""
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list):
-        return as_prompt(checked_messages(value, field, where))
-    found = type(value).__name__ if value != "" else "an empty string"
-    raise DataError(f"{where}: field {field!r} must be a string or a list of chat messages, found {found}")
-
-
-def checked_messages(value: Any, field: str, where: str) -> Messages:
-    """The messages of a column. Raises DataError."""
+@contextmanager
+def errors_at(place: str) -> Iterator[None]:
+    """Puts a record's place before the text of a DataError."""
     try:
-        return as_messages(value)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{where}: field {field!r}: {error}") from error
-
-
-def columns_hint(record: Mapping[str, Any], wanted: str) -> str:
-    """The columns that there are, and the one whose name is nearest to `wanted`, for an error."""
-    close = difflib.get_close_matches(wanted, record, n=1)
-    hint = f", did you mean {close[0]!r}?" if close else ""
-    return f"; there are {', '.join(map(repr, sorted(record))) or 'none'}{hint}"
+        yield
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
 
 
 def open_file(config: PromptSourceConfig, path: Path) -> FileSource:
     """The source of a file or directory. Raises DataError naming file and line or record of the first bad one."""
     if config.kind == "jsonl":
-        return FileSource(config, path, *read_jsonl(path))
+        records, lines = read_json(path, spelled=True)
+        return FileSource(config, path, records, lambda row: f"{path}:{lines[row]}")
     if config.kind == "parquet":
-        records = _read_parquet(path)
-    else:
-        records = read_dataset(path, config.subset, config.split)
-    return FileSource(config, path, records, range(len(records)))
-
-
-def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """(records, their line numbers) of a file with one JSON object a line; empty lines are skipped.
-
-    Raises DataError naming file and line.
-    """
-    if not path.is_file():
-        raise DataError(f"{path}: " + ("is a directory, not a JSONL file" if path.is_dir() else "no such file"))
-    records, numbers = [], []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
-                raise DataError(f"{path}:{number}: not a JSON object: {error}") from error
-            if not isinstance(record, dict):
-                raise DataError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")
-            records.append(record)
-            numbers.append(number)
-    return records, numbers
+        return FileSource(config, path, _read_parquet(path), lambda row: f"{path}:{row}")
+    texts = (config.prompt_field, config.answer_field)
+    return FileSource(config, path, *read_dataset(path, config.subset, config.split, texts))
 
 
 def _read_parquet(path: Path) -> Any:
     """The rows of a Parquet file, or of a directory of them."""
     import datasets
-    import pyarrow.parquet
 
     if not path.exists():
         raise DataError(f"{path}: no such file")
-    try:
-        return datasets.Dataset(pyarrow.parquet.read_table(path))
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: not a Parquet file: {error}") from error
+    return datasets.Dataset(read_parquet(path))
 
 
-def read_dataset(path: Path, subset: str | None, split: str | None) -> Any:
-    """The rows of a data set's split, as mappings: of a directory that `Dataset.save_to_disk` wrote, or of a clone.
+def unread_warning(config: PromptSourceConfig, field: str) -> str | None:
+    """Names the files in a clone of a data set that belong to none of its splits. `field`: section of the source."""
+    path = Path(config.path or "")
+    if config.kind != "hf" or not path.is_dir() or _is_saved(path) or not (names := unread_files(path, config.subset)):
+        return None
+    why = "no word for a split (train, test, validation) is in their names, as in others'"
+    return f"{field}.path = {path}: not read: {shortened(names)}; {why}"
 
-    Raises DataError, also for several splits where none is named.
+
+def _is_saved(path: Path) -> bool:
+    return any((path / name).is_file() for name in _SAVED)
+
+
+def read_dataset(path: Path, subset: str | None, split: str | None, texts: Sequence[str]) -> tuple[Any, Where]:
+    """(rows of a split of a data set, as mappings; their places): `Dataset.save_to_disk` wrote it, or it is a clone.
+
+    `texts`: see `read_dataset_files`. Raises DataError, also for several splits where none is named.
     """
     import datasets
 
     if not path.is_dir():
         raise DataError(f"{path}: no such directory")
-    if not any((path / name).is_file() for name in _SAVED):
-        return read_dataset_files(path, subset, split)
+    if not _is_saved(path):
+        return read_dataset_files(path, subset, split, texts)
     try:
-        loaded = datasets.load_from_disk(str(path))
+        loaded = datasets.load_from_disk(str(path)).with_format(None)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a directory written by Dataset.save_to_disk: {error}") from error
     if not isinstance(loaded, datasets.DatasetDict):
-        return loaded
+        return loaded, lambda row: f"{path}:{row}"
     wanted = split or DEFAULT_SPLIT
     if wanted not in loaded:
         raise DataError(f"{path}: no split {wanted!r}; there are: {', '.join(loaded)}")
-    return loaded[wanted]
+    return loaded[wanted], lambda row: f"{path}:{row}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_tlt.data.chat import Messages, with_system
+from megatron_tlt.data.chat_template import ChatTemplate, TemplateSettings
 from megatron_tlt.errors import CheckpointError, DataError
 
 _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")  # of any version of the library
@@ -16,9 +18,13 @@ _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")  # of a
 class HFTokenizer:
     """The part of a tokenizer that engines, prompts and fine-tuning use. Nothing is downloaded."""
 
-    def __init__(self, path: str | Path):
-        """Reads the tokenizer's files in `path`. Raises CheckpointError."""
-        from transformers import AutoTokenizer  # seconds, which `megatron-tlt check` does not need
+    def __init__(self, path: str | Path, rows: int | None = None, template: TemplateSettings | None = None):
+        """Reads the tokenizer's files in `path`. Raises CheckpointError.
+
+        `rows`: of the model's embedding. Encoding then raises DataError for a text with a token beyond them.
+        `template`: for its chat template.
+        """
+        from transformers import AutoTokenizer  # takes seconds
 
         directory = Path(path)
         if not directory.is_dir():
@@ -30,11 +36,23 @@ class HFTokenizer:
         if not has_tokenizer(directory):  # of config.json alone `transformers` makes an empty one
             raise CheckpointError(f"{directory}: no tokenizer files (tokenizer.json or its older kinds)")
         self._eos = _eos_ids(directory, self._tokenizer)
+        self._begin = _begin_ids(self._tokenizer)
+        # SentencePiece's "\u2581a": the beginning of a text has a mark that the same text within another one lacks.
+        self._marks_beginning = self._tokenizer.convert_ids_to_tokens(self._bare_ids("a")) != ["a"]
+        self._rows = rows
+        tokens = self._tokenizer.special_tokens_map
+        self._template = ChatTemplate.read(directory, template, tokens)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a response: of generation_config.json (else config.json), then the tokenizer's own."""
         return self._eos
+
+    @property
+    def end_token_id(self) -> int:
+        """The tokenizer's own end of sequence, which ends a text without chat template."""
+        own: int | None = self._tokenizer.eos_token_id
+        return self._eos[0] if own is None else own
 
     @property
     def vocab_size(self) -> int:
@@ -46,16 +64,46 @@ class HFTokenizer:
         tokens: dict[str, int] = self._tokenizer.get_vocab()
         return tokens
 
+    def token(self, number: int) -> str:
+        """The token with this id, for messages."""
+        return str(self._tokenizer.convert_ids_to_tokens(number))
+
     @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` works."""
-        return self._tokenizer.chat_template is not None
+        return self._template is not None
 
-    @property
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token; None for any other text."""
+        return self._tokenizer.convert_tokens_to_ids(text) if text in self.special_tokens else None
+
+    @cached_property
     def special_tokens(self) -> tuple[str, ...]:
         """Texts that `encode` reads as one token with a meaning of its own, longest first."""
         added = [str(t) for t in self._tokenizer.added_tokens_decoder.values() if t.special]  # Llama 3 names few others
         return tuple(sorted({*self._tokenizer.all_special_tokens, *added}, key=lambda text: (-len(text), text)))
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of `special_tokens`."""
+        return frozenset(self._tokenizer.convert_tokens_to_ids([*self.special_tokens]))
+
+    @property
+    def special_roles(self) -> dict[int, str]:
+        """The roles of special tokens that must have a row in the embedding, by id."""
+        named = {getattr(self._tokenizer, f"{role}_id"): role for role in ("pad_token", "bos_token", "eos_token")}
+        return {i: role for i, role in {**dict.fromkeys(self._eos, "eos_token_id"), **named}.items() if i is not None}
+
+    @property
+    def added_tokens(self) -> frozenset[str]:
+        """Tokens that were added to the vocabulary, special ones included."""
+        return frozenset(map(str, self._tokenizer.added_tokens_decoder.values()))
+
+    @property
+    def tokens_beyond(self) -> list[str]:
+        """Tokens that have no row in the model's embedding, by id."""
+        ids = {} if self._rows is None else {t: i for t, i in self.vocabulary().items() if i >= self._rows}
+        return sorted(ids, key=lambda token: ids[token])
 
     @property
     def name(self) -> str:
@@ -63,7 +111,42 @@ class HFTokenizer:
         return str(self._tokenizer.name_or_path)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids without special tokens added."""
+        """Token ids without special tokens added. Raises DataError for a token beyond the embedding."""
+        return self.checked(self._bare_ids(text))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a prompt without chat template. Raises as `encode` does.
+
+        The tokens that the tokenizer puts before a text (BOS) come once, also where the text begins with them; those
+        that it puts behind one (EOS) are left out.
+        """
+        ids = self.encode(text)
+        return ids if ids[: len(self._begin)] == self._begin else [*self._begin, *ids]
+
+    def encode_behind(self, before: str, text: str) -> list[int]:
+        """Token ids of `text` as they are behind `before`, whose own tokens stay as they are. Raises as `encode` does.
+
+        Where a token would span both, `text` is encoded behind another text: behind nothing it would get the mark of a
+        beginning. A tokenizer without such a mark encodes `text` alone.
+        """
+        if self._marks_beginning:
+            for context in (before, "\n", "."):
+                ids, whole = self._bare_ids(context), self._bare_ids(context + text)
+                if ids and whole[: len(ids)] == ids:
+                    return self.checked(whole[len(ids) :])
+        return self.encode(text)
+
+    def checked(self, ids: list[int]) -> list[int]:
+        """`ids`. Raises DataError for one without a row in the model's embedding."""
+        rows = self._rows
+        wrong = next((i for i in ids if not 0 <= i < rows), None) if rows is not None else None
+        if wrong is None:
+            return ids
+        is_token = 0 <= wrong < self.vocab_size
+        name = f"the token {self.token(wrong)!r} with id {wrong}" if is_token else f"token id {wrong}"
+        raise DataError(f"{name} has no row in the model's embedding of {rows} rows")
+
+    def _bare_ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
@@ -73,29 +156,26 @@ class HFTokenizer:
         """Token ids of the chat template around messages (a string: one of the user), open for the response.
 
         `system`: see `with_system`; `tools`: JSON schemas of functions. Raises CheckpointError without a template,
-        DataError for messages it refuses.
+        DataError for messages that it refuses, fails on or leaves out.
         """
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
-        ids: list[int] = self._apply_template(with_system(messages, system), tools, tokenize=True, return_dict=False)
-        return ids
+        text = self.render_chat(with_system(messages, system), tools)
+        return self.checked(self._bare_ids(text))
 
-    def render_chat(self, messages: Sequence[dict[str, str]], tools: Sequence[dict[str, Any]] = ()) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
         """The text of which `encode_chat` encodes the tokens. Raises as it does."""
-        text: str = self._apply_template(messages, tools, tokenize=False)
-        return text
+        return self._rendered(messages, tools, is_open=True)
 
-    def _apply_template(self, messages: Sequence[dict[str, str]], tools: Sequence[dict[str, Any]], **how: bool) -> Any:
-        from jinja2 import TemplateError
+    def render_closed(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation that ends with its last message. Raises as `encode_chat` does."""
+        return self._rendered(messages, (), is_open=False)
 
-        if not self.has_chat_template:
-            raise CheckpointError(f"{self._tokenizer.name_or_path}: the tokenizer has no chat template")
-        try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, add_generation_prompt=True, **how
-            )
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise DataError(f"the chat template refuses messages of {roles}: {error}") from error
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]], *, is_open: bool
+    ) -> str:
+        if self._template is None:
+            raise CheckpointError(f"{self.name}: the tokenizer has no chat template")
+        return self._template.render(messages, tools, is_open)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
@@ -108,6 +188,13 @@ class HFTokenizer:
 def has_tokenizer(directory: Path) -> bool:
     """Whether the directory has a file with a name of a Hugging Face tokenizer's files. Imports no `transformers`."""
     return any(any(directory.glob(name)) for name in _FILES)
+
+
+def _begin_ids(tokenizer: Any) -> list[int]:
+    """The special tokens that the tokenizer puts before a text."""
+    bare, whole = (tokenizer.encode("a 1.", add_special_tokens=added) for added in (False, True))
+    begin = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    return list(whole[:begin])
 
 
 def _eos_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:

@@ -70,6 +70,7 @@ class _Phase:
     monitor: RankMonitor | None = None
     outcome: tuple[RankOutcome, str] = ("done", "")
     releases: list[Callable[[], None]] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,25 @@ class World:
         """Calls what `at_close` was given, the last first, each once: for an end without `close`. Mutates."""
         while self._phase.releases:
             self._phase.releases.pop()()
+
+    def at_refusal(self, undo: Callable[[], None]) -> None:
+        """Has `undo` called if the start is refused (`refuse`), until `accept`. Mutates."""
+        self._phase.undo.append(undo)
+
+    def accept(self) -> None:
+        """The start is not refused any more: what it has made stays. Mutates."""
+        self._phase.undo.clear()
+
+    def refuse(self) -> None:
+        """This rank's end after wrong input, without `close`: releases its parts, and undoes what the start has made.
+
+        Not collective: one rank may be alone. Mutates.
+        """
+        self.release()
+        self.ends_early(False, "refused: wrong configuration or input")
+        self._close_monitor()
+        while self._phase.undo:
+            self._phase.undo.pop()()
 
     def close(self) -> None:
         """Orderly end: waits for all ranks, so that rank 0's store outlives its clients."""

@@ -26,6 +26,7 @@ from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
+from megatron_tlt.models.hf_fields import known_fields
 from megatron_tlt.models.hf_writer import write_tensors
 from megatron_tlt.observe.files import replace_files
 
@@ -192,7 +193,7 @@ def _config_of(
     file = root / CONFIG
     try:
         if (public := _public_form(about)) is None:
-            config = read_drafter_config(about, policy or ModelConfig.from_hf(about))
+            config = read_drafter_config(about, policy or ModelConfig.from_hf(known_fields(about)))
         elif policy is None:
             raise CheckpointError("has no shape of the policy: it must be given")
         else:

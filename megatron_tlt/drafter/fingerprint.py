@@ -16,7 +16,8 @@ import torch
 
 from megatron_tlt.errors import CheckpointError, ConfigProblem
 from megatron_tlt.models.config import EMBED
-from megatron_tlt.models.loader import open_tensors, weight_files
+from megatron_tlt.models.hf_files import weight_files
+from megatron_tlt.models.loader import open_tensors
 
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection

@@ -95,7 +95,7 @@ class DrafterTrainer:
         if not math.isfinite(size):
             self.state.free_gradients()
             raise DrafterError(f"the drafter's gradient norm is {size} in step {self.trained_steps}")
-        limit = self._section.clip_grad
+        limit = self._section.clip_grad / self.model.averaged_positions
         factor = torch.clamp(limit / (norm + _NORM_EPS), max=1.0) if limit else None
         rate = lr_factor * drafter_learning_rate(self._section, self.trained_steps)
         self.state.step(rate, factor)

@@ -10,8 +10,10 @@ its own. Then a response depends on no worker and no delay, and a lost worker's 
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+import numbers
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from megatron_tlt.types import Prompt
@@ -29,7 +31,7 @@ class Step(NamedTuple):
 
 
 class Environment:
-    """Base of environments; what has the same methods is one too. An instance has one trajectory."""
+    """Base of environments; what has the same methods, `close` or not, is one too. An instance has one trajectory."""
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
         """Begins a trajectory. Returns a text for the end of the prompt, the same for all of its responses.
@@ -54,23 +56,61 @@ ToolSchema: TypeAlias = dict[str, Any]
 class GivenTokens(Protocol):
     """From an observation to the tokens that a response continues with (`data.turns`)."""
 
+    @property
+    def max_characters(self) -> int:
+        """Characters of an observation, of which no more are read; `given` marks a longer one as cut."""
+
     def given(self, observation: str, role: Role, drawn: Sequence[int]) -> tuple[int, ...]:
         """The tokens between the drawn turn `drawn` (with the stop token, if one ended it) and the next one."""
 
 
-def as_text(value: object) -> str:
-    """The value's text, of None an empty one. Halves of surrogate pairs, which no tokenizer encodes, become '?'."""
-    return "" if value is None else str(value).encode(errors="replace").decode()
+class NoTextError(TypeError):
+    """A value of a user's code that cannot be an observation; the message names its type."""
+
+
+def kind_without_text(value: object) -> str | None:
+    """The type of a value whose text is none: of a call that was never made, bytes, an address. None: it has one."""
+    has_address = type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__
+    is_code = isinstance(value, type | Iterator | AsyncIterator | Awaitable) or inspect.isroutine(value)
+    has_none = has_address or is_code or isinstance(value, bytes | bytearray | memoryview)
+    return type(value).__name__ if has_none else None
+
+
+def as_text(value: object, where: str) -> str:
+    """A text or a number as a text, None as an empty one. Raises NoTextError for other values, with `where`.
+
+    Halves of surrogate pairs, which no tokenizer encodes, become '?'.
+    """
+    if value is None:
+        return ""
+    is_scalar = isinstance(value, str | numbers.Number) or getattr(value, "shape", None) == ()  # numpy's, too
+    if not is_scalar:
+        raise NoTextError(f"{where} of type {type(value).__name__}: must be a text")
+    return str(value).encode(errors="replace").decode()
+
+
+def as_opening(value: object) -> str | None:
+    """The text of `reset`. Raises NoTextError for other values, such as Gymnasium's pairs."""
+    return None if value is None else as_text(value, "reset returned a value")
 
 
 def as_step(value: object) -> Step:
     """A `Step`, also of a plain tuple. Raises TypeError for other values and roles, ValueError for a reward of NaN."""
     if not isinstance(value, tuple) or not 1 <= len(value) <= len(Step._fields):
-        raise TypeError(f"step returned {value!r:.80}: must be a Step(observation, reward, done, role)")
+        what = f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"
+        hint = " (Gymnasium's five are for a class whose reset takes no prompt)" if what == "5 values" else ""
+        raise TypeError(f"step returned {what}, {value!r:.80}: must be a Step(observation, reward, done, role){hint}")
     step = Step(*value)
-    if step.role not in ("user", "tool"):
-        raise TypeError(f"step returned the role {step.role!r}: must be 'user' or 'tool'")
-    reward = float(step.reward)
-    if not math.isfinite(reward):
-        raise ValueError(f"step returned the reward {reward}: must be finite")
-    return Step(as_text(step.observation), reward, bool(step.done), step.role)
+    role: Any = step.role
+    done: Any = step.done
+    reward: Any = step.reward
+    if role not in ("user", "tool"):
+        raise TypeError(f"step returned the role {role!r:.80}: must be 'user' or 'tool'")
+    if isinstance(done, str):
+        raise TypeError(f"step returned {done!r:.80} for done: must be true or false")
+    if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
+        raise TypeError(f"step returned the reward {reward!r:.80}: must be a number")
+    number = float(reward)
+    if not math.isfinite(number):
+        raise ValueError(f"step returned the reward {number}: must be finite")
+    return Step(as_text(step.observation, "step returned an observation"), number, bool(done), role)

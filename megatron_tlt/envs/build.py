@@ -12,7 +12,8 @@ from typing import Any
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.envs.base import MakeEnvironment, ToolSchema
 from megatron_tlt.envs.gymnasium import GymnasiumEnvironment
-from megatron_tlt.envs.tools import ToolEnvironment, tool_schemas
+from megatron_tlt.envs.schemas import check_plain, tool_schemas
+from megatron_tlt.envs.tools import ToolEnvironment
 from megatron_tlt.errors import ConfigProblem, EnvError, UserCodeError
 from megatron_tlt.workers.user_code import load_object
 
@@ -25,12 +26,15 @@ BUILT_IN = {
 }
 
 
-def load_environment(section: EnvSection) -> MakeEnvironment:
-    """A constructor of the environment of one trajectory. Raises EnvError naming what is missing or does not fit."""
+def load_environment(section: EnvSection, *, in_thought: bool = False) -> MakeEnvironment:
+    """A constructor of the environment of one trajectory. Raises EnvError naming what is missing or does not fit.
+
+    `in_thought`: the model's turns begin within a thought, which the chat template has opened.
+    """
     loaded = _load_class(section)
     make = partial(loaded, **section.params)
     if not hasattr(loaded, "step"):
-        return lambda: ToolEnvironment(make(), section.tool_role)
+        return lambda: ToolEnvironment(make(), section.tool_role, in_thought=in_thought)
     if _is_gymnasium(loaded):
         return lambda: GymnasiumEnvironment(make())
     return make
@@ -102,6 +106,11 @@ def _load_class(section: EnvSection) -> Any:
         raise EnvError(f"environment {section.path!r}: is a {type(loaded).__name__}, not a class")
     if hasattr(loaded, "step") and not hasattr(loaded, "reset"):
         raise EnvError(f"environment {section.path!r}: has step and no reset")
+    if hasattr(loaded, "step"):
+        check_plain(loaded, "step", "response")
+        check_plain(loaded, "reset", *([] if _is_gymnasium(loaded) else ["prompt", "seed"]))
+        if hasattr(loaded, "close"):
+            check_plain(loaded, "close")
     return loaded
 
 

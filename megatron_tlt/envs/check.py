@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.envs.base import Step, ToolSchema
 from megatron_tlt.envs.build import environment_tools
 from megatron_tlt.envs.process import EnvWorker
+from megatron_tlt.envs.schemas import example_arguments
 from megatron_tlt.envs.worker import Discard, Open, Play
 from megatron_tlt.errors import ConfigProblem, EnvError
 from megatron_tlt.types import Prompt
 
 _TEXTS = ("1", "<answer>2</answer>", "I guess 10, or crane.", "")
-_VALUES = {"string": "1 + 1", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
 
 
 def episode_problems(section: EnvSection, prompt: Prompt) -> list[ConfigProblem]:
@@ -58,10 +57,8 @@ def script(tools: Sequence[ToolSchema]) -> list[str]:
 
 
 def _call(tool: ToolSchema) -> str:
-    function = tool["function"]
-    properties: dict[str, Any] = function["parameters"]["properties"]
-    arguments = {name: _VALUES.get(str(schema.get("type")), "1") for name, schema in properties.items()}
-    return f"<tool_call>{json.dumps({'name': function['name'], 'arguments': arguments})}</tool_call>"
+    call = {"name": tool["function"]["name"], "arguments": example_arguments(tool)}
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
 
 
 def _episode(worker: EnvWorker, number: int, prompt: Prompt, texts: Sequence[str]) -> list[str | Step | None]:

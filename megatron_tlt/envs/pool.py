@@ -29,10 +29,20 @@ _BEAT_S = 1.0  # of waiting for a reset, between two signs of life
 class EnvironmentPool:
     """The worker processes. Use from one thread; close it."""
 
-    def __init__(self, section: EnvSection, on_wait: Callable[[], None] = lambda: None):
-        """Starts nothing yet. `on_wait` is called every second or so of waiting in `openings`, as a heartbeat."""
-        self.section, self._on_wait = section, on_wait
-        self.workers = [EnvWorker(section) for _ in range(section.workers)]
+    def __init__(
+        self,
+        section: EnvSection,
+        on_wait: Callable[[], None] = lambda: None,
+        *,
+        in_thought: bool = False,
+        longest_opening: int | None = None,
+    ):
+        """Starts nothing yet. `on_wait` is called every second or so of waiting in `openings`, as a heartbeat.
+
+        `in_thought`: see `load_environment`; `longest_opening`: characters of a `reset`'s text that are read.
+        """
+        self.section, self._on_wait, self._longest_opening = section, on_wait, longest_opening
+        self.workers = [EnvWorker(section, in_thought=in_thought) for _ in range(section.workers)]
 
     def warm_up(self) -> None:
         """Starts the workers and returns at once: their imports take seconds."""
@@ -43,7 +53,8 @@ class EnvironmentPool:
         """The text that `reset` adds to each prompt. Raises EnvError naming the first prompt for which it failed."""
         futures = []
         for number, prompt in enumerate(prompts):
-            worker, request = self.workers[number % len(self.workers)], Open(_texts(prompt))
+            worker = self.workers[number % len(self.workers)]
+            request = Open(_texts(prompt), self._longest_opening)
             futures.append(worker.do(lambda worker=worker, request=request: worker.ask(request)))  # type: ignore[misc]
         openings = []
         for prompt, future in zip(prompts, futures, strict=True):
@@ -80,14 +91,19 @@ class _Trajectory:
     steps: list[Step] = field(default_factory=list)  # the answers to the turns before the last one
     played: tuple[int, int] = (0, 0)  # starts of the worker, turns that its process has played since the last one
 
-    def play(self, key: Key) -> Step:
-        """The answer to the last turn. In the worker's thread. Raises EnvError."""
+    def play(self, key: Key, longest: int) -> Step:
+        """The answer to the last turn, with an observation of up to `longest` characters. In the worker's thread.
+
+        Raises EnvError.
+        """
         self.worker.ensure_running()
         starts, done = self.played
         is_new = starts != self.worker.starts
         if is_new:
             done = 0
-        steps = self.worker.ask_running(Play(key, self.prompt if is_new else None, tuple(self.turns[done:])))
+        steps = self.worker.ask_running(
+            Play(key, self.prompt if is_new else None, tuple(self.turns[done:]), longest)
+        )
         again = steps[: len(self.steps) - done]
         if again != self.steps[done:]:
             raise EnvError("the environment is not a function of prompt, seed and turns: played again after its worker "
@@ -150,11 +166,12 @@ class Trajectories:
     def _play(self, trajectory: _Trajectory, key: Key) -> None:
         """In the worker's thread."""
         answer: Step | EnvError
+        longest = self._tokens.max_characters + 1  # one more, so that `given` sees that there are more
         try:
             try:
-                answer = trajectory.play(key)
+                answer = trajectory.play(key, longest)
             except WorkerLostError:  # perhaps not of this turn: once more, in another process
-                answer = trajectory.play(key)
+                answer = trajectory.play(key, longest)
         except EnvError as error:
             answer = error
         except Exception as error:  # noqa: BLE001  a turn without any result would hang the rollout

@@ -25,8 +25,9 @@ class WorkerLostError(EnvError):
 class EnvWorker:
     """One worker, started with its first request and started anew after a request that it did not survive."""
 
-    def __init__(self, section: EnvSection):
-        self._section = section
+    def __init__(self, section: EnvSection, *, in_thought: bool = False):
+        """`in_thought`: see `load_environment`."""
+        self._section, self._in_thought = section, in_thought
         self._thread = ThreadPoolExecutor(1, "env-worker")
         self._process: WorkerProcess | None = None
         self._pipe: Connection | None = None
@@ -50,7 +51,7 @@ class EnvWorker:
         self._kill()
         self.starts += 1
         self._pipe, theirs = get_context("spawn").Pipe()
-        arguments = (theirs, self._section.model_dump_json(), os.getpid())
+        arguments = (theirs, self._section.model_dump_json(), self._in_thought, os.getpid())
         self._process = WorkerProcess(target=serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()  # or its death would not end the pipe

@@ -43,9 +43,8 @@ class Retry(Environment):
 
 
 def _score(prompt: Prompt, answer: str) -> float:
-    """The task's own score; for a prompt of no task, whether the answer equals the reference."""
+    """The task's own score; for a prompt of no task, whether the answer equals an acceptable one."""
     score = task_score(prompt, answer)
     if score is not None:
         return score
-    assert prompt.answer is not None
-    return float(answer == prompt.answer.strip())
+    return float(any(answer == reference.strip() for reference in prompt.answers))

@@ -1,7 +1,4 @@
-"""Tools: the public methods of a class, called by the model in the forms of Qwen, Hermes and Llama 3.
-
-    <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>   Qwen, Hermes; several in a turn
-    {"name": "add", "parameters": {"a": 1, "b": 2}}                             Llama 3, alone in its turn
+"""Tools: the public methods of a class (`schemas`), called by the model (`calls`).
 
 The calls of a turn run in their order, and their answers, a line each, are one observation. A turn without a call ends
 the trajectory.
@@ -9,104 +6,18 @@ the trajectory.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
-from pydantic import ValidationError, validate_call
+from pydantic import BaseModel, TypeAdapter, ValidationError, validate_call
 
-from megatron_tlt.envs.base import Environment, Role, Step, ToolSchema
-from megatron_tlt.errors import EnvError
+from megatron_tlt.envs.base import Environment, NoTextError, Role, Step, kind_without_text
+from megatron_tlt.envs.calls import ToolCall, parse_calls
+from megatron_tlt.envs.schemas import tool_names
 from megatron_tlt.types import Prompt
-
-_NOT_TOOLS = ("reset", "begin_turn", "close", "score")
-_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call of a turn; `problem`: why it cannot be made."""
-
-    name: str = ""
-    arguments: dict[str, Any] | None = None
-    problem: str | None = None
-
-
-def parse_calls(response: str) -> list[ToolCall]:
-    """The calls of a turn, in order."""
-    if tagged := _TAGGED.findall(response):
-        return [_call(body) for body in tagged]
-    text = response.strip().removeprefix("<|python_tag|>").strip()
-    if not (text.startswith("{") and '"name"' in text and ('"parameters"' in text or '"arguments"' in text)):
-        return []
-    decoder, calls = json.JSONDecoder(), []
-    while text.startswith("{"):  # Llama 3 separates several by semicolons
-        try:
-            _, end = decoder.raw_decode(text)
-        except (ValueError, RecursionError):
-            end = len(text)
-        calls.append(_call(text[:end]))
-        text = text[end:].lstrip("; \n")
-    return calls
-
-
-def _call(body: str) -> ToolCall:
-    try:
-        call = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        return ToolCall(problem=f"the call is no JSON: {error}")
-    arguments = call.get("arguments", call.get("parameters", {})) if isinstance(call, dict) else None
-    if isinstance(arguments, str):  # some models write the arguments as JSON in a string
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
-        return ToolCall(problem='a call must be {"name": ..., "arguments": {...}}')
-    return ToolCall(call["name"], arguments)
-
-
-def tool_names(owner: type) -> list[str]:
-    """The public methods of a class, in the order of its source, without those of `_NOT_TOOLS`."""
-    found = [name for base in reversed(owner.__mro__[:-1]) for name, value in vars(base).items() if callable(value)]
-    return [name for name in dict.fromkeys(found) if not name.startswith("_") and name not in _NOT_TOOLS]
-
-
-def tool_schemas(owner: type) -> list[ToolSchema]:
-    """The JSON schema of every tool of a class, from its signature and docstring (Google style, "Args:").
-
-    Raises EnvError naming the method that lacks a type, a docstring or a parameter's description.
-    """
-    from transformers.utils import get_json_schema  # seconds
-
-    names = tool_names(owner)
-    if not names:
-        raise EnvError(f"{owner.__name__} has neither step nor public methods, which would be tools")
-    schemas = []
-    for name in names:
-        method = getattr(owner, name)
-        try:
-            is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-            schemas.append(get_json_schema(method if is_static else _without_self(method)))
-        except Exception as error:  # its errors have no common class
-            raise EnvError(f"tool {owner.__name__}.{name}: {error}") from error
-    return schemas
-
-
-def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with the signature that a caller of the bound method sees."""
-
-    def bound() -> None:
-        """Only its signature is read."""
-
-    signature = inspect.signature(method)
-    bound.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # type: ignore[attr-defined]
-    bound.__annotations__ = dict(inspect.get_annotations(method, eval_str=True))
-    bound.__name__, bound.__doc__ = method.__name__, inspect.getdoc(method)
-    return bound
 
 
 class ToolEnvironment(Environment):
@@ -116,9 +27,9 @@ class ToolEnvironment(Environment):
     float`, the reward of the last turn; `close()`.
     """
 
-    def __init__(self, tools: Any, role: Role = "tool"):
-        """`role`: of the message that answers become."""
-        self._owner, self._role = tools, role
+    def __init__(self, tools: Any, role: Role = "tool", *, in_thought: bool = False):
+        """`role`: of the message that answers become; `in_thought`: see `parse_calls`."""
+        self._owner, self._role, self._in_thought = tools, role, in_thought
         self._tools = {name: validate_call(getattr(tools, name)) for name in tool_names(type(tools))}
 
     def reset(self, prompt: Prompt, seed: int) -> str | None:
@@ -126,10 +37,10 @@ class ToolEnvironment(Environment):
         return text
 
     def step(self, response: str) -> Step:
-        calls = parse_calls(response)
+        calls = parse_calls(response, self._in_thought)
         if not calls:
             score = self._owner.score(response) if hasattr(self._owner, "score") else 0.0
-            return Step(reward=float(score), done=True)
+            return Step(reward=score, done=True)
         if hasattr(self._owner, "begin_turn"):
             self._owner.begin_turn()
         return Step("\n".join(self._answer(call) for call in calls), role=self._role)
@@ -139,17 +50,50 @@ class ToolEnvironment(Environment):
             self._owner.close()
 
     def _answer(self, call: ToolCall) -> str:
-        """What a call returns; its exception is its answer too."""
+        """What a call returns; its exception is its answer too. Raises NoTextError for an answer that is no value."""
         if call.problem is not None:
             return f"error: {call.problem}"
         tool = self._tools.get(call.name)
         if tool is None:
             return f"error: no tool {call.name!r}; there are: {', '.join(self._tools)}"
+        arguments = call.arguments or {}
         try:
-            value = tool(**(call.arguments or {}))
-            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            value = tool(**(_typed(tool, arguments) if call.is_text else arguments))
+            return value if isinstance(value, str) else json.dumps(_plain(value), ensure_ascii=False, default=_plain)
+        except NoTextError as error:
+            raise NoTextError(f"tool {call.name} returned {error}: must be a text or what JSON has") from None
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
             return f"error: {call.name}: {'; '.join(problems)}"
         except Exception as error:  # noqa: BLE001  a user's tool may raise anything
             return f"error: {type(error).__name__}: {error}"
+
+
+def _plain(value: Any) -> Any:
+    """A tool's value as JSON has it, or its text. Raises NoTextError where it has none."""
+    if value is None or isinstance(value, str | int | float | list | tuple | dict):
+        return value
+    if (kind := kind_without_text(value)) is not None:
+        raise NoTextError(kind)
+    if callable(getattr(value, "tolist", None)):  # arrays and their scalars
+        return value.tolist()
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return str(value)
+
+
+def _typed(tool: Callable[..., Any], texts: dict[str, str]) -> dict[str, Any]:
+    """Texts as the values that they stand for in JSON, where the parameter takes none as a text."""
+    hints = get_type_hints(inspect.unwrap(tool))
+    values: dict[str, Any] = dict(texts)
+    for name, text in texts.items():
+        try:
+            TypeAdapter(hints.get(name, str)).validate_python(text)
+        except ValidationError:
+            try:
+                values[name] = json.loads(text)
+            except ValueError:
+                continue  # the call's own validation names it
+    return values

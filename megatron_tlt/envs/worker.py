@@ -5,11 +5,15 @@ It reads one request at a time from its pipe and answers it with (True, value) o
 
 from __future__ import annotations
 
+import os
+from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from megatron_tlt.errors import TltError
+from megatron_tlt.errors import TltError, error_line
+from megatron_tlt.workers.descendants import Started, keep
 from megatron_tlt.workers.process import limit_memory, set_up
 
 if TYPE_CHECKING:
@@ -17,7 +21,6 @@ if TYPE_CHECKING:
     from megatron_tlt.types import Prompt
 
 Key: TypeAlias = tuple[int, int]  # (prompt id, sample index)
-_LONGEST_FAILURE = 500  # characters of an error message that travel and are logged
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class Open:
     """Asks for the text that `reset` adds to a prompt."""
 
     prompt: Prompt
+    longest: int | None = None  # characters of the text that travel
 
     @property
     def num_calls(self) -> int:
@@ -39,6 +43,7 @@ class Play:
     key: Key
     prompt: Prompt | None  # the worker begins the trajectory anew with it
     turns: tuple[str, ...]
+    longest: int | None = None  # characters of an observation that travel
 
     @property
     def num_calls(self) -> int:
@@ -61,26 +66,32 @@ class Discard:
 Request: TypeAlias = Open | Play | Discard
 
 
-def serve(pipe: Connection, section_json: str, rank: int) -> None:
-    """The process. `section_json`: the `EnvSection`; `rank`: process id of the parent.
+def serve(pipe: Connection, section_json: str, in_thought: bool, rank: int) -> None:
+    """The process. `section_json`: the `EnvSection`; `in_thought`: see `load_environment`; `rank`: process id of the
+    parent.
 
     First sends None, or why it cannot load the environment. Ends with the pipe.
     """
     set_up(rank)
+    keep(rank)
+    worker = os.getpid()
     from megatron_tlt.config.env import EnvSection
     from megatron_tlt.envs.build import load_environment
 
     section = EnvSection.model_validate_json(section_json)
     limit_memory(section.worker_memory_mib)
     try:
-        host = EnvironmentHost(load_environment(section))
-    except TltError as error:
-        pipe.send(str(error))
+        host = EnvironmentHost(load_environment(section, in_thought=in_thought))
+    except BaseException as error:  # noqa: BLE001  a user's module may raise anything
+        pipe.send(str(error) if isinstance(error, TltError) else error_line(error))
         return
     pipe.send(None)
     try:
         while True:
-            pipe.send(host.answer(pipe.recv()))
+            answer = host.answer(pipe.recv())
+            if os.getpid() != worker:  # a fork that the environment made and did not end: the pipe is the worker's
+                os._exit(0)
+            pipe.send(answer)
     except (EOFError, OSError):  # the rank has closed its end
         return
 
@@ -91,42 +102,65 @@ class EnvironmentHost:
     def __init__(self, make: MakeEnvironment):
         self._make = make
         self._environments: dict[Key, Environment] = {}
+        self._started: dict[Key, Started] = defaultdict(Started)
 
     def answer(self, request: Request) -> tuple[bool, Any]:
         """(True, value), or (False, why) after an error of the environment, which stays until it is discarded."""
-        from megatron_tlt.envs.base import as_text  # not above: it imports numpy
-
         try:
             if isinstance(request, Open):
-                return True, self._open(request.prompt)
+                return True, self._open(request)
             if isinstance(request, Play):
                 return True, self._play(request)
             self._discard(request.key)
-        # A user's code may raise anything, even call sys.exit: the trajectory gets a recorded failure.
-        except (Exception, SystemExit) as error:  # noqa: BLE001
-            return False, as_text(f"{type(error).__name__}: {error}")[:_LONGEST_FAILURE]
+        # A user's code may raise anything, even KeyboardInterrupt, which no terminal sends here: the trajectory gets a
+        # recorded failure.
+        except BaseException as error:  # noqa: BLE001
+            return False, error_line(error)
         return True, None
 
-    def _open(self, prompt: Prompt) -> str | None:
-        from megatron_tlt.envs.base import as_text
+    def _open(self, request: Open) -> str | None:
+        from megatron_tlt.envs.base import as_opening  # not above: it imports numpy
 
-        environment = self._make()
+        started = Started()
         try:
-            text = environment.reset(prompt, prompt.seed)
+            with started.noted():
+                environment = self._make()
+                try:
+                    text = as_opening(environment.reset(request.prompt, request.prompt.seed))
+                except BaseException:
+                    with suppress(Exception):  # the error of `reset` counts
+                        _close(environment)
+                    raise
+                _close(environment)
         finally:
-            environment.close()
-        return None if text is None else as_text(text)
+            started.end_sessions()
+        return None if text is None else text[: request.longest]
 
     def _play(self, request: Play) -> list[Step]:
         from megatron_tlt.envs.base import as_step
 
         if request.prompt is not None:
             self._discard(request.key)
-            environment = self._environments[request.key] = self._make()
-            environment.reset(request.prompt, request.prompt.seed)
-        environment = self._environments[request.key]
-        return [as_step(environment.step(turn)) for turn in request.turns]
+        with self._started[request.key].noted():
+            if request.prompt is not None:
+                environment = self._environments[request.key] = self._make()
+                environment.reset(request.prompt, request.prompt.seed)
+            environment = self._environments[request.key]
+            steps = [as_step(environment.step(turn)) for turn in request.turns]
+        return [step._replace(observation=step.observation[: request.longest]) for step in steps]
 
     def _discard(self, key: Key) -> None:
-        if (environment := self._environments.pop(key, None)) is not None:
-            environment.close()
+        """Closes the trajectory's environment, and ends what it has started in sessions of their own."""
+        environment = self._environments.pop(key, None)
+        try:
+            if environment is not None:
+                _close(environment)
+        finally:
+            if (started := self._started.pop(key, None)) is not None:
+                started.end_sessions()
+
+
+def _close(environment: Environment) -> None:
+    """An environment by duck typing may have no `close`."""
+    if hasattr(environment, "close"):
+        environment.close()

@@ -14,8 +14,8 @@ from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import CheckpointError, ConfigError, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.experts import route_type, route_width
+from megatron_tlt.models.hf_files import is_ignorable
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
-from megatron_tlt.models.loader import is_ignorable
 from megatron_tlt.models.torch.fixed_memory import FixedMemory
 
 NamedTensors = Iterable[tuple[str, Tensor]]

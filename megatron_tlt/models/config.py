@@ -6,7 +6,6 @@ No torch here: the simulator and `megatron-tlt check` read model shapes without 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from math import prod
@@ -16,6 +15,15 @@ from typing import Any, Literal, TypeGuard
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 from megatron_tlt.models.experts import moe_fields, moe_layer_shapes, moe_problems, moe_to_hf, names_on_disk
+from megatron_tlt.models.hf_fields import forward_problems, type_problems
+from megatron_tlt.models.hf_rope import (
+    DEFAULT_THETA,
+    LLAMA3_KEYS,
+    is_positive,
+    rope_of,
+    rope_problems,
+    rope_type,
+)
 
 Family = Literal["qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral"]
 
@@ -28,7 +36,8 @@ ARCHITECTURES: dict[str, Family] = {
     "MixtralForCausalLM": "mixtral",
 }
 _DENSE: dict[Family, Family] = {"qwen2_moe": "qwen2", "qwen3_moe": "qwen3", "mixtral": "llama"}
-_DEFAULT_THETA, _DEFAULT_EPS = 10000.0, 1e-6
+_DEFAULT_EPS = 1e-6
+_DEFAULT_WINDOW = 4096  # tokens, of Qwen
 _DEFAULT_POSITIONS = {"qwen2": 32768, "qwen3": 32768, "llama": 2048}  # of MoE families: their dense sibling's
 _MIXTRAL_DEFAULTS = {  # where transformers' differ from the other families'
     "rope_theta": 1e6,
@@ -36,7 +45,6 @@ _MIXTRAL_DEFAULTS = {  # where transformers' differ from the other families'
     "max_position_embeddings": 131072,
     "num_key_value_heads": 8,
 }
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _REQUIRED_SIZES = (
     "vocab_size",
     "hidden_size",
@@ -83,7 +91,7 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     rms_norm_eps: float = _DEFAULT_EPS
-    rope_theta: float = _DEFAULT_THETA
+    rope_theta: float = DEFAULT_THETA
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
@@ -113,7 +121,7 @@ class ModelConfig:
         architecture = next(a for a, family in ARCHITECTURES.items() if family == self.family)
         scaling = None
         if self.rope_scaling is not None:
-            scaling = {"rope_type": "llama3"} | {key: getattr(self.rope_scaling, key) for key in _LLAMA3_KEYS}
+            scaling = {"rope_type": "llama3"} | {key: getattr(self.rope_scaling, key) for key in LLAMA3_KEYS}
         eos = list(self.eos_token_ids)
         out = {
             "architectures": [architecture],
@@ -229,12 +237,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _parse(hf: Mapping[str, Any]) -> ModelConfig:
     family = _family(hf)
     hf = {**_MIXTRAL_DEFAULTS, **hf} if family == "mixtral" else hf
-    problems = [*_contradiction(hf, family), *_out_of_range(hf)]
-    problems += [*_unsupported(hf, family), *_rope_problems(hf), *moe_problems(hf, family)]
+    mistyped = list(type_problems(hf))
+    problems = [*_contradiction(hf, family), *mistyped, *_out_of_range(hf, family), *forward_problems(hf)]
+    if not mistyped:  # these compare values
+        problems += [*_unsupported(hf, family), *rope_problems(hf), *moe_problems(hf, family)]
     if problems:
         raise ConfigError(problems)
     heads = int(hf["num_attention_heads"])
-    rope, dense = _rope(hf), _DENSE.get(family, family)
+    rope, dense = rope_of(hf), _DENSE.get(family, family)
     default_head = 128 if family == "qwen3" else int(hf["hidden_size"]) // heads
     config = ModelConfig(
         family=family,
@@ -246,9 +256,9 @@ def _parse(hf: Mapping[str, Any]) -> ModelConfig:
         head_dim=int(hf.get("head_dim") or default_head),
         intermediate_size=int(hf["intermediate_size"]),
         rms_norm_eps=float(hf.get("rms_norm_eps", _DEFAULT_EPS)),
-        rope_theta=float(rope.get("rope_theta", _DEFAULT_THETA)),
-        rope_scaling=RopeScaling(**{k: rope[k] for k in _LLAMA3_KEYS})
-        if _rope_type(rope) == "llama3"
+        rope_theta=float(rope.get("rope_theta", DEFAULT_THETA)),
+        rope_scaling=RopeScaling(**{k: rope[k] for k in LLAMA3_KEYS})
+        if rope_type(rope) == "llama3"
         else None,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         qkv_bias=dense == "qwen2",
@@ -266,6 +276,8 @@ def _parse(hf: Mapping[str, Any]) -> ModelConfig:
 
 def _family(hf: Mapping[str, Any]) -> Family:
     names = hf.get("architectures") or []
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError.of("architectures", names, "must be a list of names")
     for name in names:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
@@ -284,14 +296,15 @@ def _contradiction(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProb
         yield ConfigProblem("model_type", hf["model_type"], f"must be {family!r} with architectures {named}")
 
 
-def _out_of_range(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+def _out_of_range(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProblem]:
     """Required fields that are missing, and values that no model can have."""
+    nullable = ["num_key_value_heads"] if "qwen3" in family else ["num_key_value_heads", "head_dim"]
     for field in (*_REQUIRED_SIZES, *_OPTIONAL_SIZES):
         value = hf.get(field)
-        is_left_out = value is None and field in _OPTIONAL_SIZES
+        is_left_out = value is None and field in _OPTIONAL_SIZES and (field not in hf or field in nullable)
         if not is_left_out and (not _is_whole(value) or value < 1):
             yield ConfigProblem(field, value, "must be a positive integer")
-    if not _is_positive(hf.get("rms_norm_eps", _DEFAULT_EPS)):
+    if not is_positive(hf.get("rms_norm_eps", _DEFAULT_EPS)):
         yield ConfigProblem("rms_norm_eps", hf["rms_norm_eps"], "must be a number above 0")
     vocab = hf.get("vocab_size")
     ends = _eos(hf)
@@ -311,11 +324,6 @@ def _is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_positive(value: Any) -> bool:
-    """A number above 0; JSON's NaN and Infinity are none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-
-
 def _unsupported(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProblem]:
     refused = (
         ("hidden_act", hf.get("hidden_act", "silu") not in ("silu", "swish"), "must be 'silu'"),
@@ -331,6 +339,11 @@ def _unsupported(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProble
             "only fp32, fp16 or bf16 weights are supported",
         ),
         (
+            "layer_types",
+            not {"full_attention", "sliding_attention"}.issuperset(hf.get("layer_types") or ()),
+            "only full_attention layers are computed",
+        ),
+        (
             "sliding_window",
             _uses_window(hf, family),
             "sliding windows are not supported; full attention only",
@@ -343,48 +356,15 @@ def _unsupported(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProble
 
 def _uses_window(hf: Mapping[str, Any], family: Family) -> bool:
     """A window is in use when a layer has one that is shorter than the longest sequence."""
-    window = hf.get("sliding_window")
+    window = hf.get("sliding_window", _DEFAULT_WINDOW if family.startswith("qwen") else None)
     if window is None or window >= (hf.get("max_position_embeddings") or 0) > 0:
         return False
     if (types := hf.get("layer_types")) is not None:
         return any(t != "full_attention" for t in types)
     if family == "mixtral":  # without the switch of the others
         return True
-    return bool(hf.get("use_sliding_window", False)) and hf.get("max_window_layers", 0) < hf.get(
-        "num_hidden_layers", 0
-    )
-
-
-def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """One dictionary from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before)."""
-    merged: dict[str, Any] = {}
-    if hf.get("rope_theta") is not None:
-        merged["rope_theta"] = hf["rope_theta"]
-    return merged | dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
-
-
-def _rope_type(rope: Mapping[str, Any]) -> str:
-    return str(rope.get("rope_type") or rope.get("type") or "default")
-
-
-def _rope_problems(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-    rope = _rope(hf)
-    kind = _rope_type(rope)
-    where = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    if kind not in ("default", "llama3"):
-        yield ConfigProblem(f"{where}.rope_type", kind, "must be 'default' or 'llama3'")
-    elif kind == "llama3":
-        for key in _LLAMA3_KEYS:
-            if key not in rope:
-                yield ConfigProblem(f"{where}.{key}", None, "is required by rope_type 'llama3'")
-            elif not _is_positive(rope[key]):
-                yield ConfigProblem(f"{where}.{key}", rope[key], "must be a number above 0")
-    if not _is_positive(rope.get("rope_theta", _DEFAULT_THETA)):
-        inside = "rope_theta" in (hf.get(where) or {})
-        field = f"{where}.rope_theta" if inside else "rope_theta"
-        yield ConfigProblem(field, rope["rope_theta"], "must be a number above 0")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        yield ConfigProblem("partial_rotary_factor", rope["partial_rotary_factor"], "must be 1.0")
+    is_on = hf.get("use_sliding_window", family == "llama")  # where transformers reads neither, and vLLM the window
+    return bool(is_on) and hf.get("max_window_layers", 0) < hf.get("num_hidden_layers", 0)
 
 
 def _shape_problems(config: ModelConfig) -> Iterator[ConfigProblem]:

@@ -109,6 +109,7 @@ class DrafterModel(nn.Module, ABC):
     d2t: Tensor | None
     t2d: Tensor | None
     trained_steps = 0  # optimizer steps behind the weights, set by the trainer: random choices of a loss follow it
+    averaged_positions = 1  # drafted positions of which the loss is a mean and not a sum
 
     def __init__(self, config: DrafterConfig):
         super().__init__()

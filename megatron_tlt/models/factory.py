@@ -44,11 +44,11 @@ def build_decoder(
     """
     device = torch.device(device)
     if kernels not in ("auto", "native", "torch"):
-        raise ConfigError(ConfigProblem("kernels", kernels, "must be 'auto', 'native' or 'torch'"))
+        raise ConfigError(ConfigProblem("rollout.kernels", kernels, "must be 'auto', 'native' or 'torch'"))
     if kernels == "native" and device.type != "cpu":
-        raise ConfigError(ConfigProblem("kernels", kernels, f"runs on CPU only, not on {device}"))
+        raise ConfigError(ConfigProblem("rollout.kernels", kernels, f"runs on CPU only, not on {device}"))
     if kernels == "native" and dtype != torch.float32:
-        raise ConfigError.of("kernels", kernels, f"computes float32 only, not {dtype}")
+        raise ConfigError.of("rollout.kernels", kernels, f"computes float32 only, not {dtype}")
     can_native = device.type == "cpu" and dtype == torch.float32 and find_compiler() is not None
     if kernels == "native" or (kernels == "auto" and can_native):
         from megatron_tlt.models.native.decoder import NativeDecoder

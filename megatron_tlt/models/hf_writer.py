@@ -20,8 +20,7 @@ from torch import Tensor
 
 from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_files import INDEX, SINGLE
-from megatron_tlt.models.loader import is_ignorable, stored_shapes
+from megatron_tlt.models.hf_files import INDEX, SINGLE, is_ignorable, stored_shapes
 from megatron_tlt.observe.files import replace_files, sync
 
 CONFIG = "config.json"

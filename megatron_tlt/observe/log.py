@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from megatron_tlt.errors import printable
+
 ROOT = "megatron_tlt"
 
 _log = logging.getLogger(__name__)
@@ -29,10 +31,12 @@ class RankFormatter(logging.Formatter):
         self.step: int | None = None
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line; line breaks in it (of tracebacks) become ` / `. Adds `where` to the record."""
+        """The line; line breaks in it (of tracebacks) become ` / `, other control characters (of a user's code, a
+        server or a response) escapes. Adds `where` to the record.
+        """
         step = "" if self.step is None else f" step {self.step}"
         record.where = f"rank {self.rank}/{self.size}{step} {self.phase}"
-        return " / ".join(part.rstrip() for part in super().format(record).splitlines() if part.strip())
+        return printable(" / ".join(part.rstrip() for part in super().format(record).splitlines() if part.strip()))
 
 
 _formatter = RankFormatter()

@@ -193,6 +193,12 @@ class Page:
         return template.render(page=self, sections=sections, plotly=Markup(get_plotlyjs()))
 
 
+def page_begins() -> bytes:
+    """The pattern with which every page begins."""
+    head = (Path(__file__).parent / "page.html").read_bytes().partition(b"{{")[0]
+    return re.escape(head)
+
+
 def _is_number(cell: Cell) -> bool:
     return not isinstance(cell, str) or not cell or bool(_NUMBER.fullmatch(cell))
 

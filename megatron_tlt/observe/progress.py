@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from megatron_tlt.errors import printable
 from megatron_tlt.types import GenerateCall, Sample
 
 Mode = Literal["auto", "rich", "plain", "none"]
@@ -131,7 +132,7 @@ class ProgressDisplay:
         """A line of its own: a step, an evaluation, a checkpoint."""
         self._last_line = time.monotonic()
         if self._console is not None:
-            self._console.print(text.rstrip(), soft_wrap=True)
+            self._console.print(printable(text.rstrip()), soft_wrap=True)
 
     def close(self) -> None:
         """Removes the live line."""

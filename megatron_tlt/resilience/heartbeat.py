@@ -127,7 +127,7 @@ class Heartbeat:
         try:
             self._files.write_rank(self._status)
         except OSError as error:
-            if self._has_disk:
+            if self._has_disk and self._files.status.is_dir():  # a refused start takes its directory back
                 _log.warning("the status file cannot be written: %s", error)
             self._has_disk = False
             with suppress(OSError):  # needs no space, and is a sign of life to the watchdog

@@ -9,7 +9,10 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import socket
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LOCK = "lock"
+_MADE = LOCK, "status", "stacks", "events"  # what is in a run's directory before its checkpoint is accepted
 
 
 class RunLock:
@@ -62,8 +66,11 @@ class RunLock:
 def lock_run_dir(field: str, value: str, run_dir: Path, world: World) -> RunLock | None:
     """Makes the run directory that `field` = `value` names; rank 0's lock of it. Collective.
 
-    Raises ConfigError where it cannot be made, on every rank RunDirectoryError if another job uses it.
+    A start that is refused afterwards takes back what it has made there (`World.refuse`). Raises ConfigError where it
+    cannot be made, on every rank RunDirectoryError if another job uses it.
     """
+    take_back = _take_back(run_dir)
+    world.barrier()  # rank 0 has looked before any rank makes it
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # only the user may read responses and weights
     except OSError as error:
@@ -78,4 +85,26 @@ def lock_run_dir(field: str, value: str, run_dir: Path, world: World) -> RunLock
     problem = world.broadcast_object(problem)
     if problem is not None:
         raise RunDirectoryError(problem)
+    if lock is not None:
+        world.at_refusal(take_back)
     return lock
+
+
+def _take_back(run_dir: Path) -> Callable[[], None]:
+    """A function that removes what a start makes in `run_dir` and what is not there now, directories above it too."""
+    place = run_dir.absolute()
+    missing = [directory for directory in (place, *place.parents) if not directory.exists()]
+    new = [place / name for name in _MADE if not (place / name).exists()]
+
+    def take_back() -> None:
+        for path in new:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        with suppress(OSError):  # something else is in it
+            for directory in missing:
+                directory.rmdir()
+
+    return take_back
+

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.errors import aligned, shortened
+from megatron_tlt.errors import aligned, printable, shortened
 from megatron_tlt.resilience.status_files import JobEnd, RankStatus, StatusFiles
 
 _HEADINGS = (
@@ -132,7 +132,7 @@ def status_text(
     """The state as text: a line on the run, then a table of the `top` worst ranks (0: all); `hint`: how to see all."""
     now = time.time() if now is None else now
     if not status.rows:
-        return "\n".join([f"{run_dir}: no status files", *status.problems])
+        return printable("\n".join([f"{run_dir}: no status files", *status.problems]))
     lines = [_headline(run_dir, status, now)]
     if status.end is not None:
         lines.append(status.end.text)
@@ -146,7 +146,7 @@ def status_text(
         lines.append(f"and {len(status.rows) - len(shown)} more ({hint})")
     if status.condition == "hung":
         lines += ["", f"stacks: {StatusFiles(run_dir).stacks}/rank-N.txt"]
-    return "\n".join([*lines, *status.problems])
+    return printable("\n".join([*lines, *status.problems]))
 
 
 def _headline(run_dir: str | Path, status: RunStatus, now: float) -> str:

@@ -49,8 +49,10 @@ def judge(
         if named.config.counts_as_correct:
             counting = True
             correct = correct and value >= named.config.threshold
-    total = sum(named.config.weight * parts[named.label] for named in scorers)
-    return RewardResult(float(total), correct and counting, parts)
+    total = float(sum(named.config.weight * parts[named.label] for named in scorers))
+    if not math.isfinite(total):
+        return failed(f"the weighted sum of {parts} is {total}: must be finite", failure_value, parts)
+    return RewardResult(total, correct and counting, parts)
 
 
 def failed(why: str, failure_value: float, parts: dict[str, float] | None = None) -> RewardResult:
@@ -78,11 +80,11 @@ def extract_answer(pattern: re.Pattern[str] | None, text: str) -> str | None:
     return text.strip() if pattern is None else last_match(pattern, text)
 
 
-def reference_of(prompt: Prompt) -> str:
-    """The prompt's reference answer. Raises ValueError without one."""
-    if prompt.answer is None:
+def references_of(prompt: Prompt) -> tuple[str, ...]:
+    """The prompt's acceptable answers. Raises ValueError without one."""
+    if not prompt.answers:
         raise ValueError(f"prompt {prompt.dataset_id!r} has no reference answer")
-    return prompt.answer
+    return prompt.answers
 
 
 def labels(section: RewardSection) -> list[str]:

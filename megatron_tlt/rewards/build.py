@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.errors import ConfigProblem, RewardError
 from megatron_tlt.rewards.base import NamedScorer, Scorer, labels
 from megatron_tlt.rewards.env import env_reward
 from megatron_tlt.rewards.python import load_function, python_reward
+from megatron_tlt.rewards.spelling import is_comparable
 from megatron_tlt.rewards.text import exact_reward, format_reward
 
 
@@ -26,6 +29,26 @@ def function_problems(section: RewardSection) -> list[ConfigProblem]:
         except RewardError as error:
             problems.append(ConfigProblem(f"rewards.functions.{index}.path", config.path, str(error)))
     return problems
+
+
+def answer_warning(section: RewardSection, answers: Sequence[tuple[str, str | Sequence[str] | None]]) -> str | None:
+    """A warning of reference answers, each with its file and row, that a reward function cannot compare with."""
+    for label, config in zip(labels(section), section.functions, strict=True):
+        if config.name in ("math", "exact"):
+            bad = [(where, answer) for where, answer in answers if not _is_usable(config.name, answer)]
+            if bad:
+                where, answer = bad[0]
+                what = "no answer" if answer is None else f"the answer {answer!r:.80}"
+                return (f"{where}: reward {label!r} has nothing to compare with, for there is {what}; every response "
+                        f"to such a row is a recorded failure ({len(bad)} row(s))")  # fmt: skip
+    return None
+
+
+def _is_usable(name: str, answer: str | Sequence[str] | None) -> bool:
+    if answer is None:
+        return False
+    acceptable = (answer,) if isinstance(answer, str) else answer
+    return any(map(is_comparable, acceptable)) if name == "math" else len(acceptable) > 0
 
 
 def _build(config: RewardConfig) -> Scorer:

@@ -2,41 +2,74 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Any
 
-from math_verify import parse, verify
+from math_verify import ExprExtractionConfig, parse, verify
 
 from megatron_tlt.config.data import RewardConfig
-from megatron_tlt.rewards.base import Scorer, compile_pattern, extract_answer, reference_of
+from megatron_tlt.rewards.base import Scorer, compile_pattern, extract_answer, references_of
+from megatron_tlt.rewards.spelling import (
+    decimals,
+    is_comparable,
+    is_denial,
+    last_clause,
+    plain,
+    plain_answer,
+    quantity,
+)
 from megatron_tlt.types import Prompt, Sample
 
 # math-verify stops itself after so many seconds, by SIGALRM: rewards run in a process's main thread. An
 # expression that takes longer is simply not equal, which is cheaper than the pool killing a worker over it.
 _TIMEOUT_S = 3
+_MATHEMATICS = re.compile(r"[\\$^=_{}()+*/<>]")
 _MARKS = ("$", r"\(", r"\[", r"\boxed")
 
 
 def math_reward(config: RewardConfig) -> Scorer:
-    """1 if the answer equals the reference as mathematics (1/2 = 0.5 = \\frac{1}{2}), else 0.
+    """1 if the answer equals a reference as mathematics (1/2 = 0.5 = \\frac{1}{2}), else 0.
 
-    Raises ValueError for a prompt whose reference is missing or cannot be parsed.
+    Raises ValueError for a prompt without a reference, or with one in which there is nothing to compare.
     """
     pattern = compile_pattern(config.pattern)
 
     def score(prompt: Prompt, sample: Sample) -> float:
-        reference = _marked(reference_of(prompt))
-        if not _parsed(reference):
-            raise ValueError(
-                f"the reference answer {prompt.answer!r} of {prompt.dataset_id!r} cannot be parsed"
-            )
+        references = references_of(prompt)
+        if not any(is_comparable(reference) for reference in references):
+            raise ValueError(f"the reference answer {prompt.answer!r} of {prompt.dataset_id!r} cannot be parsed")
         answer = extract_answer(pattern, sample.text)
-        if answer is None:
+        if not answer:
             return 0.0
-        # Without a pattern math-verify looks for the answer in the text itself.
-        return float(_equal(reference, answer if pattern is None else _marked(answer)))
+        return float(any(_equal(reference, answer, pattern is not None) for reference in references))
 
     return score
+
+
+@lru_cache(maxsize=4096)
+def _equal(reference: str, text: str, is_extracted: bool) -> bool:
+    """Whether the two agree as text, as a number among words, or as math-verify reads them.
+
+    A text that was not extracted may be a whole response: math-verify looks for the answer in it.
+    """
+    gold, found = plain_answer(reference), plain_answer(text) if is_extracted else plain(text)
+    if _folded(gold) == _folded(found):
+        return True
+    if is_extracted and is_denial(found):
+        return False
+    number = quantity(gold)
+    amount = quantity(found if number is None else last_clause(found))
+    numbers, amounts, places = _parsed_number(number), _parsed_number(amount), decimals(number)
+    if _verified(numbers, amounts, places):
+        return True
+    golds = _parsed(_marked(gold)) + (numbers if number != gold else ())
+    return _verified(golds, _parsed(_marked(found) if is_extracted else found) + amounts, places)
+
+
+def _verified(golds: tuple[Any, ...], found: tuple[Any, ...], places: int) -> bool:
+    equal: bool = verify(list(golds), list(found), float_rounding=places, timeout_seconds=_TIMEOUT_S)
+    return equal
 
 
 # sympy takes milliseconds, and the answers to one prompt share the reference and often each other's value.
@@ -45,12 +78,17 @@ def _parsed(text: str) -> tuple[Any, ...]:
     return tuple(parse(text, parsing_timeout=_TIMEOUT_S))
 
 
-@lru_cache(maxsize=4096)
-def _equal(reference: str, text: str) -> bool:
-    equal: bool = verify(list(_parsed(reference)), list(_parsed(text)), timeout_seconds=_TIMEOUT_S)
-    return equal
+@lru_cache(maxsize=1024)
+def _parsed_number(text: str | None) -> tuple[Any, ...]:
+    return () if text is None else tuple(parse(text, [ExprExtractionConfig()], parsing_timeout=_TIMEOUT_S))
 
 
 def _marked(expression: str) -> str:
     """The expression as math-verify recognises it: between dollar signs unless it is marked already."""
     return expression if any(mark in expression for mark in _MARKS) else f"${expression}$"
+
+
+def _folded(text: str) -> str:
+    """Words without regard to case and spaces; mathematics and single letters as they are."""
+    words = " ".join(text.split())
+    return words.casefold() if len(words) > 1 and not _MATHEMATICS.search(words) else words

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import TltError
+from megatron_tlt.rewards.lock import FileLock
 from megatron_tlt.workers.process import WorkerProcess, limit_memory, set_up
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class WorkerContext(context.SpawnContext):
     """How the pool starts its processes."""
 
     Process = RewardProcess
+
+    def RLock(self) -> FileLock:  # type: ignore[override]  # noqa: N802
+        """pebble takes two of them a pool."""
+        return FileLock()
 
 
 def start(section_json: str, rank: int) -> None:

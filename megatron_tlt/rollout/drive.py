@@ -67,10 +67,8 @@ class DrivenEngine(Protocol):
         environments. Raises BackendError.
         """
 
-    def advance(self, may_wait: bool) -> Advance | None:
-        """Computes one step, or waits for what the engine's process sends: for ever (`may_wait`), else for a moment.
-        None: nothing that all ranks of the engine have seen.
-        """
+    def advance(self, may_wait: bool) -> Advance:
+        """Computes one step, or waits for what the engine's process sends: for ever (`may_wait`), else for a moment."""
 
     def extend(self, request: Request, given: Sequence[int]) -> None:
         """Continues a parked request with `given` tokens."""
@@ -115,8 +113,6 @@ class Drive:
                 ended = self._continue_turns(is_busy)
                 if self._engine.has_work:
                     found = self._engine.advance(may_wait=not self._parked)
-                    if found is None:
-                        continue
                     ended += found.ended
                     self._park(found.turns)
                 for request in ended:

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from megatron_tlt.types import Sample
 
 _COMMON_EVERY = 4  # steps, see `Engine.common_every`
+_NOT_A_NUMBER = (
+    "the policy's logits are not finite, so no token can be drawn: its weights hold NaN or infinite values, or values "
+    "that overflow in rollout.dtype"
+)
 
 
 @dataclass(frozen=True)
@@ -217,7 +221,10 @@ class Engine:
         self._arrivals += 1
 
     def step(self) -> list[Request]:
-        """Computes one batch; returns the requests that ended. Mutates cache, queues and counters."""
+        """Computes one batch; returns the requests that ended. Mutates cache, queues and counters.
+
+        Raises BackendError if the logits are not finite.
+        """
         assert not self.is_released, "a step while the cache's memory is released"
         started = time.perf_counter()
         batch = self.scheduler.schedule()
@@ -226,6 +233,8 @@ class Engine:
         self.runner.copy_blocks(batch.copies)
         draft = None if self.speculator is None else self.speculator.propose(batch)
         result = self.runner.forward(batch) if draft is None else self.runner.verify(draft)
+        if (squares := result.logprobs @ result.logprobs) != squares:  # NaN where one is, in a single call
+            raise BackendError(_NOT_A_NUMBER)
         self.scheduler.truncate(result)
         if self.speculator is not None:
             self.speculator.record(batch, draft, result)

@@ -18,6 +18,7 @@ class StopStringFinder:
         assert all(stops), "empty stop strings are refused at submission"
         self._decoder = IncrementalDecoder(tokenizer)
         self._stops = tuple(stops)
+        self._stop_ids = {tokenizer.special_id(stop) for stop in stops}  # texts lack special tokens
         self._longest = max(len(s) for s in stops)
         self._text = ""
         self._end: int | None = None
@@ -26,6 +27,10 @@ class StopStringFinder:
         """Adds the next token; true when a stop string is complete. Mutates."""
         start = len(self._text)
         self._text += self._decoder.add([token_id])
+        if token_id in self._stop_ids:
+            self._text += self._decoder.held
+            self._end = len(self._text)
+            return True
         # Characters that the decoder holds back until the next one is complete cannot change: a stop may end in them.
         return self._find(self._text + self._decoder.held, start)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.config.checks.files import note_maker
 from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.drafter.measure import MeasuredAcceptance
@@ -29,6 +30,7 @@ from megatron_tlt.observe.files import sync
 from megatron_tlt.resilience.rollout_cache import RolloutCache, Weights
 from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown
 from megatron_tlt.sync.push import BucketedSync
+from megatron_tlt.trainer.chat_settings import write_config
 from megatron_tlt.trainer.models import open_backend, tensor_parallel
 from megatron_tlt.trainer.sampling import sampling_params
 from megatron_tlt.trainer.setup import build_rollout_cache, open_tokenizer
@@ -85,6 +87,7 @@ class DrafterJob:
         finally:
             self._shutdown.close()
         if self._world.is_main:
+            note_maker(self._out, "drafter train")
             self._pretraining.save(self._out, result)
             shutil.rmtree(self._out / UNFINISHED, ignore_errors=True)
             print(result.table() if result.bases else "no held-out prompts (data.eval): not measured")
@@ -129,6 +132,7 @@ class DrafterJob:
     def _make_directory(self) -> None:
         if self._world.is_main:
             (self._out / UNFINISHED).mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_config(self._config, self._out / UNFINISHED)
         self._world.barrier()
 
     def _save(self, state: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.data.prompts import NO_ENV, EnvPrompts
 from megatron_tlt.data.turns import TurnTokens
@@ -27,7 +27,8 @@ def open_environments(config: Config, tokenizer: HFTokenizer, world: Ranks) -> E
     """This rank's environments; None for single-turn rollouts. Raises ConfigError."""
     if config.env is None:
         return None
-    return Environments(config.env, tokenizer, world, chat=config.data.chat_template)
+    longest = config.data.max_prompt_tokens
+    return Environments(config.env, tokenizer, world, chat=config.data.chat_template, max_prompt_tokens=longest)
 
 
 @contextmanager
@@ -58,22 +59,43 @@ def prompts_of(environments: Environments | None) -> EnvPrompts:
     return NO_ENV if environments is None else environments.prompts
 
 
+def turn_tokens(
+    section: EnvSection, tokenizer: HFTokenizer, tools: Sequence[dict[str, Any]], *, chat: bool
+) -> TurnTokens:
+    """The tokens of observations. Raises ConfigError for a chat template that does not fit."""
+    return TurnTokens(
+        tokenizer,
+        chat=chat,
+        max_observation_tokens=section.max_observation_tokens,
+        tools=tools,
+        roles=(section.tool_role,) if tools else ("user",),
+        keep_history=section.rewritten_history == "keep",
+    )
+
+
 class Environments:
     """One rank's environments. Close them."""
 
-    def __init__(self, section: EnvSection, tokenizer: HFTokenizer, world: Ranks, *, chat: bool):
-        """Starts the workers, which import meanwhile. Raises ConfigError for a chat template that does not fit."""
+    def __init__(
+        self,
+        section: EnvSection,
+        tokenizer: HFTokenizer,
+        world: Ranks,
+        *,
+        chat: bool,
+        max_prompt_tokens: int | None = None,
+    ):
+        """Starts the workers, which import meanwhile. Raises ConfigError for a chat template that does not fit.
+
+        `max_prompt_tokens`: a prompt with more tokens is dropped, so no more of an opening is read.
+        """
         tools = environment_tools(section)
         self._decode = tokenizer.decode
-        self._tokens = TurnTokens(
-            tokenizer,
-            chat=chat,
-            max_observation_tokens=section.max_observation_tokens,
-            tools=tools,
-            roles=(section.tool_role,) if tools else ("user",),
-            keep_history=section.rewritten_history == "keep",
-        )
-        self._pool, self._world = EnvironmentPool(section, world.heartbeat), world
+        self._tokens = turn_tokens(section, tokenizer, tools, chat=chat)
+        self._in_thought = self._tokens.opens_thought
+        longest = None if max_prompt_tokens is None else self._tokens.characters_of(max_prompt_tokens + 1)
+        self._world = world
+        self._pool = EnvironmentPool(section, world.heartbeat, in_thought=self._in_thought, longest_opening=longest)
         self._pool.warm_up()
         self.prompts = EnvPrompts(tools, self._openings if has_opening(section) else None)
 
@@ -83,7 +105,7 @@ class Environments:
 
     def turns_of(self, sample: Sample) -> list[JsonRow]:
         """The turns of a finished trajectory, for people: see `turn_rows`."""
-        return turn_rows(sample, self._decode, has_tools=bool(self.prompts.tools))
+        return turn_rows(sample, self._decode, has_tools=bool(self.prompts.tools), in_thought=self._in_thought)
 
     def close(self) -> None:
         """Ends the workers."""

@@ -7,25 +7,52 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_tlt.config.checks.learning import kl_estimator_warning
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data.long_prompts import long_prompt_warnings
+from megatron_tlt.data.prompts import open_source
+from megatron_tlt.data.sources import FileSource, unread_warning
 from megatron_tlt.envs.build import environment_warning
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf_files import model_warnings
+from megatron_tlt.models.peft import adapter_warning
+from megatron_tlt.rewards.build import answer_warning
+from megatron_tlt.trainer.chat_checks import chat_warnings
+from megatron_tlt.trainer.token_checks import tokenizer_warnings
 
 
 def input_warnings(config: Config | SftConfig) -> list[str]:
     """Every warning, one line each, of a configuration without problems. Reads files on this machine, no tensor."""
-    found: list[str] = []
-    if isinstance(config, Config) and config.env is not None and (text := environment_warning(config.env)) is not None:
-        found.append(text)
-    return [*found, *_of_drafter(config)]
+    found = model_warnings(config.model.path) if config.model.megatron_path is None else []
+    adapter = adapter_warning(config.actor.lora, config.model.path)
+    found += [*filter(None, [adapter]), *chat_warnings(config), *tokenizer_warnings(config)]
+    return [*found, *(_of_rl(config) if isinstance(config, Config) else ())]
 
 
-def _of_drafter(config: Config | SftConfig) -> list[str]:
+def _of_rl(config: Config) -> list[str]:
+    """Of what fine-tuning does not have."""
+    own = [kl_estimator_warning(config.algorithm), None if config.env is None else environment_warning(config.env)]
+    teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
+    long = long_prompt_warnings(config.data, Path(config.model.tokenizer or config.model.path))
+    return [*teacher, *filter(None, own), *_of_rows(config), *long, *_of_drafter(config)]
+
+
+def _of_rows(config: Config) -> list[str]:
+    """Files of a data set that belong to no split, and rows whose answers a reward function cannot use."""
+    found: list[str | None] = []
+    for field, section in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if section is not None and section.path is not None and Path(section.path).exists():
+            found.append(unread_warning(section, field))
+            source = open_source(section, field, seed=0)
+            found.append(answer_warning(config.rewards, source.answers()) if isinstance(source, FileSource) else None)
+    return [text for text in found if text is not None]
+
+
+def _of_drafter(config: Config) -> list[str]:
     """Of a drafter that is on this machine, beside the model."""
-    path = config.rollout.speculation.drafter_path if isinstance(config, Config) else None
+    path = config.rollout.speculation.drafter_path
     if path is None or not (Path(path).exists() and (Path(config.model.path) / "config.json").is_file()):
         return []
     from megatron_tlt.drafter.checkpoint import drafter_warnings  # here, for it needs torch
 
-    assert isinstance(config, Config)
     return drafter_warnings(config.rollout.speculation, ModelConfig.from_hf(config.model.path))

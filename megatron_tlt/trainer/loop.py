@@ -99,6 +99,7 @@ class RLTrainer:
         # Saved last: a resumed run must find the metrics and the evaluation of the step it resumes after.
         self._maybe_evaluate()
         self.recovery.save_if_due()
+        self.sampler.empty_steps.check()
         self.recovery.end_step()
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.backends.vllm.launch import python_problems
-from megatron_tlt.checkpoint.resume import checkpoint_problems
+from megatron_tlt.checkpoint.resume import resume_problems
 from megatron_tlt.config.checks.files import output_directory_problems
+from megatron_tlt.config.checks.layout import resolve_device
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.data.completions import read_completions
+from megatron_tlt.data.chat import form_of
+from megatron_tlt.data.completions import Completion, read_completions
 from megatron_tlt.data.hub import cached, is_name, names_of
+from megatron_tlt.data.long_prompts import long_prompt_problems
 from megatron_tlt.data.prompts import open_source, source_problems
-from megatron_tlt.data.tokenizer import has_tokenizer
+from megatron_tlt.data.sources import errors_at
 from megatron_tlt.envs.build import environment_problems
 from megatron_tlt.envs.check import episode_problems
-from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError, shortened
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError, printable, shortened
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_files import safetensors_problems
+from megatron_tlt.models.hf_files import model_problems
 from megatron_tlt.models.peft import peft_problems
 from megatron_tlt.observe.metrics import wandb_problems
 from megatron_tlt.rewards.build import function_problems
+from megatron_tlt.trainer.chat_checks import Renderer, chat_problems, prompt_renderer
 from megatron_tlt.trainer.input_warnings import input_warnings
-from megatron_tlt.trainer.teacher import teacher_problems, with_teacher_shape
+from megatron_tlt.trainer.teacher import teacher_problems, teacher_shape, with_teacher_shape
+from megatron_tlt.trainer.token_checks import tokenizer_problems, turn_problems
 from megatron_tlt.types import Prompt
 
 if TYPE_CHECKING:
     from megatron_tlt.config.checks.layout import Device
-    from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.distributed.world import World
 
@@ -49,15 +53,15 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
     config, to_fetch, problems = cached(config)
     config = with_teacher_shape(config)
-    problems += _problems(config, num_ranks, None) + _problems_of_large_files(config)
+    problems += _problems(config, num_ranks, None) + _problems_of_large_files(config, None)
+    problems = problems or turn_problems(config)
     prompt = None if problems else _prompt_of_episode(config)
     if prompt is not None:
         assert isinstance(config, Config) and config.env is not None
         problems += episode_problems(config.env, prompt)
     if config.model.architecture is None and not is_name(config.model.path):
         problems += missing_model(config)
-    field, path = ("train.run_dir", config.train.run_dir) if isinstance(config, Config) else ("sft.out", config.sft.out)
-    problems += output_directory_problems(field, path, must_be_writable=False)
+    problems += place_problems(config, must_be_writable=False)
     if problems:
         raise ConfigError(problems)
     named = {name.field for name in names_of(config)}
@@ -69,20 +73,34 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     shape = None if model is None else model.architecture
     played = [] if prompt is None else ["Environment: a scripted episode was the same three times, in two processes"]
     warnings = [f"warning: {text}" for text in input_warnings(config)]
-    return "\n".join([render_check(config, shape, num_ranks), *played, *warnings, *to_fetch, *absent])
+    if resolve_device(config, None) is None:
+        positions = None if model is None else model.max_position_embeddings
+        on_cpu = find_problems(config, shape, num_ranks, "cpu", positions)
+        warnings += [f"warning: CPU ranks refuse to start: {problem}" for problem in on_cpu]
+    return printable("\n".join([render_check(config, shape, num_ranks), *played, *warnings, *to_fetch, *absent]))
 
 
 def check_on(config: Config | SftConfig, world: World, found_before: Sequence[ConfigProblem] = ()) -> None:
     """The checks on the world there is, where every file must be. Raises ConfigError with every problem."""
     problems = [*found_before, *missing_files(config)]
-    problems += _problems(config, world.size, "cuda" if world.device.type == "cuda" else "cpu")
+    device: Device = "cuda" if world.device.type == "cuda" else "cpu"
+    problems += _problems(config, world.size, device)
     # One rank looks into many files, which a run that goes on may be removing.
-    problems += world.broadcast_object(_problems_of_large_files(config) if world.is_main else [])
+    problems += world.broadcast_object(_problems_of_large_files(config, device) if world.is_main else [])
     if problems:
         raise ConfigError(problems)
     if world.is_main:
         for text in input_warnings(config):
             _log.warning(text)
+
+
+def place_problems(config: Config | SftConfig, must_be_writable: bool = True) -> list[ConfigProblem]:
+    """Problems with the directory that a run, or fine-tuning, writes."""
+    if isinstance(config, Config):
+        return output_directory_problems("train.run_dir", config.train.run_dir, "train", (), must_be_writable)
+    model = config.model
+    sources = model.path, model.megatron_path, model.tokenizer
+    return output_directory_problems("sft.out", config.sft.out, "sft", sources, must_be_writable)
 
 
 def _prompt_of_episode(config: Config | SftConfig) -> Prompt | None:
@@ -104,21 +122,22 @@ def _problems(config: Config | SftConfig, num_ranks: int, device: Device | None)
         found += unreadable
     found += teacher_problems(config) if isinstance(config, Config) else []
     found += wandb_problems(config.observe.wandb_project) if isinstance(config, Config) else []
-    return found + tokenizer_problems(config) + input_problems(config)
+    return found + tokenizer_problems(config) + chat_problems(config) + input_problems(config)
 
 
-def _problems_of_large_files(config: Config | SftConfig) -> list[ConfigProblem]:
-    """Of weights, also a teacher's, the checkpoint to resume from and the drafter, where they are on this machine.
+def _problems_of_large_files(config: Config | SftConfig, device: Device | None) -> list[ConfigProblem]:
+    """Of weights, also a teacher's, the checkpoint to resume from, the drafter and tokenized prompts, where they are
+    on this machine.
 
     Reads no tensor.
     """
     shape, _ = read_model("model.path", config.model.path)
-    found = [] if shape is None else _weight_problems(config.model, shape) + _adapter_problems(config, shape)
-    if Path(config.checkpoint.resume).exists():
-        found += checkpoint_problems(config.checkpoint.resume)
+    found = [] if shape is None else _weight_problems(config, shape) + _adapter_problems(config, shape)
+    found += resume_problems(config, shape, device)
     if isinstance(config, Config):
-        if config.algorithm.teacher is not None and Path(config.algorithm.teacher).exists():
-            found += _hf_weight_problems("algorithm.teacher", config.algorithm.teacher)
+        found += long_prompt_problems(config.data, Path(config.model.tokenizer or config.model.path))
+        if config.algorithm.teacher is not None and (teacher := teacher_shape(config)) is not None:
+            found += _hf_weight_problems("algorithm.teacher", config.algorithm.teacher, teacher)
         path = config.rollout.speculation.drafter_path
         if shape is not None and (path is None or Path(path).exists()):
             found += _drafter_problems(config.rollout.speculation, shape, config.model.path)
@@ -129,7 +148,7 @@ def generation_problems(model: Path, prompts: Path, speculation: SpeculationSect
     """Input of `megatron-tlt generate` that is missing or damaged, and a drafter that does not fit the model."""
     shape, problems = read_model("--model", model)
     if shape is not None:
-        problems += _hf_weight_problems("--model", model) + _drafter_problems(speculation, shape, model)
+        problems += _hf_weight_problems("--model", model, shape) + _drafter_problems(speculation, shape, model)
     if not prompts.exists() or prompts.is_dir():  # a pipe will do
         problems.append(ConfigProblem("--prompts", str(prompts), "no such file"))
     return problems
@@ -186,29 +205,20 @@ def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
     return problems
 
 
-def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
-    """A directory on this machine that has no tokenizer."""
-    field, source = "path", Path(config.model.path)
-    if config.model.tokenizer:
-        field, source = "tokenizer", Path(config.model.tokenizer)
-    if not source.is_dir() or has_tokenizer(source):
-        return []
-    allowed = (
-        "has no tokenizer files (tokenizer.json or its older kinds); model.tokenizer may name a directory"
-    )
-    return [ConfigProblem(f"model.{field}", str(source), allowed)]
-
-
-def _hf_weight_problems(field: str, path: str | Path) -> list[ConfigProblem]:
-    """Weight files of a Hugging Face directory that are missing or truncated."""
-    texts = safetensors_problems(path)
+def _hf_weight_problems(
+    field: str, path: str | Path, shape: ModelConfig, adapter: str | None = None
+) -> list[ConfigProblem]:
+    """Weight files of a Hugging Face directory that are missing, truncated, or not what its config.json says."""
+    texts = model_problems(path, shape, adapter)
     return [ConfigProblem(field, str(path), shortened(texts, separator="; "))] if texts else []
 
 
-def _weight_problems(model: ModelSection, shape: ModelConfig) -> list[ConfigProblem]:
+def _weight_problems(config: Config | SftConfig, shape: ModelConfig) -> list[ConfigProblem]:
     """Weights on this machine that a run starts from, with a file missing or of another model."""
+    model, lora = config.model, config.actor.lora
     if model.megatron_path is None:
-        return _hf_weight_problems("model.path", model.path)
+        adapter = None if lora is None else lora.adapter_path
+        return _hf_weight_problems("model.path", model.path, shape, adapter)
     if not Path(model.megatron_path).exists():
         return []
     from megatron_tlt.actor.torch_dist_reader import TorchDistReader  # here, for it needs torch
@@ -247,19 +257,47 @@ def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     be imported.
     """
     problems: list[ConfigProblem] = []
+    render, _ = prompt_renderer(config)
     if isinstance(config, Config):
         for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
             has_tasks = source is not None and source.kind == "tasks" and source.tasks
             if source is not None and (has_tasks or (source.path is not None and Path(source.path).exists())):
-                problems += source_problems(source, name)
+                problems += source_problems(source, name, render)
         if config.env is not None and (config.env.kind or config.env.path):
             problems += environment_problems(config.env)
-        return problems + function_problems(config.rewards)
+        return problems + function_problems(config.rewards) + _machine_problems(config)
     sft = config.sft
     for field, path, split in (("train", sft.train_path, sft.train_split), ("eval", sft.eval_path, sft.eval_split)):
         try:
             if path is not None and Path(path).exists():
-                read_completions(sft, Path(path), split)
+                rows, numbers = read_completions(sft, Path(path), split)
+                if render is not None:
+                    _render_each_form(render, rows, [f"{path}:{number}" for number in numbers])
         except DataError as error:
             problems.append(ConfigProblem(f"sft.{field}_path", path, str(error)))
+    return problems
+
+
+def _render_each_form(render: Renderer, rows: Sequence[Completion], places: Sequence[str]) -> None:
+    """Puts the first prompt of each form into the chat template. Raises DataError naming file and record."""
+    first: dict[Hashable, int] = {}
+    for index, row in enumerate(rows):
+        first.setdefault((isinstance(row.prompt, str) or form_of(row.prompt), bool(row.tools)), index)
+    for index in first.values():
+        with errors_at(places[index]):
+            render(rows[index].prompt, rows[index].tools)
+
+
+def _machine_problems(config: Config) -> list[ConfigProblem]:
+    """Parts of the embedded engine that are compiled on this machine, which has no C compiler."""
+    from megatron_tlt.models.native.build import find_compiler
+
+    rollout, problems = config.rollout, []
+    if rollout.backend != "embedded" or find_compiler() is not None:
+        return []
+    needed = "needs a C compiler: no cc, gcc or clang on PATH"
+    if rollout.speculation.drafter == "suffix":
+        problems.append(ConfigProblem("rollout.speculation.drafter", "suffix", needed))
+    if rollout.kernels == "native":
+        problems.append(ConfigProblem("rollout.kernels", "native", needed))
     return problems

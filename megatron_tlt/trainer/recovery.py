@@ -6,10 +6,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.errors import CheckpointError
+from megatron_tlt.data.hub import with_names
+from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.observe.files import write_atomically
+from megatron_tlt.observe.runfiles import CONFIG_FILE
 from megatron_tlt.trainer.evaluation import EvalResult
 
 if TYPE_CHECKING:
@@ -55,18 +60,29 @@ class Recovery:
     _before: dict[str, Any] | None = None  # the state before the step under way
 
     def resume(self) -> None:
-        """Loads the checkpoint to resume from, if there is one. Mutates `state` and the parts. Collective."""
+        """Loads the checkpoint to resume from, if there is one. Mutates `state` and the parts. Collective.
+
+        Raises ConfigError where it is refused. Only after that the run's config.json is written.
+        """
+        try:
+            self._load()
+        except CheckpointError as error:
+            raise ConfigError.of("checkpoint.resume", self.config.checkpoint.resume, str(error)) from error
+        self.world.accept()
+        if self.world.is_main:
+            named = with_names(self.config).model_dump(mode="json")  # a start on other nodes finds the same files
+            write_atomically(Path(self.config.train.run_dir) / CONFIG_FILE, [json.dumps(named, indent=2)])
+
+    def _load(self) -> None:
         loaded = self.checkpoints.load_latest()
-        self.rollout_cache.start(0 if loaded is None else loaded["step"])
         if loaded is not None:
-            if "prompts" not in loaded:
-                raise CheckpointError("the checkpoint to resume from is of `sft`: its result is what a run starts from")
             self.prompts.load_state_dict(loaded["prompts"])
             self.carried.load(loaded["carried"], loaded.get("carried_from"))
             self.backend.load_state_dict(loaded.get("engine", {}))
             self.drafter.load_state_dict(self.checkpoints.load_drafter())
             self.state.step = loaded["step"]
             self.state.evaluations = [EvalResult(**e) for e in loaded["evaluations"]]
+        self.rollout_cache.start(self.state.step)
 
     def begin_step(self) -> None:
         """Before a step: records the state that a checkpoint gets if a signal drops the step."""

@@ -18,6 +18,7 @@ import numpy as np
 from megatron_tlt.errors import RewardError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.batch_assembly import group_samples, share_responses
+from megatron_tlt.trainer.dynamic_sampling import Dropped, EmptySteps
 from megatron_tlt.trainer.environments import turns_of
 from megatron_tlt.types import GenerateCall, SampleGroup, SamplingParams
 
@@ -70,32 +71,43 @@ class GroupSampler:
     metrics: RunMetrics
     _lengths: np.ndarray = field(default_factory=lambda: np.array([_FIRST_LENGTH]))
     """Tokens of the last rollout's responses, ascending."""
+    empty_steps: EmptySteps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.empty_steps = EmptySteps(self.config.algorithm, self.queues.world.is_main)
 
     def sample(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
-        """This rank's scored groups of `step` (1-based); metrics of its rollout cache and carried groups. Collective.
+        """This rank's scored groups of `step` (1-based); its metrics of rollout cache, carried groups and dynamic
+        sampling. Collective.
 
         Raises GracefulExit after a signal, RewardError where no response of a rollout was judged.
         """
         section, num_prompts = self.config.algorithm, self.config.train.prompts_per_step
         kept: list[SampleGroup] = []
+        rounds, dropped = 0, Dropped()
         self.drafter.begin_step(self.backend.policy_version)
         self.rollout_cache.begin_step(step, self.backend.policy_version)
         for _ in range(section.max_sampling_rounds if section.dynamic_sampling else 1):
+            rounds += 1
             groups = self.carried.take(self._rollout(self._next_prompts(num_prompts)))
             with self.metrics.phase("score"):
                 self.rewards.score(groups)
                 share_responses(self.queues.world, self.backend, groups)
                 kept += [g for g in groups if self.algorithm.keep_group(g)]
-                mine = [group.prompt.prompt_id for group in kept], _judged(groups)
+                others = Dropped.of([g for g in groups if not self.algorithm.keep_group(g)])
+                mine = [group.prompt.prompt_id for group in kept], _judged(groups), others
                 everywhere = self.queues.world.all_gather_object(mine)
-                ids = sorted(prompt_id for of_rank, _ in everywhere for prompt_id in of_rank)
-                _check_judged([judged for _, judged in everywhere])
+                ids = sorted(prompt_id for of_rank, _, _ in everywhere for prompt_id in of_rank)
+                dropped = sum((of_rank for *_, of_rank in everywhere), dropped)
+                _check_judged([judged for _, judged, _ in everywhere])
             if len(ids) >= num_prompts:
                 break
+        row = self.rollout_cache.end_step() | self.carried.metrics(kept, self.backend.policy_version)
         if section.dynamic_sampling:
             chosen = set(ids[:num_prompts])
             kept = [group for group in kept if group.prompt.prompt_id in chosen]
-        return kept, self.rollout_cache.end_step() | self.carried.metrics(kept, self.backend.policy_version)
+            row |= self.empty_steps.look(step, rounds, len(chosen), dropped)
+        return kept, row
 
     def _next_prompts(self, count: int) -> list[Prompt]:
         """The next prompts; with environments a phase, since their `reset` may take long."""

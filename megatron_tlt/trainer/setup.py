@@ -5,17 +5,14 @@ Order matters: configuration errors are found before weights are loaded, and wei
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.data.hub import with_names
 from megatron_tlt.data.prompt_queue import PromptQueues
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -35,12 +32,14 @@ from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import device_memory
+from megatron_tlt.trainer.chat_settings import with_date
 from megatron_tlt.trainer.environments import Environments, before_a_run, open_environments, prompts_of
 from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.models import build_models, tensor_parallel
-from megatron_tlt.trainer.preflight import check_on
+from megatron_tlt.trainer.preflight import check_on, place_problems
 from megatron_tlt.trainer.sampling import sampling_params, step_params
 from megatron_tlt.trainer.teacher import with_teacher_shape
+from megatron_tlt.trainer.token_checks import open_tokenizer
 from megatron_tlt.types import CAPABILITIES, Prompt
 
 if TYPE_CHECKING:
@@ -67,8 +66,8 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     from megatron_tlt.trainer.sampling import GroupSampler
 
     device_memory.let_segments_grow(world.device, config.rollout.engine_process)
-    config = with_teacher_shape(device_memory.with_device_memory(config, world))
-    check_on(config, world, output_directory_problems("train.run_dir", config.train.run_dir))
+    config = with_date(with_teacher_shape(device_memory.with_device_memory(config, world)), world)
+    check_on(config, world, place_problems(config))
     tokenizer = open_tokenizer(config)
     environments = open_environments(config, tokenizer, world)
     with before_a_run(config.env):
@@ -145,14 +144,10 @@ def build_sft_trainer(config: SftConfig, world: World, signals: StopSignals | No
     from megatron_tlt.trainer.sft import SftTrainer
 
     device_memory.let_segments_grow(world.device)
-    check_on(config, world, output_directory_problems("sft.out", config.sft.out))
+    check_on(config, world, place_problems(config))
     setup_logging(world.rank, world.size)
+    config = with_date(config, world)
     return SftTrainer(config, world, open_tokenizer(config), signals)
-
-
-def open_tokenizer(config: Config | SftConfig) -> HFTokenizer:
-    """The tokenizer of the model, or the one named beside it."""
-    return HFTokenizer(config.model.tokenizer or config.model.path)
 
 
 def prompt_queues(config: Config, world: World, tp: TensorParallel) -> PromptQueues:
@@ -258,7 +253,4 @@ def _prepare(config: Config, world: World) -> RunLock | None:
     run_dir = Path(config.train.run_dir)
     lock = lock_run_dir("train.run_dir", config.train.run_dir, run_dir, world)
     world.set_monitor(lambda: start_watchdog(config.watchdog.heartbeat_s, config.hang_s, run_dir, world))
-    if world.is_main:
-        dump: dict[str, Any] = with_names(config).model_dump(mode="json")  # a start on other nodes finds the same files
-        (run_dir / "config.json").write_text(json.dumps(dump, indent=2) + "\n", encoding="utf-8")
     return lock

@@ -16,8 +16,10 @@ import numpy as np
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.checkpoint.export import write_hf
 from megatron_tlt.checkpoint.manager import CheckpointManager
+from megatron_tlt.checkpoint.resume import checkpoint_to_resume
+from megatron_tlt.config.checks.files import note_maker
 from megatron_tlt.config.run import UNFINISHED
-from megatron_tlt.data.completions import ResponseTokens, read_completions
+from megatron_tlt.data.completions import encoded_records
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import sum_over_replicas
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
@@ -25,6 +27,7 @@ from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.resilience.run_lock import lock_run_dir
 from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown
+from megatron_tlt.trainer.chat_settings import write_config
 from megatron_tlt.types import TrainBatch, TrainSequence, Trajectory
 
 if TYPE_CHECKING:
@@ -49,24 +52,11 @@ class CompletionLoss:
 def read_records(
     sft: SftSection, path: Path, split: str, tokenizer: HFTokenizer, max_context: int
 ) -> list[TrainSequence]:
-    """Tokenizes prompts and completions; the end-of-sequence token ends each turn of the assistant.
-
-    `sft.chat_template` wraps prompts in the tokenizer's chat template if it has one. Raises DataError naming file and
-    record for one that is not of this form or exceeds `max_context` tokens.
+    """The records' sequences. Raises DataError naming file and record for one that cannot be encoded or exceeds
+    `max_context` tokens.
     """
-    chat = sft.chat_template and tokenizer.has_chat_template
-    responses = ResponseTokens(tokenizer, max_context)
     sequences = []
-    for row, number in zip(*read_completions(sft, path, split), strict=True):
-        where = f"{path}:{number}"
-        if chat:
-            prompt = tokenizer.encode_chat(row.prompt, tools=row.tools)
-        elif isinstance(row.prompt, str):
-            prompt = tokenizer.encode(row.prompt)
-        else:
-            needed = "sft.chat_template and a tokenizer with a chat template"
-            raise DataError(f"{where}: chat messages need {needed}")
-        response, given = responses.encode(row, where)
+    for number, where, (prompt, response, given) in encoded_records(sft, path, split, tokenizer, max_context):
         tokens = [*prompt, *response]
         if len(tokens) > max_context:
             raise DataError(f"{where}: {len(tokens)} tokens, model.max_context allows {max_context}")
@@ -102,6 +92,15 @@ def _fingerprint(config: SftConfig, sequences: Sequence[TrainSequence]) -> str:
     return digest.hexdigest()
 
 
+def refuse_other_records(config: SftConfig, world: World, fingerprint: str) -> None:
+    """Raises ConfigError where the checkpoint to resume from is of other training records. Collective."""
+    found = world.broadcast_object(checkpoint_to_resume(config) if world.is_main else None)
+    if found is not None and found.extra.get("sft") != fingerprint:
+        changed = "other records, another order of them (sft.seed, sft.tokens_per_step) or another model"
+        allowed = f"the checkpoint of step {found.step} is of {changed}: restore them, or start anew with never"
+        raise ConfigError.of("checkpoint.resume", config.checkpoint.resume, allowed)
+
+
 class SftTrainer:
     """Trains on completions and writes the result; resumes a run that was interrupted.
 
@@ -111,7 +110,9 @@ class SftTrainer:
     def __init__(
         self, config: SftConfig, world: World, tokenizer: HFTokenizer, signals: StopSignals | None = None
     ):
-        """Collective. Raises DataError for a bad record, RunDirectoryError if another job writes the same OUT."""
+        """Collective. Raises DataError for a bad record, ConfigError for a checkpoint of other records,
+        RunDirectoryError if another job writes the same OUT.
+        """
         self._config, self._world, self._tokenizer = config, world, tokenizer
         sft = config.sft
 
@@ -121,6 +122,7 @@ class SftTrainer:
         self._train = read(sft.train_path, sft.train_split)
         self._eval = [] if sft.eval_path is None else read(sft.eval_path, sft.eval_split)
         self._fingerprint = _fingerprint(config, self._train)
+        refuse_other_records(config, world, self._fingerprint)
         self._run_dir = Path(sft.out) / UNFINISHED
         lock = lock_run_dir("sft.out", sft.out, self._run_dir, world)
         self._shutdown = GracefulShutdown(world, config.stop, signals)
@@ -141,6 +143,9 @@ class SftTrainer:
         signal ended it before. Collective.
         """
         self._resume()
+        self._world.accept()
+        if self._world.is_main:
+            write_config(self._config, self._run_dir)
         try:
             self._train_steps()
         except GracefulExit as reason:
@@ -185,23 +190,13 @@ class SftTrainer:
         return {"step": self._done, "sft": self._fingerprint}
 
     def _resume(self) -> None:
-        """Loads the checkpoint to resume from, if there is one. Mutates the policy and the steps done. Collective.
-
-        Raises ConfigError where it is of another run.
-        """
+        """Loads the checkpoint to resume from, if there is one. Mutates the policy and the steps done. Collective."""
         self._world.enter("load")
         loaded = self._checkpoints.load_latest()
         if loaded is None:
             return
-        self._done, sft, resume = loaded["step"], self._config.sft, self._config.checkpoint.resume
-        if loaded.get("sft") != self._fingerprint:
-            changed = "other records, another order of them (sft.seed, sft.tokens_per_step) or another model"
-            allowed = f"the checkpoint of step {self._done} is of {changed}: restore them, or start anew with never"
-            raise ConfigError.of("checkpoint.resume", resume, allowed)
-        if self._done > sft.num_steps:
-            allowed = f"must be at least {self._done}, the checkpoint's step"
-            raise ConfigError.of("sft.num_steps", sft.num_steps, allowed)
-        self._say(f"resumes after step {self._done} of {sft.num_steps}")
+        self._done = loaded["step"]
+        self._say(f"resumes after step {self._done} of {self._config.sft.num_steps}")
 
     def _save_and_leave(self, reason: GracefulExit) -> None:
         """A checkpoint of the last finished step. Collective."""
@@ -212,8 +207,10 @@ class SftTrainer:
         self._say(f"stopped by {self._shutdown.reason()}: {reason}; {end}")
 
     def _write(self) -> None:
-        config = self._config
-        write_hf(self.policy, self._world, config.model, Path(config.sft.out), config.actor.dtype)
+        config, out = self._config, Path(self._config.sft.out)
+        if self._world.is_main:
+            note_maker(out, "sft")  # first: a kill must not leave a model of nobody's
+        write_hf(self.policy, self._world, config.model, out, config.actor.dtype)
 
     def close(self) -> None:
         """Releases the run directory; later signals are not seen."""

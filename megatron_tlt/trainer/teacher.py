@@ -28,6 +28,11 @@ def with_teacher_shape(config: RootT) -> RootT:
     return config.model_copy(update={"algorithm": algorithm})
 
 
+def teacher_shape(config: Config) -> ModelConfig | None:
+    """The description of a teacher that is on this machine and can be read."""
+    return _read(config)[0]
+
+
 def teacher_problems(config: Config) -> list[ConfigProblem]:
     """A teacher that is on this machine and cannot be read, has another tokenizer or too few positions. Reads no
     weights.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron_tlt.envs.tools import parse_calls
+from megatron_tlt.envs.calls import parse_calls
 from megatron_tlt.observe.jsonl import JsonRow
 from megatron_tlt.trainer.means import sums_for_means
 from megatron_tlt.types import Sample, SampleGroup
@@ -32,7 +32,9 @@ def turn_sums(groups: Sequence[SampleGroup]) -> dict[str, float]:
     return row | sums_for_means(pairs)
 
 
-def turn_rows(sample: Sample, decode: Callable[[Sequence[int]], str], has_tools: bool) -> list[JsonRow]:
+def turn_rows(
+    sample: Sample, decode: Callable[[Sequence[int]], str], *, has_tools: bool, in_thought: bool = False
+) -> list[JsonRow]:
     """A row a turn, with the fields that it has: `response`, the text that the policy drew; `calls` in it, of tools;
     `observation`, the text given behind it; the environment's `reward`, and the `seconds` waited for it.
     """
@@ -40,7 +42,7 @@ def turn_rows(sample: Sample, decode: Callable[[Sequence[int]], str], has_tools:
     tokens, begin = sample.token_ids, 0
     for turn, (end, next_begin) in enumerate([*sample.given, (len(tokens), len(tokens))]):
         row: JsonRow = {"response": decode(tokens[begin:end])}
-        if has_tools and (calls := parse_calls(row["response"])):
+        if has_tools and (calls := parse_calls(row["response"], in_thought)):
             row["calls"] = [
                 {"problem": call.problem} if call.problem else {"name": call.name, "arguments": call.arguments}
                 for call in calls

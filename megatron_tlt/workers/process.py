@@ -5,7 +5,6 @@ This module imports no numpy: a worker limits numpy's threads first (`set_up`).
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -17,11 +16,11 @@ from pathlib import Path
 from types import ModuleType
 
 from megatron_tlt.workers.child_signals import signals_blocked, unblock_signals
+from megatron_tlt.workers.descendants import die_with, end_descendants
 
 # Variables by which MPI finds its ranks: removed, so that a user's function may import mpi4py.
 _LAUNCHER = ("PMI_", "PMIX_", "PMI2_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_PR_SET_PDEATHSIG = 1
 _main_module = threading.Lock()
 
 
@@ -40,8 +39,10 @@ class WorkerProcess(context.SpawnProcess):
                 sys.modules["__main__"] = main
 
     def kill_group(self) -> None:
-        """Kills the process and those that it has started. Does nothing to one that has ended."""
+        """Kills the process and those below it, also in sessions of their own. Does nothing to one that has ended."""
         if self.pid is not None:
+            if self.is_alive():
+                end_descendants(self.pid)
             with suppress(ProcessLookupError):  # a worker that is still importing has no group yet
                 os.killpg(self.pid, signal.SIGKILL)
             self.kill()
@@ -51,7 +52,7 @@ def set_up(rank: int) -> None:
     """Makes this process a worker of the rank with process id `rank`: it dies with the rank, is a process group of its
     own, has one thread a library, no trace of MPI, and prints to stderr.
     """
-    _die_with(rank)
+    die_with(rank)
     os.setsid()
     os.dup2(2, 1)  # prints of a user's function must not mix with the rank's own output
     for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:
@@ -77,11 +78,3 @@ def ended(exitcode: int | None) -> str:
     """How a worker ended, for messages."""
     code = exitcode or 0
     return f"worker was ended by signal {-code}" if code < 0 else f"worker ended with exit code {code}"
-
-
-def _die_with(parent: int) -> None:
-    """Has Linux kill this process when its parent dies, so that a hung function does not outlive a killed rank."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before prctl
-        os._exit(1)

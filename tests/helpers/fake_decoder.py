@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_tlt.errors import DataError
 from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
 
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -89,13 +90,30 @@ class CharTokenizer:
 
     def __init__(self, alphabet: str = "abcdefghijklmnopqrstuvwxyz .,!?0123456789ABCDEFGHI"):
         self.alphabet = "\0" + alphabet
-        self.eos_token_ids = (0,)
+        self.eos_token_ids, self.end_token_id = (0,), 0
         self.vocab_size = len(self.alphabet)
+
+    def special_id(self, text: str) -> None:
+        """It has no special tokens with a text."""
 
     def encode(self, text: str) -> list[int]:
         return [self.alphabet.index(c) for c in text]
 
-    def encode_chat(self, prompt: str | Sequence[Mapping[str, str]], *, tools: object = ()) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def checked(self, ids: list[int]) -> list[int]:
+        return ids
+
+    def encode_behind(self, before: str, text: str) -> list[int]:
+        return self.encode(text)
+
+    def render_chat(self, messages: object) -> str:
+        raise DataError("no conversation but the prompt's")
+
+    def encode_chat(
+        self, prompt: str | Sequence[Mapping[str, str]], system: None = None, tools: object = ()
+    ) -> list[int]:
         text = prompt if isinstance(prompt, str) else " ".join(message["content"] for message in prompt)
         return self.encode(f"A {text} B")
 

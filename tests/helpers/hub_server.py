@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 from urllib.parse import unquote, urlsplit
 
 
@@ -30,11 +30,16 @@ class Repository:
 
 @dataclass
 class Hub:
-    """Repositories by "models/OWNER/NAME" or "datasets/OWNER/NAME"; `asked`: what clients sent, as "METHOD path"."""
+    """Repositories by "models/OWNER/NAME" or "datasets/OWNER/NAME"; `asked`: what clients sent, as "METHOD path".
+
+    `silent`: requests whose path has this text are accepted and never answered; None: none.
+    """
 
     repositories: dict[str, Repository]
     url: str = ""
     asked: list[str] = field(default_factory=list)
+    silent: str | None = None
+    over: Event = field(default_factory=Event)
 
     def fetched(self, name: str) -> list[str]:
         """Requests for the content of files whose path ends with `name`."""
@@ -56,6 +61,7 @@ def serving(repositories: dict[str, Repository]) -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.over.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -73,6 +79,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _respond(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.served.asked.append(f"{self.command} {path}")
+        if self.served.silent is not None and self.served.silent in path:
+            self.served.over.wait()
+            return
         if match := re.fullmatch(r"/api/((?:models|datasets)/[^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path):
             self._about(match[1], match[2], match[3] or "main")
         elif match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):

@@ -141,11 +141,14 @@ def test_a_damaged_newest_checkpoint_is_passed_over(whole, train, tmp_path, dama
     assert_same_checkpoint(whole / "run" / LAST, tmp_path / "run" / LAST)
 
 
-def test_a_checkpoint_of_another_model_is_refused(whole, train):
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(whole, train, tmp_path):
     train("actor.dtype=bf16", "train.num_steps=1")
-    code, output = train(check=False)
-    assert code == 1
-    assert "does not fit this run: dtype is 'bf16', not 'fp32'" in output and "Traceback" not in output
+    recorded = (tmp_path / "run/config.json").read_bytes()
+    for changed, said in (((), "dtype is 'bf16', not 'fp32'"), (("actor.lora.rank=4",), "lora is 'off', not 'rank 4")):
+        code, output = train(*changed, check=False)
+        assert code == 2 and "does not fit this run: " in output and said in output
+        assert "Traceback" not in output
+        assert (tmp_path / "run/config.json").read_bytes() == recorded
 
 
 class Evil:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.actor.hf_names import Slot
-from megatron_tlt.errors import CheckpointError, ConfigError, shortened
+from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
-from megatron_tlt.models.loader import check_weights, open_tensors, stored_shapes, tensor_reader
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf_files import check_weights, model_problems, stored_shapes
+from megatron_tlt.models.loader import open_tensors, tensor_reader
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
@@ -23,40 +24,22 @@ class HfDir:
     """Names, types and tensors of one model."""
 
     def __init__(self, path: str | Path):
-        """Raises CheckpointError or ConfigError: unknown architecture, missing shard, tensors that contradict
-        config.json or the index, integer (quantised) tensors, a tied model whose stored LM head is not the embedding.
-        """
+        """Raises CheckpointError or ConfigError for a directory that cannot be read whole (see `model_problems`)."""
         self.directory = Path(path)
         self.config = ModelConfig.from_hf(self.directory)
+        if problems := model_problems(self.directory, None):
+            raise CheckpointError("; ".join(problems))
         self.hf_config: dict[str, Any] = json.loads((self.directory / "config.json").read_text("utf-8"))
         self.files = check_weights(self.directory, self.config)
         self._reader = tensor_reader(self.files, self.config)
         self.dtypes: dict[str, torch.dtype] = {}
-        for file in sorted(set(self.files.values())):
-            self._read_types(file)
-        self.ignored = [name for name in self.files if name not in self.dtypes]
-        if HEAD in self.ignored and not torch.equal(self.read(HEAD), self.read(EMBED)):
-            raise CheckpointError(
-                f"{path}: config.json says tie_word_embeddings, but the stored {HEAD} is not the embedding"
-            )
-
-    def _read_types(self, file: Path) -> None:
         wanted = stored_shapes(self.config)
-        with open_tensors(file) as opened:
-            names = list(opened.keys())
-            if unlisted := [name for name in names if self.files.get(name) != file]:
-                raise CheckpointError(
-                    f"{file} holds tensors that the index does not give it: {shortened(unlisted)}"
-                )
-            for name in names:
-                if name not in wanted:
-                    continue
-                stored = str(opened.get_slice(name).get_dtype())
-                if stored not in _STORED:
-                    raise CheckpointError(
-                        f"{file}: {name} is stored as {stored}; only {', '.join(_STORED)} can be converted"
-                    )
-                self.dtypes[name] = _STORED[stored]
+        for file in sorted(set(self.files.values())):
+            with open_tensors(file) as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    if name in wanted:
+                        self.dtypes[name] = _STORED[str(opened.get_slice(name).get_dtype())]
+        self.ignored = [name for name in self.files if name not in self.dtypes]
 
     def read(self, name: str) -> Tensor:
         """A whole tensor."""

@@ -25,6 +25,8 @@ from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_writer import TensorFile, split_into_files, weight_file_name, write_index
 
+COMMAND = "convert_megatron_to_hf"
+
 
 @dataclass(frozen=True)
 class HfConversion:
@@ -84,8 +86,8 @@ class HfConversion:
         return weight_file_name(number, len(self.files))
 
     def write(self, out: Path, ranks: Ranks, overwrite: bool = False) -> None:
-        """Writes `out`; with `overwrite` it replaces a model there. Collective: files are shared out over `ranks`."""
-        with new_directory(out, self.num_bytes, ranks, overwrite, self.sources) as scratch:
+        """Writes `out`; with `overwrite` it replaces an older conversion. Collective: `ranks` share the files."""
+        with new_directory(out, COMMAND, self.num_bytes, ranks, overwrite, self.sources) as scratch:
             self.write_into(scratch, ranks)
 
     def write_into(self, scratch: Path, ranks: Ranks) -> None:

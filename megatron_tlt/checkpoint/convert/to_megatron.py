@@ -42,6 +42,7 @@ from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.files import sync
 
+COMMAND = "convert_hf_to_megatron"
 RELEASE = "release"
 
 # Layers of megatron save an (empty) extra state, which Transformer Engine fills with FP8 scales; a reader expects it.
@@ -77,8 +78,8 @@ class MegatronConversion:
         return Stored(slot.stacked_keys[-1], slot.layer)
 
     def write(self, out: Path, ranks: Ranks, overwrite: bool = False) -> None:
-        """Writes `out`; with `overwrite` it replaces a model there. Collective: every rank writes one file."""
-        with new_directory(out, self.num_bytes, ranks, overwrite, [self.source.directory]) as scratch:
+        """Writes `out`; with `overwrite` it replaces an older conversion. Collective: every rank writes one file."""
+        with new_directory(out, COMMAND, self.num_bytes, ranks, overwrite, [self.source.directory]) as scratch:
             inner = scratch / RELEASE
             with together(ranks):
                 inner.mkdir(exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_tlt.config.checks.texts import check_texts
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.types import SamplingParams
@@ -38,5 +39,6 @@ def check_generation(params: SamplingParams, num_samples: int) -> Iterator[Confi
             yield ConfigProblem(f"--{name}", count, "must be >= 1")
     for name, value, allowed in params.out_of_range():
         yield ConfigProblem(f"--{name.replace('_', '-')}", value, f"must be {allowed}")
+    yield from check_texts(params.stop, "--stop")
     if "" in params.stop:
         yield ConfigProblem("--stop", "", "must not be empty: it would end every response at once")

@@ -1,43 +1,167 @@
-"""Places where a command will write: problems with them, found before anything is made."""
+"""Places where a command will write: problems with them, found before anything is made.
+
+One rule for all commands: an output replaces what the same command made before, an empty directory or file, or nothing;
+never what the command reads. A directory says by `made_by.json` which command made it, a run's by its config.json; a
+file by its first bytes.
+"""
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.errors import ConfigProblem, shortened
+
+MADE_BY = "made_by.json"
+_RUN_SECTIONS = {"model", "train", "rollout"}  # of the config.json of a run
+_HEAD = 4096  # bytes of a file that say who wrote it
+# What users and launchers put into a directory before a command writes there; commands write none of these names.
+_NOTES = (".yaml", ".yml", ".txt", ".md", ".log", ".out", ".err", ".sh", ".sbatch")
 
 
-def output_file_problems(field: str, path: str | Path | None, may_exist: bool = True) -> list[ConfigProblem]:
+def note_maker(directory: Path, command: str) -> None:
+    """Writes which command made a directory. Raises OSError."""
+    text = json.dumps({"program": "megatron-tlt", "command": command})
+    (directory / MADE_BY).write_text(text + "\n", encoding="utf-8")
+
+
+def maker_of(directory: Path) -> str | None:
+    """The command that made a directory, also one that has not come to its end; None: none that is known."""
+    if (directory / MADE_BY).is_file():
+        command = _mapping(directory / MADE_BY).get("command")
+        return command if isinstance(command, str) else None
+    if (directory / "config.json").exists():
+        return "train" if _mapping(directory / "config.json").keys() >= _RUN_SECTIONS else None
+    if (directory / "lock").is_file():
+        return "train"
+    if (directory / "unfinished").is_dir():
+        return "sft" if (directory / "unfinished" / "lock").is_file() else "drafter train"
+    return None
+
+
+def _mapping(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def is_read(out: Path, sources: Iterable[str | Path | None]) -> bool:
+    """Whether `out` is, or holds, one of the files or directories that a command reads."""
+    places = [Path(source).resolve() for source in sources if source is not None]
+    return any(out.resolve() in (place, *place.parents) for place in places)
+
+
+def is_empty(directory: Path) -> bool:
+    """Whether nothing is in a directory. Raises OSError."""
+    return not any(directory.iterdir())
+
+
+def output_directory_problems(
+    field: str,
+    path: str | Path,
+    command: str,
+    sources: Iterable[str | Path | None] = (),
+    must_be_writable: bool = True,
+) -> list[ConfigProblem]:
+    """Problems with making `path`, or with writing into it where it exists. Creates nothing.
+
+    `command`: what writes there. `sources`: what it reads. Without `must_be_writable` a directory that cannot be
+    written to is no problem: a login node may not have the file system of the ranks.
+    """
+    problems = _place_problems(field, path, Path(path), must_be_writable)
+    if not problems and Path(path).is_dir() and (problem := _content_problem(Path(path), command, sources)):
+        problems = [ConfigProblem(field, str(path), problem)]
+    return problems
+
+
+def _content_problem(out: Path, command: str, sources: Iterable[str | Path | None]) -> str | None:
+    if is_read(out, sources):
+        return f"is not written into: it holds what `{command}` reads"
+    maker, allowed = maker_of(out), f"only an empty directory, or one that `{command}` made, is written into"
+    if maker == command:
+        return None
+    if maker is not None:
+        return f"was made by `{maker}`: {allowed}"
+    try:
+        found = sorted(entry.name for entry in out.iterdir() if not _is_note(entry.name))
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return f"holds {shortened(found, 3)}: {allowed}" if found else None
+
+
+def _is_note(name: str) -> bool:
+    return name.startswith(".") or name.endswith(_NOTES) or name == "logs"
+
+
+def output_file_problems(
+    field: str,
+    path: str | Path | None,
+    begins: bytes,
+    sources: Iterable[str | Path | None] = (),
+    may_exist: bool = True,
+) -> list[ConfigProblem]:
     """Problems with writing a file at `path` (None: nothing is to be written). Creates nothing.
 
-    Missing parent directories are no problem: the commands make them. `may_exist`: whether it may replace a file.
+    `begins`: the pattern with which a file of this command begins, uncompressed; no other file is replaced. `sources`:
+    what the command reads. Missing parent directories are no problem: the commands make them. `may_exist`: whether it
+    may replace a file.
     """
     if path is None:
         return []
     file = Path(path)
+    if not os.path.exists(file):  # unlike Path.exists it takes every text
+        return _place_problems(field, path, file.parent, True)
+    allowed = ""
     if file.is_dir():
-        return [ConfigProblem(field, str(path), "is a directory: name a file")]
-    if file.is_file() and not may_exist:
-        return [ConfigProblem(field, str(path), "exists: --overwrite replaces it")]
-    if file.exists():
-        return [] if os.access(file, os.W_OK) else [ConfigProblem(field, str(path), "is not writable")]
-    return output_directory_problems(field, file.parent, given=path)
+        allowed = "is a directory: name a file"
+    elif not os.access(file, os.W_OK):
+        allowed = "is not writable"
+    elif is_read(file, sources):
+        allowed = "is not replaced: this command reads it"
+    elif file.is_file():  # no device, no pipe
+        if not may_exist:
+            allowed = "exists: --overwrite replaces it"
+        elif (head := _head(file)) and not re.match(begins, head):
+            allowed = "is not replaced: it does not begin as what this command writes; name another file, or remove it"
+    return [ConfigProblem(field, str(path), allowed)] if allowed else []
 
 
-def output_directory_problems(
-    field: str, path: str | Path, given: str | Path | None = None, must_be_writable: bool = True
-) -> list[ConfigProblem]:
-    """Problems with making `path`, or with writing into it where it exists. Creates nothing.
+def _head(file: Path) -> bytes:
+    """The first bytes of a file, unpacked where it is gzip; something that nothing begins with if it cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            is_packed = stream.read(2) == b"\x1f\x8b"
+        with gzip.open(file, "rb") if is_packed else file.open("rb") as stream:
+            return stream.read(_HEAD)
+    except (OSError, EOFError):
+        return b"\0"
 
-    `given` is the value to show, if it is not `path`. Without `must_be_writable` only a file in the way counts: a
-    login node may not have the file system of the ranks.
-    """
-    absolute = Path(path).absolute()
-    existing = next(p for p in (absolute, *absolute.parents) if os.path.lexists(p))
-    shown = str(path if given is None else given)
-    if not existing.is_dir():
-        return [ConfigProblem(field, shown, f"{existing} is not a directory")]
+
+def _place_problems(field: str, shown: str | Path, directory: Path, must_be_writable: bool) -> list[ConfigProblem]:
+    """Problems with making a directory, or with writing into it."""
+    absolute = directory.absolute()
+    try:
+        existing = next(p for p in (absolute, *absolute.parents) if os.path.lexists(p))
+        if not existing.is_dir():
+            return [ConfigProblem(field, str(shown), f"{existing} is not a directory")]
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        return [ConfigProblem(field, str(shown), f"is no path: {error}")]
     if must_be_writable and not os.access(existing, os.W_OK | os.X_OK):
-        return [ConfigProblem(field, shown, f"{existing} is not writable")]
+        return [ConfigProblem(field, str(shown), f"{existing} is not writable")]
     return []
+
+
+def same_file_problems(
+    field: str, path: str | Path | None, other: str, there: str | Path | None
+) -> list[ConfigProblem]:
+    """Two outputs of one command in one file; None: an output that is not written."""
+    if path is None or there is None or Path(path).resolve() != Path(there).resolve():
+        return []
+    return [ConfigProblem(field, str(path), f"must be another file than {other}")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from megatron_tlt.config.actor import MLP_TARGETS, LoraSection, OptimizerSection
+from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.data import PromptSourceConfig, RewardConfig
 from megatron_tlt.config.model import ArchitectureConfig
@@ -40,6 +41,21 @@ def check_algorithm(config: Config) -> Problems:
     if 0 < algorithm.importance_cap < 1:
         allowed = "must be 0 (off) or >= 1: a cap below 1 shrinks tokens on which both sides agree"
         yield ConfigProblem("algorithm.importance_cap", algorithm.importance_cap, allowed)
+
+
+def kl_estimator_warning(algorithm: AlgorithmSection) -> str | None:
+    """The warning where the KL term of the loss pulls nowhere on average; None where it does not.
+
+    The gradient of k1 = log policy - log reference is that of log policy, whose expectation under the policy is 0.
+    """
+    if algorithm.kl_estimator != "k1" or algorithm.kl_in != "loss" or not algorithm.kl_weight:
+        return None
+    if algorithm.name == "distill":  # its KL is part of the advantages
+        return None
+    return (
+        "algorithm.kl_estimator = k1 with algorithm.kl_in = loss: the gradient of this term is 0 on average: noise that"
+        " holds no policy near the reference. Use k2 (its gradient is the KL's), k3, or algorithm.kl_in = reward"
+    )
 
 
 def check_data(config: Config) -> Problems:

@@ -11,6 +11,7 @@ from megatron_tlt.errors import ConfigProblem, Problems
 # Limits of the native decoder (models/native/parts.py).
 _NATIVE_TILE = 16
 _NATIVE_HEAD_DIM = 256
+_GROUPED_BYTES = 16  # of a matrix's row, by which it must be divisible (models/torch/experts.py)
 
 
 def check_rollout(
@@ -23,6 +24,8 @@ def check_rollout(
     yield from tp_problems(shape, "rollout.tp", rollout.tp)
     yield from check_nodes(config, "rollout.tp", rollout.tp)
     yield from _check_native(config, shape, device)
+    if rollout.block_size > (most := max(_NATIVE_TILE, config.model.max_context)):
+        yield ConfigProblem("rollout.block_size", rollout.block_size, f"must be <= {most}: no request is longer")
     if rollout.max_running_requests > rollout.max_batched_tokens:
         most = rollout.max_batched_tokens
         allowed = f"must be <= rollout.max_batched_tokens ({most}): each request decodes one token"
@@ -30,6 +33,7 @@ def check_rollout(
     if shape is not None:
         if shape.num_experts:
             yield from _check_experts(config, shape)
+            yield from _check_grouped(config, shape, device)
         yield from _check_kv_cache(config, shape)
         if rollout.top_k > shape.vocab_size:
             yield ConfigProblem(
@@ -46,12 +50,22 @@ def _check_native(config: Config, shape: ArchitectureConfig | None, device: Devi
     if rollout.kernels == "native" and rollout.dtype != "fp32":
         allowed = "must be 'auto' or 'torch' with rollout.dtype: bf16: the native decoder computes fp32"
         yield ConfigProblem("rollout.kernels", "native", allowed)
-    if rollout.kernels == "native" and shape is not None and shape.head_dim > _NATIVE_HEAD_DIM:
+    if not _is_native(config, device):
+        return
+    if shape is not None and shape.head_dim > _NATIVE_HEAD_DIM:
         allowed = f"must be 'torch' for heads of {shape.head_dim}: the native decoder has at most {_NATIVE_HEAD_DIM}"
-        yield ConfigProblem("rollout.kernels", "native", allowed)
-    if rollout.kernels == "native" and rollout.block_size % _NATIVE_TILE:
-        allowed = f"must be a multiple of {_NATIVE_TILE} with rollout.kernels: native"
+        yield ConfigProblem("rollout.kernels", rollout.kernels, allowed)
+    if rollout.block_size % _NATIVE_TILE:
+        allowed = f"must be a multiple of {_NATIVE_TILE} with the native decoder (or rollout.kernels: torch)"
         yield ConfigProblem("rollout.block_size", rollout.block_size, allowed)
+
+
+def _is_native(config: Config, device: Device | None) -> bool:
+    """Whether the embedded engine takes the native decoder. Ranks whose device is not known are taken for CPU ranks."""
+    rollout = config.rollout
+    if rollout.backend != "embedded" or rollout.kernels == "torch":
+        return False
+    return rollout.kernels == "native" or (rollout.dtype == "fp32" and device != "cuda")
 
 
 def _check_experts(config: Config, shape: ArchitectureConfig) -> Problems:
@@ -65,6 +79,19 @@ def _check_experts(config: Config, shape: ArchitectureConfig) -> Problems:
     if backend == "vllm" and reads_layers and shape.family != "qwen3_moe":
         allowed = f"reads layers of the policy, which vLLM does not hand out for a {shape.family} policy"
         yield ConfigProblem("rollout.speculation.drafter", drafter, allowed)
+
+
+def _check_grouped(config: Config, shape: ArchitectureConfig, device: Device | None) -> Problems:
+    """Sizes of experts that PyTorch's grouped product refuses."""
+    rollout = config.rollout
+    if rollout.backend != "embedded" or _is_native(config, device):
+        return
+    step = _GROUPED_BYTES // (4 if rollout.dtype == "fp32" else 2)
+    for name, size in (("hidden size", shape.hidden_size), ("experts' width", shape.moe_intermediate_size)):
+        part = size // rollout.tp if name == "experts' width" else size
+        if part % step:
+            allowed = f"must leave the {name} ({size}) a multiple of {step} on each rank: grouped products are aligned"
+            yield ConfigProblem("rollout.tp", rollout.tp, allowed)
 
 
 def _check_kv_cache(config: Config, shape: ArchitectureConfig) -> Problems:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from megatron_tlt.config.checks.backend import check_backend
 from megatron_tlt.config.checks.carry_over import check_carry_over
+from megatron_tlt.config.checks.chat_template import check_chat_template
 from megatron_tlt.config.checks.env import check_env
 from megatron_tlt.config.checks.layout import (
     Device,
@@ -73,6 +74,7 @@ def check_config(
         *check_experts(config, shape),
         *check_lora(config, shape, device),
         *check_architecture(config, shape),
+        *check_chat_template(config),
     ]
     if isinstance(config, SftConfig):
         return [

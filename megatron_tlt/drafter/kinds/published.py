@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
-from megatron_tlt.models.loader import open_tensors, weight_files
+from megatron_tlt.models.hf_files import weight_files
+from megatron_tlt.models.loader import open_tensors
 
 NORM = "model.norm.weight"
 COPIES = {  # names in published files, without `model.` -> the policy's tensor

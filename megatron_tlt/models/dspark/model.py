@@ -125,6 +125,7 @@ class BlockModel(DrafterModel):
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
         self._shape = config.layer
+        self.averaged_positions = config.num_drafted
 
     def initialise(self, seed: int) -> None:
         """Random weights; fc starts with the identity on the highest layer, Markov head and selector without a bias,

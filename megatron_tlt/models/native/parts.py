@@ -239,7 +239,7 @@ def kv_bytes_per_block(config: ModelConfig, shard: Shard, block_size: int) -> in
 def new_kv_cache(num_blocks: int, block_size: int, bytes_per_block: int) -> KVCache:
     """Zeroed; memory is allocated as blocks are written. Raises ConfigError unless 16 divides `block_size`."""
     if block_size < 1 or block_size % TILE:
-        raise ConfigError(ConfigProblem("block_size", block_size, f"must be a multiple of {TILE}"))
+        raise ConfigError(ConfigProblem("rollout.block_size", block_size, f"must be a multiple of {TILE}"))
     return KVCache(num_blocks, block_size, zeros(num_blocks * bytes_per_block // 4))
 
 

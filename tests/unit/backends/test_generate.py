@@ -46,8 +46,9 @@ def test_generate_file(model_dir: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "not JSON"),
-        ("[1]", "an object with either"),
+        ("{", "not a JSON object"),
+        ("[1]", "expected a JSON object, found list"),
+        ("{}", "an object with either"),
         ('{"prompt": "a", "token_ids": [1]}', "an object with either"),
         ('{"prompt": [1]}', "must be a string"),
         ('{"token_ids": ["a"]}', "a list of integers"),
@@ -94,5 +95,5 @@ def test_prompts_need_a_tokenizer_and_chat_wraps_them(tmp_path: Path):
     assert [CharTokenizer().decode(prompt.token_ids) for prompt in prompts] == ["A b B", "A c d B"]
     with pytest.raises(DataError, match=r'with --chat also a list of messages'):
         read_prompts(file, CharTokenizer(), chat=False)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="no such file"):
         read_prompts(tmp_path / "none.jsonl", None, chat=False)

@@ -1,4 +1,4 @@
-"""A model is replaced by a whole one or stays, and nothing else is ever replaced."""
+"""What a command made is replaced by a whole one or stays, and nothing else is ever replaced."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.checkpoint.atomic import atomic_directory, problem_of
+from megatron_tlt.config.checks.files import MADE_BY, note_maker
 from megatron_tlt.errors import CheckpointError
 
 OLD, NEW = '{"architectures": ["Old"]}', '{"architectures": ["New"]}'
@@ -15,21 +16,23 @@ OLD, NEW = '{"architectures": ["Old"]}', '{"architectures": ["New"]}'
 
 @pytest.fixture
 def out(tmp_path):
-    """A model, alone in its directory."""
+    """What `it` made, alone in its directory."""
     directory = tmp_path / "place" / "out"
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(OLD)
+    note_maker(directory, "it")
     return directory
 
 
 def replace(out):
-    with atomic_directory(out, overwrite=True) as scratch:
+    with atomic_directory(out, "it", overwrite=True) as scratch:
         (scratch / "config.json").write_text(NEW)
 
 
 def content(directory):
-    """Of all files below, by name."""
-    return {str(p.relative_to(directory)): p.read_text() for p in directory.rglob("*") if p.is_file()}
+    """Of all files below, by name, but for the maker's."""
+    files = [p for p in directory.rglob("*") if p.is_file() and p.name != MADE_BY]
+    return {str(p.relative_to(directory)): p.read_text() for p in files}
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, SystemExit])
@@ -50,9 +53,10 @@ def test_a_model_is_put_back_if_it_cannot_be_replaced(out, monkeypatch, error, f
 
 
 def test_what_appears_meanwhile_is_left(out):
-    with pytest.raises(CheckpointError, match="no directory with the config"), atomic_directory(out, True):
-        (out / "config.json").rename(out / "notes.txt")
-    assert content(out.parent) == {"out/notes.txt": OLD}
+    made = (out / MADE_BY).read_text()
+    with pytest.raises(CheckpointError, match="no directory that `it` made"), atomic_directory(out, "it", True):
+        (out / MADE_BY).rename(out / "notes.txt")
+    assert content(out.parent) == {"out/config.json": OLD, "out/notes.txt": made}
 
 
 def test_the_working_directory_can_be_replaced(out, monkeypatch):
@@ -61,13 +65,21 @@ def test_the_working_directory_can_be_replaced(out, monkeypatch):
     assert content(out.parent) == {"out/config.json": NEW} and os.listdir(out.parent) == ["out"]
 
 
-@pytest.mark.parametrize("config", ["null", "3", "[]", "{}", "{", '"architectures"'])
-def test_only_a_model_is_replaced(out, config):
-    (out / "config.json").write_text(config)
-    assert "no directory with the config.json of a model" in str(problem_of(out, overwrite=True))
+@pytest.mark.parametrize("maker", ["null", "3", "[]", "{}", "{", '"it"', '{"command": "sft"}', '{"command": 1}'])
+def test_only_what_the_same_command_made_is_replaced(out, maker):
+    (out / MADE_BY).write_text(maker)
+    assert "no directory that `it` made" in str(problem_of(out, "it", overwrite=True))
+
+
+def test_an_empty_directory_is_nothing(tmp_path):
+    assert problem_of(tmp_path, "it") is None
+    with atomic_directory(tmp_path / "new", "it") as scratch:
+        (tmp_path / "new").mkdir()
+        (scratch / "a").write_text("b")
+    assert content(tmp_path) == {"new/a": "b"}
 
 
 def test_a_directory_without_a_name_is_not_replaced(out):
-    assert problem_of(out, overwrite=True) is None
+    assert problem_of(out, "it", overwrite=True) is None
     for nameless in (out / "..", Path("/")):
-        assert "name the directory itself" in str(problem_of(nameless, overwrite=True))
+        assert "name the directory itself" in str(problem_of(nameless, "it", overwrite=True))

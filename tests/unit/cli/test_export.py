@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from megatron_tlt.cli.export import problems_of
+from megatron_tlt.config.checks.files import note_maker
 from megatron_tlt.config.load import load_config
 from tests.helpers.mpi import ROOT
 
@@ -30,6 +31,7 @@ def test_a_run_that_begins_anew_names_no_checkpoint(tmp_path):
 
 def test_no_model_that_a_run_begins_from_is_replaced(tmp_path):
     shutil.copy(ROOT / "assets/demo-policy/config.json", tmp_path)
+    note_maker(tmp_path, "export")
     for key in ("model.path", "model.megatron_path", "model.tokenizer"):
         config = load_config(ROOT / "configs/quickstart.yaml", [f"{key}={tmp_path}"])
         problems = {p.path: p.allowed for p in problems_of(config, tmp_path, overwrite=True)}

@@ -40,6 +40,10 @@ def test_a_file_is_replaced_only_where_it_is_asked_to(tmp_path, capsys):
     assert main(["eval", "configs/quickstart.yaml", "--out", str(out)]) == 2
     assert f"--out = '{out}': exists: --overwrite replaces it" in capsys.readouterr().err
     assert out.read_text() == stats.read_text() == "dear"
+    problems = argument_problems(_parse([*command, "--overwrite"]))
+    assert [p.path for p in problems] == ["--out", "--stats"], "neither is an output of generate"
+    out.write_text('{"prompt_index": 0, "sample_index": 0, "text": "a"}\n')
+    stats.write_text('{\n "steps": 3,\n "prefill_steps": 1}\n')
     assert argument_problems(_parse([*command, "--overwrite"])) == []
 
 

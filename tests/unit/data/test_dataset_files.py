@@ -90,13 +90,13 @@ FIRST, SECOND = {"q": "a, b", "n": 1}, {"q": "c", "n": 2}
 def test_files_of_every_format_are_joined_in_order(tmp_path: Path, suffix: str, files: list[bytes]) -> None:
     for number, data in enumerate(files):
         (tmp_path / f"train-{number}.{suffix}").write_bytes(data)
-    assert [dict(row) for row in read_dataset_files(tmp_path, None, None)] == [FIRST, SECOND]
+    assert [dict(row) for row in read_dataset_files(tmp_path, None, None, ())[0]] == [FIRST, SECOND]
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "train.parquet").write_bytes(b"junk")
-    with pytest.raises(DataError, match=r"train\.parquet cannot be read"):
-        read_dataset_files(tmp_path, None, None)
+    with pytest.raises(DataError, match=r"train\.parquet: not a Parquet file"):
+        read_dataset_files(tmp_path, None, None, ())
     (tmp_path / "train.csv").write_bytes(b"q\na\n")
-    with pytest.raises(DataError, match=r"mixes formats: \.csv, \.parquet"):
-        read_dataset_files(tmp_path, None, None)
+    with pytest.raises(DataError, match=r"train.csv and train.parquet, which may"):
+        read_dataset_files(tmp_path, None, None, ())

@@ -20,6 +20,7 @@ from megatron_tlt.cli.main import main
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data import hub as hub_module
+from megatron_tlt.data import hub_answers
 from megatron_tlt.data.hub import cached, fetch_argument, is_name, names_of, on_this_machine, with_names
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import ConfigError, ConfigProblem
@@ -130,6 +131,36 @@ def test_commands_that_read_no_weights_fetch_none(hub: Hub, settings: list[str])
     on_this_machine(configured([*settings, "actor.lora.rank=8"]), ALONE, weights=False)
     assert hub.fetched("safetensors") and not hub.fetched("jsonl"), "adapters are merged into their base"
     assert (fetch_argument("--hf", Path("a/policy"), ALONE) / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("silent", ["/api/", "/resolve/"])
+def test_a_silent_hub_is_said_and_not_waited_for(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], silent: str
+) -> None:
+    """It accepts connections and never answers: to anything, or to requests for files."""
+    for name, seconds in (("SAY_S", 0.1), ("COMMIT_S", 0.3), ("FILES_S", 0.3)):
+        monkeypatch.setattr(hub_answers, name, seconds)
+    monkeypatch.setattr(hub_answers, "_silent", set())
+    hub.silent = silent
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"no whole model in the cache .* does not answer"):
+            fetch_argument("--model", Path("a/policy"), ALONE)
+    assert time.monotonic() - began < 10
+    said = capsys.readouterr().err
+    assert said.count("waits for the hub's answer about --model = a/policy") == 1
+    assert said.count("from now on only the cache is read") == 1
+
+
+def test_a_silent_hub_is_no_matter_where_the_cache_is_whole(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_answers, "_silent", set())
+    there = fetch_argument("--model", Path("a/policy"), ALONE)
+    monkeypatch.setattr(hub_answers, "SAY_S", 0.1)
+    monkeypatch.setattr(hub_answers, "COMMIT_S", 0.3)
+    hub.silent = ""
+    assert fetch_argument("--model", Path("a/policy"), ALONE) == there
+    with pytest.raises(ConfigError, match="does not answer"):
+        fetch_argument("--model", Path("a/gated"), ALONE)
 
 
 def test_every_field_that_takes_a_name_is_known(settings: list[str]) -> None:

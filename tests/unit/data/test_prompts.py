@@ -32,6 +32,8 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    encode_prompt = encode
+
     def encode_chat(self, prompt: Any, system: str | None = None, tools: Any = ()) -> list[int]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self.encode("".join(f"{m['role'][0]}:{m['content']} " for m in with_system(messages, system)))
@@ -243,12 +245,12 @@ BAD_LINES = [
     ),
     ('{"prompt": {"a": 1}}\n', r"field 'prompt' must be a string or a list of chat messages, found dict"),
     ('{"prompt": [1]}\n', r"bad\.jsonl:1: field 'prompt': message 0 must have a role \(system, user"),
-    ('{"prompt": [{"role": "user", "content": [1]}]}\n', r"message 0 must have .* a string as content"),
+    ('{"prompt": [{"role": "user", "content": [1]}]}\n', r"message 0 has a part of type .int. in content: only"),
     ('{"prompt": [{"role": "system", "content": "a"}]}\n', r"field 'prompt': no message of a user"),
     ('{"prompt": ""}\n', r"bad\.jsonl:1: .*found an empty string"),
     (
         '{"prompt": "a", "answer": {}}\n',
-        r"bad\.jsonl:1: field 'answer' must be a string or a number, found dict",
+        r"bad\.jsonl:1: field 'answer' must be a string or a number.*, found an object with",
     ),
     ("", r"bad\.jsonl: no records"),
 ]

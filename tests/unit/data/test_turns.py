@@ -109,6 +109,14 @@ def test_an_observation_is_cut_and_cannot_end_a_turn(tmp_path: Path) -> None:
     assert len(turns.given("a<|head|>", "user", [])) == len(turns.given("a< |head|>", "user", []))
 
 
+def test_a_template_that_opens_a_thought_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for end, opens in (("<think>\n", True), ("<think>\n\n</think>\n\n", False)):
+        monkeypatch.setitem(TEMPLATES, "demo", TEMPLATES["demo"].partition("<|assistant|>")[0] + "<|assistant|>" + end)
+        tokenizer = tokenizer_of("demo", tmp_path)
+        assert TurnTokens(tokenizer, chat=True, max_observation_tokens=9, roles=()).opens_thought is opens
+        assert not TurnTokens(tokenizer, chat=False, max_observation_tokens=9).opens_thought
+
+
 def test_without_a_template_texts_are_joined(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("demo", tmp_path)
     turns = TurnTokens(tokenizer, chat=False, max_observation_tokens=9)

@@ -20,9 +20,9 @@ from megatron_tlt.envs.build import (
     load_environment,
 )
 from megatron_tlt.envs.calculator import evaluate
+from megatron_tlt.envs.calls import ToolCall, parse_calls
 from megatron_tlt.envs.check import episode_problems
 from megatron_tlt.envs.python import Python
-from megatron_tlt.envs.tools import ToolCall, parse_calls
 from megatron_tlt.envs.wordle import WORDS, clue
 from megatron_tlt.types import Prompt
 

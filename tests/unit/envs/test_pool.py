@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -24,6 +26,8 @@ PROMPTS = [Prompt(i, f"d:{i}", (1, 2), "q", seed=7 + i) for i in range(3)]
 
 class Letters:
     """An observation's characters as tokens, after the drawn ones. "no template" has none."""
+
+    max_characters = 999
 
     def given(self, observation: str, role: str, drawn: Sequence[int]) -> tuple[int, ...]:
         if observation.endswith("no template"):
@@ -47,6 +51,27 @@ def play(turns: Trajectories, texts: dict[int, str], turn: int, sample: int = 0)
     while len(results) < len(texts) and time.monotonic() < end:
         results |= {r.prompt_id: r for r in turns.poll(1.0)}
     return results
+
+
+def started(turns: Trajectories, prompt: int, text: str, turn: int = 0) -> int:
+    """The id of the process that a turn starts."""
+    return int("".join(map(chr, play(turns, {prompt: text}, turn)[prompt].given[2:])))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def have_ended(processes: Sequence[int]) -> bool:
+    """Whether none is left, after up to 20 s."""
+    end = time.monotonic() + 20
+    while any(map(is_alive, processes)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(is_alive, processes))
 
 
 def text_of(result: TurnResult) -> str:
@@ -118,7 +143,7 @@ def test_slow_resets_are_waited_for_with_signs_of_life(monkeypatch: pytest.Monke
 def test_an_environment_that_raised_is_closed(tmp_path: Path) -> None:
     file = tmp_path / "closed"
     with trajectories("Closing", params={"path": str(file)}) as (_, turns):
-        assert play(turns, {0: "a"}, 0)[0].failure == "RuntimeError: a?"
+        assert play(turns, {0: "a"}, 0)[0].failure == r"RuntimeError: a\ud800"
         play(turns, {1: "b"}, 0)
     assert file.read_text().startswith("closed ")
 
@@ -145,3 +170,53 @@ def test_closing_ends_a_hung_worker_at_once() -> None:
         turns.submit(PROMPTS[0], 0, 0, [5], "hang")
         time.sleep(0.5)
     assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("turn", ["KeyboardInterrupt", "GeneratorExit", r"SystemExit: a\x1b[31m\rb / c"])
+def test_what_ends_a_program_ends_its_trajectory_only(turn: str) -> None:
+    with trajectories("Processes") as (_, turns):
+        before = started(turns, 1, "pid")
+        assert play(turns, {0: turn.partition(":")[0]}, 0)[0].failure == turn
+        assert started(turns, 1, "pid", 1) == before
+
+
+def test_a_fork_of_an_environment_does_not_answer_for_it() -> None:
+    with trajectories("Processes") as (_, turns):
+        worker = started(turns, 1, "pid")
+        assert text_of(play(turns, {0: "fork"}, 0)[0]) == "parent"
+        assert [started(turns, 1, "pid", turn) for turn in (1, 2)] == [worker] * 2
+
+
+def test_a_process_in_a_session_of_its_own_ends_with_its_trajectory() -> None:
+    with trajectories("Processes") as (_, turns):
+        processes = [started(turns, 0, "session"), started(turns, 1, "orphan"), started(turns, 2, "same session")]
+        turns.discard(0, 0)
+        started(turns, 2, "pid", 1)
+        assert [*map(is_alive, processes)] == [False, True, True]
+        turns.discard(1, 0)
+        turns.discard(2, 0)
+        started(turns, 0, "pid")
+        assert [*map(is_alive, processes)] == [False, False, True], "a pool that trajectories share lives on"
+    assert not is_alive(processes[2])
+
+
+def test_whatever_ends_a_worker_ends_the_processes_below_it() -> None:
+    with trajectories("Processes") as (_, turns):
+        processes = [started(turns, 0, "session"), started(turns, 1, "orphan"), started(turns, 2, "pid")]
+        os.kill(processes[2], signal.SIGKILL)
+        assert have_ended(processes)
+
+
+def test_a_killed_rank_leaves_no_process() -> None:
+    program = f"""
+import os, sys
+sys.path[:0] = {[str(USER.parents[3])]!r}
+from tests.unit.envs.test_pool import started, trajectories
+with trajectories("Processes") as (_, turns):
+    print(started(turns, 0, "session"), started(turns, 1, "orphan"), started(turns, 2, "pid"), flush=True)
+    os.kill(os.getpid(), 9)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    processes = [*map(int, run.stdout.split())]
+    assert len(processes) == 3, run.stderr
+    assert have_ended(processes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import time
 
 from megatron_tlt.envs.base import Environment, Step
@@ -28,6 +30,31 @@ class Act(Environment):
         if response == "pid":
             return Step(str(os.getpid()))
         return Step(" ".join(self.told), reward=float(len(self.told)), done=response == "end")
+
+
+class Processes:
+    """Starts processes and raises what ends programs. No `close`."""
+
+    def reset(self, prompt: Prompt, seed: int) -> None:
+        """Nothing."""
+
+    def step(self, response: str) -> Step:
+        if response == "KeyboardInterrupt":
+            raise KeyboardInterrupt
+        if response == "GeneratorExit":
+            raise GeneratorExit
+        if response == "SystemExit":
+            sys.exit("a\x1b[31m\rb\nc")
+        if response == "fork":
+            return Step("parent" if os.fork() else "child")
+        if response == "session":
+            return Step(str(subprocess.Popen(["sleep", "300"], start_new_session=True).pid))
+        if response == "orphan":
+            orphan = "setsid sleep 300 > /dev/null 2>&1 & echo $!"
+            return Step(subprocess.run(["sh", "-c", orphan], capture_output=True, text=True, check=True).stdout)
+        if response == "same session":
+            return Step(str(subprocess.Popen(["sleep", "300"]).pid))
+        return Step(str(os.getpid()))
 
 
 class Slow(Environment):

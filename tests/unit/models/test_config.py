@@ -8,6 +8,7 @@ import pytest
 
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig, RopeScaling
+from megatron_tlt.models.hf_fields import unread_fields
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -117,6 +118,35 @@ def test_families_differ_where_they_should() -> None:
         ({"eos_token_id": [7, -1]}, "eos_token_id", "not negative"),
         ({"eos_token_id": "</s>"}, "eos_token_id", "token id"),
         ({"max_position_embeddings": -1}, "max_position_embeddings", "positive"),
+        ({"max_position_embeddings": None}, "max_position_embeddings", "positive"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers", "2.0: must be a positive integer"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps", "'1e-6': must be a number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings", "'false': must be true or false"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings", "true or false"),
+        ({"use_sliding_window": "false"}, "use_sliding_window", "true or false"),
+        ({"sliding_window": "128"}, "sliding_window", "integer or null"),
+        ({"bos_token_id": "3"}, "bos_token_id", "integer or null"),
+        ({"architectures": "Qwen2ForCausalLM"}, "architectures", "list of names"),
+        ({"layer_types": "full_attention"}, "layer_types", "list of names"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types", "only full_attention"),
+        ({**LLAMA, "use_sliding_window": True, "max_window_layers": 0}, "sliding_window", "full attention only"),
+        ({"rope_scaling": "linear"}, "rope_scaling", "must be an object"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor", "'default' scales nothing"),
+        ({"rope_scaling": {"type": "default", "mrope_section": [4, 4]}}, "rope_scaling.mrope_section", "not computed"),
+        ({"rope_parameters": {"full_attention": {"factor": 2}}}, "rope_parameters.full_attention", "not computed"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters.rope_theta", "what rope_theta says (1000000.0)"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "must be 1.0"),
+        ({"attention_multiplier": 0.5}, "attention_multiplier", "not computed"),
+        ({"residual_multiplier": 0.22}, "residual_multiplier", "not computed"),
+        ({"logits_scaling": 8}, "logits_scaling", "not computed"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping", "not computed"),
+        ({"use_qk_norm": True}, "use_qk_norm", "not computed"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers", "not computed"),
+        ({"rope_interleaved": True}, "rope_interleaved", "not computed"),
+        ({"use_mrope": True}, "use_mrope", "not computed"),
+        ({"is_causal": False}, "is_causal", "not computed"),
+        ({"compression_config": {"format": "int"}}, "compression_config", "not computed"),
+        ({"per_layer_config": {"0": {"hidden_size": 8}}}, "per_layer_config", "not computed"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(change: dict, field: str, word: str) -> None:
@@ -130,6 +160,38 @@ def test_all_problems_come_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         ModelConfig.from_hf({**QWEN2, "hidden_act": "gelu", "num_experts": 4, "vocab_size": 0})
     assert len(caught.value.problems) == 3
+
+
+# Fields beside the shape in published config.json files of the families.
+PUBLISHED = {
+    "Llama 3.1": {"attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "pretraining_tp": 1}
+    | {"rope_scaling": LLAMA3_ROPE, "torch_dtype": "bfloat16", "transformers_version": "4.43.0", "use_cache": True},
+    "SmolLM2": {"is_llama_config": True, "rope_interleaved": False, "rope_scaling": None, "initializer_range": 0.04}
+    | {"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}, "_name_or_path": "x", "head_dim": None},
+    "a derivative": {"unsloth_fixed": True, "_attn_implementation_autoset": True, "pad_token_id": 99, "max_length": 20}
+    | {"attn_implementation": "flash_attention_2", "id2label": {"0": "a"}, "do_sample": True, "dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("fields", PUBLISHED.values(), ids=PUBLISHED)
+def test_published_fields_pass_in_silence(fields: dict) -> None:
+    shape = {key: value for key, value in QWEN2.items() if "window" not in key}
+    ModelConfig.from_hf(about := {**shape, **LLAMA, **fields})
+    assert not unread_fields(about)
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_mrope": False}, {"layer_types": ["full_attention"] * 2}])
+def test_published_fields_of_qwen_pass_in_silence(fields: dict) -> None:
+    for family in (QWEN2, QWEN3_MOE):
+        about = {**family, "router_aux_loss_coef": 0.001, "output_router_logits": False, **fields}
+        ModelConfig.from_hf(about)
+        assert not unread_fields(about)
+
+
+def test_unknown_fields_are_named_where_they_are_set() -> None:
+    about = {**QWEN2, "dual_chunk_attention_config": {"chunk_size": 8}, "auto_map": {"AutoModel": "x.Y"}, "new": 0}
+    ModelConfig.from_hf(about)
+    assert unread_fields(about) == ["auto_map", "dual_chunk_attention_config"]
 
 
 def test_missing_and_broken_files(tmp_path) -> None:

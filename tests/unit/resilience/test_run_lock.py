@@ -10,12 +10,13 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_tlt.errors import RunDirectoryError
-from megatron_tlt.resilience.run_lock import LOCK, RunLock
+from megatron_tlt.resilience.run_lock import LOCK, RunLock, lock_run_dir
 
 HOLDER = (
     "import sys, time; from megatron_tlt.resilience.run_lock import RunLock; "
@@ -55,3 +56,20 @@ def test_a_file_system_without_flock_costs_a_warning(
         lock.acquire()
     lock.release()
     assert "cannot be locked (no locks here)" in caplog.text
+
+
+def test_a_refused_start_takes_back_what_it_made(tmp_path):
+    """All of a new directory; of an older one what it did not have, and never anything but a start's own files."""
+    undo: list = []
+    world = SimpleNamespace(is_main=True, barrier=lambda: None, broadcast_object=lambda v: v, at_refusal=undo.append)
+    new, old = tmp_path / "a/b/unfinished", tmp_path / "run"
+    (old / "status").mkdir(parents=True)
+    for place in (new, old):
+        lock_run_dir("train.run_dir", str(place), place, world).release()
+        (place / "stacks").mkdir()
+    (old / "checkpoints").mkdir()
+    for take_back in undo:
+        take_back()
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == [
+        "run", "run/checkpoints", "run/status",
+    ]  # fmt: skip

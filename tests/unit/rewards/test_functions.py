@@ -46,6 +46,7 @@ def test_exact() -> None:
     assert judged("42.", plain, answer="42").value == 0.0
     assert judged("it is <answer>42</answer>", tagged, answer="42").correct
     assert judged("it is 42", tagged, answer="42").value == 0.0
+    assert judged("caf\N{LATIN SMALL LETTER E WITH ACUTE}", plain, answer="cafe\N{COMBINING ACUTE ACCENT}").correct
     missing = judged("42", plain)
     assert missing.failure == "exact: ValueError: prompt 'd:0' has no reference answer"
     assert (missing.value, missing.correct) == (-1.0, False)
@@ -82,6 +83,7 @@ def test_math(answer: str, text: str, equal: bool) -> None:
 def test_format_matches_the_whole_text() -> None:
     config = RewardConfig(name="format", pattern=r"<think>.*</think>\s*<answer>.*</answer>")
     assert judged("<think>a\nb</think>\n<answer>1</answer>", config).value == 1.0
+    assert judged("<think>a</think><answer>1</answer>\n", config).value == 1.0
     assert judged("<think>a</think><answer>1</answer> bye", config).value == 0.0
 
 
@@ -179,3 +181,9 @@ def test_values_are_weighted_and_correct_means_all_that_count() -> None:
     low = RewardConfig(name="python", path=f"{USER}:act", threshold=0.3)
     assert judged("0.4", low).correct
     assert not judged("0.2", low).correct
+
+
+def test_a_sum_that_no_float_holds_is_a_failure() -> None:
+    huge = RewardConfig(name="python", path=f"{USER}:act", weight=1e308)
+    result = judged("2", huge, huge)
+    assert result.value == -1.0 and not result.correct and "is inf: must be finite" in str(result.failure)

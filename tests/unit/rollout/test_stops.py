@@ -32,6 +32,18 @@ class WordTokenizer(CharTokenizer):
         return "".join(self.words[i] for i in token_ids).removeprefix(" ")
 
 
+class SpecialTokenizer(CharTokenizer):
+    """Texts lack token 0, "<end>"."""
+
+    def special_id(self, text: str) -> int | None:
+        return 0 if text == "<end>" else None
+
+
+def test_a_special_token_is_a_stop_string_though_texts_lack_it() -> None:
+    tokenizer = SpecialTokenizer()
+    assert watch(tokenizer, [*tokenizer.encode("ab"), 0, *tokenizer.encode("c")], "<end>", "c") == (3, "ab")
+
+
 def watch(tokenizer: CharTokenizer, tokens: list[int], *stops: str) -> tuple[int | None, str | None]:
     """(tokens taken when a stop string came, the cut text)."""
     watcher = StopStringFinder(tokenizer, stops)

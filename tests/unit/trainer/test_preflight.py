@@ -24,6 +24,7 @@ from megatron_tlt.trainer.preflight import (
 )
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
+from tests.helpers.tiny_tokenizers import remove_tokenizer, save_letters
 
 ENVIRONMENTS = Path(__file__).parents[1] / "envs/user_envs.py"
 ARCHITECTURE = {
@@ -48,6 +49,11 @@ def test_a_sound_config_reports_without_its_files():
     report = check_report(make(), 4)
     assert "Ranks: 4" in report
     assert ": model.path = not/here (size unknown: is no path here, and no whole model in" in report.splitlines()[-1]
+
+
+def test_a_kl_term_without_gradient_is_a_warning_of_check():
+    report = check_report(make(algorithm={"kl_coef": 0.1, "kl_estimator": "k1"}), 4)
+    assert "warning: algorithm.kl_estimator = k1" in report and "Use k2" in report
 
 
 def test_an_environment_is_played_before_a_run():
@@ -86,7 +92,7 @@ EAGLE = ModelConfig("qwen3", 64, 32, 2, 2, 1, 16, 48, qk_norm=True, max_position
 def with_drafter(folder, **speculation) -> Config:
     spec = {"drafter": "eagle", "drafter_path": str(folder / "drafter"), **speculation}
     save_hf(folder / "model", EAGLE, random_weights(EAGLE))
-    (folder / "model/tokenizer.json").touch()
+    save_letters(folder / "model")
     return make(
         model={"path": str(folder / "model"), "max_context": 256},
         data={"train": {"tasks": [{"name": "chain_sum"}]}, "max_prompt_tokens": 128},
@@ -119,13 +125,13 @@ def test_a_drafter_of_another_policy_is_found_before_a_run(tmp_path):
 
 def test_a_model_without_a_tokenizer_is_found_before_a_run(tmp_path):
     config = with_drafter(tmp_path, drafter="suffix")
-    (tmp_path / "model/tokenizer.json").unlink()
+    remove_tokenizer(tmp_path / "model")
     assert [p.path for p in tokenizer_problems(config)] == ["model.path"]
     (tmp_path / "tokenizer").mkdir()
     model = {"path": str(tmp_path / "model"), "tokenizer": str(tmp_path / "tokenizer")}
     config = make(model=model)
     assert [p.path for p in tokenizer_problems(config)] == ["model.tokenizer"]
-    (tmp_path / "tokenizer/vocab.json").touch()
+    save_letters(tmp_path / "tokenizer")
     assert tokenizer_problems(config) == []
 
 
@@ -133,7 +139,7 @@ def starting_from(folder, **model) -> Config:
     """A run of a model in several shards."""
     if not (folder / "model").exists():
         save_hf(folder / "model", EAGLE, random_weights(EAGLE), max_shard_bytes=16 << 10)
-        (folder / "model/tokenizer.json").touch()
+        save_letters(folder / "model")
     return make(
         model={"path": str(folder / "model"), "max_context": 256, **model},
         data={"train": {"tasks": [{"name": "chain_sum"}]}, "max_prompt_tokens": 128},
@@ -174,7 +180,7 @@ def test_a_megatron_checkpoint_is_looked_at_before_a_run(tmp_path):
         starting_from(tmp_path, megatron_path="not/here"), 1
     )
     save_hf(tmp_path / "qwen2", other, random_weights(other))
-    (tmp_path / "qwen2/tokenizer.json").touch()
+    save_letters(tmp_path / "qwen2")
     wrong = starting_from(tmp_path, path=str(tmp_path / "qwen2"), megatron_path=str(mg))
     with pytest.raises(ConfigError, match=r"^model\.megatron_path = .*family is 'qwen3', not 'qwen2'$"):
         check_report(wrong, 1)
@@ -193,7 +199,8 @@ def fine_tuning(folder, **sft) -> SftConfig:
     ("text", "problem"),
     [
         (b"{broken", "f:1: not a JSON object"),
-        (b"\xff\xfe", "f:1: not a JSON object"),
+        (b"\xff{}", "f:1: not a JSON object"),
+        (b"\xff\xfe", "f: is UTF-16 text"),
         (b"", "no records"),
         (b'{"prompt": "a", "completion": "b"}\n{"prompt": "a"}', "f:2: field 'completion' must be a string"),
     ],
@@ -208,7 +215,7 @@ def test_records_of_a_fine_tuning_are_read_before_a_run(tmp_path, text, problem)
 def test_a_model_whose_description_is_torn_is_found_with_the_other_problems(tmp_path):
     config = with_drafter(tmp_path, drafter="suffix")
     (tmp_path / "model/config.json").write_text('{"hidden')
-    (tmp_path / "model/tokenizer.json").unlink()
+    remove_tokenizer(tmp_path / "model")
     with pytest.raises(ConfigError) as caught:
         check_report(config, 1)
     torn, lacking = map(str, caught.value.problems)

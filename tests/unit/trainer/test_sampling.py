@@ -13,9 +13,10 @@ from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.data.prompt_queue import PromptQueues
-from megatron_tlt.errors import RewardError
+from megatron_tlt.errors import RewardError, TrainingError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.carry_over import CarriedGroups
+from megatron_tlt.trainer.dynamic_sampling import Dropped, EmptySteps
 from megatron_tlt.trainer.sampling import GroupSampler
 from megatron_tlt.types import (
     GenerateCall,
@@ -139,7 +140,7 @@ def test_progress_goes_to_watchdog_and_display() -> None:
 def test_responses_that_are_not_trained_on_are_remembered_too() -> None:
     ranks = Ranks()
     groups, metrics = sampler_of(ranks, rounds=1).sample(4)
-    assert [g.prompt.prompt_id for g in groups] == [1] and metrics == {"rollout_cache/reused": 0.0}
+    assert [g.prompt.prompt_id for g in groups] == [1] and metrics["rollout_cache/reused"] == 0
     scores = [("q0", 1.0), ("q0", 1.0), ("q1", 1.0), ("q1", 0.0), ("q2", 1.0), ("q2", 1.0)]
     assert [(a.dataset_id, a.score) for a in ranks.history] == scores
 
@@ -149,6 +150,25 @@ def test_rounds_go_on_until_enough_groups_have_a_gradient(wanted: int) -> None:
     ranks = Ranks()
     groups, _ = sampler_of(ranks, rounds=5, wanted=wanted).sample(4)
     assert sorted(g.prompt.prompt_id for g in groups) == [1, 3, 4][:wanted] and len(ranks.asked) == 2
+
+
+def test_steps_without_a_mixed_group_are_counted_and_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    """Prompts 0 and 2 have one reward each, 1 has two."""
+    sampler = sampler_of(Ranks(), wanted=1)
+    _, row = sampler.sample(4)
+    dropped = "1 groups with equal rewards, mean reward 1, 100.0% of responses correct: all right, prompts too easy"
+    assert caplog.messages == [f"step 4: dynamic sampling kept no group in 1 rollouts: {dropped}"]
+    figures = {"rounds": 1, "kept_groups": 0, "dropped_groups": 1, "empty_in_a_row": 1}
+    figures |= {"dropped_reward": 1, "dropped_accuracy": 1}
+    assert {name.partition("/")[2]: row[name] for name in row if name.startswith("sampling/")} == figures
+    groups, row = sampler.sample(4)
+    assert [g.prompt.prompt_id for g in groups] == [1] and row["sampling/empty_in_a_row"] == 0
+    sampler.empty_steps.check()
+    for limit, ends in ((1, True), (2, False), (0, False)):
+        empty = EmptySteps(AlgorithmSection(max_empty_steps=limit), is_main=False)
+        assert empty.look(1, 1, 0, Dropped(2, 8, 2.0, 1)) == {}, "of rank 0 alone: ranks' figures are added up"
+        with pytest.raises(TrainingError, match=r"max_empty_steps = 1.*mean reward 0.25") if ends else nullcontext():
+            empty.check()
 
 
 def test_a_rollout_of_which_nothing_was_judged_ends_the_run() -> None:

@@ -2,7 +2,6 @@
 
 import json
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
@@ -10,6 +9,7 @@ from megatron_tlt.config.root import SftSection
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import DataError
 from megatron_tlt.trainer.sft import read_records, steps_of
+from tests.helpers.chat_models import DEMO_POLICY, chat_model
 from tests.helpers.fake_decoder import CharTokenizer
 
 
@@ -61,7 +61,6 @@ def test_chat_messages_end_with_the_completion(tmp_path):
         read(unanswered)
 
 
-DEMO_POLICY = Path(__file__).resolve().parents[3] / "assets/demo-policy"
 CALL, ANSWER = ({"role": "assistant", "content": text} for text in ("call 1 + 2", "<answer>3</answer>"))
 ASKED, OBSERVED = {"role": "user", "content": "1 + 2"}, {"role": "tool", "content": "3"}
 
@@ -82,8 +81,8 @@ def test_a_conversation_trains_on_the_turns_after_the_last_user_and_not_on_its_t
 
 
 def test_tools_of_a_record_are_in_its_prompt_and_answers_in_a_row_are_one_turn(tmp_path):
-    tokenizer = HFTokenizer(DEMO_POLICY)
-    tokenizer._tokenizer.chat_template = "{{ tools | tojson if tools }}" + tokenizer._tokenizer.chat_template
+    template = (DEMO_POLICY / "chat_template.jinja").read_text()
+    tokenizer = HFTokenizer(chat_model(tmp_path / "m", "{{ tools | tojson if tools }}" + template))
     tools = [{"type": "function", "function": {"name": "calculate"}}]
     record = {"messages": [ASKED, CALL, OBSERVED, OBSERVED, ANSWER], "tools": tools}
     path = write(tmp_path / "r.jsonl", json.dumps(record))
@@ -99,6 +98,7 @@ def test_tools_of_a_record_are_in_its_prompt_and_answers_in_a_row_are_one_turn(t
         ({"messages": [ASKED, CALL, CALL]}, "the assistant and tools must take turns, found assistant, assistant"),
         ({"messages": [ASKED, OBSERVED, CALL, OBSERVED]}, "must end with a message of the assistant"),
         ({"messages": [ASKED, {**CALL, "tool_calls": [{}]}, OBSERVED, ANSWER]}, "message 1 has tool_calls"),
+        ({"messages": [ASKED, {**ANSWER, "reasoning_content": "1 + 2 is 3."}]}, "message 1 has reasoning_content"),
         ({"messages": [ASKED, CALL], "tools": [{"function": {"nam": "f"}}]}, "field 'tools' must be a list of"),
     ],
 )
@@ -108,9 +108,9 @@ def test_a_conversation_that_cannot_be_learned_is_refused(tmp_path, record, mess
 
 
 def test_a_template_without_tools_is_named(tmp_path):
-    tokenizer = HFTokenizer(DEMO_POLICY)
     refuse = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
-    tokenizer._tokenizer.chat_template = refuse + tokenizer._tokenizer.chat_template
+    template = (DEMO_POLICY / "chat_template.jinja").read_text()
+    tokenizer = HFTokenizer(chat_model(tmp_path / "m", refuse + template))
     path = write(tmp_path / "r.jsonl", json.dumps({"messages": [ASKED, CALL, OBSERVED, ANSWER]}))
     with pytest.raises(DataError, match=r"r\.jsonl:1: .*no such message after one of the assistant"):
         read(path, tokenizer, 200, chat_template=True)

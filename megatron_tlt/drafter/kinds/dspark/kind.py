@@ -43,6 +43,7 @@ from megatron_tlt.models.dspark.config import BlockConfig
 from megatron_tlt.models.dspark.decoder import TorchBlock
 from megatron_tlt.models.dspark.model import BlockModel
 from megatron_tlt.models.factory import candidates_of
+from megatron_tlt.models.hf_fields import known_fields
 
 # Of a token outside the drafter's vocabulary: its square is far above any logit, and finite in fp16.
 _NEVER = 100.0
@@ -73,7 +74,8 @@ class DSparkKind(DrafterKind):
             shape, size = block_shape(about), int(about["draft_vocab_size"])
         except (KeyError, TypeError, ValueError) as e:
             raise CheckpointError(f"an entry of a drafter of kind dspark is missing or wrong: {e}") from e
-        return BlockConfig.of(policy, shape, size, ModelConfig.from_hf(about["layer"] | {"sliding_window": None}))
+        layer = ModelConfig.from_hf(known_fields(about["layer"]) | {"sliding_window": None})
+        return BlockConfig.of(policy, shape, size, layer)
 
     def build_decoder(self, policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:
         """See `DrafterKind.build_decoder`: in PyTorch beside either decoder."""

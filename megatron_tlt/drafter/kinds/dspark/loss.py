@@ -1,9 +1,12 @@
 """The loss of block drafters: the policy's distributions at the positions of blocks from random anchors (2607.05147).
 
-For drafted position k of a block, over the anchors that have it, with z_k = head norm(x_k) + W2 W1[token before], and
-p, q the softmax of policy and drafter at the rollout temperature, over the drafter's vocabulary:
+Over all drafted positions k of all blocks, as far as their texts go, with z_k = head norm(x_k) + W2 W1[token before],
+and p, q the softmax of policy and drafter at the rollout temperature, over the drafter's vocabulary:
 
-    decay^k * mean( w_ce * CE(p, q) + w_tv * TV(p, q) )          decay = exp(-1 / gamma), gamma = 4 in DSpark
+    mean( decay^k * (w_ce * CE(p, q) + w_tv * TV(p, q)) )        decay = exp(-1 / gamma), gamma = 4 in DSpark
+
+It is one mean over positions, not over their weights, as in vllm-project/speculators (dspark/metrics.py): a block that
+a text's end cuts weighs as many positions as it has.
 
 DFlash 2 has no W2. Its selector gets a cross entropy of its own, weighted alike by position: of the true token behind,
 over the 16 largest of z_k plus the selector's scores, at the rollout temperature. A true token that is not among them
@@ -56,8 +59,9 @@ def block_loss(
     temperature: float = 1.0,
     counts: Sequence[int] | None = None,
 ) -> tuple[Tensor, LossParts]:
-    """The loss (0-d, differentiable) of blocks `slots` [A, S, H] from the `chosen` bases [A], and its parts, of the
-    first `steps` drafted positions: `ce`, `accept` (1 - TV), 0 behind the block. All positions of a block are trained.
+    """The loss (0-d, differentiable) of blocks `slots` [A, S, H] from the `chosen` bases [A], and its parts, means of
+    the first `steps` drafted positions: `ce`, `accept` (1 - TV), 0 behind the block. All positions of a block are
+    trained.
 
     The last H columns of `batch.hidden` are the policy's final hidden state; head [V, H] is the policy's. With `counts`
     of the first positions the batch is a share of a larger one, of which its anchors stand for all of its own bases.
@@ -68,10 +72,11 @@ def block_loss(
     here = [np.flatnonzero(np.isin(chosen, of_step)) for of_step in existing]  # anchors that have position k
     targets = [layout.base_rows[chosen[at]] + k for k, at in enumerate(here)]
     rows = DraftedRows.of(targets, head.device)
-    last = 0 if counts is None else len(counts) - 1
-    own = [len(existing[min(k, last)]) for k in drafted]
-    shares = [1.0 if counts is None else n / max(1, counts[min(k, last)]) for k, n in enumerate(own)]
-    per_row = [share / max(1, len(at)) for share, at in zip(shares, here, strict=True)]
+    own = [len(of_step) for of_step in existing]
+    whole = (own if counts is None else list(counts))[: len(own)]
+    share = sum(own[: len(whole)]) / max(1, sum(whole))
+    whole += own[len(whole) :]  # positions behind `counts` are in no metric
+    per_row = [n / max(1, total) / max(1, len(at)) for n, total, at in zip(own, whole, here, strict=True)]
     by_step = torch.tensor(per_row, dtype=torch.float32).to(head.device, non_blocking=True)
     anchors = layout.here(layout.base_rows[chosen])
     outputs = [model.output(batch.tokens, (anchors + k).clamp(max=len(batch.tokens) - 1), slots, k) for k in drafted]
@@ -81,7 +86,8 @@ def block_loss(
     if ids is not None:
         head, known = head.index_select(0, ids), torch.isin(batch.tokens.index_select(0, rows.policy + 1), ids)
     decay = loss.step_decay ** torch.arange(len(drafted), device=head.device)
-    scale, (states, before) = (decay * by_step)[rows.step], sorted_rows.tensor_split([size], 1)
+    scale = (decay * (share / max(1, sum(map(len, here)))))[rows.step]
+    states, before = sorted_rows.tensor_split([size], 1)
     given = states, head, (target, head, known), rows, scale, loss, temperature
     markov = (None, None) if model.markov_head is None else (before, model.markov_head.markov_w2.weight)
     selector = model.candidate_selector

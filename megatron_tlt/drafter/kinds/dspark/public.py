@@ -25,7 +25,9 @@ from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.dspark.config import BlockConfig
-from megatron_tlt.models.loader import open_tensors, weight_files
+from megatron_tlt.models.hf_fields import known_fields
+from megatron_tlt.models.hf_files import weight_files
+from megatron_tlt.models.loader import open_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +77,7 @@ def public_config(about: Mapping[str, Any], policy: ModelConfig, layers: tuple[i
     own |= {"architectures": [_ARCHITECTURES[family]], "model_type": family, "tie_word_embeddings": False}
     own |= {"vocab_size": policy.vocab_size, "num_hidden_layers": shape.layers}
     shape, size = replace(shape, aux_layers=shape.aux_layers or layers or ()), about.get("draft_vocab_size")
-    return BlockConfig.of(policy, shape, int(size or policy.vocab_size), ModelConfig.from_hf(own))
+    return BlockConfig.of(policy, shape, int(size or policy.vocab_size), ModelConfig.from_hf(known_fields(own)))
 
 
 def _family(about: Mapping[str, Any]) -> str:

@@ -30,6 +30,7 @@ from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.config import Eagle3Config, default_layers
+from megatron_tlt.models.hf_fields import known_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +69,7 @@ def public_config(
     own = layer_entries(about, given, _COMPUTED, _READ)
     own |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
     own |= {"vocab_size": policy.vocab_size, "eos_token_id": None, "quantization_config": None}
-    layer = replace(ModelConfig.from_hf(own), tie_word_embeddings=False)
+    layer = replace(ModelConfig.from_hf(known_fields(own)), tie_word_embeddings=False)
     widths = {layer.hidden_size, about.get("target_hidden_size") or layer.hidden_size}
     if widths != {policy.hidden_size}:
         raise CheckpointError(f"its hidden size is {sorted(widths)}, the policy's {policy.hidden_size}")

@@ -35,13 +35,19 @@ static void offer(Best *best, int n, float score, int32_t token) {
     best->token[i] = token;
 }
 
-/* The largest of `count` scores, and the sum of their exponentials below it. */
+/* The largest of `count` scores, and the sum of their exponentials below it: NaN where a score is NaN, which neither
+ * maximum nor vexp passes on. */
 static void measure(const float *x, int64_t count, Best *best) {
     vf top = vset(-INFINITY), sum = vzero();
-    for (int64_t i = 0; i < count; i += VW) top = vmax(top, vload(x + i));
+    vi strange = {0};
+    for (int64_t i = 0; i < count; i += VW) {
+        const vf score = vload(x + i);
+        top = vmax(top, score);
+        strange |= score != score;
+    }
     best->max = vmax_lanes(top);
     for (int64_t i = 0; i < count && best->max > -INFINITY; i += VW) sum = sum + vexp(vload(x + i) - vset(best->max));
-    best->sum = vsum(sum);
+    best->sum = any(strange) ? NAN : vsum(sum);
 }
 
 /* Unit = one segment of one row. Passes without branches keep several vectors in flight. */
@@ -92,7 +98,7 @@ int tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t s
         for (int64_t i = 0; i < segments; i++)
             if (p[i].max > max) max = p[i].max;
         for (int64_t i = 0; i < segments; i++)
-            if (p[i].sum > 0) sum += (double)p[i].sum * exp((double)p[i].max - max);
+            if (p[i].sum != 0) sum += (double)p[i].sum * exp((double)p[i].max - max);
         token[r] = p->token[0];
         const float x = logits[r * stride + token[r]] / (temperature[r] > 0 ? temperature[r] : 1.0f);
         logprob[r] = (float)((double)x - max - log(sum));

@@ -18,6 +18,7 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.models.config import EMBED, HEAD
+from megatron_tlt.rollout import drive
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import GenerateCall, Prompt, SamplingParams, WeightBucket
 
@@ -78,14 +79,15 @@ def toy_backend(process: ToyProcess, most: int) -> tuple[VllmBackend, ToyProcess
     return VllmBackend(process, weights, EngineOptions(rollout, MODEL, drafter=drafter)), process  # type: ignore[arg-type]
 
 
-def test_an_engine_has_as_many_requests_as_it_runs_at_once() -> None:
+def test_an_engine_has_as_many_requests_as_it_runs_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive, "_PROGRESS_EVERY_S", 0.0)
     prompts = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(4)]
     params = SamplingParams(max_tokens=4, seed=3)
     alone = toy_backend(ToyProcess(), 64)[0].generate(GenerateCall(prompts, params, 5))
     backend, process = toy_backend(ToyProcess(), 3)
     seen = []
     assert backend.generate(GenerateCall(prompts, params, 5, lambda *figures: seen.append(figures[:2]))) == alone
-    assert process.most == 3 and seen[0] == (3, 0) and seen[-1] == (0, 0)
+    assert process.most == 3 and max(seen)[0] == 3 and seen[-1] == (0, 0)
 
 
 class KeepingProcess(ToyProcess):

@@ -180,7 +180,7 @@ def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypa
     assert "--out = " in capsys.readouterr().err
     assert convert_hf_to_megatron.main([*there, "--dry-run"]) == 2
     assert convert_hf_to_megatron.main([*there, "--overwrite"]) == 0
-    wrong = {hf: "it holds what is read", str(tmp_path): "no directory with the config.json of a model"}
+    wrong = {hf: "it holds what is read", str(tmp_path): "no directory that `convert_hf_to_megatron` made"}
     for target, words in wrong.items():
         assert convert_hf_to_megatron.main(["--hf", hf, "--out", target, "--overwrite"]) == 2
         assert words in capsys.readouterr().err
@@ -192,7 +192,7 @@ def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypa
     for base, target in ((out, f"{out}/release"), (back, back)):
         wrong = ["--megatron", out, "--config", base, "--out", target, "--overwrite"]
         assert convert_megatron_to_hf.main(wrong) == 2
-        assert "it holds what is read" in capsys.readouterr().err
+        assert "is not replaced: " in capsys.readouterr().err
     assert convert_megatron_to_hf.main(["--megatron", hf, "--out", back + "2"]) == 2
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     assert convert_megatron_to_hf.main(["--megatron", out, "--out", back + "2"]) == 1  # failed: no bad input

@@ -1,0 +1,122 @@
+"""Values of a row's columns: prompts, messages and reference answers, as they are checked."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from datetime import date, datetime
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+from megatron_tlt.data.chat import Messages, as_messages, as_prompt
+from megatron_tlt.data.json_files import JsonNumber
+from megatron_tlt.errors import DataError
+from megatron_tlt.types import Answer
+
+_LARGEST_EXPONENT = 400  # beyond it a number keeps its exponent; that of a double is less
+
+
+def field_of(record: Mapping[str, Any], name: str) -> Any:
+    """The value of a column, or of a field of one for a name with dots; None where it is missing."""
+    if name in record:
+        return record[name]
+    first, _, rest = name.partition(".")
+    inner = record.get(first)
+    return field_of(inner, rest) if rest and isinstance(inner, Mapping) else None
+
+
+def columns_hint(record: Mapping[str, Any], wanted: str) -> str:
+    """The columns that there are, and the one whose name is nearest to `wanted`, for an error."""
+    if wanted in record:
+        return ": it is null"
+    close = difflib.get_close_matches(wanted, record, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else ""
+    return f"; there are {', '.join(map(repr, sorted(record))) or 'none'}{hint}"
+
+
+def checked_prompt(value: Any, field: str, where: str) -> str | Messages:
+    """A string, or the messages of a chat to respond to. Raises DataError."""
+    if isinstance(value, str) and value:
+        check_text(value, field, where)
+        return value
+    if isinstance(value, list):
+        return as_prompt(checked_messages(value, field, where))
+    found = type(value).__name__ if value != "" else "an empty string"
+    raise DataError(f"{where}: field {field!r} must be a string or a list of chat messages, found {found}")
+
+
+def checked_messages(value: Any, field: str, where: str) -> Messages:
+    """The messages of a column. Raises DataError."""
+    try:
+        messages = as_messages(value)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: field {field!r}: {error}") from error
+    check_text(messages, field, where)
+    return messages
+
+
+def check_text(value: Any, field: str, where: str) -> None:
+    """Raises DataError for a lone surrogate in a string, or in a string somewhere in lists and mappings.
+
+    JSON's escapes can write one, as half of a pair; UTF-8, and therefore a tokenizer, cannot.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            found = f"\\u{ord(value[error.start]):04x} at character {error.start}"
+            raise DataError(f"{where}: field {field!r} has a lone surrogate, {found}: no valid text") from error
+    elif isinstance(value, Mapping):
+        check_text([*value, *value.values()], field, where)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_text(item, field, where)
+
+
+def checked_answer(value: Any, field: str, where: str) -> Answer | None:
+    """The text of a reference answer, or of a list of acceptable ones; None: there is none. Raises DataError.
+
+    Numbers are spelled as in a JSON file, but without an exponent: 1e-05 is "0.00001", as responses spell it.
+    """
+    if value is None:
+        return None
+    try:
+        if isinstance(value, list) and not value:
+            raise ValueError("an empty list")
+        answer = tuple(map(_answer_text, value)) if isinstance(value, list) else _answer_text(value)
+    except ValueError as error:
+        allowed = "must be a string or a number, true or false, or a list of these that are all acceptable"
+        raise DataError(f"{where}: field {field!r} {allowed}, found {error}") from error
+    check_text(answer, field, where)
+    return answer
+
+
+def _answer_text(value: Any) -> str:
+    """Raises ValueError that says what was found."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, JsonNumber):
+        return _without_exponent(value.text)
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float | Decimal | np.floating):
+        if not math.isfinite(value):
+            raise ValueError(f"{value}, which is no number")
+        return _without_exponent(str(value))
+    if isinstance(value, date) and not isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, dict):
+        raise ValueError(f"an object with {', '.join(map(repr, value))}, of which FIELD.KEY names one")
+    raise ValueError("null in it" if value is None else type(value).__name__)
+
+
+def _without_exponent(text: str) -> str:
+    exponent = text.lower().partition("e")[2]
+    if not exponent or abs(int(exponent)) > _LARGEST_EXPONENT:
+        return text
+    return format(Decimal(text), "f")

@@ -1,0 +1,82 @@
+"""What a chat template writes around a text of the assistant, found by rendering made-up conversations.
+
+    ...<|im_start|>assistant\\n  4?  <|im_end|>  \\n<|im_start|>user\\n...
+    opening                     text  end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.errors import DataError
+
+PROMPT, TURN, OBSERVATION = "Prompt.", "made-up-turn", "Observation."
+_CONVERSATION = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": TURN}]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnForm:
+    """`opening`: the text before a turn; `head`: white space that the template writes between it and the turn's text;
+    `strips`: whether it leaves out white space around that.
+
+    `end`: the tokens behind the turn's text, up to the one that ends the turn; `tail`: the text they are of, with what
+    follows it in the same turn. `is_of_template`: false where the template ends no turn, and `end` is the tokenizer's
+    own eos_token.
+    """
+
+    opening: str
+    head: str
+    strips: bool
+    end: tuple[int, ...]
+    tail: str
+    is_of_template: bool
+
+    def rendered(self, text: str) -> str:
+        """A turn's text as the template writes it behind `opening`. Thoughts that a template leaves out stay."""
+        return self.head + (text.strip() if self.strips else text)
+
+
+def read_turn_form(tokenizer: HFTokenizer, chat: bool = True) -> TurnForm:
+    """The form of `tokenizer`'s chat template; without one, or not `chat`, or where it refuses: eos_token."""
+    if not (chat and tokenizer.has_chat_template):
+        return TurnForm("", "", False, (tokenizer.end_token_id,), "", False)
+    try:
+        opening = tokenizer.render_chat(_CONVERSATION[:1])
+        closed = tokenizer.render_closed(_CONVERSATION)
+        strips = closed == tokenizer.render_closed([_CONVERSATION[0], {"role": "assistant", "content": f" {TURN}\n"}])
+    except DataError:
+        opening, closed, strips = "", "", False
+    before, found, tail = closed.partition(TURN)
+    head = before.removeprefix(opening) if before.startswith(opening) else ""
+    end = _end(tokenizer, before + found, tail) if found else ()
+    head = "" if head.strip() else head
+    return TurnForm(opening, head, strips, end or (tokenizer.end_token_id,), tail, bool(end))
+
+
+def tokens_to_stop(tokens: list[int], stops: Collection[int]) -> tuple[int, ...]:
+    """`tokens` up to the first stop token; none without one."""
+    length = next((i for i, token in enumerate(tokens, 1) if token in stops), 0)
+    return tuple(tokens[:length])
+
+
+def _end(tokenizer: HFTokenizer, before: str, tail: str) -> tuple[int, ...]:
+    """The tokens behind a turn's text up to the first stop token, else up to the first special one that ends the last
+    turn and earlier ones, else up to a stop token that begins the next message.
+    """
+    last = tokenizer.encode_behind(before, tail)
+    earlier = tokenizer.encode_behind(before, _tail_before_user(tokenizer))
+    end = tokens_to_stop(last, tokenizer.special_ids)
+    is_same = not earlier or end == tokens_to_stop(earlier, tokenizer.special_ids)
+    stops = tokenizer.eos_token_ids
+    return tokens_to_stop(last, stops) or (end if is_same else ()) or tokens_to_stop(earlier, stops)
+
+
+def _tail_before_user(tokenizer: HFTokenizer) -> str:
+    """The text between an earlier turn and the next message's content; empty where the template refuses one."""
+    try:
+        text = tokenizer.render_chat([*_CONVERSATION, {"role": "user", "content": OBSERVATION}])
+    except DataError:
+        return ""
+    return text.partition(TURN)[2].partition(OBSERVATION)[0]

@@ -1,0 +1,159 @@
+"""Spellings of numbers in answers that math-verify does not read: currencies, markdown, units in words, Unicode.
+
+Everything here rewrites text; what two texts are worth to each other is `rewards.math`.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from decimal import Decimal
+
+_SPACES = re.compile(r"[\u00a0\u2000-\u200a\u202f\u205f\u3000]")
+_INVISIBLE = re.compile(r"[\u200b-\u200d\u2060\ufeff]")
+_SYMBOLS = str.maketrans(
+    {"−": "-", "﹣": "-", "－": "-", "⁄": "/", "∕": "/", "÷": "/", "×": "*", "·": "*", "⋅": "*", "∙": "*"}
+    | {"，": ",", "．": ".", "％": "%", "＝": "=", "（": "(", "）": ")", "∞": r"\infty ", "π": r"\pi "}
+)
+_DASH = re.compile(r"(?<![\w)}\]])[‐‑‒–](?=\s?[\d.\\$])")  # a minus sign, not a range
+_FRACTIONS = {c: f"{n}/{d}" for c, n, d in zip("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "112131234151357", "233445555668888")}
+_FRACTION = re.compile(rf"(\d*)\s?([{''.join(_FRACTIONS)}])")
+_MIXED = re.compile(r"(?<![\d.,/^{(*+-])(?<![/^*+-]\s)(\d+)\s+(\d+)/(\d+)(?![\d.,/^])")
+_POWERS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-"))
+_POWER = re.compile(f"([{''.join(_POWERS)}]+)")
+_ROOT = re.compile(r"√\s?(\d+(?:\.\d+)?|[A-Za-z]|\([^()]*\))")
+_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,3})(?![\w.])")
+_TIMES_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))")
+_PI = re.compile(r"(?<![A-Za-z\\{])pi(?![A-Za-z}])")
+_EMPHASIS = tuple(
+    re.compile(rf"(?<![\w)\]}}\\]){mark}(?![\s*_])([^\n]{{1,200}}?)(?<![\s*_]){mark}(?![\w(])")
+    for mark in (r"\*\*\*", r"\*\*", r"\*", "___", "__", "_", "`")
+)
+_QUOTES = "\"'“”‘’«»"
+_CURRENCY_COMMAND = re.compile(r"\\(?:pounds|euro|yen|textdollar|texteuro|textyen|textsterling)(?![A-Za-z])")
+_ESCAPED_DOLLAR = re.compile(
+    r"\\(?:text|mathrm)\{\s*\\?\$\s*\}|\\\$(?:\\[,;: ]|[\s~])*(?=-?[\d.])|(?<=\d)\s*\\\$"
+)
+_THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\})(?=\d{3}(?!\d))")
+_DOLLAR = re.compile(r"(?<!\\)\$")
+_CHOICE = re.compile(r"(?:(?i:option|choice|answer)[\s:]+)?\(?([A-Z])[).:]*")
+_SIGN = re.compile(r"(?<![\w)}])([-+])\s+(?=[\d.])")
+_MINUS = re.compile(r"(?:negative|minus)\s+(?=[\d.])", re.IGNORECASE)
+_BOXED = re.compile(r"\$*\\f?box(?:ed)?\{((?:[^{}]|\{[^{}]*\})*)\}\$*")
+_FLOAT_DIGITS = 15  # longer numbers stay powers of ten, which math-verify compares exactly
+_LONGEST = 300  # characters of a text that is one number among words
+_SMALL = re.compile(r"-?0?\.(0{5,})[1-9]")
+
+# One number or fraction: 1,000.50; 1 000; 1000,99; .5; 3/4; 2*10^3
+_DIGITS = r"(?:\d{1,3}(?:[ ,]\d{3})+(?!\d)(?:\.\d+)?|\d+[.,]\d+|\.\d+|\d+)"
+_NUMBER = rf"(?:[-+]\s?)?(?:{_DIGITS}(?:\s?/\s?{_DIGITS})?|\(\d+\+\d+/\d+\)|{_DIGITS}\s?\*\s?10\^\(?[-+]?\d{{1,3}}\)?)"
+_AROUND = r"""[^\d\\{}\[\]<>=|^+*/≠≤≥±√∈∪∩!-]"""  # words and their punctuation: nothing that calculates
+_SQUARE_UNIT = re.compile(r"(?<![A-Za-z])(?:[kcdmnµ]?m|ft|in|yd|mi)\s?\^\s?[({]?[23][)}]?")
+_UNIT_POWER = re.compile(r"(?<=[A-Za-zµΩ°])\s?\^\s?[({]?-?\d[)}]?")
+_REMARK = re.compile(r"\(\s*[A-Za-z][A-Za-z\s-]*\)")  # 16 (sixteen)
+_UNIT_SIGN = re.compile(r"(?<=[A-Za-zµΩ°%])\s?[/*-]\s?(?=[A-Za-z])")  # km/h, kg*m, foot-pounds
+_UNIT_LINK = re.compile(r"(?<=\d)(?:-|\s?/\s?)(?=[A-Za-z]{2})")  # 5-foot, 18/day
+_LEAD = re.compile(r"[A-Za-z][\w\s']{0,40}=\s*|.*(?:\b(?:is|are|was|were|equals)|\bit's|:)\s", re.DOTALL)
+_QUANTITY = re.compile(rf"({_AROUND}*?)({_NUMBER})(\s?%)?({_AROUND}*)")
+# Words by which a text with one number means another value.
+_CHANGES_VALUE = re.compile(
+    r"\b(?:not|never|isn|cannot|nor|neither|than|minus|negative|half|squared|cubed|factorial|mod|modulo"
+    r"|sqrt|root|sin|cos|tan|cot|sec|csc|log|ln|lg|exp|pi|max|min|gcd|lcm)\b",
+    re.IGNORECASE,
+)
+_GLUED = re.compile(r"[A-Za-z]{1,2}(?![A-Za-z])|\(")  # behind a number without a space: 18x, 7(2)
+# A variable: neither the article nor a unit (volt, newton, gram ..).
+_LONE_LETTER = re.compile(r"(?<![A-Za-z'’.])[b-fi-kn-rt-zBDEGHIMO-UX-Z](?![A-Za-z'’.])")
+_DENIED = re.compile(
+    r"(?:\bnot|n't|n’t|\bnever)\s*(?:equal\s+to|equals?|be|exactly)?\s*\$?[^\w\s.]?\s?-?[\d.,]*\d\)?\$?[\s\w.%]{0,24}",
+    re.IGNORECASE,
+)
+
+
+def plain(text: str) -> str:
+    """`text` with Unicode's spaces, signs, digits, fractions, powers and roots, `1e3`, `1 1/2`, `\\$5` and `pi` in the
+    spelling that math-verify reads, and without markdown's emphasis. Mathematics in LaTeX stays as it is.
+    """
+    text = _INVISIBLE.sub("", _SPACES.sub(" ", text))
+    if not text.isascii():
+        text = _ascii(text)
+    text = _ESCAPED_DOLLAR.sub("", _CURRENCY_COMMAND.sub("", _THOUSANDS.sub(",", text)))
+    for emphasis in _EMPHASIS:
+        text = emphasis.sub(r"\1", text)
+    text = _TIMES_TEN.sub("*", text).replace("**", "^")
+    text = _SCIENTIFIC.sub(lambda found: _written_out(found[0]), text)
+    text = _MIXED.sub(r"(\1+\2/\3)", text)
+    return _PI.sub(r"\\pi ", text).strip()
+
+
+def plain_answer(text: str) -> str:
+    """`plain` of a text that is an answer and nothing else: without quotes, currency signs and the final period."""
+    text = plain(text).strip(_QUOTES + " \n\t").rstrip(".;, \\")
+    if boxed := _BOXED.fullmatch(text):
+        text = boxed[1]
+    if len(_DOLLAR.findall(text)) % 2:  # the sign of a currency: those of mathematics are pairs
+        text = _DOLLAR.sub(" ", text)
+    text = "".join(" " if unicodedata.category(c) == "Sc" and c != "$" else c for c in text)
+    text = _MINUS.sub("-", _SIGN.sub(r"\1", text)).strip()
+    letter = _CHOICE.fullmatch(text)
+    return letter[1] if letter else text
+
+
+def is_comparable(reference: str) -> bool:
+    """Whether a response can equal the reference answer: it has a letter, a digit or a command of LaTeX."""
+    return any(c.isalnum() or c == "\\" for c in plain_answer(reference))
+
+
+def quantity(text: str) -> str | None:
+    """The number, fraction or percentage of an answer that is one number among words, as in "50 km/h"; else None.
+
+    Words behind the number are its unit, whatever they are. None for anything that calculates ("x + 18", "18x"), for
+    several numbers ("18 or 19", "(1, 18)") and for words that deny or change the number.
+    """
+    if len(text) > _LONGEST:
+        return None
+    text = _UNIT_POWER.sub("", _SQUARE_UNIT.sub(" units", text))
+    text = _UNIT_LINK.sub(" ", _UNIT_SIGN.sub("", text))
+    found = _QUANTITY.fullmatch(_REMARK.sub(" ", text))
+    if found is None:
+        return None
+    before, number, percent, behind = found.groups()
+    words = f"{before} {behind}"
+    if _CHANGES_VALUE.search(words) or _GLUED.match(behind) or before[-1:].isalpha() or _LONE_LETTER.search(words):
+        return None
+    return number.replace("- ", "-").replace("+ ", "").lstrip("+") + ("%" if percent else "")
+
+
+def last_clause(text: str) -> str:
+    """The text behind its last "is", "=" after words, or colon: "x = 18 cm" and "the sum is 18 cm" end in "18 cm"."""
+    lead = _LEAD.match(text)
+    return text[lead.end() :] if lead else text
+
+
+def decimals(number: str | None) -> int:
+    """Decimals to which a number is compared: math-verify's 6, and two behind the first digit of a smaller number."""
+    small = _SMALL.match(number or "")
+    return len(small[1]) + 3 if small else 6
+
+
+def is_denial(text: str) -> bool:
+    """Whether the text ends by saying which number the answer is not."""
+    return any(found.end() == len(text) for found in _DENIED.finditer(text))
+
+
+def _ascii(text: str) -> str:
+    text = _DASH.sub("-", text.translate(_SYMBOLS))
+    text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
+    text = _FRACTION.sub(lambda found: f"{found[1]} {_FRACTIONS[found[2]]}" if found[1] else _FRACTIONS[found[2]], text)
+    text = _POWER.sub(lambda found: "^" + _braced("".join(_POWERS[c] for c in found[1])), text)
+    return _ROOT.sub(r"\\sqrt{\1}", text)
+
+
+def _braced(exponent: str) -> str:
+    return exponent if len(exponent) == 1 else f"{{{exponent}}}"
+
+
+def _written_out(number: str) -> str:
+    digits = format(Decimal(number), "f")
+    mantissa, _, exponent = number.lower().partition("e")
+    return digits if len(digits) <= _FLOAT_DIGITS else f"{mantissa}*10^{{{int(exponent)}}}"

@@ -1,0 +1,131 @@
+"""A run's chat template, stop strings and reward patterns against its tokenizer's files. Imports no `transformers`.
+
+`check` and every start call it; a tokenizer that is not on this machine is not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data.chat import Messages, with_system
+from megatron_tlt.data.chat_template import ChatTemplate
+from megatron_tlt.data.special_tokens import pattern_problem, special_tokens_of, stop_problems
+from megatron_tlt.errors import CheckpointError, ConfigProblem, DataError
+from megatron_tlt.trainer.chat_settings import template_settings
+
+# Renders a prompt with tools. Raises DataError.
+Renderer: TypeAlias = Callable[[str | Messages, Sequence[dict[str, Any]]], str]
+
+
+def chat_problems(config: Config | SftConfig) -> list[ConfigProblem]:
+    """A chat template that cannot be used, variables without one, and special tokens in stop strings and patterns."""
+    directory = _directory(config)
+    if directory is None:
+        return []
+    try:
+        problems = _special_token_problems(config, directory) if isinstance(config, Config) else []
+    except CheckpointError as error:
+        problems = [ConfigProblem("model.tokenizer", str(directory), str(error))]
+    render, unusable = prompt_renderer(config)
+    if render is not None and isinstance(config, Config) and config.data.train.path is None:
+        try:
+            render("Prompt.", ())  # tasks and environments have no rows to render
+        except DataError as error:
+            unusable = [ConfigProblem("data.chat_template", True, str(error))]
+    return problems + unusable
+
+
+def template_problems(directory: Path, field: str, kwargs_field: str, kwargs: dict[str, Any]) -> list[ConfigProblem]:
+    """A chat template in `directory` that cannot be used at all; `kwargs` without one."""
+    try:
+        template = ChatTemplate.read(directory)
+        if template is not None:
+            template.variables()
+    except CheckpointError as error:
+        return [ConfigProblem(field, True, f"needs a template that can be used: {error}")]
+    if template is None and kwargs:
+        return [ConfigProblem(kwargs_field, kwargs, f"needs a chat template, and {directory} has none")]
+    return []
+
+
+def generation_chat_problems(
+    model: Path, chat: bool, kwargs: dict[str, Any], stops: Sequence[str]
+) -> list[ConfigProblem]:
+    """A chat template that `generate --chat` cannot use, and special tokens in stop strings."""
+    if not model.is_dir():
+        return []
+    problems = template_problems(model, "--chat", "--chat-template-kwargs", kwargs) if chat else []
+    try:
+        return [*problems, *stop_problems("--stop", stops, special_tokens_of(model) if stops else frozenset())]
+    except CheckpointError as error:
+        return [*problems, ConfigProblem("--model", str(model), str(error))]
+
+
+def chat_warnings(config: Config | SftConfig) -> list[str]:
+    """Variables that the run's chat template does not read, and a template in a file that tokenizers do not read.
+
+    For a configuration without problems.
+    """
+    directory = _directory(config)
+    name, section = ("data", config.data) if isinstance(config, Config) else ("sft", config.sft)
+    if directory is None or not section.chat_template:
+        return []
+    of_processor = directory / "chat_template.json"
+    if of_processor.is_file() and ChatTemplate.read(directory) is None:
+        return [(f"{of_processor} is read for processors of images only, so prompts have no chat template; "
+                "its text in chat_template.jinja would be used")]  # fmt: skip
+    return unread_warnings(directory, f"{name}.chat_template_kwargs", section.chat_template_kwargs)
+
+
+def unread_warnings(directory: Path, field: str, kwargs: dict[str, Any]) -> list[str]:
+    """A line for each of `kwargs` that the chat template in `directory` does not read."""
+    template = ChatTemplate.read(directory) if kwargs else None
+    if template is None:
+        return []
+    read, lines = template.variables(), []
+    for key in sorted(kwargs.keys() - read):
+        close = get_close_matches(key, read, n=1)
+        hint = f"; it reads {close[0]!r}" if close else ""
+        lines.append(f"{field}: the chat template in {directory} does not read {key!r}, which changes nothing{hint}")
+    return lines
+
+
+def prompt_renderer(config: Config | SftConfig) -> tuple[Renderer | None, list[ConfigProblem]]:
+    """Renders prompts as the run will; None without a chat template here, or with one that cannot be used, and why."""
+    directory = _directory(config)
+    name, section = ("data", config.data) if isinstance(config, Config) else ("sft", config.sft)
+    if directory is None or not section.chat_template:
+        return None, []
+    field = f"{name}.chat_template"
+    if problems := template_problems(directory, field, f"{field}_kwargs", section.chat_template_kwargs):
+        return None, problems
+    template = ChatTemplate.read(directory, template_settings(config))
+    system = config.data.system_prompt if isinstance(config, Config) else None
+
+    def render(prompt: str | Messages, tools: Sequence[dict[str, Any]] = ()) -> str:
+        assert template is not None, "render is not handed out"
+        messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+        return template.render(with_system(messages, system), tools)
+
+    return (None if template is None else render), []
+
+
+def _special_token_problems(config: Config, directory: Path) -> list[ConfigProblem]:
+    stops = config.rollout.stop
+    functions = config.rewards.functions
+    patterns = {f"rewards.functions.{i}.pattern": f.pattern for i, f in enumerate(functions) if f.pattern is not None}
+    if not (stops or patterns):
+        return []
+    special = special_tokens_of(directory)
+    found = [pattern_problem(field, pattern, special) for field, pattern in patterns.items()]
+    return [*stop_problems("rollout.stop", stops, special), *(problem for problem in found if problem is not None)]
+
+
+def _directory(config: Config | SftConfig) -> Path | None:
+    """The tokenizer's directory, if it is on this machine."""
+    directory = Path(config.model.tokenizer or config.model.path)
+    return directory if directory.is_dir() else None

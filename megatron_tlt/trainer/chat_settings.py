@@ -1,0 +1,60 @@
+"""What a run gives to its chat template: variables, and one date from its first start on."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.run import UNFINISHED
+from megatron_tlt.data.chat_template import TemplateSettings
+
+if TYPE_CHECKING:
+    from megatron_tlt.distributed.together import Ranks
+
+RootT = TypeVar("RootT", Config, SftConfig)
+CONFIG_FILE = "config.json"
+
+
+def template_settings(config: Config | SftConfig) -> TemplateSettings:
+    """For the tokenizer of a run."""
+    section = config.data if isinstance(config, Config) else config.sft
+    return TemplateSettings(section.model_dump(mode="json")["chat_template_kwargs"], section.chat_template_date)
+
+
+def with_date(config: RootT, ranks: Ranks, unfinished: Path | None = None) -> RootT:
+    """The configuration with a date for templates that show today's, the same on every rank. Collective.
+
+    A run that goes on or is evaluated keeps the date of its first start: else its prompts would change overnight.
+    `unfinished`: a directory that `write_config` has written to, which comes before the run's.
+    """
+    name, section = ("data", config.data) if isinstance(config, Config) else ("sft", config.sft)
+    if section.chat_template_date is not None:
+        return config
+    found = (_recorded(config, name, unfinished) or date.today()) if ranks.is_main else None
+    dated = section.model_copy(update={"chat_template_date": ranks.broadcast_object(found)})
+    return config.model_copy(update={name: dated})
+
+
+def write_config(config: Config | SftConfig, directory: Path) -> None:
+    """Records a training's configuration in the directory from which the training goes on."""
+    text = json.dumps(config.model_dump(mode="json"), indent=2)
+    (directory / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def _recorded(config: Config | SftConfig, section: str, unfinished: Path | None) -> date | None:
+    """The date in config.json of the run that goes on; None where none does."""
+    resume = config.checkpoint.resume
+    run_dir = Path(config.train.run_dir) if isinstance(config, Config) else Path(config.sft.out) / UNFINISHED
+    if resume == "never":
+        return None
+    named = None if resume == "auto" else Path(resume).absolute().parent.parent  # RUN/checkpoints/STEP
+    for directory in filter(None, (unfinished, run_dir, named)):
+        try:
+            about: Any = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+            return date.fromisoformat(about[section]["chat_template_date"])
+        except (OSError, ValueError, LookupError, TypeError):  # no run yet, or one of an older version
+            continue
+    return None

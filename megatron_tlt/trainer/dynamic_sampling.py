@@ -1,0 +1,92 @@
+"""Dynamic sampling: the groups that a step keeps (DAPO, 2503.14476, equation 11), and those that it drops."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_tlt.errors import TrainingError
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.algorithm import AlgorithmSection
+    from megatron_tlt.types import SampleGroup
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Groups without a gradient, and the rewards of their responses before overlong shaping."""
+
+    groups: int = 0
+    responses: int = 0  # that were judged
+    reward: float = 0.0  # sum
+    correct: int = 0
+
+    @classmethod
+    def of(cls, groups: Sequence[SampleGroup]) -> Dropped:
+        """Those of dropped `groups`."""
+        rewards = [reward for group in groups for reward in group.judged()]
+        return cls(len(groups), len(rewards), sum(r.value for r in rewards), sum(r.correct for r in rewards))
+
+    def __add__(self, other: Dropped) -> Dropped:
+        return Dropped(
+            self.groups + other.groups,
+            self.responses + other.responses,
+            self.reward + other.reward,
+            self.correct + other.correct,
+        )
+
+    @property
+    def mean_reward(self) -> float:
+        """Of their responses; 0 without any."""
+        return self.reward / max(1, self.responses)
+
+    def __str__(self) -> str:
+        if not self.responses:
+            return f"{self.groups} groups, of which no response was judged"
+        share = self.correct / self.responses
+        why = {0.0: ": all wrong, prompts too hard or answers not found", 1.0: ": all right, prompts too easy"}
+        return (
+            f"{self.groups} groups with equal rewards, mean reward {self.mean_reward:.4g}, "
+            f"{share:.1%} of responses correct{why.get(share, '')}"
+        )
+
+
+class EmptySteps:
+    """Counts steps in a row in which no group was kept. All ranks count alike."""
+
+    def __init__(self, section: AlgorithmSection, is_main: bool):
+        self._limit, self._is_main = section.max_empty_steps, is_main
+        self._count, self._last = 0, Dropped()
+
+    def look(self, step: int, rounds: int, num_kept: int, dropped: Dropped) -> dict[str, float]:
+        """After the rollouts of `step` (1-based), from figures over all ranks: counts an empty step. Rank 0 logs a
+        warning of it and returns metrics, for ranks' metrics are added up.
+        """
+        self._count, self._last = (0 if num_kept else self._count + 1), dropped
+        if not self._is_main:
+            return {}
+        if not num_kept:
+            _log.warning("step %d: dynamic sampling kept no group in %d rollouts: %s", step, rounds, dropped)
+        row = {
+            "sampling/rounds": float(rounds),
+            "sampling/kept_groups": float(num_kept),
+            "sampling/dropped_groups": float(dropped.groups),
+            "sampling/empty_in_a_row": float(self._count),
+        }
+        if dropped.responses:
+            row["sampling/dropped_reward"] = dropped.mean_reward
+            row["sampling/dropped_accuracy"] = dropped.correct / dropped.responses
+        return row
+
+    def check(self) -> None:
+        """Raises TrainingError on every rank after `algorithm.max_empty_steps` such steps in a row."""
+        if self._limit and self._count >= self._limit:
+            raise TrainingError(
+                f"dynamic sampling kept no group in {self._count} steps in a row (algorithm.max_empty_steps = "
+                f"{self._limit}), the last of {self._last}. Change the prompts, the rewards or "
+                "rollout.samples_per_prompt"
+            )

@@ -1,0 +1,190 @@
+"""The tokenizer on this machine against the model: tokens without a row in the embedding, and turns that never end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_tlt.backends.base import end_tokens
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data.completions import encoded_records
+from megatron_tlt.data.prompts import PromptStream, open_source
+from megatron_tlt.data.tokenizer import HFTokenizer, has_tokenizer
+from megatron_tlt.data.turn_form import PROMPT, TURN, read_turn_form
+from megatron_tlt.envs.build import environment_tools
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.trainer.chat_settings import template_settings
+from megatron_tlt.trainer.environments import turn_tokens
+
+
+def open_tokenizer(config: Config | SftConfig) -> HFTokenizer:
+    """The tokenizer of the model, or the one named beside it. Raises CheckpointError, ConfigError."""
+    rows = ModelConfig.from_hf(config.model.path).vocab_size
+    return HFTokenizer(_source(config)[1], rows, template_settings(config))
+
+
+def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
+    """A tokenizer on this machine that cannot be read or is not the model's, and prompts or records with tokens that
+    the model lacks.
+    """
+    field, source = _source(config)
+    if not source.is_dir():
+        return []
+    if not has_tokenizer(source):
+        allowed = "has no tokenizer files (tokenizer.json or its older kinds); model.tokenizer may name a directory"
+        return [ConfigProblem(field, str(source), allowed)]
+    if (model := _model(config)) is None:
+        return []
+    try:
+        tokenizer = HFTokenizer(source, model.vocab_size, template_settings(config))
+    except CheckpointError as error:
+        return [ConfigProblem(field, str(source), str(error))]
+    found = embedding_problems(field, tokenizer, model.vocab_size, chat=_is_chat(config))
+    return found or (_record_problems(config, tokenizer) if tokenizer.tokens_beyond else [])
+
+
+def embedding_problems(field: str, tokenizer: HFTokenizer, rows: int, *, chat: bool) -> list[ConfigProblem]:
+    """A tokenizer of another model, or one with special tokens beyond the embedding's rows. `chat`: with a chat
+    template that is used.
+    """
+    beyond = tokenizer.tokens_beyond
+    if own := [token for token in beyond if token not in tokenizer.added_tokens]:
+        first = f"the first is {own[0]!r} with id {tokenizer.vocabulary()[own[0]]}"
+        where = f"the model's embedding, which has {rows}"
+        texts = [f"is the tokenizer of another model: {len(own)} of its tokens have no row in {where}; {first}"]
+    else:
+        there = f"but the model's embedding has {rows} rows"
+        roles = tokenizer.special_roles.items()
+        texts = [f"its {role} has id {number}, {there}" for number, role in roles if number >= rows]
+    if not texts and beyond and chat:
+        texts = _template_problems(tokenizer)
+    return [ConfigProblem(field, tokenizer.name, text) for text in texts]
+
+
+def _template_problems(tokenizer: HFTokenizer) -> list[str]:
+    """Tokens of the chat template itself that have no row."""
+    try:
+        text = tokenizer.render_closed([{"role": "user", "content": PROMPT}, {"role": "assistant", "content": TURN}])
+    except (CheckpointError, DataError):  # no template, or one for other conversations
+        return []
+    try:
+        tokenizer.encode(text)
+    except DataError as error:
+        return [f"its chat template writes a token that the model lacks: {error}"]
+    return []
+
+
+def _record_problems(config: Config | SftConfig, tokenizer: HFTokenizer) -> list[ConfigProblem]:
+    """Prompts or records on this machine that cannot be encoded. Encodes all of them."""
+    problems: list[ConfigProblem] = []
+    if isinstance(config, SftConfig):
+        sft, most = config.sft, config.model.max_context
+        for field, path, split in (("train", sft.train_path, sft.train_split), ("eval", sft.eval_path, sft.eval_split)):
+            try:
+                if path is not None and Path(path).exists():
+                    list(encoded_records(sft, Path(path), split, tokenizer, most))
+            except DataError as error:
+                problems.append(ConfigProblem(f"sft.{field}_path", path, str(error)))
+        return problems
+    data = config.data
+    for field, source in (("data.train", data.train), ("data.eval", data.eval)):
+        try:
+            if source is not None and source.path is not None and Path(source.path).exists():
+                PromptStream(
+                    open_source(source, field, seed=0),
+                    tokenizer,
+                    seed=0,
+                    shuffle=False,
+                    chat=data.chat_template,
+                    system=data.system_prompt,
+                    max_prompt_tokens=data.max_prompt_tokens,
+                    long_prompts=data.long_prompts,
+                ).check_rows()
+        except DataError as error:
+            problems.append(ConfigProblem(f"{field}.path", source and source.path, str(error)))
+        except ConfigError as error:
+            problems += error.problems
+    return problems
+
+
+def turn_problems(config: Config | SftConfig) -> list[ConfigProblem]:
+    """A chat template on this machine that does not fit the configuration's environment. Imports the environment."""
+    if isinstance(config, SftConfig) or config.env is None or _model(config) is None:
+        return []
+    try:
+        turn_tokens(config.env, open_tokenizer(config), environment_tools(config.env), chat=_is_chat(config))
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def tokenizer_warnings(config: Config | SftConfig) -> list[str]:
+    """Warnings about the tokenizer of a configuration without problems; none where model or tokenizer is not here."""
+    source, model = _source(config)[1], _model(config)
+    if model is None or not has_tokenizer(source):
+        return []
+    stop = config.rollout.stop if isinstance(config, Config) else ()
+    setting = "rollout.stop" if isinstance(config, Config) else None
+    tokenizer = HFTokenizer(source, model.vocab_size, template_settings(config))
+    return warnings_of(tokenizer, model, _is_chat(config), stop, setting)
+
+
+def warnings_of(
+    tokenizer: HFTokenizer, model: ModelConfig, chat: bool, stop: Sequence[str], setting: str | None
+) -> list[str]:
+    """Tokens without a row, and (`chat`) a chat template that ends turns without a stop token.
+
+    `stop`: strings that end a response; `setting`: the name of their setting.
+    """
+    found = []
+    if beyond := tokenizer.tokens_beyond:
+        first = f"the first is {beyond[0]!r} with id {tokenizer.vocabulary()[beyond[0]]}"
+        where = f"no row in the model's embedding, which has {model.vocab_size}"
+        found.append(
+            f"{len(beyond)} added tokens of {tokenizer.name} have {where} ({first}): a text with one of them is refused"
+        )
+    if chat and (text := _end_warning(tokenizer, end_tokens(model, tokenizer), stop, setting)) is not None:
+        found.append(text)
+    return found
+
+
+def _end_warning(
+    tokenizer: HFTokenizer, stops: Sequence[int], stop: Sequence[str], setting: str | None
+) -> str | None:
+    """A template that ends turns with another token than a stop token, or with a text."""
+    form = read_turn_form(tokenizer)
+    end = form.end[-1]
+    if any(text in form.tail for text in stop) or (form.is_of_template and end in stops):
+        return None
+    if form.is_of_template:
+        name = tokenizer.token(end)
+        help_ = f"add {end} to eos_token_id in {Path(tokenizer.name) / 'generation_config.json'}"
+    elif setting is not None and form.tail.strip():
+        name, help_ = form.tail.strip(), f"name it in {setting}"
+    else:
+        return None
+    those = ", ".join(repr(tokenizer.token(number)) for number in stops)
+    return (
+        f"the chat template of {tokenizer.name} ends a turn of the assistant with {name!r}, which is no stop token "
+        f"({those}): a response runs on to the longest length allowed. To end it there, {help_}"
+    )
+
+
+def _source(config: Config | SftConfig) -> tuple[str, Path]:
+    """The tokenizer's field and directory."""
+    if config.model.tokenizer:
+        return "model.tokenizer", Path(config.model.tokenizer)
+    return "model.path", Path(config.model.path)
+
+
+def _model(config: Config | SftConfig) -> ModelConfig | None:
+    """The model's description; None where it is not on this machine or cannot be read."""
+    try:
+        return ModelConfig.from_hf(config.model.path)
+    except (CheckpointError, ConfigError):
+        return None
+
+
+def _is_chat(config: Config | SftConfig) -> bool:
+    return config.data.chat_template if isinstance(config, Config) else config.sft.chat_template

@@ -1,0 +1,217 @@
+"""Wrong commands as new users type them: refused by name with code 2, and nothing of theirs is changed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.backends.build import build_backend
+from megatron_tlt.backends.options import EngineOptions
+from megatron_tlt.cli.drafter import _given_responses
+from megatron_tlt.cli.export import problems_of
+from megatron_tlt.cli.main import main
+from megatron_tlt.config.checks.files import note_maker, output_directory_problems
+from megatron_tlt.config.checks.run import find_problems
+from megatron_tlt.config.load import build_config, load_config
+from megatron_tlt.config.yaml_reader import parse_yaml
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.config import ModelConfig
+from tests.helpers.mpi import ROOT
+
+QUICKSTART, SFT = str(ROOT / "configs/quickstart.yaml"), str(ROOT / "configs/sft-demo.yaml")
+POLICY = ROOT / "assets/demo-policy"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a downloaded model, a file of notes and prompts, and a run."""
+    monkeypatch.chdir(ROOT)
+    shutil.copytree(POLICY, tmp_path / "model")
+    (tmp_path / "model/made_by.json").unlink()
+    (tmp_path / "notes.jsonl").write_text('{"prompt": "1 + 1"}\n')
+    (tmp_path / "run").mkdir()
+    config = {"model": {"path": str(POLICY)}, "train": {}, "rollout": {}}
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def content(place: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+DIRECTORIES = {
+    "train": ["check", QUICKSTART, "train.run_dir=OUT"],
+    "sft": ["check", SFT, "--sft", f"model.path={POLICY}", "sft.out=OUT"],
+    "drafter train": ["drafter", "train", QUICKSTART, "--out", "OUT"],
+}
+FILES = {
+    "drafter eval": ["drafter", "eval", QUICKSTART, "--drafter", str(ROOT / "assets/demo-drafter"), "--out", "OUT"],
+    "eval": ["eval", QUICKSTART, "--out", "OUT", "--overwrite"],
+    "generate": [*(f"generate --model {POLICY} --prompts PLACE/notes.jsonl".split()), "--out", "OUT", "--overwrite"],
+    "generate --stats": [*(f"generate --model {POLICY} --prompts p --out o --overwrite".split()), "--stats", "OUT"],
+    "report": ["report", "PLACE/run", "-o", "OUT"],
+    "timeline": ["timeline", "PLACE/run", "-o", "OUT"],
+    "simulate": ["simulate", "configs/sim/paper-7b.yaml", "--out", "OUT"],
+    "simulate --report": ["simulate", "configs/sim/paper-7b.yaml", "--report", "OUT"],
+}
+
+
+def refused(command: list[str], place: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The words with which a command on `out` ends, with code 2 and every file as it was."""
+    before = content(place)
+    words = [word.replace("OUT", str(out)).replace("PLACE", str(place)) for word in command]
+    assert main(words) == 2
+    assert content(place) == before
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", DIRECTORIES)
+def test_no_command_writes_into_a_model(command, place, capsys):
+    """Before, `drafter train` and `sft` made a directory of two models' files of it."""
+    said = refused(DIRECTORIES[command], place, place / "model", capsys)
+    assert f"= '{place / 'model'}': holds chat_template.jinja, config.json, generation_config.json, and 3 more" in said
+    link = place / "link"
+    link.symlink_to("model")
+    assert f"= '{link}': " in refused(DIRECTORIES[command], place, link, capsys)
+    file = place / "notes.jsonl"
+    assert f"= '{file}': " in refused(DIRECTORIES[command], place, file, capsys)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_an_export_replaces_exports_only(adapter, place):
+    def said() -> str:
+        problems = problems_of(load_config(QUICKSTART, [f"train.run_dir={place}/r"]), place / "model", True, adapter)
+        return next((p.allowed for p in problems if p.path == "--out"), "")
+
+    command = "export --adapter" if adapter else "export"
+    assert f"no directory that `{command}` made" in said()
+    note_maker(place / "model", "sft")
+    assert f"no directory that `{command}` made" in said()
+    note_maker(place / "model", command)
+    assert not said()
+
+
+@pytest.mark.parametrize("command", FILES)
+@pytest.mark.parametrize("target", ["notes.jsonl", "model/config.json", "model/model.safetensors", "run/config.json"])
+def test_no_command_replaces_another_file(command, target, place, capsys):
+    said = refused(FILES[command], place, place / target, capsys)
+    assert f"= '{place / target}': is not replaced" in said
+    assert f"= '{place}': is a directory" in refused(FILES[command], place, place, capsys)
+
+
+def test_a_command_writes_into_its_own_output_and_into_nothing(tmp_path):
+    def problems(command: str) -> list[str]:
+        return [p.allowed for p in output_directory_problems("--out", tmp_path, command)]
+
+    commands = ["train", "sft", "drafter train", "export"]
+    assert not any(map(problems, commands))
+    (tmp_path / "slurm-7.out").write_text("a launcher's")
+    (tmp_path / "my.yaml").write_text("a: 1")
+    assert not any(map(problems, commands))
+    for maker in commands:
+        note_maker(tmp_path, maker)
+        assert [command for command in commands if not problems(command)] == [maker]
+
+
+@pytest.mark.parametrize(
+    ("files", "maker"),
+    [(["lock"], "train"), (["unfinished/lock"], "sft"), (["unfinished/state.safetensors"], "drafter train")],
+)
+def test_a_stopped_command_goes_on_in_its_own_directory(tmp_path, files, maker):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    commands = ["train", "sft", "drafter train"]
+    assert [c for c in commands if not output_directory_problems("--out", tmp_path, c)] == [maker]
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    assert all(output_directory_problems("--out", tmp_path, c) for c in commands)
+
+
+def test_outputs_of_before_are_replaced(tmp_path, capsys, monkeypatch):
+    """Those that are made again from their inputs, as each command writes them."""
+    monkeypatch.chdir(ROOT)
+    out, page = tmp_path / "o.json", tmp_path / "p.html"
+    command = ["simulate", "configs/sim/paper-7b.yaml", "--out", str(out), "--report", str(page)]
+    for _ in range(2):
+        assert main(command) == 0
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1, "reward/mean": 0.5}\n')
+    assert main(["report", str(tmp_path), "-o", str(page)]) == 0
+    out.write_bytes(gzip.compress(b'{"displayTimeUnit":"ms","traceEvents":[\n]}\n'))
+    assert main(["timeline", str(tmp_path), "-o", str(out)]) == 2
+    assert "has no event logs" in capsys.readouterr().err, "the file is a timeline's"
+
+
+def test_an_input_is_no_output(place, capsys):
+    prompts, out = place / "notes.jsonl", place / "new"
+    given = ["generate", "--model", str(POLICY), "--prompts", str(prompts), "--overwrite"]
+    assert "this command reads it" in refused([*given, "--out", str(prompts)], place, out, capsys)
+    same = [*given, "--out", str(out), "--stats", str(out)]
+    assert "must be another file than --out" in refused(same, place, out, capsys)
+    drafter = place / "drafter"
+    shutil.copytree(ROOT / "assets/demo-drafter", drafter)
+    again = ["drafter", "train", QUICKSTART, "--out", str(drafter), "--drafter", str(drafter)]
+    assert "it holds what `drafter train` reads" in refused(again, place, out, capsys)
+    note_maker(place / "model", "sft")
+    tune = ["check", SFT, "--sft", f"model.path={place / 'model'}", f"sft.out={place / 'model'}"]
+    assert "it holds what `sft` reads" in refused(tune, place, out, capsys)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "more"),
+    [
+        ("rollout.block_size", 5, ()),
+        ("rollout.block_size", 8, ("rollout.kernels=native",)),
+        ("rollout.kernels", "native", ("rollout.dtype=bf16",)),
+        ("rollout.speculation.draft_vocab_size", 10**6, ("rollout.speculation.drafter_path=null",)),
+        ("model.max_context", 10**6, ()),
+    ],
+)
+def test_check_refuses_what_a_start_refuses(field, value, more, capsys, monkeypatch):
+    """By the same field, before anything is written."""
+    monkeypatch.chdir(ROOT)
+    setting = [f"{field}={value}", *more]
+    assert main(["check", QUICKSTART, *setting]) == 2
+    assert f"{field} = " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["rollout.block_size=5", "rollout.block_size=8"])
+def test_the_engine_refuses_by_the_sections_name(setting, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(QUICKSTART, [setting, "rollout.speculation={drafter: none}"])
+    with pytest.raises(ConfigError) as caught:
+        build_backend(EngineOptions(config.rollout, config.model, tokenizer=None))
+    (problem,) = caught.value.problems
+    shape = ModelConfig.from_hf(config.model.path).architecture
+    assert problem.path in {p.path for p in find_problems(config, shape, 2, "cpu")}
+
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefg", "bcdefgh", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(BOMB, "has more than"), ("a: &a [*a]\n", "within itself"), (f"a: {'[' * 900}{']' * 900}", "nested too deep")],
+)
+def test_a_file_of_endless_values_is_refused_at_once(text, said):
+    """Before, a few aliases in aliases kept the command busy for minutes."""
+    with pytest.raises(ConfigError, match=said):
+        parse_yaml(text, "x.yaml")
+
+
+def test_keys_that_are_no_text_are_unknown_ones():
+    with pytest.raises(ConfigError, match="1 = 1: unknown key"):
+        build_config({1: 2, "model": {"path": "m"}})
+
+
+def test_responses_that_are_not_there_name_their_field(place):
+    (place / "run/responses").mkdir()
+    (place / "empty.jsonl").touch()
+    for given in (place / "run", place / "empty.jsonl", place / "nowhere"):
+        with pytest.raises(ConfigError, match=r"drafter\.responses_path = "):
+            _given_responses(load_config(QUICKSTART, [f"drafter.responses_path={given}"]))

@@ -1,0 +1,186 @@
+"""Answers and reward functions of public reports, and what a killed rank leaves behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_tlt.config.data import RewardConfig, RewardSection
+from megatron_tlt.rewards.base import judge
+from megatron_tlt.rewards.build import answer_warning, build_scorers, function_problems
+from megatron_tlt.types import Prompt, RewardResult, Sample
+
+ROOT = Path(__file__).parents[2]
+TAG = r"<answer>(.*?)</answer>"
+
+
+def judged(answer: Any, text: str, **config: Any) -> RewardResult:
+    scorers = build_scorers(RewardSection(functions=(RewardConfig(**config),), workers=0))
+    return judge(scorers, -1.0, Prompt(0, "d:0", (), "q", answer), Sample(0, 0, [], [], text, "stop", 0))
+
+
+def in_tags(answer: Any, response: str) -> float:
+    result = judged(answer, f"so <answer>{response}</answer>", name="math", pattern=TAG)
+    assert result.failure is None
+    return result.value
+
+
+RIGHT = {
+    "currencies": [
+        (r"\$18.90", "18.90"), ("18.90", r"\$18.90"), ("18", "$18"), ("18", "$18 per day"), ("18", "€ 18.00"),
+        ("18", "18 €"), ("18", "£18"), ("18", "US$18"), ("18", "18 USD"), ("18", "Rs. 18"), ("-18", "-$18"),
+        (r"\boxed{\$18}", "18"), ("18", r"\boxed{\$18}"), (r"\$\,18", "18 dollars"), ("70000", r"\$70{,}000"),
+    ],
+    "units": [
+        ("9 chickens", "9"), ("9", "9 chickens"), ("3/4 cup", "3/4"), ("3/4", "3/4 cup"), ("50", "50 km/h"),
+        ("9.8", "9.8 m/s²"), ("5", "5 cm^2"), ("100", "100m²"), ("16", "16 (sixteen)"), ("37", "37°C"),
+        (r"30^\circ", "30 degrees"), ("5", r"5\text{ cm}"), ("18", "18%"), ("10", "10 V"), ("60", "60 miles per hour"),
+        ("18", "x = 18 cm"), ("18", "about 18"), (r"\frac{3}{4}", "3/4 cup"), ("18", r"\boxed{18 eggs}"),
+    ],
+    "spellings": [
+        ("1000", "1 000"), ("1000.99", "1000,99"), ("1000", "1,000"), ("1000", "1\u202f000"), ("1,22", "1.22"),
+        ("-5", "−5"), ("-5", "–5"), ("-5", "minus 5"), ("½", "0.5"), ("3/2", "1½"), ("2.5", "2 1/2 cups"),
+        (".5", "1/2"), ("1500", "1.5e3"), ("1e-7", "0.0000001"), ("3e8", "3 × 10^8 m/s"),
+        ("6.02e23", r"6.02 \times 10^{23}"), ("25", "5²"), (r"2\sqrt{3}", "2√3"), (r"\frac{\pi}{4}", "pi/4"),
+        ("x^2+1", "x**2 + 1"), ("18", "１８"),
+    ],
+    "markdown and words": [
+        ("73", "**73**"), ("**73**", "73"), ("18", "*18*"), ("18", "`18`"), ("18", "“18”"), ("18", "18."),
+        ("18", "**18** dollars"), ("B", "**(B)**"), ("B", "B."), ("(B)", "B"), ("yes", "Yes."), ("June 5", "June 5"),
+        (r"\text{no solution}", "no solution"), ("12:30 pm", "12:30 PM"),
+    ],
+    "mathematics as before": [
+        ("A", "A"), ("(1, 2)", "(1,2)"), ("x^2+1", "1 + x^2"), ("[0,1)", "[0, 1)"), ("{1,2}", "{2,1}"), ("1,2", "2, 1"),
+        (r"\frac12", "0.5"), ("x=5", "5"), ("5", "x = 5"), ("24", "4!"), ("x < 3", "3 > x"), (r"2^{10}", "1024"),
+    ],
+}  # fmt: skip
+WRONG = [
+    ("18", "180"), ("18", "1.8"), ("18", "18 or 19"), ("18", "19 or 18"), ("18", "The answer is not 18"),
+    ("18", "not 18"), ("18", "It isn't 18."), ("18", "18x"), ("18", "18 x"), ("18", "x + 18"), ("18", "(1, 18)"),
+    ("18", "17, 18"), ("18", "[0, 18)"), ("18", "x < 18"), ("18", "2 x 18"), ("18", "18²"), ("18", "√18"),
+    ("18", "1/18"), ("18", "minus 18"), ("18", "18 and a half"), ("18", "between 4 and 18"), ("18", "18 squared"),
+    ("18", "log 18"), ("5", "5!"), ("5", "5½"), ("5", "5 1/2"), ("30", "1 hour 30 minutes"), (r"\$18.90", "1890"),
+    (r"\$18.90", "18"), ("9 chickens", "8 chickens"), ("3/4 cup", "4/3 cup"), ("3/4 cup", "1/4"), ("1000", "1.000"),
+    ("1000.99", "1000,98"), ("1e-7", "2e-7"), ("1e-7", "0"), ("x=5", "y = 5 cm"), ("(1, 2)", "(3, 2)"),
+    ("x^2 + 1", "x^3 + 1"), ("x^2 + 1", "1"), ("2 1/2", "1/2"), ("2π", "2"), ("73", "7**3"), ("A", "B"),
+    ("B", "not B"), ("no solution", "solution"), ("10:30", "30"), ("5", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_math_reads_the_spellings_of_real_answers(kind: str) -> None:
+    assert [pair for pair in RIGHT[kind] if in_tags(*pair) != 1.0] == []
+
+
+def test_math_gives_nothing_for_what_is_not_the_answer() -> None:
+    assert [pair for pair in WRONG if in_tags(*pair) != 0.0] == []
+
+
+def test_a_currency_in_the_reference_is_found_in_a_whole_response() -> None:
+    assert judged(r"\$18.90", r"She pays \$18.90 in all.", name="math").value == 1.0
+    assert judged(r"\$18.90", r"So it is $\boxed{18.9}$.", name="math").value == 1.0
+    assert judged(r"\$18.90", r"So it is $\boxed{18.8}$.", name="math").value == 0.0
+
+
+def test_the_best_of_the_acceptable_answers_counts() -> None:
+    answers = ("1/3", "no solution")
+    assert [in_tags(answers, text) for text in ("No solution", r"\frac{1}{3}", "3")] == [1.0, 1.0, 0.0]
+    exact = {"name": "exact", "pattern": TAG}
+    assert [judged(answers, f"<answer>{text}</answer>", **exact).value for text in ("1/3\n", "0.3")] == [1.0, 0.0]
+    assert "no reference answer" in (judged((), "<answer>1</answer>", **exact).failure or "")
+
+
+def test_an_answer_with_nothing_to_compare_is_named_with_its_row() -> None:
+    section = RewardSection(functions=(RewardConfig(name="math"),))
+    text = answer_warning(section, [("a.jsonl:1", "5"), ("a.jsonl:2", " $ "), ("a.jsonl:3", None)])
+    assert text is not None
+    assert re.match(r"a\.jsonl:2: reward 'math' .* the answer ' \$ '; .*recorded failure \(2 row\(s\)\)", text)
+    assert answer_warning(section, [("a.jsonl:1", r"\$18.90"), ("a.jsonl:2", ("", "x"))]) is None
+
+
+BAD_FUNCTIONS = """
+import functools
+async def later(prompt, answer, response, metadata): return 1.0
+def many(prompt, answer, response, metadata): yield 1.0
+async def stream(prompt, answer, response, metadata): yield 1.0
+class Score:
+    def __init__(self, prompt, answer, response, metadata): pass
+class Judge:
+    async def __call__(self, prompt, answer, response, metadata): return 1.0
+judge = Judge()
+part = functools.partial(later)
+def verl(data_source, solution_str, ground_truth, extra_info=None): return 1.0
+def swapped(prompt, response, answer, metadata): return 1.0
+def trl(prompts, completions, answer, **columns): return [1.0]
+def batch(prompt, answer, completions, metadata): return [1.0]
+def named(prompt, answer, *, response, metadata): return 1.0
+"""
+GOOD_FUNCTIONS = """
+import asyncio, functools
+async def _later(answer, response): return float(response in answer)
+def run(prompt, answer, response, metadata): return asyncio.run(_later(answer, response))
+def anything(*args, **more): return args[1] == [args[2]]
+class Judge:
+    def __call__(self, question, ground_truth, completion, extra_info): return isinstance(ground_truth, list)
+judge = Judge()
+part = functools.partial(anything, more=1)
+lambda_ = lambda p, a, r, m: True
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("later", "is async"), ("many", "is a generator"), ("stream", "is async"), ("Score", "is a class"),
+        ("judge", "is async"), ("part", "is async"), ("verl", "'solution_str' is argument 2"),
+        ("swapped", "'response' is argument 2"), ("trl", "takes"), ("batch", "of a batch"), ("named", "takes"),
+    ],
+)  # fmt: skip
+def test_a_function_that_cannot_give_a_number_is_refused_at_load(tmp_path: Path, name: str, why: str) -> None:
+    (tmp_path / "bad.py").write_text(BAD_FUNCTIONS)
+    config = RewardConfig(name="python", path=f"{tmp_path}/bad.py:{name}")
+    (problem,) = function_problems(RewardSection(functions=(config,)))
+    assert problem.path == "rewards.functions.0.path"
+    assert why in problem.allowed
+
+
+@pytest.mark.parametrize("name", ["run", "anything", "judge", "part", "lambda_"])
+def test_other_callables_are_accepted_and_several_answers_are_a_list(tmp_path: Path, name: str) -> None:
+    (tmp_path / "good.py").write_text(GOOD_FUNCTIONS)
+    assert judged(("7",), "7", name="python", path=f"{tmp_path}/good.py:{name}").value == 1.0
+
+
+RANK = """
+import sys, time
+from megatron_tlt.config.data import RewardConfig, RewardSection
+from megatron_tlt.rewards.pool import RewardPool
+from megatron_tlt.types import Prompt, Sample, SampleGroup
+pool = RewardPool(RewardSection(functions=(RewardConfig(name="exact"),), workers=2))
+group = SampleGroup(Prompt(0, "d", (), "q", "7"), [Sample(0, k, [], [], "7", "stop", 0) for k in range(8)])
+pool.score([group])
+print(sum(r.value for r in group.rewards), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_job_leaves_no_semaphore_in_shared_memory(tmp_path: Path) -> None:
+    """A named semaphore is a file of /dev/shm that is mapped by the process that made it."""
+    (tmp_path / "rank.py").write_text(RANK)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "rank.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True) as rank:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "8.0\n"
+        mapped = Path(f"/proc/{rank.pid}/maps").read_text()
+        inodes = {int(inode) for inode in re.findall(r"(\d+)\s+/dev/shm/", mapped)}
+        os.killpg(rank.pid, signal.SIGKILL)
+    time.sleep(0.2)
+    assert [file.name for file in os.scandir("/dev/shm") if file.inode() in inodes] == []

@@ -1,0 +1,82 @@
+"""How chat templates end a turn of the assistant; the templates are in our own words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.data.turn_form import read_turn_form
+
+SPECIAL = ("<end_of_text>", "<eom>", "<eot>", "<user>", "<assistant>")
+FOR = "{% for m in messages %}"
+OPEN = "{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATES = {
+    "one": FOR + "<{{ m.role }}>{{ m.content }}<eot>{% endfor %}" + OPEN,
+    "stripped": FOR + "<{{ m.role }}>\n\n{{ m.content | trim }}<eot>{% endfor %}" + OPEN,
+    "line behind it": FOR + "<{{ m.role }}>{{ m.content }}<eot>\n{% endfor %}" + OPEN,
+    "eos_token": FOR + "<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}" + OPEN,
+    "space before it": FOR + "<{{ m.role }}> {{ m.content }} {{ eos_token }}{% endfor %}" + OPEN,
+    "two": FOR + "<{{ m.role }}>{{ m.content }}<eom><eot>{% endfor %}" + OPEN,
+    "at the end only": FOR + "<{{ m.role }}>{{ m.content }}{% if loop.last %}<eot>{% endif %}{% endfor %}" + OPEN,
+    "between turns only": FOR + "{% if not loop.first %}<eot>{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+    "next message": FOR + "<{{ m.role }}>{{ m.content }}{% endfor %}" + OPEN,
+    "text": FOR + "{{ m.role }}: {{ m.content }}\n###\n{% endfor %}assistant:",
+    "nothing": FOR + "<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>",
+    "refused": "{{ raise_exception('no') }}",
+    "none": None,
+}
+
+
+def tokenizer_of(name: str, folder: Path, stops: list[str], eos: str = "<end_of_text>") -> HFTokenizer:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=eos)
+    made.chat_template = TEMPLATES[name]
+    made.save_pretrained(str(folder))
+    config = {"eos_token_id": [raw.token_to_id(token) for token in stops]}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    return HFTokenizer(folder)
+
+
+LLAMA = ["<end_of_text>", "<eom>", "<eot>"]
+
+
+@pytest.mark.parametrize(
+    ("name", "stops", "end", "is_of_template"),
+    [
+        ("one", LLAMA, "<eot>", True),
+        ("stripped", LLAMA, "<eot>", True),
+        ("line behind it", LLAMA, "<eot>", True),
+        ("one", [], "<eot>", True),  # no stop token: SFT appends it all the same, and `check` warns
+        ("eos_token", LLAMA[1:], "<end_of_text>", True),
+        ("space before it", LLAMA, " <end_of_text>", True),
+        ("two", ["<eot>"], "<eom><eot>", True),
+        ("two", LLAMA, "<eom>", True),
+        ("at the end only", LLAMA, "<eot>", True),
+        ("between turns only", LLAMA, "<eot>", True),
+        ("next message", ["<user>"], "<user>", True),
+        ("text", LLAMA[1:], "<end_of_text>", False),
+        ("nothing", LLAMA[1:], "<end_of_text>", False),
+        ("refused", LLAMA[1:], "<end_of_text>", False),
+        ("none", LLAMA[1:], "<end_of_text>", False),
+    ],
+)
+def test_the_end_of_a_turn_is_the_templates(
+    name: str, stops: list[str], end: str, is_of_template: bool, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(name, tmp_path, stops)
+    form = read_turn_form(tokenizer)
+    assert (list(form.end), form.is_of_template) == (tokenizer.encode(end), is_of_template)
+    assert read_turn_form(tokenizer, chat=False).end == (tokenizer.end_token_id,)
+
+
+def test_a_template_that_strips_or_leaves_a_space_is_followed(tmp_path: Path) -> None:
+    assert read_turn_form(tokenizer_of("stripped", tmp_path, LLAMA)).rendered(" a\n") == "\n\na"
+    assert read_turn_form(tokenizer_of("space before it", tmp_path, LLAMA)).rendered(" a\n") == "  a\n"
