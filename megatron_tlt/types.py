@@ -162,6 +162,14 @@ class GenerateCall:
     """Called with each response as soon as it is finished."""
     begun: Mapping[tuple[int, int], Sample] = field(default_factory=dict)
     """Responses, by prompt id and sample index, that earlier calls left unfinished: this one continues them."""
+    drafts: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    """Responses, int32 by prompt id and sample index, that an earlier policy drew with the same keys (pre-rollouts):
+    proposals, which may be partial, wrong or foreign. Equal on ranks of one engine.
+    """
+    until: Callable[[], bool] | None = None
+    """Asked between two steps, on the first rank of an engine. Once true `generate` ends and also returns the
+    unfinished responses that have a token, with finish reason "abort"; the engine is idle.
+    """
     turns: TurnSource | None = None
     """The environments: each drawn turn goes to one, and its answer continues the response. Of the ranks of one engine
     the first one's are used; the others pass theirs all the same.
@@ -348,8 +356,9 @@ class BackendCapabilities:
     turns: bool = False  # a response may have turns of an environment between those that it draws
 
 
-DraftedBy = Literal["none", "suffix", "trained"]
-"""The source of a step's drafts: none, the suffix drafter or the trained one."""
+DraftedBy = Literal["none", "suffix", "trained", "pre_rollout"]
+"""The source of a step's drafts: none, the suffix drafter, the trained one, or earlier responses (other rows of such a
+step draft by the suffix or the trained drafter)."""
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
     "embedded": BackendCapabilities(True, True, True, True, True, True, True, True, turns=True),
     "trtllm": BackendCapabilities(False, False, False, False, False, False, False, False, ("none", "eagle3")),
@@ -405,12 +414,17 @@ class StepMeasurement:
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counters of speculative steps. Lists are by draft position (index 0: the first drafted token)."""
+    """Counters of speculative steps, of all sources of drafts. Lists are by draft position (index 0: the first drafted
+    token).
+    """
 
     steps_by_strategy: dict[str, int] = field(default_factory=dict)  # of pure decoding steps, "none" included
     row_steps: int = 0  # rows x speculative steps
     drafted_tokens: int = 0  # fed to the policy for verification
     emitted_tokens: int = 0  # accepted drafts and bonus tokens of those rows
+    pre_rolled_rows: int = 0  # of `row_steps`, rows whose draft was of a pre-rollout
+    pre_rolled_drafted: int = 0  # of `drafted_tokens`, theirs
+    pre_rolled_accepted: int = 0  # drafted tokens of theirs that were accepted
     drafted_at: list[int] = field(default_factory=list)  # rows whose draft reached the position
     accepted_at: list[int] = field(default_factory=list)  # rows that accepted the token there
     by_batch: dict[int, list[int]] = field(default_factory=dict)  # running requests: [row steps, emitted tokens]
@@ -423,6 +437,11 @@ class SpeculationStats:
     def accept_length(self) -> float:
         """Mean tokens that a row emits in a speculative step (1: nothing was accepted)."""
         return self.emitted_tokens / self.row_steps if self.row_steps else 0.0
+
+    @property
+    def pre_rolled_accept_length(self) -> float:
+        """Mean tokens that a row emits whose draft was of a pre-rollout."""
+        return 1 + self.pre_rolled_accepted / self.pre_rolled_rows if self.pre_rolled_rows else 0.0
 
 
 @dataclass(slots=True)

@@ -91,7 +91,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         eos_token_ids=end_tokens(config, options.tokenizer),
         tp=tp,
         native_sample=_native_sample(decoder, rollout.threads),
-        drafting=Drafting(rollout.speculation, drafter_decoder, history),
+        drafting=Drafting(rollout.speculation, drafter_decoder, history, rollout.verify_rows),
         graphs=graphs,
         sample_kernel=sample_kernel(rollout.kernels, device),
     )

@@ -72,13 +72,15 @@ class EmbeddedBackend(BaseBackend):
         self._weights.check_ready()
         assert engine.is_idle, "generate is not re-entrant"
         self.resume()
-        if self._traced_prompts and engine.speculator is not None:
-            call = self._traced(call, engine.speculator)
+        if engine.speculator is not None:
+            engine.speculator.begin(call.drafts)
+            if self._traced_prompts:
+                call = self._traced(call, engine.speculator)
         try:
             return Drive(engine, call, engine.runner.tp, self._sample).run()
         finally:
             if engine.speculator is not None:
-                engine.speculator.drafter.end_generate()
+                engine.speculator.end_generate()
             if self._release_cache:
                 self.release()
 

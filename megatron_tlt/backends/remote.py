@@ -111,6 +111,8 @@ class RemoteBackend(RemoteWeights):
         self._must_serve(call.params)
         if call.turns is not None and not self.capabilities.turns:
             raise BackendError(f"{self._name} does not run the turns of environments")
+        if call.until is not None:
+            raise BackendError(f"{self._name} does not end a rollout before its responses have ended")
         self._before_generate()
         self._started = time.perf_counter()
         self._stats.started = self._stats.started or self._started

@@ -55,6 +55,19 @@ class Draft:
             None if self.feature is None else self.feature[keep],
         )
 
+    def join(self, other: Draft) -> Draft:
+        """This draft and the `other` one, of other rows of the same B."""
+        if not other.num_tokens:
+            return self
+        order = np.concatenate((self.row_of, other.row_of)).argsort(kind="stable")
+        columns = zip(self._columns(), other._columns(), strict=True)
+        return Draft(self.counts + other.counts, *(np.concatenate(pair)[order] for pair in columns))
+
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        """Tokens, acceptance and feature; 0 of a drafter without one."""
+        feature = np.zeros(self.num_tokens, np.int32) if self.feature is None else self.feature
+        return self.tokens, self.cumulative_acceptance, feature
+
     def likely(self, least: float) -> Draft:
         """The tokens with a cumulative acceptance of at least `least`.
 

@@ -100,15 +100,20 @@ class Drive:
         self._begun: dict[int, dict[int, Sample]] = defaultdict(dict)
         for (prompt_id, index), sample in call.begun.items():
             self._begun[prompt_id][index] = sample
-        self._is_alone = tp.size == 1
+        self._tp = tp
         self._first = engine.stats.generated_tokens
         self._steps, self._reported = 0, 0.0
 
     def run(self) -> list[Sample]:
-        """All samples of the call, by prompt id and sample index. If it raises, nothing is left in the engine."""
+        """All samples of the call, by prompt id and sample index, or those there are when `GenerateCall.until` ends it.
+        If it raises, nothing is left in the engine.
+        """
         samples: list[Sample] = []
         try:
             while self._fill():
+                if self._must_end():
+                    samples += self._unfinished()
+                    break
                 is_busy = self._engine.has_work
                 ended = self._continue_turns(is_busy)
                 if self._engine.has_work:
@@ -125,6 +130,19 @@ class Drive:
             raise
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
         return samples
+
+    def _must_end(self) -> bool:
+        """Whether the call ends before its responses do. Collective."""
+        if self._call.until is None or self._steps % self._engine.common_every:
+            return False
+        return self._tp.broadcast_object(self._tp.rank == 0 and self._call.until())
+
+    def _unfinished(self) -> list[Sample]:
+        """Drops every request; samples of those that have a token."""
+        dropped = self._engine.abort_all()
+        for request in dropped:
+            self._discard(request)
+        return [self._sample_of(request) for request in dropped if request.output]
 
     def _fill(self) -> bool:
         """Begins the samples of further prompts while the engine has room. Whether any request is left."""
@@ -183,7 +201,7 @@ class Drive:
         if self._call.on_progress is None:
             return
         engine, now = self._engine, time.perf_counter()
-        if self._is_alone:
+        if self._tp.size == 1:
             is_due = now - self._reported >= _PROGRESS_EVERY_S
         else:
             is_due = not is_busy or self._steps % engine.common_every == 0

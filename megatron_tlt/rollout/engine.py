@@ -371,6 +371,8 @@ class Engine:
 
     def abort_all(self) -> list[Request]:
         """Drops every request and frees its blocks; returns them."""
+        if self._last_running:
+            self._add_to_curve(0, time.perf_counter())
         return self.scheduler.abort_all()
 
     def take_stats(self) -> EngineStats:

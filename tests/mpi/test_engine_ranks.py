@@ -59,3 +59,11 @@ def test_turns_over_ranks(results: dict[int, dict]):
     found = results[2]["turns"]
     assert found["equal"] and found["ranks_agree"]
     assert found["turns"] > 2 and found["worked"] > 0
+
+
+def test_pre_rollouts_over_ranks(results: dict[int, dict]):
+    """One engine of two ranks, each with a clock of its own: earlier responses change nothing."""
+    found = results[2]["pre_rollouts"]
+    assert found["equal"] and found["ranks_agree"]
+    none, _, suffix, eagle = found["accepted"]
+    assert min(none, suffix, eagle) > 100

@@ -51,11 +51,15 @@ class BucketedEpsilonGreedy:
 
     def select(self, num_running: int) -> DraftStrategy:
         """See `StrategySelector.select`. Mutates the random state."""
+        best, scores = self.usual(num_running), self._scores[self._bucket(num_running)]
+        if scores[best.name] != inf and self._random.random() < self.epsilon(num_running):
+            best = self.arms[self._random.choice(list(self.arms))]
+        return best
+
+    def usual(self, num_running: int) -> DraftStrategy:
+        """See `StrategySelector.usual`."""
         scores = self._scores[self._bucket(num_running)]
-        best = max(scores, key=scores.__getitem__)
-        if scores[best] != inf and self._random.random() < self.epsilon(num_running):
-            best = self._random.choice(list(self.arms))
-        return self.arms[best]
+        return self.arms[max(scores, key=scores.__getitem__)]
 
     def record(self, measurement: StepMeasurement) -> None:
         """See `StrategySelector.record`. The reward is the step's tokens per second."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.scheduler import Scheduler
-from megatron_tlt.rollout.spec.base import Drafter
-from megatron_tlt.rollout.spec.selector import build_selector
+from megatron_tlt.rollout.spec.base import Drafter, NoDrafter
+from megatron_tlt.rollout.spec.pre_rollouts import PreRollouts
+from megatron_tlt.rollout.spec.selector import build_pre_rollout_selector, build_selector
 from megatron_tlt.rollout.spec.speculator import Speculator
 from megatron_tlt.rollout.spec.suffix import SuffixDrafter
 from megatron_tlt.rollout.spec.trained import TrainedDrafter
@@ -28,22 +29,27 @@ class Drafting:
     section: SpeculationSection
     decoder: DrafterDecoder | None = None  # the trained drafter, where the configuration names one
     history: ResponseHistory | None = None  # earlier responses, for the suffix drafter
+    verify_rows: int | None = None  # most rows of a step with pre-rollouts; None: as many as any step's
 
 
-def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Speculator | None:
-    """The speculator of an engine; None for plain decoding. The runner keeps hidden states if the drafter reads them.
+def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Speculator:
+    """The speculator of an engine. The runner keeps hidden states if the drafter reads them.
 
     Raises ConfigError if the drafter needs a part that is missing.
     """
-    section = drafting.section
-    if section.drafter == "none":
-        return None
+    section, rows = drafting.section, scheduler.rows
     trained = _trained(drafting, scheduler, runner) if section.trained else None
-    drafter: Drafter = trained or SuffixDrafter(section.suffix, scheduler.rows, drafting.history)
-    selector = build_selector(section)
+    drafter: Drafter = trained or NoDrafter()
+    if section.drafter == "suffix":
+        drafter = SuffixDrafter(section.suffix, rows, drafting.history)
+    most_rows = len(rows.token_ids)
+    if drafting.verify_rows is not None:
+        most_rows = min(most_rows, max(drafting.verify_rows, scheduler.limits.max_running * section.rows_each))
+    pre_rollouts = PreRollouts(rows, build_pre_rollout_selector(section), most_rows)
     # On CPU strategies are compared by this thread's own time, however busy the machine is.
     clock = time.thread_time if runner.device.type == "cpu" else time.perf_counter
-    return Speculator(drafter, selector, scheduler.rows, scheduler.reserve, runner.tp, trained, clock)
+    selector = build_selector(section)
+    return Speculator(drafter, selector, rows, scheduler.reserve, runner.tp, trained, clock, pre_rollouts)
 
 
 def _trained(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> TrainedDrafter:

@@ -98,6 +98,13 @@ class CostModelSelector:
         """See `StrategySelector.select`."""
         return self._bucket(num_running).strategy
 
+    def usual(self, num_running: int) -> DraftStrategy:
+        """See `StrategySelector.usual`."""
+        bucket = self._bucket(num_running)
+        if bucket.current == bucket.best:
+            return bucket.strategy
+        return DraftStrategy(self._kind, self._lengths[bucket.best]) if bucket.best else NO_DRAFT
+
     def record(self, measurement: StepMeasurement) -> None:
         """See `StrategySelector.record`."""
         bucket = self._bucket(measurement.num_running)

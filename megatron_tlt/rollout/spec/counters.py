@@ -39,6 +39,12 @@ class SpeculationCounters:
         _accumulate(stats.drafted_at, drafted)
         _accumulate(stats.accepted_at, step.accepted[: len(drafted)])
 
+    def add_pre_rolled(self, draft: Draft, accepted: np.ndarray) -> None:
+        """The part of a verified draft that is of pre-rollouts; `accepted` bool [N]. Mutates the counters."""
+        self._stats.pre_rolled_rows += int(np.count_nonzero(draft.counts))
+        self._stats.pre_rolled_drafted += draft.num_tokens
+        self._stats.pre_rolled_accepted += int(np.count_nonzero(accepted))
+
     def take(self) -> SpeculationStats:
         """Everything since the last call. Resets."""
         stats, self._stats = self._stats, SpeculationStats()

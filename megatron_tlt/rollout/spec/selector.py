@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.rollout.spec.bandit import BucketedEpsilonGreedy
 from megatron_tlt.rollout.spec.cost_model_selector import CostModelSelector
+from megatron_tlt.rollout.spec.pre_rollouts import LONGEST
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 
@@ -23,6 +24,10 @@ class StrategySelector(Protocol):
 
     def select(self, num_running: int) -> DraftStrategy:
         """The strategy for a step of `num_running` >= 1 requests; `NO_DRAFT` for plain decoding."""
+
+    def usual(self, num_running: int) -> DraftStrategy:
+        """The strategy of such a step where it is no trial: nothing will be recorded. By default as `select`."""
+        return self.select(num_running)
 
     def record(self, measurement: StepMeasurement) -> None:
         """Adds one measured decoding step. Mutates the selector; by default nothing is kept."""
@@ -55,6 +60,8 @@ class FixedSelector(StrategySelector):
 def build_selector(section: SpeculationSection) -> StrategySelector:
     """The configured selector; `section` has been checked."""
     kind = section.drafts_by
+    if kind == "none":
+        return FixedSelector(NO_DRAFT)
     if section.selector == "fixed":
         return FixedSelector(DraftStrategy(kind, section.draft_len))
     if section.selector == "beg_mab":
@@ -63,3 +70,12 @@ def build_selector(section: SpeculationSection) -> StrategySelector:
         return BucketedEpsilonGreedy(arms, bandit.thresholds, bandit.epsilon, bandit.epsilon_decay)
     passes = int if section.trained is None else section.trained.passes
     return CostModelSelector(kind, section.draft_len, section.hysteresis, section.exploration, passes)
+
+
+def build_pre_rollout_selector(section: SpeculationSection) -> StrategySelector:
+    """The selector of steps with pre-rollouts: a cost model of their own, or, where another selector is configured,
+    always the longest draft.
+    """
+    if section.selector != "cost_model":
+        return FixedSelector(DraftStrategy("pre_rollout", LONGEST))
+    return CostModelSelector("pre_rollout", LONGEST, section.hysteresis, section.exploration, passes=lambda _: 1)

@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -67,6 +68,7 @@ def main() -> None:
         results[f"{family}/tp"] = {"responses": encode(sharded), "near_ties": ties}
     if world.size == 2:
         results["turns"] = turns(world, everyone)
+        results["pre_rollouts"] = pre_rollouts(world, everyone)
         results |= {f"{kernels} {name}": drafting(world, everyone, kernels, name) for kernels, name in CASES}
     if world.is_main:
         Path(sys.argv[1]).write_text(json.dumps(results))
@@ -107,6 +109,31 @@ def drafting(world: World, tp: GroupTensorParallel, kernels: str, name: str) -> 
         "ranks_agree": all(other == mine for other in world.all_gather_object(mine)),
         "off_plain_pass": difference(engine.runner.decoder),
         "off_one_rank": difference(whole),
+    }
+
+
+def pre_rollouts(world: World, tp: GroupTensorParallel) -> dict[str, Any]:
+    """Responses with earlier ones as drafts: right, cut and spoiled ones, by several drafters; and how many of their
+    tokens were accepted.
+    """
+    config, jobs = small_config("qwen3"), random_jobs(131, 8, seed=8)
+    weights, found, accepted = random_weights(config), list[Responses](), list[int]()
+    for name in ("none", "adaptive", "suffix", "eagle"):
+        speculation = DRAFTING[name] | ({"selector": "fixed"} if name == "none" else {})
+        engine = speculating_engine(config, weights, speculation=speculation, tp=tp, num_blocks=10)
+        assert engine.speculator is not None
+        drafts = dict[tuple[int, int], np.ndarray]()
+        for spoiled in (131, 131, 9, 2):
+            engine.speculator.begin(drafts)
+            found.append(generate_all(engine, jobs))
+            engine.speculator.end_generate()
+            right = {key: np.array(tokens, np.int32) for key, (tokens, _) in found[0].items()}
+            drafts = {key: np.where(np.arange(len(t)) % spoiled == 1, 7, t) for key, t in right.items()}
+        accepted.append(engine.take_stats().speculation.pre_rolled_accepted)
+    return {
+        "equal": all(responses == found[0] for responses in found),
+        "ranks_agree": all(other == (found, accepted) for other in world.all_gather_object((found, accepted))),
+        "accepted": accepted,
     }
 
 
