@@ -1,0 +1,120 @@
+"""A call that is ended between two steps, and calls whose drafts are the responses of another call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.errors import BackendError
+from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.rollout.scheduler import SchedulerLimits
+from megatron_tlt.rollout.spec.build import Drafting
+from megatron_tlt.sync.served_weights import ServedWeights
+from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams
+from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
+from tests.helpers.fake_turns import FakeTurns
+from tests.helpers.thread_ranks import ThreadRank, on_ranks
+from tests.unit.backends.vllm.test_turns import EngineProcess, make_backend
+
+V, SAMPLES = 50, 3
+PROMPTS = [Prompt(i, f"q{i}", tuple(range(3, 6 + i)), f"text {i}") for i in range(6)]
+PARAMS = SamplingParams(max_tokens=40, temperature=0.7, top_k=5, stop=("ab", "c"), seed=5)
+CALL = GenerateCall(PROMPTS, PARAMS, SAMPLES)
+DRAFTERS = ["none", "suffix"]
+
+
+def make(drafter: str = "none", num_blocks: int = 400, tp: ThreadRank | None = None) -> EmbeddedBackend:
+    limits = SchedulerLimits(8, 64, 128, V)
+    drafting = Drafting(SpeculationSection(drafter=drafter, selector="fixed"))  # type: ignore[arg-type]
+    engine = Engine(
+        FakeDecoder(V), limits, num_blocks, 4, CharTokenizer(), eos_token_ids=(0,), drafting=drafting, tp=tp
+    )
+    return EmbeddedBackend(engine, ServedWeights({}, version=0))
+
+
+def after(steps: int, call: GenerateCall = CALL) -> GenerateCall:
+    asked = count(1)
+    return replace(call, until=lambda: next(asked) > steps)
+
+
+def drafts_of(samples: list[Sample]) -> dict[tuple[int, int], np.ndarray]:
+    return {(s.prompt_id, s.sample_index): np.array(s.token_ids, np.int32) for s in samples}
+
+
+@pytest.mark.parametrize(("drafter", "num_blocks"), [("none", 400), ("suffix", 400), ("none", 16)])
+def test_a_call_ends_between_two_steps_with_what_is_there(drafter: str, num_blocks: int):
+    whole = make().generate(CALL)
+    by_name = {(s.prompt_id, s.sample_index): s for s in whole}
+    backend, finished = make(drafter, num_blocks), list[Sample]()
+    for steps in (0, 1, 2, 5, 17, 10000):
+        finished.clear()
+        samples = backend.generate(replace(after(steps), on_response=finished.append))
+        stats = backend.take_stats()
+        assert stats.steps <= steps and [running for _, running in stats.running_curve[-1:]] in ([], [0])
+        ended = [s for s in samples if s.finish_reason != "abort"]
+        assert sorted(map(str, ended)) == sorted(map(str, finished)), "the others are not reported"
+        assert len(ended) == stats.finished_requests
+        for sample in samples:
+            right = by_name[sample.prompt_id, sample.sample_index]
+            size = len(sample.token_ids)
+            assert size > 0 and sample.token_ids == right.token_ids[:size] and sample.logprobs == right.logprobs[:size]
+            assert sample.finish_reason == "abort" or sample == right
+        assert backend.engine.is_idle and backend.engine.blocks.num_free == num_blocks
+        assert backend.generate(replace(CALL, drafts=drafts_of(samples))) == whole
+        stats = backend.take_stats()
+        assert stats.speculation.pre_rolled_accepted > 0 or steps < 5
+    assert samples == whole
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_begun_response_goes_on_by_its_draft(drafter: str):
+    whole = make().generate(CALL)
+    call, begun = replace(CALL, params=replace(PARAMS, max_call_tokens=5), drafts=drafts_of(whole)), {}
+    backend, done = make(drafter), dict[tuple[int, int], Sample]()
+    while len(done) < len(whole):
+        for sample in backend.generate(replace(call, begun=begun, have=done)):
+            (begun if sample.finish_reason == "carry" else done)[sample.prompt_id, sample.sample_index] = sample
+    assert [done[s.prompt_id, s.sample_index].token_ids for s in whole] == [s.token_ids for s in whole]
+    assert backend.take_stats().speculation.pre_rolled_accepted > 80
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_turns_draft_by_the_first_one(drafter: str):
+    params = SamplingParams(max_tokens=60, max_turn_tokens=9, seed=17)
+    call = GenerateCall(PROMPTS, params, SAMPLES)
+    first_turns = make().generate(replace(call, params=replace(params, max_tokens=9)))
+    found = []
+    for drafts in ({}, drafts_of(first_turns)):
+        backend = make(drafter)
+        found.append(backend.generate(replace(call, turns=FakeTurns(V, delay=Random(3)), drafts=drafts)))
+        assert bool(backend.take_stats().speculation.pre_rolled_accepted) == bool(drafts)
+    assert found[0] == found[1]
+    turns = FakeTurns(V, delay=Random(3))
+    samples = make(drafter).generate(replace(after(12, call), turns=turns))
+    assert not turns.live and {s.finish_reason for s in samples} >= {"abort"}
+
+
+def test_ranks_of_an_engine_end_together():
+    """The first rank is asked."""
+
+    def work(tp: ThreadRank) -> list[Sample]:
+        backend = make(tp=tp)
+        call = after(3) if tp.rank == 0 else replace(CALL, until=lambda: pytest.fail("asked on another rank"))
+        samples = backend.generate(call)
+        assert backend.engine.is_idle and 8 < backend.take_stats().steps <= 3 * backend.engine.common_every
+        return samples
+
+    first, second = on_ranks(2, work)
+    assert first == second and first
+
+
+def test_an_engine_in_a_process_refuses_to_be_ended(tmp_path: Path):
+    with pytest.raises(BackendError, match="does not end a rollout"):
+        make_backend(EngineProcess(tmp_path)).generate(after(3))
