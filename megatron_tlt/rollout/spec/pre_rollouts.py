@@ -24,6 +24,7 @@ import numpy as np
 from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.match_rates import MatchRates
+from megatron_tlt.types import DraftStrategy
 
 if TYPE_CHECKING:
     from megatron_tlt.rollout.request import Request
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 LONGEST = 31  # tokens of a draft: with the last drawn one, 32 rows of a request
 _TAIL = 4  # last tokens that a new place is looked up by
 _REACH = 64  # positions on both sides of the old place
-_GIVE_UP = 128  # tokens without a place after which the earlier response is dropped
+_GIVE_UP = 128  # tokens without a good place after which the earlier response is dropped
+_NEVER = np.iinfo(np.int32).max
+_LOOK_EVERY = 8  # plain steps, in which places are only needed to know whether there are any
 _LEAST_RATE = 0.3  # of a place that is of use
 _AGES = np.array([2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128])  # at which a cell of the match rates ends
 
@@ -47,12 +50,14 @@ class PreRollouts:
         self._earlier: Mapping[tuple[int, int], np.ndarray] = {}
         slots = len(rows.outputs)
         self._tokens = np.zeros_like(rows.outputs)  # [S, W] by slot; rows that are never used take no memory
-        self._length = np.zeros(slots, np.int32)  # [S] of `_tokens`; 0: none
+        self._length = np.zeros(slots, np.int32)  # [S] of `_tokens`
+        self._due = np.full(slots, _NEVER, np.int32)  # [S] output tokens from which on they are compared; none: never
         self._read = np.zeros(slots, np.int32)  # [S] output tokens that were compared
         self._place = np.zeros(slots, np.int32)  # [S] in `_tokens`
         self._age = np.zeros(slots, np.int32)  # [S]; 0: no place
-        self._missing = np.zeros(slots, np.int32)  # [S] output tokens since there was a place
+        self._missing = np.zeros(slots, np.int32)  # [S] output tokens since there was a good place
         self._parted = np.zeros(slots, np.bool_)  # [S] whether there was a mismatch
+        self._plain_steps = 0  # in a row
         self._rates = MatchRates(_prior(), strength=12.0, memory=65536.0)
 
     @property
@@ -67,13 +72,14 @@ class PreRollouts:
     def end_generate(self) -> None:
         """Forgets them. Mutates."""
         self._earlier = {}
-        self._length[:] = 0
+        self._due[:] = _NEVER
+        self._age[:] = 0
 
     def start(self, request: Request) -> None:
         """`request` now has a row and a slot. Its earlier response ends before a token of another vocabulary. Mutates.
         """
         slot, tokens = request.slot, self._earlier.get((request.prompt_id, request.sample_index))
-        self._length[slot] = 0
+        self._due[slot], self._age[slot] = _NEVER, 0
         if tokens is None:
             return
         foreign = (tokens < 0) | (tokens >= self._vocab)
@@ -81,14 +87,31 @@ class PreRollouts:
         length = min(length, self._tokens.shape[1])
         self._tokens[slot, :length] = tokens[:length]
         self._length[slot] = length
-        for state in (self._read, self._place, self._age, self._missing, self._parted):
+        for state in (self._read, self._place, self._missing, self._parted, self._due):
             state[slot] = 0
+
+    def lengths(self, strategy: DraftStrategy) -> np.ndarray:
+        """Int32 [B]: how many tokens each row may draft from its earlier response in a step of this strategy, by its
+        lengths or, of plain steps, 1; 0 where the place is missing or too uncertain. Mutates the places.
+        """
+        self._plain_steps = 0 if strategy.draft_len else self._plain_steps + 1
+        if self._plain_steps % _LOOK_EVERY == 0:
+            self.follow()
+        slots = self._rows.slots[: self._rows.num_rows]
+        age = self._age[slots]
+        if not age.any():
+            return np.zeros_like(age)
+        left: np.ndarray = self._length[slots] - self._place[slots]
+        is_likely = self._rates.rates[_cells(age, self._parted[slots])] >= max(
+            strategy.min_cumulative_acceptance, _LEAST_RATE
+        )
+        return np.where((age > 0) & (left > 0) & is_likely, np.minimum(left, max(1, strategy.draft_len)), 0)
 
     def follow(self) -> None:
         """Compares the tokens that rows have emitted since the last call, and moves their places. Mutates."""
         rows = self._rows
         slots, ends = rows.slots[: rows.num_rows], rows.output_len[: rows.num_rows]
-        at = np.flatnonzero(self._length[slots])
+        at = np.flatnonzero(ends >= self._due[slots])
         if not at.size:
             return
         slots, ends = slots[at], ends[at]
@@ -108,8 +131,12 @@ class PreRollouts:
         lost = self._parted[slots] & (self._age[slots] < _TAIL)
         if lost.any():
             self._search(slots[lost], ends[lost])
-        self._missing[slots] = np.where(self._age[slots] > 0, 0, self._missing[slots] + new)
-        self._length[slots[self._missing[slots] > _GIVE_UP]] = 0
+        age = self._age[slots]
+        self._missing[slots] = missing = np.where((age < _TAIL) & self._parted[slots], self._missing[slots] + new, 0)
+        # The longer a response has gone its own way, the rarer it is compared.
+        due = np.where(age > 0, 0, ends + np.maximum(1, missing // 4))
+        self._due[slots] = np.where(missing > _GIVE_UP, _NEVER, due)
+        self._age[slots[missing > _GIVE_UP]] = 0
 
     def _count(
         self, of: np.ndarray, row_of: np.ndarray, within: np.ndarray, same: np.ndarray, is_expected: np.ndarray
@@ -143,19 +170,6 @@ class PreRollouts:
         found = (age > 1) & (age > self._age[slots])
         self._place[slots[found]] += offset[best[found]].astype(np.int32)
         self._age[slots[found]] = age[found]
-
-    def rows_with_place(self, least: float) -> np.ndarray:
-        """Bool [B]: rows whose expected token matches with a probability of at least `least`, and of `_LEAST_RATE`."""
-        slots = self._rows.slots[: self._rows.num_rows]
-        live: np.ndarray = (self._age[slots] > 0) & (self._place[slots] < self._length[slots])
-        live &= self._rates.rates[_cells(self._age[slots], self._parted[slots])] >= max(least, _LEAST_RATE)
-        return live
-
-    def num_left(self) -> np.ndarray:
-        """Int32 [B]: tokens of the earlier response from the place on."""
-        slots = self._rows.slots[: self._rows.num_rows]
-        left: np.ndarray = self._length[slots] - self._place[slots]
-        return left
 
     def propose(self, lengths: np.ndarray) -> Draft:
         """The next `lengths` int32 [B] tokens of each row's earlier response, which has as many."""

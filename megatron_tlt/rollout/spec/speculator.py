@@ -46,7 +46,8 @@ class _Step:
 
     strategy: DraftStrategy  # that is measured
     by_drafter: DraftStrategy  # of the drafter's rows
-    pre_rolled: np.ndarray | None = None  # bool [B], the rows that draft from earlier responses; None: no row does
+    # Int32 [B], most tokens that a row drafts from its earlier response; 0: it is the drafter's. None: all are.
+    pre_rolled: np.ndarray | None = None
 
 
 _PLAIN = _Step(NO_DRAFT, NO_DRAFT)
@@ -132,29 +133,30 @@ class Speculator:
         return draft if draft is not None and draft.num_tokens else None
 
     def _choose(self) -> _Step:
-        """How the present step drafts. Mutates the places in earlier responses."""
+        """How the present step drafts, on rank 0. Mutates the places in earlier responses."""
         running, earlier = self._rows.num_rows, self._earlier
-        if earlier is not None:
-            earlier.follow()
+        if earlier is not None and self._tp.rank == 0:
             strategy = earlier.selector.select(running)
-            least = strategy.min_cumulative_acceptance
-            pre_rolled = earlier.rows_with_place(least)
+            pre_rolled = earlier.lengths(strategy)
             if pre_rolled.any():
                 other = NO_DRAFT if strategy.kind == "none" else self.selector.usual(running)
                 if other.kind != "none":
                     length = min(other.draft_len, strategy.draft_len)
-                    other = DraftStrategy(other.kind, length, max(other.min_cumulative_acceptance, least))
+                    least = max(other.min_cumulative_acceptance, strategy.min_cumulative_acceptance)
+                    other = DraftStrategy(other.kind, length, least)
                 return _Step(strategy, other, pre_rolled)
         strategy = self.selector.select(running)
         return _Step(strategy, strategy)
 
     def _draft(self, step: _Step) -> Draft:
-        """The drafts of both sources, before rows are weighed against each other."""
-        rows, lengths, at = self._rows, self._lengths(step), step.pre_rolled
-        if at is None:
+        """The drafts of both sources, before rows are weighed against each other. Those of rank 0 count."""
+        rows, lengths = self._rows, self._lengths(step)
+        if step.pre_rolled is None:
             return self.drafter.propose(rows, lengths, step.by_drafter)
         assert self.pre_rollouts is not None
-        draft = self.pre_rollouts.propose(np.where(at, lengths, np.int32(0)))
+        at, draft = step.pre_rolled > 0, Draft.empty(rows.num_rows)
+        if self._tp.rank == 0:
+            draft = self.pre_rollouts.propose(np.where(at, lengths, np.int32(0)))
         if step.by_drafter.kind == "none" or at.all():
             return draft
         other = self.drafter.propose(rows, np.where(at, np.int32(0), lengths), step.by_drafter)
@@ -168,8 +170,7 @@ class Speculator:
             share = max(0, self._max_tokens // running - 1)
             return self._reserve(np.minimum(left, min(step.strategy.draft_len, share)))
         assert self.pre_rollouts is not None
-        longest = np.minimum(self.pre_rollouts.num_left(), step.strategy.draft_len)
-        longest = np.where(step.pre_rolled, longest, np.int32(step.by_drafter.draft_len))
+        longest = np.where(step.pre_rolled > 0, step.pre_rolled, np.int32(step.by_drafter.draft_len))
         share = max(0, self.pre_rollouts.most_rows - running) // max(1, int(np.count_nonzero(longest)))
         return self._reserve(np.minimum(left, np.minimum(longest, share)))
 
@@ -216,7 +217,7 @@ class Speculator:
         if at is None:
             self.drafter.observe(draft, reached, accepted)
             return
-        is_earlier = at[draft.row_of]
+        is_earlier = at[draft.row_of] > 0
         self.counters.add_pre_rolled(draft.select(is_earlier), accepted[is_earlier])
         if not is_earlier.all():
             self.drafter.observe(draft.select(~is_earlier), reached[~is_earlier], accepted[~is_earlier])

@@ -48,10 +48,7 @@ class Place:
         self.source.follow()
 
     def draft(self, length: int = 5) -> list[int]:
-        if not self.source.rows_with_place(0.0)[0]:
-            return []
-        longest = min(length, int(self.source.num_left()[0]))
-        return self.source.propose(np.array([longest], np.int32)).tokens.tolist()
+        return self.source.propose(self.source.lengths(DraftStrategy("pre_rollout", length))).tokens.tolist()
 
 
 def test_a_place_moves_on_and_ends_with_the_response():
@@ -116,7 +113,7 @@ def test_acceptance_falls_along_a_draft_and_is_learnt_from_every_token():
     place.source.state_dict()  # rates are brought up to date
     foreign.load_state_dict(place.source.state_dict())
     assert foreign.state_dict() == place.source.state_dict()
-    assert not foreign.rows_with_place(0.0).any(), "they seldom match"
+    assert not foreign.lengths(DraftStrategy("pre_rollout", 5)).any(), "they seldom match"
 
 
 # -- responses
