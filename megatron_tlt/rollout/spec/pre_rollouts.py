@@ -131,10 +131,11 @@ class PreRollouts:
         lost = self._parted[slots] & (self._age[slots] < _TAIL)
         if lost.any():
             self._search(slots[lost], ends[lost])
-        age = self._age[slots]
-        self._missing[slots] = missing = np.where((age < _TAIL) & self._parted[slots], self._missing[slots] + new, 0)
+        is_good = self._rates.rates[_cells(self._age[slots], self._parted[slots])] >= _LEAST_RATE
+        is_good &= self._age[slots] > 0
+        self._missing[slots] = missing = np.where(is_good, 0, self._missing[slots] + new)
         # The longer a response has gone its own way, the rarer it is compared.
-        due = np.where(age > 0, 0, ends + np.maximum(1, missing // 4))
+        due = np.where(is_good, 0, ends + np.maximum(1, missing // 4))
         self._due[slots] = np.where(missing > _GIVE_UP, _NEVER, due)
         self._age[slots[missing > _GIVE_UP]] = 0
 
