@@ -170,6 +170,14 @@ class GenerateCall:
     """Called again and again while every request waits for its environment, with the seconds of this wait so far. Does
     a piece of other work, and returns whether there was any. Collective among the ranks of one engine.
     """
+    drafts: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    """Pre-rolled responses, by prompt id and sample index: int32 token ids that an earlier policy drew with the same
+    keys. Only proposals: they may be partial, wrong or of other prompts.
+    """
+    until: Callable[[], bool] | None = None
+    """Asked between two steps; of the ranks of one engine the first one's answer counts. True ends the call: unfinished
+    responses are returned as they are, with the finish reason "abort", and the engine is idle.
+    """
 
 
 @dataclass(slots=True)
@@ -346,12 +354,13 @@ class BackendCapabilities:
     draft_traces: bool  # the drafts of single responses are known, for samples.jsonl
     drafters: tuple[str, ...] | None = None  # values of `rollout.speculation.drafter` that it has; None: all
     turns: bool = False  # a response may have turns of an environment between those that it draws
+    pre_rollouts: bool = False  # drafts that a call brings are verified, and `until` ends a call
 
 
 DraftedBy = Literal["none", "suffix", "trained"]
 """The source of a step's drafts: none, the suffix drafter or the trained one."""
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
-    "embedded": BackendCapabilities(True, True, True, True, True, True, True, True, turns=True),
+    "embedded": BackendCapabilities(True, True, True, True, True, True, True, True, turns=True, pre_rollouts=True),
     "trtllm": BackendCapabilities(False, False, False, False, False, False, False, False, ("none", "eagle3")),
     "vllm": BackendCapabilities(
         keyed_sampling=True,

@@ -250,12 +250,16 @@ class RunMetrics:
 def window_metrics(report: WindowReport, is_group_leader: bool) -> dict[str, float]:
     """Metrics of one idle window of a rank, named for `combined`.
 
-    The ranks of a replica train as one, so only its leader counts micro-steps.
+    The ranks of a replica train and decode as one, so only its leader counts micro-steps and tokens.
     """
     row = {"idle/seconds": report.idle_seconds, "idle/recovered_seconds": report.training_seconds}
+    if report.pre_rolling_seconds:
+        row["pre_rollout/seconds"] = report.pre_rolling_seconds
     if report.parked_training_seconds:
         row["env/recovered_seconds"] = report.parked_training_seconds
     if is_group_leader:
+        if report.pre_rolled_tokens:
+            row["pre_rollout/tokens"] = float(report.pre_rolled_tokens)
         row |= {"drafter/steps": float(report.steps), "drafter/tokens": float(report.tokens)}
     row |= {"idle/entered_max": report.entered_at, "idle/left_max": report.left_at}
     return row | {f"drafter/{name}_mean": report.metrics[name] for name in _DRAFTER if name in report.metrics}
