@@ -162,6 +162,14 @@ class GenerateCall:
     """Called with each response as soon as it is finished."""
     begun: Mapping[tuple[int, int], Sample] = field(default_factory=dict)
     """Responses, by prompt id and sample index, that earlier calls left unfinished: this one continues them."""
+    drafts: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
+    """Responses, int32 by prompt id and sample index, that an earlier policy drew with the same keys (pre-rollouts):
+    proposals, which may be partial, wrong or foreign. Equal on ranks of one engine.
+    """
+    until: Callable[[], bool] | None = None
+    """Asked between two steps, on the first rank of an engine. Once true `generate` ends and also returns the
+    unfinished responses that have a token, with finish reason "abort"; the engine is idle.
+    """
     turns: TurnSource | None = None
     """The environments: each drawn turn goes to one, and its answer continues the response. Of the ranks of one engine
     the first one's are used; the others pass theirs all the same.
@@ -169,14 +177,6 @@ class GenerateCall:
     while_parked: Callable[[float], bool] | None = None
     """Called again and again while every request waits for its environment, with the seconds of this wait so far. Does
     a piece of other work, and returns whether there was any. Collective among the ranks of one engine.
-    """
-    drafts: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
-    """Pre-rolled responses, by prompt id and sample index: int32 token ids that an earlier policy drew with the same
-    keys. Only proposals: they may be partial, wrong or of other prompts.
-    """
-    until: Callable[[], bool] | None = None
-    """Asked between two steps; of the ranks of one engine the first one's answer counts. True ends the call: unfinished
-    responses are returned as they are, with the finish reason "abort", and the engine is idle.
     """
 
 
@@ -420,6 +420,9 @@ class SpeculationStats:
     row_steps: int = 0  # rows x speculative steps
     drafted_tokens: int = 0  # fed to the policy for verification
     emitted_tokens: int = 0  # accepted drafts and bonus tokens of those rows
+    pre_rolled_rows: int = 0  # of `row_steps`, rows whose draft was of a pre-rollout
+    pre_rolled_drafted: int = 0  # of `drafted_tokens`, theirs
+    pre_rolled_accepted: int = 0  # drafted tokens of theirs that were accepted
     drafted_at: list[int] = field(default_factory=list)  # rows whose draft reached the position
     accepted_at: list[int] = field(default_factory=list)  # rows that accepted the token there
     by_batch: dict[int, list[int]] = field(default_factory=dict)  # running requests: [row steps, emitted tokens]

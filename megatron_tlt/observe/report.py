@@ -105,7 +105,7 @@ def _stats(run: RunData) -> Iterator[Stat]:
     if pre_rolling := run.total("pre_rollout/seconds"):
         note = f"{seconds_text(pre_rolling)}, {run.total('pre_rollout/tokens'):,.0f} tokens"
         if shares := run.column("pre_rollout/drafted_share")[1]:
-            note += f"; {sum(shares) / len(shares):.0%} of a step's tokens were there before it"
+            note += f"; they were {sum(shares) / len(shares):.0%} of a step's tokens"
         yield Stat("idle time that pre-rolled", f"{pre_rolling / max(idle, pre_rolling):.0%}", note)
     if parked := run.total("engine/parked_seconds"):
         used = run.total("env/recovered_seconds")
