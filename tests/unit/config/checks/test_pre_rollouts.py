@@ -47,4 +47,5 @@ def test_a_run_that_repeats_bit_by_bit_without_drafts_gets_them_only_where_they_
     assert "rollout.schedule: static" in str(why_no_pre_rollouts(config_of(STATIC), 2))
     for exact in ({"speculation": {"drafter": "suffix"}}, {"numerics": "invariant"}):
         assert why_no_pre_rollouts(config_of({"rollout": {"schedule": "static", **exact}}), 2) is None
-    assert why_no_pre_rollouts(config_of(STATIC, True), 2) is None and not list(check_pre_rollouts(config_of(STATIC, True)))
+    asked = config_of(STATIC, True)
+    assert why_no_pre_rollouts(asked, 2) is None and not list(check_pre_rollouts(asked))
