@@ -354,13 +354,14 @@ class BackendCapabilities:
     draft_traces: bool  # the drafts of single responses are known, for samples.jsonl
     drafters: tuple[str, ...] | None = None  # values of `rollout.speculation.drafter` that it has; None: all
     turns: bool = False  # a response may have turns of an environment between those that it draws
+    pre_rollouts: bool = False  # drafts that a call brings are verified, and `until` ends a call
 
 
 DraftedBy = Literal["none", "suffix", "trained", "pre_rollout"]
 """The source of a step's drafts: none, the suffix drafter, the trained one, or earlier responses (other rows of such a
 step draft by the suffix or the trained drafter)."""
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
-    "embedded": BackendCapabilities(True, True, True, True, True, True, True, True, turns=True),
+    "embedded": BackendCapabilities(True, True, True, True, True, True, True, True, turns=True, pre_rollouts=True),
     "trtllm": BackendCapabilities(False, False, False, False, False, False, False, False, ("none", "eagle3")),
     "vllm": BackendCapabilities(
         keyed_sampling=True,

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from megatron_tlt.config.base import Section
 
 
 class IdleSection(Section):
-    """Idle ranks: when they train the drafter, and how ranks report their state. Responses never depend on it."""
+    """Idle ranks: when they pre-roll and train the drafter, and how ranks report their state. Responses never depend on
+    it.
+    """
 
+    pre_rollout: Literal["auto"] | bool = "auto"
+    """While waiting for other ranks, decode the next step's prompts: the next step verifies these responses in place of
+    decoding them (docs/guides/pre_rollouts.md). auto: wherever it runs, which is the embedded engine with its KV cache
+    in place (no rollout.release_cache), responses of one turn, and no router replay."""
+    pre_rollout_mib: float = Field(default=64.0, gt=0)
+    """Most memory of all pre-rolled responses that replicas pass to each other, 4 bytes a token; each replica sends its
+    share, the longest responses first."""
     train_drafter: bool = False
-    """Train the drafter while waiting for other ranks."""
+    """Train the drafter while waiting for other ranks, after pre-rolling."""
     min_tail_seconds: NonNegativeFloat = 0.02
-    """Least seconds that a rank has waited before it trains: the wait is taken to last as long again. A rank whose
-    last micro-step took longer waits for as long as that."""
+    """Least seconds that a rank has waited before it pre-rolls or trains: the wait is taken to last as long again. A
+    rank whose last micro-step took longer waits for as long as that before it trains."""
     min_steps_per_window: NonNegativeInt = 0
     """Training micro-steps after every rollout, whether a rank waits or not: every rank takes them, and the step lasts
     so much longer. For runs of one rollout replica, where no rank ever waits."""

@@ -86,14 +86,23 @@ class PromptQueues:
         """Whether this is the first rank of its engine."""
         return rollout_replica(self.world.rank, self.tp)[1] == 0
 
+    @property
+    def num_replicas(self) -> int:
+        """R."""
+        return self.world.size // self.tp
+
     def open(self, prompts: Sequence[Prompt], num_samples: int) -> PromptQueue:
         """The queue of a rollout of `prompts`, those of all replicas. All ranks open their queues in the same order."""
-        replica, tp_rank = rollout_replica(self.world.rank, self.tp)
-        num_replicas = self.world.size // self.tp
-        count = self.world.new_counter()
-        share = first_share(len(prompts), num_replicas, num_samples, self.max_running)
+        share = first_share(len(prompts), self.num_replicas, num_samples, self.max_running)
+        replica, _ = rollout_replica(self.world.rank, self.tp)
+        return PromptQueue(prompts, replica, self.num_replicas, share, self._new_ticket())
 
-        def ticket() -> int:
-            return self.agree(count(1) - 1 if tp_rank == 0 else -1)
+    def open_shared(self) -> Callable[[Sequence[Prompt]], PromptQueue]:
+        """As `open`, for prompts that are named later, and not on all ranks; none is a replica's own."""
+        replica, _ = rollout_replica(self.world.rank, self.tp)
+        ticket = self._new_ticket()
+        return lambda prompts: PromptQueue(prompts, replica, self.num_replicas, 0, ticket)
 
-        return PromptQueue(prompts, replica, num_replicas, share, ticket)
+    def _new_ticket(self) -> Callable[[], int]:
+        is_first, count = self.is_first, self.world.new_counter()
+        return lambda: self.agree(count(1) - 1 if is_first else -1)

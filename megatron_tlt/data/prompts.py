@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -156,6 +157,7 @@ class PromptStream:
         self._next_id = 0  # prompts returned
         self._dropped = 0  # rows in this epoch; of an infinite source: since the last line of the log
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, permutation)
+        self._is_quiet = False  # no lines in the log
 
     @property
     def epoch(self) -> int:
@@ -177,9 +179,15 @@ class PromptStream:
             drops = 0 if opened else drops + len(drawn)
             if drops > _MOST_DROPS_IN_A_ROW:
                 raise self._none_fits("prompt with the environment's text")
-        if len(prompts) < n:
+        if len(prompts) < n and not self._is_quiet:
             _log.info("%s: only %d prompts left of %d requested", self._source.description, len(prompts), n)
         return prompts
+
+    def peek(self, n: int) -> list[Prompt]:
+        """What `next_batch(n)` would return, without moving the position. Raises DataError."""
+        ahead = copy(self)  # shares source and tokenizer, which have no position
+        ahead._is_quiet = True
+        return ahead.next_batch(n)
 
     def check_rows(self) -> None:
         """Encodes every row of a finite source. Raises DataError naming file and line. Does not move the position."""
@@ -287,7 +295,7 @@ class PromptStream:
     def _log_dropped(self) -> None:
         """Says once an epoch, or every so many rows of an infinite source, how many of them were too long."""
         every = self._source.size or _MOST_DROPS_IN_A_ROW
-        if self._dropped and self._draws % every == 0:
+        if self._dropped and self._draws % every == 0 and not self._is_quiet:
             limit = f"data.max_prompt_tokens = {self._max_prompt_tokens}"
             _log.info("%s: of the last %d rows, %d exceed %s: dropped", self._source.description, every, self._dropped,
                       limit)  # fmt: skip

@@ -1,4 +1,4 @@
-"""When an idle rank trains, and when it stops. Pure: no clock, no torch, no MPI.
+"""When an idle rank pre-rolls or trains, and when it stops. Pure: no clock, no torch, no MPI.
 
 The simulator runs this file as it is, so everything it needs comes in as values.
 """
@@ -20,8 +20,9 @@ class Action(IntEnum):
 
     WAIT = 0
     TRAIN = 1
-    STOP = 2
-    DISABLE = 3
+    PRE_ROLL = 2
+    STOP = 3
+    DISABLE = 4
     """Training has failed on a rank of the group; `IdlePolicy` never returns this."""
 
 
@@ -41,6 +42,8 @@ class IdleView:
     """Micro-steps of this window."""
     step_seconds: float = 0.0
     """Of the last micro-step, in this window or before it; 0: there was none."""
+    can_pre_roll: bool = False
+    """Prompts of the next step have not been pre-rolled in this window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class IdlePolicy:
     train_drafter: bool = True
     """Train at all."""
     min_tail_seconds: float = 0.02
-    """Least seconds that a wait must have lasted, to be trained in."""
+    """Least seconds that a wait must have lasted, to be used."""
     min_steps_per_window: int = 0
     """Micro-steps of one window even where no rank is waited for."""
 
@@ -60,11 +63,15 @@ class IdlePolicy:
         return cls(section.train_drafter, section.min_tail_seconds, section.min_steps_per_window)
 
     def decide(self, view: IdleView) -> Action:
-        """TRAIN where a micro-step is possible and due or the wait is long; STOP when every rank is done; else WAIT.
+        """PRE_ROLL where that is possible, then TRAIN where a micro-step is possible and due or the wait is long; STOP
+        when every rank is done; else WAIT.
 
+        Pre-rolling comes first: it ends within a decoding step of the wait, and saves the next step's own tokens.
         A wait is taken to last as long again as it has lasted. All ranks wait for the end of a micro-step that is begun
         too late, so one begins when it is expected to end before the wait does.
         """
+        if view.can_pre_roll and not view.is_over and view.seconds_idle >= self.min_tail_seconds:
+            return Action.PRE_ROLL
         if view.steps < self.min_steps_per_window and self._can_train(view):
             return Action.TRAIN
         if view.is_over:

@@ -1,12 +1,12 @@
-"""The three states of a rank, the transitions between them, and how long each lasted. Torch-free, MPI-free.
+"""The states of a rank, the transitions between them, and how long each lasted. Torch-free, MPI-free.
 
-    BUSY ----> IDLE <----> TRAINING
+    BUSY ----> IDLE <----> PRE_ROLLING, TRAINING
       ^          |            |
       +----------+------------+
 
-BUSY: the replica has live requests, or can fetch some. IDLE: it has none, and others do. TRAINING: idle, and training
-the drafter. A window ends with BUSY (the step goes on). IDLE follows TRAINING where training stops before the window
-ends: enough micro-steps, no data, or a failure.
+BUSY: the replica has live requests, or can fetch some. IDLE: it has none, and others do. PRE_ROLLING: idle, and
+decoding the next step's prompts. TRAINING: idle, and training the drafter. A window ends with BUSY (the step goes on).
+IDLE follows TRAINING where training stops before the window ends: enough micro-steps, no data, or a failure.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class RankState(IntEnum):
     BUSY = 0
     IDLE = 1
     TRAINING = 2
+    PRE_ROLLING = 3
 
 
 @dataclass(frozen=True, slots=True)

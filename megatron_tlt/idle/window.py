@@ -3,13 +3,14 @@
     rank 0   rollout ===============================| out      (the slowest: waits for no rank)
     rank 1   rollout =========|poll|step|poll|step|st| out     poll: is it over?
     rank 2   rollout ============|poll|zz|poll|zz|poll| out    zz:   sleep `poll_ms`
+    rank 3   rollout ===|poll|pre-rollout ~~~~~~~|step| out    ~:    a decoding step of the next step's prompts, poll
                               ^ enters the done barrier
 
 Who waits for whom: every rank for the slowest replica, by polling between micro-steps or sleeps; no call blocks in MPI.
 The ranks of a tensor-parallel group take every decision together, because a micro-step may hold collectives of the
 group: its leader decides, and `agree`, a collective of the group, gives all of its ranks the highest proposal.
 
-`step_fn` is passed in: this module does not depend on what is trained.
+`step_fn` and `pre_roll` are passed in: this module does not depend on what is trained or decoded.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 StepFn = Callable[[], Mapping[str, float] | None]
 """One micro-step: its metrics, `tokens` (trained on) among them, or None when there is nothing to train on."""
+PreRoll = Callable[[Callable[[], bool]], int]
+"""Decodes the next step's prompts until its argument, asked between two decoding steps, is true; returns the tokens."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class WindowReport:
     spans: tuple[StateSpan, ...]
     """The rollout phase by state, BUSY first, without gaps (seconds of the window's clock)."""
     idle_seconds: float
-    """In IDLE and TRAINING."""
+    """Of them, all but BUSY."""
     training_seconds: float
     """Of that, inside micro-steps: recovered."""
     parked_training_seconds: float
@@ -56,6 +59,10 @@ class WindowReport:
     """Wall time at which this rank had its last request."""
     left_at: float
     """Wall time at which it left the window."""
+    pre_rolling_seconds: float = 0.0
+    """Of the idle seconds, in pre-rollouts."""
+    pre_rolled_tokens: int = 0
+    """Decoded in them."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Means of the micro-steps' metrics, `tokens` left out."""
 
@@ -103,8 +110,8 @@ class IdleWindow:
         """Turns training off for the rest of the run. A second call does nothing."""
         self.disabled_reason = self.disabled_reason or reason
 
-    def run(self, step_fn: StepFn) -> WindowReport:
-        """Trains or sleeps until every rank is done. To be called after `begin`, without a request left.
+    def run(self, step_fn: StepFn, pre_roll: PreRoll | None = None) -> WindowReport:
+        """Pre-rolls once, trains or sleeps until every rank is done. After `begin`, without a request left.
 
         A DrafterError of `step_fn` turns training off, here and on the other ranks of the group; any other error
         passes through.
@@ -113,12 +120,19 @@ class IdleWindow:
         sums.idle_since = self._clock()
         sums.parked_seconds, sums.parked_steps = sums.seconds, sums.steps
         sums.has_no_samples = False
+        sums.can_pre_roll = pre_roll is not None
         self.coordinator.enter_done()
         self._tracker.to(RankState.IDLE)
         while (action := self._next_action(sums)) is not Action.STOP:
             if action is Action.TRAIN:
                 self._tracker.to(RankState.TRAINING)
                 self._train_one(step_fn, sums)
+                continue
+            if action is Action.PRE_ROLL:
+                assert pre_roll is not None
+                self._tracker.to(RankState.PRE_ROLLING)
+                sums.can_pre_roll = False
+                sums.pre_rolled_tokens += pre_roll(self._is_over)
                 continue
             if action is Action.DISABLE:
                 self._disable_group()
@@ -144,6 +158,11 @@ class IdleWindow:
         elif action is Action.DISABLE:
             self._disable_group()
         return sums.steps > done
+
+    def _is_over(self) -> bool:
+        """Polls; whether every replica is done."""
+        self.coordinator.test_done()
+        return self.coordinator.is_over
 
     def _next_action(self, sums: _Sums) -> Action:
         """Polls; returns the group's next action. Collective among the group."""
@@ -180,6 +199,7 @@ class IdleWindow:
             samples_available=0 if sums.has_no_samples else available,
             steps=sums.steps - sums.parked_steps,
             step_seconds=self._step_seconds,
+            can_pre_roll=sums.can_pre_roll,
         )
 
     def _train_one(self, step_fn: StepFn, sums: _Sums) -> None:
@@ -204,13 +224,15 @@ class IdleWindow:
                 self._on_span(span.state.name, self._began_at + span.start - spans[0].start, span.seconds)
         return WindowReport(
             spans=spans,
-            idle_seconds=seconds_in(spans, RankState.IDLE, RankState.TRAINING),
+            idle_seconds=seconds_in(spans, RankState.IDLE, RankState.TRAINING, RankState.PRE_ROLLING),
             training_seconds=sums.seconds - sums.parked_seconds,
             parked_training_seconds=sums.parked_seconds,
             steps=sums.steps,
             tokens=sums.tokens,
             entered_at=self.coordinator.entered_at,
             left_at=self._wall(),
+            pre_rolling_seconds=seconds_in(spans, RankState.PRE_ROLLING),
+            pre_rolled_tokens=sums.pre_rolled_tokens,
             metrics=sums.means(),
         )
 
@@ -226,6 +248,8 @@ class _Sums:
     parked_steps: int = 0  # of `steps`, before the window
     parked_seconds: float = 0.0  # of `seconds`, before the window
     has_no_samples: bool = False
+    can_pre_roll: bool = False
+    pre_rolled_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, metrics: Mapping[str, float], seconds: float) -> None:

@@ -2,8 +2,8 @@
 
 A line: `{"ts": seconds since the epoch at its start, "rank", "step", "kind": "span" | "instant" | "state", "name",
 "dur": seconds (spans, states), "attrs": {...}}`. Spans are the phases of a step, one after the other; states (BUSY,
-IDLE, TRAINING) divide the rollout and idle spans. WAITING, within BUSY, are the longest waits in which all requests
-of the rank wait for their environments. Lines are buffered and written at the end of a step, when a span ends
+IDLE, TRAINING, PRE_ROLLING) divide the rollout and idle spans. WAITING, within BUSY, are the longest waits in which all
+requests of the rank wait for their environments. Lines are buffered and written at the end of a step, when a span ends
 in an error, and at exit. A resumed run appends, after a new `open` instant: steps done again are repeated. The present
 state of a rank is in RUN_DIR/status (`resilience/heartbeat.py`).
 """

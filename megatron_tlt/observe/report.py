@@ -102,6 +102,11 @@ def _stats(run: RunData) -> Iterator[Stat]:
         used = run.total("idle/recovered_seconds")
         note = f"{seconds_text(used)} of {seconds_text(idle)}, all ranks"
         yield Stat("idle time that trained the drafter", f"{used / idle:.0%}", note)
+    if pre_rolling := run.total("pre_rollout/seconds"):
+        note = f"{seconds_text(pre_rolling)}, {run.total('pre_rollout/tokens'):,.0f} tokens"
+        if shares := run.column("pre_rollout/drafted_share")[1]:
+            note += f"; they were {sum(shares) / len(shares):.0%} of a step's tokens"
+        yield Stat("idle time that pre-rolled", f"{pre_rolling / max(idle, pre_rolling):.0%}", note)
     if parked := run.total("engine/parked_seconds"):
         used = run.total("env/recovered_seconds")
         note = f"all ranks; the drafter trained in {seconds_text(used)} of it"

@@ -114,11 +114,15 @@ def carried(runs: Sequence[RunData]) -> PageSection:
 
 
 def idle(runs: Sequence[RunData]) -> PageSection:
-    """Idle seconds and the part of them that trained the drafter; of a single run, also by rank."""
+    """Idle seconds and the parts of them that were used; of a single run, also by rank."""
     if not any(run.total("idle/seconds") for run in runs):
         return PageSection("Idle time")
     metrics = {"idle/seconds": "idle", "idle/recovered_seconds": "trained the drafter"}
+    metrics |= {"pre_rollout/seconds": "pre-rolled"}
     parts = metric_chart(runs, "Idle and recovered seconds", "seconds, sum of the ranks", metrics)
+    note = "Tokens that an idle replica had decoded in the step before, and that the step's policy drew again."
+    shares = {"pre_rollout/drafted_share": "accepted pre-rolled tokens"}
+    parts += metric_chart(runs, "Tokens that were pre-rolled", "share of a step's tokens", shares, note)
     idle_by_rank = runs[0].idle_by_rank() if len(runs) == 1 else {}
     if len(idle_by_rank) > 1:
         note = "The rank with the least idle time has the longest responses or the slowest machine."

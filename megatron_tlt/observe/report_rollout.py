@@ -12,7 +12,13 @@ from megatron_tlt.observe import colours
 from megatron_tlt.observe.page import Chart, PageSection, Trace, bar, line
 from megatron_tlt.observe.runfiles import JsonRow, RunData, chosen_steps
 
-STATES = {"BUSY": colours.BLUE, "WAITING": colours.PURPLE, "TRAINING": colours.AMBER, "IDLE": colours.GREY}
+STATES = {
+    "BUSY": colours.BLUE,
+    "WAITING": colours.PURPLE,
+    "PRE_ROLLING": colours.GREEN,
+    "TRAINING": colours.AMBER,
+    "IDLE": colours.GREY,
+}
 _STEPS = 12  # steps to choose from
 _GRID = 160  # moments at which the ranks' curves are added up
 _LANE, _LANES = 26, 700  # pixels of one rank's lane, and of all lanes at most
@@ -84,7 +90,7 @@ def rollout(run: RunData) -> PageSection:
         )
     note = (
         "BUSY: the rank has requests. WAITING: all of them wait for their environments. IDLE: it has none left, other "
-        "ranks have. TRAINING: idle, trains the drafter."
+        "ranks have. PRE_ROLLING: idle, decodes the next step's prompts. TRAINING: idle, trains the drafter."
     )
     bars = {_name(view): _state_bars(view) for view in views if view.states}
     if bars:

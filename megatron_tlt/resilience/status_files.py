@@ -40,7 +40,7 @@ class RankStatus:
     phase: str = "start"
     step: int = -1
     state: str = ""
-    """Of an idle window: BUSY, IDLE or TRAINING; empty elsewhere."""
+    """Of an idle window: BUSY, IDLE, PRE_ROLLING or TRAINING; empty elsewhere."""
     phase_at: float = 0.0
     """When the phase began."""
     written_at: float = 0.0

@@ -2,8 +2,8 @@
 
 The same text runs on every rank (SPMD under mpiexec or srun); there is no controller process. One step:
 
-    sample groups (rollout, idle window that trains the drafter, score) -> exchange -> log-probs -> policy update
-    -> merge drafters -> weight sync -> log -> evaluate -> checkpoint
+    sample groups (rollout, idle window that pre-rolls and trains the drafter, score) -> exchange -> log-probs
+    -> policy update -> merge drafters -> weight sync -> log -> evaluate -> checkpoint
 
 Ranks wait for each other in the idle window, by polling, and in the collectives of the phases after it.
 """
@@ -80,7 +80,7 @@ class RLTrainer:
         self.metrics.begin_step()
         self.recovery.begin_step()
         groups, of_rank = self.sampler.sample(self.state.step + 1)  # rollout, idle window, score
-        stats = self.backend.take_stats()
+        stats = self.sampler.take_stats()
         self.backend.release_weights()  # until the weight sync
         with self.metrics.phase("exchange"):
             table, sequences = self.assembler.exchange(groups)

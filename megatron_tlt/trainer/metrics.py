@@ -46,6 +46,7 @@ _log = logging.getLogger(__name__)
 _COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions")
 _TURN_COUNTERS = ("turns", "given_tokens", "parked_seconds", "prefill_steps")
 _SPEC_COUNTERS = ("row_steps", "drafted_tokens", "emitted_tokens")
+_PRE_ROLLED = ("pre_rolled_rows", "pre_rolled_drafted", "pre_rolled_accepted")
 _DRAFTER = ("loss", "accept/1")  # of the micro-steps' metrics
 _IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps")
 _SUMMED = ("engine/generated_tokens", *_IDLE_TOTALS)
@@ -250,12 +251,16 @@ class RunMetrics:
 def window_metrics(report: WindowReport, is_group_leader: bool) -> dict[str, float]:
     """Metrics of one idle window of a rank, named for `combined`.
 
-    The ranks of a replica train as one, so only its leader counts micro-steps.
+    The ranks of a replica train and decode as one, so only its leader counts micro-steps and tokens.
     """
     row = {"idle/seconds": report.idle_seconds, "idle/recovered_seconds": report.training_seconds}
+    if report.pre_rolling_seconds:
+        row["pre_rollout/seconds"] = report.pre_rolling_seconds
     if report.parked_training_seconds:
         row["env/recovered_seconds"] = report.parked_training_seconds
     if is_group_leader:
+        if report.pre_rolled_tokens:
+            row["pre_rollout/tokens"] = float(report.pre_rolled_tokens)
         row |= {"drafter/steps": float(report.steps), "drafter/tokens": float(report.tokens)}
     row |= {"idle/entered_max": report.entered_at, "idle/left_max": report.left_at}
     return row | {f"drafter/{name}_mean": report.metrics[name] for name in _DRAFTER if name in report.metrics}
@@ -280,7 +285,8 @@ def _phase_times(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _counters(stats: EngineStats) -> dict[str, float]:
     values = {name: getattr(stats, name) for name in _COUNTERS + (_TURN_COUNTERS if stats.turns else ())}
-    values |= {f"spec_{name}": getattr(stats.speculation, name) for name in _SPEC_COUNTERS}
+    names = _SPEC_COUNTERS + (_PRE_ROLLED if stats.speculation.pre_rolled_rows else ())
+    values |= {f"spec_{name}": getattr(stats.speculation, name) for name in names}
     return {f"engine/{name}": float(value) for name, value in values.items()}
 
 
@@ -308,9 +314,14 @@ def _acceptance(row: Mapping[str, float]) -> dict[str, float]:
     rows, drafted = row["engine/spec_row_steps"], row["engine/spec_drafted_tokens"]
     if not rows:
         return {}
-    emitted = row["engine/spec_emitted_tokens"]
-    return {
+    emitted, generated = row["engine/spec_emitted_tokens"], max(1.0, row["engine/generated_tokens"])
+    found = {
         "spec/accept_length": emitted / rows,
         "spec/accept_rate": (emitted - rows) / drafted if drafted else 0.0,
-        "spec/share": emitted / max(1.0, row["engine/generated_tokens"]),
+        "spec/share": emitted / generated,
     }
+    if pre_rolled := row.get("engine/spec_pre_rolled_rows"):
+        accepted = row["engine/spec_pre_rolled_accepted"]
+        found["pre_rollout/drafted_share"] = accepted / generated
+        found["pre_rollout/accept_length"] = 1 + accepted / pre_rolled
+    return found

@@ -1,6 +1,6 @@
 """`GroupSampler`: the scored groups of one step, from prompts to rewards.
 
-    prompts -> rollout -> idle window (trains the drafter) -> score        again where dynamic sampling drops groups
+    prompts -> rollout -> idle window (pre-rolls, trains) -> score         again where dynamic sampling drops groups
                    +-> with `rollout.carry_over`: groups with an unfinished response go on in the next step
 
 Between two steps of its engine every rank reports its progress (`resilience.heartbeat`) and looks for a signal
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from megatron_tlt.trainer.carry_over import CarriedGroups
     from megatron_tlt.trainer.environments import Environments
     from megatron_tlt.trainer.metrics import RunMetrics
-    from megatron_tlt.types import Prompt
+    from megatron_tlt.trainer.pre_rollouts import PreRollouts
+    from megatron_tlt.types import EngineStats, Prompt
 
 _FIRST_LENGTH = 256.0  # tokens that a response is expected to have before any has ended
 
@@ -66,6 +67,7 @@ class GroupSampler:
     idle_window: IdleWindow
     rewards: RewardPool
     environments: Environments | None = None
+    pre_rollouts: PreRollouts | None = None
     algorithm: Algorithm
     shutdown: GracefulShutdown
     metrics: RunMetrics
@@ -89,7 +91,7 @@ class GroupSampler:
         self.rollout_cache.begin_step(step, self.backend.policy_version)
         for _ in range(section.max_sampling_rounds if section.dynamic_sampling else 1):
             rounds += 1
-            groups = self.carried.take(self._rollout(self._next_prompts(num_prompts)))
+            groups = self.carried.take(self._rollout(step, self._next_prompts(num_prompts)))
             with self.metrics.phase("score"):
                 self.rewards.score(groups)
                 share_responses(self.queues.world, self.backend, groups)
@@ -116,18 +118,26 @@ class GroupSampler:
         with self.metrics.phase("reset"):
             return self.carried.next_prompts(count)
 
-    def _rollout(self, prompts: Sequence[Prompt]) -> list[SampleGroup]:
-        """Groups that this rank generated, of new `prompts` and carried ones.
+    def take_stats(self) -> EngineStats:
+        """The engine's counters of the step's rollouts. Resets them."""
+        return self.backend.take_stats() if self.pre_rollouts is None else self.pre_rollouts.take_stats()
+
+    def _rollout(self, step: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
+        """Groups of `step` that this rank generated, of new `prompts` and carried ones.
 
         Raises GracefulExit if a signal cut any rank's rollout short.
         """
         if self.drafter.disabled_reason is not None:
             self.idle_window.disable(self.drafter.disabled_reason)
+        pre_rollouts = self.pre_rollouts
+        pre_roll = None if pre_rollouts is None else pre_rollouts.open(step)
         self.idle_window.begin()
         with self.metrics.phase("rollout"):
             groups, is_cut_short = self._generate(prompts)
         with self.metrics.phase("idle"):
-            report = self.idle_window.run(self.drafter.train_step)  # until every replica is done
+            report = self.idle_window.run(self.drafter.train_step, pre_roll)  # until every replica is done
+            if pre_rollouts is not None:
+                pre_rollouts.exchange()
         self.metrics.end_window(report, self.queues.is_first)
         self.shutdown.sync("rollout", is_cut_short)
         return groups
@@ -145,7 +155,8 @@ class GroupSampler:
         queue = self.queues.open([*first, *self.backend.ordered(prompts)], num_samples)
         with turns_of(self.environments) as turns, self.drafter.collecting():
             params, have = step_params(self.config), waiting.keys()
-            call = GenerateCall(queue, params, num_samples, self._report, have, begun=begun, turns=turns)
+            drafts = {} if self.pre_rollouts is None else self.pre_rollouts.take(prompts)
+            call = GenerateCall(queue, params, num_samples, self._report, have, begun=begun, turns=turns, drafts=drafts)
             if turns is not None and not self.config.rollout.releases_cache(self.queues.world.device.type):
                 call = replace(call, while_parked=self._train_drafter)  # else training takes the cache's memory
             samples, is_cut_short = self.shutdown.interruptible(self.rollout_cache.generate, call)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_tlt.config.checks.pre_rollouts import why_no_pre_rollouts
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompt_queue import PromptQueues
@@ -43,12 +44,14 @@ from megatron_tlt.trainer.token_checks import open_tokenizer
 from megatron_tlt.types import CAPABILITIES, Prompt
 
 if TYPE_CHECKING:
+    from megatron_tlt.data.prompts import PromptStream
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.distributed.world import World
     from megatron_tlt.observe.rollouts import DraftsOf
     from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.trainer.loop import RLTrainer
     from megatron_tlt.trainer.metrics import RunMetrics
+    from megatron_tlt.trainer.pre_rollouts import PreRollouts
     from megatron_tlt.trainer.sft import SftTrainer
 
 def build_trainer(config: Config, world: World, signals: StopSignals | None = None) -> RLTrainer:
@@ -117,6 +120,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         idle_window=_idle_window(config, world, tp, drafter, metrics),
         rewards=rewards,
         environments=environments,
+        pre_rollouts=_pre_rollouts(config, prompts, queues, backend),
         algorithm=algorithm,
         shutdown=recovery.shutdown,
         metrics=metrics,
@@ -178,6 +182,26 @@ def _sharing(config: Config, world: World) -> HiddenStateSharing:
     is_own = online.max_age == 0 or config.hidden_states_of == "actor"  # the actor spreads its states over replicas
     shared = 0 if is_own else int(min(online.share_mib, held) * 2**20)
     return HiddenStateSharing(replica, world.size // tp, tp, shared, tp_rank == 0)
+
+
+def _pre_rollouts(
+    config: Config, prompts: PromptStream, queues: PromptQueues, backend: RolloutBackend
+) -> PreRollouts | None:
+    """The next step's drafts from idle windows; None where the run has none."""
+    from megatron_tlt.trainer.pre_rollouts import PreRollouts
+
+    if why_no_pre_rollouts(config, queues.world.size) is not None:
+        return None
+    return PreRollouts(
+        stream=prompts,
+        queues=queues,
+        backend=backend,
+        params=step_params(config),
+        num_samples=config.rollout.samples_per_prompt,
+        num_prompts=config.train.prompts_per_step,
+        last_step=config.train.num_steps,
+        max_bytes=int(config.idle.pre_rollout_mib * 2**20),
+    )
 
 
 def _idle_window(

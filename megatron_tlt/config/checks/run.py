@@ -29,6 +29,7 @@ from megatron_tlt.config.checks.learning import (
     check_rewards,
 )
 from megatron_tlt.config.checks.memory import check_memory
+from megatron_tlt.config.checks.pre_rollouts import check_pre_rollouts
 from megatron_tlt.config.checks.rollout import check_context, check_positions, check_rollout
 from megatron_tlt.config.checks.speculation import check_idle, check_speculation
 from megatron_tlt.config.checks.teacher import check_teacher
@@ -89,6 +90,7 @@ def check_config(
         *check_rollout(config, shape, num_ranks, device),
         *check_speculation(config.rollout.speculation, has_drafter=config.idle.train_drafter),
         *check_idle(config, shape, num_ranks, device),
+        *check_pre_rollouts(config),
         *check_backend(config, device),
         *check_batch(config, num_ranks),
         *check_context(config, max_positions),

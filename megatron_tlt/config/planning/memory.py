@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_tlt.config.checks.layout import Device, resolve_device
+from megatron_tlt.config.checks.pre_rollouts import why_no_pre_rollouts
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning import drafter, engine, graphs, policy
@@ -146,6 +147,9 @@ def _stage(
         own = config.rollout.process_mib * MIB // (1 if device == "cuda" else 4)
         parts |= {"engine's process": own, **engine.process_bytes(config, shape)}
     host = {**drafter.host_parts(config, shape, device), "suffix drafter": engine.suffix_bytes(config)}
+    if why_no_pre_rollouts(config, dims.world_size) is None:
+        # What the exchange brings, once from each rank of an engine, and as it is kept.
+        host["pre-rollouts"] = int((1 + config.rollout.tp) * config.idle.pre_rollout_mib * MIB)
     if device == "cpu":
         return RankMemory(stage, parts | host, _only(config, device))
     return RankMemory(stage, parts, _only(config, device), host=state | host)

@@ -16,14 +16,15 @@ from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.distributed.world import World
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
-from megatron_tlt.errors import DrafterError
+from megatron_tlt.errors import BackendError, DrafterError
 from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.trainer.pre_rollouts import PreRollouts
 from megatron_tlt.trainer.setup import build_trainer
 
 SLOW_S = 0.4  # what the last rank adds to its rollout, so that the others have time
 SLOW_STEP_S = 0.02  # what its engine's steps take longer with the fault "slow engine"
 GENERATE, LEARN, WEIGHTS = EmbeddedBackend.generate, OnlineDrafterTrainer._learn, OnlineDrafterTrainer.weights
-STEP = Engine.step
+STEP, PRE_ROLL = Engine.step, PreRollouts._generate
 
 
 def break_it(fault: str, world: World) -> None:
@@ -51,7 +52,12 @@ def break_it(fault: str, world: World) -> None:
             time.sleep(SLOW_STEP_S)
         return STEP(self)
 
+    def pre_roll(self, *args):
+        PRE_ROLL(self, *args)
+        raise BackendError("broken on purpose")
+
     EmbeddedBackend.generate, Engine.step = generate, step
+    PreRollouts._generate = pre_roll if fault == "pre-roll" else PRE_ROLL
     OnlineDrafterTrainer._learn, OnlineDrafterTrainer.weights = learn, weights
 
 

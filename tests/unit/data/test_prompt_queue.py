@@ -40,6 +40,20 @@ def open_queues(
     ], added
 
 
+def test_the_next_prompts_are_shared_from_the_first_one_on() -> None:
+    counts: list[int] = []
+
+    def count(more: int) -> int:
+        counts.append(more)
+        return len(counts)
+
+    worlds = [SimpleNamespace(rank=rank, size=2, new_counter=lambda: count) for rank in range(2)]
+    one, two = (PromptQueues(world, 1, int, 64).open_shared() for world in worlds)  # type: ignore[arg-type]
+    first, second = one(PROMPTS), two(PROMPTS)
+    assert [next(first).prompt_id, next(first).prompt_id, next(second).prompt_id, next(first).prompt_id] == [0, 1, 2, 3]
+    assert ids(first) == [0, 1, 3] and len(list(second)) == 7 and not list(first)
+
+
 def ids(queue: PromptQueue) -> list[int]:
     return [prompt.prompt_id for prompt in queue.fetched]
 

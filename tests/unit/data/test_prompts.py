@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,27 @@ def test_resuming_continues_exactly(ten: PromptSourceConfig, cut: int) -> None:
         second = stream(source)
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         assert second.next_batch(40 - cut) == whole[cut:]
+
+
+@pytest.mark.parametrize("size", [1, 7, 10, 23])
+def test_a_peek_sees_the_next_batch_and_moves_nothing(
+    ten: PromptSourceConfig, size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over the ends of epochs, with dropped rows, ids included; the log says the same as without it."""
+    caplog.set_level(logging.INFO)
+    drops = write_jsonl(tmp_path / "drops.jsonl", [{"prompt": f"q{i}" * (1 + i % 2)} for i in range(10)])
+    for source in (ten, TASKS, drops):
+        logs = []
+        for peeks in (False, True):
+            caplog.clear()
+            made = stream(source, max_prompt_tokens=2 if source is drops else 999, chat_template=False)
+            batches = []
+            for _ in range(4):
+                ahead = made.peek(size) if peeks else None
+                batches.append(made.next_batch(size))
+                assert ahead in (None, batches[-1])
+            logs.append((batches, [record.message for record in caplog.records]))
+        assert logs[0] == logs[1]
 
 
 def test_resuming_on_other_data_is_refused(ten: PromptSourceConfig, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megatron_tlt.idle.policy import (
 
 POLICY = IdlePolicy(min_tail_seconds=0.1)
 GOOD = IdleView(seconds_idle=1.0, samples_available=9)
-WAIT, TRAIN, STOP = Action.WAIT, Action.TRAIN, Action.STOP
+WAIT, TRAIN, PRE_ROLL, STOP = Action.WAIT, Action.TRAIN, Action.PRE_ROLL, Action.STOP
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,11 @@ WAIT, TRAIN, STOP = Action.WAIT, Action.TRAIN, Action.STOP
         ({"seconds_idle": 0.099}, WAIT),
         ({"seconds_idle": 0.5, "step_seconds": 0.5}, TRAIN),
         ({"seconds_idle": 0.5, "step_seconds": 0.51}, WAIT),  # the ranks would wait for its end
+        ({"can_pre_roll": True}, PRE_ROLL),
+        ({"can_pre_roll": True, "seconds_idle": 0.5, "step_seconds": 0.51}, PRE_ROLL),
+        ({"can_pre_roll": True, "is_disabled": True}, PRE_ROLL),
+        ({"can_pre_roll": True, "seconds_idle": 0.099}, WAIT),
+        ({"can_pre_roll": True, "is_over": True}, STOP),
     ],
 )
 def test_decisions(change, action):

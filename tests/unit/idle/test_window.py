@@ -11,7 +11,7 @@ from megatron_tlt.idle.policy import Action, IdlePolicy
 from megatron_tlt.idle.state import RankState
 from megatron_tlt.idle.window import IdleWindow
 
-BUSY, IDLE, TRAINING = RankState.BUSY, RankState.IDLE, RankState.TRAINING
+BUSY, IDLE, TRAINING, PRE_ROLLING = RankState.BUSY, RankState.IDLE, RankState.TRAINING, RankState.PRE_ROLLING
 STEP_S, POLL_S = 0.05, 0.002
 
 
@@ -99,6 +99,29 @@ def test_it_trains_until_the_last_rank_is_done_and_no_step_longer(clock):
     assert report.metrics == {"loss": pytest.approx(sum(calls) / 21)}
     assert [s.state for s in report.spans] == [BUSY, IDLE, TRAINING]
     assert (report.entered_at, report.left_at) == (12.0, clock.time)
+
+
+def test_it_pre_rolls_once_until_the_last_rank_is_done_or_trains_behind_it(clock):
+    def pre_roll(until):
+        while not until() and clock.time < 12.5:
+            clock.time += 0.01
+        return 70
+
+    window = make(FakeCoordinator(clock, over_at=13.02), clock)
+    window.begin()
+    clock.time += 2.0  # the rollout
+    report = window.run(stepper(clock), pre_roll)
+    assert [s.state for s in report.spans] == [BUSY, IDLE, PRE_ROLLING, TRAINING]
+    assert (report.pre_rolled_tokens, report.pre_rolling_seconds) == (70, pytest.approx(0.5, abs=0.011))
+    assert report.steps == 11 and report.training_seconds == pytest.approx(11 * STEP_S)
+    assert report.idle_seconds == pytest.approx(clock.time - 12.0)
+    clock.time = 10.0
+    window = make(FakeCoordinator(clock, over_at=12.305, rounds=0.01), clock)
+    window.begin()
+    clock.time += 2.0
+    report = window.run(stepper(clock), pre_roll)
+    assert [s.state for s in report.spans] == [BUSY, IDLE, PRE_ROLLING]
+    assert 12.305 <= report.left_at <= 12.33 and report.steps == 0
 
 
 def test_a_wait_shorter_than_a_micro_step_is_not_trained_in(clock):

@@ -116,7 +116,7 @@ def sampler_of(ranks: Ranks, rounds: int = 1, wanted: int = 3, carry_over: int |
         drafter=SimpleNamespace(
             collecting=nullcontext, begin_step=lambda version: None, train_step=None, disabled_reason=None
         ),
-        idle_window=SimpleNamespace(begin=lambda: None, run=lambda step_fn: None),
+        idle_window=SimpleNamespace(begin=lambda: None, run=lambda step_fn, pre_roll: None),
         rewards=Rewards(),
         algorithm=build_algorithm(section, max_tokens=8),
         shutdown=SimpleNamespace(interruptible=lambda generate, call: (generate(call), False), sync=lambda *_: None),

@@ -1,0 +1,44 @@
+"""Pre-rollouts: where they run, and why not elsewhere."""
+
+from __future__ import annotations
+
+from megatron_tlt.config.root import Config
+from megatron_tlt.errors import ConfigProblem, Problems
+from megatron_tlt.types import CAPABILITIES
+
+
+def check_pre_rollouts(config: Config) -> Problems:
+    """`idle.pre_rollout: true` where they cannot run."""
+    if config.idle.pre_rollout is True and (reason := _missing(config)) is not None:
+        yield ConfigProblem("idle.pre_rollout", True, f"must be 'auto' or false with {reason}")
+
+
+def why_no_pre_rollouts(config: Config, num_ranks: int) -> str | None:
+    """Why idle replicas of a run on `num_ranks` ranks pre-roll nothing; None: they do."""
+    if config.idle.pre_rollout is False:
+        return "idle.pre_rollout: false"
+    if num_ranks // config.rollout.tp < 2:
+        return "one rollout replica, which never waits"
+    if config.idle.pre_rollout == "auto" and _repeats_bits(config):
+        return "rollout.schedule: static, which repeats a run bit by bit as long as nothing drafts"
+    return _missing(config)
+
+
+def _repeats_bits(config: Config) -> bool:
+    """Whether drafts would be the only thing that makes the bits of the PyTorch decoder depend on time."""
+    rollout = config.rollout
+    return (rollout.schedule, rollout.numerics, rollout.speculation.drafter) == ("static", "default", "none")
+
+
+def _missing(config: Config) -> str | None:
+    """The setting with which they do not run, and why."""
+    rollout = config.rollout
+    if not CAPABILITIES[rollout.backend].pre_rollouts:
+        return f"rollout.backend: {rollout.backend}, which verifies no drafts that it is given"
+    if config.env is not None:
+        return "env: whole responses are pre-rolled, and those of several turns need their environments"
+    if rollout.release_cache:
+        return "rollout.release_cache: true, for idle windows have no KV cache then"
+    if config.actor.router_replay == "rollout":
+        return "actor.router_replay: rollout"
+    return None

@@ -1,0 +1,155 @@
+"""`PreRollouts`: responses of the next step, decoded in idle windows; that step drafts with them.
+
+    step n      rank 0   rollout ================================|                exchange of token ids
+                rank 1   rollout =====| pre-rollout of step n + 1 ~~~~~|          every rank gets all of them
+    step n + 1  every rank   rollout, whose first drafts they are
+
+The noise of a token is that of (seed, prompt, sample, position), whatever the policy, so a pre-rolled response and the
+one that the next policy draws part only where the update has moved the logits by more than the gap between two
+candidates. They are proposals, no more: nothing of a step's samples, rewards or metrics sees them, no checkpoint keeps
+them, and losing them costs time only.
+
+Who waits for whom: nobody in the window; `exchange` is a collective of all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_tlt.errors import error_line
+from megatron_tlt.idle.state import RankState
+from megatron_tlt.trainer.engine_stats import joined
+from megatron_tlt.types import EngineStats, GenerateCall
+
+if TYPE_CHECKING:
+    from megatron_tlt.data.prompt_queue import PromptQueue, PromptQueues
+    from megatron_tlt.data.prompts import PromptStream
+    from megatron_tlt.idle.window import PreRoll
+    from megatron_tlt.interfaces import RolloutBackend
+    from megatron_tlt.types import Prompt, Sample, SamplingParams
+
+_TOKEN_BYTES = 4
+_log = logging.getLogger(__name__)
+Name = tuple[int, int]  # prompt id, sample index
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Responses of one rank, compact."""
+
+    names: np.ndarray  # int64 [n, 2], prompt id and sample index
+    lengths: np.ndarray  # int64 [n]
+    whole: np.ndarray  # bool [n]; others were ended by the window
+    tokens: np.ndarray  # int32 [sum of lengths], one response behind the other
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], max_bytes: int) -> Drafts:
+        """The longest of `samples`, as many as fit: they decide how long a rollout takes."""
+        ordered = sorted(samples, key=lambda sample: -len(sample.token_ids))
+        total = np.cumsum([_TOKEN_BYTES * len(sample.token_ids) for sample in ordered])
+        kept = ordered[: int(np.searchsorted(total, max_bytes, side="right"))]
+        return cls(
+            np.array([(sample.prompt_id, sample.sample_index) for sample in kept], np.int64).reshape(-1, 2),
+            np.array([len(sample.token_ids) for sample in kept], np.int64),
+            np.array([sample.finish_reason != "abort" for sample in kept], bool),
+            np.array([token for sample in kept for token in sample.token_ids], np.int32),
+        )
+
+    def responses(self) -> Iterator[tuple[Name, np.ndarray, bool]]:
+        """Name, tokens int32 [R] and whether it is whole, of each response."""
+        ends = np.cumsum(self.lengths)
+        for (prompt_id, index), length, end, whole in zip(self.names, self.lengths, ends, self.whole, strict=True):
+            yield (int(prompt_id), int(index)), self.tokens[end - length : end], bool(whole)
+
+
+@dataclass(kw_only=True, eq=False)
+class PreRollouts:
+    """One rank's part. All ranks make the same calls, but for the function that `open` returns."""
+
+    stream: PromptStream
+    queues: PromptQueues
+    backend: RolloutBackend
+    params: SamplingParams
+    num_samples: int
+    num_prompts: int
+    """Of the next step, at most."""
+    last_step: int
+    """Behind it nothing is pre-rolled."""
+    max_bytes: int
+    """Of the drafts of all replicas."""
+    _drafts: dict[Name, np.ndarray] = field(default_factory=dict)  # the same on every rank
+    _new: list[Sample] = field(default_factory=list)  # of this replica, in the present window
+    _stats: EngineStats | None = None  # of the step's rollouts so far
+    _is_open: bool = False
+    _has_failed: bool = False
+
+    def open(self, step: int) -> PreRoll | None:
+        """Pre-rolls in the window behind a rollout of `step`; None: there is no next step. The same on every rank."""
+        self._is_open = step < self.last_step
+        return partial(self._run, self.queues.open_shared()) if self._is_open else None
+
+    def take(self, prompts: Sequence[Prompt]) -> dict[Name, np.ndarray]:
+        """The drafts of these prompts, whose rollout begins. Forgets them."""
+        names = [(prompt.prompt_id, index) for prompt in prompts for index in range(self.num_samples)]
+        return {name: self._drafts.pop(name) for name in names if name in self._drafts}
+
+    def exchange(self) -> None:
+        """After the window that was opened: every rank gets what all replicas have pre-rolled. Collective.
+
+        Prompts of earlier windows that no rollout has used keep what they have, unless there is more now.
+        """
+        if not self._is_open:
+            return
+        new, self._new = self._new, []
+        each = self.max_bytes // self.queues.num_replicas
+        for drafts in self.queues.world.all_gather_object(Drafts.of(new, each) if new else None):
+            for name, tokens, is_whole in () if drafts is None else drafts.responses():
+                if is_whole or len(tokens) > len(self._drafts.get(name, ())):
+                    self._drafts[name] = tokens
+
+    def take_stats(self) -> EngineStats:
+        """The engine's counters of the step's rollouts, without pre-rollouts. Resets them."""
+        held, self._stats = self._stats, None
+        rest = self.backend.take_stats()
+        return rest if held is None else joined(held, rest)
+
+    def _run(self, queue_of: Callable[[Sequence[Prompt]], PromptQueue], until: Callable[[], bool]) -> int:
+        """See `idle.window.PreRoll`. After a failure, which is logged once, this replica pre-rolls no more."""
+        if self._has_failed:
+            return 0
+        self._stats = self.take_stats()
+        failure = None
+        try:
+            samples = self._generate(queue_of, until)
+        except Exception as error:  # noqa: BLE001  whatever it was: the next step decodes without drafts
+            failure, samples = error_line(error), []
+        tokens = self.backend.take_stats().generated_tokens
+        if self.queues.agree(int(failure is not None)):
+            self._has_failed = True
+            if failure is not None:
+                _log.warning("this replica pre-rolls no more, and drops what it had: %s", failure)
+            return tokens
+        if self.queues.is_first:
+            self._new = [sample for sample in samples if sample.token_ids]
+        return tokens
+
+    def _generate(self, queue_of: Callable[[Sequence[Prompt]], PromptQueue], until: Callable[[], bool]) -> list[Sample]:
+        """Responses to those of the next prompts that this replica fetches; prompts without drafts come first."""
+        there = {prompt_id for prompt_id, _ in self._drafts}
+        prompts = self.backend.ordered(self.stream.peek(self.num_prompts))
+        prompts.sort(key=lambda prompt: prompt.prompt_id in there)
+        return self.backend.generate(
+            GenerateCall(
+                queue_of(prompts), self.params, self.num_samples, self._report, drafts=self._drafts, until=until
+            )
+        )
+
+    def _report(self, running: int, waiting: int, generated_tokens: int) -> None:
+        """A sign of life."""
+        self.queues.world.heartbeat(state=RankState.PRE_ROLLING.name, running=running, queued=waiting)

@@ -1,0 +1,82 @@
+"""Whole runs whose idle ranks pre-roll the next step: nothing but time depends on it."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.observe.events import read_events
+from tests.helpers.mpi import run_ranks
+from tests.helpers.runs import assert_same_checkpoint, rollout_digests, rows, train_many, write_config
+
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+
+STEPS, LAST = 3, "checkpoints/step-000003"
+OFF = ["idle.pre_rollout=false"]
+SPEC = "rollout.speculation"
+KILLER = "tests/integration/workers/pre_rollout_killed.py"
+SUFFIX = f"{SPEC}.drafter=suffix"
+EAGLE = [f"{SPEC}.drafter=eagle", "idle.train_drafter=true", "idle.min_tail_seconds=0", "drafter.online.warmup_steps=0"]
+KINDS = {
+    "grpo": [],
+    "dynamic": ["algorithm.name=dapo", "algorithm.dynamic_sampling=true", "algorithm.max_sampling_rounds=2"],
+    "carried": ["rollout.carry_over=12"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pre-rollouts")
+    train = {"num_steps": STEPS, "prompts_per_step": 8}
+    config = write_config(path, train=train, checkpoint={"every": 1}, eval={"every": 0})
+    jobs = {f"{kind}-{name}": [*more, *on] for kind, more in KINDS.items() for name, on in (("on", []), ("off", OFF))}
+    jobs |= {"grpo-suffix": [SUFFIX], "grpo-eagle": EAGLE, "grpo-small": ["idle.pre_rollout_mib=1e-4"]}
+    train_many(config, jobs, fault="")
+    (path / "said").write_text(train_many(config, {"grpo-failed": []}, fault="pre-roll"))
+    return path
+
+
+@pytest.mark.parametrize("run", ["grpo-on", "dynamic-on", "carried-on", "grpo-suffix", "grpo-eagle", "grpo-small"])
+def test_responses_rewards_and_weights_are_the_same(folder: Path, run: str):
+    off, on = folder / f"{run.partition('-')[0]}-off", folder / run
+    assert_same_checkpoint(off / LAST, on / LAST)
+    assert rollout_digests(off) == rollout_digests(on)
+    tokens = [[row["engine/generated_tokens"] for row in rows(of)] for of in (off, on)]
+    assert tokens[0] == tokens[1], "pre-rolled tokens are not the step's"
+
+
+@pytest.mark.parametrize("run", ["grpo-on", "grpo-suffix", "grpo-eagle"])
+def test_a_step_accepts_what_the_step_before_pre_rolled(folder: Path, run: str):
+    first, *others = rows(folder / run)
+    assert first["pre_rollout/tokens"] > 0 and "pre_rollout/drafted_share" not in first
+    used = [row for row in others if "pre_rollout/drafted_share" in row]  # not before the selector tries them
+    assert used and all(row["pre_rollout/drafted_share"] > 0.05 for row in used)
+    assert all(row["pre_rollout/accept_length"] > 1.5 for row in used)
+    assert "pre_rollout/tokens" not in others[-1], "nothing comes after the last step"
+    assert all(0 < row["pre_rollout/seconds"] <= row["idle/seconds"] for row in (first, *others[:-1]))
+    assert not any(name.startswith("pre_rollout/") for row in rows(folder / "grpo-off") for name in row)
+
+
+def test_the_window_is_a_state_of_its_own_and_the_drafter_trains_behind_it(folder: Path):
+    events = read_events(folder / "grpo-eagle", 0)
+    for step in range(STEPS - 1):
+        states = [e["name"] for e in events if e["step"] == step and e["kind"] == "state"]
+        assert states.index("PRE_ROLLING") < states.index("TRAINING")
+    assert all(row["drafter/steps"] > 0 for row in rows(folder / "grpo-eagle"))
+
+
+def test_a_failure_in_a_window_ends_pre_rollouts_with_one_warning(folder: Path):
+    assert_same_checkpoint(folder / "grpo-off" / LAST, folder / "grpo-failed" / LAST)
+    assert (folder / "said").read_text().count("pre-rolls no more") == 1
+    assert not any("pre_rollout/drafted_share" in row for row in rows(folder / "grpo-failed"))
+
+
+def test_a_run_killed_in_a_window_goes_on_to_the_same_weights(folder: Path):
+    config, run = str(folder / "tiny.yaml"), folder / "killed"
+    options = [f"train.run_dir={run}", "checkpoint.asynchronous=false", "idle.min_tail_seconds=0"]
+    few = ["rollout.max_running_requests=4", "rollout.schedule=static", SUFFIX]
+    killed = run_ranks(2, KILLER, "2", "train", config, *options, *few, check=False)
+    assert killed.returncode != 0, killed.stdout
+    assert not (run / "checkpoints/step-000002").exists() and (run / "checkpoints/step-000001").exists()
+    run_ranks(2, ["-m", "megatron_tlt", "train"], config, *options, *few)
+    assert_same_checkpoint(folder / "grpo-off" / LAST, run / LAST)
+    assert rollout_digests(folder / "grpo-off") == rollout_digests(run)
