@@ -71,7 +71,7 @@ def chat_warnings(config: Config | SftConfig) -> list[str]:
     For a configuration without problems.
     """
     directory = _directory(config)
-    name, section = ("data", config.data) if isinstance(config, Config) else ("sft", config.sft)
+    name, section = config.chat_name, config.chat
     if directory is None or not section.chat_template:
         return []
     of_processor = directory / "chat_template.json"
@@ -97,7 +97,7 @@ def unread_warnings(directory: Path, field: str, kwargs: dict[str, Any]) -> list
 def prompt_renderer(config: Config | SftConfig) -> tuple[Renderer | None, list[ConfigProblem]]:
     """Renders prompts as the run will; None without a chat template here, or with one that cannot be used, and why."""
     directory = _directory(config)
-    name, section = ("data", config.data) if isinstance(config, Config) else ("sft", config.sft)
+    name, section = config.chat_name, config.chat
     if directory is None or not section.chat_template:
         return None, []
     field = f"{name}.chat_template"
@@ -127,5 +127,5 @@ def _special_token_problems(config: Config, directory: Path) -> list[ConfigProbl
 
 def _directory(config: Config | SftConfig) -> Path | None:
     """The tokenizer's directory, if it is on this machine."""
-    directory = Path(config.model.tokenizer or config.model.path)
+    directory = Path(config.model.tokenizer_path)
     return directory if directory.is_dir() else None

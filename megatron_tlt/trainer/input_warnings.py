@@ -33,15 +33,16 @@ def _of_rl(config: Config) -> list[str]:
     """Of what fine-tuning does not have."""
     own = [kl_estimator_warning(config.algorithm), None if config.env is None else environment_warning(config.env)]
     teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
-    long = long_prompt_warnings(config.data, Path(config.model.tokenizer or config.model.path))
+    has_model = (Path(config.model.path) / "config.json").is_file()
+    long = long_prompt_warnings(config, ModelConfig.from_hf(config.model.path).vocab_size if has_model else None)
     return [*teacher, *filter(None, own), *_of_rows(config), *long, *_of_drafter(config)]
 
 
 def _of_rows(config: Config) -> list[str]:
     """Files of a data set that belong to no split, and rows whose answers a reward function cannot use."""
     found: list[str | None] = []
-    for field, section in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if section is not None and section.path is not None and Path(section.path).exists():
+    for field, section in config.data.sources:
+        if section.is_here:
             found.append(unread_warning(section, field))
             source = open_source(section, field, seed=0)
             found.append(answer_warning(config.rewards, source.answers()) if isinstance(source, FileSource) else None)

@@ -135,7 +135,7 @@ def _problems_of_large_files(config: Config | SftConfig, device: Device | None) 
     found = [] if shape is None else _weight_problems(config, shape) + _adapter_problems(config, shape)
     found += resume_problems(config, shape, device)
     if isinstance(config, Config):
-        found += long_prompt_problems(config.data, Path(config.model.tokenizer or config.model.path))
+        found += long_prompt_problems(config, None if shape is None else shape.vocab_size)
         if config.algorithm.teacher is not None and (teacher := teacher_shape(config)) is not None:
             found += _hf_weight_problems("algorithm.teacher", config.algorithm.teacher, teacher)
         path = config.rollout.speculation.drafter_path
@@ -181,11 +181,11 @@ def missing_model(config: Config | SftConfig) -> list[ConfigProblem]:
 def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
     """Model, teacher, drafter, prompts and records that are not on this machine."""
     problems = missing_model(config)
+    named: dict[str, str | None]
     if isinstance(config, SftConfig):
-        named = {"sft.train_path": config.sft.train_path, "sft.eval_path": config.sft.eval_path}
+        named = {field: path for field, path, _ in config.sft.files}
     else:
-        held_out = config.data.eval.path if config.data.eval is not None else None
-        named = {"data.train.path": config.data.train.path, "data.eval.path": held_out}
+        named = {f"{name}.path": source.path for name, source in config.data.sources}
         if config.rollout.speculation.trained:
             named[_DRAFTER_PATH] = config.rollout.speculation.drafter_path
         named["algorithm.teacher"] = config.algorithm.teacher
@@ -259,22 +259,20 @@ def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     problems: list[ConfigProblem] = []
     render, _ = prompt_renderer(config)
     if isinstance(config, Config):
-        for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-            has_tasks = source is not None and source.kind == "tasks" and source.tasks
-            if source is not None and (has_tasks or (source.path is not None and Path(source.path).exists())):
+        for name, source in config.data.sources:
+            if source.is_here or (source.kind == "tasks" and source.tasks):
                 problems += source_problems(source, name, render)
         if config.env is not None and (config.env.kind or config.env.path):
             problems += environment_problems(config.env)
         return problems + function_problems(config.rewards) + _machine_problems(config)
-    sft = config.sft
-    for field, path, split in (("train", sft.train_path, sft.train_split), ("eval", sft.eval_path, sft.eval_split)):
+    for field, path, split in config.sft.files:
         try:
-            if path is not None and Path(path).exists():
-                rows, numbers = read_completions(sft, Path(path), split)
+            if Path(path).exists():
+                rows, numbers = read_completions(config.sft, Path(path), split)
                 if render is not None:
                     _render_each_form(render, rows, [f"{path}:{number}" for number in numbers])
         except DataError as error:
-            problems.append(ConfigProblem(f"sft.{field}_path", path, str(error)))
+            problems.append(ConfigProblem(field, path, str(error)))
     return problems
 
 
