@@ -5,15 +5,15 @@ No torch here: the simulator and `megatron-tlt check` read model shapes without 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from megatron_tlt.config.json_reader import read_object
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.models.experts import moe_fields, moe_layer_shapes, moe_problems, moe_to_hf, names_on_disk
 from megatron_tlt.models.hf_fields import forward_problems, type_problems
 from megatron_tlt.models.hf_rope import (
@@ -114,7 +114,10 @@ class ModelConfig:
         Raises CheckpointError if the file is missing or not JSON, ConfigError (all problems at once) if the
         model is none of `ARCHITECTURES` that is computed exactly, or contradicts itself.
         """
-        return _parse(source if isinstance(source, Mapping) else _read_json(Path(source)))
+        if isinstance(source, Mapping):
+            return _parse(source)
+        path = Path(source)
+        return _parse(read_object(path if path.suffix == ".json" else path / "config.json"))
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """The config.json that `transformers` loads; `dtype` is that of the weights beside it."""
@@ -219,19 +222,6 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Stored parameters; tied embeddings count once."""
         return sum(prod(shape) for shape in self.parameter_shapes().values())
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    file = path if path.suffix == ".json" else path / "config.json"
-    try:
-        loaded = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise CheckpointError(f"cannot read the model's configuration {file}: {e.strerror}") from e
-    except ValueError as e:
-        raise CheckpointError(f"{file} is not valid JSON: {e}") from e
-    if not isinstance(loaded, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, not {type(loaded).__name__}")
-    return loaded
 
 
 def _parse(hf: Mapping[str, Any]) -> ModelConfig:

@@ -16,6 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from megatron_tlt.config.json_reader import read_object_if_there
 from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.hf_fields import unread_fields
@@ -68,11 +69,7 @@ def model_warnings(directory: str | Path) -> list[str]:
     if read and unread:
         words = f"the weights are read from {shortened(read)}, as transformers does"
         warnings.append(f"{root}: {words}; not read, and perhaps of an older model: {shortened(unread)}")
-    try:
-        about = json.loads((root / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return warnings
-    if isinstance(about, dict) and (fields := unread_fields(about)):
+    if fields := unread_fields(read_object_if_there(root / "config.json")):
         warnings.append(f"{root / 'config.json'} sets fields that are not known, and not read: {shortened(fields)}")
     return warnings
 

@@ -348,8 +348,8 @@ def duck() -> Iterator[Callable[[str], TurnResult]]:
         ("array", "NoTextError: step returned an observation of type ndarray: must be a text"),
         ("bytes", "NoTextError: step returned an observation of type bytes"),
         ("dict text", "NoTextError: step returned an observation of type dict"),
-        ("no reward", "TypeError: step returned the reward None: must be a number"),
-        ("text reward", "TypeError: step returned the reward '1'"),
+        ("no reward", "ValueError: step returned the reward None (NoneType): must be a number"),
+        ("text reward", "ValueError: step returned the reward '1'"),
         ("role for done", "TypeError: step returned 'user' for done"),
     ],
 )
