@@ -315,31 +315,16 @@ def _is_whole(value: Any) -> TypeGuard[int]:
 
 
 def _unsupported(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProblem]:
-    refused = (
+    has_bias = not family.startswith("qwen2") and hf.get("attention_bias")
+    has_kinds = not {"full_attention", "sliding_attention"}.issuperset(hf.get("layer_types") or ())
+    for field, is_refused, allowed in (
         ("hidden_act", hf.get("hidden_act", "silu") not in ("silu", "swish"), "must be 'silu'"),
-        (
-            "attention_bias",
-            not family.startswith("qwen2") and hf.get("attention_bias"),
-            f"must be false for {family}",
-        ),
+        ("attention_bias", has_bias, f"must be false for {family}"),
         ("mlp_bias", hf.get("mlp_bias"), "must be false"),
-        (
-            "quantization_config",
-            hf.get("quantization_config"),
-            "only fp32, fp16 or bf16 weights are supported",
-        ),
-        (
-            "layer_types",
-            not {"full_attention", "sliding_attention"}.issuperset(hf.get("layer_types") or ()),
-            "only full_attention layers are computed",
-        ),
-        (
-            "sliding_window",
-            _uses_window(hf, family),
-            "sliding windows are not supported; full attention only",
-        ),
-    )
-    for field, is_refused, allowed in refused:
+        ("quantization_config", hf.get("quantization_config"), "only fp32, fp16 or bf16 weights are supported"),
+        ("layer_types", has_kinds, "only full_attention layers are computed"),
+        ("sliding_window", _uses_window(hf, family), "sliding windows are not supported; full attention only"),
+    ):
         if is_refused:
             yield ConfigProblem(field, hf.get(field), allowed)
 
@@ -359,11 +344,8 @@ def _uses_window(hf: Mapping[str, Any], family: Family) -> bool:
 
 def _shape_problems(config: ModelConfig) -> Iterator[ConfigProblem]:
     if config.num_heads % config.num_kv_heads:
-        yield ConfigProblem(
-            "num_key_value_heads",
-            config.num_kv_heads,
-            f"must divide num_attention_heads ({config.num_heads})",
-        )
+        allowed = f"must divide num_attention_heads ({config.num_heads})"
+        yield ConfigProblem("num_key_value_heads", config.num_kv_heads, allowed)
     if config.head_dim % 2:
         yield ConfigProblem("head_dim", config.head_dim, "must be even (rotary embedding)")
     if config.hidden_size % 2:

@@ -205,7 +205,7 @@ BAD_TOOLS = {
     "Hidden": (tool(hides_signature), "variadic"),
     "Async": (tool(plain, body="await 1"), "is async"),
     "Generator": (tool(plain, body="yield 1"), "is a generator"),
-    "AsyncGenerator": (tool(plain, body="yield await 1"), "is a generator"),
+    "AsyncGenerator": (tool(plain, body="yield await 1"), "is async"),
     "Untyped": (tool(plain, "self, x"), "missing a type hint"),
     "Bytes": (tool(plain, "self, x: bytes"), "bytes"),
     "Alias": (tool(plain, "self, x: Annotated[int, Field(alias='y')]"), "its schema allows {'x': 1}, which its"),
