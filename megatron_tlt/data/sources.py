@@ -8,6 +8,7 @@ import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -213,7 +214,18 @@ def errors_at(place: str) -> Iterator[None]:
 
 
 def open_file(config: PromptSourceConfig, path: Path) -> FileSource:
-    """The source of a file or directory. Raises DataError naming file and line or record of the first bad one."""
+    """The source of a file or directory, read once until its files change: checks, warnings and the run share it.
+
+    Raises DataError naming file and line or record of the first bad one.
+    """
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    stats = [(str(file), file.stat()) for file in files if file.is_file()]
+    return _open_file(config.model_dump_json(), path, tuple((name, s.st_size, s.st_mtime_ns) for name, s in stats))
+
+
+@lru_cache(maxsize=2)  # of training and of evaluation
+def _open_file(config_json: str, path: Path, files: tuple[tuple[str, int, int], ...]) -> FileSource:
+    config = PromptSourceConfig.model_validate_json(config_json)
     if config.kind == "jsonl":
         records, lines = read_json(path, spelled=True)
         return FileSource(config, path, records, lambda row: f"{path}:{lines[row]}")

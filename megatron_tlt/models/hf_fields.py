@@ -3,7 +3,7 @@
 A field that is read must have its type: nothing is coerced. Of the others
 
 - those that never change a forward pass (`_HARMLESS`), and those that say "off", are skipped in silence;
-- those whose name speaks of the forward pass (`_OF_THE_FORWARD`: a multiplier, a norm, a kind of attention) are
+- those whose name is about the forward pass (`_OF_THE_FORWARD`: a multiplier, a norm, a kind of attention) are
   refused, known ones and those of families to come: their weights were made for another computation;
 - the rest are warned of by name (`unread_fields`).
 

@@ -209,7 +209,7 @@ class SftTrainer:
     def _write(self) -> None:
         config, out = self._config, Path(self._config.sft.out)
         if self._world.is_main:
-            note_maker(out, "sft")  # first: a kill must not leave a model of nobody's
+            note_maker(out, "sft")  # first: what a kill leaves must have a maker
         write_hf(self.policy, self._world, config.model, out, config.actor.dtype)
 
     def close(self) -> None:
