@@ -10,9 +10,11 @@ from typing import Any
 
 from megatron_tlt.data.chat import Messages, with_system
 from megatron_tlt.data.chat_template import ChatTemplate, TemplateSettings
+from megatron_tlt.data.hashing import stamp
 from megatron_tlt.errors import CheckpointError, DataError
 
 _FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")  # of any version of the library
+_opened: dict[str, HFTokenizer] = {}  # the last one
 
 
 class HFTokenizer:
@@ -183,6 +185,20 @@ class HFTokenizer:
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def read_tokenizer(directory: Path, rows: int, template: TemplateSettings) -> HFTokenizer:
+    """The tokenizer in `directory`, read again only where its files have changed: a large one takes seconds.
+
+    Raises as `HFTokenizer` does.
+    """
+    files = [*directory.glob("*"), *directory.glob("additional_chat_templates/*")]
+    key = repr((directory.absolute(), rows, template, stamp(files)))
+    if key not in _opened:
+        tokenizer = HFTokenizer(directory, rows, template)
+        _opened.clear()
+        _opened[key] = tokenizer
+    return _opened[key]
 
 
 def has_tokenizer(directory: Path) -> bool:
