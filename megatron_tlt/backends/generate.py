@@ -185,8 +185,11 @@ def _parse(
     if key == "prompt" and tokenizer is None:
         raise DataError(f'{where}: "prompt" needs a tokenizer and the model has none; give "token_ids"')
     if key == "prompt" and tokenizer is not None and (isinstance(value, str) or (chat and isinstance(value, list))):
-        messages = None if isinstance(value, str) else checked_messages(value, key, where)
-        row = replace(row, prompt=value if messages is None else last_user_text(messages), messages=messages)
+        if isinstance(value, str):
+            row = replace(row, prompt=value)
+        else:
+            messages = checked_messages(value, key, where)
+            row = replace(row, prompt=last_user_text(messages), messages=messages)
         return row, _encode(row, tokenizer, chat, env)
     if key == "token_ids" and isinstance(value, list) and all(type(i) is int for i in value):
         with errors_at(where):

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_tlt.config.json_reader import read_object_if_there
 from megatron_tlt.data.chat import Messages, with_system
 from megatron_tlt.data.chat_template import ChatTemplate, TemplateSettings
+from megatron_tlt.data.hashing import stamp
 from megatron_tlt.errors import CheckpointError, DataError
 
 # Names of a tokenizer's files of any version of the library: those with tokens, and all of them, templates included.
@@ -18,6 +19,7 @@ TOKENIZER_FILES = (
     *_VOCABULARY, "tekken.json", "special_tokens_map.json", "added_tokens.json", "chat_template*",
     "additional_chat_templates",
 )  # fmt: skip
+_opened: dict[str, HFTokenizer] = {}  # the last one
 
 
 class HFTokenizer:
@@ -188,6 +190,20 @@ class HFTokenizer:
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def read_tokenizer(directory: Path, rows: int, template: TemplateSettings) -> HFTokenizer:
+    """The tokenizer in `directory`, read again only where its files have changed: a large one takes seconds.
+
+    Raises as `HFTokenizer` does.
+    """
+    files = [*directory.glob("*"), *directory.glob("additional_chat_templates/*")]
+    key = repr((directory.absolute(), rows, template, stamp(files)))
+    if key not in _opened:
+        tokenizer = HFTokenizer(directory, rows, template)
+        _opened.clear()
+        _opened[key] = tokenizer
+    return _opened[key]
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -18,7 +18,7 @@ from megatron_tlt.models.hf_files import model_warnings
 from megatron_tlt.models.peft import adapter_warning
 from megatron_tlt.rewards.build import answer_warning
 from megatron_tlt.trainer.chat_checks import chat_warnings
-from megatron_tlt.trainer.token_checks import tokenizer_warnings
+from megatron_tlt.trainer.token_checks import tokenizer_here, tokenizer_warnings
 
 
 def input_warnings(config: Config | SftConfig) -> list[str]:
@@ -33,8 +33,7 @@ def _of_rl(config: Config) -> list[str]:
     """Of what fine-tuning does not have."""
     own = [kl_estimator_warning(config.algorithm), None if config.env is None else environment_warning(config.env)]
     teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
-    has_model = (Path(config.model.path) / "config.json").is_file()
-    long = long_prompt_warnings(config, ModelConfig.from_hf(config.model.path).vocab_size if has_model else None)
+    long = long_prompt_warnings(config.data, tokenizer_here(config))
     return [*teacher, *filter(None, own), *_of_rows(config), *long, *_of_drafter(config)]
 
 

@@ -31,7 +31,12 @@ from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.trainer.chat_checks import Renderer, chat_problems, prompt_renderer
 from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.teacher import teacher_problems, teacher_shape, with_teacher_shape
-from megatron_tlt.trainer.token_checks import tokenizer_problems, turn_problems
+from megatron_tlt.trainer.token_checks import (
+    record_problems,
+    tokenizer_here,
+    tokenizer_problems,
+    turn_problems,
+)
 from megatron_tlt.types import Prompt
 
 if TYPE_CHECKING:
@@ -134,8 +139,10 @@ def _problems_of_large_files(config: Config | SftConfig, device: Device | None) 
     shape, _ = read_model("model.path", config.model.path)
     found = [] if shape is None else _weight_problems(config, shape) + _adapter_problems(config, shape)
     found += resume_problems(config, shape, device)
-    if isinstance(config, Config):
-        found += long_prompt_problems(config, None if shape is None else shape.vocab_size)
+    if isinstance(config, SftConfig):
+        found += record_problems(config)
+    else:
+        found += long_prompt_problems(config.data, tokenizer_here(config))
         if config.algorithm.teacher is not None and (teacher := teacher_shape(config)) is not None:
             found += _hf_weight_problems("algorithm.teacher", config.algorithm.teacher, teacher)
         path = config.rollout.speculation.drafter_path

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.completions import encoded_records
-from megatron_tlt.data.tokenizer import HFTokenizer, has_tokenizer
+from megatron_tlt.data.tokenizer import HFTokenizer, has_tokenizer, read_tokenizer
 from megatron_tlt.data.turn_form import PROMPT, TURN, read_turn_form
 from megatron_tlt.envs.build import environment_tools
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError
@@ -20,11 +21,11 @@ from megatron_tlt.trainer.environments import turn_tokens
 def open_tokenizer(config: Config | SftConfig) -> HFTokenizer:
     """The tokenizer of the model, or the one named beside it. Raises CheckpointError, ConfigError."""
     rows = ModelConfig.from_hf(config.model.path).vocab_size
-    return HFTokenizer(_source(config)[1], rows, template_settings(config))
+    return read_tokenizer(_source(config)[1], rows, template_settings(config))
 
 
 def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
-    """A tokenizer on this machine that cannot be read or is not the model's, and records with tokens that it lacks."""
+    """A tokenizer on this machine that cannot be read or is not the model's."""
     field, source = _source(config)
     if not source.is_dir():
         return []
@@ -34,13 +35,18 @@ def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     if (model := _model(config)) is None:
         return []
     try:
-        tokenizer = HFTokenizer(source, model.vocab_size, template_settings(config))
+        tokenizer = open_tokenizer(config)
     except CheckpointError as error:
         return [ConfigProblem(field, str(source), str(error))]
-    found = embedding_problems(field, tokenizer, model.vocab_size, chat=config.chat.chat_template)
-    if isinstance(config, SftConfig) and tokenizer.tokens_beyond:  # of prompts: `long_prompt_problems`
-        found = found or _record_problems(config, tokenizer)
-    return found
+    return embedding_problems(field, tokenizer, model.vocab_size, chat=config.chat.chat_template)
+
+
+def tokenizer_here(config: Config | SftConfig) -> HFTokenizer | None:
+    """The tokenizer; None where it or the model is not on this machine, or cannot be read."""
+    try:
+        return open_tokenizer(config) if has_tokenizer(_source(config)[1]) else None
+    except (CheckpointError, ConfigError):
+        return None
 
 
 def embedding_problems(field: str, tokenizer: HFTokenizer, rows: int, *, chat: bool) -> list[ConfigProblem]:
@@ -74,13 +80,15 @@ def _template_problems(tokenizer: HFTokenizer) -> list[str]:
     return []
 
 
-def _record_problems(config: SftConfig, tokenizer: HFTokenizer) -> list[ConfigProblem]:
-    """Records on this machine that cannot be encoded. Encodes all of them."""
-    problems: list[ConfigProblem] = []
+def record_problems(config: SftConfig) -> list[ConfigProblem]:
+    """Records on this machine with tokens that the model lacks. Encodes all of them if there are such tokens."""
+    tokenizer, problems = tokenizer_here(config), list[ConfigProblem]()
+    if tokenizer is None or not tokenizer.tokens_beyond:
+        return []
     for field, path, split in config.sft.files:
         try:
             if Path(path).exists():
-                list(encoded_records(config.sft, Path(path), split, tokenizer, config.model.max_context))
+                deque(encoded_records(config.sft, Path(path), split, tokenizer, config.model.max_context), maxlen=0)
         except DataError as error:
             problems.append(ConfigProblem(field, path, str(error)))
     return problems
@@ -88,10 +96,11 @@ def _record_problems(config: SftConfig, tokenizer: HFTokenizer) -> list[ConfigPr
 
 def turn_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     """A chat template on this machine that does not fit the configuration's environment. Imports the environment."""
-    if isinstance(config, SftConfig) or config.env is None or _model(config) is None:
+    tokenizer = tokenizer_here(config)
+    if isinstance(config, SftConfig) or config.env is None or tokenizer is None:
         return []
     try:
-        turn_tokens(config.env, open_tokenizer(config), environment_tools(config.env), chat=config.chat.chat_template)
+        turn_tokens(config.env, tokenizer, environment_tools(config.env), chat=config.chat.chat_template)
     except ConfigError as error:
         return error.problems
     return []
@@ -99,12 +108,11 @@ def turn_problems(config: Config | SftConfig) -> list[ConfigProblem]:
 
 def tokenizer_warnings(config: Config | SftConfig) -> list[str]:
     """Warnings about the tokenizer of a configuration without problems; none where model or tokenizer is not here."""
-    source, model = _source(config)[1], _model(config)
-    if model is None or not has_tokenizer(source):
+    tokenizer, model = tokenizer_here(config), _model(config)
+    if model is None or tokenizer is None:
         return []
     stop = config.rollout.stop if isinstance(config, Config) else ()
     setting = "rollout.stop" if isinstance(config, Config) else None
-    tokenizer = HFTokenizer(source, model.vocab_size, template_settings(config))
     return warnings_of(tokenizer, model, config.chat.chat_template, stop, setting)
 
 

@@ -255,7 +255,7 @@ def test_a_lone_surrogate_is_named_in_records_responses_and_settings(tmp_path: P
     config = build_config({"model": {"path": str(POLICY)}, "data": {"train": {"tasks": [{"name": "chain_sum"}]}}})
     with pytest.raises(DataError, match=r"a.jsonl:2: field 'response' has a lone surrogate"):
         read_responses(config, second_line(path, IN_RESPONSE), HFTokenizer(POLICY), 10**6, 9)
-    with pytest.raises(ConfigError, match=r"data\.system_prompt = 'a\\ud83d': has a lone surrogate, .* must be UTF-8 text"):
+    with pytest.raises(ConfigError, match=r"data\.system_prompt = 'a\\ud83d': has a lone surrogate, .*UTF-8"):
         build_config({"model": {"path": "x"}, "data": {"system_prompt": "a\ud83d"}})
 
 
@@ -351,5 +351,5 @@ def test_long_prompts_are_dropped_with_a_line_cut_or_an_error(sixteen: Path, cap
     whole = {p.dataset_id: p.token_ids for p in stream_of(sixteen, max_prompt_tokens=512).next_batch(16)}
     cut = stream_of(sixteen, long_prompts="cut_left").next_batch(16)
     assert all(p.token_ids == whole[p.dataset_id][-64:] for p in cut)
-    with pytest.raises(DataError, match=r"lengths.jsonl:\d+: the prompt has \d+ tokens, data.max_prompt_tokens allows 64"):
+    with pytest.raises(DataError, match=r"lengths.jsonl:\d+: the prompt has .*max_prompt_tokens allows 64"):
         stream_of(sixteen, long_prompts="error").next_batch(16)

@@ -195,6 +195,56 @@ def test_responses_are_those_of_the_rendered_conversation(
         assert found[: len(prompt)] == prompt, "the prompt of a rollout"
 
 
+_TURNS = """{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '<|assistant|>' }}ANSWER{{- '<|end|>' }}
+{%- else %}{{- '<|user|>' + m.content + '<|end|>' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>OPEN' }}{%- endif %}"""
+_LAST = """{%- if loop.last and '</think>' not in m.content %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"""
+HYBRID = _TURNS.replace("ANSWER", _LAST + "{{- m.content }}").replace("OPEN", "")  # Qwen3
+THINKING = _TURNS.replace("ANSWER", _LAST + "{{- m.content }}").replace("OPEN", "<think>\\n")  # Qwen3 Thinking
+DISTILLED = _TURNS.replace("ANSWER", "{{- m.content.split('</think>')[-1] }}").replace("OPEN", "<think>\\n")  # R1
+CHANNELS = _TURNS.replace("ANSWER", "{{- '<|pad|>final:' + m.content }}").replace("OPEN", "")  # gpt-oss
+THOUGHT, EMPTY = "<think>\nHm.\n</think>\n\n3", "<think>\n\n</think>\n\n3"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "wanted"),
+    [
+        (HYBRID, "3", EMPTY),
+        (HYBRID, THOUGHT, THOUGHT),
+        (THINKING, "3", EMPTY),
+        (THINKING, THOUGHT, THOUGHT),
+        (THINKING, THOUGHT.removeprefix("<think>\n"), THOUGHT),
+        (DISTILLED, "3", EMPTY),
+        (DISTILLED, THOUGHT, THOUGHT),
+        (CHANNELS, "3", "<|pad|>final:3"),
+    ],
+)
+def test_a_response_has_the_thought_or_channel_that_the_template_writes(
+    template: str, text: str, wanted: str, model: Path, tmp_path: Path
+) -> None:
+    (model / "chat_template.jinja").write_text(template)
+    tokenizer, reference = HFTokenizer(model), AutoTokenizer.from_pretrained(model)
+    messages = [USER, {"role": "assistant", "content": text}]
+    (found,) = sft_tokens(write(tmp_path / "r.jsonl", {"messages": messages}), tokenizer)
+    assert found == tokenizer.encode(f"<|user|>1 + 2<|end|><|assistant|>{wanted}<|end|>")
+    if template in (HYBRID, CHANNELS):
+        assert found == reference.apply_chat_template(messages, return_dict=False)
+    row = {"prompt": "1 + 2", "response": THOUGHT}
+    config = Config.model_validate({"model": {"path": str(model), "max_context": 256}})
+    (drawn,) = read_responses(config, write(tmp_path / "d.jsonl", row), tokenizer, 999, 9)
+    assert drawn.token_ids.tolist() == tokenizer.encode(f"<|user|>1 + 2<|end|><|assistant|>{THOUGHT}<|end|>")
+
+
+def test_earlier_turns_and_those_of_a_base_model_are_the_templates(model: Path, tmp_path: Path) -> None:
+    (model / "chat_template.jinja").write_text(HYBRID)
+    for name in ("generation_config.json", "config.json"):
+        edit(model / name, eos_token_id=0)
+    edit(model / "tokenizer_config.json", eos_token="<|pad|>")  # Qwen2.5's base models: <|endoftext|>
+    messages = [USER, TURN, TOOL, TURN]
+    (found,) = sft_tokens(write(tmp_path / "r.jsonl", {"messages": messages}), HFTokenizer(model))
+    assert found == AutoTokenizer.from_pretrained(model).apply_chat_template(messages, return_dict=False)
+
+
 def test_an_observation_has_the_tokens_that_the_template_gives_it(tmp_path: Path) -> None:
     tokenizer = HFTokenizer(save_sentencepiece(tmp_path, MIXTRAL.replace("HEAD", "''")))
     reference = AutoTokenizer.from_pretrained(tmp_path)
