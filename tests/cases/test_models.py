@@ -199,6 +199,11 @@ def test_a_whole_file_wins_over_an_index_as_in_transformers(model: Path, has_sha
     assert warning.endswith("not read, and perhaps of an older model: model-00001-of-00099.safetensors")
 
 
+def test_an_index_of_the_one_file_is_not_a_stale_one(model: Path) -> None:
+    (model / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(model / SINGLE), SINGLE)}))  # mlx-lm
+    assert not model_warnings(model)
+
+
 @pytest.mark.parametrize(("dtype", "word"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8"), (torch.uint8, "U8")])
 def test_tensors_without_their_scales_are_refused_by_type(model: Path, dtype: torch.dtype, word: str) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
