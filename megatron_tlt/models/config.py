@@ -111,10 +111,17 @@ class ModelConfig:
     def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
         """Reads a model directory, a config.json or its dictionary; old and transformers-5 spellings.
 
-        Raises CheckpointError if the file is missing or not JSON, ConfigError (all problems at once) if the
-        model is none of `ARCHITECTURES` that is computed exactly, or contradicts itself.
+        Raises CheckpointError if the file is missing or not JSON, ConfigError (all problems at once, with the file's
+        name) if the model is none of `ARCHITECTURES` that is computed exactly, or contradicts itself.
         """
-        return _parse(source if isinstance(source, Mapping) else _read_json(Path(source)))
+        if isinstance(source, Mapping):
+            return _parse(source)
+        file = _file_of(Path(source))
+        try:
+            return _parse(_read_json(file))
+        except ConfigError as error:
+            named = [replace(problem, path=f"{file}: {problem.path}") for problem in error.problems]
+            raise ConfigError(named) from error
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """The config.json that `transformers` loads; `dtype` is that of the weights beside it."""
@@ -221,8 +228,11 @@ class ModelConfig:
         return sum(prod(shape) for shape in self.parameter_shapes().values())
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    file = path if path.suffix == ".json" else path / "config.json"
+def _file_of(path: Path) -> Path:
+    return path if path.suffix == ".json" else path / "config.json"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         loaded = json.loads(file.read_text(encoding="utf-8"))
     except OSError as e:
