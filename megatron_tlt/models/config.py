@@ -111,13 +111,18 @@ class ModelConfig:
     def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
         """Reads a model directory, a config.json or its dictionary; old and transformers-5 spellings.
 
-        Raises CheckpointError if the file is missing or not JSON, ConfigError (all problems at once) if the
-        model is none of `ARCHITECTURES` that is computed exactly, or contradicts itself.
+        Raises CheckpointError if the file is missing or not JSON, ConfigError (all problems at once, with the file's
+        name) if the model is none of `ARCHITECTURES` that is computed exactly, or contradicts itself.
         """
         if isinstance(source, Mapping):
             return _parse(source)
         path = Path(source)
-        return _parse(read_object(path if path.suffix == ".json" else path / "config.json"))
+        file = path if path.suffix == ".json" else path / "config.json"
+        try:
+            return _parse(read_object(file))
+        except ConfigError as error:
+            named = [replace(problem, path=f"{file}: {problem.path}") for problem in error.problems]
+            raise ConfigError(named) from error
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """The config.json that `transformers` loads; `dtype` is that of the weights beside it."""
