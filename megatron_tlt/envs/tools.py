@@ -59,14 +59,15 @@ class ToolEnvironment(Environment):
         arguments = call.arguments or {}
         try:
             value = tool(**(_typed(tool, arguments) if call.is_text else arguments))
-            return value if isinstance(value, str) else json.dumps(_plain(value), ensure_ascii=False, default=_plain)
-        except NoTextError as error:
-            raise NoTextError(f"tool {call.name} returned {error}: must be a text or what JSON has") from None
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
             return f"error: {call.name}: {'; '.join(problems)}"
         except Exception as error:  # noqa: BLE001  a user's tool may raise anything
             return f"error: {type(error).__name__}: {error}"
+        try:
+            return value if isinstance(value, str) else json.dumps(_plain(value), ensure_ascii=False, default=_plain)
+        except (NoTextError, TypeError, ValueError, RecursionError) as error:  # also keys that are no texts, and cycles
+            raise NoTextError(f"tool {call.name} returned {error}: must be a text or what JSON has") from None
 
 
 def _plain(value: Any) -> Any:
