@@ -74,14 +74,22 @@ class ToolCall:
 def parse_calls(response: str, in_thought: bool = False) -> list[ToolCall]:
     """The calls of a turn, in order. `in_thought`: the chat template has opened a thought, which the turn may end."""
     text = without_thoughts(response, in_thought).strip()
-    if calls := _tagged(text) or _pythonic(text) or _named(text, 0):
-        return calls
-    other = _OTHER_FORM.search(text)
-    # JSON behind it is an argument.
-    calls = _bare(text if other is None else text[: other.start()])
-    if not calls and other is not None:
-        return [ToolCall(problem=f"calls of this form are not read: write <tool_call>{_FORM}</tool_call>")]
-    return calls
+    calls = _tagged(text) or _pythonic(text) or _named(text, 0)
+    if not calls:
+        other = _OTHER_FORM.search(text)
+        calls = _bare(text if other is None else text[: other.start()])  # JSON behind it is an argument
+        if not calls and other is not None:
+            return [ToolCall(problem=f"calls of this form are not read: write <tool_call>{_FORM}</tool_call>")]
+    return [*map(_encodable, calls)]
+
+
+def _encodable(call: ToolCall) -> ToolCall:
+    """The call, or an error for half of a surrogate pair, which JSON can write and no file or tokenizer takes."""
+    try:
+        json.dumps([call.name, call.arguments], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return ToolCall(problem="a text of the call has half of a surrogate pair")
+    return call
 
 
 def without_thoughts(response: str, in_thought: bool = False) -> str:

@@ -18,9 +18,8 @@ SkippedLines = dict[Path, set[int]]
 
 
 def to_line(row: Mapping[str, Any]) -> str:
-    """One line with its end. Numbers that JSON lacks (nan, inf) become null; halves of surrogate pairs are escaped."""
-    line = json.dumps(to_json(row), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return line.encode(errors="backslashreplace").decode() + "\n"
+    """One line with its end. Numbers that JSON lacks (nan, inf) become null."""
+    return json.dumps(to_json(row), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def to_json(value: Any) -> Any:
