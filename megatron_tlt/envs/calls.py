@@ -48,10 +48,6 @@ _OTHER_FORM = re.compile(
     r"\bfunctions\.[\w.-]+:\d+|^Action Input:|✿FUNCTION✿|<start_function_call>",
     re.MULTILINE,
 )
-_FORM = re.compile(
-    r"<invoke\b|<arg_key>|<\|?｜?(?:tool_calls?_|tool▁calls?▁|action_start)|<\|tool_call|<tool_call>[\w.]+[({\[]|"
-    r"to=functions\.|\A\w+\.call\("
-)
 _NAMES = ("name", "function", "tool", "tool_name", "action")
 _INPUTS = ("args", "input", "kwargs", "params", "tool_input", "tool_args", "action_input")
 _NO_INPUTS = {*_NAMES, "arguments", "parameters", "type", "id", "call_id", "tool_call_id", "index"}
@@ -239,14 +235,24 @@ def _value(node: ast.expr) -> Any:
         return _CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple):
         return [_value(item) for item in node.elts]
-    if isinstance(node, ast.Dict) and all(node.keys):
-        return {_value(key): _value(item) for key, item in zip(node.keys, node.values, strict=True)}
-    number = node.operand if (is_negative := isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)) else node
-    if isinstance(number, ast.Constant) and isinstance(number.value, int | float if is_negative else str | int | float):
-        return -number.value if is_negative else number.value
-    if isinstance(node, ast.Constant) and node.value is None:
-        return None
+    if isinstance(node, ast.Dict):
+        return {_key(key): _value(item) for key, item in zip(node.keys, node.values, strict=True)}
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
+        return node.value
+    if (
+        isinstance(node, ast.UnaryOp)
+        and isinstance(node.op, ast.USub)
+        and isinstance(number := _value(node.operand), int | float)
+    ):
+        return -number
     raise ValueError(f"{ast.unparse(node):.40} is no value of JSON")
+
+
+def _key(node: ast.expr | None) -> str | int:
+    """Raises ValueError for what no object of JSON can have; numbers are for a tool's own mappings."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int):
+        return node.value
+    raise ValueError(f"{'**' if node is None else ast.unparse(node):.40} is no key of JSON")
 
 
 def _calls(value: Any) -> list[ToolCall]:

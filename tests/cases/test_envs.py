@@ -119,6 +119,8 @@ f, g = ("f", {"a": 1}), ("g", {"b": 2})
         ("[f(a={1, 2})]", "{1, 2} is no value of JSON"),
         ("[f(a=[x])]", "x is no value of JSON"),  # not the node's address, which no other run repeats
         ("[f(a=b'x')]", "b'x' is no value of JSON"),
+        ("[f(a={(1, 2): 3})]", "(1, 2) is no key of JSON"),
+        ("[f(a={**b})]", "** is no key of JSON"),
         ('<tool_call>{"name": "f", "a": 1}</tool_call>', "a call must be"),
         (r'{"name": "f", "arguments": {"a": "\ud83d"}}', "half of a surrogate pair"),  # recorded, it ended the run
         (r"[f(a='\ud83d')]", "half of a surrogate pair"),
@@ -209,6 +211,16 @@ class Good:
 class Inherits(Good):
     """With a tool of its own, and one that waits."""
 
+    def texts(self, a: str | None, b: str) -> list[str | None]:
+        """
+        Gives them back.
+
+        Args:
+            a: One.
+            b: One.
+        """
+        return [a, b]
+
     def more(self) -> np.ndarray:
         """Numbers."""
         return np.arange(3)
@@ -279,6 +291,9 @@ def test_tools_that_calls_satisfy_are_taken() -> None:
     xml = "<function=many><parameter=a>\n2\n</parameter><parameter=b>\n[{}]\n</parameter><parameter=c>3</parameter>"
     xml += '<parameter=d>red</parameter><parameter=e>[1, "2"]</parameter><parameter=f>12</parameter></function>'
     assert tools.step(xml).observation == '["int", "list", "int", "Kind", "tuple", "int", "NoneType"]'
+    # as vLLM's parser of Qwen3-Coder has it, also where a text is one
+    nulls = "<function=texts><parameter=a>null</parameter><parameter=b>null</parameter></function>"
+    assert tools.step(nulls).observation == '[null, "null"]'
     assert tools.step("[more(), waits()]").observation == "[0, 1, 2]\nwaited"
 
 
