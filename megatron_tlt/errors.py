@@ -32,7 +32,7 @@ def error_line(error: BaseException) -> str:
     except Exception as failed:  # noqa: BLE001  its class may fail in __str__
         message = f"(its message cannot be read: {type(failed).__name__})"
     lines = printable(message[: 2 * LONGEST_FAILURE].replace("\r\n", "\n")).splitlines()
-    return f"{type(error).__name__}: {' / '.join(lines)}".removesuffix(": ")[:LONGEST_FAILURE]
+    return f"{printable(type(error).__name__)}: {' / '.join(lines)}".removesuffix(": ")[:LONGEST_FAILURE]
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:

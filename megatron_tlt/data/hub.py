@@ -31,7 +31,7 @@ from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data import hub_answers
 from megatron_tlt.data.dataset_files import CARD, FORMATS, choose_files
 from megatron_tlt.distributed.together import SingleProcess
-from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
+from megatron_tlt.errors import ConfigError, ConfigProblem, DataError, printable
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
@@ -420,4 +420,4 @@ def _bytes(number: float) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"megatron-tlt: {text}", file=sys.stderr, flush=True)
+    print(printable(f"megatron-tlt: {text}"), file=sys.stderr, flush=True)

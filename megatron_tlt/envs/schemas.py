@@ -47,17 +47,19 @@ def _is_tool(owner: type, name: str) -> bool:
     return True
 
 
-def check_plain(owner: type, name: str, *arguments: str) -> None:
-    """Raises EnvError for a method of a class that is async or a generator, or cannot be called with `arguments`."""
+def check_plain(owner: type, name: str, *arguments: str, **named: str) -> None:
+    """Raises EnvError for a method of a class that is async or a generator, or cannot be called with `arguments` and
+    `named` ones.
+    """
     method = getattr(owner, name)
     if (kind := not_plain(method)) is not None:
         raise EnvError(f"{owner.__name__}.{name}: is {kind}: must return its value")
     has_owner = not isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod)
     try:
-        inspect.signature(method).bind(*[None] * has_owner, *arguments)
+        inspect.signature(method).bind(*[None] * has_owner, *arguments, **named)
     except TypeError as error:
-        allowed = f"must be callable as {name}({', '.join(arguments)})"
-        raise EnvError(f"{owner.__name__}.{name}: {allowed}: {error}") from None
+        given = ", ".join([*arguments, *(f"{key}={word}" for key, word in named.items())])
+        raise EnvError(f"{owner.__name__}.{name}: must be callable as {name}({given}): {error}") from None
     except ValueError:  # no signature: of C
         return
 
