@@ -12,7 +12,7 @@ from megatron_tlt.config.data import DataSection
 from megatron_tlt.data.prompts import encode_prompt, open_source
 from megatron_tlt.data.sources import FileSource, Row, errors_at
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.errors import ConfigProblem, DataError
+from megatron_tlt.errors import CheckpointError, ConfigProblem, DataError
 
 _MOST_COUNTED = 4096  # rows of a file: one or two seconds of the tokenizer
 
@@ -70,13 +70,13 @@ def _counts(data: DataSection, tokenizer: HFTokenizer | None) -> Iterator[_Count
     for field, config in (("data.train", data.train), ("data.eval", data.eval)):
         if tokenizer is None or config is None or config.path is None or not Path(config.path).exists():
             continue
+        chat = data.chat_template and tokenizer.has_chat_template
         try:
             source = open_source(config, field, seed=0)
-        except (DataError, re.error):  # named where files and patterns are checked
+            assert isinstance(source, FileSource)
+            yield _count(field, config.path, source, tokenizer, chat, data.system_prompt, data.max_prompt_tokens)
+        except (CheckpointError, DataError, re.error):  # named where templates, files and patterns are checked
             continue
-        assert isinstance(source, FileSource)
-        chat = data.chat_template and tokenizer.has_chat_template
-        yield _count(field, config.path, source, tokenizer, chat, data.system_prompt, data.max_prompt_tokens)
 
 
 @lru_cache(maxsize=2)  # problems and warnings come from one count

@@ -90,7 +90,7 @@ def record_problems(config: SftConfig) -> list[ConfigProblem]:
         try:
             if path is not None and Path(path).exists():
                 deque(encoded_records(sft, Path(path), split, tokenizer, most), maxlen=0)
-        except DataError as error:
+        except (CheckpointError, DataError) as error:
             problems.append(ConfigProblem(f"sft.{field}_path", path, str(error)))
     return problems
 
