@@ -69,10 +69,10 @@ def _counts(data: DataSection, tokenizer: HFTokenizer | None) -> Iterator[_Count
     for field, config in data.sources:
         if tokenizer is None or not config.is_here:
             continue
+        chat = data.chat_template and tokenizer.has_chat_template
         try:
             source = open_source(config, field, seed=0)
             assert isinstance(source, FileSource)
-            chat = data.chat_template and tokenizer.has_chat_template
             count = _count(field, str(config.path), source, tokenizer, chat, data.system_prompt, data.max_prompt_tokens)
         except (CheckpointError, DataError, re.error):  # named where templates, files and patterns are checked
             continue

@@ -89,7 +89,7 @@ def record_problems(config: SftConfig) -> list[ConfigProblem]:
         try:
             if Path(path).exists():
                 deque(encoded_records(config.sft, Path(path), split, tokenizer, config.model.max_context), maxlen=0)
-        except DataError as error:
+        except (CheckpointError, DataError) as error:
             problems.append(ConfigProblem(field, path, str(error)))
     return problems
 

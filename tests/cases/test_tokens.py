@@ -15,6 +15,7 @@ from megatron_tlt.config.data import DataSection, PromptSourceConfig
 from megatron_tlt.config.root import Config, SftConfig, SftSection
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.responses import read_responses
+from megatron_tlt.data.sources import FileSource
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.errors import ConfigError, DataError
@@ -193,6 +194,25 @@ def test_responses_are_those_of_the_rendered_conversation(
         assert found[-1] == 2 and 2 not in rendered[len(found) :], "up to the last end of a turn"
         prompt = tokenizer.encode_chat(tuple(messages[:1]))
         assert found[: len(prompt)] == prompt, "the prompt of a rollout"
+
+
+def test_check_reads_rows_and_tokenizer_once_and_gives_the_template_its_variables(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = model / "chat_template.jinja"
+    template.write_text("{{ style + '' }}" + template.read_text())
+    read: list[str] = []
+    for kind in (FileSource, HFTokenizer):
+        init = kind.__init__
+
+        def counted(*args: Any, init: Any = init, **named: Any) -> None:
+            read.append(init.__qualname__)
+            init(*args, **named)
+
+        monkeypatch.setattr(kind, "__init__", counted)
+    path = write(tmp_path / "r.jsonl", {"prompt": "1 + 1", "answer": "2"})
+    check_report(config_of(model, path=str(path), chat_template_kwargs={"style": "x"}), 1)
+    assert sorted(read) == ["FileSource.__init__", "HFTokenizer.__init__"]
 
 
 _TURNS = """{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '<|assistant|>' }}ANSWER{{- '<|end|>' }}
