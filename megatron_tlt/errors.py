@@ -17,7 +17,7 @@ def shortened(items: Sequence[object], most: int = 8, separator: str = ", ") -> 
 
 # All but tab and line feed; also marks of writing direction, which reorder a line, and halves of surrogate pairs.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_LONGEST_FAILURE = 500  # characters of an error message that travel and are logged
+LONGEST_FAILURE = 500  # characters of an error message that travel and are logged
 
 
 def printable(text: str) -> str:
@@ -31,8 +31,8 @@ def error_line(error: BaseException) -> str:
         message = str(error)
     except Exception as failed:  # noqa: BLE001  its class may fail in __str__
         message = f"(its message cannot be read: {type(failed).__name__})"
-    lines = printable(message[: 2 * _LONGEST_FAILURE].replace("\r\n", "\n")).splitlines()
-    return f"{type(error).__name__}: {' / '.join(lines)}".removesuffix(": ")[:_LONGEST_FAILURE]
+    lines = printable(message[: 2 * LONGEST_FAILURE].replace("\r\n", "\n")).splitlines()
+    return f"{printable(type(error).__name__)}: {' / '.join(lines)}".removesuffix(": ")[:LONGEST_FAILURE]
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:

@@ -6,7 +6,7 @@ Legend: P prompt tokens, R response tokens, L = P + R.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -360,20 +360,12 @@ class BackendCapabilities:
 DraftedBy = Literal["none", "suffix", "trained", "pre_rollout"]
 """The source of a step's drafts: none, the suffix drafter, the trained one, or earlier responses (other rows of such a
 step draft by the suffix or the trained drafter)."""
+_ALL = BackendCapabilities(True, True, True, True, True, True, True, True, turns=True, pre_rollouts=True)
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
-    "embedded": BackendCapabilities(True, True, True, True, True, True, True, True, turns=True, pre_rollouts=True),
+    "embedded": _ALL,
     "trtllm": BackendCapabilities(False, False, False, False, False, False, False, False, ("none", "eagle3")),
-    "vllm": BackendCapabilities(
-        keyed_sampling=True,
-        selectors=True,
-        hidden_states=True,
-        logprobs=False,  # the actor's: the engine's differ in the last bits with the batch
-        stop_strings=True,
-        tensor_parallel=True,
-        routed_experts=True,
-        draft_traces=False,
-        turns=True,
-    ),
+    # Log-probs are the actor's: the engine's differ in the last bits with the batch.
+    "vllm": replace(_ALL, logprobs=False, draft_traces=False, pre_rollouts=False),
 }
 
 

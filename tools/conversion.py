@@ -26,7 +26,7 @@ from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.distributed.together import Ranks, SingleProcess, together
-from megatron_tlt.errors import ConfigError, TltError, shortened
+from megatron_tlt.errors import ConfigError, TltError, printable, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_writer import stored_names
 
@@ -68,7 +68,7 @@ def _guarded(
         return act(todo, ranks)
     except TltError as error:
         if ranks.is_main:  # every rank has the same error, or one that names the failed rank
-            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(printable(f"{name}: {type(error).__name__}: {error}"), file=sys.stderr, flush=True)
         return BAD_INPUT if isinstance(error, ConfigError) else status
 
 

@@ -18,7 +18,7 @@ import torch
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED
 from megatron_tlt.drafter.export.drafter import export_files, write_export
 from megatron_tlt.drafter.kinds.base import FORMATS
-from megatron_tlt.errors import TltError
+from megatron_tlt.errors import TltError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = FAILED
         write_export(files, args.out)
     except TltError as e:
-        print(f"export_drafter: {e}", file=sys.stderr)
+        print(printable(f"export_drafter: {e}"), file=sys.stderr)
         return status
     for name, tensors in files.tensors.items():
         size = sum(t.nbytes for t in tensors.values())

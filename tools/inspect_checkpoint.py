@@ -24,6 +24,7 @@ from megatron_tlt.checkpoint.convert.inspection import (
 from megatron_tlt.cli.exit_codes import FAILED, OK
 from megatron_tlt.data.hub import fetch_argument
 from megatron_tlt.distributed.together import Ranks
+from megatron_tlt.errors import printable
 
 _CODES = """exit status:
   0  read to the end; with --compare also where tensors differ (the report lists them)
@@ -61,15 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not ranks.is_main:
             return OK
         (opened, other), status = both, OK
-        print(command.description(opened))
+        print(printable(command.description(opened)))
         if not args.quick:
             print(command.checksum_report(opened))
             if opened.manifest is not None and (damage := damage_of(opened.directory)):
-                print(f"DAMAGED: {damage}", file=sys.stderr)
+                print(printable(f"DAMAGED: {damage}"), file=sys.stderr)
                 status = FAILED
         if other is not None:
             difference = compare_weights(opened, other)
-            print(command.comparison_report(opened, other, difference))
+            print(printable(command.comparison_report(opened, other, difference)))
             if is_saved_again(opened, other, difference):
                 status = FAILED
         return status

@@ -17,8 +17,8 @@ from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
-from megatron_tlt.data.chat import as_messages, last_user_text
-from megatron_tlt.data.fields import check_text, checked_answer
+from megatron_tlt.data.chat import last_user_text
+from megatron_tlt.data.fields import check_text, checked_answer, checked_messages
 from megatron_tlt.data.json_files import read_json, without_spelling
 from megatron_tlt.data.prompts import NO_ENV, EnvPrompts, encode_prompt, env_seed
 from megatron_tlt.data.sources import Row, errors_at
@@ -184,15 +184,12 @@ def _parse(
     row = Row(where, "", answer, "default", without_spelling(record))
     if key == "prompt" and tokenizer is None:
         raise DataError(f'{where}: "prompt" needs a tokenizer and the model has none; give "token_ids"')
-    if key == "prompt" and tokenizer is not None and isinstance(value, list) and chat:
-        try:
-            messages = as_messages(value)
-        except ValueError as error:
-            raise DataError(f"{where}: {error}") from error
-        row = replace(row, prompt=last_user_text(messages), messages=messages)
-        return row, _encode(row, tokenizer, chat, env)
-    if key == "prompt" and tokenizer is not None and isinstance(value, str):
-        row = replace(row, prompt=value)
+    if key == "prompt" and tokenizer is not None and (isinstance(value, str) or (chat and isinstance(value, list))):
+        if isinstance(value, str):
+            row = replace(row, prompt=value)
+        else:
+            messages = checked_messages(value, key, where)
+            row = replace(row, prompt=last_user_text(messages), messages=messages)
         return row, _encode(row, tokenizer, chat, env)
     if key == "token_ids" and isinstance(value, list) and all(type(i) is int for i in value):
         with errors_at(where):

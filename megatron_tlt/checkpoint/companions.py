@@ -9,13 +9,9 @@ import json
 import shutil
 from pathlib import Path
 
-from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.config.json_reader import read_object_if_there
+from megatron_tlt.data.tokenizer import TOKENIZER_FILES, HFTokenizer
 
-# Of any version of the library, chat templates and the folder `additional_chat_templates` included.
-_TOKENIZER = (
-    "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template*", "additional_chat_templates",
-)  # fmt: skip
 _GENERATION = "generation_config.json"
 
 
@@ -45,11 +41,11 @@ def copy_run_companions(model: Path, tokenizer: Path, out: Path) -> None:
     if tokenizer.resolve() == model.resolve():
         return
     copy_tokenizer(tokenizer, out)
-    source = next((d / _GENERATION for d in (tokenizer, model) if (d / _GENERATION).is_file()), None)
-    values = {} if source is None else json.loads(source.read_text(encoding="utf-8"))
+    source = tokenizer if (tokenizer / _GENERATION).is_file() else model
+    values = read_object_if_there(source / _GENERATION)
     values["eos_token_id"] = list(HFTokenizer(tokenizer).eos_token_ids)
     (out / _GENERATION).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _found(directory: Path) -> list[Path]:
-    return sorted({path for pattern in _TOKENIZER for path in directory.glob(pattern)})
+    return sorted({path for pattern in TOKENIZER_FILES for path in directory.glob(pattern)})

@@ -43,7 +43,7 @@ def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Pat
     weights = policy.named_weights()
     if world.is_main:
         save_hf(out, policy.config, weights, dtype=DTYPES[dtype])
-        copy_run_companions(Path(model.path), Path(model.tokenizer or model.path), out)
+        copy_run_companions(Path(model.path), Path(model.tokenizer_path), out)
     else:
         for _ in weights:  # every rank takes part in gathering each tensor
             pass
@@ -89,7 +89,7 @@ def write_run(
     with new_directory(out, EXPORT, todo.num_bytes, ranks, overwrite, todo.sources) as scratch:
         todo.write_into(scratch, ranks)
         if ranks.is_main:
-            copy_run_companions(Path(model.path), Path(model.tokenizer or model.path), scratch)
+            copy_run_companions(Path(model.path), Path(model.tokenizer_path), scratch)
             return _write_drafter(checkpoint, scratch, todo.config, scratch, out)
     return ""
 

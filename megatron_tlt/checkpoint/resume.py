@@ -10,7 +10,6 @@ from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.actor.checkpoint_files import model_record, training_record
 from megatron_tlt.config.planning.policy import shards_optimizer
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.drafter.fingerprint import base_fingerprint
 from megatron_tlt.errors import CheckpointError, ConfigProblem
 
@@ -43,9 +42,7 @@ def checkpoint_to_resume(config: Config | SftConfig) -> files.Manifest | None:
     resume = config.checkpoint.resume
     if resume == "never":
         return None
-    run_dir = Path(config.train.run_dir) if isinstance(config, Config) else Path(config.sft.out) / UNFINISHED
-    named = None if resume == "auto" else Path(resume)
-    for directory in _candidates(run_dir / "checkpoints") if named is None else [named]:
+    for directory in _candidates(config.state_dir / "checkpoints") if resume == "auto" else [Path(resume)]:
         try:
             return files.read_manifest(directory)
         except (CheckpointError, OSError):
@@ -76,8 +73,8 @@ def resume_problems(
         del wanted["distributed_optimizer"]
     is_sft, problems = "sft" in found.extra, []
     if is_sft == isinstance(config, Config):
-        told = "`sft`: its result is what a run starts from" if is_sft else "an RL run, not of `sft`"
-        return [ConfigProblem("checkpoint.resume", resume, f"the checkpoint of step {found.step} is of {told}")]
+        origin = "`sft`: its result is what a run starts from" if is_sft else "an RL run, not of `sft`"
+        return [ConfigProblem("checkpoint.resume", resume, f"the checkpoint of step {found.step} is of {origin}")]
     if wrong := files.model_differences({**found.model, **found.training}, wanted):
         allowed = (
             f"the checkpoint of step {found.step} does not fit this run: {'; '.join(wrong)} "

@@ -124,28 +124,12 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     """One rank's part: several ranks are one tensor-parallel engine. Collective."""
     from megatron_tlt.backends.generate import generate_file, read_prompts
     from megatron_tlt.data.hub import fetch_argument
-    from megatron_tlt.envs.build import environment_warning
-    from megatron_tlt.models.hf_files import model_warnings
-    from megatron_tlt.trainer.chat_checks import generation_chat_problems
     from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
     from megatron_tlt.trainer.models import tensor_parallel
-    from megatron_tlt.trainer.preflight import generation_problems
 
     world.enter("generate")
     args.model = fetch_argument("--model", args.model, world)
-    problems = []
-    if world.is_main:
-        problems = [
-            *generation_problems(args.model, args.prompts, engine.speculation),
-            *generation_chat_problems(args.model, args.chat, args.chat_template_kwargs, args.stop),
-        ]
-    if problems := world.broadcast_object(problems):
-        raise ConfigError(problems)
-    tokenizer = _open_tokenizer(args, world)
-    if world.is_main:
-        warnings = [*model_warnings(args.model), None if env is None else environment_warning(env)]
-        for warning in filter(None, warnings):
-            _log.warning(warning)
+    tokenizer = _checked_tokenizer(args, engine, env, world)
     environments = None if env is None else Environments(env, tokenizer, world, chat=args.chat)
     params = _sampling(args)
     if env is not None:
@@ -180,24 +164,41 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
         print(f"wrote {args.out}: {written}", flush=True)
 
 
-def _open_tokenizer(args: argparse.Namespace, world: World) -> HFTokenizer:
-    """The model's tokenizer; rank 0 logs warnings about it. Raises ConfigError where it is of another model."""
+def _checked_tokenizer(
+    args: argparse.Namespace, engine: RolloutSection, env: EnvSection | None, world: World
+) -> HFTokenizer:
+    """The model's tokenizer; rank 0 logs warnings of the input. Collective. Raises ConfigError with every problem."""
     from megatron_tlt.data.chat_template import TemplateSettings
     from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.envs.build import environment_warning
     from megatron_tlt.models.config import ModelConfig
-    from megatron_tlt.trainer.chat_checks import unread_warnings
+    from megatron_tlt.models.hf_files import model_warnings
+    from megatron_tlt.trainer.chat_checks import generation_chat_problems, unread_warnings
+    from megatron_tlt.trainer.preflight import generation_problems
     from megatron_tlt.trainer.token_checks import embedding_problems, warnings_of
 
+    problems = []
+    if world.is_main:
+        problems = [
+            *generation_problems(args.model, args.prompts, engine.speculation),
+            *generation_chat_problems(args.model, args.chat, args.chat_template_kwargs, args.stop),
+        ]
+    if problems := world.broadcast_object(problems):
+        raise ConfigError(problems)
     model = ModelConfig.from_hf(args.model)
     day = world.broadcast_object(args.chat_template_date or date.today())  # one on all ranks
     tokenizer = HFTokenizer(args.model, model.vocab_size, TemplateSettings(args.chat_template_kwargs, day))
     if problems := embedding_problems("--model", tokenizer, model.vocab_size, chat=args.chat):
         raise ConfigError(problems)
     if world.is_main:
-        chat = args.chat and not args.ignore_eos
-        unread = unread_warnings(args.model, _KWARGS, args.chat_template_kwargs)
-        for text in [*unread, *warnings_of(tokenizer, model, chat, args.stop, "--stop")]:
-            _log.warning(text)
+        warnings = [
+            *unread_warnings(args.model, _KWARGS, args.chat_template_kwargs),
+            *warnings_of(tokenizer, model, args.chat and not args.ignore_eos, args.stop, "--stop"),
+            *model_warnings(args.model),
+            None if env is None else environment_warning(env),
+        ]
+        for warning in filter(None, warnings):
+            _log.warning(warning)
     return tokenizer
 
 

@@ -30,16 +30,9 @@ _VENDOR_NOISE = (
 )
 
 _OF_THE_MACHINE = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EIO,
-    errno.ESTALE,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EMFILE,
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM, errno.EMFILE,
     errno.ENFILE,
-)
+)  # fmt: skip
 
 
 def run_on_every_rank(

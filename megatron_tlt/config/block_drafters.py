@@ -71,6 +71,16 @@ def _whole(entries: Mapping[str, Any], key: str, default: int | None = None) -> 
     return value
 
 
+def _flag(entries: Mapping[str, Any], keys: tuple[str, ...], default: bool) -> bool:
+    """The value of a switch that has several names. Raises ValueError for other values and for two that differ."""
+    found = {key: entries[key] for key in keys if entries.get(key) is not None}
+    if other := [f"{key} = {value!r}" for key, value in found.items() if not isinstance(value, bool)]:
+        raise ValueError(f"{', '.join(other)} must be true or false")
+    if len(set(found.values())) > 1:
+        raise ValueError(f"{' and '.join(found)} differ")
+    return next(iter(found.values()), default)
+
+
 def block_shape(about: Mapping[str, Any]) -> BlockShape:
     """The sizes in config.json of any form. Raises KeyError, TypeError or ValueError for entries that are no form's."""
     own = about.get("layer") or about.get("transformer_layer_config") or about
@@ -82,8 +92,9 @@ def block_shape(about: Mapping[str, Any]) -> BlockShape:
         raise ValueError(f"target_layer_ids = {list(outputs)}, aux_hidden_state_layer_ids name {list(numbers)}")
     kinds = own.get("layer_types") or ()
     windows = tuple(_whole(own, "sliding_window") if kind == "sliding_attention" else 0 for kind in kinds)
-    # Only DeepSpec's and our own files draft from the anchor's slot without an entry that says so.
+    # Only DeepSpec's, SpecForge's and our own files draft from the anchor's slot without an entry that says so.
     is_dspark = any("DSpark" in str(name) for name in about.get("architectures") or ())
+    is_dspark |= given.get("projector_type") == "dspark"
     from_anchor = is_dspark and "speculators_model_type" not in about and not about.get("dspark_bonus_anchor")
     return BlockShape(
         _whole(own, "num_hidden_layers"),
@@ -91,7 +102,7 @@ def block_shape(about: Mapping[str, Any]) -> BlockShape:
         _whole(given, "block_size"),
         _whole(given, "markov_rank", 0),
         _whole(given, "mask_token_id"),
-        bool(given.get("sample_from_anchor", from_anchor)),
+        _flag(given, ("sample_from_anchor", "shift_label"), from_anchor),  # the second is TensorRT-LLM's word
         _whole(given, "selector_rank", 0),
         windows if any(windows) else (),
     )

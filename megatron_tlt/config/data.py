@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import date
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -52,6 +53,11 @@ class PromptSourceConfig(Section):
     shuffle: bool = True
     """Shuffle a finite source anew each epoch."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it has a file or directory, and that is on this machine."""
+        return self.path is not None and Path(self.path).exists()
+
 
 class DataSection(Section):
     """Training and held-out prompts."""
@@ -75,6 +81,12 @@ class DataSection(Section):
     long_prompts: Literal["drop", "error", "cut_left"] = "drop"
     """Prompts longer than max_prompt_tokens: left out, counted at the start and in the log; an error; or cut at their
     beginning, to their last max_prompt_tokens tokens, the chat template's included."""
+
+    @property
+    def sources(self) -> list[tuple[str, PromptSourceConfig]]:
+        """The sources that there are, by the name of their section."""
+        named = ("data.train", self.train), ("data.eval", self.eval)
+        return [(name, source) for name, source in named if source is not None]
 
 
 class RewardConfig(Section):

@@ -65,3 +65,8 @@ class ModelSection(Section):
     """Expected shape. Used by `check` when `path` is not on this machine; where it is, both must agree."""
     max_context: PositiveInt = Field(default=4096)
     """Longest prompt + response in tokens."""
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Directory or name of the tokenizer."""
+        return self.tokenizer or self.path

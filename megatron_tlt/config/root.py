@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from datetime import date
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -17,6 +18,7 @@ from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.run import (
+    UNFINISHED,
     CheckpointSection,
     ClusterSection,
     DistributedSection,
@@ -75,6 +77,18 @@ class Config(Section):
     cluster: ClusterSection = ClusterSection()
     """The machines."""
 
+    chat_name: ClassVar = "data"
+
+    @property
+    def chat(self) -> DataSection:
+        """The section with the chat template's settings, `chat_name`."""
+        return self.data
+
+    @property
+    def state_dir(self) -> Path:
+        """The directory from which an interrupted run goes on."""
+        return Path(self.train.run_dir)
+
     @property
     def hidden_states_of(self) -> Literal["engine", "actor"]:
         """Who hands out the hidden states that the drafter trains on."""
@@ -132,6 +146,12 @@ class SftSection(Section):
     seed: int = Field(default=0, ge=0)
     """Seed of the data order."""
 
+    @property
+    def files(self) -> list[tuple[str, str, str]]:
+        """(field, path, split) of the records that there are."""
+        named = ("train", self.train_path, self.train_split), ("eval", self.eval_path, self.eval_split)
+        return [(f"sft.{name}_path", path, split) for name, path, split in named if path is not None]
+
 
 class SftConfig(Section):
     """A supervised fine-tuning run (`megatron-tlt sft`)."""
@@ -152,3 +172,15 @@ class SftConfig(Section):
     """The world."""
     cluster: ClusterSection = ClusterSection()
     """The machines."""
+
+    chat_name: ClassVar = "sft"
+
+    @property
+    def chat(self) -> SftSection:
+        """The section with the chat template's settings, `chat_name`."""
+        return self.sft
+
+    @property
+    def state_dir(self) -> Path:
+        """The directory from which an interrupted run goes on."""
+        return Path(self.sft.out) / UNFINISHED

@@ -27,7 +27,7 @@ def as_messages(value: Any) -> Messages:
 
 
 def form_of(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...]:
-    """Roles, types of content and names of fields: what decides how a template takes a conversation, texts aside."""
+    """Roles, types of content and names of fields: a template takes conversations alike that differ in texts only."""
     return tuple((m["role"], type(m.get("content")).__name__, *sorted(m)) for m in messages)
 
 

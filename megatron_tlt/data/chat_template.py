@@ -24,8 +24,9 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megatron_tlt.config.json_reader import read_object_if_there
 from megatron_tlt.data.chat import THOUGHTS, form_of, text_of
-from megatron_tlt.data.special_tokens import named_tokens_of, read_object
+from megatron_tlt.data.special_tokens import named_tokens_of
 from megatron_tlt.errors import CheckpointError, DataError, shortened
 
 _FILE, _FOLDER, _CONFIG = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
@@ -170,7 +171,7 @@ def _texts_of(directory: Path) -> dict[str, tuple[str, str]]:
         raise CheckpointError(f"{directory}: a chat template cannot be read: {error}") from error
     if texts:
         return texts
-    value = read_object(directory / _CONFIG).get("chat_template")
+    value = read_object_if_there(directory / _CONFIG).get("chat_template")
     where = f"{directory / _CONFIG}: chat_template"
     if isinstance(value, str):
         return {"default": (value, where)}

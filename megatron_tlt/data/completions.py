@@ -152,23 +152,28 @@ class RecordTokens:
 
         Raises DataError, also where the chat template cannot continue a response.
         """
-        prompt, given = self.prompt(row.prompt, row.tools), []
-        response = self._turn(row.turns[0], self._opening(prompt))
-        for observation, text in zip(row.turns[1::2], row.turns[2::2], strict=True):
-            between, begin = self._tokens_between(row.tools), len(response)
+        prompt, given, response = self.prompt(row.prompt, row.tools), [], []
+        opening = self._opening(prompt)
+        for text, observation in zip(row.turns[::2], row.turns[1::2], strict=False):
+            between = self._tokens_between(row.tools)
+            head = between.head(self._form.opening, "tool") if self.chat else ""
+            response += self._turn(text, opening, head)
+            begin = len(response)
             response += between.given(observation, "tool", response)
             given.append((begin, len(response)))
-            response += self._turn(text, between.opening("tool"))
-        return prompt, response, tuple(given)
+            opening = between.opening("tool")
+        return prompt, [*response, *self._turn(row.turns[-1], opening, self._form.head)], tuple(given)
 
     def drawn(self, text: str, prompt: Sequence[int], ends: bool) -> list[int]:
         """Token ids of a response that a model has drawn. `ends`: with the tokens that end a turn. Raises DataError."""
-        text = text if text.startswith(self._form.head) else self._form.head + text
+        text = self._form.continued(text)
+        if not (self._form.head.strip() or text.startswith(self._form.head)):  # white space, which texts lose
+            text = self._form.head + text
         ids = self._tokenizer.encode_behind(self._opening(prompt), text)
         return [*ids, *self._form.end] if ends else ids
 
-    def _turn(self, text: str, opening: str) -> list[int]:
-        return [*self._tokenizer.encode_behind(opening, self._form.rendered(text)), *self._form.end]
+    def _turn(self, text: str, opening: str, head: str) -> list[int]:
+        return [*self._tokenizer.encode_behind(opening, self._form.rendered(text, head)), *self._form.end]
 
     def _opening(self, prompt: Sequence[int]) -> str:
         """The text before a response: in a chat template it ends alike for every prompt."""
@@ -180,7 +185,12 @@ class RecordTokens:
             most = self._max_tokens
             try:
                 turns = TurnTokens(
-                    self._tokenizer, chat=self.chat, max_observation_tokens=most, tools=tools, roles=("tool",)
+                    self._tokenizer,
+                    chat=self.chat,
+                    max_observation_tokens=most,
+                    tools=tools,
+                    roles=("tool",),
+                    ends=self._form.end[-1:],
                 )
             except ConfigError as error:
                 why = "; ".join(problem.allowed for problem in error.problems)

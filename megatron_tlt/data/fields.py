@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_tlt.config.checks.texts import check_texts
 from megatron_tlt.data.chat import Messages, as_messages, as_prompt
 from megatron_tlt.data.json_files import JsonNumber
 from megatron_tlt.errors import DataError
@@ -59,21 +60,9 @@ def checked_messages(value: Any, field: str, where: str) -> Messages:
 
 
 def check_text(value: Any, field: str, where: str) -> None:
-    """Raises DataError for a lone surrogate in a string, or in a string somewhere in lists and mappings.
-
-    JSON's escapes can write one, as half of a pair; UTF-8, and therefore a tokenizer, cannot.
-    """
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            found = f"\\u{ord(value[error.start]):04x} at character {error.start}"
-            raise DataError(f"{where}: field {field!r} has a lone surrogate, {found}: no valid text") from error
-    elif isinstance(value, Mapping):
-        check_text([*value, *value.values()], field, where)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            check_text(item, field, where)
+    """Raises DataError for a lone surrogate in a string, or in a string somewhere in lists and mappings."""
+    for problem in check_texts(value, field):
+        raise DataError(f"{where}: field {problem.path!r} {problem.allowed}")
 
 
 def checked_answer(value: Any, field: str, where: str) -> Answer | None:

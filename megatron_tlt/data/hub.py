@@ -31,7 +31,7 @@ from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data import hub_answers
 from megatron_tlt.data.dataset_files import CARD, FORMATS, choose_files
 from megatron_tlt.distributed.together import SingleProcess
-from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
+from megatron_tlt.errors import ConfigError, ConfigProblem, DataError, printable
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
@@ -101,19 +101,16 @@ def names_of(config: Config | SftConfig, weights: bool = True) -> list[Named]:
     if model.tokenizer is not None:
         found.append(Named("model.tokenizer", model.tokenizer, "companions"))
     if isinstance(config, SftConfig):
-        sft = config.sft
-        for field, path, split in (("train", sft.train_path, sft.train_split), ("eval", sft.eval_path, sft.eval_split)):
-            if path is not None:
-                found.append(Named(f"sft.{field}_path", path, "rows", sft.subset, split))
+        found += [Named(field, path, "rows", config.sft.subset, split) for field, path, split in config.sft.files]
     else:
         speculation, teacher = config.rollout.speculation, config.algorithm.teacher
         if weights and teacher is not None:
             found.append(Named("algorithm.teacher", teacher, "model"))
         if weights and speculation.trained and speculation.drafter_path is not None:
             found.append(Named("rollout.speculation.drafter_path", speculation.drafter_path, "model"))
-        for field, source in (("train", config.data.train), ("eval", config.data.eval)):
-            if weights and source is not None and source.kind == "hf" and source.path is not None:
-                found.append(Named(f"data.{field}.path", source.path, "rows", source.subset, source.split))
+        for field, source in config.data.sources:
+            if weights and source.kind == "hf" and source.path is not None:
+                found.append(Named(f"{field}.path", source.path, "rows", source.subset, source.split))
     return [named for named in found if is_name(named.value)]
 
 
@@ -423,4 +420,4 @@ def _bytes(number: float) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"megatron-tlt: {text}", file=sys.stderr, flush=True)
+    print(printable(f"megatron-tlt: {text}"), file=sys.stderr, flush=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
-from megatron_tlt.config.data import DataSection, PromptSourceConfig
+from megatron_tlt.config.data import DataSection
 from megatron_tlt.data.prompts import encode_prompt, open_source
-from megatron_tlt.data.tokenizer import HFTokenizer, has_tokenizer
+from megatron_tlt.data.sources import FileSource, Row, errors_at
+from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import CheckpointError, ConfigProblem, DataError
 
 _MOST_COUNTED = 4096  # rows of a file: one or two seconds of the tokenizer
@@ -34,13 +35,13 @@ class _Count:
         return f"{self.long} of {part} rows"
 
 
-def long_prompt_problems(data: DataSection, tokenizer: Path) -> list[ConfigProblem]:
+def long_prompt_problems(data: DataSection, tokenizer: HFTokenizer | None) -> list[ConfigProblem]:
     """Rows that cannot be tokenized, files in which no row fits, and any long row with `data.long_prompts: error`.
 
-    Reads the files that are on this machine, with the tokenizer in that directory if it is one.
+    Reads the files that are on this machine, if the tokenizer is.
     """
     problems = []
-    for count in _counts(data.model_dump_json(), str(tokenizer)):
+    for count in _counts(data, tokenizer):
         if count.refused is not None:
             problems.append(ConfigProblem(f"{count.field}.path", count.path, count.refused))
         elif data.long_prompts == "error" and count.long:
@@ -53,48 +54,52 @@ def long_prompt_problems(data: DataSection, tokenizer: Path) -> list[ConfigProbl
     return problems
 
 
-def long_prompt_warnings(data: DataSection, tokenizer: Path) -> list[str]:
+def long_prompt_warnings(data: DataSection, tokenizer: HFTokenizer | None) -> list[str]:
     """A line for each file of which rows are dropped or cut. Reads as `long_prompt_problems` does."""
     fate = "cut at their beginning" if data.long_prompts == "cut_left" else "dropped"
     return [
         f"{count.field}.path = {count.path}: {count.text} have more than data.max_prompt_tokens = "
         f"{data.max_prompt_tokens} tokens (the longest has {count.longest}) and are {fate} (data.long_prompts)"
-        for count in _counts(data.model_dump_json(), str(tokenizer))
+        for count in _counts(data, tokenizer)
         if count.long
     ]
 
 
-@lru_cache(maxsize=1)  # problems and warnings come from one count
-def _counts(data_json: str, tokenizer_dir: str) -> tuple[_Count, ...]:
-    data = DataSection.model_validate_json(data_json)
-    here = [
-        (f"data.{name}", source)
-        for name, source in (("train", data.train), ("eval", data.eval))
-        if source is not None and source.path is not None and Path(source.path).exists()
-    ]
-    if not here or not has_tokenizer(Path(tokenizer_dir)):
-        return ()
-    try:
-        tokenizer = HFTokenizer(tokenizer_dir)
-        return tuple(_count(data, field, source, tokenizer) for field, source in here)
-    except (CheckpointError, DataError, re.error):  # named where tokenizer, files and patterns are checked
-        return ()
+def _counts(data: DataSection, tokenizer: HFTokenizer | None) -> Iterator[_Count]:
+    for field, config in data.sources:
+        if tokenizer is None or not config.is_here:
+            continue
+        chat = data.chat_template and tokenizer.has_chat_template
+        try:
+            source = open_source(config, field, seed=0)
+            assert isinstance(source, FileSource)
+            count = _count(field, str(config.path), source, tokenizer, chat, data.system_prompt, data.max_prompt_tokens)
+        except (CheckpointError, DataError, re.error):  # named where templates, files and patterns are checked
+            continue
+        yield count
 
 
-def _count(data: DataSection, field: str, config: PromptSourceConfig, tokenizer: HFTokenizer) -> _Count:
-    source = open_source(config, field, seed=0)
-    assert source.size is not None
-    assert config.path is not None
-    chat = data.chat_template and tokenizer.has_chat_template
+@lru_cache(maxsize=2)  # problems and warnings come from one count
+def _count(
+    field: str, path: str, source: FileSource, tokenizer: HFTokenizer, chat: bool, system: str | None, most: int
+) -> _Count:
     lengths: list[int] = []
     refused = None
-    for index in range(min(source.size, _MOST_COUNTED)):
-        row = source.row(index)
+    for row in _rows_to_encode(source, tokenizer.tokens_beyond):
         try:
-            prompt = row.messages or row.prompt
-            lengths.append(len(encode_prompt(tokenizer, prompt, chat, data.system_prompt)))
+            with errors_at(row.place):
+                lengths.append(len(encode_prompt(tokenizer, row.messages or row.prompt, chat, system)))
         except DataError as error:
-            refused = refused or f"{row.dataset_id}: {error}"
-    long = sum(length > data.max_prompt_tokens for length in lengths)
-    shortest, longest = min(lengths, default=0), max(lengths, default=0)
-    return _Count(field, config.path, source.size, len(lengths), long, shortest, longest, refused)
+            refused = refused or str(error)
+    long = sum(length > most for length in lengths)
+    return _Count(
+        field, path, source.size, len(lengths), long, min(lengths, default=0), max(lengths, default=0), refused
+    )
+
+
+def _rows_to_encode(source: FileSource, tokens_beyond: list[str]) -> Iterator[Row]:
+    """The first rows, and any behind them with the text of a token that the model lacks."""
+    for index in range(source.size if tokens_beyond else min(source.size, _MOST_COUNTED)):
+        row = source.row(index)
+        if index < _MOST_COUNTED or any(token in str(row.messages or row.prompt) for token in tokens_beyond):
+            yield row

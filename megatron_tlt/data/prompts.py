@@ -189,11 +189,6 @@ class PromptStream:
         ahead._is_quiet = True
         return ahead.next_batch(n)
 
-    def check_rows(self) -> None:
-        """Encodes every row of a finite source. Raises DataError naming file and line. Does not move the position."""
-        for index in range(self._source.size or 0):
-            self._encode(self._source.row(index))
-
     def state_dict(self) -> dict[str, Any]:
         """The position, JSON-able."""
         return {

@@ -8,6 +8,7 @@ import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from megatron_tlt.data.dataset_files import (
     unread_files,
 )
 from megatron_tlt.data.fields import checked_answer, checked_prompt, columns_hint, field_of
-from megatron_tlt.data.hashing import digest
+from megatron_tlt.data.hashing import digest, stamp
 from megatron_tlt.data.json_files import read_json, without_spelling
 from megatron_tlt.errors import DataError, shortened
 from megatron_tlt.types import Answer
@@ -213,7 +214,16 @@ def errors_at(place: str) -> Iterator[None]:
 
 
 def open_file(config: PromptSourceConfig, path: Path) -> FileSource:
-    """The source of a file or directory. Raises DataError naming file and line or record of the first bad one."""
+    """The source of a file or directory. Raises DataError naming file and line or record of the first bad one.
+
+    Checks, warnings and the run itself share one: a million rows take seconds and gigabytes.
+    """
+    return _open_file(config.model_dump_json(), path, stamp([path, *path.rglob("*")]))
+
+
+@lru_cache(maxsize=2)  # training and held-out rows
+def _open_file(about: str, path: Path, _stamp: Hashable) -> FileSource:
+    config = PromptSourceConfig.model_validate_json(about)
     if config.kind == "jsonl":
         records, lines = read_json(path, spelled=True)
         return FileSource(config, path, records, lambda row: f"{path}:{lines[row]}")

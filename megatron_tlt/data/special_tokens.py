@@ -5,7 +5,6 @@ Read from a tokenizer's files, without `transformers`, whose import takes second
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,8 @@ from re import _constants as codes  # type: ignore[attr-defined]  # the parser o
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
-from megatron_tlt.errors import CheckpointError, ConfigProblem
+from megatron_tlt.config.json_reader import read_object_if_there
+from megatron_tlt.errors import ConfigProblem
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
@@ -22,9 +22,9 @@ _REPEATS = (codes.MAX_REPEAT, codes.MIN_REPEAT, codes.POSSESSIVE_REPEAT)
 
 def special_tokens_of(directory: Path) -> frozenset[str]:
     """The special tokens of a tokenizer's directory. Raises CheckpointError for a file that is not JSON."""
-    config = read_object(directory / "tokenizer_config.json")
+    config = read_object_if_there(directory / "tokenizer_config.json")
     kinds: dict[str, bool] = {}
-    added = read_object(directory / "tokenizer.json").get("added_tokens") or []
+    added = read_object_if_there(directory / "tokenizer.json").get("added_tokens") or []
     for token in [*added, *(config.get("added_tokens_decoder") or {}).values()]:
         kinds[_text(token)] = bool(token.get("special"))
     named = named_tokens_of(directory)
@@ -37,21 +37,9 @@ def special_tokens_of(directory: Path) -> frozenset[str]:
 
 def named_tokens_of(directory: Path) -> dict[str, str]:
     """The texts of "bos_token", "eos_token" and so on. Raises CheckpointError for a file that is not JSON."""
-    entries = {**read_object(directory / "special_tokens_map.json"), **read_object(directory / "tokenizer_config.json")}
+    files = ("special_tokens_map.json", "tokenizer_config.json")  # the second wins
+    entries = {key: value for file in files for key, value in read_object_if_there(directory / file).items()}
     return {name: _text(entries[name]) for name in _NAMED if entries.get(name) is not None}
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty without the file. Raises CheckpointError."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: must be a JSON object")
-    return value
 
 
 def stop_problems(field: str, stops: Sequence[str], special: frozenset[str]) -> Iterator[ConfigProblem]:

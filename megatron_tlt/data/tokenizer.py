@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.config.json_reader import read_object_if_there
 from megatron_tlt.data.chat import Messages, with_system
 from megatron_tlt.data.chat_template import ChatTemplate, TemplateSettings
+from megatron_tlt.data.hashing import stamp
 from megatron_tlt.errors import CheckpointError, DataError
 
-_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")  # of any version of the library
+# Names of a tokenizer's files of any version of the library: those with tokens, and all of them, templates included.
+_VOCABULARY = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
+TOKENIZER_FILES = (
+    *_VOCABULARY, "tekken.json", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+    "additional_chat_templates",
+)  # fmt: skip
+_opened: dict[str, HFTokenizer] = {}  # the last one
 
 
 class HFTokenizer:
@@ -185,9 +192,23 @@ class HFTokenizer:
         return text
 
 
+def read_tokenizer(directory: Path, rows: int, template: TemplateSettings) -> HFTokenizer:
+    """The tokenizer in `directory`, read again only where its files have changed: a large one takes seconds.
+
+    Raises as `HFTokenizer` does.
+    """
+    files = [*directory.glob("*"), *directory.glob("additional_chat_templates/*")]
+    key = repr((directory.absolute(), rows, template, stamp(files)))
+    if key not in _opened:
+        tokenizer = HFTokenizer(directory, rows, template)
+        _opened.clear()
+        _opened[key] = tokenizer
+    return _opened[key]
+
+
 def has_tokenizer(directory: Path) -> bool:
     """Whether the directory has a file with a name of a Hugging Face tokenizer's files. Imports no `transformers`."""
-    return any(any(directory.glob(name)) for name in _FILES)
+    return any(any(directory.glob(name)) for name in _VOCABULARY)
 
 
 def _begin_ids(tokenizer: Any) -> list[int]:
@@ -200,11 +221,8 @@ def _begin_ids(tokenizer: Any) -> list[int]:
 def _eos_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        if not found and (directory / name).is_file():
-            try:
-                value = json.loads((directory / name).read_text(encoding="utf-8")).get("eos_token_id")
-            except ValueError as error:
-                raise CheckpointError(f"{directory / name}: not JSON: {error}") from error
+        if not found:
+            value = read_object_if_there(directory / name).get("eos_token_id")
             found = [] if value is None else [value] if isinstance(value, int) else list(value)
     if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -13,13 +14,15 @@ from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import DataError
 
 PROMPT, TURN, OBSERVATION = "Prompt.", "made-up-turn", "Observation."
+THOUGHT_BEGIN, THOUGHT_END = "<think>", "</think>"
+_TAG = re.compile(r"\s*(<[^<>]+>)")
 _CONVERSATION = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": TURN}]
 
 
 @dataclass(frozen=True, slots=True)
 class TurnForm:
-    """`opening`: the text before a turn; `head`: white space that the template writes between it and the turn's text;
-    `strips`: whether it leaves out white space around that.
+    """`opening`: the text before a turn; `head`: what the template writes between it and the turn's text, as white
+    space, an empty thought (Qwen3) or a channel's name; `strips`: whether it leaves out white space around that text.
 
     `end`: the tokens behind the turn's text, up to the one that ends the turn; `tail`: the text they are of, with what
     follows it in the same turn. `is_of_template`: false where the template ends no turn, and `end` is the tokenizer's
@@ -33,9 +36,24 @@ class TurnForm:
     tail: str
     is_of_template: bool
 
-    def rendered(self, text: str) -> str:
-        """A turn's text as the template writes it behind `opening`. Thoughts that a template leaves out stay."""
-        return self.head + (text.strip() if self.strips else text)
+    def rendered(self, text: str, head: str) -> str:
+        """A turn's text as the template writes it behind `opening`. Thoughts that a template leaves out stay.
+
+        `head`: the form's, or that of an earlier turn. A text with a thought or a channel of its own has that one.
+        """
+        text = self.continued(text.strip() if self.strips else text)
+        tag = _TAG.match(head)
+        has_own = tag is not None and text.lstrip().startswith(tag[1])
+        if has_own or (THOUGHT_END in head and THOUGHT_END in text):
+            head = ""
+        return head + text
+
+    def continued(self, text: str) -> str:
+        """`text` without the beginning of a thought that `opening` ends with already."""
+        _, tag, space = self.opening.rpartition(THOUGHT_BEGIN)
+        if not tag or space.strip() or not text.lstrip().startswith(tag):
+            return text
+        return text.lstrip().removeprefix(tag).removeprefix(space)
 
 
 def read_turn_form(tokenizer: HFTokenizer, chat: bool = True) -> TurnForm:
@@ -49,10 +67,16 @@ def read_turn_form(tokenizer: HFTokenizer, chat: bool = True) -> TurnForm:
     except DataError:
         opening, closed, strips = "", "", False
     before, found, tail = closed.partition(TURN)
-    head = before.removeprefix(opening) if before.startswith(opening) else ""
     end = _end(tokenizer, before + found, tail) if found else ()
-    head = "" if head.strip() else head
+    head = head_behind(opening, before) if found else ""
     return TurnForm(opening, head, strips, end or (tokenizer.end_token_id,), tail, bool(end))
+
+
+def head_behind(opening: str, before: str) -> str:
+    """What stands between `opening` and a turn's text, of the text `before` that. An open thought is closed empty."""
+    if before.startswith(opening):
+        return before.removeprefix(opening)
+    return f"\n{THOUGHT_END}\n\n" if opening.rstrip().endswith(THOUGHT_BEGIN) else ""
 
 
 def tokens_to_stop(tokens: list[int], stops: Collection[int]) -> tuple[int, ...]:

@@ -14,13 +14,20 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.data.turn_form import OBSERVATION, PROMPT, TURN, tokens_to_stop
+from megatron_tlt.data.turn_form import (
+    OBSERVATION,
+    PROMPT,
+    THOUGHT_BEGIN,
+    THOUGHT_END,
+    TURN,
+    head_behind,
+    tokens_to_stop,
+)
 from megatron_tlt.errors import ConfigError, DataError
 
 CUT_MARK = " [cut]"
 _EDGE_TOKENS = 64  # before a cut in characters, whose tokens may differ from those of the whole text
-_THOUGHT_BEGIN = "<think>"
-_THOUGHTS = f"{_THOUGHT_BEGIN}\nThought.\n</think>\n\n{TURN}"
+_THOUGHTS = f"{THOUGHT_BEGIN}\nThought.\n{THOUGHT_END}\n\n{TURN}"
 
 
 class TurnTokens:
@@ -35,8 +42,10 @@ class TurnTokens:
         tools: Sequence[dict[str, Any]] = (),
         roles: Sequence[Literal["user", "tool"]] = ("user",),
         keep_history: bool = False,
+        ends: Sequence[int] = (),
     ):
-        """`chat`: by the chat template, if the tokenizer has one; `roles`: those that observations will have.
+        """`chat`: by the chat template, if the tokenizer has one; `roles`: those that observations will have; `ends`:
+        tokens that end turns beside the model's stop tokens.
 
         Raises ConfigError for a template without such a role, or one that renders earlier turns otherwise than they
         were generated (not with `keep_history`).
@@ -44,6 +53,7 @@ class TurnTokens:
         self._tokenizer, self._tools = tokenizer, tools
         self._chat = chat and tokenizer.has_chat_template
         self._most = max_observation_tokens
+        self._ends = {*tokenizer.eos_token_ids, *ends}
         self._longest_token = max(map(len, tokenizer.vocabulary()), default=1)  # in characters
         if tools and not self._chat:
             names = [tool["function"]["name"] for tool in tools]
@@ -73,7 +83,7 @@ class TurnTokens:
         if not self._chat:
             return False
         opened = self._tokenizer.render_chat([{"role": "user", "content": PROMPT}], self._tools)
-        return opened.rstrip().endswith(_THOUGHT_BEGIN)
+        return opened.rstrip().endswith(THOUGHT_BEGIN)
 
     def given(self, observation: str, role: Literal["user", "tool"], drawn: Sequence[int]) -> tuple[int, ...]:
         """The tokens between the drawn turn `drawn` (with the stop token, if one ended it) and the next one."""
@@ -82,12 +92,17 @@ class TurnTokens:
             return tuple(self._tokenizer.encode_behind(TURN, f"\n{text}\n"))
         self._check_template(role)  # an environment's step may have a role of its own
         tokens = tuple(self._tokenizer.encode_behind(*self._rendered(text, role)))
-        has_ended = bool(drawn) and drawn[-1] in self._tokenizer.eos_token_ids
+        has_ended = bool(drawn) and drawn[-1] in self._ends
         return tokens[self._num_end_tokens[role] :] if has_ended else tokens
 
     def opening(self, role: Literal["user", "tool"]) -> str:
         """The text before a turn that follows a message of `role`."""
         return "".join(self._rendered(OBSERVATION, role)) if self._chat else f"{OBSERVATION}\n"
+
+    def head(self, opening: str, role: Literal["user", "tool"]) -> str:
+        """What the template writes between `opening` and a turn's text, before a message of `role`."""
+        before, _ = self._rendered(OBSERVATION, role)
+        return head_behind(opening, before.removesuffix(TURN))
 
     def _rendered(self, observation: str, role: str) -> tuple[str, str]:
         """A made-up conversation up to the end of the assistant's text, and what follows."""
@@ -104,7 +119,7 @@ class TurnTokens:
         """The tokens that end a turn before a message of `role`; none where no stop token does."""
         before, behind = self._rendered(OBSERVATION, role)
         tokens = self._tokenizer.encode_behind(before, behind[: behind.index(OBSERVATION)])
-        return tokens_to_stop(tokens, self._tokenizer.eos_token_ids)
+        return tokens_to_stop(tokens, self._ends)
 
     def _cut(self, observation: str) -> str:
         text = self._without_special(observation[: self.max_characters])

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_tlt.config.drafter_kinds import DRAFTERS
+from megatron_tlt.config.json_reader import read_object
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.fingerprint import other_policy_problem
 from megatron_tlt.drafter.kinds.base import PublicForm, SavedDrafter, cast_tensors
@@ -168,14 +169,9 @@ def drafter_warnings(speculation: SpeculationSection, policy: ModelConfig) -> li
 def read_about(directory: Path) -> dict[str, Any]:
     """config.json of a drafter directory. Raises CheckpointError for any other directory."""
     file = directory / CONFIG
-    try:
-        about = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise CheckpointError(
-            f"{file} cannot be read: {e} (megatron-tlt drafter makes such a directory)"
-        ) from e
-    name = about.get("drafter") if isinstance(about, dict) else None
-    if not isinstance(about, dict) or (name not in KINDS and _public_form(about) is None):
+    about = read_object(file)
+    name = about.get("drafter")
+    if name not in KINDS and _public_form(about) is None:
         allowed = f"must be {' or '.join(map(repr, KINDS))}, or the architecture a published drafter's"
         raise CheckpointError(f"{file} describes no drafter: drafter = {name!r} {allowed}")
     return about

@@ -11,12 +11,12 @@ its own. Then a response depends on no worker and no delay, and a lost worker's 
 from __future__ import annotations
 
 import inspect
-import math
 import numbers
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from megatron_tlt.types import Prompt
+from megatron_tlt.workers.answers import as_number
 
 Role: TypeAlias = Literal["user", "tool"]
 
@@ -95,7 +95,7 @@ def as_opening(value: object) -> str | None:
 
 
 def as_step(value: object) -> Step:
-    """A `Step`, also of a plain tuple. Raises TypeError for other values and roles, ValueError for a reward of NaN."""
+    """A `Step`, also of a plain tuple. Raises TypeError for other values and roles, ValueError for other rewards."""
     if not isinstance(value, tuple) or not 1 <= len(value) <= len(Step._fields):
         what = f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"
         hint = " (Gymnasium's five are for a class whose reset takes no prompt)" if what == "5 values" else ""
@@ -103,14 +103,9 @@ def as_step(value: object) -> Step:
     step = Step(*value)
     role: Any = step.role
     done: Any = step.done
-    reward: Any = step.reward
     if role not in ("user", "tool"):
         raise TypeError(f"step returned the role {role!r:.80}: must be 'user' or 'tool'")
     if isinstance(done, str):
         raise TypeError(f"step returned {done!r:.80} for done: must be true or false")
-    if isinstance(reward, str | bytes) or not hasattr(reward, "__float__"):
-        raise TypeError(f"step returned the reward {reward!r:.80}: must be a number")
-    number = float(reward)
-    if not math.isfinite(number):
-        raise ValueError(f"step returned the reward {number}: must be finite")
+    number = as_number(step.reward, "step returned the reward")
     return Step(as_text(step.observation, "step returned an observation"), number, bool(done), role)

@@ -108,7 +108,10 @@ def _load_class(section: EnvSection) -> Any:
         raise EnvError(f"environment {section.path!r}: has step and no reset")
     if hasattr(loaded, "step"):
         check_plain(loaded, "step", "response")
-        check_plain(loaded, "reset", *([] if _is_gymnasium(loaded) else ["prompt", "seed"]))
+        if _is_gymnasium(loaded):
+            check_plain(loaded, "reset", seed="seed")
+        else:
+            check_plain(loaded, "reset", "prompt", "seed")
         if hasattr(loaded, "close"):
             check_plain(loaded, "close")
     return loaded

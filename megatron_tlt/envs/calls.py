@@ -3,8 +3,9 @@
     <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>       Qwen, Hermes; also other families' tags
     {"name": "add", "parameters": {"a": 1}}                             Llama 3: behind `<|python_tag|>`, text, or alone
     [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]                Mistral, with or without the special token
+    add{"a": 1}                                                         Mistral since 2025, alone in its turn
     <function=add><parameter=a>1</parameter></function>                 Qwen3-Coder
-    [add(a=1)]                                                          Llama 3.2 and 4, alone in its turn
+    [add(a=1)]                                                          Llama 3.2 and 4, the last lines of its turn
 
 Calls within the model's thoughts are none. What looks like a call and is not read is one with a `problem`, which the
 model gets as its answer.
@@ -23,24 +24,34 @@ _THOUGHT = r"(?:think|thinking|thought|thoughts|reasoning|seed:think)"
 _THOUGHT_TAG = re.compile(rf"<(?P<close>/?){_THOUGHT}>|\[(?P<close_too>/?)THINK\]", re.IGNORECASE)
 _TAG = re.compile(
     r"<(?P<name>tool_calls?|toolcall|function_?calls?)>|<\|(?:tool_call|python_tag|python_start)\|>|"
-    r"\[TOOL_CALLS\]|\bfunctools(?=\[)",
+    r"<\|action_start\|>(?:<\|plugin\|>)?|\[TOOL_CALLS\]|\bfunctools(?=\[)|(?P<function><function=)",
     re.IGNORECASE,
 )
 _BETWEEN = re.compile(r"(?:[\s,;]|```(?:json|tool_call)?|\[TOOL_CALLS\])*")  # two objects, or a tag and its object
-_NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")  # Mistral since 2025: name{"a": 1}
-_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|(?=<function=)|\Z)", re.DOTALL)
+# Mistral since 2025: name{"a": 1}; GLM 4 with a line feed. Words before an object are none.
+_NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\n?(?=\{[\s}\"])")
+_WHOLE_PARAMETER = r"<parameter=[^>\s]+>(?:(?!<parameter=|<function=).)*?</parameter>"  # any other tag is its text
+_FUNCTION = re.compile(
+    rf"<function=([^>\s]+)>((?:\s*{_WHOLE_PARAMETER})*.*?)(?:</function>|(?=<function=|</tool_call>)|\Z)", re.DOTALL
+)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
-_PYTHONIC = re.compile(r"\[\s*[A-Za-z_][\w.]*\(\s*(?:\)|[A-Za-z_]\w*\s*=[^=])")
+_PYTHONIC = re.compile(r"^\[\s*[A-Za-z_][\w.]*\(\s*(?:\)|[A-Za-z_]\w*\s*=[^=])", re.MULTILINE)
+_OBJECT = re.compile(r"""\{\s*["'}]""")
 _LIKE_A_CALL = re.compile(
     r"""\{\s*['"](?:name|type|function)['"]\s*:.*['"](?:arguments|parameters)['"]\s*:""", re.DOTALL
 )
 # Forms of other families, and Llama's of its built-in tools.
 _OTHER_FORM = re.compile(
-    r"<invoke\b|<arg_key>|<\|?｜?(?:tool_calls?_|tool▁calls?▁|action_start)|<\|tool_call|<tool_call>[\w.]+[({\[]|"
-    r"to=functions\.|\A\w+\.call\("
+    r"<(?:[\w:]+:|｜DSML｜)?(?:invoke|function|tool) name=|<arg_key>[^<]*</arg_key>|<tool_sep>|｜tool▁|"
+    r"<\|?tool_calls?_|<\|tool_call|<tool_call>\s*[\w.-]+\s*(?:</tool_call>|[({\[])|<function_calls>\s*\w+\(|\[TOOL_CALLS\]\w|"
+    r"<\|python_|\A\w+\.call\(|```tool_code|to=functions\.[\w.-]+\s*(?:<\||json|code|\{)|"
+    r"\bfunctions\.[\w.-]+:\d+|^Action Input:|✿FUNCTION✿|<start_function_call>",
+    re.MULTILINE,
 )
 _NAMES = ("name", "function", "tool", "tool_name", "action")
 _INPUTS = ("args", "input", "kwargs", "params", "tool_input", "tool_args", "action_input")
+_NO_INPUTS = {*_NAMES, "arguments", "parameters", "type", "id", "call_id", "tool_call_id", "index"}
+_MOST_BROKEN = 200  # objects of a text that are no JSON: a model that repeats itself would take minutes
 _FORM = '{"name": ..., "arguments": {...}}'
 _CONSTANTS = {"true": True, "false": False, "null": None}  # JSON's, in a call of Python's form
 _decoder = json.JSONDecoder()
@@ -59,20 +70,33 @@ class ToolCall:
 def parse_calls(response: str, in_thought: bool = False) -> list[ToolCall]:
     """The calls of a turn, in order. `in_thought`: the chat template has opened a thought, which the turn may end."""
     text = without_thoughts(response, in_thought).strip()
-    calls = _tagged(text) or _functions(text) or _pythonic(text) or _named(text, 0) or _bare(text)
-    if not calls and _OTHER_FORM.search(text):
-        return [ToolCall(problem=f"calls of this form are not read: write <tool_call>{_FORM}</tool_call>")]
-    return calls
+    calls = _tagged(text) or _pythonic(text) or _named(text, 0)
+    if not calls:
+        other = _OTHER_FORM.search(text)
+        calls = _bare(text if other is None else text[: other.start()])  # JSON behind it is an argument
+        if not calls and other is not None:
+            return [ToolCall(problem=f"calls of this form are not read: write <tool_call>{_FORM}</tool_call>")]
+    return [*map(_encodable, calls)]
+
+
+def _encodable(call: ToolCall) -> ToolCall:
+    """The call, or an error for half of a surrogate pair, which JSON can write and no file or tokenizer takes."""
+    try:
+        json.dumps([call.name, call.arguments], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return ToolCall(problem="a text of the call has half of a surrogate pair")
+    return call
 
 
 def without_thoughts(response: str, in_thought: bool = False) -> str:
     """What stands behind the last end of a thought, and before one that has no end.
 
-    Tags in the strings of JSON objects, such as a call's arguments, are no ends and no beginnings.
+    Tags in a call's arguments (in the strings of JSON objects, in parameters) are no ends and no beginnings.
     """
     tags = [*_THOUGHT_TAG.finditer(response)]
     if tags:
         spans = [(start, end) for start, end, value in _objects(response) if isinstance(value, dict)]
+        spans += [found.span() for found in re.finditer(_WHOLE_PARAMETER, response, re.DOTALL)]
         tags = [tag for tag in tags if not any(start < tag.start() < end for start, end in spans)]
     ends = [tag.end() for tag in tags if tag["close"] or tag["close_too"]]
     if in_thought and not ends:
@@ -85,18 +109,19 @@ def _objects(text: str) -> Iterator[tuple[int, int, Any]]:
     """The JSON objects in a text that are not within others: begin, end, value. What looks like a call and is no JSON
     has the error for its value, and ends the text.
     """
-    start = text.find("{")
-    while start >= 0:
+    start, num_broken = _OBJECT.search(text), 0
+    while start is not None and num_broken < _MOST_BROKEN:
+        begin = start.start()
         try:
-            value, end = _decoder.raw_decode(text, start)
+            value, end = _decoder.raw_decode(text, begin)
         except (ValueError, RecursionError) as error:
-            if _LIKE_A_CALL.match(text, start):
-                yield start, len(text), error
+            if _LIKE_A_CALL.match(text, begin):
+                yield begin, len(text), error
                 return
-            end = start + 1
+            end, num_broken = begin + 1, num_broken + (_MOST_BROKEN if isinstance(error, RecursionError) else 1)
         else:
-            yield start, end, value
-        start = text.find("{", end)
+            yield begin, end, value
+        start = _OBJECT.search(text, end)
 
 
 def _bare(text: str) -> list[ToolCall]:
@@ -129,6 +154,9 @@ def _tagged(text: str) -> list[ToolCall]:
 
 def _behind(text: str, tag: re.Match[str]) -> tuple[list[ToolCall], int]:
     """The calls behind one tag, and the end of what was read."""
+    if tag["function"]:
+        function = _FUNCTION.match(text, tag.start())
+        return ([], tag.end()) if function is None else ([_function(*function.groups())], function.end())
     if named := _named(text, tag.end()) if tag[0].startswith("[") else []:
         return named, len(text)
     calls: list[ToolCall] = []
@@ -165,54 +193,66 @@ def _named(text: str, start: int) -> list[ToolCall]:
     while match := _NAMED.match(text, start):
         try:
             value, start = _decoder.raw_decode(text, match.end())
-        except (ValueError, RecursionError):
-            return []
+        except (ValueError, RecursionError) as error:
+            return [_no_json(error)]
         calls.append(_call({"name": match[1], "arguments": value}))
         start = _next(text, start)
     return calls if start >= len(text) else []
 
 
-def _functions(text: str) -> list[ToolCall]:
-    calls = []
-    for name, body in _FUNCTION.findall(text):
-        if body.strip().startswith("{"):
-            calls.append(_call({"name": name, "arguments": body.strip()}))
-        elif _PARAMETER.sub("", body).strip():
-            calls.append(ToolCall(problem=f"{name}: its arguments must be <parameter=NAME>VALUE</parameter>"))
-        else:
-            calls.append(ToolCall(name, dict(_PARAMETER.findall(body)), is_text=True))
-    return calls
+def _function(name: str, body: str) -> ToolCall:
+    if body.strip().startswith("{"):
+        return _call({"name": name, "arguments": body.strip()})
+    if _PARAMETER.sub("", body).strip():
+        return ToolCall(problem=f"{name}: its arguments must be <parameter=NAME>VALUE</parameter>")
+    return ToolCall(name, dict(_PARAMETER.findall(body)), is_text=True)
 
 
 def _pythonic(text: str) -> list[ToolCall]:
-    text = re.sub(r"<\|python_(?:tag|start|end)\|>", "", text).strip()
-    if not _PYTHONIC.match(text):
+    text = re.sub(r"<\|python_(?:tag|start|end)\|>|^```\w*$", "", text, flags=re.MULTILINE)
+    begin = _PYTHONIC.search(text)
+    if begin is None:
         return []
     try:
-        tree = ast.parse(text, mode="eval").body
-        nodes = tree.elts if isinstance(tree, ast.List) else []
-        return [_python_call(node) for node in nodes]
+        tree = ast.parse(text[begin.start() :].strip(), mode="eval").body
+        return [_python_call(node) for node in (tree.elts if isinstance(tree, ast.List) else [tree])]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [ToolCall(problem=f"calls must be [name(argument=value, ...), ...]: {error}")]
 
 
 def _python_call(node: ast.expr) -> ToolCall:
     """Raises ValueError for anything else, and for arguments without a name."""
-    if not isinstance(node, ast.Call) or node.args:
+    if not isinstance(node, ast.Call):
+        raise ValueError(f"{ast.unparse(node):.40} is none")
+    if node.args or any(word.arg is None for word in node.keywords):
         raise ValueError("arguments need names")
-    arguments = {}
-    for word in node.keywords:
-        if word.arg is None:
-            raise ValueError("arguments need names")
-        arguments[word.arg] = _value(word.value)
-    return ToolCall(ast.unparse(node.func), arguments)
+    return ToolCall(ast.unparse(node.func), {str(word.arg): _value(word.value) for word in node.keywords})
 
 
 def _value(node: ast.expr) -> Any:
-    """A literal, of Python or JSON. Raises ValueError."""
+    """A value that JSON has, in its form or Python's. Raises ValueError."""
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:
         return _CONSTANTS[node.id]
-    return ast.literal_eval(node)
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        return {_key(key): _value(item) for key, item in zip(node.keys, node.values, strict=True)}
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
+        return node.value
+    if (
+        isinstance(node, ast.UnaryOp)
+        and isinstance(node.op, ast.USub)
+        and isinstance(number := _value(node.operand), int | float)
+    ):
+        return -number
+    raise ValueError(f"{ast.unparse(node):.40} is no value of JSON")
+
+
+def _key(node: ast.expr | None) -> str | int:
+    """Raises ValueError for what no object of JSON can have; numbers are for a tool's own mappings."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int):
+        return node.value
+    raise ValueError(f"{'**' if node is None else ast.unparse(node):.40} is no key of JSON")
 
 
 def _calls(value: Any) -> list[ToolCall]:
@@ -236,7 +276,8 @@ def _call(value: Any) -> ToolCall:
             arguments = json.loads(arguments or "{}") or {}
         except (ValueError, RecursionError) as error:
             return _no_json(error)
-    if not isinstance(arguments, dict) or not isinstance(name, str) or any(value.get(key) for key in _INPUTS):
+    has_others = any(value.get(key) for key in _INPUTS) or not (given or value.keys() <= _NO_INPUTS)
+    if not isinstance(arguments, dict) or not isinstance(name, str) or has_others:
         return ToolCall(problem=f"a call must be {_FORM}")
     return ToolCall(name, arguments)
 

@@ -166,7 +166,7 @@ class Trajectories:
     def _play(self, trajectory: _Trajectory, key: Key) -> None:
         """In the worker's thread."""
         answer: Step | EnvError
-        longest = self._tokens.max_characters + 1  # one more, so that `given` sees that there are more
+        longest = self._tokens.max_characters + 1  # one more, by which `given` finds that it is cut
         try:
             try:
                 answer = trajectory.play(key, longest)

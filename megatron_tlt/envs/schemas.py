@@ -11,6 +11,7 @@ from pydantic import ValidationError, validate_call
 
 from megatron_tlt.envs.base import ToolSchema
 from megatron_tlt.errors import EnvError
+from megatron_tlt.workers.user_code import not_plain
 
 # Methods of a class of tools that are none, and what they are called with.
 HOOKS: dict[str, tuple[str, ...]] = {
@@ -46,26 +47,21 @@ def _is_tool(owner: type, name: str) -> bool:
     return True
 
 
-def check_plain(owner: type, name: str, *arguments: str) -> None:
-    """Raises EnvError for a method of a class that is async or a generator, or cannot be called with `arguments`."""
+def check_plain(owner: type, name: str, *arguments: str, **named: str) -> None:
+    """Raises EnvError for a method of a class that is async or a generator, or cannot be called with `arguments` and
+    `named` ones.
+    """
     method = getattr(owner, name)
-    if (kind := _not_plain(method)) is not None:
+    if (kind := not_plain(method)) is not None:
         raise EnvError(f"{owner.__name__}.{name}: is {kind}: must return its value")
     has_owner = not isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod)
     try:
-        inspect.signature(method).bind(*[None] * has_owner, *arguments)
+        inspect.signature(method).bind(*[None] * has_owner, *arguments, **named)
     except TypeError as error:
-        allowed = f"must be callable as {name}({', '.join(arguments)})"
-        raise EnvError(f"{owner.__name__}.{name}: {allowed}: {error}") from None
+        given = ", ".join([*arguments, *(f"{key}={word}" for key, word in named.items())])
+        raise EnvError(f"{owner.__name__}.{name}: must be callable as {name}({given}): {error}") from None
     except ValueError:  # no signature: of C
         return
-
-
-def _not_plain(method: object) -> str | None:
-    """What a function is that returns no value when it is called; None: it returns one."""
-    if inspect.iscoroutinefunction(method):
-        return "async"
-    return "a generator" if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method) else None
 
 
 def tool_schemas(owner: type) -> list[ToolSchema]:
@@ -106,7 +102,7 @@ def _schema(owner: type, name: str) -> ToolSchema:
 
 def _check_parameters(method: Callable[..., Any], bound: Callable[..., Any]) -> None:
     """Raises EnvError for what no call by names can give, and for an answer that is no text."""
-    if (kind := _not_plain(method)) is not None:
+    if (kind := not_plain(method)) is not None:
         raise EnvError(f"is {kind}: must return its answer (asyncio.run waits for a coroutine)")
     for parameter in inspect.signature(bound).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):

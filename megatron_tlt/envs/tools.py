@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, TypeAdapter, ValidationError, validate_call
@@ -59,14 +60,15 @@ class ToolEnvironment(Environment):
         arguments = call.arguments or {}
         try:
             value = tool(**(_typed(tool, arguments) if call.is_text else arguments))
-            return value if isinstance(value, str) else json.dumps(_plain(value), ensure_ascii=False, default=_plain)
-        except NoTextError as error:
-            raise NoTextError(f"tool {call.name} returned {error}: must be a text or what JSON has") from None
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
             return f"error: {call.name}: {'; '.join(problems)}"
         except Exception as error:  # noqa: BLE001  a user's tool may raise anything
             return f"error: {type(error).__name__}: {error}"
+        try:
+            return value if isinstance(value, str) else json.dumps(_plain(value), ensure_ascii=False, default=_plain)
+        except (NoTextError, TypeError, ValueError, RecursionError) as error:  # also keys that are no texts, and cycles
+            raise NoTextError(f"tool {call.name} returned {error}: must be a text or what JSON has") from None
 
 
 def _plain(value: Any) -> Any:
@@ -85,15 +87,15 @@ def _plain(value: Any) -> Any:
 
 
 def _typed(tool: Callable[..., Any], texts: dict[str, str]) -> dict[str, Any]:
-    """Texts as the values that they stand for in JSON, where the parameter takes none as a text."""
+    """Texts as the values that they stand for in JSON, where the parameter takes none as a text; null before a text."""
     hints = get_type_hints(inspect.unwrap(tool))
     values: dict[str, Any] = dict(texts)
     for name, text in texts.items():
+        is_null = text in ("null", "None")
         try:
-            TypeAdapter(hints.get(name, str)).validate_python(text)
+            TypeAdapter(hints.get(name, str)).validate_python(None if is_null else text)
+            values[name] = None if is_null else text
         except ValidationError:
-            try:
-                values[name] = json.loads(text)
-            except ValueError:
-                continue  # the call's own validation names it
+            with suppress(ValueError, RecursionError):  # the call's own validation names it
+                values[name] = text if is_null else json.loads(text)
     return values

@@ -5,15 +5,15 @@ No torch here: the simulator and `megatron-tlt check` read model shapes without 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from megatron_tlt.config.json_reader import read_object
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.models.experts import moe_fields, moe_layer_shapes, moe_problems, moe_to_hf, names_on_disk
 from megatron_tlt.models.hf_fields import forward_problems, type_problems
 from megatron_tlt.models.hf_rope import (
@@ -111,10 +111,18 @@ class ModelConfig:
     def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
         """Reads a model directory, a config.json or its dictionary; old and transformers-5 spellings.
 
-        Raises CheckpointError if the file is missing or not JSON, ConfigError (all problems at once) if the
-        model is none of `ARCHITECTURES` that is computed exactly, or contradicts itself.
+        Raises CheckpointError if the file is missing or not JSON, ConfigError (all problems at once, with the file's
+        name) if the model is none of `ARCHITECTURES` that is computed exactly, or contradicts itself.
         """
-        return _parse(source if isinstance(source, Mapping) else _read_json(Path(source)))
+        if isinstance(source, Mapping):
+            return _parse(source)
+        path = Path(source)
+        file = path if path.suffix == ".json" else path / "config.json"
+        try:
+            return _parse(read_object(file))
+        except ConfigError as error:
+            named = [replace(problem, path=f"{file}: {problem.path}") for problem in error.problems]
+            raise ConfigError(named) from error
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """The config.json that `transformers` loads; `dtype` is that of the weights beside it."""
@@ -221,19 +229,6 @@ class ModelConfig:
         return sum(prod(shape) for shape in self.parameter_shapes().values())
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    file = path if path.suffix == ".json" else path / "config.json"
-    try:
-        loaded = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise CheckpointError(f"cannot read the model's configuration {file}: {e.strerror}") from e
-    except ValueError as e:
-        raise CheckpointError(f"{file} is not valid JSON: {e}") from e
-    if not isinstance(loaded, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, not {type(loaded).__name__}")
-    return loaded
-
-
 def _parse(hf: Mapping[str, Any]) -> ModelConfig:
     family = _family(hf)
     hf = {**_MIXTRAL_DEFAULTS, **hf} if family == "mixtral" else hf
@@ -325,31 +320,16 @@ def _is_whole(value: Any) -> TypeGuard[int]:
 
 
 def _unsupported(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProblem]:
-    refused = (
+    has_bias = not family.startswith("qwen2") and hf.get("attention_bias")
+    has_kinds = not {"full_attention", "sliding_attention"}.issuperset(hf.get("layer_types") or ())
+    for field, is_refused, allowed in (
         ("hidden_act", hf.get("hidden_act", "silu") not in ("silu", "swish"), "must be 'silu'"),
-        (
-            "attention_bias",
-            not family.startswith("qwen2") and hf.get("attention_bias"),
-            f"must be false for {family}",
-        ),
+        ("attention_bias", has_bias, f"must be false for {family}"),
         ("mlp_bias", hf.get("mlp_bias"), "must be false"),
-        (
-            "quantization_config",
-            hf.get("quantization_config"),
-            "only fp32, fp16 or bf16 weights are supported",
-        ),
-        (
-            "layer_types",
-            not {"full_attention", "sliding_attention"}.issuperset(hf.get("layer_types") or ()),
-            "only full_attention layers are computed",
-        ),
-        (
-            "sliding_window",
-            _uses_window(hf, family),
-            "sliding windows are not supported; full attention only",
-        ),
-    )
-    for field, is_refused, allowed in refused:
+        ("quantization_config", hf.get("quantization_config"), "only fp32, fp16 or bf16 weights are supported"),
+        ("layer_types", has_kinds, "only full_attention layers are computed"),
+        ("sliding_window", _uses_window(hf, family), "sliding windows are not supported; full attention only"),
+    ):
         if is_refused:
             yield ConfigProblem(field, hf.get(field), allowed)
 
@@ -369,11 +349,8 @@ def _uses_window(hf: Mapping[str, Any], family: Family) -> bool:
 
 def _shape_problems(config: ModelConfig) -> Iterator[ConfigProblem]:
     if config.num_heads % config.num_kv_heads:
-        yield ConfigProblem(
-            "num_key_value_heads",
-            config.num_kv_heads,
-            f"must divide num_attention_heads ({config.num_heads})",
-        )
+        allowed = f"must divide num_attention_heads ({config.num_heads})"
+        yield ConfigProblem("num_key_value_heads", config.num_kv_heads, allowed)
     if config.head_dim % 2:
         yield ConfigProblem("head_dim", config.head_dim, "must be even (rotary embedding)")
     if config.hidden_size % 2:

@@ -3,7 +3,7 @@
 A field that is read must have its type: nothing is coerced. Of the others
 
 - those that never change a forward pass (`_HARMLESS`), and those that say "off", are skipped in silence;
-- those whose name speaks of the forward pass (`_OF_THE_FORWARD`: a multiplier, a norm, a kind of attention) are
+- those whose name is about the forward pass (`_OF_THE_FORWARD`: a multiplier, a norm, a kind of attention) are
   refused, known ones and those of families to come: their weights were made for another computation;
 - the rest are warned of by name (`unread_fields`).
 
@@ -33,8 +33,8 @@ READ = frozenset((*_FLAGS, *_COUNTS, *_OBJECTS, *_READ_ELSEWHERE.split()))
 # Origin and storage of the file; training and kernels; settings of generation, and of heads for classification.
 _HARMLESS_NAMES = """
     _name_or_path _commit_hash name_or_path transformers_version torch_dtype dtype use_bfloat16 torchscript use_cache
-    transformers.js_config unsloth_version unsloth_fixed is_llama_config tokenizer_class model_max_length
-    max_sequence_length seq_length original_max_position_embeddings pretraining_tp tf_legacy_loss
+    transformers.js_config unsloth_version unsloth_fixed model_name is_llama_config tokenizer_class model_max_length
+    max_sequence_length seq_length original_max_position_embeddings pretraining_tp tf_legacy_loss attention_backend
     _attn_implementation _attn_implementation_internal _attn_implementation_autoset attn_implementation
     use_flash_attn use_flash_attention use_flash_attention_2 _flash_attn_2_enabled attention_softmax_in_fp32
     initializer_range initializer_std init_std neftune_noise_alpha gradient_checkpointing chunk_size_feed_forward
@@ -44,7 +44,7 @@ _HARMLESS_NAMES = """
     decoder_start_token_id forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens bad_words_ids
     do_sample temperature top_k top_p typical_p min_length max_length num_beams num_beam_groups diversity_penalty
     early_stopping length_penalty repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size output_scores
-    exponential_decay_length_penalty num_return_sequences remove_invalid_values
+    exponential_decay_length_penalty num_return_sequences remove_invalid_values max_new_tokens
 """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 _HARMLESS_ENDS = ("dropout", "pdrop", "dropout_prob", "dropout_rate")

@@ -16,6 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from megatron_tlt.config.json_reader import read_object_if_there
 from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.hf_fields import unread_fields
@@ -57,22 +58,15 @@ def model_warnings(directory: str | Path) -> list[str]:
     """What is left out of a model directory that can be read: weight files, and fields of config.json."""
     root = Path(directory)
     warnings = []
+    read, unread = _indexed(root), []
     if (root / SINGLE).exists():
-        read, unread = [SINGLE], [INDEX] if (root / INDEX).exists() else []
-    else:
-        try:
-            read, unread = sorted({file.name for file in (shards(root) or {}).values()}), []
-        except CheckpointError:
-            read, unread = [], []
+        is_stale = (root / INDEX).exists() and read != [SINGLE]
+        read, unread = [SINGLE], [INDEX] if is_stale else []
     unread += sorted(file.name for file in root.glob("model-*-of-*.safetensors") if file.name not in read)
     if read and unread:
         words = f"the weights are read from {shortened(read)}, as transformers does"
         warnings.append(f"{root}: {words}; not read, and perhaps of an older model: {shortened(unread)}")
-    try:
-        about = json.loads((root / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return warnings
-    if isinstance(about, dict) and (fields := unread_fields(about)):
+    if fields := unread_fields(read_object_if_there(root / "config.json")):
         warnings.append(f"{root / 'config.json'} sets fields that are not known, and not read: {shortened(fields)}")
     return warnings
 
@@ -97,6 +91,14 @@ def shards(directory: str | Path) -> dict[str, Path] | None:
     if absent:
         raise CheckpointError(f"{root / INDEX} names files that are missing: {shortened(absent)}")
     return {name: root / file for name, file in mapping.items()}
+
+
+def _indexed(root: Path) -> list[str]:
+    """The files that the index names; none without one that can be read."""
+    try:
+        return sorted(set(json.loads((root / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def weight_files(directory: str | Path) -> dict[str, Path]:

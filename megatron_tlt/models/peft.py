@@ -9,7 +9,6 @@ No torch at the top: `megatron-tlt check` compares names and shapes without it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from megatron_tlt.config.actor import LoraSection
+from megatron_tlt.config.json_reader import read_object
 from megatron_tlt.errors import CheckpointError, ConfigProblem, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import FLOATS
@@ -87,11 +87,11 @@ def peft_problems(
         return []
     directory = Path(lora.adapter_path)
     try:
-        said = read_adapter_config(directory)
+        said = read_object(directory / ADAPTER_CONFIG)
         with safe_open(str(directory / ADAPTER_WEIGHTS), framework="np") as tensors:
             parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
             found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
-    except (OSError, TypeError, ValueError, SafetensorError) as error:
+    except (CheckpointError, OSError, SafetensorError) as error:
         pickled = f" ({_PICKLED} is not read: save it with PEFT as {ADAPTER_WEIGHTS})"
         problems = [f"must be a PEFT directory: {error}{pickled if (directory / _PICKLED).exists() else ''}"]
     else:
@@ -128,17 +128,12 @@ def adapter_warning(lora: LoraSection | None, model: str) -> str | None:
     if lora is None or lora.adapter_path is None:
         return None
     try:
-        base = read_adapter_config(Path(lora.adapter_path)).get("base_model_name_or_path")
-    except (OSError, TypeError, ValueError):
+        base = read_object(Path(lora.adapter_path) / ADAPTER_CONFIG).get("base_model_name_or_path")
+    except CheckpointError:
         return None
     if not isinstance(base, str) or not base or _is_same_model(base, model):
         return None
     return f"actor.lora.adapter_path: {ADAPTER_CONFIG} says that the adapters are of {base}; model.path is {model}"
-
-
-def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """The content of adapter_config.json. Raises OSError, TypeError or ValueError if it is no JSON object."""
-    return dict(json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8")))
 
 
 def _is_same_model(base: str, model: str) -> bool:

@@ -112,11 +112,7 @@ class Watchdog:
 
     def _died(self, rank: int) -> None:
         """Names a rank that has ended, if its status file does not say why and the job was not ending."""
-        if self._pids.pop(rank, None) is None or not self._files.status.is_dir():  # taken back: the start was refused
-            return
-        if self._end is None and not self._files.status.is_dir():
-            _print(f"megatron-tlt: {self._files.status} is gone, moved or removed: nothing watches the ranks any more")
-            self._pids.clear()
+        if self._pids.pop(rank, None) is None or not self._files.status.is_dir():  # taken back, or moved
             return
         status = self._status(rank)
         if self._end is None and status.outcome == "running":

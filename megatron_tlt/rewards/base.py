@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_tlt.config.data import RewardConfig, RewardSection
+from megatron_tlt.errors import LONGEST_FAILURE, error_line
 from megatron_tlt.types import Prompt, RewardResult, Sample
-from megatron_tlt.workers.answers import last_match
+from megatron_tlt.workers.answers import as_number, last_match
 
 # The value of one reward function for one sample. May raise: `judge` records it.
 Scorer = Callable[[Prompt, Sample], object]
-
-_LONGEST_FAILURE = 500  # characters of an error message that travel and are logged
-
 
 @dataclass(frozen=True)
 class NamedScorer:
@@ -41,10 +39,10 @@ def judge(
     correct, counting = True, False
     for named in scorers:
         try:
-            value = as_number(named.scorer(prompt, sample))
+            value = as_number(named.scorer(prompt, sample), "returned")
         # A user's function may raise anything, even call sys.exit: the sample gets a recorded failure.
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            return failed(f"{named.label}: {type(error).__name__}: {error}", failure_value, parts)
+            return failed(f"{named.label}: {error_line(error)}", failure_value, parts)
         parts[named.label] = value
         if named.config.counts_as_correct:
             counting = True
@@ -57,17 +55,7 @@ def judge(
 
 def failed(why: str, failure_value: float, parts: dict[str, float] | None = None) -> RewardResult:
     """The result of a sample whose reward could not be computed."""
-    return RewardResult(failure_value, False, dict(parts or {}), why[:_LONGEST_FAILURE])
-
-
-def as_number(value: object) -> float:
-    """A reward as a finite float; numbers, booleans and 0-d arrays pass. Raises ValueError for the rest."""
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise ValueError(f"returned {value!r:.80} ({type(value).__name__}): must be a number or a boolean")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"returned {number}: must be finite")
-    return number
+    return RewardResult(failure_value, False, dict(parts or {}), why[:LONGEST_FAILURE])
 
 
 def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:

@@ -10,7 +10,7 @@ from megatron_tlt.config.data import RewardConfig
 from megatron_tlt.errors import RewardError, UserCodeError
 from megatron_tlt.rewards.base import Scorer
 from megatron_tlt.types import Prompt, Sample
-from megatron_tlt.workers.user_code import load_object
+from megatron_tlt.workers.user_code import load_object, not_plain
 
 _CALL = "f(prompt, answer, response, metadata"
 # What TRL, verl and others call the four arguments, in our order.
@@ -69,10 +69,8 @@ def _not_a_function_of_one_response(function: Callable[..., object]) -> str | No
     if inspect.isclass(function):
         return "is a class: must be a function, or an object that can be called, made in the module"
     for called in (function, getattr(function, "__call__", None)):  # noqa: B004  an object's own __call__
-        if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
-            return "is async: it is called without await, so it must be a plain def (asyncio.run inside it works)"
-        if inspect.isgeneratorfunction(called):
-            return "is a generator function (it has yield): must return a number"
+        if (kind := not_plain(called)) is not None:
+            return f"is {kind}: it is called without await, and must return a number (asyncio.run inside it works)"
     return None
 
 

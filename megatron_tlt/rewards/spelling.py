@@ -101,7 +101,7 @@ def plain_answer(text: str) -> str:
 
 def is_comparable(reference: str) -> bool:
     """Whether a response can equal the reference answer: it has a letter, a digit or a command of LaTeX."""
-    return any(c.isalnum() or c == "\\" for c in plain_answer(reference))
+    return reference.isdecimal() or any(c.isalnum() or c == "\\" for c in plain_answer(reference))
 
 
 def quantity(text: str) -> str | None:

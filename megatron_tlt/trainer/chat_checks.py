@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.chat import Messages, with_system
-from megatron_tlt.data.chat_template import ChatTemplate
+from megatron_tlt.data.chat_template import ChatTemplate, TemplateSettings
 from megatron_tlt.data.special_tokens import pattern_problem, special_tokens_of, stop_problems
 from megatron_tlt.errors import CheckpointError, ConfigProblem, DataError
 from megatron_tlt.trainer.chat_settings import template_settings
@@ -36,20 +36,28 @@ def chat_problems(config: Config | SftConfig) -> list[ConfigProblem]:
             render("Prompt.", ())  # tasks and environments have no rows to render
         except DataError as error:
             unusable = [ConfigProblem("data.chat_template", True, str(error))]
+    if render is None and not unusable and isinstance(config, Config) and config.data.system_prompt is not None:
+        allowed = "needs data.chat_template and a tokenizer that has a chat template"
+        unusable = [ConfigProblem("data.system_prompt", config.data.system_prompt, allowed)]
     return problems + unusable
 
 
-def template_problems(directory: Path, field: str, kwargs_field: str, kwargs: dict[str, Any]) -> list[ConfigProblem]:
-    """A chat template in `directory` that cannot be used at all; `kwargs` without one."""
+def _open_template(
+    directory: Path, fields: tuple[str, str], given: TemplateSettings
+) -> tuple[ChatTemplate | None, list[ConfigProblem]]:
+    """The chat template in `directory`; None without one that can be used, and problems where one is needed.
+
+    `fields`: of the template's use and of its variables.
+    """
     try:
-        template = ChatTemplate.read(directory)
+        template = ChatTemplate.read(directory, given)
         if template is not None:
             template.variables()
     except CheckpointError as error:
-        return [ConfigProblem(field, True, f"needs a template that can be used: {error}")]
-    if template is None and kwargs:
-        return [ConfigProblem(kwargs_field, kwargs, f"needs a chat template, and {directory} has none")]
-    return []
+        return None, [ConfigProblem(fields[0], True, f"needs a template that can be used: {error}")]
+    if template is None and given.kwargs:
+        return None, [ConfigProblem(fields[1], given.kwargs, f"needs a chat template, and {directory} has none")]
+    return template, []
 
 
 def generation_chat_problems(
@@ -58,7 +66,8 @@ def generation_chat_problems(
     """A chat template that `generate --chat` cannot use, and special tokens in stop strings."""
     if not model.is_dir():
         return []
-    problems = template_problems(model, "--chat", "--chat-template-kwargs", kwargs) if chat else []
+    fields = "--chat", "--chat-template-kwargs"
+    problems = _open_template(model, fields, TemplateSettings(kwargs))[1] if chat else []
     try:
         return [*problems, *stop_problems("--stop", stops, special_tokens_of(model) if stops else frozenset())]
     except CheckpointError as error:
@@ -71,7 +80,7 @@ def chat_warnings(config: Config | SftConfig) -> list[str]:
     For a configuration without problems.
     """
     directory = _directory(config)
-    name, section = ("data", config.data) if isinstance(config, Config) else ("sft", config.sft)
+    name, section = config.chat_name, config.chat
     if directory is None or not section.chat_template:
         return []
     of_processor = directory / "chat_template.json"
@@ -97,21 +106,20 @@ def unread_warnings(directory: Path, field: str, kwargs: dict[str, Any]) -> list
 def prompt_renderer(config: Config | SftConfig) -> tuple[Renderer | None, list[ConfigProblem]]:
     """Renders prompts as the run will; None without a chat template here, or with one that cannot be used, and why."""
     directory = _directory(config)
-    name, section = ("data", config.data) if isinstance(config, Config) else ("sft", config.sft)
+    name, section = config.chat_name, config.chat
     if directory is None or not section.chat_template:
         return None, []
-    field = f"{name}.chat_template"
-    if problems := template_problems(directory, field, f"{field}_kwargs", section.chat_template_kwargs):
+    fields = f"{name}.chat_template", f"{name}.chat_template_kwargs"
+    template, problems = _open_template(directory, fields, template_settings(config))
+    if template is None:
         return None, problems
-    template = ChatTemplate.read(directory, template_settings(config))
     system = config.data.system_prompt if isinstance(config, Config) else None
 
     def render(prompt: str | Messages, tools: Sequence[dict[str, Any]] = ()) -> str:
-        assert template is not None, "render is not handed out"
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
         return template.render(with_system(messages, system), tools)
 
-    return (None if template is None else render), []
+    return render, []
 
 
 def _special_token_problems(config: Config, directory: Path) -> list[ConfigProblem]:
@@ -127,5 +135,5 @@ def _special_token_problems(config: Config, directory: Path) -> list[ConfigProbl
 
 def _directory(config: Config | SftConfig) -> Path | None:
     """The tokenizer's directory, if it is on this machine."""
-    directory = Path(config.model.tokenizer or config.model.path)
+    directory = Path(config.model.tokenizer_path)
     return directory if directory.is_dir() else None

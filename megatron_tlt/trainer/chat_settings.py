@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data.chat_template import TemplateSettings
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ CONFIG_FILE = "config.json"
 
 def template_settings(config: Config | SftConfig) -> TemplateSettings:
     """For the tokenizer of a run."""
-    section = config.data if isinstance(config, Config) else config.sft
+    section = config.chat
     return TemplateSettings(section.model_dump(mode="json")["chat_template_kwargs"], section.chat_template_date)
 
 
@@ -30,7 +29,7 @@ def with_date(config: RootT, ranks: Ranks, unfinished: Path | None = None) -> Ro
     A run that goes on or is evaluated keeps the date of its first start: else its prompts would change overnight.
     `unfinished`: a directory that `write_config` has written to, which comes before the run's.
     """
-    name, section = ("data", config.data) if isinstance(config, Config) else ("sft", config.sft)
+    name, section = config.chat_name, config.chat
     if section.chat_template_date is not None:
         return config
     found = (_recorded(config, name, unfinished) or date.today()) if ranks.is_main else None
@@ -47,11 +46,10 @@ def write_config(config: Config | SftConfig, directory: Path) -> None:
 def _recorded(config: Config | SftConfig, section: str, unfinished: Path | None) -> date | None:
     """The date in config.json of the run that goes on; None where none does."""
     resume = config.checkpoint.resume
-    run_dir = Path(config.train.run_dir) if isinstance(config, Config) else Path(config.sft.out) / UNFINISHED
     if resume == "never":
         return None
     named = None if resume == "auto" else Path(resume).absolute().parent.parent  # RUN/checkpoints/STEP
-    for directory in filter(None, (unfinished, run_dir, named)):
+    for directory in filter(None, (unfinished, config.state_dir, named)):
         try:
             about: Any = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
             return date.fromisoformat(about[section]["chat_template_date"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import TrainingError
@@ -32,12 +32,7 @@ class Dropped:
         return cls(len(groups), len(rewards), sum(r.value for r in rewards), sum(r.correct for r in rewards))
 
     def __add__(self, other: Dropped) -> Dropped:
-        return Dropped(
-            self.groups + other.groups,
-            self.responses + other.responses,
-            self.reward + other.reward,
-            self.correct + other.correct,
-        )
+        return Dropped(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     @property
     def mean_reward(self) -> float:

@@ -18,7 +18,7 @@ from megatron_tlt.models.hf_files import model_warnings
 from megatron_tlt.models.peft import adapter_warning
 from megatron_tlt.rewards.build import answer_warning
 from megatron_tlt.trainer.chat_checks import chat_warnings
-from megatron_tlt.trainer.token_checks import tokenizer_warnings
+from megatron_tlt.trainer.token_checks import tokenizer_here, tokenizer_warnings
 
 
 def input_warnings(config: Config | SftConfig) -> list[str]:
@@ -33,15 +33,15 @@ def _of_rl(config: Config) -> list[str]:
     """Of what fine-tuning does not have."""
     own = [kl_estimator_warning(config.algorithm), None if config.env is None else environment_warning(config.env)]
     teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
-    long = long_prompt_warnings(config.data, Path(config.model.tokenizer or config.model.path))
+    long = long_prompt_warnings(config.data, tokenizer_here(config))
     return [*teacher, *filter(None, own), *_of_rows(config), *long, *_of_drafter(config)]
 
 
 def _of_rows(config: Config) -> list[str]:
     """Files of a data set that belong to no split, and rows whose answers a reward function cannot use."""
     found: list[str | None] = []
-    for field, section in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if section is not None and section.path is not None and Path(section.path).exists():
+    for field, section in config.data.sources:
+        if section.is_here:
             found.append(unread_warning(section, field))
             source = open_source(section, field, seed=0)
             found.append(answer_warning(config.rewards, source.answers()) if isinstance(source, FileSource) else None)

@@ -31,7 +31,12 @@ from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.trainer.chat_checks import Renderer, chat_problems, prompt_renderer
 from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.teacher import teacher_problems, teacher_shape, with_teacher_shape
-from megatron_tlt.trainer.token_checks import tokenizer_problems, turn_problems
+from megatron_tlt.trainer.token_checks import (
+    record_problems,
+    tokenizer_here,
+    tokenizer_problems,
+    turn_problems,
+)
 from megatron_tlt.types import Prompt
 
 if TYPE_CHECKING:
@@ -134,8 +139,10 @@ def _problems_of_large_files(config: Config | SftConfig, device: Device | None) 
     shape, _ = read_model("model.path", config.model.path)
     found = [] if shape is None else _weight_problems(config, shape) + _adapter_problems(config, shape)
     found += resume_problems(config, shape, device)
-    if isinstance(config, Config):
-        found += long_prompt_problems(config.data, Path(config.model.tokenizer or config.model.path))
+    if isinstance(config, SftConfig):
+        found += record_problems(config)
+    else:
+        found += long_prompt_problems(config.data, tokenizer_here(config))
         if config.algorithm.teacher is not None and (teacher := teacher_shape(config)) is not None:
             found += _hf_weight_problems("algorithm.teacher", config.algorithm.teacher, teacher)
         path = config.rollout.speculation.drafter_path
@@ -181,11 +188,11 @@ def missing_model(config: Config | SftConfig) -> list[ConfigProblem]:
 def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
     """Model, teacher, drafter, prompts and records that are not on this machine."""
     problems = missing_model(config)
+    named: dict[str, str | None]
     if isinstance(config, SftConfig):
-        named = {"sft.train_path": config.sft.train_path, "sft.eval_path": config.sft.eval_path}
+        named = {field: path for field, path, _ in config.sft.files}
     else:
-        held_out = config.data.eval.path if config.data.eval is not None else None
-        named = {"data.train.path": config.data.train.path, "data.eval.path": held_out}
+        named = {f"{name}.path": source.path for name, source in config.data.sources}
         if config.rollout.speculation.trained:
             named[_DRAFTER_PATH] = config.rollout.speculation.drafter_path
         named["algorithm.teacher"] = config.algorithm.teacher
@@ -259,22 +266,20 @@ def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     problems: list[ConfigProblem] = []
     render, _ = prompt_renderer(config)
     if isinstance(config, Config):
-        for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-            has_tasks = source is not None and source.kind == "tasks" and source.tasks
-            if source is not None and (has_tasks or (source.path is not None and Path(source.path).exists())):
+        for name, source in config.data.sources:
+            if source.is_here or (source.kind == "tasks" and source.tasks):
                 problems += source_problems(source, name, render)
         if config.env is not None and (config.env.kind or config.env.path):
             problems += environment_problems(config.env)
         return problems + function_problems(config.rewards) + _machine_problems(config)
-    sft = config.sft
-    for field, path, split in (("train", sft.train_path, sft.train_split), ("eval", sft.eval_path, sft.eval_split)):
+    for field, path, split in config.sft.files:
         try:
-            if path is not None and Path(path).exists():
-                rows, numbers = read_completions(sft, Path(path), split)
+            if Path(path).exists():
+                rows, numbers = read_completions(config.sft, Path(path), split)
                 if render is not None:
                     _render_each_form(render, rows, [f"{path}:{number}" for number in numbers])
         except DataError as error:
-            problems.append(ConfigProblem(f"sft.{field}_path", path, str(error)))
+            problems.append(ConfigProblem(field, path, str(error)))
     return problems
 
 

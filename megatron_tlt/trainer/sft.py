@@ -123,7 +123,7 @@ class SftTrainer:
         self._eval = [] if sft.eval_path is None else read(sft.eval_path, sft.eval_split)
         self._fingerprint = _fingerprint(config, self._train)
         refuse_other_records(config, world, self._fingerprint)
-        self._run_dir = Path(sft.out) / UNFINISHED
+        self._run_dir = config.state_dir
         lock = lock_run_dir("sft.out", sft.out, self._run_dir, world)
         self._shutdown = GracefulShutdown(world, config.stop, signals)
         self.policy = MegatronPolicy(
@@ -209,7 +209,7 @@ class SftTrainer:
     def _write(self) -> None:
         config, out = self._config, Path(self._config.sft.out)
         if self._world.is_main:
-            note_maker(out, "sft")  # first: a kill must not leave a model of nobody's
+            note_maker(out, "sft")  # first: what a kill leaves must have a maker
         write_hf(self.policy, self._world, config.model, out, config.actor.dtype)
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ def _read(config: Config) -> tuple[ModelConfig | None, list[ConfigProblem]]:
 
 def _tokenizer_problems(config: Config, teacher: str) -> list[ConfigProblem]:
     """Tokens of the policy that are other ids to the teacher, which would score another text."""
-    source = config.model.tokenizer or config.model.path
+    source = config.model.tokenizer_path
     if not has_tokenizer(Path(source)):  # not on this machine, or a problem of its own
         return []
     if not has_tokenizer(Path(teacher)):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.completions import encoded_records
-from megatron_tlt.data.prompts import PromptStream, open_source
-from megatron_tlt.data.tokenizer import HFTokenizer, has_tokenizer
+from megatron_tlt.data.tokenizer import HFTokenizer, has_tokenizer, read_tokenizer
 from megatron_tlt.data.turn_form import PROMPT, TURN, read_turn_form
 from megatron_tlt.envs.build import environment_tools
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError
@@ -21,13 +21,11 @@ from megatron_tlt.trainer.environments import turn_tokens
 def open_tokenizer(config: Config | SftConfig) -> HFTokenizer:
     """The tokenizer of the model, or the one named beside it. Raises CheckpointError, ConfigError."""
     rows = ModelConfig.from_hf(config.model.path).vocab_size
-    return HFTokenizer(_source(config)[1], rows, template_settings(config))
+    return read_tokenizer(_source(config)[1], rows, template_settings(config))
 
 
 def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
-    """A tokenizer on this machine that cannot be read or is not the model's, and prompts or records with tokens that
-    the model lacks.
-    """
+    """A tokenizer on this machine that cannot be read or is not the model's."""
     field, source = _source(config)
     if not source.is_dir():
         return []
@@ -37,11 +35,18 @@ def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     if (model := _model(config)) is None:
         return []
     try:
-        tokenizer = HFTokenizer(source, model.vocab_size, template_settings(config))
+        tokenizer = open_tokenizer(config)
     except CheckpointError as error:
         return [ConfigProblem(field, str(source), str(error))]
-    found = embedding_problems(field, tokenizer, model.vocab_size, chat=_is_chat(config))
-    return found or (_record_problems(config, tokenizer) if tokenizer.tokens_beyond else [])
+    return embedding_problems(field, tokenizer, model.vocab_size, chat=config.chat.chat_template)
+
+
+def tokenizer_here(config: Config | SftConfig) -> HFTokenizer | None:
+    """The tokenizer; None where it or the model is not on this machine, or cannot be read."""
+    try:
+        return open_tokenizer(config) if has_tokenizer(_source(config)[1]) else None
+    except (CheckpointError, ConfigError):
+        return None
 
 
 def embedding_problems(field: str, tokenizer: HFTokenizer, rows: int, *, chat: bool) -> list[ConfigProblem]:
@@ -75,45 +80,27 @@ def _template_problems(tokenizer: HFTokenizer) -> list[str]:
     return []
 
 
-def _record_problems(config: Config | SftConfig, tokenizer: HFTokenizer) -> list[ConfigProblem]:
-    """Prompts or records on this machine that cannot be encoded. Encodes all of them."""
-    problems: list[ConfigProblem] = []
-    if isinstance(config, SftConfig):
-        sft, most = config.sft, config.model.max_context
-        for field, path, split in (("train", sft.train_path, sft.train_split), ("eval", sft.eval_path, sft.eval_split)):
-            try:
-                if path is not None and Path(path).exists():
-                    list(encoded_records(sft, Path(path), split, tokenizer, most))
-            except DataError as error:
-                problems.append(ConfigProblem(f"sft.{field}_path", path, str(error)))
-        return problems
-    data = config.data
-    for field, source in (("data.train", data.train), ("data.eval", data.eval)):
+def record_problems(config: SftConfig) -> list[ConfigProblem]:
+    """Records on this machine with tokens that the model lacks. Encodes all of them if there are such tokens."""
+    tokenizer, problems = tokenizer_here(config), list[ConfigProblem]()
+    if tokenizer is None or not tokenizer.tokens_beyond:
+        return []
+    for field, path, split in config.sft.files:
         try:
-            if source is not None and source.path is not None and Path(source.path).exists():
-                PromptStream(
-                    open_source(source, field, seed=0),
-                    tokenizer,
-                    seed=0,
-                    shuffle=False,
-                    chat=data.chat_template,
-                    system=data.system_prompt,
-                    max_prompt_tokens=data.max_prompt_tokens,
-                    long_prompts=data.long_prompts,
-                ).check_rows()
-        except DataError as error:
-            problems.append(ConfigProblem(f"{field}.path", source and source.path, str(error)))
-        except ConfigError as error:
-            problems += error.problems
+            if Path(path).exists():
+                deque(encoded_records(config.sft, Path(path), split, tokenizer, config.model.max_context), maxlen=0)
+        except (CheckpointError, DataError) as error:
+            problems.append(ConfigProblem(field, path, str(error)))
     return problems
 
 
 def turn_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     """A chat template on this machine that does not fit the configuration's environment. Imports the environment."""
-    if isinstance(config, SftConfig) or config.env is None or _model(config) is None:
+    tokenizer = tokenizer_here(config)
+    if isinstance(config, SftConfig) or config.env is None or tokenizer is None:
         return []
     try:
-        turn_tokens(config.env, open_tokenizer(config), environment_tools(config.env), chat=_is_chat(config))
+        turn_tokens(config.env, tokenizer, environment_tools(config.env), chat=config.chat.chat_template)
     except ConfigError as error:
         return error.problems
     return []
@@ -121,13 +108,12 @@ def turn_problems(config: Config | SftConfig) -> list[ConfigProblem]:
 
 def tokenizer_warnings(config: Config | SftConfig) -> list[str]:
     """Warnings about the tokenizer of a configuration without problems; none where model or tokenizer is not here."""
-    source, model = _source(config)[1], _model(config)
-    if model is None or not has_tokenizer(source):
+    tokenizer, model = tokenizer_here(config), _model(config)
+    if model is None or tokenizer is None:
         return []
     stop = config.rollout.stop if isinstance(config, Config) else ()
     setting = "rollout.stop" if isinstance(config, Config) else None
-    tokenizer = HFTokenizer(source, model.vocab_size, template_settings(config))
-    return warnings_of(tokenizer, model, _is_chat(config), stop, setting)
+    return warnings_of(tokenizer, model, config.chat.chat_template, stop, setting)
 
 
 def warnings_of(
@@ -173,9 +159,7 @@ def _end_warning(
 
 def _source(config: Config | SftConfig) -> tuple[str, Path]:
     """The tokenizer's field and directory."""
-    if config.model.tokenizer:
-        return "model.tokenizer", Path(config.model.tokenizer)
-    return "model.path", Path(config.model.path)
+    return "model.tokenizer" if config.model.tokenizer else "model.path", Path(config.model.tokenizer_path)
 
 
 def _model(config: Config | SftConfig) -> ModelConfig | None:
@@ -184,7 +168,3 @@ def _model(config: Config | SftConfig) -> ModelConfig | None:
         return ModelConfig.from_hf(config.model.path)
     except (CheckpointError, ConfigError):
         return None
-
-
-def _is_chat(config: Config | SftConfig) -> bool:
-    return config.data.chat_template if isinstance(config, Config) else config.sft.chat_template

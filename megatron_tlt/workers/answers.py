@@ -1,7 +1,8 @@
-"""The answer in a response's text, for rewards and environments."""
+"""What rewards and environments share: the answer in a response's text, and a reward as a number."""
 
 from __future__ import annotations
 
+import math
 import re
 
 
@@ -11,3 +12,13 @@ def last_match(pattern: re.Pattern[str], text: str) -> str | None:
     for match in pattern.finditer(text):
         found = match[1]
     return None if found is None else found.strip()
+
+
+def as_number(value: object, where: str) -> float:
+    """A reward as a finite float; numbers, booleans and 0-d arrays pass. Raises ValueError that begins with `where`."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise ValueError(f"{where} {value!r:.80} ({type(value).__name__}): must be a number or a boolean")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{where} {number}: must be finite")
+    return number

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_RANK_DIED = signal.SIGHUP  # of a keeper's parent: a process without a terminal gets it from nobody else
+_RANK_DIED = signal.SIGHUP  # of a keeper's parent: a process without a terminal gets no other one
 _KILL_S = 2.0  # in which killed processes must have ended
 _FAILED = 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -33,6 +34,13 @@ def load_object(path: str) -> Any:
     if found is None:
         raise UserCodeError(f"{where} has no {name!r}")
     return found
+
+
+def not_plain(function: object) -> str | None:
+    """What a function is that returns no value when it is called, "async" or "a generator"; None: it returns one."""
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return "async"
+    return "a generator" if inspect.isgeneratorfunction(function) else None
 
 
 def _module(where: str) -> ModuleType:

@@ -168,6 +168,7 @@ def test_an_input_is_no_output(place, capsys):
         ("rollout.kernels", "native", ("rollout.dtype=bf16",)),
         ("rollout.speculation.draft_vocab_size", 10**6, ("rollout.speculation.drafter_path=null",)),
         ("model.max_context", 10**6, ()),
+        ("data.system_prompt", "Think.", ("data.chat_template=false",)),
     ],
 )
 def test_check_refuses_what_a_start_refuses(field, value, more, capsys, monkeypatch):

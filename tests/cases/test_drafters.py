@@ -103,6 +103,10 @@ def test_layer_ids_that_are_not_named_are_the_engines_default_with_a_warning(tmp
         ({"num_hidden_layers": 2}, "num_hidden_layers = 2"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "architectures = .'Eagle3DeepseekV2ForCausalLM'"),
         ({"draft_vocab_size": None}, "config.json and weights disagree: draft_vocab_size"),
+        ({"draft_vocab_size": "40"}, "draft_vocab_size = '40' must be an integer"),
+        ({"eagle_config": "llama"}, "eagle_config = 'llama' must be an object"),
+        ({"eagle_config": {"next_layer_regular": False}}, "next_layer_regular = False"),
+        ({"logits_scaling": 8.0}, "logits_scaling = 8.0: is not computed here"),
     ],
 )
 def test_entries_of_eagle3_that_are_wrong_or_not_known_are_refused_by_name(
@@ -122,6 +126,12 @@ def test_entries_of_eagle3_that_are_wrong_or_not_known_are_refused_by_name(
         ({"aux_hidden_state_layer_ids": [0, 2, 6]}, "aux_hidden_state_layer_ids name"),
         ({"block_size": "8"}, "block_size = '8' must be an integer"),
         ({"model_type": "gpt_oss"}, "model_type = 'gpt_oss'"),
+        ({"dflash_config": {"projector_type": "domino"}}, "projector_type = 'domino'"),
+        ({"dflash_config": {"attention_mode": "mla"}}, "attention_mode = 'mla'"),
+        ({"dflash_config": {"shift_label": False}}, "sample_from_anchor and shift_label differ"),
+        ({"dflash_config": [8]}, "dflash_config = .8. must be an object"),
+        ({"sample_from_anchor": "false"}, "sample_from_anchor = 'false' must be true or false"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier = 12.0: is not computed here"),
         ({"dflash_config": {"gate": 2}}, "dflash_config has entries that are not known here: gate = 2"),
     ],
 )
@@ -131,6 +141,28 @@ def test_entries_of_block_drafters_that_are_wrong_or_not_known_are_refused_by_na
     out = published(tmp_path, "dspark", lambda about, _: about.update(entries))
     with pytest.raises(CheckpointError, match=says):
         load_drafter(out, POLICY, SpeculationSection(drafter="dspark"))
+
+
+_MODELOPT = {IDS: [0, 2, 6], "next_layer_regular": True, "parallel_draft_step": 1, "use_mtp_layernorm": False}
+_HEADS = {"markov_head_type": "vanilla", "projector_type": "dspark", "confidence_head_alpha": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "entries"),
+    [
+        ("eagle3", {"eagle_config": _MODELOPT | {"use_last_layernorm": True, "parallel_draft_heads_num_layers": None}}),
+        ("eagle3", {"max_window_layers": 48, "use_sliding_window": False, "attention_dropout": 0.0, "mlp_bias": None}),
+        ("eagle3", {"auto_map": {"": "a.B"}, "speculators_config": {"algorithm": "eagle3"}, "norm_before_fc": False}),
+        ("dspark", {"dflash_config": _HEADS | {"attention_mode": "gqa", "num_target_layers": 8}}),  # SpecForge
+        ("dspark", {"dflash_config": _HEADS | {"shift_label": True, "use_confidence_head": True, "causal": False}}),
+        ("dspark", {"architectures": ["DFlashDraftModel"], "dflash_config": _HEADS, "sample_from_anchor": None}),
+    ],
+)
+def test_entries_of_other_programs_files_change_nothing(tmp_path: Path, kind: str, entries: dict[str, Any]) -> None:
+    section = SpeculationSection(drafter=kind)
+    plain = load_drafter(published(tmp_path, kind, lambda *_: None), POLICY, section)
+    other = load_drafter(published(tmp_path, kind, lambda about, _: about.update(entries)), POLICY, section)
+    assert other.config == plain.config
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from enum import Enum
@@ -81,10 +82,24 @@ f, g = ("f", {"a": 1}), ("g", {"b": 2})
         ('<function=f>{"a": 1}</function>', [f]),
         ("[f(a=1), g(b=2)]", [f, g]),
         ("<|python_start|>[f(a=true)]<|python_end|>", [("f", {"a": True})]),
+        ('[f(a=(1, -2.5, None), b={"x": [true, null]})]', [("f", {"a": [1, -2.5, None], "b": {"x": [True, None]}})]),
+        ("I look it up:\n```python\n[f(a=1)]\n```", [f]),
+        ("<tool_call><function=f><parameter=a>1</parameter></tool_call>", [("f", {"a": "1"})]),
+        ("<tool_call><function=f><parameter=a>1\n</tool_call>", [("f", {"a": "1"})]),
+        (f"<tool_call>{F}</tool_call><function=g></function>", [f, ("g", {})]),
+        # arguments hold any text, also that of a call
+        ("<function=f><parameter=a></function></think></parameter></function>", [("f", {"a": "</function></think>"})]),
+        (f"<function=f><parameter=a><tool_call>{G}</tool_call></parameter></function>",
+         [("f", {"a": f"<tool_call>{G}</tool_call>"})]),
+        # InternLM, GLM 4
+        (f"<|action_start|><|plugin|>\n{G}<|action_end|>", [g]),
+        ('f\n{"a": 1}', [f]),
         # answers
         ("7", []),
         (r"$\{x\}$, \boxed{6} and [x(1)]", []),
         ('{"name": "Bob", "age": 3}', []),
+        ('Result {"a": 1}', []),
+        ("Use <invoke ..> or `<arg_key>`, to=functions.f in another form.", []),
         # errors to the model, in place of silence
         ("{'name': 'f', 'arguments': {'a': 1}}", "is no JSON"),
         ('Sure: {"name": "f", "arguments": {"a": 1}', "is no JSON"),
@@ -100,6 +115,32 @@ f, g = ("f", {"a": 1}), ("g", {"b": 2})
         ('brave_search.call(query="x")', "of this form are not read"),
         ("[f(a=1)", "never closed"),
         ("[f(a=1), g(2)]", "arguments need names"),
+        ("[f(a=1)] and so", "[f(a=1)] and so is none"),
+        ("[f(a={1, 2})]", "{1, 2} is no value of JSON"),
+        ("[f(a=[x])]", "x is no value of JSON"),  # not the node's address, which no other run repeats
+        ("[f(a=b'x')]", "b'x' is no value of JSON"),
+        ("[f(a={(1, 2): 3})]", "(1, 2) is no key of JSON"),
+        ("[f(a={**b})]", "** is no key of JSON"),
+        ('<tool_call>{"name": "f", "a": 1}</tool_call>', "a call must be"),
+        (r'{"name": "f", "arguments": {"a": "\ud83d"}}', "half of a surrogate pair"),  # recorded, it ended the run
+        (r"[f(a='\ud83d')]", "half of a surrogate pair"),
+        ('f{"a": 1,}', "is no JSON"),
+        ('[TOOL_CALLS]f[ARGS]{"a": 1', "is no JSON"),
+        *((text, "calls of this form are not read") for text in (
+            f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{G}</arg_value>\n</tool_call>",
+            f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{G}<|tool_call_end|>",
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{G}\n```",
+            'functions.f:0{"a": 1}',
+            "<tool_call>f</tool_call>",
+            '<｜DSML｜invoke name="f">',
+            '<steptml:invoke name="f">',
+            '<function name="f">',
+            "<function_calls>\nf(a=1)\n</function_calls>",
+            "```tool_code\nf(a=1)\n```",
+            "Sure.<|python_start|>[f(a=1)]",
+            '<|python_tag|>brave_search.call(query="x")',
+            "Action: f\nAction Input: 1",
+        )),
         ("<function=f>a is 1</function>", "<parameter=NAME>"),
     ],
 )  # fmt: skip
@@ -110,6 +151,15 @@ def test_calls_are_those_of_the_families_parsers(response: str, calls: list[tupl
     else:
         assert [(call.name, call.arguments) for call in found] == calls
         assert all(call.problem is None for call in found)
+
+
+@pytest.mark.parametrize("text", ['{"name": ', "{", '{"a":[', "{'name': "])
+def test_a_model_that_repeats_itself_costs_no_minutes(text: str) -> None:
+    """20,000 tokens of `{"name": ` took 100 s, in a rank where the turn is recorded."""
+    parse_calls(text)  # first use
+    start = time.process_time()
+    parse_calls(text * 20_000)
+    assert time.process_time() - start < 2
 
 
 def test_a_turn_that_begins_in_a_thought_has_calls_behind_its_end_only() -> None:
@@ -161,6 +211,16 @@ class Good:
 class Inherits(Good):
     """With a tool of its own, and one that waits."""
 
+    def texts(self, a: str | None, b: str) -> list[str | None]:
+        """
+        Gives them back.
+
+        Args:
+            a: One.
+            b: One.
+        """
+        return [a, b]
+
     def more(self) -> np.ndarray:
         """Numbers."""
         return np.arange(3)
@@ -205,7 +265,7 @@ BAD_TOOLS = {
     "Hidden": (tool(hides_signature), "variadic"),
     "Async": (tool(plain, body="await 1"), "is async"),
     "Generator": (tool(plain, body="yield 1"), "is a generator"),
-    "AsyncGenerator": (tool(plain, body="yield await 1"), "is a generator"),
+    "AsyncGenerator": (tool(plain, body="yield await 1"), "is async"),
     "Untyped": (tool(plain, "self, x"), "missing a type hint"),
     "Bytes": (tool(plain, "self, x: bytes"), "bytes"),
     "Alias": (tool(plain, "self, x: Annotated[int, Field(alias='y')]"), "its schema allows {'x': 1}, which its"),
@@ -231,6 +291,9 @@ def test_tools_that_calls_satisfy_are_taken() -> None:
     xml = "<function=many><parameter=a>\n2\n</parameter><parameter=b>\n[{}]\n</parameter><parameter=c>3</parameter>"
     xml += '<parameter=d>red</parameter><parameter=e>[1, "2"]</parameter><parameter=f>12</parameter></function>'
     assert tools.step(xml).observation == '["int", "list", "int", "Kind", "tuple", "int", "NoneType"]'
+    # as vLLM's parser of Qwen3-Coder has it, also where a text is one
+    nulls = "<function=texts><parameter=a>null</parameter><parameter=b>null</parameter></function>"
+    assert tools.step(nulls).observation == '[null, "null"]'
     assert tools.step("[more(), waits()]").observation == "[0, 1, 2]\nwaited"
 
 
@@ -253,14 +316,19 @@ class Answers:
         """An object without a text."""
         return [object()]
 
+    def keys(self) -> Any:
+        """An object whose keys are no texts."""
+        return {(1, 2): 3}
+
 
 @pytest.mark.filterwarnings("ignore:coroutine")
 @pytest.mark.parametrize(
-    ("name", "kind"), [("late", "coroutine"), ("lazy", "generator"), ("raw", "bytes"), ("thing", "object")]
+    ("name", "kind"),
+    [("late", "coroutine"), ("lazy", "generator"), ("raw", "bytes"), ("thing", "object"), ("keys", "keys must be")],
 )
 def test_an_answer_that_is_no_value_is_a_failure_by_name(name: str, kind: str) -> None:
     """crewAI #7474: the model saw `<coroutine object ..>`, with an address that no other run repeats."""
-    with pytest.raises(NoTextError, match=f"tool {name} returned {kind}: must be a text or what JSON has"):
+    with pytest.raises(NoTextError, match=f"tool {name} returned {kind}.*: must be a text or what JSON has"):
         load_environment(EnvSection(path=f"{__file__}:Answers"))().step(f"[{name}()]")
     assert "tool late returned coroutine" in str(episode_problems(EnvSection(path=f"{__file__}:Answers"), PROMPT)[0])
 
@@ -270,7 +338,7 @@ class Duck:
 
     def reset(self, prompt: Prompt, seed: int) -> Any:
         if prompt.text == "raise":
-            raise RuntimeError("the real error\x1b[31m")
+            raise type("Odd\x1b", (Exception,), {})("the real error\x1b[31m")
         return {"text": "opening", "pair": ("opening", {}), "dict": {}}[prompt.text]
 
     def step(self, response: str) -> Any:
@@ -297,6 +365,13 @@ class NoText(Duck):
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         return "observation"
+
+
+class Seeded(Duck):
+    """Gymnasium's, with a seed that has no default."""
+
+    def reset(self, seed: int) -> Any:
+        return "observation", {}
 
 
 class AsyncStep(Duck):
@@ -348,8 +423,8 @@ def duck() -> Iterator[Callable[[str], TurnResult]]:
         ("array", "NoTextError: step returned an observation of type ndarray: must be a text"),
         ("bytes", "NoTextError: step returned an observation of type bytes"),
         ("dict text", "NoTextError: step returned an observation of type dict"),
-        ("no reward", "TypeError: step returned the reward None: must be a number"),
-        ("text reward", "TypeError: step returned the reward '1'"),
+        ("no reward", "ValueError: step returned the reward None (NoneType): must be a number"),
+        ("text reward", "ValueError: step returned the reward '1'"),
         ("role for done", "TypeError: step returned 'user' for done"),
     ],
 )
@@ -361,7 +436,7 @@ def test_what_step_returns_is_taken_or_named(text: str, given: str, duck: Callab
 def test_openings_of_environments_by_duck_typing() -> None:
     with closing(EnvironmentPool(EnvSection(path=f"{__file__}:Duck", timeout_s=30), longest_opening=4)) as pool:
         assert pool.openings([Prompt(0, "d:0", (), "text")]) == ["open"]
-        with pytest.raises(EnvError, match=r"d:1.: RuntimeError: the real error\\x1b\[31m$"):
+        with pytest.raises(EnvError, match=r"d:1.: Odd\\x1b: the real error\\x1b\[31m$"):
             pool.openings([Prompt(1, "d:1", (), "raise")])
         for text, kind in (("pair", "tuple"), ("dict", "dict")):
             with pytest.raises(EnvError, match=f"reset returned a value of type {kind}: must be a text"):
@@ -377,6 +452,7 @@ def test_environments_that_cannot_be_called_are_refused_at_load(name: str, why: 
 
 
 def test_gymnasiums_older_forms_are_named() -> None:
+    assert load_environment(EnvSection(path=f"{__file__}:Seeded"))().reset(PROMPT, 3) == "observation"
     old = load_environment(EnvSection(path=f"{__file__}:NoText"))()
     with pytest.raises(TypeError, match=r"reset returned a str, 'observation': must be \(observation, info\)"):
         old.reset(PROMPT, 3)

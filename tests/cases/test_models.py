@@ -21,7 +21,7 @@ from megatron_tlt.backends.generate import generate_file
 from megatron_tlt.checkpoint.convert.hf_dir import HfDir
 from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.config.rollout import RolloutSection
-from megatron_tlt.errors import BackendError, CheckpointError
+from megatron_tlt.errors import BackendError, CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import INDEX, SINGLE, model_problems, model_warnings
 from megatron_tlt.models.loader import iter_weights
@@ -197,6 +197,17 @@ def test_a_whole_file_wins_over_an_index_as_in_transformers(model: Path, has_sha
     (model.parent / "old" / "model-00001-of-00099.safetensors").write_bytes(b"")
     (warning,) = model_warnings(model.parent / "old")
     assert warning.endswith("not read, and perhaps of an older model: model-00001-of-00099.safetensors")
+
+
+def test_an_index_of_the_one_file_is_not_a_stale_one(model: Path) -> None:
+    (model / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(model / SINGLE), SINGLE)}))  # mlx-lm
+    assert not model_warnings(model)
+
+
+def test_a_field_that_cannot_be_computed_is_named_with_its_file(model: Path) -> None:
+    edit(model / "config.json", final_logit_softcapping=30.0)
+    with pytest.raises(ConfigError, match=f"{model / 'config.json'}: final_logit_softcapping = 30.0"):
+        ModelConfig.from_hf(model)
 
 
 @pytest.mark.parametrize(("dtype", "word"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8"), (torch.uint8, "U8")])

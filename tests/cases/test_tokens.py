@@ -15,6 +15,7 @@ from megatron_tlt.config.data import DataSection, PromptSourceConfig
 from megatron_tlt.config.root import Config, SftConfig, SftSection
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.responses import read_responses
+from megatron_tlt.data.sources import FileSource
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.errors import ConfigError, DataError
@@ -193,6 +194,75 @@ def test_responses_are_those_of_the_rendered_conversation(
         assert found[-1] == 2 and 2 not in rendered[len(found) :], "up to the last end of a turn"
         prompt = tokenizer.encode_chat(tuple(messages[:1]))
         assert found[: len(prompt)] == prompt, "the prompt of a rollout"
+
+
+def test_check_reads_rows_and_tokenizer_once_and_gives_the_template_its_variables(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = model / "chat_template.jinja"
+    template.write_text("{{ style + '' }}" + template.read_text())
+    read: list[str] = []
+    for kind in (FileSource, HFTokenizer):
+        init = kind.__init__
+
+        def counted(*args: Any, init: Any = init, **named: Any) -> None:
+            read.append(init.__qualname__)
+            init(*args, **named)
+
+        monkeypatch.setattr(kind, "__init__", counted)
+    path = write(tmp_path / "r.jsonl", {"prompt": "1 + 1", "answer": "2"})
+    check_report(config_of(model, path=str(path), chat_template_kwargs={"style": "x"}), 1)
+    assert sorted(read) == ["FileSource.__init__", "HFTokenizer.__init__"]
+
+
+_TURNS = """{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '<|assistant|>' }}ANSWER{{- '<|end|>' }}
+{%- else %}{{- '<|user|>' + m.content + '<|end|>' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>OPEN' }}{%- endif %}"""
+_LAST = """{%- if loop.last and '</think>' not in m.content %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"""
+HYBRID = _TURNS.replace("ANSWER", _LAST + "{{- m.content }}").replace("OPEN", "")  # Qwen3
+THINKING = _TURNS.replace("ANSWER", _LAST + "{{- m.content }}").replace("OPEN", "<think>\\n")  # Qwen3 Thinking
+DISTILLED = _TURNS.replace("ANSWER", "{{- m.content.split('</think>')[-1] }}").replace("OPEN", "<think>\\n")  # R1
+CHANNELS = _TURNS.replace("ANSWER", "{{- '<|pad|>final:' + m.content }}").replace("OPEN", "")  # gpt-oss
+THOUGHT, EMPTY = "<think>\nHm.\n</think>\n\n3", "<think>\n\n</think>\n\n3"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "wanted"),
+    [
+        (HYBRID, "3", EMPTY),
+        (HYBRID, THOUGHT, THOUGHT),
+        (THINKING, "3", EMPTY),
+        (THINKING, THOUGHT, THOUGHT),
+        (THINKING, THOUGHT.removeprefix("<think>\n"), THOUGHT),
+        (DISTILLED, "3", EMPTY),
+        (DISTILLED, THOUGHT, THOUGHT),
+        (CHANNELS, "3", "<|pad|>final:3"),
+    ],
+)
+def test_a_response_has_the_thought_or_channel_that_the_template_writes(
+    template: str, text: str, wanted: str, model: Path, tmp_path: Path
+) -> None:
+    (model / "chat_template.jinja").write_text(template)
+    tokenizer, reference = HFTokenizer(model), AutoTokenizer.from_pretrained(model)
+    messages = [USER, {"role": "assistant", "content": text}]
+    (found,) = sft_tokens(write(tmp_path / "r.jsonl", {"messages": messages}), tokenizer)
+    assert found == tokenizer.encode(f"<|user|>1 + 2<|end|><|assistant|>{wanted}<|end|>")
+    if template in (HYBRID, CHANNELS):
+        assert found == reference.apply_chat_template(messages, return_dict=False)
+    row = {"prompt": "1 + 2", "response": THOUGHT}
+    config = Config.model_validate({"model": {"path": str(model), "max_context": 256}})
+    (drawn,) = read_responses(config, write(tmp_path / "d.jsonl", row), tokenizer, 999, 9)
+    assert drawn.token_ids.tolist() == tokenizer.encode(f"<|user|>1 + 2<|end|><|assistant|>{THOUGHT}<|end|>")
+
+
+def test_earlier_turns_and_those_of_a_base_model_are_the_templates(model: Path, tmp_path: Path) -> None:
+    (model / "chat_template.jinja").write_text(HYBRID)
+    for name in ("generation_config.json", "config.json"):
+        edit(model / name, eos_token_id=0)
+    edit(model / "tokenizer_config.json", eos_token="<|pad|>")  # Qwen2.5's base models: <|endoftext|>
+    messages = [USER, TURN, TOOL, TURN]
+    (found,) = sft_tokens(write(tmp_path / "r.jsonl", {"messages": messages}), HFTokenizer(model))
+    assert found == AutoTokenizer.from_pretrained(model).apply_chat_template(messages, return_dict=False)
 
 
 def test_an_observation_has_the_tokens_that_the_template_gives_it(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def build_vllm(options: EngineOptions) -> VllmBackend:
             speculation=rollout.speculation.model_dump(),
             routed_experts=route_type(policy.num_experts) if options.keep_routed_experts else None,
             directory=str(process.shared.path),
-            tokenizer=str(Path(model.tokenizer or model.path).resolve()),
+            tokenizer=str(Path(model.tokenizer_path).resolve()),
             stop=list(rollout.stop),
             beat_s=rollout.vllm.heartbeat_s,
         )

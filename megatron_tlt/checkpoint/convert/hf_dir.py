@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.actor.hf_names import Slot
+from megatron_tlt.config.json_reader import read_object
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
@@ -29,7 +30,7 @@ class HfDir:
         self.config = ModelConfig.from_hf(self.directory)
         if problems := model_problems(self.directory, None):
             raise CheckpointError("; ".join(problems))
-        self.hf_config: dict[str, Any] = json.loads((self.directory / "config.json").read_text("utf-8"))
+        self.hf_config = read_object(self.directory / "config.json")
         self.files = check_weights(self.directory, self.config)
         self._reader = tensor_reader(self.files, self.config)
         self.dtypes: dict[str, torch.dtype] = {}

@@ -6,7 +6,6 @@ alone, so every rank writes its files without the others, and every header is fi
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron_tlt.checkpoint.atomic import new_directory
 from megatron_tlt.checkpoint.companions import copy_companions
 from megatron_tlt.checkpoint.convert.adapted import AdaptedReader
 from megatron_tlt.checkpoint.convert.hf_dir import choose_dtype, config_with_dtype
+from megatron_tlt.config.json_reader import read_object
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
@@ -120,5 +120,5 @@ def config_beside(given: Path, shards: Path) -> Path:
 def _write_small_files(todo: HfConversion, scratch: Path) -> None:
     write_index(scratch, todo.config, todo.names, todo.num_bytes)
     copy_companions(todo.config_file.parent, scratch)
-    hf_config = json.loads(todo.config_file.read_text(encoding="utf-8"))
-    (scratch / "config.json").write_text(config_with_dtype(hf_config, todo.dtype), encoding="utf-8")
+    text = config_with_dtype(read_object(todo.config_file), todo.dtype)
+    (scratch / "config.json").write_text(text, encoding="utf-8")

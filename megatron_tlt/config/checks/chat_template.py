@@ -27,7 +27,7 @@ _RESERVED = {
 
 def check_chat_template(config: Config | SftConfig) -> Problems:
     """`data.chat_template_kwargs`, or those of `sft`."""
-    name, section = ("data", config.data) if isinstance(config, Config) else ("sft", config.sft)
+    name, section = config.chat_name, config.chat
     needed = None if section.chat_template else f"{name}.chat_template: true"
     yield from check_template_kwargs(f"{name}.chat_template_kwargs", section.chat_template_kwargs, needed)
 

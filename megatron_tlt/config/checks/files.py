@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.errors import ConfigProblem, shortened
+from megatron_tlt.config.json_reader import read_object
+from megatron_tlt.errors import CheckpointError, ConfigProblem, shortened
 
 MADE_BY = "made_by.json"
 _RUN_SECTIONS = {"model", "train", "rollout"}  # of the config.json of a run
@@ -33,10 +34,10 @@ def note_maker(directory: Path, command: str) -> None:
 def maker_of(directory: Path) -> str | None:
     """The command that made a directory, also one that has not come to its end; None: none that is known."""
     if (directory / MADE_BY).is_file():
-        command = _mapping(directory / MADE_BY).get("command")
+        command = _object(directory / MADE_BY).get("command")
         return command if isinstance(command, str) else None
     if (directory / "config.json").exists():
-        return "train" if _mapping(directory / "config.json").keys() >= _RUN_SECTIONS else None
+        return "train" if _object(directory / "config.json").keys() >= _RUN_SECTIONS else None
     if (directory / "lock").is_file():
         return "train"
     if (directory / "unfinished").is_dir():
@@ -44,12 +45,11 @@ def maker_of(directory: Path) -> str | None:
     return None
 
 
-def _mapping(file: Path) -> dict[str, Any]:
+def _object(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(file)
+    except CheckpointError:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def is_read(out: Path, sources: Iterable[str | Path | None]) -> bool:

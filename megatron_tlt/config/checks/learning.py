@@ -133,8 +133,8 @@ def check_rewards(config: Config) -> Problems:
 
 
 def _check_task_reward(path: str, config: Config) -> Problems:
-    for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if source is not None and source.kind != "tasks":
+    for name, source in config.data.sources:
+        if source.kind != "tasks":
             allowed = f"needs {name}.kind: tasks (it is {source.kind!r}); use math, exact, format or python"
             yield ConfigProblem(f"{path}.name", "task", allowed)
 

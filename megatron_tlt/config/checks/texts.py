@@ -1,6 +1,8 @@
-"""Texts of a configuration."""
+"""Texts of a configuration, and of rows of data."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from megatron_tlt.errors import ConfigProblem, Problems
 
@@ -8,16 +10,17 @@ from megatron_tlt.errors import ConfigProblem, Problems
 def check_texts(value: object, path: str = "") -> Problems:
     """Strings, also within sections and lists, with a lone surrogate.
 
-    YAML's escapes and stray bytes of an argument become such ones; UTF-8 and tokenizers have none.
+    Escapes of YAML and JSON and stray bytes of an argument become such ones; UTF-8 and tokenizers have none.
     """
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
             found = f"\\u{ord(value[error.start]):04x} at character {error.start}"
-            yield ConfigProblem(path, value, f"must be UTF-8 text, has a lone surrogate: {found}")
-    elif isinstance(value, dict):
+            yield ConfigProblem(path, value, f"has a lone surrogate, {found}: must be UTF-8 text")
+    elif isinstance(value, Mapping):
         for key, item in value.items():
+            yield from check_texts(key, path)
             yield from check_texts(item, f"{path}.{key}".lstrip("."))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
+from megatron_tlt.models.hf_fields import forward_problems, known_fields
 from megatron_tlt.models.hf_files import weight_files
 from megatron_tlt.models.loader import open_tensors
 
@@ -44,14 +45,34 @@ def layer_entries(
     """The entries of config.json `about` that describe a layer, as a model's config.json would.
 
     `given`: all entries, nested ones too; `computed`: those that change the computation, with the values that are
-    computed here beside null; `read`: the others of the kind. Raises CheckpointError for another value by name.
+    computed here beside null; `read`: the others of the kind. Raises CheckpointError for another value, and for an
+    entry of a forward pass that is not known here, by name.
     """
     other = [f"{n} = {given[n]!r}" for n in computed if given.get(n) is not None and given[n] not in computed[n]]
     if other:
         raise CheckpointError(f"a drafter with {', '.join(other)} is of a form that is not computed here")
     own = {*_ABOUT, *computed, *read}
-    every = {**about, **(about.get("transformer_layer_config") or {})}
-    return {name: value for name, value in every.items() if name not in own}
+    every = {**about, **section(about, "transformer_layer_config")}
+    layer = {name: value for name, value in every.items() if name not in own}
+    if problems := list(forward_problems(layer)):
+        raise CheckpointError("; ".join(map(str, problems)))
+    return known_fields(layer)
+
+
+def section(about: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The entries below `key`; none where it is absent or empty. Raises CheckpointError for anything but an object."""
+    value = about.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{key} = {value!r} must be an object")
+    return value
+
+
+def draft_vocabulary(about: Mapping[str, Any], policy: ModelConfig) -> int:
+    """The size of the drafter's vocabulary, by default the policy's. Raises CheckpointError for no integer."""
+    size = about.get("draft_vocab_size") or policy.vocab_size
+    if type(size) is not int:
+        raise CheckpointError(f"draft_vocab_size = {size!r} must be an integer")
+    return size
 
 
 def unknown_entries(nested: Mapping[str, Any], known: Collection[str], where: str) -> None:

@@ -70,7 +70,7 @@ def test_a_conversation_is_rendered_as_by_transformers(
         )
         assert rendered(directory, messages, tools or (), **kwargs) == expected
     ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **kwargs)
-    assert HFTokenizer(directory, TemplateSettings(kwargs)).encode_chat(as_messages(messages)) == ids
+    assert HFTokenizer(directory, template=TemplateSettings(kwargs)).encode_chat(as_messages(messages)) == ids
 
 
 def test_today_is_the_date_that_was_given(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ import pyarrow.parquet
 import pytest
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig, TaskConfig
+from megatron_tlt.data import sources
 from megatron_tlt.data.chat import with_system
+from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.prompts import EnvPrompts, build_prompts, source_problems
 from megatron_tlt.data.sources import Row
 from megatron_tlt.errors import ConfigError, DataError
@@ -316,3 +318,14 @@ def test_other_bad_sources(tmp_path: Path, ten: PromptSourceConfig) -> None:
             stream(PromptSourceConfig(kind=kind, path=str(tmp_path / name)))
     with pytest.raises(DataError, match=r"answer field 'anwser'.*'answer'"):
         stream(ten.model_copy(update={"answer_field": "anwser"}))
+
+
+def test_a_file_is_read_once_until_it_changes(tmp_path, monkeypatch):
+    path, reads = tmp_path / "a.jsonl", []
+    monkeypatch.setattr(sources, "read_json", lambda *a, **k: reads.append(a) or read_json(*a, **k))
+    config = PromptSourceConfig(kind="jsonl", path=str(path))
+    for text, count in (("one", 1), ("one", 1), ("three", 2)):
+        if not path.exists() or text not in path.read_text():
+            path.write_text(json.dumps({"prompt": text}))
+        assert sources.open_file(config, path).row(0).prompt == text
+        assert len(reads) == count

@@ -78,5 +78,6 @@ def test_the_end_of_a_turn_is_the_templates(
 
 
 def test_a_template_that_strips_or_leaves_a_space_is_followed(tmp_path: Path) -> None:
-    assert read_turn_form(tokenizer_of("stripped", tmp_path, LLAMA)).rendered(" a\n") == "\n\na"
-    assert read_turn_form(tokenizer_of("space before it", tmp_path, LLAMA)).rendered(" a\n") == "  a\n"
+    for name, rendered in (("stripped", "\n\na"), ("space before it", "  a\n")):
+        form = read_turn_form(tokenizer_of(name, tmp_path / name, LLAMA))
+        assert form.rendered(" a\n", form.head) == rendered

@@ -86,7 +86,7 @@ def test_ten_gigabytes_cost_one_sample_and_no_memory() -> None:
     function = RewardConfig(name="python", path=f"{USER}:hungry")
     with closing(RewardPool(RewardSection(functions=(function,), failure_value=-1.0))) as pool:
         found = results(pool, ["0", "10", "1"])
-    assert found[1].failure == "hungry: MemoryError: "
+    assert found[1].failure == "hungry: MemoryError"
     # 1000: should memory run out all the same, Linux ends this process before any rank.
     assert [r.value for r in found] == [1000.0, -1.0, 1000.0]
 

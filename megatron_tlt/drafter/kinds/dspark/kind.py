@@ -26,14 +26,8 @@ from megatron_tlt.drafter.kinds.base import (
     SavedDrafter,
     cast_tensors,
 )
+from megatron_tlt.drafter.kinds.dspark import public as files
 from megatron_tlt.drafter.kinds.dspark.loss import block_loss, draw_anchors
-from megatron_tlt.drafter.kinds.dspark.public import (
-    is_public,
-    public_config,
-    public_copies,
-    public_warnings,
-    read_public,
-)
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
@@ -55,7 +49,9 @@ class DSparkKind(DrafterKind):
     facts = DRAFTERS["dspark"]
     title, paper = "DSpark", "DSpark (2607.05147)"
     loss_parts = ("ce", "accept")
-    public = PublicForm(is_public, public_config, read_public, public_copies, public_warnings)
+    public = PublicForm(
+        files.is_public, files.public_config, files.read_public, files.public_copies, files.public_warnings
+    )
 
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> BlockConfig:
         """See `DrafterKind.fresh`."""

@@ -20,12 +20,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.config.block_drafters import CONV_GROUP, NUM_CANDIDATES, block_shape, is_block_drafter
-from megatron_tlt.drafter.kinds.published import COPIES, layer_entries, named_weights, unknown_entries
+from megatron_tlt.drafter.kinds.published import (
+    COPIES,
+    draft_vocabulary,
+    layer_entries,
+    named_weights,
+    section,
+    unknown_entries,
+)
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.dspark.config import BlockConfig
-from megatron_tlt.models.hf_fields import known_fields
 from megatron_tlt.models.hf_files import weight_files
 from megatron_tlt.models.loader import open_tensors
 
@@ -41,20 +47,22 @@ _COMPUTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
 _COMPUTED |= {"swa_window_size": (), "output_multiplier": (1,), "logit_scale": (1,), "final_logit_softcapping": (0,)}
 _COMPUTED |= {"input_embedding_scale": (1,), "conv_kernel_size": (2,), "conv_group_size": (CONV_GROUP,)}
 _COMPUTED |= {"selector_top_k": (NUM_CANDIDATES,), "markov_head_type": ("vanilla",)}
-_READ = {"block_size", "markov_rank", "mask_token_id", "sample_from_anchor", "selector_rank", "dspark_bonus_anchor"}
+_COMPUTED |= {"projector_type": ("dflash", "dflash2", "dspark"), "attention_mode": ("gqa", "mha")}
+_READ = {"block_size", "markov_rank", "mask_token_id", "sample_from_anchor", "shift_label", "selector_rank"}
 _READ |= {"target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config", "layer_types", "sliding_window"}
-_READ |= {"sliding_window_non_causal", "use_sliding_window", "max_window_layers"}
+_READ |= {"sliding_window_non_causal", "use_sliding_window", "max_window_layers", "dspark_bonus_anchor"}
+_READ |= {"num_target_layers"}
 # About training, and the confidence head.
 _READ |= {"num_anchors", "max_anchors"}
-_READ |= {"enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha"}
+_READ |= {"enable_confidence_head", "use_confidence_head", "confidence_head_with_markov", "confidence_head_alpha"}
 
 is_public = is_block_drafter
 
 
 def public_config(about: Mapping[str, Any], policy: ModelConfig, layers: tuple[int, ...] | None = None) -> BlockConfig:
     """The drafter of config.json `about`; `layers` where it names none. Raises CheckpointError or ConfigError."""
-    nested = about.get("dflash_config") or {}
-    given = {**(about.get("transformer_layer_config") or {}), **about, **nested}
+    nested = section(about, "dflash_config")
+    given = {**section(about, "transformer_layer_config"), **about, **nested}
     unknown_entries(nested, {*_COMPUTED, *_READ}, "dflash_config")
     own = layer_entries(about, given, _COMPUTED, _READ)
     kinds = {str(kind) for kind in given.get("layer_types") or ()}
@@ -76,8 +84,8 @@ def public_config(about: Mapping[str, Any], policy: ModelConfig, layers: tuple[i
     family = _family(about)
     own |= {"architectures": [_ARCHITECTURES[family]], "model_type": family, "tie_word_embeddings": False}
     own |= {"vocab_size": policy.vocab_size, "num_hidden_layers": shape.layers}
-    shape, size = replace(shape, aux_layers=shape.aux_layers or layers or ()), about.get("draft_vocab_size")
-    return BlockConfig.of(policy, shape, int(size or policy.vocab_size), ModelConfig.from_hf(known_fields(own)))
+    shape = replace(shape, aux_layers=shape.aux_layers or layers or ())
+    return BlockConfig.of(policy, shape, draft_vocabulary(about, policy), ModelConfig.from_hf(own))
 
 
 def _family(about: Mapping[str, Any]) -> str:

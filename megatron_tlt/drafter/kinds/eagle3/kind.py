@@ -15,13 +15,7 @@ from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.kinds.base import ExportFiles, Format, PublicForm, SavedDrafter, cast_tensors
 from megatron_tlt.drafter.kinds.eagle.kind import PairKind
-from megatron_tlt.drafter.kinds.eagle3.public import (
-    is_public,
-    public_config,
-    public_copies,
-    public_warnings,
-    read_public,
-)
+from megatron_tlt.drafter.kinds.eagle3 import public as files
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
@@ -34,7 +28,9 @@ class Eagle3Kind(PairKind):
     facts = DRAFTERS["eagle3"]
     title = paper = "EAGLE-3"
     loss_parts = ("ce", "accept")
-    public = PublicForm(is_public, public_config, read_public, public_copies, public_warnings)
+    public = PublicForm(
+        files.is_public, files.public_config, files.read_public, files.public_copies, files.public_warnings
+    )
 
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> Eagle3Config:
         """See `DrafterKind.fresh`."""

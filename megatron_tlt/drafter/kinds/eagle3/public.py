@@ -25,12 +25,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megatron_tlt.config.block_drafters import layer_ids
-from megatron_tlt.drafter.kinds.published import COPIES, flag, layer_entries, named_weights, unknown_entries
+from megatron_tlt.drafter.kinds.published import (
+    COPIES,
+    draft_vocabulary,
+    flag,
+    layer_entries,
+    named_weights,
+    section,
+    unknown_entries,
+)
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.config import Eagle3Config, default_layers
-from megatron_tlt.models.hf_fields import known_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +51,7 @@ _COMPUTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
 )
 _COMPUTED |= {"use_aux_hidden_state": (True,), "use_input_layernorm_in_first_layer": (True,)}
 _COMPUTED |= {"use_last_layernorm": (True,), "use_mtp_layernorm": (False,), "eagle_decoder_type": ("llama",)}
+_COMPUTED |= {"next_layer_regular": (True,)}
 _COMPUTED |= {"parallel_draft_step": (0, 1), "parallel_draft_heads_num_layers": (0, 1), "num_hidden_layers": (1,)}
 _READ = {_IDS, "eagle_config", "norm_before_residual"}
 # Entries of `eagle_config` about training (ModelOpt).
@@ -61,23 +69,22 @@ def public_config(
     about: Mapping[str, Any], policy: ModelConfig, layers: tuple[int, ...] | None = None
 ) -> Eagle3Config:
     """The drafter of config.json `about`; `layers` where it names none. Raises CheckpointError or ConfigError."""
-    eagle = about.get("eagle_config") or {}
-    given = {**eagle, **about, **(about.get("transformer_layer_config") or {})}
+    eagle = section(about, "eagle_config")
+    given = {**eagle, **about, **section(about, "transformer_layer_config")}
     if other := [name for name in about.get("architectures") or () if name not in _NAMES]:
         raise CheckpointError(f"architectures = {other!r}: of EAGLE-3 drafters only {', '.join(_NAMES)} are read")
     unknown_entries(eagle, {*_COMPUTED, *_READ, *_TRAINING}, "eagle_config")
     own = layer_entries(about, given, _COMPUTED, _READ)
     own |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
     own |= {"vocab_size": policy.vocab_size, "eos_token_id": None, "quantization_config": None}
-    layer = replace(ModelConfig.from_hf(known_fields(own)), tie_word_embeddings=False)
+    layer = replace(ModelConfig.from_hf(own), tie_word_embeddings=False)
     widths = {layer.hidden_size, about.get("target_hidden_size") or layer.hidden_size}
     if widths != {policy.hidden_size}:
         raise CheckpointError(f"its hidden size is {sorted(widths)}, the policy's {policy.hidden_size}")
     found = _layers(about)
     try:
         is_normed = flag(given, "norm_before_residual", "speculators_model_type" in about)
-        size = about.get("draft_vocab_size") or policy.vocab_size
-        return Eagle3Config.of(policy, found or layers, int(size), layer, is_normed)
+        return Eagle3Config.of(policy, found or layers, draft_vocabulary(about, policy), layer, is_normed)
     except ConfigError as error:
         if not found:
             raise
@@ -100,7 +107,7 @@ def public_warnings(
 def _layers(about: Mapping[str, Any]) -> tuple[int, ...]:
     """The policy layers whose outputs are read; () where none are named. Raises CheckpointError."""
     try:
-        inner = layer_ids(about.get("eagle_config") or {}, _IDS)
+        inner = layer_ids(section(about, "eagle_config"), _IDS)
         outer = tuple(i - 1 for i in layer_ids(about, _IDS))
     except ValueError as error:
         raise CheckpointError(str(error)) from error
