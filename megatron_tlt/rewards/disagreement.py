@@ -13,7 +13,10 @@ _DENIED = re.compile(
 )
 # A line for each quantity: its units between semicolons, each with its spellings (plurals are added).
 _QUANTITIES = (
-    "mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre; inch inches; ft foot feet",
+    (
+        "mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre; "
+        "inch inches; ft foot feet; yd yard; mi mile"
+    ),
     "mg milligram; g gram; kg kilogram; lb pound; oz ounce; ton tonne",
     "s sec second; min minute; h hr hour; day; week; month; yr year",
     "dollar usd $; cent ¢; euro eur €; gbp £; yen ¥; rupee ₹",

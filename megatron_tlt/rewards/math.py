@@ -40,9 +40,7 @@ def math_reward(config: RewardConfig) -> Scorer:
     def score(prompt: Prompt, sample: Sample) -> float:
         references = references_of(prompt)
         if not any(is_comparable(reference) for reference in references):
-            raise ValueError(
-                f"the reference answer {prompt.answer!r} of {prompt.dataset_id!r} cannot be parsed"
-            )
+            raise ValueError(f"the reference answer {prompt.answer!r} of {prompt.dataset_id!r} cannot be parsed")
         answer = extract_answer(pattern, sample.text)
         if not answer:
             return 0.0
@@ -80,10 +78,7 @@ def _is_same(reference: str, answer: str) -> bool:
     if contradicts_itself(found) or disagree(reference, answer):
         return False
     number = quantity(gold)
-    amounts, places = (
-        _parsed_number(quantity(found if number is None else last_clause(found))),
-        decimals(number),
-    )
+    amounts, places = _parsed_number(quantity(found if number is None else last_clause(found))), decimals(number)
     if _verified(_parsed_number(number), amounts, places):
         return True
     return _verified(_golds(gold, number), _parsed(_marked(found)) + amounts, places)
