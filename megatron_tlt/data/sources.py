@@ -235,7 +235,7 @@ def _read_parquet(path: Path) -> Any:
 
 
 def unread_warning(config: PromptSourceConfig, field: str) -> str | None:
-    """Names shards that a clone of a data set lacks, else files of none of its splits. `field`: section of the source."""
+    """Names shards that a clone lacks, else files of none of its splits. `field`: section of the source."""
     path = Path(config.path or "")
     if config.kind != "hf" or not path.is_dir() or _is_saved(path):
         return None
