@@ -54,8 +54,8 @@ def _mapping(file: Path) -> dict[str, Any]:
 
 def is_read(out: Path, sources: Iterable[str | Path | None]) -> bool:
     """Whether `out` is, or holds, one of the files or directories that a command reads."""
-    places = [Path(source).resolve() for source in sources if source is not None]
-    return any(out.resolve() in (place, *place.parents) for place in places)
+    places = [Path(os.path.realpath(source)) for source in sources if source is not None]
+    return any(Path(os.path.realpath(out)) in (place, *place.parents) for place in places)
 
 
 def is_empty(directory: Path) -> bool:
@@ -162,6 +162,6 @@ def same_file_problems(
     field: str, path: str | Path | None, other: str, there: str | Path | None
 ) -> list[ConfigProblem]:
     """Two outputs of one command in one file; None: an output that is not written."""
-    if path is None or there is None or Path(path).resolve() != Path(there).resolve():
+    if path is None or there is None or os.path.realpath(path) != os.path.realpath(there):
         return []
     return [ConfigProblem(field, str(path), f"must be another file than {other}")]
