@@ -112,6 +112,7 @@ def test_a_command_writes_into_its_own_output_and_into_nothing(tmp_path):
     assert not any(map(problems, commands))
     (tmp_path / "slurm-7.out").write_text("a launcher's")
     (tmp_path / "my.yaml").write_text("a: 1")
+    (tmp_path / "checkpoints/lost+found").mkdir(parents=True)  # a disk of its own
     assert not any(map(problems, commands))
     for maker in commands:
         note_maker(tmp_path, maker)

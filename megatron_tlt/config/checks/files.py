@@ -90,14 +90,18 @@ def _content_problem(out: Path, command: str, sources: Iterable[str | Path | Non
     if maker is not None:
         return f"was made by `{maker}`: {allowed}"
     try:
-        found = sorted(entry.name for entry in out.iterdir() if not _is_note(entry.name))
+        found = sorted(entry.name for entry in out.iterdir() if not _counts_for_nothing(entry))
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return f"holds {shortened(found, 3)}: {allowed}" if found else None
 
 
-def _is_note(name: str) -> bool:
-    return name.startswith(".") or name.endswith(_NOTES) or name == "logs"
+def _counts_for_nothing(entry: Path) -> bool:
+    """Notes, and directories without anything else: a file system of its own is mounted before its first run."""
+    name = entry.name
+    if name.startswith(".") or name.endswith(_NOTES) or name in ("logs", "lost+found"):
+        return True
+    return entry.is_dir() and all(map(_counts_for_nothing, entry.iterdir()))
 
 
 def output_file_problems(
