@@ -68,6 +68,7 @@ def run_on_every_rank(
             print_problems(error)
             note_exit(BAD_INPUT)
         world.refuse()
+        world.leave_refused(BAD_INPUT)
         return BAD_INPUT
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         behind = world.ranks_behind() if is_timeout(error) else None

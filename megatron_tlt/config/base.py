@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Section(BaseModel):
@@ -16,3 +18,17 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _true_is_no_number(cls, given: Any) -> Any:
+        """Python takes `true` for 1: as text it is refused with the field's name and range."""
+        if not isinstance(given, dict):
+            return given
+        return {k: str(v).lower() if isinstance(v, bool) and cls._takes_numbers(k) else v for k, v in given.items()}
+
+    @classmethod
+    def _takes_numbers(cls, name: Any) -> bool:
+        kind = cls.model_fields[name].annotation if name in cls.model_fields else None
+        kinds = {kind, *get_args(kind)}
+        return bool not in kinds and not kinds.isdisjoint((int, float))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def read_config_file(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]
 
     `chain` holds the files being read above this one, to refuse cycles. Raises ConfigError.
     """
-    resolved = path.resolve()
+    resolved = Path(os.path.realpath(path))  # unlike Path.resolve it takes links in a circle
     if resolved in chain:
         cycle = " -> ".join(p.name for p in (*chain, resolved))
         raise ConfigError.of(DEFAULTS_KEY, str(path), f"files may not inherit in a circle: {cycle}")

@@ -36,6 +36,7 @@ _OTHER_FORMATS = (
 )  # fmt: skip
 _ABOUT = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json")  # of `datasets`: no rows
 DEFAULT_SPLIT = "train"
+_SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})")
 
 _FRONT_MATTER = re.compile(r"---[^\n]*\n(.*?)\n---", re.DOTALL)
 # Words of file names that stand for a split.
@@ -90,6 +91,17 @@ def unread_files(directory: Path, subset: str | None) -> list[str]:
     inside = [name for name in names if name.startswith(str(config.get("data_dir") or ""))]
     read = {name for files in splits.values() for name in files}
     return sorted({*inside} - read) if read else []
+
+
+def missing_shards(directory: Path) -> list[str]:
+    """Shards that others' names count (train-00000-of-00003.parquet) and that are not there."""
+    found = [shard.groups() for name in _names_in(directory) if _is_data(name) and (shard := _SHARD.match(name))]
+    return [
+        f"{begin}{number:05}-of-{total}"
+        for begin, total in sorted({(begin, total) for begin, _, total in found})
+        for number in range(int(total))
+        if (begin, f"{number:05}", total) not in found
+    ]
 
 
 def _names_in(directory: Path) -> list[str]:

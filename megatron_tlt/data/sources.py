@@ -19,6 +19,7 @@ from megatron_tlt.data.chat import Messages, form_of, last_user_text
 from megatron_tlt.data.dataset_files import (
     DEFAULT_SPLIT,
     Where,
+    missing_shards,
     read_dataset_files,
     read_parquet,
     unread_files,
@@ -31,6 +32,7 @@ from megatron_tlt.types import Answer
 
 _DEFAULT_ANSWER_FIELD = "answer"
 _SAVED = ("state.json", "dataset_dict.json")  # of Dataset.save_to_disk and DatasetDict.save_to_disk
+_NARROW = {"float16": np.float16, "float32": np.float32}  # whose decimals are shorter than those of a double
 _CHECKED_AT_ONCE = 1000  # rows
 
 
@@ -104,8 +106,8 @@ class FileSource:
         self._pattern = None if config.answer_pattern is None else re.compile(config.answer_pattern, re.DOTALL)
         if not len(records):
             raise DataError(f"{path}: no records")
-        feature = getattr(records, "features", {}).get(config.answer_field)
-        self._is_single = getattr(getattr(feature, "feature", feature), "dtype", None) in ("float16", "float32")
+        feature = field_of(getattr(records, "features", {}), config.answer_field)
+        self._narrow = _NARROW.get(str(getattr(getattr(feature, "feature", feature), "dtype", None)))
         self._examples: dict[Hashable, tuple[str, str | Messages]] = {}
         try:
             self._fingerprint = self._check()
@@ -182,8 +184,8 @@ class FileSource:
             there = columns_hint(record, self._config.prompt_field)
             raise DataError(f"{where}: no field {self._config.prompt_field!r}{there}")
         value = field_of(record, self._config.answer_field)
-        if value is not None and self._is_single:
-            value = [*map(np.float32, value)] if isinstance(value, list) else np.float32(value)  # shortest decimals
+        if value is not None and self._narrow is not None:
+            value = [*map(self._narrow, value)] if isinstance(value, list) else self._narrow(value)
         answer = checked_answer(value, self._config.answer_field, where)
         return checked_prompt(prompt, self._config.prompt_field, where), self._extracted(answer, where)
 
@@ -243,9 +245,13 @@ def _read_parquet(path: Path) -> Any:
 
 
 def unread_warning(config: PromptSourceConfig, field: str) -> str | None:
-    """Names the files in a clone of a data set that belong to none of its splits. `field`: section of the source."""
+    """Names shards that a clone lacks, else files of none of its splits. `field`: section of the source."""
     path = Path(config.path or "")
-    if config.kind != "hf" or not path.is_dir() or _is_saved(path) or not (names := unread_files(path, config.subset)):
+    if config.kind != "hf" or not path.is_dir() or _is_saved(path):
+        return None
+    if missing := missing_shards(path):
+        return f"{field}.path = {path}: not there, by the names of others: {shortened(missing)}"
+    if not (names := unread_files(path, config.subset)):
         return None
     why = "no word for a split (train, test, validation) is in their names, as in others'"
     return f"{field}.path = {path}: not read: {shortened(names)}; {why}"

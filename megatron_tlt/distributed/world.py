@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import RankMonitor, RankOutcome
 
 _LEAVE_S = 0.3  # mpiexec takes a rank that exits right after MPI_Finalize for crashed: its last message is on the way
+_REFUSE_S = 5.0  # for the other ranks to find the same problems
 _STORE_S = 10.0  # for rank 0 to answer
 _SRUN_REMEDY = "try --mpi=pmi2 for the mpich wheel, --mpi=pmix for a site's MPI"
 _MPIEXEC_REMEDY = "use the mpiexec of the MPI that mpi4py has, beside python for the mpich wheel; `doctor` names it"
@@ -218,14 +219,8 @@ class World:
         When one rank exits with an error, launchers kill the others and report that. So they exit together, when
         MPI is closed, without the seconds of tearing an interpreter down.
         """
-        from mpi4py import MPI
-
         self.close()
-        MPI.Finalize()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        time.sleep(_LEAVE_S)
-        os._exit(code)
+        _exit_together(code)
 
     def ends_early(self, saved: bool, detail: str) -> None:
         """Sets how this rank ends: before the run's last step, with or without a checkpoint; `detail` for people."""
@@ -259,6 +254,21 @@ class World:
         while self._phase.undo:
             self._phase.undo.pop()()
 
+    def leave_refused(self, code: int) -> None:
+        """Ends this process as `leave` does if every rank has refused (`refuse`); returns where one has not in time.
+
+        Where a process exits with an error before MPI's end, `-m mpi4py` aborts, with a line of MPI's own a rank.
+        """
+        if detect_launch().launcher == "none":
+            return
+        until = time.monotonic() + _REFUSE_S
+        self.store.add("refused", 1)
+        while self.store.add("refused", 0) < self.size:
+            if time.monotonic() > until:
+                return
+            time.sleep(0.02)
+        _exit_together(code)
+
     def close(self) -> None:
         """Orderly end: waits for all ranks, so that rank 0's store outlives its clients."""
         self.release()
@@ -269,6 +279,16 @@ class World:
     def _close_monitor(self) -> None:
         if self._phase.monitor is not None:
             self._phase.monitor.close(*self._phase.outcome)
+
+
+def _exit_together(code: int) -> NoReturn:
+    from mpi4py import MPI
+
+    MPI.Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(_LEAVE_S)
+    os._exit(code)
 
 
 def _start_mpi() -> MPI.Comm:
@@ -304,9 +324,8 @@ def _is_answered(ask_store: Callable[[], object]) -> bool:
 def _unlink_shared_memory() -> None:
     """Removes the names of the files in which MPICH shares memory among a host's ranks: they stay mapped.
 
-    MPICH removes them at its orderly end only. One of 1 MiB and more would stay for each job that is killed, and for
-    each command that is refused, because a rank's exit code other than 0 ends MPI by MPI_Abort. Every rank has mapped
-    them when one of them gets here.
+    MPICH removes them at its orderly end only. One of 1 MiB and more would stay for each job that is killed. Every
+    rank has mapped them when one of them gets here.
     """
     with suppress(OSError):  # no /proc
         for path in set(re.findall(r"/dev/shm/mpich_shm_\w+", Path("/proc/self/maps").read_text("utf-8"))):

@@ -22,7 +22,15 @@ def naming(path: Path | str) -> Iterator[None]:
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Writes lines to a temporary file beside `path` and renames it: readers see the old file or the whole new one."""
+    """Writes lines to a temporary file beside `path` and renames it: readers see the old file or the whole new one.
+
+    A link stays and its target is replaced. Pipes and devices (/dev/stdout) are written into.
+    """
+    if path.exists() and not path.is_file():
+        with naming(path), path.open("w", encoding="utf-8") as stream:
+            stream.writelines(line + "\n" for line in lines)
+        return
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

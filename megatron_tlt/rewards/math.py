@@ -10,10 +10,12 @@ from math_verify import ExprExtractionConfig, parse, verify
 
 from megatron_tlt.config.data import RewardConfig
 from megatron_tlt.rewards.base import Scorer, compile_pattern, extract_answer, references_of
+from megatron_tlt.rewards.disagreement import contradicts_itself, disagree
 from megatron_tlt.rewards.spelling import (
+    choice,
+    conclusion,
     decimals,
     is_comparable,
-    is_denial,
     last_clause,
     plain,
     plain_answer,
@@ -51,20 +53,39 @@ def math_reward(config: RewardConfig) -> Scorer:
 def _equal(reference: str, text: str, is_extracted: bool) -> bool:
     """Whether the two agree as text, as a number among words, or as math-verify reads them.
 
-    A text that was not extracted may be a whole response: math-verify looks for the answer in it.
+    A text that was not extracted may be a whole response: its conclusion is compared, and math-verify looks for the
+    answer in it.
     """
-    gold, found = plain_answer(reference), plain_answer(text) if is_extracted else plain(text)
-    if _folded(gold) == _folded(found):
+    if is_extracted:
+        return _is_same(reference, text)
+    text = text.rpartition("</think>")[2].strip() or text
+    answer, is_only = conclusion(text)
+    if answer and _is_same(reference, answer):
         return True
-    if is_extracted and is_denial(found):
+    if is_only or (answer and (disagree(reference, answer) or contradicts_itself(plain_answer(answer)))):
+        return False
+    gold, found = plain_answer(reference), plain(text)
+    number = quantity(gold)
+    amounts = _parsed_number(quantity(found if number is None else last_clause(found)))
+    return _verified(_golds(gold, number), _parsed(found) + amounts, decimals(number))
+
+
+def _is_same(reference: str, answer: str) -> bool:
+    gold, found = plain_answer(reference), plain_answer(answer)
+    letter = choice(gold)
+    if _folded(gold) == _folded(found) or (letter is not None and letter == choice(found)):
+        return True
+    if contradicts_itself(found) or disagree(reference, answer):
         return False
     number = quantity(gold)
-    amount = quantity(found if number is None else last_clause(found))
-    numbers, amounts, places = _parsed_number(number), _parsed_number(amount), decimals(number)
-    if _verified(numbers, amounts, places):
+    amounts, places = _parsed_number(quantity(found if number is None else last_clause(found))), decimals(number)
+    if _verified(_parsed_number(number), amounts, places):
         return True
-    golds = _parsed(_marked(gold)) + (numbers if number != gold else ())
-    return _verified(golds, _parsed(_marked(found) if is_extracted else found) + amounts, places)
+    return _verified(_golds(gold, number), _parsed(_marked(found)) + amounts, places)
+
+
+def _golds(gold: str, number: str | None) -> tuple[Any, ...]:
+    return _parsed(_marked(gold)) + (_parsed_number(number) if number != gold else ())
 
 
 def _verified(golds: tuple[Any, ...], found: tuple[Any, ...], places: int) -> bool:

@@ -13,12 +13,13 @@ _SPACES = re.compile(r"[\u00a0\u2000-\u200a\u202f\u205f\u3000]")
 _INVISIBLE = re.compile(r"[\u200b-\u200d\u2060\ufeff]")
 _SYMBOLS = str.maketrans(
     {"−": "-", "﹣": "-", "－": "-", "⁄": "/", "∕": "/", "÷": "/", "×": "*", "·": "*", "⋅": "*", "∙": "*"}
+    | {"٫": ".", "٬": ",", "∅": r"\emptyset "}
     | {"，": ",", "．": ".", "％": "%", "＝": "=", "（": "(", "）": ")", "∞": r"\infty ", "π": r"\pi "}
 )
-_DASH = re.compile(r"(?<![\w)}\]])[‐‑‒–](?=\s?[\d.\\$])")  # a minus sign, not a range
+_DASH = re.compile(r"(?<![\w)}\]])[‐‑‒–](?=\s?[\d.\\$])|(?<=\d)[‐‑‒–—](?=\d)")  # a minus sign, or that of a range
 _FRACTIONS = {c: f"{n}/{d}" for c, n, d in zip("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "112131234151357", "233445555668888")}
 _FRACTION = re.compile(rf"(\d*)\s?([{''.join(_FRACTIONS)}])")
-_MIXED = re.compile(r"(?<![\d.,/^{(*+-])(?<![/^*+-]\s)(\d+)\s+(\d+)/(\d+)(?![\d.,/^])")
+_MIXED = re.compile(r"(?<![\d.,/^{(*+-])(?<![/^*+-]\s)(\d+)\s+(\d+)/(\d+)(?![\d/^]|[.,]\d)")
 _POWERS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-"))
 _POWER = re.compile(f"([{''.join(_POWERS)}]+)")
 _ROOT = re.compile(r"√\s?(\d+(?:\.\d+)?|[A-Za-z]|\([^()]*\))")
@@ -37,9 +38,27 @@ _ESCAPED_DOLLAR = re.compile(
 _THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\})(?=\d{3}(?!\d))")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _CHOICE = re.compile(r"(?:(?i:option|choice|answer)[\s:]+)?\(?([A-Z])[).:]*")
+_LETTERED = re.compile(
+    r"(?:\\(?:text|mathrm|mathbf|textbf)\{)?\(?([A-J])(?:[).:]+|(?=\}?$))\}?(?:[\s~\\](.*))?", re.DOTALL
+)
+_OTHER_LETTER = re.compile(r"(?<![A-Za-z\\])[B-J](?![A-Za-z'])")
+_RATIO = re.compile(r"(\d+)\s+to\s+(\d+)")
+_CLOCK = re.compile(r"(?<=\d)\s*([ap])\.?\s?m\b\.?", re.IGNORECASE)
 _SIGN = re.compile(r"(?<![\w)}])([-+])\s+(?=[\d.])")
 _MINUS = re.compile(r"(?:negative|minus)\s+(?=[\d.])", re.IGNORECASE)
-_BOXED = re.compile(r"\$*\\f?box(?:ed)?\{((?:[^{}]|\{[^{}]*\})*)\}\$*")
+_BOX = re.compile(r"\\(?:fbox|boxed)\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_ANSWER = re.compile(r"(?:\banswer(?:\s+is|\s*:)|####|<answer>)[\s:]*([^\n]+)", re.IGNORECASE)
+_ANSWER_END = re.compile(r"</answer>.*|\.\s.*", re.IGNORECASE)
+_SHORT = re.compile(r"[-+\d.$\\](?:(?! - )[^\n,;=]){0,40}\s*")  # a number, with words that are no explanation
+_HTML = re.compile(r"(?is)<(b|strong|i|em|u|mark|code|span|p|div|font|center)(?:\s[^<>]*)?>(.*?)</\1>")
+# 1.234,50 and 1.234.567; 1_000 and 1'000. One group behind one point stays a fraction.
+_POINTS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})(?![,.]?\d)")
+_GROUPS = re.compile(r"(?<=\d)[_'’](?=\d{3}(?!\d))")
+_AMOUNT = r"(?<![\d.,])(\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?)"
+_MAGNITUDE = re.compile(_AMOUNT + r"((?:[\s~-]|\\[,;: ]|\\[a-z]+\{)*)(hundred|thousand|million|billion|trillion)\b")
+_MONEY = re.compile(rf"(\\\$|[€£¥₹]|(?<![\\\w])\$(?![^\n]*\$))\s?{_AMOUNT}\s?(bn|[kKMB])\b")
+_FACTORS = {"hundred": 2, "thousand": 3, "k": 3, "million": 6, "m": 6, "billion": 9, "b": 9, "bn": 9, "trillion": 12}
 _FLOAT_DIGITS = 15  # longer numbers stay powers of ten, which math-verify compares exactly
 _LONGEST = 300  # characters of a text that is one number among words
 _SMALL = re.compile(r"-?0?\.(0{5,})[1-9]")
@@ -57,17 +76,13 @@ _LEAD = re.compile(r"[A-Za-z][\w\s']{0,40}=\s*|.*(?:\b(?:is|are|was|were|equals)
 _QUANTITY = re.compile(rf"({_AROUND}*?)({_NUMBER})(\s?%)?({_AROUND}*)")
 # Words by which a text with one number means another value.
 _CHANGES_VALUE = re.compile(
-    r"\b(?:not|never|isn|cannot|nor|neither|than|minus|negative|half|squared|cubed|factorial|mod|modulo"
+    r"\b(?:not|never|isn|cannot|nor|neither|than|but|except|minus|negative|half|twice|double|triple|squared|cubed|factorial|mod|modulo"
     r"|sqrt|root|sin|cos|tan|cot|sec|csc|log|ln|lg|exp|pi|max|min|gcd|lcm)\b",
     re.IGNORECASE,
 )
 _GLUED = re.compile(r"[A-Za-z]{1,2}(?![A-Za-z])|\(")  # behind a number without a space: 18x, 7(2)
 # A variable: neither the article nor a unit (volt, newton, gram ..).
 _LONE_LETTER = re.compile(r"(?<![A-Za-z'’.])[b-fi-kn-rt-zBDEGHIMO-UX-Z](?![A-Za-z'’.])")
-_DENIED = re.compile(
-    r"(?:\bnot|n't|n’t|\bnever)\s*(?:equal\s+to|equals?|be|exactly)?\s*\$?[^\w\s.]?\s?-?[\d.,]*\d\)?\$?[\s\w.%]{0,24}",
-    re.IGNORECASE,
-)
 
 
 def plain(text: str) -> str:
@@ -77,6 +92,10 @@ def plain(text: str) -> str:
     text = _INVISIBLE.sub("", _SPACES.sub(" ", text))
     if not text.isascii():
         text = _ascii(text)
+    text = _GROUPS.sub("", _HTML.sub(r"\2", text)).replace(r"\varnothing", r"\emptyset")
+    text = _POINTS.sub(lambda found: found[0].replace(".", "").replace(",", "."), text)
+    text = _MONEY.sub(lambda found: found[1] + _times(found[2], found[3]), text)
+    text = _MAGNITUDE.sub(lambda found: _times(found[1], found[3]) + found[2], text)
     text = _ESCAPED_DOLLAR.sub("", _CURRENCY_COMMAND.sub("", _THOUSANDS.sub(",", text)))
     for emphasis in _EMPHASIS:
         text = emphasis.sub(r"\1", text)
@@ -89,14 +108,56 @@ def plain(text: str) -> str:
 def plain_answer(text: str) -> str:
     """`plain` of a text that is an answer and nothing else: without quotes, currency signs and the final period."""
     text = plain(text).strip(_QUOTES + " \n\t").rstrip(".;, \\")
-    if boxed := _BOXED.fullmatch(text):
-        text = boxed[1]
+    inner = text.strip("$ ")
+    if (found := boxes(inner)) and found[0][:1] == (0,) and found[0][1] == len(inner):
+        text = found[0][2]
     if len(_DOLLAR.findall(text)) % 2:  # the sign of a currency: those of mathematics are pairs
         text = _DOLLAR.sub(" ", text)
     text = "".join(" " if unicodedata.category(c) == "Sc" and c != "$" else c for c in text)
-    text = _MINUS.sub("-", _SIGN.sub(r"\1", text)).strip()
+    text = _CLOCK.sub(r" \1m", _MINUS.sub("-", _SIGN.sub(r"\1", text))).strip()
+    if ratio := _RATIO.fullmatch(text):
+        text = f"{ratio[1]}:{ratio[2]}"
     letter = _CHOICE.fullmatch(text)
     return letter[1] if letter else text
+
+
+def boxes(text: str) -> list[tuple[int, int, str]]:
+    """(begin, end, content) of every `\\boxed{..}` that is closed, in order of their begins."""
+    found = []
+    for box in _BOX.finditer(text):
+        depth = 1
+        for brace in _BRACE.finditer(text, box.end()):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if not depth:
+                found.append((box.start(), brace.end(), text[box.end() : brace.start()]))
+                break
+    return found
+
+
+def conclusion(response: str) -> tuple[str, bool]:
+    """The part of a response that is its answer, and whether nothing else in it can be.
+
+    That is the last box, else what follows the last "answer is", "Answer:", `####` or `<answer>`, else a response of
+    one line.
+    """
+    boxed = boxes(response)
+    if boxed:
+        _, end, content = boxed[-1]
+        is_only = len({content for _, _, content in boxed}) == 1 and "answer" not in response[end:].lower()
+        return content, is_only
+    named = [*_ANSWER.finditer(response)]
+    begin = named[-1].start(1) if named else 0
+    end = named[-1].end(1) if named else len(response)
+    answer = _ANSWER_END.sub("", response[begin:end]).strip()
+    if answer.count("**") % 2:  # **Answer: 18**
+        answer = answer.strip("*")
+    return ("" if "\n" in answer else answer), _SHORT.fullmatch(response, begin) is not None
+
+
+def choice(answer: str) -> str | None:
+    """The letter of an answer that is one of several choices: "C", "(C) 12 cm", "C. the cat"; else None."""
+    found = _LETTERED.fullmatch(answer)
+    return None if found is None or _OTHER_LETTER.search(found[2] or "") else found[1]
 
 
 def is_comparable(reference: str) -> bool:
@@ -136,11 +197,6 @@ def decimals(number: str | None) -> int:
     return len(small[1]) + 3 if small else 6
 
 
-def is_denial(text: str) -> bool:
-    """Whether the text ends by saying which number the answer is not."""
-    return any(found.end() == len(text) for found in _DENIED.finditer(text))
-
-
 def _ascii(text: str) -> str:
     text = _DASH.sub("-", text.translate(_SYMBOLS))
     text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
@@ -151,6 +207,10 @@ def _ascii(text: str) -> str:
 
 def _braced(exponent: str) -> str:
     return exponent if len(exponent) == 1 else f"{{{exponent}}}"
+
+
+def _times(number: str, word: str) -> str:
+    return format(Decimal(number.replace(",", "")).scaleb(_FACTORS[word.lower()]).normalize(), "f")
 
 
 def _written_out(number: str) -> str:

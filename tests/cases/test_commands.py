@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.yaml_reader import parse_yaml
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
-from tests.helpers.mpi import ROOT
+from tests.helpers.mpi import ROOT, rank_environment
 
 QUICKSTART, SFT = str(ROOT / "configs/quickstart.yaml"), str(ROOT / "configs/sft-demo.yaml")
 POLICY = ROOT / "assets/demo-policy"
@@ -111,6 +112,7 @@ def test_a_command_writes_into_its_own_output_and_into_nothing(tmp_path):
     assert not any(map(problems, commands))
     (tmp_path / "slurm-7.out").write_text("a launcher's")
     (tmp_path / "my.yaml").write_text("a: 1")
+    (tmp_path / "checkpoints/lost+found").mkdir(parents=True)  # a disk of its own
     assert not any(map(problems, commands))
     for maker in commands:
         note_maker(tmp_path, maker)
@@ -203,6 +205,34 @@ def test_a_file_of_endless_values_is_refused_at_once(text, said):
     """Before, a few aliases in aliases kept the command busy for minutes."""
     with pytest.raises(ConfigError, match=said):
         parse_yaml(text, "x.yaml")
+
+
+def test_true_is_no_number():
+    """Before, `train.num_steps=true` was a run of one step."""
+    with pytest.raises(ConfigError, match=r"train\.num_steps = 'true': must be integer > 0"):
+        load_config(QUICKSTART, ["train.num_steps=true"])
+    with pytest.raises(ConfigError, match=r"optimizer\.lr = 'true'"):
+        load_config(QUICKSTART, ["optimizer.lr=true"])
+    assert load_config(QUICKSTART, ["observe.tensorboard=false"])
+
+
+def test_links_in_a_circle_are_named(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "loop")
+    (problem,) = output_directory_problems("--out", tmp_path / "loop", "train", [tmp_path / "loop"])
+    assert "is not a directory" in problem.allowed
+
+
+@pytest.mark.mpi
+def test_a_refused_start_of_ranks_has_only_its_own_lines(tmp_path):
+    """Before, MPI added `Abort(2) on node 1 ..`, a line a rank."""
+    run_dir = tmp_path / "run"
+    command = [str(ROOT / "launch/local.sh"), "-n", "2", QUICKSTART, f"train.run_dir={run_dir}", "rollout.block_size=5"]
+    ended = subprocess.run(command, cwd=ROOT, env=rank_environment(), capture_output=True, text=True, check=False)
+    assert ended.returncode == 2 and not run_dir.exists()
+    first, second = (ended.stdout + ended.stderr).splitlines()
+    assert "1 problem(s)" in first and "rollout.block_size = 5" in second
 
 
 def test_keys_that_are_no_text_are_unknown_ones():

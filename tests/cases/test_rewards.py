@@ -39,11 +39,17 @@ RIGHT = {
         ("18", "18 €"), ("18", "£18"), ("18", "US$18"), ("18", "18 USD"), ("18", "Rs. 18"), ("-18", "-$18"),
         (r"\boxed{\$18}", "18"), ("18", r"\boxed{\$18}"), (r"\$\,18", "18 dollars"), ("70000", r"\$70{,}000"),
     ],
+    "sizes": [
+        ("70000", "$70k"), ("70000", r"\$70K"), ("1000000", "1 million"), ("1500000", r"1.5\text{ million}"),
+        ("2 billion", "2000000000"), ("1234.50", "1.234,50"), ("1234567", "1.234.567"), ("1000", "1_000"),
+        ("1234567", "1'234'567"), ("1234567", "1٬234٬567"),
+    ],
     "units": [
         ("9 chickens", "9"), ("9", "9 chickens"), ("3/4 cup", "3/4"), ("3/4", "3/4 cup"), ("50", "50 km/h"),
         ("9.8", "9.8 m/s²"), ("5", "5 cm^2"), ("100", "100m²"), ("16", "16 (sixteen)"), ("37", "37°C"),
         (r"30^\circ", "30 degrees"), ("5", r"5\text{ cm}"), ("18", "18%"), ("10", "10 V"), ("60", "60 miles per hour"),
         ("18", "x = 18 cm"), ("18", "about 18"), (r"\frac{3}{4}", "3/4 cup"), ("18", r"\boxed{18 eggs}"),
+        ("3 cm", "3 centimeters"), ("60 mph", "60 miles per hour"), (r"90^\circ", "90°"),
     ],
     "spellings": [
         ("1000", "1 000"), ("1000.99", "1000,99"), ("1000", "1,000"), ("1000", "1\u202f000"), ("1,22", "1.22"),
@@ -56,6 +62,8 @@ RIGHT = {
         ("73", "**73**"), ("**73**", "73"), ("18", "*18*"), ("18", "`18`"), ("18", "“18”"), ("18", "18."),
         ("18", "**18** dollars"), ("B", "**(B)**"), ("B", "B."), ("(B)", "B"), ("yes", "Yes."), ("June 5", "June 5"),
         (r"\text{no solution}", "no solution"), ("12:30 pm", "12:30 PM"),
+        ("18", "<b>18</b>"), ("10:30 AM", "10:30 a.m."), ("3:4", "3 to 4"), (r"\emptyset", r"\varnothing"),
+        ("C", "C. 12 meters"), ("C", "(C) the cat"), (r"\textbf{(C)}~5", "C"), ("2 1/2", "2 1/2."),
     ],
     "mathematics as before": [
         ("A", "A"), ("(1, 2)", "(1,2)"), ("x^2+1", "1 + x^2"), ("[0,1)", "[0, 1)"), ("{1,2}", "{2,1}"), ("1,2", "2, 1"),
@@ -71,7 +79,11 @@ WRONG = [
     (r"\$18.90", "18"), ("9 chickens", "8 chickens"), ("3/4 cup", "4/3 cup"), ("3/4 cup", "1/4"), ("1000", "1.000"),
     ("1000.99", "1000,98"), ("1e-7", "2e-7"), ("1e-7", "0"), ("x=5", "y = 5 cm"), ("(1, 2)", "(3, 2)"),
     ("x^2 + 1", "x^3 + 1"), ("x^2 + 1", "1"), ("2 1/2", "1/2"), ("2π", "2"), ("73", "7**3"), ("A", "B"),
-    ("B", "not B"), ("no solution", "solution"), ("10:30", "30"), ("5", ""),
+    ("3 cm", "3 m"), (r"5\text{ cm}", r"5\text{ m}"), ("30 minutes", "30 hours"), ("60 mph", "60 km/h"),
+    ("5 dollars", "5 cents"), ("$5", "5 cents"), ("7", "7 million"), ("18", r"\$18\text{ million}"), ("5", "June 5"),
+    ("June 5", "July 5"), ("18", "19 = 18"), ("204_5", "204_6"), ("3", "3–4"), ("18", "twice 18"),
+    ("18", "anything but 18"), ("1234", "1.234"), ("C", "C) or D)"), ("C", "B. C major"), ("B", "not B"),
+    ("no solution", "solution"), ("10:30", "30"), ("5", ""),
 ]  # fmt: skip
 
 
@@ -88,6 +100,25 @@ def test_a_currency_in_the_reference_is_found_in_a_whole_response() -> None:
     assert judged(r"\$18.90", r"She pays \$18.90 in all.", name="math").value == 1.0
     assert judged(r"\$18.90", r"So it is $\boxed{18.9}$.", name="math").value == 1.0
     assert judged(r"\$18.90", r"So it is $\boxed{18.8}$.", name="math").value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "response", "value"),
+    [
+        ("even", r"It is \boxed{even}.", 1), ("2 1/2", r"\boxed{2 1/2}", 1), ("12345", r"So $\boxed{12 345}$.", 1),
+        ("18", r"\boxed{18 eggs per day}", 1), ("18", r"\boxed{18 \text{ or } 19}", 0),
+        ("3 cm", r"\boxed{3\text{ m}}", 0),
+        ("1,2", r"$x=\boxed{1}$ or $x=\boxed{2}$", 1), ("1", r"$\boxed{1}$ .. wait, $\boxed{2}$", 0),
+        ("17", "<think>\\boxed{17}</think>\n**18**", 0), ("18", "<think>\\boxed{17}</think>\n**18**", 1),
+        ("17", "<think>\\boxed{17}</think>", 1), ("C", "The answer is **C**.", 1), ("C", "**Answer: (C)**", 1),
+        ("C", "Answer: B", 0), ("(1, 2)", "The answer is (1,2).", 1), ("x^2+1", "#### 1 + x^2", 1),
+        ("x+1", "<think>a</think><answer>x+1</answer>", 1), ("18", "The answer is 18 or 19.", 0), ("18", "18x", 0),
+        ("18", "18, because 9 + 9 = 18.", 1), ("2", "Answer: 5x + 2 = 12, so x = 2", 1),
+        ("10", "The answer is 10:30.", 0),
+    ],
+)  # fmt: skip
+def test_math_compares_the_conclusion_of_a_whole_response(gold: str, response: str, value: float) -> None:
+    assert judged(gold, response, name="math").value == value
 
 
 def test_the_best_of_the_acceptable_answers_counts() -> None:

@@ -103,6 +103,7 @@ ONE = ["p"]
 TABLES = [
     (pa.array([1e-5]), "0.00001"),
     (pa.array([0.1], pa.float32()), "0.1"),
+    (pa.array([0.1], pa.float16()), "0.1"),
     (pa.array([True]), "true"),
     (pa.array([decimal.Decimal("0.10")]), "0.10"),
     (pa.array([datetime.date(2024, 1, 5)]), "2024-01-05"),
@@ -115,6 +116,12 @@ TABLES = [
 def test_answers_of_parquet_are_plain_decimals(tmp_path: Path, column: pa.Array, answer: Any) -> None:
     pyarrow.parquet.write_table(pa.table({"prompt": ONE, "answer": column}), tmp_path / "a.parquet")
     assert answers(tmp_path / "a.parquet", "parquet") == [answer]
+
+
+def test_single_precision_within_a_struct_is_spelled_shortly(tmp_path: Path) -> None:
+    column = pa.array([{"truth": 0.1}], pa.struct([("truth", pa.float32())]))
+    pyarrow.parquet.write_table(pa.table({"prompt": ONE, "x": column}), tmp_path / "a.parquet")
+    assert answers(tmp_path / "a.parquet", "parquet", answer_field="x.truth") == ["0.1"]
 
 
 @pytest.mark.parametrize(
@@ -214,6 +221,17 @@ def test_files_that_belong_to_no_split_are_named(tmp_path: Path) -> None:
     warning = unread_warning(source, "data.train")
     assert warning is not None
     assert f"data.train.path = {tmp_path}: not read: part-0.jsonl;" in warning
+
+
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    for number in (0, 2):
+        (tmp_path / f"train-0000{number}-of-00003.jsonl").write_bytes(ROW)
+    source = PromptSourceConfig(kind="hf", path=str(tmp_path))
+    warning = unread_warning(source, "data.train")
+    assert warning is not None
+    assert warning.endswith("not there, by the names of others: train-00001-of-00003")
+    (tmp_path / "train-00001-of-00003-0a1b2c.jsonl").write_bytes(ROW)
+    assert unread_warning(source, "data.train") is None
 
 
 LONE = r"\ud83d"

@@ -54,8 +54,8 @@ def _object(file: Path) -> dict[str, Any]:
 
 def is_read(out: Path, sources: Iterable[str | Path | None]) -> bool:
     """Whether `out` is, or holds, one of the files or directories that a command reads."""
-    places = [Path(source).resolve() for source in sources if source is not None]
-    return any(out.resolve() in (place, *place.parents) for place in places)
+    places = [Path(os.path.realpath(source)) for source in sources if source is not None]
+    return any(Path(os.path.realpath(out)) in (place, *place.parents) for place in places)
 
 
 def is_empty(directory: Path) -> bool:
@@ -90,14 +90,18 @@ def _content_problem(out: Path, command: str, sources: Iterable[str | Path | Non
     if maker is not None:
         return f"was made by `{maker}`: {allowed}"
     try:
-        found = sorted(entry.name for entry in out.iterdir() if not _is_note(entry.name))
+        found = sorted(entry.name for entry in out.iterdir() if not _counts_for_nothing(entry))
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return f"holds {shortened(found, 3)}: {allowed}" if found else None
 
 
-def _is_note(name: str) -> bool:
-    return name.startswith(".") or name.endswith(_NOTES) or name == "logs"
+def _counts_for_nothing(entry: Path) -> bool:
+    """Notes, and directories without anything else: a file system of its own is mounted before its first run."""
+    name = entry.name
+    if name.startswith(".") or name.endswith(_NOTES) or name in ("logs", "lost+found"):
+        return True
+    return entry.is_dir() and all(map(_counts_for_nothing, entry.iterdir()))
 
 
 def output_file_problems(
@@ -162,6 +166,6 @@ def same_file_problems(
     field: str, path: str | Path | None, other: str, there: str | Path | None
 ) -> list[ConfigProblem]:
     """Two outputs of one command in one file; None: an output that is not written."""
-    if path is None or there is None or Path(path).resolve() != Path(there).resolve():
+    if path is None or there is None or os.path.realpath(path) != os.path.realpath(there):
         return []
     return [ConfigProblem(field, str(path), f"must be another file than {other}")]
