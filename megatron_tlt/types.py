@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -48,17 +48,6 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     max_call_tokens: int = 0  # of a response, drawn in one `generate`, which then ends as "carry"; 0: no limit
-
-    def out_of_range(self) -> Iterator[tuple[str, float, str]]:
-        """(field, value, allowed values) of an impossible temperature or mask."""
-        if not 0 <= self.temperature < float("inf"):
-            yield "temperature", self.temperature, ">= 0, and finite"
-        if not self.top_k >= 0:
-            yield "top_k", self.top_k, ">= 0 (0: off)"
-        if not 0 < self.top_p <= 1:
-            yield "top_p", self.top_p, "in (0, 1]"
-        if not 0 <= self.min_p <= 1:
-            yield "min_p", self.min_p, "in [0, 1]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +113,6 @@ class Sample:
     def num_earlier(self) -> int:
         """Response tokens that earlier steps drew."""
         return sum(count for _, count in self.earlier)
-
-
-def token_ages(drawn_by: Sequence[Drawn], version: int) -> np.ndarray:
-    """Int64 [R]: updates of the policy between the one that drew each response token and `version`."""
-    versions, counts = zip(*drawn_by, strict=True)
-    return version - np.repeat(np.array(versions, np.int64), counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class EmbeddedBackend(BaseBackend):
         self.resume()
         if engine.speculator is not None:
             engine.speculator.begin(call.drafts)
-            if self._traced_prompts:
+            if self._traced_prompts and call.until is None:  # else a pre-rollout's drafts would replace the step's
                 call = self._traced(call, engine.speculator)
         try:
             return Drive(engine, call, engine.runner.tp, self._sample).run()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from megatron_tlt.config.checks.commands import out_of_range
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
 from megatron_tlt.observe.log import announced
@@ -418,7 +419,7 @@ class Engine:
             raise BackendError(f"{name}: stop strings {params.stop!r} need a tokenizer, the engine has none")
         if not all(params.stop):
             raise BackendError(f"{name}: an empty stop string would end every response")
-        for field, value, allowed in params.out_of_range():
+        for field, value, allowed in out_of_range(params):
             raise BackendError(f"{name}: {field} = {value} must be {allowed}")
 
 

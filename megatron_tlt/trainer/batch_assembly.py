@@ -23,7 +23,6 @@ from megatron_tlt.types import (
     TrainBatch,
     TrainSequence,
     Trajectory,
-    token_ages,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_tlt.algorithms.base import Algorithm
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import RolloutBackend
-    from megatron_tlt.types import Prompt, Sample
+    from megatron_tlt.types import Drawn, Prompt, Sample
 
 _COLUMNS = {
     "prompt_id": np.int64,
@@ -242,3 +241,9 @@ class BatchAssembler:
             trajectory = sequence.trajectory
             kl_sum[row_of[(trajectory.prompt_id, trajectory.sample_index)]] = kl.sum(dtype=np.float64)
         return replace(table.rewards, kl_sum=self._sum(kl_sum))
+
+
+def token_ages(drawn_by: Sequence[Drawn], version: int) -> np.ndarray:
+    """Int64 [R]: updates of the policy between the one that drew each response token and `version`."""
+    versions, counts = zip(*drawn_by, strict=True)
+    return version - np.repeat(np.array(versions, np.int64), counts)

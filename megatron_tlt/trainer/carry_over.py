@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.resilience.response_lines import prompt_crc
-from megatron_tlt.trainer.batch_assembly import group_samples
+from megatron_tlt.trainer.batch_assembly import group_samples, token_ages
 from megatron_tlt.trainer.means import sums_for_means
-from megatron_tlt.types import CAPABILITIES, Sample, SampleGroup, token_ages
+from megatron_tlt.types import CAPABILITIES, Sample, SampleGroup
 
 if TYPE_CHECKING:
     from megatron_tlt.config.rollout import RolloutSection

@@ -37,8 +37,20 @@ def check_generation(params: SamplingParams, num_samples: int) -> Iterator[Confi
     for name, count in (("n", num_samples), ("max-tokens", params.max_tokens)):
         if count < 1:
             yield ConfigProblem(f"--{name}", count, "must be >= 1")
-    for name, value, allowed in params.out_of_range():
+    for name, value, allowed in out_of_range(params):
         yield ConfigProblem(f"--{name.replace('_', '-')}", value, f"must be {allowed}")
     yield from check_texts(params.stop, "--stop")
     if "" in params.stop:
         yield ConfigProblem("--stop", "", "must not be empty: it would end every response at once")
+
+
+def out_of_range(params: SamplingParams) -> Iterator[tuple[str, float, str]]:
+    """(field, value, allowed values) of an impossible temperature or mask."""
+    if not 0 <= params.temperature < float("inf"):
+        yield "temperature", params.temperature, ">= 0, and finite"
+    if not params.top_k >= 0:
+        yield "top_k", params.top_k, ">= 0 (0: off)"
+    if not 0 < params.top_p <= 1:
+        yield "top_p", params.top_p, "in (0, 1]"
+    if not 0 <= params.min_p <= 1:
+        yield "min_p", params.min_p, "in [0, 1]"
