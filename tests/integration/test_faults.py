@@ -194,7 +194,7 @@ def test_nothing_in_a_checkpoint_is_unpickled(whole, train, tmp_path, poison):
     (directory / files.MANIFEST).write_text(manifest.to_json())
     code, output = train("train.num_steps=5", check=False)
     assert not mark.exists()
-    assert code == 1, output
+    assert code == 2, output
     assert "CheckpointError" in output and "Traceback" not in output
 
 
