@@ -55,9 +55,8 @@ if TYPE_CHECKING:
     from megatron_tlt.trainer.sft import SftTrainer
 
 def build_trainer(config: Config, world: World, signals: StopSignals | None = None) -> RLTrainer:
-    """One rank of an RL run, ready to `run`. Collective. Raises ConfigError with all problems at once.
-
-    `signals` may have come already; without them the run cannot be ended by signals.
+    """One rank of an RL run, ready to `run`; `signals` may have come already. Collective. Raises ConfigError with all
+    problems at once.
     """
     from megatron_tlt.algorithms.build import build_algorithm
     from megatron_tlt.checkpoint.manager import CheckpointManager
