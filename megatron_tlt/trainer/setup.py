@@ -75,8 +75,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     with before_a_run(config.env):
         prompts = build_prompts(config.data, "train", tokenizer, config.train.seed, prompts_of(environments))
         held_out = held_out_prompts(config.data, tokenizer, config.eval.num_prompts, prompts_of(environments))
-    lock = _prepare(config, world)
-    run_dir = Path(config.train.run_dir)
+    lock, run_dir = _prepare(config, world), Path(config.train.run_dir)
 
     # Inputs of a batch.
     algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
@@ -90,8 +89,8 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     metrics = RunMetrics(config, world, state, _traced_drafts(config, world, backend), turns_of)
 
     # Around rollout and update.
-    has_drafter = config.rollout.speculation.trained is not None
-    drafter = OnlineDrafterController(world, backend, drafter_trainer, _sharing(config, world), has_drafter)
+    shared, has_drafter = _sharing(config, world), config.rollout.speculation.trained is not None
+    drafter = OnlineDrafterController(world, backend, drafter_trainer, shared, has_drafter)
     queues = prompt_queues(config, world, tp)
     carried = CarriedGroups(world, prompts, config.rollout)
     recovery = Recovery(

@@ -44,6 +44,7 @@ def test_responses_rewards_and_weights_are_the_same(folder: Path, run: str):
     assert tokens[0] == tokens[1], "pre-rolled tokens are not the step's"
 
 
+@pytest.mark.nightly  # whether a window is long enough is a matter of time
 @pytest.mark.parametrize("run", ["grpo-on", "grpo-suffix", "grpo-eagle"])
 def test_a_step_accepts_what_the_step_before_pre_rolled(folder: Path, run: str):
     first, *others = rows(folder / run)
@@ -56,6 +57,7 @@ def test_a_step_accepts_what_the_step_before_pre_rolled(folder: Path, run: str):
     assert not any(name.startswith("pre_rollout/") for row in rows(folder / "grpo-off") for name in row)
 
 
+@pytest.mark.nightly
 def test_the_window_is_a_state_of_its_own_and_the_drafter_trains_behind_it(folder: Path):
     events = read_events(folder / "grpo-eagle", 0)
     for step in range(STEPS - 1):
@@ -64,12 +66,14 @@ def test_the_window_is_a_state_of_its_own_and_the_drafter_trains_behind_it(folde
     assert all(row["drafter/steps"] > 0 for row in rows(folder / "grpo-eagle"))
 
 
+@pytest.mark.nightly
 def test_a_failure_in_a_window_ends_pre_rollouts_with_one_warning(folder: Path):
     assert_same_checkpoint(folder / "grpo-off" / LAST, folder / "grpo-failed" / LAST)
     assert (folder / "said").read_text().count("pre-rolls no more") == 1
     assert not any("pre_rollout/drafted_share" in row for row in rows(folder / "grpo-failed"))
 
 
+@pytest.mark.nightly
 def test_a_run_killed_in_a_window_goes_on_to_the_same_weights(folder: Path):
     config, run = str(folder / "tiny.yaml"), folder / "killed"
     options = [f"train.run_dir={run}", "checkpoint.asynchronous=false", "idle.min_tail_seconds=0"]
