@@ -14,8 +14,8 @@ class IdleSection(Section):
     it.
     """
 
-    pre_rollout: Literal["auto"] | bool = "auto"
-    """While waiting for other ranks, decode the next step's prompts: the next step verifies these responses in place of
+    pre_rollout: Literal["auto"] | bool = False
+    """Experimental. While waiting for other ranks, decode the next step's prompts: the next step verifies these responses in place of
     decoding them (docs/guides/pre_rollouts.md). auto: wherever it runs, which is the embedded engine with its KV cache
     in place (no rollout.release_cache), responses of one turn, and no router replay."""
     pre_rollout_mib: float = Field(default=64.0, gt=0)

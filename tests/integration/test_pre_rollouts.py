@@ -11,7 +11,7 @@ from tests.helpers.runs import assert_same_checkpoint, rollout_digests, rows, tr
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 STEPS, LAST = 3, "checkpoints/step-000003"
-OFF = ["idle.pre_rollout=false"]
+ON, OFF = ["idle.pre_rollout=true"], ["idle.pre_rollout=false"]
 SPEC = "rollout.speculation"
 KILLER = "tests/integration/workers/pre_rollout_killed.py"
 SUFFIX = f"{SPEC}.drafter=suffix"
@@ -28,10 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pre-rollouts")
     train = {"num_steps": STEPS, "prompts_per_step": 8}
     config = write_config(path, train=train, checkpoint={"every": 1}, eval={"every": 0})
-    jobs = {f"{kind}-{name}": [*more, *on] for kind, more in KINDS.items() for name, on in (("on", []), ("off", OFF))}
-    jobs |= {"grpo-suffix": [SUFFIX], "grpo-eagle": EAGLE, "grpo-small": ["idle.pre_rollout_mib=1e-4"]}
+    jobs = {f"{kind}-{name}": [*more, *on] for kind, more in KINDS.items() for name, on in (("on", ON), ("off", OFF))}
+    jobs |= {"grpo-suffix": [*ON, SUFFIX], "grpo-eagle": [*ON, *EAGLE], "grpo-small": [*ON, "idle.pre_rollout_mib=1e-4"]}
     train_many(config, jobs, fault="")
-    (path / "said").write_text(train_many(config, {"grpo-failed": []}, fault="pre-roll"))
+    (path / "said").write_text(train_many(config, {"grpo-failed": ON}, fault="pre-roll"))
     return path
 
 
@@ -76,7 +76,7 @@ def test_a_failure_in_a_window_ends_pre_rollouts_with_one_warning(folder: Path):
 @pytest.mark.nightly
 def test_a_run_killed_in_a_window_goes_on_to_the_same_weights(folder: Path):
     config, run = str(folder / "tiny.yaml"), folder / "killed"
-    options = [f"train.run_dir={run}", "checkpoint.asynchronous=false", "idle.min_tail_seconds=0"]
+    options = [*ON, f"train.run_dir={run}", "checkpoint.asynchronous=false", "idle.min_tail_seconds=0"]
     few = ["rollout.max_running_requests=4", "rollout.schedule=static", SUFFIX]
     killed = run_ranks(2, KILLER, "2", "train", config, *options, *few, check=False)
     assert killed.returncode != 0, killed.stdout
