@@ -15,9 +15,9 @@ class IdleSection(Section):
     """
 
     pre_rollout: Literal["auto"] | bool = False
-    """Experimental. While waiting for other ranks, decode the next step's prompts: the next step verifies these responses in place of
-    decoding them (docs/guides/pre_rollouts.md). auto: wherever it runs, which is the embedded engine with its KV cache
-    in place (no rollout.release_cache), responses of one turn, and no router replay."""
+    """Experimental. While waiting for other ranks, decode the next step's prompts: the next step verifies these
+    responses in place of decoding them (docs/guides/pre_rollouts.md). auto: wherever it runs, which is the embedded
+    engine with its KV cache in place (no rollout.release_cache), responses of one turn, and no router replay."""
     pre_rollout_mib: float = Field(default=64.0, gt=0)
     """Most memory of all pre-rolled responses that replicas pass to each other, 4 bytes a token; each replica sends its
     share, the longest responses first."""

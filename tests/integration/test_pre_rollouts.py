@@ -29,7 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train = {"num_steps": STEPS, "prompts_per_step": 8}
     config = write_config(path, train=train, checkpoint={"every": 1}, eval={"every": 0})
     jobs = {f"{kind}-{name}": [*more, *on] for kind, more in KINDS.items() for name, on in (("on", ON), ("off", OFF))}
-    jobs |= {"grpo-suffix": [*ON, SUFFIX], "grpo-eagle": [*ON, *EAGLE], "grpo-small": [*ON, "idle.pre_rollout_mib=1e-4"]}
+    jobs |= {"grpo-suffix": [*ON, SUFFIX], "grpo-eagle": [*ON, *EAGLE]}
+    jobs["grpo-small"] = [*ON, "idle.pre_rollout_mib=1e-4"]
     train_many(config, jobs, fault="")
     (path / "said").write_text(train_many(config, {"grpo-failed": ON}, fault="pre-roll"))
     return path
