@@ -146,6 +146,11 @@ class RemoteBackend(RemoteWeights):
         return 1
 
     @property
+    def report_every_s(self) -> float:
+        """See `DrivenEngine`."""
+        return 0.0
+
+    @property
     def stats(self) -> EngineStats:
         """See `DrivenEngine`."""
         return self._stats

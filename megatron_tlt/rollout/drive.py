@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.request import Request
     from megatron_tlt.types import EngineStats, FinishReason, GenerateCall, Prompt, Sample, SamplingParams
 
-_PROGRESS_EVERY_S = 0.02  # between two calls of `on_progress`: a call must not slow the steps down
-
 Name = tuple[int, int]  # prompt id, sample index
 
 
@@ -39,6 +37,10 @@ class DrivenEngine(Protocol):
     @property
     def common_every(self) -> int:
         """Steps between two calls that are collective among the engine's ranks (environments, progress)."""
+
+    @property
+    def report_every_s(self) -> float:
+        """Least seconds between two reports of progress, of an engine of one rank."""
 
     @property
     def stats(self) -> EngineStats:
@@ -202,7 +204,7 @@ class Drive:
             return
         engine, now = self._engine, time.perf_counter()
         if self._tp.size == 1:
-            is_due = now - self._reported >= _PROGRESS_EVERY_S
+            is_due = now - self._reported >= engine.report_every_s
         else:
             is_due = not is_busy or self._steps % engine.common_every == 0
         if is_due:

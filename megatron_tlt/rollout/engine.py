@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.spec.speculator import Speculator
     from megatron_tlt.types import Sample
 
+_REPORT_EVERY_S = 0.02  # a report must not slow the steps down
 _COMMON_EVERY = 4  # steps, see `Engine.common_every`
 _NOT_A_NUMBER = (
     "the policy's logits are not finite, so no token can be drawn: its weights hold NaN or infinite values, or values "
@@ -291,6 +292,11 @@ class Engine:
     def common_every(self) -> int:
         """See `DrivenEngine`: a call is a broadcast, which must not slow the steps down."""
         return 1 if self.runner.tp.size == 1 else _COMMON_EVERY
+
+    @property
+    def report_every_s(self) -> float:
+        """See `DrivenEngine`."""
+        return _REPORT_EVERY_S
 
     @property
     def stats(self) -> EngineStats:

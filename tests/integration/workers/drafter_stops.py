@@ -25,7 +25,7 @@ WHOLE_STEP, WHOLE_ADD = DrafterTrainer.step, ResponseWriter.add
 
 
 def main(config_file: str, folder: Path) -> None:
-    engine._PROGRESS_EVERY_S = 0.0  # a signal is seen at the next step: in 20 ms all responses may end
+    engine._REPORT_EVERY_S = 0.0  # a signal is seen at the next step: in 20 ms all responses may end
     world = World.start(load_config(config_file, [], Config).distributed, 1)
 
     def train(out: str, *overrides: str, response: int | None = None, step: int | None = None) -> int:

@@ -12,7 +12,7 @@ import torch
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.models.drafter_decoder import Pairs
-from megatron_tlt.rollout import drive
+from megatron_tlt.rollout import engine as engine_module
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.request import Request
@@ -180,7 +180,7 @@ def test_a_rollout_that_is_cut_short_closes_all_environments(monkeypatch: pytest
         if len(source.live) > 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(drive, "_PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr(engine_module, "_REPORT_EVERY_S", 0.0)
     with pytest.raises(KeyboardInterrupt):
         backend.generate(GenerateCall(PROMPTS, params, 3, turns=source, on_progress=stop))
     assert not source.live and backend.engine.is_idle
