@@ -108,7 +108,7 @@ def test_trajectories_are_shown_by_turn(tmp_path, speculation, expected):
 
 def test_waits_for_environments_are_a_lane(tmp_path):
     states = charts(run_page(read_run(write_run(tmp_path / "r", turns=True))))["State of each rank"].choices["step 1"]
-    assert [trace["name"] for trace in states] == ["BUSY", "WAITING", "TRAINING", "IDLE"]
+    assert [trace["name"] for trace in states] == ["BUSY", "WAITING", "PRE_ROLLING", "TRAINING", "IDLE"]
     busy, waiting = states[:2]
     assert sum(waiting["x"]) == pytest.approx(0.4 * sum(busy["x"]))
 
