@@ -9,7 +9,7 @@ one that the next policy draws part only where the update has moved the logits b
 candidates. They are proposals, no more: nothing of a step's samples, rewards or metrics sees them, no checkpoint keeps
 them, and losing them costs time only.
 
-Who waits for whom: nobody in the window; `exchange` is a collective of all ranks.
+Who waits for whom: no rank in the window; `exchange` is a collective of all ranks.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _FILES = ("model.safetensors", "pytorch_model.bin")  # the first one that is there
 _IDS = "eagle_aux_hidden_state_layer_ids"
+_POLICYS = COPIES.keys() - {"lm_head.weight"}  # an EAGLE-3 drafter's LM head is its own
 _NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 # Entries that change what is computed, with the values that are computed here.
 _COMPUTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
@@ -124,8 +125,8 @@ def read_public(directory: Path, config: DrafterConfig) -> dict[str, Tensor]:
 
 
 def public_copies(directory: Path) -> dict[str, Tensor]:
-    """The file's own copies of the policy's tables (`published.COPIES`); its LM head is the drafter's."""
-    return {name: t for name, t in _stored(directory).items() if name in COPIES and name != "lm_head.weight"}
+    """The file's own copies of the policy's tables."""
+    return {name: tensor for name, tensor in _stored(directory).items() if name in _POLICYS}
 
 
 def _stored(directory: Path) -> dict[str, Tensor]:
@@ -145,4 +146,4 @@ def _stored(directory: Path) -> dict[str, Tensor]:
 
 def _is_left_out(name: str) -> bool:
     """Copies of the policy's tables, and rotary tables."""
-    return (name in COPIES and name != "lm_head.weight") or name.endswith("rotary_emb.inv_freq")
+    return name in _POLICYS or name.endswith("rotary_emb.inv_freq")
