@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from megatron_tlt.config.idle import IdleSection
 
 
+TRAINING_SHARE = 0.25
+"""Of a run's idle seconds, where prompts are left to pre-roll: a drafter follows its policy with little training, and
+what is pre-rolled saves the next step's own tokens.
+"""
+
+
 class Action(IntEnum):
     """The next action of an idle rank. Ordered: of several proposals in a tensor-parallel group the highest counts."""
 
@@ -44,6 +50,10 @@ class IdleView:
     """Of the last micro-step, in this window or before it; 0: there was none."""
     can_pre_roll: bool = False
     """Prompts of the next step have not been pre-rolled in this window."""
+    training_share: float = 0.0
+    """Of the run's idle seconds so far, those in micro-steps."""
+    usual_seconds: float = 0.0
+    """Idle seconds of a window of this run, on average; 0: it is the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +73,25 @@ class IdlePolicy:
         return cls(section.train_drafter, section.min_tail_seconds, section.min_steps_per_window)
 
     def decide(self, view: IdleView) -> Action:
-        """PRE_ROLL where that is possible, then TRAIN where a micro-step is possible and due or the wait is long; STOP
-        when every rank is done; else WAIT.
+        """TRAIN where a micro-step is possible and due or the wait is long; STOP when every rank is done; else WAIT.
 
-        Pre-rolling comes first: it ends within a decoding step of the wait, and saves the next step's own tokens.
         A wait is taken to last as long again as it has lasted. All ranks wait for the end of a micro-step that is begun
         too late, so one begins when it is expected to end before the wait does.
+
+        Where prompts are left to pre-roll: TRAIN until that has had its share of the idle time, if the usual wait is
+        long enough; then PRE_ROLL, which ends within a decoding step of the wait.
         """
-        if view.can_pre_roll and not view.is_over and view.seconds_idle >= self.min_tail_seconds:
-            return Action.PRE_ROLL
-        if view.steps < self.min_steps_per_window and self._can_train(view):
+        trains = self._can_train(view)
+        if view.steps < self.min_steps_per_window and trains:
             return Action.TRAIN
         if view.is_over:
             return Action.STOP
-        is_long = view.seconds_idle >= max(self.min_tail_seconds, view.step_seconds)
-        return Action.TRAIN if is_long and self._can_train(view) else Action.WAIT
+        if view.seconds_idle < self.min_tail_seconds:
+            return Action.WAIT
+        if view.can_pre_roll:
+            is_due = view.training_share < TRAINING_SHARE and view.step_seconds <= view.usual_seconds
+            return Action.TRAIN if trains and is_due else Action.PRE_ROLL
+        return Action.TRAIN if trains and view.seconds_idle >= view.step_seconds else Action.WAIT
 
     def _can_train(self, view: IdleView) -> bool:
         """Whether this rank can train at all, however long the wait."""

@@ -98,6 +98,8 @@ class IdleWindow:
         self._clock, self._sleep, self._wall = clock, sleep, wall
         self._failure: str | None = None
         self._step_seconds = 0.0  # of the last micro-step
+        # Of the run's earlier windows: seconds idle and in micro-steps, and their number.
+        self._idle_before, self._trained_before, self._windows = 0.0, 0.0, 0
         self.begin()
 
     def begin(self) -> None:
@@ -111,7 +113,7 @@ class IdleWindow:
         self.disabled_reason = self.disabled_reason or reason
 
     def run(self, step_fn: StepFn, pre_roll: PreRoll | None = None) -> WindowReport:
-        """Pre-rolls once, trains or sleeps until every rank is done. After `begin`, without a request left.
+        """Trains, pre-rolls once or sleeps until every rank is done. After `begin`, without a request left.
 
         A DrafterError of `step_fn` turns training off, here and on the other ranks of the group; any other error
         passes through.
@@ -191,8 +193,10 @@ class IdleWindow:
 
     def _view(self, sums: _Sums) -> IdleView:
         available = None if self._num_samples is None else self._num_samples()
+        seconds_idle = self._clock() - sums.idle_since
+        idle_in_run = self._idle_before + seconds_idle
         return IdleView(
-            seconds_idle=self._clock() - sums.idle_since,
+            seconds_idle=seconds_idle,
             is_over=self.coordinator.is_over,
             is_disabled=self.disabled_reason is not None,
             # An idle replica gets no new samples: without any, none come before the window ends.
@@ -200,6 +204,8 @@ class IdleWindow:
             steps=sums.steps - sums.parked_steps,
             step_seconds=self._step_seconds,
             can_pre_roll=sums.can_pre_roll,
+            training_share=(self._trained_before + sums.seconds) / idle_in_run if idle_in_run > 0 else 0.0,
+            usual_seconds=self._idle_before / max(1, self._windows),
         )
 
     def _train_one(self, step_fn: StepFn, sums: _Sums) -> None:
@@ -219,12 +225,16 @@ class IdleWindow:
     def _finish(self, sums: _Sums) -> WindowReport:
         self._tracker.to(RankState.BUSY)
         spans = self._tracker.finish()[:-1]  # without the BUSY of no length that closes the phase
+        idle_seconds = seconds_in(spans, RankState.IDLE, RankState.TRAINING, RankState.PRE_ROLLING)
+        self._idle_before += idle_seconds
+        self._trained_before += sums.seconds
+        self._windows += 1
         if self._on_span is not None:
             for span in spans:
                 self._on_span(span.state.name, self._began_at + span.start - spans[0].start, span.seconds)
         return WindowReport(
             spans=spans,
-            idle_seconds=seconds_in(spans, RankState.IDLE, RankState.TRAINING, RankState.PRE_ROLLING),
+            idle_seconds=idle_seconds,
             training_seconds=sums.seconds - sums.parked_seconds,
             parked_training_seconds=sums.parked_seconds,
             steps=sums.steps,

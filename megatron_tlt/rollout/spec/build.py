@@ -11,8 +11,9 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.scheduler import Scheduler
 from megatron_tlt.rollout.spec.base import Drafter, NoDrafter
 from megatron_tlt.rollout.spec.pre_rollouts import PreRollouts
-from megatron_tlt.rollout.spec.selector import build_pre_rollout_selector, build_selector
+from megatron_tlt.rollout.spec.selector import build_selector
 from megatron_tlt.rollout.spec.speculator import Speculator
+from megatron_tlt.rollout.spec.step_costs import RowCosts
 from megatron_tlt.rollout.spec.suffix import SuffixDrafter
 from megatron_tlt.rollout.spec.trained import TrainedDrafter
 
@@ -45,7 +46,8 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
     most_rows = len(rows.token_ids)
     if drafting.verify_rows is not None:
         most_rows = min(most_rows, max(drafting.verify_rows, scheduler.limits.max_running * section.rows_each))
-    pre_rollouts = PreRollouts(rows, build_pre_rollout_selector(section), most_rows)
+    costs = RowCosts() if section.selector == "cost_model" else None
+    pre_rollouts = PreRollouts(rows, most_rows, costs, section.exploration)
     # On CPU strategies are compared by this thread's own time, however busy the machine is.
     clock = time.thread_time if runner.device.type == "cpu" else time.perf_counter
     selector = build_selector(section)

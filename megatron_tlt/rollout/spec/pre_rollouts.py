@@ -11,6 +11,12 @@ The place moves on with the response. Behind a mismatch it stays beside the resp
 matches there; or it moves to the nearest position behind the same last two to four tokens. Match rates count every
 emitted token that had a place, drafted or not: by the age there, and apart for responses that have had a mismatch.
 
+These drafts cost rows only. A step verifies those tokens, the most likely first, that make its tokens a second most:
+
+    argmax over N of (B + p_1 + .. + p_N) / seconds(B, N)        p: cumulative acceptance, descending
+
+(DSpark, Algorithm 1), with the seconds of all steps that were recorded (`step_costs.RowCosts`).
+
 Legend: B running rows, S slots, W output width, N drafted tokens, n new tokens of all rows.
 """
 
@@ -24,28 +30,35 @@ import numpy as np
 from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.match_rates import MatchRates
-from megatron_tlt.types import DraftStrategy
+from megatron_tlt.rollout.spec.step_costs import RowCosts
 
 if TYPE_CHECKING:
     from megatron_tlt.rollout.request import Request
-    from megatron_tlt.rollout.spec.selector import StrategySelector
 
 LONGEST = 31  # tokens of a draft: with the last drawn one, 32 rows of a request
 _TAIL = 4  # last tokens that a new place is looked up by
 _REACH = 64  # positions on both sides of the old place
 _GIVE_UP = 128  # tokens without a good place after which the earlier response is dropped
 _NEVER = np.iinfo(np.int32).max
-_LOOK_EVERY = 8  # plain steps, in which places are only needed to know whether there are any
+_LOOK_EVERY = 8  # steps behind one where plain decoding was faster: that seldom changes within a few
 _LEAST_RATE = 0.3  # of a place that is of use
+_LEAST_GAIN = 1.03  # in tokens a second over plain decoding: less is within the error of the costs
+_GROWTH = 2  # rows of a step, over the most that were measured: the costs of many more are not known
+_OWN_SHARE = 0.05  # of one draft in the mean of its seconds
 _AGES = np.array([2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128])  # at which a cell of the match rates ends
 
 
 class PreRollouts:
     """The earlier responses of one call's requests, and the places in them. Equal calls give equal drafts."""
 
-    def __init__(self, rows: RunningRows, selector: StrategySelector, most_rows: int):
-        """`selector` chooses how the steps draft in which any row has a place; they feed at most `most_rows` rows."""
-        self.selector, self.most_rows = selector, most_rows
+    def __init__(self, rows: RunningRows, most_rows: int, costs: RowCosts | None, exploration: float = 0.01):
+        """Steps feed at most `most_rows` rows. Where drafts do not pay, trials lose `exploration` of the time.
+
+        Without `costs` every step verifies as many tokens as it may.
+        """
+        self._most_rows, self._costs, self._exploration = most_rows, costs, exploration
+        self._own_seconds = 0.0  # of making a draft, a fading mean
+        self._plain_seconds = 0.0  # of steps since the last draft
         self._rows, self._vocab = rows, len(rows.is_stop)
         self._earlier: Mapping[tuple[int, int], np.ndarray] = {}
         slots = len(rows.outputs)
@@ -57,7 +70,7 @@ class PreRollouts:
         self._age = np.zeros(slots, np.int32)  # [S]; 0: no place
         self._missing = np.zeros(slots, np.int32)  # [S] output tokens since there was a good place
         self._parted = np.zeros(slots, np.bool_)  # [S] whether there was a mismatch
-        self._plain_steps = 0  # in a row
+        self._rest = 0  # steps that stay plain before drafts are weighed again
         self._rates = MatchRates(_prior(), strength=12.0, memory=65536.0)
 
     @property
@@ -90,22 +103,66 @@ class PreRollouts:
         for state in (self._read, self._place, self._missing, self._parted, self._due):
             state[slot] = 0
 
-    def lengths(self, strategy: DraftStrategy) -> np.ndarray:
-        """Int32 [B]: how many tokens each row may draft from its earlier response in a step of this strategy, by its
-        lengths or, of plain steps, 1; 0 where the place is missing or too uncertain. Mutates the places.
-        """
-        self._plain_steps = 0 if strategy.draft_len else self._plain_steps + 1
-        if self._plain_steps % _LOOK_EVERY == 0:
-            self.follow()
-        slots = self._rows.slots[: self._rows.num_rows]
+    def propose(self) -> Draft:
+        """The tokens of earlier responses that the next step verifies; none where plain decoding is faster. Mutates."""
+        self._rest -= 1
+        if self._rest >= 0:
+            return Draft.empty(self._rows.num_rows)
+        self.follow()
+        lengths = self._lengths()
+        if not lengths.any():
+            return Draft.empty(self._rows.num_rows)
+        draft = self._draft(lengths)
+        draft = draft.select(self._chosen(draft.cumulative_acceptance.astype(np.float64)))
+        self._rest = 0 if draft.num_tokens else _LOOK_EVERY
+        return draft
+
+    def _lengths(self) -> np.ndarray:
+        """Int32 [B]: how many tokens each row could draft; 0 where the place is missing or of little use."""
+        rows, running = self._rows, self._rows.num_rows
+        slots = rows.slots[:running]
         age = self._age[slots]
-        if not age.any():
-            return np.zeros_like(age)
-        left: np.ndarray = self._length[slots] - self._place[slots]
-        is_likely = self._rates.rates[_cells(age, self._parted[slots])] >= max(
-            strategy.min_cumulative_acceptance, _LEAST_RATE
-        )
-        return np.where((age > 0) & (left > 0) & is_likely, np.minimum(left, max(1, strategy.draft_len)), 0)
+        is_good = (age > 0) & (self._rates.rates[_cells(age, self._parted[slots])] >= _LEAST_RATE)
+        most = rows.limit[:running] - rows.output_len[:running] - 1  # a response's last token is never drafted
+        left = np.minimum(self._length[slots] - self._place[slots], most)
+        lengths: np.ndarray = np.where(is_good, np.clip(left, 0, LONGEST), 0)
+        return lengths
+
+    def _chosen(self, acceptance: np.ndarray) -> np.ndarray:
+        """Which tokens of these cumulative acceptances [N] are verified, bool [N]."""
+        order = (-acceptance).argsort(kind="stable")[: max(0, self._most_rows - self._rows.num_rows)]
+        best = len(order) if self._costs is None else self._best(self._costs, acceptance[order])
+        chosen = np.zeros(len(acceptance), np.bool_)
+        chosen[order[:best]] = True
+        return chosen
+
+    def _best(self, costs: RowCosts, acceptance: np.ndarray) -> int:
+        """How many of the first tokens of these descending cumulative acceptances [N] give most tokens a second; where
+        that is none, at times the best other number.
+        """
+        running = self._rows.num_rows
+        acceptance = acceptance[: max(0, _GROWTH * costs.most_rows - running)]
+        tokens = running + np.append(0.0, acceptance.cumsum())
+        seconds = costs.seconds(running, np.arange(len(tokens)))
+        seconds[1:] += self._own_seconds
+        speed = tokens / seconds
+        speed[0] *= _LEAST_GAIN
+        best = int(speed.argmax())
+        if best or len(speed) == 1:
+            return best
+        trial = 1 + int(speed[1:].argmax())
+        lost = seconds[trial] - tokens[trial] / speed[0]
+        return trial if lost <= self._exploration * self._plain_seconds else 0
+
+    def record(self, running: int, rows: int, step_seconds: float, own_seconds: float | None) -> None:
+        """A decoding step took so long; `own_seconds` went into its draft from here, if it had one. Mutates."""
+        if self._costs is not None:
+            self._costs.record(running, rows, step_seconds)
+        if own_seconds is None:
+            self._plain_seconds += step_seconds
+            return
+        self._plain_seconds = 0.0
+        self._own_seconds += _OWN_SHARE * (own_seconds - self._own_seconds)
 
     def follow(self) -> None:
         """Compares the tokens that rows have emitted since the last call, and moves their places. Mutates."""
@@ -172,7 +229,7 @@ class PreRollouts:
         self._place[slots[found]] += offset[best[found]].astype(np.int32)
         self._age[slots[found]] = age[found]
 
-    def propose(self, lengths: np.ndarray) -> Draft:
+    def _draft(self, lengths: np.ndarray) -> Draft:
         """The next `lengths` int32 [B] tokens of each row's earlier response, which has as many."""
         row_of, within = _flat(lengths)
         of = self._rows.slots[row_of]
@@ -185,12 +242,14 @@ class PreRollouts:
         return Draft(lengths, self._tokens[of, self._place[of] + within], acceptance)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of selector and match rates."""
-        return {"selector": self.selector.state_dict(), "rates": self._rates.state_dict()}
+        """Costs and match rates."""
+        costs = None if self._costs is None else self._costs.state_dict()
+        return {"costs": costs, "rates": self._rates.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
-        self.selector.load_state_dict(state["selector"])
+        if self._costs is not None and state["costs"] is not None:
+            self._costs.load_state_dict(state["costs"])
         self._rates.load_state_dict(state["rates"])
 
 

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.rollout.spec.bandit import BucketedEpsilonGreedy
 from megatron_tlt.rollout.spec.cost_model_selector import CostModelSelector
-from megatron_tlt.rollout.spec.pre_rollouts import LONGEST
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 
@@ -70,12 +69,3 @@ def build_selector(section: SpeculationSection) -> StrategySelector:
         return BucketedEpsilonGreedy(arms, bandit.thresholds, bandit.epsilon, bandit.epsilon_decay)
     passes = int if section.trained is None else section.trained.passes
     return CostModelSelector(kind, section.draft_len, section.hysteresis, section.exploration, passes)
-
-
-def build_pre_rollout_selector(section: SpeculationSection) -> StrategySelector:
-    """The selector of steps with pre-rollouts: a cost model of their own, or, where another selector is configured,
-    always the longest draft.
-    """
-    if section.selector != "cost_model":
-        return FixedSelector(DraftStrategy("pre_rollout", LONGEST))
-    return CostModelSelector("pre_rollout", LONGEST, section.hysteresis, section.exploration, passes=lambda _: 1)

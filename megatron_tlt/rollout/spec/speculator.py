@@ -2,8 +2,8 @@
 
     schedule -> propose (select, reserve, draft) -> verify -> truncate -> record -> commit
 
-Where rows have a place in an earlier response (`pre_rollouts`) these draft from there, by a selector of such steps, and
-the other rows by the drafter.
+Where rows have a place in an earlier response (`pre_rollouts`), and that pays, these draft from there, and the other
+rows by the drafter's usual strategy. The selector chooses and measures all other steps.
 
 Responses do not depend on any decision here (docs/design/numerics.md): a draft only chooses which tokens the policy is
 fed.
@@ -26,6 +26,7 @@ from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.counters import SpeculationCounters
+from megatron_tlt.rollout.spec.pre_rollouts import LONGEST
 from megatron_tlt.rollout.spec.trace import DraftTrace
 from megatron_tlt.rollout.spec.verify import Accepted
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
@@ -44,13 +45,12 @@ _NO_POSITIONS = np.zeros(0, np.int64)
 class _Step:
     """How a step drafts."""
 
-    strategy: DraftStrategy  # that is measured
-    by_drafter: DraftStrategy  # of the drafter's rows
-    # Int32 [B], most tokens that a row drafts from its earlier response; 0: it is the drafter's. None: all are.
-    pre_rolled: np.ndarray | None = None
+    strategy: DraftStrategy  # of the drafter's rows: those without a token of `pre_rolled`
+    pre_rolled: Draft | None = None  # by earlier responses; None: the selector measures the step
 
 
-_PLAIN = _Step(NO_DRAFT, NO_DRAFT)
+_PLAIN = _Step(NO_DRAFT)
+_PRE_ROLLED = DraftStrategy("pre_rollout", LONGEST)  # by name
 
 
 class Speculator:
@@ -78,7 +78,7 @@ class Speculator:
         self._rows, self._reserve, self._tp, self._clock = rows, reserve, tp, clock
         self._max_tokens = len(rows.token_ids)
         self._step = _PLAIN  # the present one
-        self._draft_seconds = 0.0  # of the present step
+        self._draft_seconds = self._own_seconds = 0.0  # of the present step; of them, for its pre-rolled part
         self._proposed = 0.0  # the clock when the present step's proposal was ready
 
     def begin(self, earlier: Mapping[tuple[int, int], np.ndarray]) -> None:
@@ -117,62 +117,51 @@ class Speculator:
             self.trained.copy_blocks(batch.copies)
         if not batch.is_decode:
             return None
-        rows, last_kind = self._rows, self._step.by_drafter.kind
-        chosen, self._draft_seconds, draft = self._choose(), 0.0, None
-        self._step = step = self._tp.broadcast_object(chosen)
+        last_kind, started = self._step.strategy.kind, self._clock()
+        self._step = step = self._tp.broadcast_object(self._choose())
+        draft, lengths = self._reserved(step)
+        self._own_seconds = 0.0 if draft is None else self._clock() - started
+        self._draft_seconds = self._own_seconds
         if step.strategy.kind != "none":
             started = self._clock()
-            if step.by_drafter.kind != "none":
-                self.drafter.sync_context(rows)
-                if step.by_drafter.kind != last_kind:  # reading earlier steps' tokens is a cost of the switch
-                    started = self._clock()
-            draft = self._tp.broadcast_object(self._draft(step))
-            draft = draft.likely(step.strategy.min_cumulative_acceptance) if draft.num_tokens else None
-            self._draft_seconds = self._clock() - started
+            self.drafter.sync_context(self._rows)
+            if step.strategy.kind != last_kind:  # reading earlier steps' tokens is a cost of the switch
+                started = self._clock()
+            other = self._tp.broadcast_object(self.drafter.propose(self._rows, lengths, step.strategy))
+            other = other.likely(step.strategy.min_cumulative_acceptance)
+            draft = other if draft is None else draft.join(other)
+            self._draft_seconds += self._clock() - started
         self._proposed = self._clock()
         return draft if draft is not None and draft.num_tokens else None
 
     def _choose(self) -> _Step:
         """How the present step drafts, on rank 0. Mutates the places in earlier responses."""
-        running, earlier = self._rows.num_rows, self._earlier
-        if earlier is not None and self._tp.rank == 0:
-            strategy = earlier.selector.select(running)
-            pre_rolled = earlier.lengths(strategy)
-            if pre_rolled.any():
-                other = NO_DRAFT if strategy.kind == "none" else self.selector.usual(running)
-                if other.kind != "none":
-                    length = min(other.draft_len, strategy.draft_len)
-                    least = max(other.min_cumulative_acceptance, strategy.min_cumulative_acceptance)
-                    other = DraftStrategy(other.kind, length, least)
-                return _Step(strategy, other, pre_rolled)
-        strategy = self.selector.select(running)
-        return _Step(strategy, strategy)
+        running = self._rows.num_rows
+        if self._earlier is not None and self._tp.rank == 0:
+            draft = self._earlier.propose()
+            if draft.num_tokens:
+                return _Step(self.selector.usual(running), draft)
+        return _Step(self.selector.select(running))
 
-    def _draft(self, step: _Step) -> Draft:
-        """The drafts of both sources, before rows are weighed against each other. Those of rank 0 count."""
-        rows, lengths = self._rows, self._lengths(step)
-        if step.pre_rolled is None:
-            return self.drafter.propose(rows, lengths, step.by_drafter)
-        assert self.pre_rollouts is not None
-        at, draft = step.pre_rolled > 0, Draft.empty(rows.num_rows)
-        if self._tp.rank == 0:
-            draft = self.pre_rollouts.propose(np.where(at, lengths, np.int32(0)))
-        if step.by_drafter.kind == "none" or at.all():
-            return draft
-        other = self.drafter.propose(rows, np.where(at, np.int32(0), lengths), step.by_drafter)
-        return draft.join(other.likely(step.by_drafter.min_cumulative_acceptance))
+    def _reserved(self, step: _Step) -> tuple[Draft | None, np.ndarray]:
+        """The pre-rolled draft, and the most tokens of each of the drafter's rows, int32 [B]: as blocks allow.
 
-    def _lengths(self, step: _Step) -> np.ndarray:
-        """Most tokens of each row's draft, for which blocks are reserved. A response's last token is never drafted."""
-        rows, running = self._rows, self._rows.num_rows
-        left = rows.limit[:running] - rows.output_len[:running] - 1
-        if step.pre_rolled is None:
-            share = max(0, self._max_tokens // running - 1)
-            return self._reserve(np.minimum(left, min(step.strategy.draft_len, share)))
-        assert self.pre_rollouts is not None
-        longest = np.where(step.pre_rolled > 0, step.pre_rolled, np.int32(step.by_drafter.draft_len))
-        share = max(0, self.pre_rollouts.most_rows - running) // max(1, int(np.count_nonzero(longest)))
-        return self._reserve(np.minimum(left, np.minimum(longest, share)))
+        A response's last token is never drafted. Mutates block tables.
+        """
+        rows, running, pre_rolled = self._rows, self._rows.num_rows, step.pre_rolled
+        counts = np.zeros(running, np.int32) if pre_rolled is None else pre_rolled.counts
+        longest = np.zeros_like(counts)
+        if step.strategy.draft_len:
+            room = self._max_tokens - running - int(counts.sum())
+            share = max(0, room) // max(1, int(np.count_nonzero(counts == 0)))
+            left = rows.limit[:running] - rows.output_len[:running] - 1
+            longest = np.where(counts, 0, np.minimum(left, min(step.strategy.draft_len, share)))
+        if not longest.any() and pre_rolled is None:
+            return None, longest
+        lengths = self._reserve(longest + counts)
+        if pre_rolled is not None:
+            pre_rolled = pre_rolled.select(pre_rolled.positions < lengths[pre_rolled.row_of])
+        return pre_rolled, np.where(counts, 0, lengths)
 
     def record(self, batch: Batch, draft: Draft | None, result: StepResult) -> None:
         """The step of `batch` gave `result`, truncated and not yet committed. Mutates drafter, selector and counters.
@@ -184,10 +173,11 @@ class Speculator:
         if not batch.is_decode or self._is_off:
             return
         step_seconds, step = self._clock() - self._proposed, self._step
+        strategy = step.strategy if step.pre_rolled is None else _PRE_ROLLED
         drafted, reached, accepted = 0, _NO_POSITIONS, _NO_POSITIONS
         if draft is not None:
             assert result.accepted is not None
-            verified, longest = result.accepted, step.strategy.draft_len
+            verified, longest = result.accepted, strategy.draft_len
             drafted, at = draft.num_tokens, draft.positions
             reached = np.bincount(at[verified.reached], minlength=longest)
             accepted = np.bincount(at[verified.accepted], minlength=longest)
@@ -195,7 +185,7 @@ class Speculator:
             if self.trace is not None:
                 self.trace.add(draft, verified, self._rows)
         measurement = StepMeasurement(
-            step.strategy,
+            strategy,
             num_running=batch.num_decode,
             num_rows=batch.num_decode + drafted,
             draft_seconds=self._draft_seconds,
@@ -206,18 +196,18 @@ class Speculator:
         )
         if step.pre_rolled is None:
             self.selector.record(measurement)
-        else:
-            assert self.pre_rollouts is not None
-            self.pre_rollouts.selector.record(measurement)
+        if self._earlier is not None:
+            own_seconds = None if step.pre_rolled is None else self._own_seconds
+            self._earlier.record(batch.num_decode, measurement.num_rows, step_seconds, own_seconds)
         self.counters.add(measurement, draft)
 
     def _observe(self, draft: Draft, verified: Accepted) -> None:
         """The drafter learns from its own tokens of a verified draft. Mutates it, and the counters."""
-        at, reached, accepted = self._step.pre_rolled, verified.reached, verified.accepted
-        if at is None:
+        pre_rolled, reached, accepted = self._step.pre_rolled, verified.reached, verified.accepted
+        if pre_rolled is None:
             self.drafter.observe(draft, reached, accepted)
             return
-        is_earlier = at[draft.row_of] > 0
+        is_earlier = pre_rolled.counts[draft.row_of] > 0
         self.counters.add_pre_rolled(draft.select(is_earlier), accepted[is_earlier])
         if not is_earlier.all():
             self.drafter.observe(draft.select(~is_earlier), reached[~is_earlier], accepted[~is_earlier])

@@ -1,4 +1,4 @@
-"""Costs of decoding steps and acceptance of drafts, measured online: for `cost_model_selector`.
+"""Costs of decoding steps and acceptance of drafts, measured online: for `cost_model_selector` and `pre_rollouts`.
 
 Torch-free, no clock of its own. Legend: B running requests, T rows fed to the policy, L draft length, P passes of the
 drafter.
@@ -6,8 +6,8 @@ drafter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ _MEAN_STEPS = 128  # steps that a candidate's means fade over: some ten trials
 _COUNT_STEPS = 2048  # request-steps that acceptance counts fade over: the policy changes between rollouts
 _PRIOR_STEPS = 16.0  # request-steps that a rate's prior weighs: enough to keep a first draft's chance out
 _PRIOR_RATE = 0.7  # acceptance rate of the first position before anything was measured
+_FULL_WEIGHT = 12.0  # steps from which on a cell weighs as much as any
+_MOST_UNFITTED = 32  # steps between two fits
 _RIDGE = 0.01  # weight of a fit's prior (all terms have equal shares of the seconds): below that of any measurement
 
 
@@ -83,6 +85,63 @@ class Costs:
         if c.steps and c.length:
             draft *= c.draft_seconds / self.draft_seconds(c.running, c.passes)
         return step + draft
+
+
+class RowCosts:
+    """Seconds of decoding steps by their requests and rows, from every step that was recorded.
+
+    Steps are gathered in cells, plain and verifying ones apart, of B and of T from 2^(k-1) to 2^k - 1; the costs are
+    fitted to the cells' means.
+    """
+
+    def __init__(self) -> None:
+        self.costs = Costs()
+        self._cells: dict[tuple[int, int, int], Candidate] = {}
+        self._records, self._next_fit = 0, 1
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest steps that were recorded; at least 1."""
+        return max((round(cell.rows) for cell in self._cells.values()), default=1)
+
+    def record(self, running: int, rows: int, seconds: float) -> None:
+        """Adds a step, without its drafting. Mutates the means, and at times the costs."""
+        verifies = int(rows > running)
+        key = (running.bit_length(), rows.bit_length(), verifies)
+        if key not in self._cells:
+            self._cells[key] = Candidate(verifies, 0)
+        self._cells[key].add(1, running, rows, seconds, 0.0)
+        self._records += 1
+        if self._records >= self._next_fit:
+            self._next_fit = self._records + min(self._records, _MOST_UNFITTED)
+            self._fit()
+
+    def seconds(self, running: int, drafted: np.ndarray) -> np.ndarray:
+        """Of a step of B = `running` requests that verifies so many drafted tokens, int [n]; 0: plain."""
+        base, per_request, per_row, verifying = self.costs.step
+        seconds: np.ndarray = base + per_request * running + per_row * (running + drafted) + verifying * (drafted > 0)
+        return seconds
+
+    def _fit(self) -> None:
+        cells = self._cells.values()
+        terms = [(1.0, c.running, c.rows, float(c.length))[: self._terms] for c in cells]
+        weights = [min(c.steps, _FULL_WEIGHT) for c in cells]
+        measured = list(zip(terms, (c.step_seconds for c in cells), weights, strict=True))
+        self.costs = Costs([*least_squares(measured, self._terms), 0.0][:4])
+
+    @property
+    def _terms(self) -> int:
+        """Terms of the fit: before the first verifying step, verification is taken to cost nothing."""
+        return 4 if any(cell.length for cell in self._cells.values()) else 3
+
+    def state_dict(self) -> dict[str, Any]:
+        """The means."""
+        return {"cells": [[list(key), asdict(cell)] for key, cell in self._cells.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`. Mutates."""
+        self._cells = {tuple(key): Candidate(**cell) for key, cell in state["cells"]}
+        self._fit()
 
 
 @dataclass(slots=True)

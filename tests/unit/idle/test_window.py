@@ -101,27 +101,31 @@ def test_it_trains_until_the_last_rank_is_done_and_no_step_longer(clock):
     assert (report.entered_at, report.left_at) == (12.0, clock.time)
 
 
-def test_it_pre_rolls_once_until_the_last_rank_is_done_or_trains_behind_it(clock):
+def test_a_part_of_the_idle_time_is_trained_in_and_the_rest_pre_rolls(clock):
+    """The first window shows how long windows are and what a micro-step takes; with prompts used up it trains again."""
+    ends = iter((13.0, 23.0, 32.5))
+
     def pre_roll(until):
-        while not until() and clock.time < 12.5:
+        end = next(ends)
+        while not until() and clock.time < end:
             clock.time += 0.01
         return 70
 
-    window = make(FakeCoordinator(clock, over_at=13.02), clock)
-    window.begin()
-    clock.time += 2.0  # the rollout
-    report = window.run(stepper(clock), pre_roll)
-    assert [s.state for s in report.spans] == [BUSY, IDLE, PRE_ROLLING, TRAINING]
-    assert (report.pre_rolled_tokens, report.pre_rolling_seconds) == (70, pytest.approx(0.5, abs=0.011))
-    assert report.steps == 11 and report.training_seconds == pytest.approx(11 * STEP_S)
-    assert report.idle_seconds == pytest.approx(clock.time - 12.0)
-    clock.time = 10.0
-    window = make(FakeCoordinator(clock, over_at=12.305, rounds=0.01), clock)
-    window.begin()
-    clock.time += 2.0
-    report = window.run(stepper(clock), pre_roll)
-    assert [s.state for s in report.spans] == [BUSY, IDLE, PRE_ROLLING]
-    assert 12.305 <= report.left_at <= 12.33 and report.steps == 0
+    coordinator = FakeCoordinator(clock, over_at=13.0)
+    window = make(coordinator, clock)
+    spans = []
+    for start, over in ((10.0, 13.0), (20.0, 23.0), (30.0, 33.0)):
+        clock.time, coordinator.over_at = start, over
+        window.begin()
+        clock.time += 2.0  # the rollout
+        report = window.run(stepper(clock), pre_roll)
+        spans.append([s.state for s in report.spans])
+        assert over <= report.left_at <= over + STEP_S and report.pre_rolled_tokens == 70
+        assert report.idle_seconds == pytest.approx(clock.time - start - 2.0)
+        trained, pre_rolled = report.training_seconds, report.pre_rolling_seconds
+        expected = {10.0: (STEP_S, 0.9), 20.0: (0.3, 0.7), 30.0: (0.25 + 0.5, 0.25)}[start]
+        assert (trained, pre_rolled) == pytest.approx(expected, abs=0.12), start
+    assert spans == [[BUSY, IDLE, TRAINING, PRE_ROLLING]] * 2 + [[BUSY, IDLE, TRAINING, PRE_ROLLING, TRAINING]]
 
 
 def test_a_wait_shorter_than_a_micro_step_is_not_trained_in(clock):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from megatron_tlt.rollout.batch import StepResult
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.pre_rollouts import LONGEST, PreRollouts
-from megatron_tlt.rollout.spec.selector import FixedSelector
-from megatron_tlt.types import DraftStrategy, SamplingParams, SpeculationStats
+from megatron_tlt.rollout.spec.step_costs import RowCosts
+from megatron_tlt.types import SamplingParams, SpeculationStats
 from tests.helpers.engines import Job, Responses, generate_all, random_jobs, small_config, speculating_engine
 from tests.helpers.suffix_tables import make_request
 from tests.helpers.tiny_models import random_weights
@@ -32,9 +33,9 @@ FIXED = {"drafter": "none", "selector": "fixed"}
 class Place:
     """One row with the earlier response `tokens`, whose new tokens are given."""
 
-    def __init__(self, tokens: list[int], first: list[int]) -> None:
+    def __init__(self, tokens: list[int], first: list[int], costs: RowCosts | None = None) -> None:
         self.rows = RunningRows(2, 16, 40, 1000, max_output=600)
-        self.source = PreRollouts(self.rows, FixedSelector(DraftStrategy("pre_rollout", LONGEST)), 64)
+        self.source = PreRollouts(self.rows, 64, costs)
         self.source.begin({(0, 0): np.array(tokens, np.int32)})
         request = make_request(0, [1, 2], first)
         request.params = SamplingParams(max_tokens=500)
@@ -48,7 +49,7 @@ class Place:
         self.source.follow()
 
     def draft(self, length: int = 5) -> list[int]:
-        return self.source.propose(self.source.lengths(DraftStrategy("pre_rollout", length))).tokens.tolist()
+        return self.source.propose().tokens.tolist()[:length]
 
 
 def test_a_place_moves_on_and_ends_with_the_response():
@@ -99,7 +100,7 @@ def test_tokens_of_another_vocabulary_end_it(tokens, drafted):
 
 def test_acceptance_falls_along_a_draft_and_is_learnt_from_every_token():
     place, lengths = Place(list(range(10, 90)), [10]), np.array([20], np.int32)
-    draft = place.source.propose(lengths)
+    draft = place.source._draft(lengths)
     assert (np.diff(draft.cumulative_acceptance) < 0).all() and draft.cumulative_acceptance[0] > 0.9
     foreign = Place(list(range(10, 90)), [10]).source
     for start in range(10, 80, 7):
@@ -113,7 +114,46 @@ def test_acceptance_falls_along_a_draft_and_is_learnt_from_every_token():
     place.source.state_dict()  # rates are brought up to date
     foreign.load_state_dict(place.source.state_dict())
     assert foreign.state_dict() == place.source.state_dict()
-    assert not foreign.lengths(DraftStrategy("pre_rollout", 5)).any(), "they seldom match"
+    assert not foreign._lengths().any(), "they seldom match"
+
+
+def measured(place: Place, per_row: float, verifying: float) -> Callable[[int], float]:
+    """The seconds of a step that verifies so many tokens, which `place` has measured."""
+
+    def seconds(drafted: int) -> float:
+        return 1.0 + per_row * (1 + drafted) + verifying * (drafted > 0)
+
+    for drafted in (0, 1, 3, 7, 15, 31) * 20:
+        place.source.record(1, 1 + drafted, seconds(drafted), 0.0 if drafted else None)
+    return seconds
+
+
+@pytest.mark.parametrize(("per_row", "verifying"), [(0.0, 0.5), (0.1, 0.0), (0.4, 0.1), (2.0, 0.0), (0.1, 50.0)])
+def test_a_step_verifies_as_many_tokens_as_pay(per_row: float, verifying: float):
+    """The number of the most likely tokens that gives most tokens a second, by trying every number."""
+    place = Place(list(range(10, 200)), [10], RowCosts())
+    seconds = measured(place, per_row, verifying)
+    acceptance = place.source._draft(np.array([LONGEST], np.int32)).cumulative_acceptance.astype(float)
+    speeds = [(1 + acceptance[:n].sum()) / seconds(n) for n in range(LONGEST + 1)]
+    best = int(np.argmax(speeds))
+    assert len(place.draft(LONGEST)) == pytest.approx(best, abs=1)
+    assert (best == 0) == (verifying == 50.0)
+
+
+def test_drafts_that_do_not_pay_are_tried_again():
+    """Trials lose the share `exploration`, 1 %, of the plain steps' seconds."""
+    place, drafted = Place(list(range(10, 600)), [10], RowCosts()), 0
+    seconds = measured(place, 0.1, 50.0)
+    for token in range(11, 111):
+        drafted += bool(place.draft())
+        place.source.record(1, 1, seconds(0), None)
+        place.emit([token])
+    assert drafted == 0
+    for _ in range(5000):
+        place.source.record(1, 1, seconds(0), None)
+    for _ in range(9):
+        drafted += bool(place.draft())
+    assert drafted > 0
 
 
 # -- responses
@@ -220,22 +260,26 @@ def test_rows_are_bounded():
 
 
 def test_the_cost_model_learns_without_a_drafter():
-    """From plain steps and short drafts to long ones; what it learnt is in the state."""
+    """By a clock after which all steps take as long, the longest drafts; what it learnt is in the state."""
     jobs = long_jobs(4)
     expected, right, weights = plain("llama", jobs)
-    engine = speculating_engine(small_config("llama"), weights, speculation={"drafter": "none"}, max_running=2)
-    for _ in range(3):
+
+    def engine_by_steps() -> Engine:
+        engine = speculating_engine(small_config("llama"), weights, speculation={"drafter": "none"}, max_running=2)
+        assert engine.speculator is not None
+        engine.speculator._clock = count().__next__
+        return engine
+
+    engine, other = engine_by_steps(), engine_by_steps()
+    for _ in range(2):
         assert run(engine, jobs, right) == expected
-    lengths = [int(name.rpartition("_")[2]) for name in stats_of(engine).steps_by_strategy if name != "none"]
-    assert max(lengths) > 4
-    assert engine.speculator is not None
+    assert stats_of(engine).pre_rolled_accept_length > 15
+    assert engine.speculator is not None and other.speculator is not None
     state = engine.speculator.state_dict()
-    other = speculating_engine(small_config("llama"), weights, speculation={"drafter": "none"}, max_running=2)
-    assert other.speculator is not None
     other.speculator.load_state_dict(state)
     assert other.speculator.state_dict() == state
     assert run(other, jobs, right) == expected
-    assert stats_of(other).pre_rolled_accept_length > 3
+    assert stats_of(other).pre_rolled_accept_length > 15
 
 
 def test_both_sources_in_one_step():
