@@ -14,15 +14,15 @@ class IdleSection(Section):
     it.
     """
 
-    pre_rollout: Literal["auto"] | bool = False
-    """Experimental. While waiting for other ranks, decode the next step's prompts: the next step verifies these
-    responses in place of decoding them (docs/guides/pre_rollouts.md). auto: wherever it runs, which is the embedded
-    engine with its KV cache in place (no rollout.release_cache), responses of one turn, and no router replay."""
+    pre_rollout: Literal["auto"] | bool = "auto"
+    """While waiting for other ranks, decode the prompts of the next two steps: these verify the responses in place of
+    decoding them (docs/guides/pre_rollouts.md). auto: wherever it runs, which is the embedded engine with its KV cache
+    in place (no rollout.release_cache), responses of one turn, and no router replay."""
     pre_rollout_mib: float = Field(default=64.0, gt=0)
     """Most memory of all pre-rolled responses that replicas pass to each other, 4 bytes a token; each replica sends its
     share, the longest responses first."""
     train_drafter: bool = False
-    """Train the drafter while waiting for other ranks, after pre-rolling."""
+    """Train the drafter while waiting for other ranks: a quarter of the time where prompts are left to pre-roll."""
     min_tail_seconds: NonNegativeFloat = 0.02
     """Least seconds that a rank has waited before it pre-rolls or trains: the wait is taken to last as long again. A
     rank whose last micro-step took longer waits for as long as that before it trains."""

@@ -1,4 +1,4 @@
-"""`PreRollouts`: responses of the next step, decoded in idle windows; that step drafts with them.
+"""`PreRollouts`: responses of the next two steps, decoded in idle windows; these steps draft with them.
 
     step n      rank 0   rollout ================================|                exchange of token ids
                 rank 1   rollout =====| pre-rollout of step n + 1 ~~~~~|          every rank gets all of them
@@ -78,7 +78,7 @@ class PreRollouts:
     params: SamplingParams
     num_samples: int
     num_prompts: int
-    """Of the next step, at most."""
+    """Of a step."""
     last_step: int
     """Behind it nothing is pre-rolled."""
     max_bytes: int
@@ -86,17 +86,21 @@ class PreRollouts:
     _drafts: dict[Name, np.ndarray] = field(default_factory=dict)  # the same on every rank
     _new: list[Sample] = field(default_factory=list)  # of this replica, in the present window
     _stats: EngineStats | None = None  # of the step's rollouts so far
+    _whole: set[Name] = field(default_factory=set)  # of them, those that were not ended by a window
+    _steps_left: int = 0  # behind the present one
     _is_open: bool = False
     _has_failed: bool = False
 
     def open(self, step: int) -> PreRoll | None:
         """Pre-rolls in the window behind a rollout of `step`; None: there is no next step. The same on every rank."""
-        self._is_open = step < self.last_step
+        self._steps_left = self.last_step - step
+        self._is_open = self._steps_left > 0
         return partial(self._run, self.queues.open_shared()) if self._is_open else None
 
     def take(self, prompts: Sequence[Prompt]) -> dict[Name, np.ndarray]:
         """The drafts of these prompts, whose rollout begins. Forgets them."""
         names = [(prompt.prompt_id, index) for prompt in prompts for index in range(self.num_samples)]
+        self._whole.difference_update(names)
         return {name: self._drafts.pop(name) for name in names if name in self._drafts}
 
     def exchange(self) -> None:
@@ -112,6 +116,7 @@ class PreRollouts:
             for name, tokens, is_whole in () if drafts is None else drafts.responses():
                 if is_whole or len(tokens) > len(self._drafts.get(name, ())):
                     self._drafts[name] = tokens
+                    self._whole |= {name} if is_whole else set()
 
     def take_stats(self) -> EngineStats:
         """The engine's counters of the step's rollouts, without pre-rollouts. Resets them."""
@@ -140,15 +145,21 @@ class PreRollouts:
         return tokens
 
     def _generate(self, queue_of: Callable[[Sequence[Prompt]], PromptQueue], until: Callable[[], bool]) -> list[Sample]:
-        """Responses to those of the next prompts that this replica fetches; prompts without drafts come first."""
-        there = {prompt_id for prompt_id, _ in self._drafts}
-        prompts = self.backend.ordered(self.stream.peek(self.num_prompts))
-        prompts.sort(key=lambda prompt: prompt.prompt_id in there)
+        """Responses to those of the next prompts that this replica fetches."""
+        queue = queue_of(self._next_prompts())
         return self.backend.generate(
-            GenerateCall(
-                queue_of(prompts), self.params, self.num_samples, self._report, drafts=self._drafts, until=until
-            )
+            GenerateCall(queue, self.params, self.num_samples, self._report, drafts=self._drafts, until=until)
         )
+
+    def _next_prompts(self) -> list[Prompt]:
+        """Those of the next step, then of the one after it; of each first those without whole responses."""
+        ahead = self.stream.peek(min(2, self._steps_left) * self.num_prompts)
+        steps = (ahead[: self.num_prompts], ahead[self.num_prompts :])
+        return [prompt for step in steps for prompt in sorted(self.backend.ordered(step), key=self._is_whole)]
+
+    def _is_whole(self, prompt: Prompt) -> bool:
+        """Whether all of its responses are there to the end."""
+        return all((prompt.prompt_id, index) in self._whole for index in range(self.num_samples))
 
     def _report(self, running: int, waiting: int, generated_tokens: int) -> None:
         """A sign of life."""
