@@ -31,8 +31,8 @@ from lib.training_runs import Rows, launch
 sys.path.insert(0, str(ROOT))
 SPEC = "rollout.speculation"
 DRAFTER = ROOT / "assets/demo-drafter"
-ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.drafter_path={DRAFTER}", "idle.train_drafter=true"]
-OFF = [f"{SPEC}.drafter=none", "idle.train_drafter=false"]
+ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.drafter_path={DRAFTER}", "idle.train_drafter=true", "idle.pre_rollout=false"]
+OFF = [f"{SPEC}.drafter=none", "idle.train_drafter=false", "idle.pre_rollout=false"]
 TAIL = ROOT / "benchmarks/lib/tail.yaml"
 PULL_RUNNING = (8, 32)  # of 128 requests of a rank
 TAIL_MLP = 4096  # units of the wider policy's MLPs: 77 MB of weights, more than a core's share of any cache

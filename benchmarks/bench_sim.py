@@ -29,7 +29,8 @@ sys.path.insert(0, str(ROOT))
 MEASURED = ROOT / "benchmarks/results/quickstart-measured.json"
 MODES = {"off": "none", "suffix": "suffix", "frozen": "eagle"}  # the quickstart's drafter
 CONFIG = "configs/quickstart.yaml"
-COMMON = [*QUIET, "idle.train_drafter=false", "checkpoint.every=0", "distributed.timeout_s=3000"]
+COMMON = [*QUIET, "idle.train_drafter=false", "idle.pre_rollout=false"]
+COMMON += ["checkpoint.every=0", "distributed.timeout_s=3000"]
 
 
 def measure(steps: int) -> dict[str, Any]:

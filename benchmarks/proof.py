@@ -5,9 +5,11 @@
     python benchmarks/proof.py [--quick] [--parts main curves drafter peers] --out r.json
 
 - main: the demo policy widened to `--sizes` (hidden sizes; the same responses, weights beyond a cache), few responses a
-  replica with a long tail (`lib/proof.yaml` says why). Jobs with TLT on (eagle drafts, trained in idle
-  time) and off (plain decoding of the same engine) take turns, A B A B (further sizes once), and `suffix` (no drafter
-  to train) runs once. The first step of each job (cold caches, and a selector that has measured nothing) is not timed.
+  replica with a long tail (`lib/proof.yaml` says why). Jobs with TLT on (eagle drafts and pre-rollouts; idle time
+  trains the drafter and pre-rolls) and off (plain decoding of the same engine) take turns, A B A B (further sizes
+  once). Parts of it run once: `drafter` (without pre-rollouts), `pre_rollouts` (without a drafter: from nothing) and
+  `suffix` (nothing to train, no pre-rollouts). The first step of each job (cold caches, and a selector that has
+  measured nothing) is not timed.
 - curves: seconds of a step by responses, response length, policy and ranks, TLT on (`lib/proof_curves.py`).
 - drafter: accepted length by step of a drafter that starts from nothing (`lib/proof_drafter.py`), with a picture.
 - peers: TRL and vLLM, where `make bench-trl` and `make bench-vllm` installed them.
@@ -16,7 +18,8 @@ Summary, of the size with the best `e2e`; with `_H` after the name, of hidden si
 identical     1.0 if responses, rewards and final weights with optimizer are the same in all jobs of a size
 rollout       seconds of rollouts with the wait for the slowest rank, off / on
 e2e           seconds of steps, off / on; `e2e_limit`: if rollouts with TLT took no time
-recovered     share of idle seconds in which the drafter was trained
+pre_rolled_accept  tokens that a request gets in a step whose draft was pre-rolled
+recovered     share of idle seconds that trained the drafter or pre-rolled
 accept_length tokens that a request gets in a speculative step
 update_saved  share of the response tokens that need no update, their advantage being zero
 """
@@ -36,6 +39,7 @@ from lib.bench_record import ROOT, read_record, write_record
 from lib.larger_policy import widen, widen_drafter
 from lib.on_off import job_row, judge, mean_phases, summarize, table
 from lib.training_runs import Rows, train
+from torch.backends.cpu import get_cpu_capability
 
 sys.path.insert(0, str(ROOT))
 from megatron_tlt.models.config import ModelConfig
@@ -43,14 +47,19 @@ from megatron_tlt.models.config import ModelConfig
 CONFIG = ROOT / "benchmarks/lib/proof.yaml"
 POLICY, DRAFTER = ROOT / "assets/demo-policy", ROOT / "assets/demo-drafter"
 SPEC = "rollout.speculation"
+OFF = [f"{SPEC}.drafter=none", "idle.train_drafter=false", "idle.pre_rollout=false"]
 MODES = {
     "on": [f"{SPEC}.drafter=eagle", "idle.train_drafter=true"],
-    "off": [f"{SPEC}.drafter=none", "idle.train_drafter=false"],
-    "suffix": [f"{SPEC}.drafter=suffix", "idle.train_drafter=false"],
+    "off": OFF,
+    "drafter": [f"{SPEC}.drafter=eagle", "idle.train_drafter=true", "idle.pre_rollout=false"],
+    "pre_rollouts": [*OFF, "idle.pre_rollout=true"],
+    "suffix": [*OFF, f"{SPEC}.drafter=suffix"],
 }
+PARTS_OF_ON = ("drafter", "pre_rollouts", "suffix")
 MLP = {128: 384, 256: 768, 512: 1536, 768: 2048}  # units by hidden size
 PARAMETERS = {128: "2.4M", 256: "9.5M", 512: "38M", 768: "78M"}
-GOALS = {"identical": 1.0, "rollout": 2.0, "e2e": 1.5}
+GOALS = {"identical": 1.0, "pre_rollouts_rollout": 1.8, "pre_rollouts_e2e": 1.45, "pre_rolled_accept": 6.0}
+GOALS |= {"rollout": 1.8, "e2e": 1.5} if get_cpu_capability() == "AVX2" else {"rollout": 2.3, "e2e": 1.7}
 PEERS = {"trl": "proof_trl.py", "vllm": "proof_vllm.py"}
 
 
@@ -90,7 +99,9 @@ def main_part(bench: Bench) -> tuple[Rows, dict[str, float]]:
     chosen = {name: summary[f"{name}_{best}"] for name in names}
     chosen["identical"] = min(summary[f"identical_{hidden}"] for hidden in bench.args.sizes)
     if bench.args.picture is not None:
-        runs = {mode: bench.work / f"{best}-{mode}" for mode in ("off", "on")}
+        there = {row["mode"] for row in rows if row["hidden"] == best}
+        pictured = [mode for mode in ("off", "drafter", "on") if mode in there]
+        runs = {mode: bench.work / f"{best}-{mode}" for mode in pictured}
         seconds = {
             mode: mean_phases([r for r in rows if (r["hidden"], r["mode"]) == (best, mode)]) for mode in runs
         }
@@ -105,7 +116,7 @@ def jobs_of_size(bench: Bench, hidden: int) -> Rows:
     is_first = hidden == bench.args.sizes[0]
     for turn in range(bench.args.rounds if is_first else 1):
         modes = ["off", "on"] if turn % 2 == 0 else ["on", "off"]
-        for mode in modes + (["suffix"] if is_first and turn == 0 and bench.args.suffix else []):
+        for mode in (*modes, *(PARTS_OF_ON if is_first and turn == 0 and bench.args.apart else ())):
             name, steps = f"{hidden}-{mode}", bench.args.steps
             timed = bench.job(name, hidden, mode, [], every=steps)
             row = {"part": "main", "hidden": hidden, "round": turn, **job_row(mode, timed, bench.work / name, steps)}
@@ -153,7 +164,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--quick", action="store_true", help="one size, one round of 3 steps, no suffix, no curves"
+        "--quick", action="store_true", help="one size, one round of 3 steps on and off, no curves"
     )
     parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=["main", "curves"])
     parser.add_argument(
@@ -162,9 +173,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=2, help="of the first size; of the others one, for time"
     )
-    parser.add_argument("--steps", type=int, default=4, help="of a job; the first is not timed")
+    parser.add_argument("--steps", type=int, default=6, help="of a job; the first is not timed")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--no-suffix", dest="suffix", action="store_false")
+    parser.add_argument("--no-parts-of-on", dest="apart", action="store_false")
     parser.add_argument("--options", nargs="*", default=[], help="overrides for all jobs")
     parser.add_argument("--work", type=Path, help="folder for the jobs; by default a temporary one")
     parser.add_argument("--picture", type=Path, help="SVG file of part main; that of drafter lies beside it")
@@ -175,7 +186,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     if args.quick:
-        args.sizes, args.rounds, args.steps, args.suffix = args.sizes[:1], 1, 3, False
+        args.sizes, args.rounds, args.steps, args.apart = args.sizes[:1], 1, 3, False
         args.parts = [part for part in args.parts if part != "curves"]
     rows: Rows = []
     summary: dict[str, float] = {}

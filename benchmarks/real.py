@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 CONFIG, SFT = ROOT / "benchmarks/lib/real.yaml", ROOT / "benchmarks/lib/real-sft.yaml"
 SPEC, DEFAULT = "rollout.speculation", "eagle"
+NO_IDLE_WORK = ["idle.train_drafter=false", "idle.pre_rollout=false"]
 SHARED = ("model", "sft")  # parts without a drafter
 GOALS = {"identical": 1.0, "rollout": 1.5, "e2e": 1.25, "tail": 5.0}
 LEGEND = {
@@ -149,7 +150,7 @@ def grpo(chain: Chain) -> Found:
     chain.need(chain.policy, chain.drafter)
     modes = {
         "on": [f"{SPEC}.drafter_path={chain.drafter}", "idle.train_drafter=true"],
-        "off": [f"{SPEC}.drafter=none", f"{SPEC}.draft_vocab_size=null", "idle.train_drafter=false"],
+        "off": [f"{SPEC}.drafter=none", f"{SPEC}.draft_vocab_size=null", *NO_IDLE_WORK],
     }
     rows, steps = [], chain.args.steps
     for turn in range(chain.args.rounds):

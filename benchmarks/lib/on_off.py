@@ -13,19 +13,33 @@ from typing import Any
 
 from lib.training_runs import Rows, digests
 
-MODES = ("on", "off", "suffix")
+MODES = ("on", "off", "drafter", "pre_rollouts", "suffix")
 LEGEND = {
     "identical": "same responses, rewards, weights in all jobs (1: yes)",
     "rollout": "rollout and waiting, seconds off / on",
     "e2e": "whole step, seconds off / on",
     "e2e_limit": "whole step if rollouts with TLT took no time",
-    "suffix_rollout": "rollout and waiting without a trained drafter",
-    "suffix_e2e": "whole step without a trained drafter",
-    "recovered": "share of idle seconds that trained the drafter",
+    "drafter_rollout": "rollout and waiting by the trained drafter alone",
+    "drafter_e2e": "whole step by the trained drafter alone",
+    "pre_rollouts_rollout": "rollout and waiting by pre-rollouts alone",
+    "pre_rollouts_e2e": "whole step by pre-rollouts alone",
+    "suffix_rollout": "rollout and waiting by the suffix drafter alone",
+    "suffix_e2e": "whole step by the suffix drafter alone",
+    "pre_rolled_accept": "tokens of a request in a step of a pre-rolled draft",
+    "recovered": "share of idle seconds that trained or pre-rolled",
     "accept_length": "tokens of a request in a speculative step",
     "update_saved": "share of response tokens without a gradient",
 }
-STEP_KEYS = ("spec/accept_length", "idle/seconds", "idle/recovered_seconds", "update/skipped_share")
+STEP_KEYS = (
+    "spec/accept_length",
+    "idle/seconds",
+    "idle/recovered_seconds",
+    "update/skipped_share",
+    "pre_rollout/seconds",
+    "pre_rollout/tokens",
+    "pre_rollout/drafted_share",
+    "pre_rollout/accept_length",
+)
 WAIT = ("rollout", "idle")  # their sum is the slowest rank's rollout, on every rank
 
 
@@ -70,7 +84,8 @@ def summarize(rows: Rows) -> dict[str, float]:
     of = {mode: [row for row in rows if row["mode"] == mode] for mode in MODES}
     kinds = [len({row[key] for row in rows}) for key in ("responses", "rewards", "weights")]
     figures = {"identical": float(max(kinds) == 1)}
-    for name, mode in (("", "on"), ("suffix_", "suffix")):
+    for mode in (mode for mode in MODES if mode != "off"):
+        name = "" if mode == "on" else f"{mode}_"
         pairs = list(zip(of["off"], of[mode], strict=False))
         for key, total in (("rollout", waited), ("e2e", whole)):
             if pairs:
@@ -80,9 +95,12 @@ def summarize(rows: Rows) -> dict[str, float]:
     steps = [step for row in of["on"] for step in row["steps"]]
     idle = sum(step["idle/seconds"] for step in steps)
     if idle > 0:
-        figures["recovered"] = sum(step["idle/recovered_seconds"] for step in steps) / idle
+        used = sum(step["idle/recovered_seconds"] + step.get("pre_rollout/seconds", 0.0) for step in steps)
+        figures["recovered"] = used / idle
     accepted = [step["spec/accept_length"] for step in steps if "spec/accept_length" in step]
     figures["accept_length"] = statistics.mean(accepted or [1.0])  # without a draft: the policy's own token
+    if pre_rolled := [step["pre_rollout/accept_length"] for step in steps if "pre_rollout/accept_length" in step]:
+        figures["pre_rolled_accept"] = statistics.mean(pre_rolled)
     figures["update_saved"] = statistics.mean(step["update/skipped_share"] for step in steps)
     return figures
 
@@ -102,13 +120,14 @@ def table(rows: Rows, title: str) -> str:
     modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
     means = {mode: mean_phases([row for row in rows if row["mode"] == mode]) for mode in modes}
     names = sorted(means["off"], key=lambda name: -means["off"][name])
-    lines = [f"\n{title}: seconds of a step", f"{'':12s}" + "".join(f"{m:>10s}" for m in modes)]
-    lines += [f"{name:12s}" + "".join(f"{means[m].get(name, 0.0):10.2f}" for m in modes) for name in names]
-    lines.append(f"{'step':12s}" + "".join(f"{sum(means[m].values()):10.2f}" for m in modes))
+    lines = [f"\n{title}: seconds of a step", f"{'':12s}" + "".join(f"{m:>13s}" for m in modes)]
+    lines += [f"{name:12s}" + "".join(f"{means[m].get(name, 0.0):13.2f}" for m in modes) for name in names]
+    lines.append(f"{'step':12s}" + "".join(f"{sum(means[m].values()):13.2f}" for m in modes))
     for mode in modes:
         row = next(row for row in rows if row["mode"] == mode)
         cells = [
-            f"{s['rollout']:.1f} s, recovered {s['idle/recovered_seconds']:.1f} of {s['idle/seconds']:.1f} s, "
+            f"{s['rollout']:.1f} s, trained {s['idle/recovered_seconds']:.1f} and pre-rolled "
+            f"{s.get('pre_rollout/seconds', 0.0):.1f} of {s['idle/seconds']:.1f} idle s, "
             f"accepted {s.get('spec/accept_length', 1.0):.2f}"
             for s in row["steps"]
         ]

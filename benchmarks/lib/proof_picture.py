@@ -1,4 +1,4 @@
-"""The picture of `proof.py`: step bars by phase, lanes of the ranks and running requests, TLT off above on.
+"""The picture of `proof.py`: step bars by phase, lanes of the ranks and running requests, TLT off above on (and above the trained drafter alone).
 
 All on one axis of seconds: bars are means over steps and jobs; lanes and curves are of one step, the one with the
 longest rollout without TLT.
@@ -16,13 +16,15 @@ from megatron_tlt.observe.report_charts import PHASE_COLOURS
 from megatron_tlt.observe.runfiles import read_run
 
 WIDTH, LEFT, RIGHT = 860, 96, 56  # pixels
-TITLES = {"off": "TLT off", "on": "TLT on"}
+TITLES = {"off": "TLT off", "drafter": "drafter only", "on": "TLT on"}
+
+STATES = {"TRAINING": colours.AMBER, "PRE_ROLLING": colours.OLIVE}  # of idle time, by colour
 
 
 def draw(
     runs: Mapping[str, Path], seconds: Mapping[str, Mapping[str, float]], figures: Mapping[str, float]
 ) -> str:
-    """The SVG. `runs`: run directories of "off" and "on"; `seconds`: their mean seconds of a step by phase."""
+    """The SVG. `runs`: run directories by mode, "off" among them; `seconds`: their mean seconds of a step by phase."""
     rows = {mode: read_run(folder).steps[1:] for mode, folder in runs.items()}
     step = max(rows["off"], key=lambda row: row["time/rollout"] + row["time/idle"])["step"] - 1
     lanes = {mode: _lanes(folder, step) for mode, folder in runs.items()}
@@ -38,7 +40,7 @@ def draw(
     for mode in runs:
         for rank, (lane, _) in enumerate(lanes[mode]):
             body.append(
-                _text(LEFT - 8, y + 12, f"{'off' if mode == 'off' else 'on'}, rank {rank}", anchor="end")
+                _text(LEFT - 8, y + 12, f"{mode}, rank {rank}", anchor="end")
             )
             body += [_rect(LEFT + a * scale, y, (b - a) * scale, 16, colour) for a, b, colour in lane]
             y += 20
@@ -77,9 +79,9 @@ def _lanes(folder: Path, step: int) -> list[tuple[list[tuple[float, float, str]]
     for of_rank in events.values():
         spans = [e for e in of_rank if e["kind"] == "span" and e["name"] in PHASE_COLOURS and e["ts"] >= begin - 0.5]
         spans = [e for e in spans if e["name"] not in ("log", "checkpoint")]
-        training = [e for e in of_rank if e["kind"] == "state" and e["name"] == "TRAINING"]
+        used = [e for e in of_rank if e["kind"] == "state" and e["name"] in STATES]
         lane = [_interval(e, begin, _colour(e["name"])) for e in spans]
-        lane += [_interval(e, begin, colours.AMBER) for e in training]
+        lane += [_interval(e, begin, STATES[e["name"]]) for e in used]
         curve = [
             (max(0.0, e["attrs"]["start"] + at / 1e3 - begin), running)
             for e in of_rank
@@ -121,7 +123,7 @@ def _legend(seconds: Mapping[str, Mapping[str, float]], y: float) -> list[str]:
     total = max(sum(of.values()) for of in seconds.values())
     names = [name for name in PHASE_COLOURS if longest.get(name, 0.0) > 0.01 * total]
     entries = [(name, _colour(name)) for name in names if name != "merge"]
-    entries.append(("training and merging drafters", colours.AMBER))
+    entries += [("training and merging drafters", colours.AMBER), ("pre-rollouts", colours.OLIVE)]
     parts, x = [], float(LEFT)
     for name, colour in entries:
         parts += [_rect(x, y - 9, 10, 10, colour), _text(x + 14, y, name, colours.MUTED)]
@@ -142,7 +144,7 @@ def _curves(
             x = LEFT + at * scale
             path += [f"{x:.1f},{y + height * (1 - level / most):.1f}" for level in (before, running)]
             before = running
-        colour = colours.MUTED if mode == "off" else colours.ORANGE
+        colour = {"off": colours.MUTED, "drafter": colours.AMBER}.get(mode, colours.ORANGE)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{" ".join(path)}"/>')
         parts.append(f'<text x="{x + 6:.1f}" y="{y + height - 6}" fill="{colour}">{mode}</text>')
     return [

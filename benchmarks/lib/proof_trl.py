@@ -226,6 +226,7 @@ def compare_learning(work: Work, steps: int, limit_s: float) -> Rows:
     result = work.folder / "trl-eval.json"
     arguments = [*work.overrides, f"model.path={saved}", "rollout.speculation.drafter=none"]
     arguments.append("idle.train_drafter=false")
+    arguments.append("idle.pre_rollout=false")
     call(launcher(work, "eval", *arguments, "--out", str(result), "--overwrite"), work.folder / "eval.log")
     evaluation = json.loads(result.read_text())
     ours, own = train_here(work, done, evaluate=True)
