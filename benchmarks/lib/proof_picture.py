@@ -1,4 +1,4 @@
-"""The picture of `proof.py`: step bars by phase, lanes of the ranks and running requests, TLT off above on (and above the trained drafter alone).
+"""The picture of `proof.py`: step bars by phase, lanes of ranks, running requests; TLT off, the drafter alone, TLT on.
 
 All on one axis of seconds: bars are means over steps and jobs; lanes and curves are of one step, the one with the
 longest rollout without TLT.
