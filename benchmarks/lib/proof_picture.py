@@ -15,10 +15,10 @@ from megatron_tlt.observe.jsonl import JsonRow
 from megatron_tlt.observe.report_charts import PHASE_COLOURS
 from megatron_tlt.observe.runfiles import read_run
 
-WIDTH, LEFT, RIGHT = 860, 96, 56  # pixels
+WIDTH, LEFT, RIGHT = 860, 108, 56  # pixels
 TITLES = {"off": "TLT off", "drafter": "drafter only", "on": "TLT on"}
 
-STATES = {"TRAINING": colours.AMBER, "PRE_ROLLING": colours.OLIVE}  # of idle time, by colour
+STATES = {"TRAINING": colours.AMBER, "PRE_ROLLING": colours.CYAN}  # of idle time, by colour
 
 
 def draw(
@@ -123,7 +123,7 @@ def _legend(seconds: Mapping[str, Mapping[str, float]], y: float) -> list[str]:
     total = max(sum(of.values()) for of in seconds.values())
     names = [name for name in PHASE_COLOURS if longest.get(name, 0.0) > 0.01 * total]
     entries = [(name, _colour(name)) for name in names if name != "merge"]
-    entries += [("training and merging drafters", colours.AMBER), ("pre-rollouts", colours.OLIVE)]
+    entries += [("training and merging drafters", colours.AMBER), ("pre-rollouts", colours.CYAN)]
     parts, x = [], float(LEFT)
     for name, colour in entries:
         parts += [_rect(x, y - 9, 10, 10, colour), _text(x + 14, y, name, colours.MUTED)]

@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train = {"num_steps": STEPS, "prompts_per_step": 8}
     config = write_config(path, train=train, checkpoint={"every": 1}, eval={"every": 0})
     jobs = {f"{kind}-{name}": [*more, *on] for kind, more in KINDS.items() for name, on in (("on", ON), ("off", OFF))}
-    jobs |= {"grpo-suffix": [*ON, SUFFIX], "grpo-eagle": [*ON, *EAGLE]}
+    jobs |= {"grpo-suffix": [*ON, SUFFIX], "grpo-eagle": [*ON, *EAGLE, "rollout.release_cache=true"]}
     jobs["grpo-small"] = [*ON, "idle.pre_rollout_mib=1e-4"]
     train_many(config, jobs, fault="")
     (path / "said").write_text(train_many(config, {"grpo-failed": ON}, fault="pre-roll"))
@@ -59,12 +59,10 @@ def test_a_step_accepts_what_the_step_before_pre_rolled(folder: Path, run: str):
 
 
 @pytest.mark.nightly
-def test_the_window_is_a_state_of_its_own_and_the_drafter_trains_behind_it(folder: Path):
-    events = read_events(folder / "grpo-eagle", 0)
-    for step in range(STEPS - 1):
-        states = [e["name"] for e in events if e["step"] == step and e["kind"] == "state"]
-        assert states.index("PRE_ROLLING") < states.index("TRAINING")
-    assert all(row["drafter/steps"] > 0 for row in rows(folder / "grpo-eagle"))
+def test_the_window_is_a_state_of_its_own_beside_the_drafters_training(folder: Path):
+    states = {(e["step"], e["name"]) for e in read_events(folder / "grpo-eagle", 0) if e["kind"] == "state"}
+    assert {(step, "PRE_ROLLING") for step in range(STEPS - 1)} <= states
+    assert any(row["drafter/steps"] > 0 for row in rows(folder / "grpo-eagle"))
 
 
 @pytest.mark.nightly

@@ -37,8 +37,6 @@ def _missing(config: Config) -> str | None:
         return f"rollout.backend: {rollout.backend}, which verifies no drafts that it is given"
     if config.env is not None:
         return "env: whole responses are pre-rolled, and those of several turns need their environments"
-    if rollout.release_cache:
-        return "rollout.release_cache: true, for idle windows have no KV cache then"
     if config.actor.router_replay == "rollout":
         return "actor.router_replay: rollout"
     return None

@@ -147,12 +147,14 @@ def _stage(
         own = config.rollout.process_mib * MIB // (1 if device == "cuda" else 4)
         parts |= {"engine's process": own, **engine.process_bytes(config, shape)}
     host = {**drafter.host_parts(config, shape, device), "suffix drafter": engine.suffix_bytes(config)}
+    only = _only(config, device)
     if why_no_pre_rollouts(config, dims.world_size) is None:
         # What the exchange brings, once from each rank of an engine, and as it is kept.
         host["pre-rollouts"] = int((1 + config.rollout.tp) * config.idle.pre_rollout_mib * MIB)
+        only |= {part: (*only[part], "idle window") for part in (KV, "rollout step") if part in only}
     if device == "cpu":
-        return RankMemory(stage, parts | host, _only(config, device))
-    return RankMemory(stage, parts, _only(config, device), host=state | host)
+        return RankMemory(stage, parts | host, only)
+    return RankMemory(stage, parts, only, host=state | host)
 
 
 def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:

@@ -20,6 +20,7 @@ def config_of(more: dict[str, Any], choice: Any = "auto") -> Config:
 
 def test_they_run_by_default_in_the_embedded_engine_with_two_replicas():
     assert why_no_pre_rollouts(config_of({}), 2) is None
+    assert why_no_pre_rollouts(config_of({"rollout": {"release_cache": True}}), 2) is None
     assert "one rollout replica" in str(why_no_pre_rollouts(config_of({}), 1))
     assert "one rollout replica" in str(why_no_pre_rollouts(config_of({"rollout": {"tp": 2}}), 2))
     assert why_no_pre_rollouts(config_of({}, False), 2) == "idle.pre_rollout: false"
@@ -31,7 +32,6 @@ def test_they_run_by_default_in_the_embedded_engine_with_two_replicas():
     [
         ({"rollout": {"backend": "vllm"}}, "rollout.backend: vllm"),
         ({"rollout": {"backend": "trtllm"}}, "rollout.backend: trtllm"),
-        ({"rollout": {"release_cache": True}}, "rollout.release_cache: true"),
         ({"actor": {"router_replay": "rollout"}}, "actor.router_replay: rollout"),
         (ENV, "env: whole responses"),
     ],
