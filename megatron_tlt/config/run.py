@@ -45,6 +45,9 @@ class EvalSection(Section):
     """Temperature of evaluation."""
     max_tokens: PositiveInt | None = None
     """Longest response; default: rollout.max_tokens."""
+    draft_mib: NonNegativeFloat = 64.0
+    """Most memory of the responses that an evaluation keeps, 4 bytes a token, the longest first: the next evaluation
+    draws with the same noise and verifies them in place of decoding (docs/guides/pre_rollouts.md); 0: none."""
 
 
 UNFINISHED = "unfinished"  # folder of a command's output directory: what the command resumes from until it is done
