@@ -26,6 +26,7 @@ from megatron_tlt.rollout.paged_hidden_states import page_bytes
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.spec.build import Drafting
 from megatron_tlt.rollout.spec.history import ResponseHistory
+from megatron_tlt.rollout.spec.pre_rollouts import LONGEST
 from megatron_tlt.sync.served_weights import NO_WEIGHTS, ServedWeights
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
     if tp is not None and tp.size > 1 and options.kv_cache_bytes is None:
         # Ranks see different amounts of free memory, and their schedulers must decide alike; a plan is the same on all.
         num_blocks = int(tp.all_gather(torch.tensor([num_blocks], device=device)).min())
-    graphs = _graphs(rollout, decoder)
+    graphs = _graphs(options, decoder)
     engine = Engine(
         decoder,
         SchedulerLimits(rollout.max_running_requests, rollout.max_batched_tokens, model.max_context, config.vocab_size),
@@ -107,12 +108,13 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
     )
 
 
-def _graphs(rollout: RolloutSection, decoder: Decoder) -> GraphBudget | None:
+def _graphs(options: EngineOptions, decoder: Decoder) -> GraphBudget | None:
     """Captured graphs for decoding on CUDA; None where the configuration or the device excludes them."""
+    rollout = options.rollout
     if not (rollout.cuda_graphs and isinstance(decoder, TorchDecoder) and decoder.paged is not None):
         return None
-    section = rollout.speculation
-    return GraphBudget(decoder, rollout.graph_memory_mib << 20, rollout.verify_rows, section.rows_each)
+    rows_each = max(rollout.speculation.rows_each, 1 + LONGEST if options.takes_drafts else 1)
+    return GraphBudget(decoder, rollout.graph_memory_mib << 20, rollout.verify_rows, rows_each)
 
 
 def _history(rollout: RolloutSection) -> ResponseHistory | None:

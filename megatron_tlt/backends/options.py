@@ -45,5 +45,7 @@ class EngineOptions:
     """Samples get `routed_experts`."""
     keep_tables: bool = False
     """`lookup_tables` will be read."""
+    takes_drafts: bool = False
+    """Calls bring drafts (`GenerateCall.drafts`), whose verification is captured, too."""
     kv_cache_bytes: int | None = None
     """The KV cache of the memory plan, by default `rollout.kv_cache_mib`."""

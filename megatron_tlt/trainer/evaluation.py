@@ -1,7 +1,7 @@
 """Evaluation on held-out prompts: pass@1, pass@k, response lengths.
 
 Every evaluation of a run samples responses to the same prompts with the same noise (common random numbers), so two of
-them differ by the policy only.
+them differ by the policy only. The last one's responses are drafts of the next one (`trainer/pre_rollouts`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from megatron_tlt.distributed.exchange import gather_columns
 from megatron_tlt.trainer.batch_assembly import as_columns, group_samples, share_responses
 from megatron_tlt.trainer.environments import turns_of
+from megatron_tlt.trainer.pre_rollouts import exchanged
 from megatron_tlt.trainer.turn_metrics import column_means, turn_columns
 from megatron_tlt.types import GenerateCall
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.trainer.environments import Environments
-    from megatron_tlt.types import Prompt, SamplingParams
+    from megatron_tlt.types import Prompt, Sample, SamplingParams
 
 _SEED_OFFSET = 0x5EED  # evaluation must not reuse the noise of training rollouts
 _COLUMNS = {"prompt": np.int64, "correct": np.int64, "reward": float, "length": float, "cut": float}
@@ -77,7 +78,9 @@ class Evaluator:
         rewards: RewardPool,
         queues: PromptQueues,
         environments: Environments | None = None,
+        draft_bytes: int = 0,
     ):
+        """Keeps responses of at most `draft_bytes`, 4 a token, as drafts of the next evaluation."""
         self._prompts, self._queues = prompts, queues
         self._environments = environments
         self._section, self._backend, self._rewards, self._world = section, backend, rewards, queues.world
@@ -85,6 +88,8 @@ class Evaluator:
         self._params = replace(
             params, temperature=section.temperature, max_tokens=max_tokens, seed=params.seed + _SEED_OFFSET
         )
+        self._draft_bytes = draft_bytes
+        self._drafts: dict[tuple[int, int], np.ndarray] = {}  # see `GenerateCall.drafts`; the same on every rank
 
     def run(
         self, step: int, stop: GracefulShutdown | None = None, progress: ProgressDisplay | None = None
@@ -97,7 +102,7 @@ class Evaluator:
         queue = self._queues.open(self._backend.ordered(self._prompts), num_samples)
         dropped = False
         with turns_of(self._environments) as turns:
-            call = GenerateCall(queue, self._params, num_samples, self._report, turns=turns)
+            call = GenerateCall(queue, self._params, num_samples, self._report, drafts=self._drafts, turns=turns)
             if progress is not None:
                 share = -(-len(self._prompts) * self._queues.tp // self._world.size)
                 call = progress.watched(call, "eval: responses of this replica", share * num_samples)
@@ -107,6 +112,7 @@ class Evaluator:
                 samples, dropped = stop.interruptible(self._backend.generate, call)
         if stop is not None:
             stop.sync("eval", dropped)
+        self._keep(samples)
         groups = group_samples(queue.fetched, samples) if self._queues.is_first else []
         self._rewards.score(groups)
         share_responses(self._world, self._backend, groups)  # the same prompts come again
@@ -119,6 +125,13 @@ class Evaluator:
         if self._environments is not None:
             columns |= turn_columns([sample for group in groups for sample in group.samples])
         return summarise(step, gather_columns(self._world, columns))
+
+    def _keep(self, samples: Sequence[Sample]) -> None:
+        """Keeps all ranks' responses: any replica may fetch a prompt the next time. Collective. Mutates the drafts."""
+        self._drafts.clear()  # before the new ones come
+        if self._draft_bytes:
+            mine = samples if self._queues.is_first else []
+            self._drafts |= {name: tokens for name, tokens, _ in exchanged(self._queues, mine, self._draft_bytes)}
 
     def _report(self, running: int, waiting: int, _: int) -> None:
         self._world.heartbeat(running=running, queued=waiting)

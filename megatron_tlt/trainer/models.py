@@ -88,6 +88,7 @@ def open_backend(
         keep_layers=keep_layers,
         keep_routed_experts=config.actor.router_replay == "rollout",
         keep_tables=drafter_trainer is not None,
+        takes_drafts=takes_drafts(config, world.size),
         kv_cache_bytes=kv_cache_bytes,
     )
     backend = _BUILDERS[config.rollout.backend](options)

@@ -68,6 +68,16 @@ class Drafts:
             yield (int(prompt_id), int(index)), self.tokens[end - length : end], bool(whole)
 
 
+def exchanged(queues: PromptQueues, samples: Sequence[Sample], max_bytes: int) -> list[tuple[Name, np.ndarray, bool]]:
+    """The responses of all replicas, as in `Drafts.responses`, at most `max_bytes` of tokens, the same share of each.
+
+    `samples`: this rank's. Collective.
+    """
+    drafts = Drafts.of(samples, max_bytes // queues.num_replicas) if samples else None
+    everywhere = queues.world.all_gather_object(drafts)
+    return [response for of in everywhere if of is not None for response in of.responses()]
+
+
 @dataclass(kw_only=True, eq=False)
 class PreRollouts:
     """One rank's part. All ranks make the same calls, but for the function that `open` returns."""
@@ -111,12 +121,10 @@ class PreRollouts:
         if not self._is_open:
             return
         new, self._new = self._new, []
-        each = self.max_bytes // self.queues.num_replicas
-        for drafts in self.queues.world.all_gather_object(Drafts.of(new, each) if new else None):
-            for name, tokens, is_whole in () if drafts is None else drafts.responses():
-                if is_whole or len(tokens) > len(self._drafts.get(name, ())):
-                    self._drafts[name] = tokens
-                    self._whole |= {name} if is_whole else set()
+        for name, tokens, is_whole in exchanged(self.queues, new, self.max_bytes):
+            if is_whole or len(tokens) > len(self._drafts.get(name, ())):
+                self._drafts[name] = tokens
+                self._whole |= {name} if is_whole else set()
 
     def take_stats(self) -> EngineStats:
         """The engine's counters of the step's rollouts, without pre-rollouts. Resets them."""

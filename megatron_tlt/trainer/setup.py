@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_tlt.config.checks.pre_rollouts import why_no_pre_rollouts
+from megatron_tlt.config.checks.pre_rollouts import why_no_eval_drafts, why_no_pre_rollouts
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompt_queue import PromptQueues
@@ -170,7 +170,9 @@ def build_evaluator(
     """The evaluator on held-out prompts; None without any."""
     if not prompts:
         return None
-    return Evaluator(prompts, config.eval, sampling_params(config), backend, rewards, queues, environments)
+    draft_bytes = int(config.idle.pre_rollout_mib * 2**20) if why_no_eval_drafts(config) is None else 0
+    params = sampling_params(config)
+    return Evaluator(prompts, config.eval, params, backend, rewards, queues, environments, draft_bytes)
 
 
 def _sharing(config: Config, world: World) -> HiddenStateSharing:

@@ -1,6 +1,8 @@
-"""Whole runs whose idle ranks pre-roll the next step: nothing but time depends on it."""
+"""Whole runs whose idle ranks pre-roll the next step, and whose evaluations draft: nothing but time depends on it."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +18,17 @@ SPEC = "rollout.speculation"
 KILLER = "tests/integration/workers/pre_rollout_killed.py"
 SUFFIX = f"{SPEC}.drafter=suffix"
 EAGLE = [f"{SPEC}.drafter=eagle", "idle.train_drafter=true", "idle.min_tail_seconds=0", "drafter.online.warmup_steps=0"]
+EVALS = ["eval.every=1", f"{SPEC}.selector=fixed"]
 KINDS = {
     "grpo": [],
     "dynamic": ["algorithm.name=dapo", "algorithm.dynamic_sampling=true", "algorithm.max_sampling_rounds=2"],
     "carried": ["rollout.carry_over=12"],
 }
+
+
+def evaluations(run: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: row[k] for k in row if k.startswith(("step", "eval/"))} for row in found if "eval/reward" in row]
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = write_config(path, train=train, checkpoint={"every": 1}, eval={"every": 0})
     jobs = {f"{kind}-{name}": [*more, *on] for kind, more in KINDS.items() for name, on in (("on", ON), ("off", OFF))}
     jobs |= {"grpo-suffix": [*ON, SUFFIX], "grpo-eagle": [*ON, *EAGLE, "rollout.release_cache=true"]}
+    jobs |= {"evals-on": [*EVALS, "idle.pre_rollout=auto"], "evals-off": [*EVALS, *OFF]}
     jobs["grpo-small"] = [*ON, "idle.pre_rollout_mib=1e-4"]
     train_many(config, jobs, fault="")
     (path / "said").write_text(train_many(config, {"grpo-failed": ON}, fault="pre-roll"))
@@ -43,6 +52,14 @@ def test_responses_rewards_and_weights_are_the_same(folder: Path, run: str):
     assert rollout_digests(off) == rollout_digests(on)
     tokens = [[row["engine/generated_tokens"] for row in rows(of)] for of in (off, on)]
     assert tokens[0] == tokens[1], "pre-rolled tokens are not the step's"
+
+
+def test_evaluations_that_draft_are_the_same(folder: Path):
+    assert_same_checkpoint(folder / "evals-off" / LAST, folder / "evals-on" / LAST)
+    off, on = (evaluations(folder / f"evals-{name}") for name in ("off", "on"))
+    assert len(on) == STEPS + 1 and off == on
+    tokens = [[row["engine/generated_tokens"] for row in rows(folder / name)] for name in ("evals-off", "grpo-off")]
+    assert tokens[0] == [row["engine/generated_tokens"] for row in rows(folder / "evals-on")] == tokens[1]
 
 
 @pytest.mark.nightly  # whether a window is long enough is a matter of time

@@ -1,10 +1,12 @@
-"""Pre-rollouts: where they run, and why not elsewhere."""
+"""Pre-rollouts and the drafts of evaluations: where they run, and why not elsewhere."""
 
 from __future__ import annotations
 
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem, Problems
 from megatron_tlt.types import CAPABILITIES
+
+_REPEATS_BITS = "rollout.schedule: static, which repeats a run bit by bit as long as nothing drafts"
 
 
 def check_pre_rollouts(config: Config) -> Problems:
@@ -20,8 +22,22 @@ def why_no_pre_rollouts(config: Config, num_ranks: int) -> str | None:
     if num_ranks // config.rollout.tp < 2:
         return "one rollout replica, which never waits"
     if config.idle.pre_rollout == "auto" and _repeats_bits(config):
-        return "rollout.schedule: static, which repeats a run bit by bit as long as nothing drafts"
+        return _REPEATS_BITS
     return _missing(config)
+
+
+def why_no_eval_drafts(config: Config) -> str | None:
+    """Why an evaluation does not draft with the responses of the last one; None: it does."""
+    if config.data.eval is None or not config.eval.every:
+        return "there are none"
+    if config.idle.pre_rollout is False:
+        return "idle.pre_rollout: false"
+    return _REPEATS_BITS if _repeats_bits(config) else _takes_no_drafts(config)
+
+
+def takes_drafts(config: Config, num_ranks: int) -> bool:
+    """Whether the engine gets responses of an earlier policy to verify."""
+    return why_no_pre_rollouts(config, num_ranks) is None or why_no_eval_drafts(config) is None
 
 
 def _repeats_bits(config: Config) -> bool:
@@ -32,11 +48,18 @@ def _repeats_bits(config: Config) -> bool:
 
 def _missing(config: Config) -> str | None:
     """The setting with which they do not run, and why."""
-    rollout = config.rollout
-    if not CAPABILITIES[rollout.backend].pre_rollouts:
-        return f"rollout.backend: {rollout.backend}, which verifies no drafts that it is given"
+    if (reason := _takes_no_drafts(config)) is not None:
+        return reason
     if config.env is not None:
         return "env: whole responses are pre-rolled, and those of several turns need their environments"
     if config.actor.router_replay == "rollout":
         return "actor.router_replay: rollout"
     return None
+
+
+def _takes_no_drafts(config: Config) -> str | None:
+    """The engine that verifies no drafts of a call."""
+    backend = config.rollout.backend
+    if CAPABILITIES[backend].pre_rollouts:
+        return None
+    return f"rollout.backend: {backend}, which verifies no drafts that it is given"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_tlt.config.checks.layout import Device, resolve_device
-from megatron_tlt.config.checks.pre_rollouts import why_no_pre_rollouts
+from megatron_tlt.config.checks.pre_rollouts import why_no_eval_drafts, why_no_pre_rollouts
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning import drafter, engine, graphs, policy
@@ -149,12 +149,20 @@ def _stage(
     host = {**drafter.host_parts(config, shape, device), "suffix drafter": engine.suffix_bytes(config)}
     only = _only(config, device)
     if why_no_pre_rollouts(config, dims.world_size) is None:
-        # What the exchange brings, once from each rank of an engine, and as it is kept.
-        host["pre-rollouts"] = int((1 + config.rollout.tp) * config.idle.pre_rollout_mib * MIB)
+        host["pre-rollouts"] = _exchanged_bytes(config, config.idle.pre_rollout_mib * MIB)
         only |= {part: (*only[part], "idle window") for part in (KV, "rollout step") if part in only}
+    if why_no_eval_drafts(config) is None:
+        tokens = config.eval.max_tokens or config.rollout.max_tokens
+        most = 4 * config.eval.num_prompts * config.eval.samples_per_prompt * tokens
+        host["drafts of evaluations"] = _exchanged_bytes(config, min(most, config.idle.pre_rollout_mib * MIB))
     if device == "cpu":
         return RankMemory(stage, parts | host, only)
     return RankMemory(stage, parts, only, host=state | host)
+
+
+def _exchanged_bytes(config: Config, kept: float) -> int:
+    """What an exchange of drafts brings, once from each rank of an engine, and the bytes that are kept."""
+    return int((1 + config.rollout.tp) * kept)
 
 
 def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.checks.learning import learning_rate_warning
-from megatron_tlt.config.checks.pre_rollouts import why_no_pre_rollouts
+from megatron_tlt.config.checks.pre_rollouts import why_no_eval_drafts, why_no_pre_rollouts
 from megatron_tlt.config.checks.rollout import longest_request
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
@@ -90,7 +90,8 @@ def _engines(config: Config, num_ranks: int) -> list[str]:
     spans = [_span(i * size, size) for i in range(count)]
     shown = ", ".join(spans) if count <= MAX_GRID_ROWS else f"{spans[0]}, {spans[1]}, ..., {spans[-1]}"
     each = "rank" if size == 1 else "ranks"
-    return [f"Rollout engines: {count} of {size} {each}: {shown}", *_idle(config, num_ranks), *_without_effect(config)]
+    first = f"Rollout engines: {count} of {size} {each}: {shown}"
+    return [first, *_idle(config, num_ranks), _evaluations(config), *_without_effect(config)]
 
 
 def _idle(config: Config, num_ranks: int) -> list[str]:
@@ -100,6 +101,13 @@ def _idle(config: Config, num_ranks: int) -> list[str]:
         return [f"  no pre-rollouts: {reason}"]
     then = ", then trains the drafter" if config.idle.train_drafter else ""
     return [f"  an idle one pre-rolls the next step's prompts{then}; at most {mib:g} MiB of drafts"]
+
+
+def _evaluations(config: Config) -> str:
+    """Whether an evaluation drafts with the last one's responses."""
+    if (reason := why_no_eval_drafts(config)) is not None:
+        return f"  no drafts of evaluations: {reason}"
+    return f"  an evaluation verifies the last one's responses; at most {config.idle.pre_rollout_mib:g} MiB of drafts"
 
 
 def _without_effect(config: Config) -> list[str]:

@@ -1,10 +1,14 @@
-"""Where pre-rollouts run, and the reasons elsewhere."""
+"""Where pre-rollouts run, where evaluations draft, and the reasons elsewhere."""
 
 from typing import Any
 
 import pytest
 
-from megatron_tlt.config.checks.pre_rollouts import check_pre_rollouts, why_no_pre_rollouts
+from megatron_tlt.config.checks.pre_rollouts import (
+    check_pre_rollouts,
+    why_no_eval_drafts,
+    why_no_pre_rollouts,
+)
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
 
@@ -49,3 +53,23 @@ def test_a_run_that_repeats_bit_by_bit_without_drafts_gets_them_only_where_they_
         assert why_no_pre_rollouts(config_of({"rollout": {"schedule": "static", **exact}}), 2) is None
     asked = config_of(STATIC, True)
     assert why_no_pre_rollouts(asked, 2) is None and not list(check_pre_rollouts(asked))
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({}, None),
+        ({"idle": {"pre_rollout": False}}, "idle.pre_rollout: false"),
+        ({"rollout": {"release_cache": True}}, None),
+        (ENV, None),
+        ({"data": {}}, "there are none"),
+        ({"eval": {"every": 0}}, "there are none"),
+        ({"rollout": {"backend": "vllm"}}, "rollout.backend: vllm"),
+        (STATIC, "rollout.schedule: static"),
+        ({"rollout": {"schedule": "static", "numerics": "invariant"}}, None),
+    ],
+)
+def test_evaluations_draft_on_one_rank_too(more: dict[str, Any], named: str | None):
+    config = config_of({"data": {"eval": {"kind": "jsonl", "path": "p"}}, **more})
+    reason = why_no_eval_drafts(config)
+    assert reason is None if named is None else named in str(reason)
