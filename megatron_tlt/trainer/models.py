@@ -12,6 +12,7 @@ from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.trtllm.build import build_trtllm
 from megatron_tlt.backends.vllm.build import build_vllm
+from megatron_tlt.config.checks.pre_rollouts import takes_drafts
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, TensorParallel
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.config import ModelConfig
