@@ -20,6 +20,7 @@ from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.prompts import EnvPrompts, build_prompts, source_problems
 from megatron_tlt.data.sources import Row
 from megatron_tlt.errors import ConfigError, DataError
+from megatron_tlt.models.keys import request_key
 from megatron_tlt.types import Prompt
 
 TASKS = PromptSourceConfig(tasks=(TaskConfig(name="chain_sum"),))
@@ -111,6 +112,8 @@ def test_ids_count_draws_and_epochs_are_shuffled_anew(ten: PromptSourceConfig) -
     epochs = [[p.text for p in prompts[i : i + 10]] for i in (0, 10, 20)]
     assert all(sorted(epoch) == [f"q{i}" for i in range(10)] for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
+    keys = {request_key(0, p.prompt_id, 0) for p in prompts}
+    assert len(keys) == 30, "a prompt's noise in one epoch is not that of another: exploration would narrow"
     assert len({p.dataset_id for p in prompts}) == 10
 
 
