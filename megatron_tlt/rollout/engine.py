@@ -311,15 +311,21 @@ class Engine:
     @property
     def has_room(self) -> bool:
         """See `DrivenEngine`."""
-        return not self.scheduler.has_queue and self.num_running + self.num_waiting < self.limits.max_running
+        is_full = self.num_running + self.num_waiting >= self.limits.max_running
+        return not is_full and (self._has_drafts or not self.scheduler.has_queue)
 
     def begin(
         self, prompt: Prompt, params: SamplingParams, indices: Sequence[int], begun: Mapping[int, Sample], turns: bool
     ) -> None:
         """See `DrivenEngine`."""
-        self.scheduler.separates_prefill = turns
+        self.scheduler.separates_prefill = turns or self._has_drafts
         name = prompt.prompt_id, prompt.dataset_id
         self.add(prompt.token_ids, params, *name, indices=indices, begun=begun, takes_turns=turns)
+
+    @property
+    def _has_drafts(self) -> bool:
+        """Whether the call brought drafts: a step that also reads prompts verifies none, so these are read together."""
+        return self.speculator is not None and self.speculator.has_earlier
 
     def advance(self, may_wait: bool = False) -> Advance:
         """See `DrivenEngine`: a step."""

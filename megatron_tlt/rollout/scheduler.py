@@ -11,9 +11,10 @@ the latest arrival is preempted: its blocks are freed and its tokens computed ag
 progresses. A parked request keeps its blocks and has no row. Its blocks are the first to go: to running requests, and
 to queued ones that arrived before it or where nothing else is computed.
 
-With environments (`separates_prefill`) a step is either of prefill or of decoding, since a step with prefill drafts
-nothing. A step of prefill makes every running request wait for one step; it comes once the queued ones have waited as
-many steps, all together. With R running requests and A arrivals a step it comes every sqrt(2 R / A) steps.
+With environments, and with drafts that the call brought (`separates_prefill`), a step is either of prefill or of
+decoding, since a step with prefill drafts nothing. A step of prefill makes every running request wait for one step; it
+comes once the queued ones have waited as many steps, all together. With R running requests and A arrivals a step it
+comes every sqrt(2 R / A) steps.
 """
 
 from __future__ import annotations

@@ -98,6 +98,11 @@ class Speculator:
         return None if self.pre_rollouts is None or self.pre_rollouts.is_empty else self.pre_rollouts
 
     @property
+    def has_earlier(self) -> bool:
+        """Whether the call has earlier responses to draft from."""
+        return self._earlier is not None
+
+    @property
     def _is_off(self) -> bool:
         """Whether this call can only decode plainly."""
         return self.drafter.kind == "none" and self._earlier is None
