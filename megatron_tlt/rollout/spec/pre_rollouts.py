@@ -248,7 +248,7 @@ class PreRollouts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
-        if self._costs is not None and state["costs"] is not None:
+        if self._costs is not None and state.get("costs"):
             self._costs.load_state_dict(state["costs"])
         self._rates.load_state_dict(state["rates"])
 
