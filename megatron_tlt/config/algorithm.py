@@ -22,9 +22,6 @@ class AlgorithmSection(Section):
     teacher: str | None = None
     """distill: Hugging Face directory of the teacher, or its name on the hub, as `model.path`. Its sizes may differ
     from the policy's; its tokenizer must give every token of the policy's the same id."""
-    teacher_architecture: ArchitectureConfig | None = None
-    """Expected shape of the teacher. Used by `check` when `teacher` is not on this machine; where it is, both must
-    agree."""
     ratio_clip_low: NonNegativeFloat | None = None
     """Lower clip: ratio >= 1 - low. Default: of the algorithm."""
     ratio_clip_high: NonNegativeFloat | None = None
@@ -61,6 +58,20 @@ class AlgorithmSection(Section):
     lengths and divisors count them."""
     advantage_eps: PositiveFloat = Field(default=1e-6)
     """Added to standard deviations."""
+
+    # The teacher's shape, for the memory plan and the layout; None: there is none here that can be read.
+    _teacher_shape: ArchitectureConfig | None = None
+
+    @property
+    def teacher_shape(self) -> ArchitectureConfig | None:
+        """The shape that `with_teacher_shape` has set."""
+        return self._teacher_shape
+
+    def with_teacher_shape(self, shape: ArchitectureConfig) -> AlgorithmSection:
+        """A copy that knows the teacher's shape."""
+        copied = self.model_copy()
+        copied._teacher_shape = shape
+        return copied
 
     @property
     def kl_weight(self) -> float:

@@ -17,7 +17,7 @@ from megatron_tlt.config.planning.parameters import (
     total_parameters,
 )
 from megatron_tlt.config.planning.report import render_check
-from megatron_tlt.config.root import SftConfig
+from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.drafter import loss
 from megatron_tlt.rollout import sampler
 
@@ -166,16 +166,21 @@ def test_a_teacher_is_counted_in_its_own_shape() -> None:
     """Weights in the actor's layout and type, and, where it is much wider than the policy, what its forward takes."""
     shape, teacher = shape_of("qwen2.5-1.5b"), shape_of("qwen2.5-32b")
     distill = ["algorithm.name=distill", "algorithm.teacher=t", "actor.tp=2", "actor.pp=2"]
-    given = [*distill, f"algorithm.teacher_architecture={teacher.model_dump(mode='json')}"]
-    stages = estimate_memory(config_of(*given), shape, 4, "cuda")
+
+    def beside(*overrides: str) -> Config:
+        config = config_of(*distill, *overrides)
+        return config.model_copy(update={"algorithm": config.algorithm.with_teacher_shape(teacher)})
+
+    stages = estimate_memory(beside(), shape, 4, "cuda")
     of_teacher = [stage.parts["weights"] for stage in estimate_memory(config_of(*distill[2:]), teacher, 4, "cuda")]
     assert [stage.parts["teacher"] for stage in stages] == of_teacher
-    with_adapters = estimate_memory(config_of(*given, "actor.lora.rank=8"), shape, 4, "cuda")[0].parts
+    with_adapters = estimate_memory(beside("actor.lora.rank=8"), shape, 4, "cuda")[0].parts
     assert with_adapters["teacher"] == of_teacher[0]
     narrow = ["actor.recompute=full", "actor.micro_batch_tokens=16384", "rollout.max_tokens=1024"]
-    alone, beside = (estimate_memory(config_of(*o, *narrow), shape, 4, "cuda")[0].parts for o in (distill[2:], given))
-    assert beside["activations"] > alone["activations"], "a layer of 27,648 is wider than the policy's head"
-    assert beside["rotations"] == 2 * alone["rotations"], "both have heads of 128"
+    configs = config_of(*distill[2:], *narrow), beside(*narrow)
+    alone, both = (estimate_memory(config, shape, 4, "cuda")[0].parts for config in configs)
+    assert both["activations"] > alone["activations"], "a layer of 27,648 is wider than the policy's head"
+    assert both["rotations"] == 2 * alone["rotations"], "both have heads of 128"
 
 
 def test_too_little_memory_is_a_problem_that_names_the_largest_parts():
