@@ -12,6 +12,7 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.checks.rollout import check_positions
 from megatron_tlt.config.checks.speculation import check_speculation
+from megatron_tlt.config.rollout import KV_BLOCK
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.errors import ConfigError
@@ -71,8 +72,8 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         drafter_decoder = KINDS[drafter.config.kind].build_decoder(decoder, drafter.config, rollout.threads)
         drafter_decoder.load_weights(drafter.weights.items())
     num_blocks = choose_num_blocks(
-        _block_bytes(rollout.block_size, decoder, drafter_decoder, options.keep_layers is not None),
-        block_size=rollout.block_size,
+        _block_bytes(KV_BLOCK, decoder, drafter_decoder, options.keep_layers is not None),
+        block_size=KV_BLOCK,
         max_running=rollout.max_running_requests,
         max_context=model.max_context,
         budget_bytes=options.kv_cache_bytes or rollout.kv_cache_bytes,
@@ -87,7 +88,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         decoder,
         SchedulerLimits(rollout.max_running_requests, rollout.max_batched_tokens, model.max_context, config.vocab_size),
         num_blocks,
-        rollout.block_size,
+        KV_BLOCK,
         tokenizer=options.tokenizer,
         eos_token_ids=end_tokens(config, options.tokenizer),
         tp=tp,
@@ -111,7 +112,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
 def _graphs(options: EngineOptions, decoder: Decoder) -> GraphBudget | None:
     """Captured graphs for decoding on CUDA; None where the configuration or the device excludes them."""
     rollout = options.rollout
-    if not (rollout.cuda_graphs and isinstance(decoder, TorchDecoder) and decoder.paged is not None):
+    if not (rollout.graph_memory_mib and isinstance(decoder, TorchDecoder) and decoder.paged is not None):
         return None
     rows_each = max(rollout.speculation.rows_each, 1 + LONGEST if options.takes_drafts else 1)
     return GraphBudget(decoder, rollout.graph_memory_mib << 20, rollout.verify_rows, rows_each)

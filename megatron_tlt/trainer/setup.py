@@ -67,7 +67,8 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     from megatron_tlt.trainer.recovery import Recovery, TrainState
     from megatron_tlt.trainer.sampling import GroupSampler
 
-    device_memory.let_segments_grow(world.device, config.rollout.engine_process)
+    is_apart = config.rollout.engine_process is not None
+    device_memory.let_segments_grow(world.device, is_apart and config.sync.by_handles(world.device.type))
     config = with_date(with_teacher_shape(device_memory.with_device_memory(config, world)), world)
     check_on(config, world, place_problems(config))
     tokenizer = open_tokenizer(config)

@@ -80,12 +80,12 @@ def build_llm_kwargs(
             "free_gpu_memory_fraction": section.kv_cache_fraction,
         },
         "cuda_graph_config": {**_GRAPHS, "max_batch_size": rollout.max_running_requests}
-        if rollout.cuda_graphs
+        if rollout.graph_memory_mib
         else None,
     }
     if (config := build_spec_config(section, drafter)) is not None:
         kwargs["speculative_config"] = config
-    if section.sleep != "none":
+    if rollout.release_cache:
         is_old = section.version.startswith("1.2.")
         kwargs |= {"enable_sleep": True} if is_old else {"sleep_config": {CLASS: "SleepConfig"}}
     return with_more(kwargs, section.engine, "rollout.trtllm.engine")

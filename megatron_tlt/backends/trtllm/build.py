@@ -37,7 +37,7 @@ _ENGINE = {
 def build_trtllm(options: EngineOptions) -> TrtllmBackend:
     """The engine of this rank, started on its GPU, without the policy's weights (version -1), with the drafter.
 
-    With `rollout.trtllm.sleep` it has given its KV cache's memory back. Raises ConfigError, CheckpointError or
+    With `rollout.release_cache` it has given its KV cache's memory back. Raises ConfigError, CheckpointError or
     BackendError.
     """
     rollout, model, drafter = options.rollout, options.model, options.drafter
@@ -54,7 +54,7 @@ def build_trtllm(options: EngineOptions) -> TrtllmBackend:
         options,
         end_tokens(policy, options.tokenizer),
     )
-    if section.sleep != "none":
+    if rollout.release_cache:
         backend.release()  # the engine took its KV cache at the start; the policy, built next, needs that memory
     return backend
 

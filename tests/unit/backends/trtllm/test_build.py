@@ -44,7 +44,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def settings(folder: Path, **fields: Any) -> tuple[RolloutSection, ModelSection]:
     (folder / "config.json").write_text(json.dumps(TINY.to_hf()))
-    given = {"python": fake_python(folder), "transport": "shared_memory", "heartbeat_s": 0.1, **fields}
+    given = {"python": fake_python(folder), **fields}
     rollout = RolloutSection.model_validate({"backend": "trtllm", "trtllm": given})
     return rollout, ModelSection(path=str(folder), max_context=64)
 
@@ -75,9 +75,9 @@ def test_errors_are_reported_and_no_process_stays(
     assert list(logs.iterdir()) == []
 
 
-@pytest.mark.parametrize(("sleep", "called"), [("none", ["start"]), ("kv_cache", ["start", "release"])])
+@pytest.mark.parametrize(("sleeps", "called"), [(False, ["start"]), (True, ["start", "release"])])
 def test_it_starts_with_the_drafter_in_its_own_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep: str, called: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeps: bool, called: list[str]
 ) -> None:
     """Tensors and config.json that EAGLE-3's loader reads, the layers as an argument; each weight sync brings all
     tensors. The policy is built next, on the same GPU: an engine that sleeps has given its cache back."""
@@ -95,8 +95,9 @@ def test_it_starts_with_the_drafter_in_its_own_layout(
         return real(self, kind, **fields)
 
     monkeypatch.setattr(trtllm_build.EngineProcess, "call", call)
-    rollout, model = settings(tmp_path, draft_len=3, sleep=sleep)
-    rollout = rollout.model_copy(update={"speculation": SpeculationSection(drafter="eagle")})
+    rollout, model = settings(tmp_path, draft_len=3)
+    changes = {"speculation": SpeculationSection(drafter="eagle"), "release_cache": sleeps}
+    rollout = rollout.model_copy(update=changes)
     backend = build_trtllm(EngineOptions(rollout, model, SyncSection(verify=True), device="cpu", drafter=drafter))
     assert calls == called and backend.policy_version == -1
     assert seen["architectures"] == ["LlamaForCausalLMEagle3"]

@@ -90,8 +90,8 @@ def test_every_argument_is_a_field_in_the_sources(version: str, record: str) -> 
     """Sources of February 2026, which still have what 1.2 has, and of late 1.3; the classes forbid other arguments."""
     sources = recorded(SIGNATURES / f"{record}.json")["classes"]
     known = {name: names_of(name, sources) for name in sources}
-    section = TrtllmSection(python="p", version=version, sleep="kv_cache")
-    rollout = RolloutSection(dtype="bf16", trtllm=section)
+    section = TrtllmSection(python="p", version=version)
+    rollout = RolloutSection(dtype="bf16", trtllm=section, release_cache=True)
     given = build_llm_kwargs(rollout, ModelSection(path="/m"), Eagle3Files(Path("/d"), (1, 2, 3)))
     assert {*given} - known["TorchLlmArgs"] <= {"enable_sleep"}  # 1.2's, gone by February
     for value in (v for v in given.values() if isinstance(v, dict)):

@@ -35,7 +35,7 @@ def problems(*overrides: str, device: str | None = None) -> dict[str, str]:
 
 def test_a_good_configuration_has_no_problems() -> None:
     assert problems() == {}
-    assert problems("rollout.trtllm.transport=shared_memory", device="cpu") == {}
+    assert problems("sync.transport=shared_memory", device="cpu") == {}
     assert problems(*TRAINED) == problems(*TRAINED, "rollout.trtllm.version=1.3.0") == {}
     assert problems("rollout.trtllm.engine.attn_backend=FLASHINFER", "rollout.trtllm.environment.A=b") == {}
 
@@ -54,7 +54,6 @@ def test_a_good_configuration_has_no_problems() -> None:
         (["rollout.trtllm.python=null"], {"rollout.trtllm.python"}),
         (["rollout.trtllm.version=1.4.0rc1"], {"rollout.trtllm.version"}),
         (["rollout.kernels=torch"], {"rollout.kernels"}),
-        (["rollout.release_cache=true"], {"rollout.release_cache"}),
         (["rollout.kv_cache_mib=4000"], {"rollout.kv_cache_mib"}),
     ],
 )
@@ -66,8 +65,8 @@ def test_what_it_cannot_do_is_refused(overrides: list[str], paths: set[str]) -> 
 
 
 def test_gpu_handles_are_refused_on_cpu() -> None:
-    handles = "rollout.trtllm.transport=cuda_ipc"
-    assert set(problems(handles, device="cpu")) == {"rollout.trtllm.transport"}
+    handles = "sync.transport=cuda_ipc"
+    assert set(problems(handles, device="cpu")) == {"sync.transport"}
     assert problems(handles, device="cuda") == {}
 
 
@@ -140,6 +139,6 @@ def test_what_vllm_cannot_do_is_refused(overrides: list[str], path: str) -> None
 
 
 def test_vllm_is_batch_invariant_on_gpus_only() -> None:
-    found = problems(*VLLM, "rollout.numerics=invariant", "rollout.vllm.transport=shared_memory", device="cpu")
+    found = problems(*VLLM, "rollout.numerics=invariant", "sync.transport=shared_memory", device="cpu")
     assert "needs Triton" in found.pop("rollout.numerics") and not found
     assert problems(*VLLM, "rollout.numerics=invariant", device="cuda") == problems(*VLLM, device="cuda")

@@ -265,7 +265,7 @@ def test_graphs_are_planned_and_have_room_for_their_buffers():
     shape, cuda = shape_of("qwen2.5-7b"), ["distributed.device=cuda", "rollout.dtype=bf16"]
     stage = estimate_memory(config_of(*cuda), shape, 1)[0]
     assert stage.parts["graphs"] == 2048 * 2**20 and "graphs" not in stage.only
-    for off in ("rollout.cuda_graphs=false", "rollout.numerics=invariant", "distributed.device=cpu"):
+    for off in ("rollout.graph_memory_mib=0", "rollout.numerics=invariant", "distributed.device=cpu"):
         assert not estimate_memory(config_of(*cuda, off), shape, 1)[0].parts["graphs"], off
     # Logits, hidden states, three rows of the residual stream and four of the MLP, of 1,536 rows in bf16.
     least = -(-1536 * 2 * (152064 + 3584 + 3 * 3584 + 4 * 18944) // 2**20)
@@ -352,15 +352,13 @@ def test_an_engine_in_another_process_is_planned_by_its_own_settings():
     assert asleep.parts[KV] > vllm.parts[KV] and asleep.of_phase("rollout") <= 110 * GIB
     on_cpu = estimate_memory(config_of(*TLT, *sizes, "rollout.backend=vllm", SLEEPS), shape, 2, "cpu")[0]
     assert not {KV, "engine weights"} & on_cpu.only.keys(), "vLLM sleeps on GPUs only"
-    more = config_of(*TLT, *sizes, "rollout.backend=vllm", "rollout.process_mib=3072")
-    assert estimate_memory(more, shape, 2, "cuda", 110)[0].parts["engine's process"] == 3 * GIB
     few = ["rollout.dtype=bf16", *sizes, "rollout.backend=trtllm", "rollout.trtllm.kv_cache_fraction=0.25"]
-    for sleep in ("none", "kv_cache"):
-        config = config_of(*few, f"rollout.trtllm.sleep={sleep}")
+    for sleeps in (False, True):
+        config = config_of(*few, f"rollout.release_cache={sleeps}".lower())
         (stage,) = estimate_memory(config, shape, 2, "cuda", 110)
-        cache, held = stage.parts[KV], stage.of_phase("merge") - (sleep == "none") * stage.parts[KV]
+        cache, held = stage.parts[KV], stage.of_phase("merge") - (not sleeps) * stage.parts[KV]
         assert cache == (110 * GIB - held) // 4 and not stage.parts["graphs"]
-        assert ("merge" in stage.only.get(KV, PHASES)) == (sleep == "none")
+        assert ("merge" in stage.only.get(KV, PHASES)) == (not sleeps)
         assert "rollout.trtllm.kv_cache_fraction = 0.25" in render_check(config, shape, 2, "cuda")
 
 
