@@ -179,12 +179,10 @@ def test_check_refuses_what_a_start_refuses(field, value, more, capsys, monkeypa
     assert f"{field} = " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "settings", [["model.max_context=1000000"], ["rollout.kernels=native", "rollout.dtype=bf16"]]
-)
-def test_the_engine_refuses_by_the_sections_name(settings, monkeypatch):
+def test_the_engine_refuses_by_the_sections_name(monkeypatch):
     monkeypatch.chdir(ROOT)
-    config = load_config(QUICKSTART, [*settings, "rollout.speculation={drafter: none}"])
+    settings = ["rollout.kernels=native", "rollout.dtype=bf16", "rollout.speculation={drafter: none}"]
+    config = load_config(QUICKSTART, settings)
     with pytest.raises(ConfigError) as caught:
         build_backend(EngineOptions(config.rollout, config.model, tokenizer=None))
     (problem,) = caught.value.problems

@@ -279,7 +279,8 @@ def test_weights_go_by_handles_on_gpus(monkeypatch: pytest.MonkeyPatch, transpor
     seen: list[str] = []
     for name in ("in_shared_memory", "by_cuda_ipc"):
         monkeypatch.setattr(remote_weights, name, lambda *of, name=name: seen.append(name) or nullcontext({}))
-    process = SimpleNamespace(shared=SimpleNamespace(path="/"), call=lambda *_, **__: {"checksums": {}})
+    launch, place = SimpleNamespace(name="vLLM"), SimpleNamespace(path="/")
+    process = SimpleNamespace(launch=launch, shared=place, call=lambda *_, **__: {"checksums": {}})
     weights, sync = ServedWeights({EMBED: (5, 2)}, (), False), SyncSection(transport=transport)
     VllmBackend(process, weights, EngineOptions(RolloutSection(), MODEL, sync, device=device))._send("weights", [])
     assert seen == [used]
