@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from megatron_tlt.models.drafter_decoder import DrafterDecoder
     from megatron_tlt.rollout.sampler import NativeSample
 
+# Of a prompt, the suffix drafter reads the best responses of its last epochs: the policy moves away from older ones.
+_HISTORY_EPOCHS = 2
+_HISTORY_RESPONSES = 8
+
 
 def build_backend(options: EngineOptions) -> EmbeddedBackend:
     """The rollout engine of this rank. Collective in the tensor-parallel group. Raises ConfigError, CheckpointError or
@@ -120,10 +124,9 @@ def _graphs(options: EngineOptions, decoder: Decoder) -> GraphBudget | None:
 
 def _history(rollout: RolloutSection) -> ResponseHistory | None:
     """Earlier responses with their tokens, where the suffix drafter reads them."""
-    section = rollout.speculation.suffix
-    if rollout.speculation.drafter != "suffix" or not section.history_epochs:
+    if rollout.speculation.drafter != "suffix":
         return None
-    return ResponseHistory(section.history_epochs, section.history_responses, section.history_mib)
+    return ResponseHistory(_HISTORY_EPOCHS, _HISTORY_RESPONSES, rollout.speculation.suffix.history_mib)
 
 
 def _block_bytes(size: int, decoder: Decoder, drafter_decoder: DrafterDecoder | None, keep_hidden_states: bool) -> int:

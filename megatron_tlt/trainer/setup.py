@@ -223,7 +223,6 @@ def _idle_window(
         num_samples=drafter.num_samples,
         on_span=metrics.rank_state,
         on_poll=lambda state: world.heartbeat(state=state),
-        poll_seconds=config.idle.poll_ms / 1e3,
     )
 
 
