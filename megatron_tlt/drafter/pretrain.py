@@ -34,7 +34,6 @@ from megatron_tlt.drafter.outlook import HeldOutPoint, outlook
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.interfaces import RolloutBackend
-from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.loader import iter_weights, weight_reader
@@ -253,7 +252,7 @@ class DrafterPretraining:
         """Weights that start from the policy's. A reduced vocabulary is that of all ranks' responses. Collective."""
         counts = self._token_counts(data)
         read = weight_reader(self._config.model.path, self.model.config.policy)
-        self.model.start_fresh(self._section.seed, read, self._head, counts)
+        self.model.start_fresh(self._config.train.seed, read, self._head, counts)
         if (chosen := self.model.token_ids()) is not None:
             share = float(counts[chosen.cpu()].sum() / counts.sum())
             self._print(f"drafts {len(chosen)} of {len(counts)} tokens: {share:.2%} of the responses' tokens")
@@ -272,7 +271,7 @@ class DrafterPretraining:
             raise ConfigError.of("drafter.num_prompts", self._section.num_prompts, allowed)
         section = self._section
         for number in itertools.count():
-            rng = np.random.default_rng((section.seed, number))
+            rng = np.random.default_rng((self._config.train.seed, number))
             groups = epoch(data, self._batch_tokens, section.max_sequence_tokens, rng)
             self._steps_an_epoch = len(groups)
             yield from groups
@@ -312,7 +311,6 @@ class DrafterPretraining:
             policy_version=self._backend.policy_version,
             trained_steps=steps,
             fingerprint=policy_fingerprint(self._config.model.path),
-            dtype=DTYPES[self._section.save_dtype],
         )
         if result.bases:
             over_time = {"over_time": [asdict(point) for point in self._points]}

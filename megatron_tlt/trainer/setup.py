@@ -180,7 +180,7 @@ def _sharing(config: Config, world: World) -> HiddenStateSharing:
     online, tp = config.drafter.online, config.rollout.tp
     replica, tp_rank = rollout_replica(world.rank, tp)
     held = config.drafter.sizes(world.device.type).buffer_mib
-    is_own = online.max_age == 0 or config.hidden_states_of == "actor"  # the actor spreads its states over replicas
+    is_own = config.hidden_states_of == "actor"  # the actor spreads its states over replicas
     shared = 0 if is_own else int(min(online.share_mib, held) * 2**20)
     return HiddenStateSharing(replica, world.size // tp, tp, shared, tp_rank == 0)
 

@@ -89,8 +89,8 @@ class SuffixDrafter:
     def __init__(
         self, section: SuffixSection, rows: RunningRows, history: ResponseHistory | None = None, depth: int = _DEPTH
     ):
-        """Drafts for `rows` by contexts of at most `depth` tokens. Its tries take at most `section.history_mib` MiB, then
-        nothing more is added.
+        """Drafts for `rows` by contexts of at most `depth` tokens. Its tries take at most `section.history_mib` MiB;
+        then nothing more is added.
 
         Raises ConfigError without a C compiler, BackendError if the library cannot be built.
         """

@@ -111,7 +111,6 @@ EAGLE_ARMS = [
         ([*VLLM, f"{STATES}=actor", "rollout.vllm.hidden_mib=0"], None),
         ([*VLLM, "rollout.vllm.hidden_mib=0"], "rollout.vllm.hidden_mib"),
         (["rollout.backend=embedded", f"{STATES}=actor", "rollout.tp=2"], STATES),
-        (["rollout.backend=embedded", f"{STATES}=actor", "drafter.online.max_age=0"], "drafter.online.max_age"),
     ],
 )
 def test_where_hidden_states_come_from(overrides: list[str], path: str | None) -> None:
