@@ -8,6 +8,7 @@ is killed with its process group and reported with the end of its log.
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import socket
@@ -19,16 +20,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_tlt.backends.serving import Message, WireError, line_of, message_of
 from megatron_tlt.backends.transport import SharedDirectory
 from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.observe.log import announced
 from megatron_tlt.workers.child_signals import signals_blocked
-
-if TYPE_CHECKING:
-    from megatron_tlt.config.engine_process import EngineProcessSection
 
 # Variables of a launcher for its ranks: the engine starts MPI or Ray of its own and must not join the ranks' job.
 _LAUNCHER = ("PMI_", "PMI2_", "PMIX_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
@@ -47,7 +45,8 @@ class EngineLaunch:
 
     name: str  # the engine's, as in messages
     section: str  # path of its configuration
-    settings: EngineProcessSection  # that configuration
+    versions: re.Pattern[str]  # of the engine that we know how to call
+    versions_text: str
     package: tuple[str, Path]  # the directory of Python files that it runs, and the name that it has there
     module: str
     python: str
@@ -89,6 +88,7 @@ class EngineProcess:
         self._received = bytearray()
         self._silent_s = 0.0  # of `next_response` with `wait_s`, since the last bytes
         self._calls = 0
+        self.engine_version = ""
         self._has_engine = False
         self._socket: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -139,11 +139,10 @@ class EngineProcess:
             ) from error
 
     def _check_version(self, hello: Message) -> None:
-        launch = self.launch
-        engine = hello.get("engine")
-        if hello["type"] != "hello" or engine != launch.settings.version:
-            wanted = f"{launch.section}.version is {launch.settings.version}"
-            raise self.failure(f"is {launch.name} {engine}, {wanted}")
+        launch, engine = self.launch, str(hello.get("engine"))
+        if hello["type"] != "hello" or launch.versions.fullmatch(engine) is None:
+            raise self.failure(f"is {launch.name} {engine}, must be {launch.versions_text}: {launch.section}.python")
+        self.engine_version = engine
 
     def start(self, **arguments: Any) -> None:
         """Has the child start its engine. Raises BackendError; then neither process nor files are left."""

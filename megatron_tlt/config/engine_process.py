@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt
 
 from megatron_tlt.config.base import Section
 
@@ -11,7 +11,6 @@ class EngineProcessSection(Section):
     """What both engines have."""
 
     python: str | None
-    version: str
     engine: dict[str, bool | int | float | str | None] = Field(default_factory=dict)
     """More arguments of the engine by its own names, passed as they are."""
     environment: dict[str, str] = Field(default_factory=dict)
@@ -24,10 +23,8 @@ class VllmSection(EngineProcessSection):
     (docs/reference/engines.md)."""
 
     python: str | None = None
-    """Python executable of the environment with vLLM. Default: that of .venv/vllm (`make setup-vllm`), or else of
-    .venv/peers-vllm (`make bench-vllm`), beside the package."""
-    version: str = "0.32.0"
-    """Version of vLLM in it; another one is refused."""
+    """Python executable of the environment with vLLM, 0.32.x. Default: that of .venv/vllm (`make setup-vllm`), or else
+    of .venv/peers-vllm (`make bench-vllm`), beside the package."""
     hidden_mib: NonNegativeInt = 1024
     """Memory for hidden states of running responses, in the engine's process: requests that find none left are not
     trained on. A drafter of kind eagle3 needs four times the bytes of one of kind eagle."""
@@ -39,10 +36,6 @@ class TrtllmSection(EngineProcessSection):
     have the same distribution."""
 
     python: str | None = None
-    """Python executable of the environment with TensorRT-LLM. Required."""
-    version: str = "1.2.1"
-    """Version of TensorRT-LLM in it (1.2.x or 1.3.x); another one is refused."""
-    draft_len: PositiveInt = Field(default=4, le=32)
-    """Tokens drafted in a row, the same for all requests."""
+    """Python executable of the environment with TensorRT-LLM, 1.2.x or 1.3.x. Required."""
     kv_cache_fraction: float = Field(default=0.5, gt=0, lt=1)
     """Share of the GPU memory left beside the engine's weights that its KV cache takes."""

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem, Problems
 from megatron_tlt.types import CAPABILITIES
-
-_VLLM_SERIES = "0.32."  # the versions that backends/vllm/plugin/compat.py supports
-_VERSIONS = re.compile(r"1\.[23]\.\d+(rc\d+)?(\.post\d+)?")
 
 
 def check_backend(config: Config, device: str | None) -> Problems:
@@ -71,8 +66,6 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
     if has_bandit and set(speculation.bandit.arms) == {0}:
         allowed = "must have an arm that drafts with rollout.backend: vllm (none drafts: drafter: none)"
         yield ConfigProblem("rollout.speculation.bandit.arms", speculation.bandit.arms, allowed)
-    if not section.version.startswith(_VLLM_SERIES):
-        yield ConfigProblem("rollout.vllm.version", section.version, f"must be {_VLLM_SERIES}x")
     if config.rollout.numerics == "invariant" and device == "cpu":
         allowed = "must be 'default' on CPU with rollout.backend: vllm, whose batch-invariant mode needs Triton"
         yield ConfigProblem("rollout.numerics", "invariant", allowed)
@@ -90,8 +83,6 @@ def _check_trtllm(config: Config) -> Problems:
     if section.python is None:
         allowed = "is required with rollout.backend: trtllm: the Python executable of its environment"
         yield ConfigProblem(f"{at}.python", None, allowed)
-    if _VERSIONS.fullmatch(section.version) is None:
-        yield ConfigProblem(f"{at}.version", section.version, "must be 1.2.x or 1.3.x, as 1.2.1 or 1.3.0rc27")
     if rollout.speculation.trained and rollout.min_p > 0:
         allowed = "must be 0 with speculation, whose sampler has no min_p"
         yield ConfigProblem("rollout.min_p", rollout.min_p, allowed)

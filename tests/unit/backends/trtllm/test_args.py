@@ -26,7 +26,9 @@ DRAFTER = Eagle3Files(Path("/d"), (30, 1, 14))
 SAMPLING = SamplingParams(temperature=0.7, max_tokens=16, stop_token_ids=(7, 2, 7))
 
 
-def kwargs(graph_memory_mib: int = 2048, release_cache: bool = True, **fields: Any) -> dict[str, Any]:
+def kwargs(
+    version: str = "1.2.1", graph_memory_mib: int = 2048, release_cache: bool = True, **fields: Any
+) -> dict[str, Any]:
     """Arguments for a section of TensorRT-LLM's own with `fields`."""
     section = TrtllmSection(kv_cache_fraction=0.4, **fields)
     rollout = RolloutSection(
@@ -37,7 +39,7 @@ def kwargs(graph_memory_mib: int = 2048, release_cache: bool = True, **fields: A
         release_cache=release_cache,
         trtllm=section,
     )
-    return build_llm_kwargs(rollout, MODEL)
+    return build_llm_kwargs(rollout, MODEL, version)
 
 
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc27"])
@@ -64,8 +66,7 @@ def test_free_fields_add_and_never_replace() -> None:
 
 
 def test_eagle3_samples_with_the_temperature() -> None:
-    sections = (TrtllmSection(version=version, draft_len=5) for version in ("1.2.1", "1.3.0"))
-    old, new = (build_spec_config(section, DRAFTER) for section in sections)
+    old, new = (build_spec_config(5, version, DRAFTER) for version in ("1.2.1", "1.3.0"))
     assert old is not None
     assert new is not None
     assert (old[CLASS], new[CLASS]) == ("EagleDecodingConfig", "Eagle3DecodingConfig")

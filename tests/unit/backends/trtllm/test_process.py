@@ -46,8 +46,8 @@ def child(folder: Path, data: bytes, seconds: float = 300) -> str:
         (b"GET / HTTP/1.1\r\n\r\n", "sent no valid message"),
         (line_of({"type": "hello"}), "is TensorRT-LLM None"),
         (
-            line_of({**HELLO, "engine": "1.3.0rc27"}),
-            "is TensorRT-LLM 1.3.0rc27, rollout.trtllm.version is 1.2.1",
+            line_of({**HELLO, "engine": "1.4.0rc1"}),
+            "is TensorRT-LLM 1.4.0rc1, must be 1.2.x or 1.3.x: rollout.trtllm.python",
         ),
     ],
 )

@@ -52,7 +52,6 @@ def test_a_good_configuration_has_no_problems() -> None:
         (["rollout.tp=2"], {"rollout.tp"}),
         (["actor.router_replay=rollout"], {"actor.router_replay"}),
         (["rollout.trtllm.python=null"], {"rollout.trtllm.python"}),
-        (["rollout.trtllm.version=1.4.0rc1"], {"rollout.trtllm.version"}),
         (["rollout.kernels=torch"], {"rollout.kernels"}),
         (["rollout.kv_cache_mib=4000"], {"rollout.kv_cache_mib"}),
     ],
@@ -68,17 +67,6 @@ def test_gpu_handles_are_refused_on_cpu() -> None:
     handles = "sync.transport=cuda_ipc"
     assert set(problems(handles, device="cpu")) == {"sync.transport"}
     assert problems(handles, device="cuda") == {}
-
-
-@pytest.mark.parametrize(
-    ("version", "is_known"),
-    [
-        *((version, True) for version in ("1.2.1", "1.3.0rc27", "1.2.1.post1")),
-        *((version, False) for version in ("1.4.0", "1.2", "x1.2.1", "1.20.0")),
-    ],
-)
-def test_versions_whose_names_are_recorded(version: str, is_known: bool) -> None:
-    assert ("rollout.trtllm.version" in problems(f"rollout.trtllm.version='{version}'")) != is_known
 
 
 VLLM = ("rollout.backend=vllm",)
@@ -130,7 +118,6 @@ def test_trtllm_gives_no_hidden_states_and_the_actor_does() -> None:
     [
         (["rollout.kernels=torch"], "rollout.kernels"),
         ([*EAGLE_ARMS, "rollout.speculation.bandit.arms=[0]"], "rollout.speculation.bandit.arms"),
-        (["rollout.vllm.version=0.33.0"], "rollout.vllm.version"),
     ],
 )
 def test_what_vllm_cannot_do_is_refused(overrides: list[str], path: str) -> None:
