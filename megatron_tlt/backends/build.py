@@ -13,6 +13,7 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.checks.rollout import check_positions
 from megatron_tlt.config.checks.speculation import check_speculation
 from megatron_tlt.config.rollout import KV_BLOCK
+from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.errors import ConfigError
@@ -46,7 +47,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
     BackendError.
     """
     rollout, model, tp, drafter = options.rollout, options.model, options.tp, options.drafter
-    device = torch.device(options.device)
+    device, threads = torch.device(options.device), cpu_threads()
     config = ModelConfig.from_hf(model.path)
     problems = [
         *check_positions(model.max_context, config.max_position_embeddings),
@@ -63,7 +64,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         device,
         DTYPES[rollout.dtype],
         rollout.kernels,
-        rollout.threads,
+        threads,
         tp,
         rollout.numerics,
         (options.keep_layers or ()) if drafter is None else drafter.config.aux_layers,
@@ -73,7 +74,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
     history = _history(rollout)
     drafter_decoder = None
     if rollout.speculation.trained and drafter is not None:
-        drafter_decoder = KINDS[drafter.config.kind].build_decoder(decoder, drafter.config, rollout.threads)
+        drafter_decoder = KINDS[drafter.config.kind].build_decoder(decoder, drafter.config, threads)
         drafter_decoder.load_weights(drafter.weights.items())
     num_blocks = choose_num_blocks(
         _block_bytes(KV_BLOCK, decoder, drafter_decoder, options.keep_layers is not None),
@@ -96,7 +97,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         tokenizer=options.tokenizer,
         eos_token_ids=end_tokens(config, options.tokenizer),
         tp=tp,
-        native_sample=_native_sample(decoder, rollout.threads),
+        native_sample=_native_sample(decoder, threads),
         drafting=Drafting(rollout.speculation, drafter_decoder, history, rollout.verify_rows),
         graphs=graphs,
         sample_kernel=sample_kernel(rollout.kernels, device),

@@ -11,6 +11,7 @@ from megatron_tlt.config.base import Section
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 MLP_TARGETS = LORA_TARGETS[4:]
+ADAM_EPS = 1e-8  # added to the root of Adam's second moment, as in PyTorch
 
 
 class LoraSection(Section):
@@ -120,7 +121,5 @@ class OptimizerSection(Section):
     """Adam's first moment."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
     """Adam's second moment."""
-    eps: PositiveFloat = 1e-8
-    """Adam's epsilon."""
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient norm to clip to; 0: off."""

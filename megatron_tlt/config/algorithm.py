@@ -45,12 +45,8 @@ class AlgorithmSection(Section):
     """DAPO: drop groups whose rewards, before overlong shaping, are all equal and roll out more prompts instead."""
     max_sampling_rounds: PositiveInt = 4
     """Most rollout rounds of one step with dynamic sampling, the first one included."""
-    max_empty_steps: NonNegativeInt = 3
-    """Steps in a row in which dynamic sampling kept no group, after which the run ends; 0: no number ends it."""
     overlong_buffer: NonNegativeInt = 0
-    """DAPO overlong shaping: tokens before max_tokens over which the penalty grows to its weight; 0: off."""
-    overlong_penalty: NonNegativeFloat = 1.0
-    """Largest overlong penalty."""
+    """DAPO overlong shaping: tokens before max_tokens over which a penalty on the reward grows from 0 to 1; 0: off."""
     mask_truncated: bool = False
     """Leave responses cut off at max_tokens out of the loss (DAPO's overlong filtering)."""
     mask_off_policy: bool = False

@@ -85,10 +85,8 @@ class DrafterSection(Section):
     responses_path: str | None = None
     """Responses to train on in place of generating: a JSONL file with prompts and responses, or the directory of a run
     with `observe.save_responses`. Of more than num_prompts x samples_per_prompt the last ones are taken. A prompt is
-    in the column data.train.prompt_field, or as a list of ids in prompt_token_ids; a response in response_field, or in
+    in the column data.train.prompt_field, or as a list of ids in prompt_token_ids; a response in response, or in
     token_ids; or both are in messages, as in `sft.train_path`."""
-    response_field: str = "response"
-    """Column of the response in responses_path."""
     samples_per_prompt: PositiveInt = 4
     """Responses to each of them."""
     eval_prompts: PositiveInt = 128

@@ -13,8 +13,6 @@ class EngineProcessSection(Section):
     python: str | None
     engine: dict[str, bool | int | float | str | None] = Field(default_factory=dict)
     """More arguments of the engine by its own names, passed as they are."""
-    environment: dict[str, str] = Field(default_factory=dict)
-    """More environment variables of its process."""
 
 
 class VllmSection(EngineProcessSection):

@@ -29,8 +29,6 @@ class RolloutSection(Section):
     kernels: Literal["auto", "native", "torch"] = "auto"
     """Who computes: the native C decoder (CPU, fp32) or plain PyTorch. auto: native on CPU in fp32 when a C compiler is
     there; on CUDA PyTorch with Triton's kernels."""
-    threads: PositiveInt = Field(default=1, le=1024)
-    """CPU threads of one rank."""
     samples_per_prompt: PositiveInt = 8
     """Responses to each prompt (the group size n)."""
     temperature: NonNegativeFloat = 1.0

@@ -77,7 +77,7 @@ def trtllm_launch(section: TrtllmSection) -> EngineLaunch:
         package=(_PACKAGE, Path(__file__).resolve().parents[1]),
         module=f"{_PACKAGE}.trtllm.server",
         python=section.python,
-        environment={**_ENGINE, **section.environment},
+        environment=_ENGINE,
     )
 
 

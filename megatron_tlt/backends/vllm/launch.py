@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.backends.process import EngineLaunch
+from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.errors import ConfigError, ConfigProblem
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def vllm_launch(rollout: RolloutSection) -> EngineLaunch:
     if python is None:
         raise ConfigError(python_problems(section))
     ours = {
-        "OMP_NUM_THREADS": str(rollout.threads),
+        "OMP_NUM_THREADS": str(cpu_threads()),
         "VLLM_BATCH_INVARIANT": "1" if rollout.numerics == "invariant" else "0",
     }
     return EngineLaunch(
@@ -47,7 +48,7 @@ def vllm_launch(rollout: RolloutSection) -> EngineLaunch:
         package=("megatron_tlt", _PACKAGE),
         module="megatron_tlt.backends.vllm.server",
         python=python,
-        environment={**_ENGINE, **ours, **section.environment},
+        environment=_ENGINE | ours,
     )
 
 

@@ -115,10 +115,8 @@ def check_rewards(config: Config) -> Problems:
         if config.data.eval is not None:
             allowed = "needs at least one reward function with data.eval: accuracy is what an evaluation measures"
             yield ConfigProblem("rewards.functions", [], allowed)
-    elif not any(function.counts_as_correct for function in functions):
-        yield ConfigProblem(
-            "rewards.functions", "none counts_as_correct", "at least one must, or accuracy has no meaning"
-        )
+    elif all(function.threshold is None for function in functions):
+        yield ConfigProblem("rewards.functions", "no threshold", "at least one must, or accuracy has no meaning")
     for index, function in enumerate(functions):
         path = f"rewards.functions.{index}"
         if function.name == "task":

@@ -137,7 +137,7 @@ def test_a_good_configuration_has_no_problems():
         (["data.train={kind: hf, path: x, answer_pattern: '####'}"], "data.train.answer_pattern"),
         (["data.train={kind: hf, path: x, answer_pattern: '('}"], "data.train.answer_pattern"),
         (["rewards.functions=[]"], "rewards.functions"),
-        (["rewards.functions=[{name: task, counts_as_correct: false}]"], "rewards.functions"),
+        (["rewards.functions=[{name: task, threshold: null}]"], "rewards.functions"),
         (["rewards.functions=[{name: python}]"], "rewards.functions.0.path"),
         (["rewards.functions=[{name: python, path: ':f'}]"], "rewards.functions.0.path"),
         (["rewards.functions=[{name: python, path: 'a:b'}]", "rewards.workers=0"], "rewards.workers"),
