@@ -54,7 +54,7 @@ def test_every_setting_is_set_or_described() -> None:
     files = [file for folder in ("configs", "examples") for file in ROOT.glob(f"{folder}/**/*.yaml")]
     trees = [*(file.read_text(encoding="utf-8") for file in files), *re.findall(r"```yaml\n(.*?)```", text, re.S)]
     values = {path for tree in trees for path in set_in(parse_yaml(tree, "a file"))}
-    words = set(re.findall(r"[\w.]*\w", text))
+    words = {re.sub(r"\.\d+", "", word) for word in re.findall(r"[\w.]*\w", text)}
     named = {word.split(".", dots)[-1] for word in words for dots in range(word.count("."))}
     places: dict[Setting, set[str]] = {}
     for path, setting in settings(Config):
