@@ -138,8 +138,8 @@ def learn(
     model = KINDS[config.kind].build_model(config)
     model.initialise(seed)
     model.start_from_policy(weight_reader(policy, shape))
-    section = DrafterSection(seed=seed, online={"buffer_mib": 8192.0})
-    trainer = OnlineDrafterTrainer(model, section, fresh=True)
+    section = DrafterSection(online={"buffer_mib": 8192.0})
+    trainer = OnlineDrafterTrainer(model, section, fresh=True, seed=seed)
     trainer.begin_step(0, lambda: tables)
     for sample in samples:
         trainer.buffer.add(sample)

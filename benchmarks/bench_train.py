@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_tlt.actor.compat import HAS_CUDA
 from megatron_tlt.actor.policy import MegatronPolicy
-from megatron_tlt.config.actor import ActorSection, OptimizerSection
+from megatron_tlt.config.actor import ADAM_EPS, ActorSection, OptimizerSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.data.packing import pack_by_budget
@@ -91,7 +91,7 @@ class PlainPolicy:
         self.model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa", **options).train()
         betas = (section.beta1, section.beta2)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), section.lr, betas, section.eps, fused=True
+            self.model.parameters(), section.lr, betas, ADAM_EPS, fused=True
         )
 
     def train_step(self, batches: list[list[TrainSequence]], denominator: float) -> dict[str, float]:

@@ -25,7 +25,7 @@ set_environment() {
         die "$python is not there: run 'make setup' in $root, or set PYTHON or CONTAINER"
     fi
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
-    # Ranks set their own number of threads (rollout.threads); a pool of all cores in each would fight for them.
+    # A pool of all cores in each rank would fight for them.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 }
 

@@ -24,7 +24,7 @@ from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
-from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.config.rollout import KV_BLOCK, RolloutSection
 from megatron_tlt.models.factory import sample_kernel
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
@@ -49,7 +49,7 @@ def open_engine(check: Check, policy: Any, batch: int, context: int, **speculati
     runner = backend.engine.runner
     if runner.pool is None:
         assert isinstance(runner.decoder, TorchDecoder)
-        sizes = PoolSizes(batch, context, rollout.block_size, rollout.verify_rows)
+        sizes = PoolSizes(batch, context, KV_BLOCK, rollout.verify_rows)
         runner.pool = GraphPool(runner.decoder, runner.kv, sizes)
         backend.engine.capture_graphs(rollout.speculation.rows_each)
     return backend

@@ -67,7 +67,7 @@ def open_engine(model: Path, speculation: dict[str, Any]) -> EmbeddedBackend:
     from megatron_tlt.config.rollout import RolloutSection
 
     section = RolloutSection.model_validate(
-        {"dtype": "fp32", "threads": 1, "max_running_requests": 16, "kv_cache_mib": 1024, "speculation": speculation}
+        {"dtype": "fp32", "max_running_requests": 16, "kv_cache_mib": 1024, "speculation": speculation}
     )
     policy = ModelSection(path=str(model), max_context=CONTEXT)
     return build_backend(EngineOptions(section, policy, load_weights=True))

@@ -40,6 +40,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.lib.bench_record import ROOT, write_record
 from benchmarks.lib.prompt_rows import write_rows
+from megatron_tlt.config.actor import ADAM_EPS
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 
@@ -123,7 +124,7 @@ def write_job(work: Work, folder: Path, steps: int, limit_s: float, save: Path |
         "clip": [0.2 if c is None else c for c in (algorithm.ratio_clip_low, algorithm.ratio_clip_high)],
         "lr": optimizer.lr,
         "betas": [optimizer.beta1, optimizer.beta2],
-        "eps": optimizer.eps,
+        "eps": ADAM_EPS,
         "warmup_steps": optimizer.warmup_steps,
         "clip_grad": optimizer.clip_grad,
         "seed": config.train.seed,

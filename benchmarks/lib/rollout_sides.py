@@ -30,7 +30,7 @@ def embedded(model: str, dtype: str, threads: int) -> Callable[[Work], float]:
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.types import SamplingParams
 
-    rollout = RolloutSection(dtype=dtype, threads=threads)  # type: ignore[arg-type]
+    rollout = RolloutSection(dtype=dtype)  # type: ignore[arg-type]
     section = ModelSection(path=model, max_context=CONTEXT)
     engine = build_backend(EngineOptions(rollout, section, load_weights=True)).engine
 

@@ -10,7 +10,7 @@ causal attention costs the same everywhere (the layout that Transformer Engine t
 
 Everything but core attention works on rows alone. Padding lies behind a sequence's last token, where causal attention
 keeps it from every real row. Keys and values of all rows are gathered, and each of a rank's two chunks attends to the
-rows up to its own last one. Transformer Engine's layers have forms of their own (`actor.cp_comm_type`).
+rows up to its own last one. Transformer Engine's layers have a form of their own (`ActorSection.cp_comm`).
 """
 
 from __future__ import annotations

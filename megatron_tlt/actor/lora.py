@@ -44,6 +44,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+_SEED = 0  # of the draw of A; any will do, as B starts at zero
+
 FACTORS = ("lora_A", "lora_B")
 
 
@@ -270,7 +272,7 @@ def factor_reader(
         shape = shapes[name]
         if ".lora_B" in name:
             return torch.zeros(shape)
-        digest = hashlib.sha256(f"{lora.seed}:{name}".encode()).digest()
+        digest = hashlib.sha256(f"{_SEED}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         bound = 1 / math.sqrt(shape[-1])
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)

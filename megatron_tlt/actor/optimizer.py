@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_tlt.actor.compat import HAS_CUDA, cpu_as_cuda, give_sgd_a_state_function
-from megatron_tlt.config.actor import ActorSection, OptimizerSection
+from megatron_tlt.config.actor import ADAM_EPS, ActorSection, OptimizerSection
 from megatron_tlt.models.base import DTYPES
 
 # isort: split
@@ -73,7 +73,7 @@ def optimizer_config(
         weight_decay=section.weight_decay,
         adam_beta1=section.beta1,
         adam_beta2=section.beta2,
-        adam_eps=section.eps,
+        adam_eps=ADAM_EPS,
         sgd_momentum=0.0,
         clip_grad=section.clip_grad,
         bf16=dtype is torch.bfloat16,

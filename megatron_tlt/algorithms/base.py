@@ -139,7 +139,7 @@ class Algorithm(ABC):
         if not buffer:
             return 0.0
         excess = (length - (self.max_tokens - buffer)) / buffer
-        return self.config.overlong_penalty * min(max(excess, 0.0), 1.0)
+        return min(max(excess, 0.0), 1.0)
 
     def keep_group(self, group: SampleGroup) -> bool:
         """Whether not all responses are right and not all wrong (DAPO, equation 11), by their rewards before overlong

@@ -12,6 +12,8 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.checks.rollout import check_positions
 from megatron_tlt.config.checks.speculation import check_speculation
+from megatron_tlt.config.rollout import KV_BLOCK
+from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.errors import ConfigError
@@ -35,13 +37,17 @@ if TYPE_CHECKING:
     from megatron_tlt.models.drafter_decoder import DrafterDecoder
     from megatron_tlt.rollout.sampler import NativeSample
 
+# Of a prompt, the suffix drafter reads the best responses of its last epochs: the policy moves away from older ones.
+_HISTORY_EPOCHS = 2
+_HISTORY_RESPONSES = 8
+
 
 def build_backend(options: EngineOptions) -> EmbeddedBackend:
     """The rollout engine of this rank. Collective in the tensor-parallel group. Raises ConfigError, CheckpointError or
     BackendError.
     """
     rollout, model, tp, drafter = options.rollout, options.model, options.tp, options.drafter
-    device = torch.device(options.device)
+    device, threads = torch.device(options.device), cpu_threads()
     config = ModelConfig.from_hf(model.path)
     problems = [
         *check_positions(model.max_context, config.max_position_embeddings),
@@ -58,7 +64,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         device,
         DTYPES[rollout.dtype],
         rollout.kernels,
-        rollout.threads,
+        threads,
         tp,
         rollout.numerics,
         (options.keep_layers or ()) if drafter is None else drafter.config.aux_layers,
@@ -68,11 +74,11 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
     history = _history(rollout)
     drafter_decoder = None
     if rollout.speculation.trained and drafter is not None:
-        drafter_decoder = KINDS[drafter.config.kind].build_decoder(decoder, drafter.config, rollout.threads)
+        drafter_decoder = KINDS[drafter.config.kind].build_decoder(decoder, drafter.config, threads)
         drafter_decoder.load_weights(drafter.weights.items())
     num_blocks = choose_num_blocks(
-        _block_bytes(rollout.block_size, decoder, drafter_decoder, options.keep_layers is not None),
-        block_size=rollout.block_size,
+        _block_bytes(KV_BLOCK, decoder, drafter_decoder, options.keep_layers is not None),
+        block_size=KV_BLOCK,
         max_running=rollout.max_running_requests,
         max_context=model.max_context,
         budget_bytes=options.kv_cache_bytes or rollout.kv_cache_bytes,
@@ -87,11 +93,11 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         decoder,
         SchedulerLimits(rollout.max_running_requests, rollout.max_batched_tokens, model.max_context, config.vocab_size),
         num_blocks,
-        rollout.block_size,
+        KV_BLOCK,
         tokenizer=options.tokenizer,
         eos_token_ids=end_tokens(config, options.tokenizer),
         tp=tp,
-        native_sample=_native_sample(decoder, rollout.threads),
+        native_sample=_native_sample(decoder, threads),
         drafting=Drafting(rollout.speculation, drafter_decoder, history, rollout.verify_rows),
         graphs=graphs,
         sample_kernel=sample_kernel(rollout.kernels, device),
@@ -111,7 +117,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
 def _graphs(options: EngineOptions, decoder: Decoder) -> GraphBudget | None:
     """Captured graphs for decoding on CUDA; None where the configuration or the device excludes them."""
     rollout = options.rollout
-    if not (rollout.cuda_graphs and isinstance(decoder, TorchDecoder) and decoder.paged is not None):
+    if not (rollout.graph_memory_mib and isinstance(decoder, TorchDecoder) and decoder.paged is not None):
         return None
     rows_each = max(rollout.speculation.rows_each, 1 + LONGEST if options.takes_drafts else 1)
     return GraphBudget(decoder, rollout.graph_memory_mib << 20, rollout.verify_rows, rows_each)
@@ -119,10 +125,9 @@ def _graphs(options: EngineOptions, decoder: Decoder) -> GraphBudget | None:
 
 def _history(rollout: RolloutSection) -> ResponseHistory | None:
     """Earlier responses with their tokens, where the suffix drafter reads them."""
-    section = rollout.speculation.suffix
-    if rollout.speculation.drafter != "suffix" or not section.history_epochs:
+    if rollout.speculation.drafter != "suffix":
         return None
-    return ResponseHistory(section.history_epochs, section.history_responses, section.history_mib)
+    return ResponseHistory(_HISTORY_EPOCHS, _HISTORY_RESPONSES, rollout.speculation.suffix.history_mib)
 
 
 def _block_bytes(size: int, decoder: Decoder, drafter_decoder: DrafterDecoder | None, keep_hidden_states: bool) -> int:

@@ -8,6 +8,7 @@ is killed with its process group and reported with the end of its log.
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import socket
@@ -19,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_tlt.backends.serving import Message, WireError, line_of, message_of
 from megatron_tlt.backends.transport import SharedDirectory
@@ -27,15 +28,15 @@ from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.observe.log import announced
 from megatron_tlt.workers.child_signals import signals_blocked
 
-if TYPE_CHECKING:
-    from megatron_tlt.config.engine_process import EngineProcessSection
-
 # Variables of a launcher for its ranks: the engine starts MPI or Ray of its own and must not join the ranks' job.
 _LAUNCHER = ("PMI_", "PMI2_", "PMIX_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
 _PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of our environment, not of the engine's
 _TAIL_BYTES = 4000
 _TICK_S = 0.25
 _END_S = 30.0
+HEARTBEAT_S = 0.5  # between two signs of life of the child; vLLM's carry the lengths of running responses
+SILENCE_S = 120.0  # without one, after which the child is killed: a call may hold up its event loop for long
+START_S = 1800.0  # of an engine's start, which gives no sign: the first one compiles kernels
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class EngineLaunch:
 
     name: str  # the engine's, as in messages
     section: str  # path of its configuration
-    settings: EngineProcessSection  # that configuration
+    versions: re.Pattern[str]  # of the engine that we know how to call
+    versions_text: str
     package: tuple[str, Path]  # the directory of Python files that it runs, and the name that it has there
     module: str
     python: str
@@ -86,12 +88,13 @@ class EngineProcess:
         self._received = bytearray()
         self._silent_s = 0.0  # of `next_response` with `wait_s`, since the last bytes
         self._calls = 0
+        self.engine_version = ""
         self._has_engine = False
         self._socket: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
         try:
             self._socket = self._connect(variables)
-            self._check_version(self._next(launch.settings.start_s))
+            self._check_version(self._next(START_S))
         except BaseException:
             self._end()
             raise
@@ -102,14 +105,14 @@ class EngineProcess:
             listener.listen(1)
             listener.settimeout(_TICK_S)
             self._child = self._spawn(variables)
-            deadline = time.monotonic() + self.launch.settings.start_s
+            deadline = time.monotonic() + START_S
             while time.monotonic() < deadline:
                 with suppress(TimeoutError):
                     connection, _ = listener.accept()
                     connection.settimeout(_TICK_S)
                     return connection
                 self._check_alive("before its hello")
-        raise self.failure(f"sent no hello within {self.launch.settings.start_s:g} s")
+        raise self.failure(f"sent no hello within {START_S:g} s")
 
     def _spawn(self, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         launch, directory = self.launch, self.shared.path
@@ -122,7 +125,7 @@ class EngineProcess:
             # Signals to end are for the rank; Slurm sends them to every process, and the engine would be gone at once.
             with self._log.open("wb") as log, signals_blocked():
                 return subprocess.Popen(
-                    [*command, str(launch.settings.heartbeat_s)],
+                    [*command, str(HEARTBEAT_S)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -136,18 +139,17 @@ class EngineProcess:
             ) from error
 
     def _check_version(self, hello: Message) -> None:
-        launch = self.launch
-        engine = hello.get("engine")
-        if hello["type"] != "hello" or engine != launch.settings.version:
-            wanted = f"{launch.section}.version is {launch.settings.version}"
-            raise self.failure(f"is {launch.name} {engine}, {wanted}")
+        launch, engine = self.launch, str(hello.get("engine"))
+        if hello["type"] != "hello" or launch.versions.fullmatch(engine) is None:
+            raise self.failure(f"is {launch.name} {engine}, must be {launch.versions_text}: {launch.section}.python")
+        self.engine_version = engine
 
     def start(self, **arguments: Any) -> None:
         """Has the child start its engine. Raises BackendError; then neither process nor files are left."""
-        start_s, name = self.launch.settings.start_s, self.launch.name
         try:
-            with announced(f"starting {name}", f"minutes at its first start, at most {start_s:g} s; log: {self._log}"):
-                self.call("start", patience=start_s, **arguments)
+            at_most = f"minutes at its first start, at most {START_S:g} s; log: {self._log}"
+            with announced(f"starting {self.launch.name}", at_most):
+                self.call("start", patience=START_S, **arguments)
         except BaseException:
             self.close()
             raise
@@ -168,12 +170,11 @@ class EngineProcess:
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends a message. Raises BackendError if the child is gone or does not read."""
         assert self.pid and self._socket is not None
-        silence_s = self.launch.settings.silence_s
-        self._socket.settimeout(silence_s)
+        self._socket.settimeout(SILENCE_S)
         try:
             self._socket.sendall(line_of(message))
         except TimeoutError as error:
-            raise self.failure(f"took no message for {silence_s:g} s") from error
+            raise self.failure(f"took no message for {SILENCE_S:g} s") from error
         except OSError as error:
             raise self.failure(self._exit_text("hung up")) from error
         finally:
@@ -183,7 +184,7 @@ class EngineProcess:
     def call(self, kind: str, *, patience: float | None = None, **fields: Any) -> Message:
         """Sends a request and waits for its reply; responses that come meanwhile are kept in `responses`.
 
-        `patience`: seconds without a heartbeat in place of the section's `silence_s`. Raises BackendError.
+        `patience`: seconds without a heartbeat in place of `SILENCE_S`. Raises BackendError.
         """
         self._calls += 1
         number = self._calls
@@ -203,7 +204,7 @@ class EngineProcess:
 
     def next_response(self, wait_s: float | None = None) -> Message | None:
         """The next response, or a heartbeat between responses; None: nothing has come within `wait_s`. Raises
-        BackendError, also where calls that wait have heard nothing for `silence_s`, all together.
+        BackendError, also where calls that wait have heard nothing for `SILENCE_S`, all together.
         """
         if self.responses:
             return self.responses.pop(0)
@@ -217,7 +218,7 @@ class EngineProcess:
     def _next(self, patience: float | None, beats: bool = False) -> Message:
         """The next message; heartbeats are skipped without `beats`. Silence counts from now at the earliest."""
         assert self.pid
-        limit = patience or self.launch.settings.silence_s
+        limit = patience or SILENCE_S
         deadline = time.monotonic() + limit
         while True:
             end = self._received.find(b"\n")
@@ -240,8 +241,8 @@ class EngineProcess:
             return True
         self._check_alive("without a message")
         self._silent_s += time.monotonic() - started
-        if self._silent_s > (limit := self.launch.settings.silence_s):
-            raise self.failure(f"sent no heartbeat for {limit:g} s")
+        if self._silent_s > SILENCE_S:
+            raise self.failure(f"sent no heartbeat for {SILENCE_S:g} s")
         return False
 
     def _message(self, line: bytes) -> Message:

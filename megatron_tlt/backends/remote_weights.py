@@ -103,11 +103,10 @@ class RemoteWeights(BaseBackend):
 
     def _send(self, kind: str, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, int]:
         """Returns when the engine has loaded them; with `sync.verify` the checksums of the tensors as they arrived."""
-        transport = self.process.launch.settings.transport_on(torch.device(self._options.device).type)
-        if transport == "shared_memory":
-            sending = in_shared_memory(tensors, self.process.shared.path)
+        if self._options.sync.by_handles(torch.device(self._options.device).type):
+            sending = by_cuda_ipc(tensors)
         else:
-            sending = by_cuda_ipc(tensors, self.process.launch.section)
+            sending = in_shared_memory(tensors, self.process.shared.path)
         with sending as location:
             reply = self.process.call(kind, tensors=location, verify=self._weights.keep_checksums)
         sums: dict[str, int] = reply["checksums"]

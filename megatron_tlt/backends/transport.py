@@ -63,20 +63,20 @@ def in_shared_memory(tensors: Sequence[Named], directory: Path) -> Iterator[dict
 
 
 @contextmanager
-def by_cuda_ipc(tensors: Sequence[Named], section: str) -> Iterator[dict[str, Any]]:
+def by_cuda_ipc(tensors: Sequence[Named]) -> Iterator[dict[str, Any]]:
     """Handles of copies of full tensors, for the stream's own memory is used again for the next bucket.
 
-    Raises SyncError, which may name a setting of the engine's `section`.
+    Raises SyncError.
     """
     form = torch.contiguous_format
     copies = {name: t.detach().to(_GPU, copy=True, memory_format=form) for name, t in tensors}
     torch.cuda.synchronize()  # the copies must be there before another process reads them
-    yield {"ipc": {name: ipc_arguments(copy, section) for name, copy in copies.items()}}
+    yield {"ipc": {name: ipc_arguments(copy) for name, copy in copies.items()}}
     copies.clear()
     torch.cuda.ipc_collect()
 
 
-def ipc_arguments(tensor: Tensor, section: str) -> list[Any]:
+def ipc_arguments(tensor: Tensor) -> list[Any]:
     """The result of torch's own reduction of a CUDA tensor, as plain data: the arguments of `rebuild_cuda_tensor`.
 
     Without its classes and the device: the engine opens the handle on its own, which is the same GPU. Raises SyncError.
@@ -85,10 +85,10 @@ def ipc_arguments(tensor: Tensor, section: str) -> list[Any]:
 
     _, (_, size, stride, offset, _, dtype, _, handle, *rest) = reduce_tensor(tensor)
     name = str(dtype).removeprefix("torch.")
-    return [list(size), list(stride), offset, name, older_handle(handle, section), *rest]
+    return [list(size), list(stride), offset, name, older_handle(handle), *rest]
 
 
-def older_handle(handle: bytes, section: str) -> bytes:
+def older_handle(handle: bytes) -> bytes:
     """A memory handle in the form that the engine's torch reads, which is older than this one. Raises SyncError.
 
     Only handles of plain memory have one: those of expandable segments changed with the version.
@@ -102,6 +102,6 @@ def older_handle(handle: bytes, section: str) -> bytes:
         what = "an expandable segment" if kind == _EXPANDABLE else f"memory of kind {kind}"
         raise SyncError(
             f"a handle of {what} in version {version}, which the engine's torch does not read: remove "
-            f"expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or set {section}.transport to shared_memory"
+            f"expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or set sync.transport to shared_memory"
         )
     return bytes([_VERSION]) + handle[1:]

@@ -12,6 +12,7 @@ from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.checks.commands import check_drafter_engine, check_held_out
 from megatron_tlt.config.checks.files import output_directory_problems, output_file_problems
+from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError
 from megatron_tlt.resilience.signals import StopSignals
 
@@ -69,7 +70,7 @@ def _run(body: Body, args: argparse.Namespace) -> int:
     def start(world: World) -> int:
         return body(with_date(on_this_machine(config, world), world, unfinished), world, args)
 
-    return run_on_every_rank(config.distributed, config.rollout.threads, start)
+    return run_on_every_rank(config.distributed, cpu_threads(), start)
 
 
 def _train(config: Config, world: World, args: argparse.Namespace) -> int:

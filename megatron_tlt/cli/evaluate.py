@@ -13,6 +13,7 @@ from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.checks.commands import check_held_out
 from megatron_tlt.config.checks.files import output_file_problems
+from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.files import write_atomically
 
@@ -46,7 +47,7 @@ def _eval(args: argparse.Namespace) -> int:
     def body(world: World) -> None:
         _eval_on(on_this_machine(config, world), world, args.out)
 
-    return run_on_every_rank(config.distributed, config.rollout.threads, body)
+    return run_on_every_rank(config.distributed, cpu_threads(), body)
 
 
 def _eval_on(config: Config, world: World, out: Path | None) -> None:

@@ -16,6 +16,7 @@ from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.checks.chat_template import check_template_kwargs
 from megatron_tlt.config.checks.commands import check_generation
 from megatron_tlt.config.checks.files import output_file_problems, same_file_problems
+from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
 from megatron_tlt.types import SamplingParams
 
@@ -55,7 +56,6 @@ def add_generate(commands: Any) -> None:
     add("--seed", type=int, default=0)
     add("--dtype", choices=("fp32", "bf16"), default="fp32")
     add("--kernels", choices=("auto", "native", "torch"), default="auto")
-    add("--threads", type=int, default=1)
     add("--chat", action="store_true", help="use the tokenizer's chat template")
     add("--chat-template-kwargs", type=_mapping, default={}, metavar="JSON",
         help="variables of the chat template, e.g. '{\"enable_thinking\": false}'")  # fmt: skip
@@ -90,7 +90,7 @@ def _generate(args: argparse.Namespace) -> int:
     from megatron_tlt.envs.build import environment_problems
 
     problems = argument_problems(args)
-    options = [f"rollout.{name}={getattr(args, name)}" for name in ("dtype", "kernels", "threads")]
+    options = [f"rollout.{name}={getattr(args, name)}" for name in ("dtype", "kernels")]
     try:
         engine, env = load_engine([*options, *args.overrides], args.env)
     except ConfigError as error:
@@ -100,7 +100,7 @@ def _generate(args: argparse.Namespace) -> int:
     if problems:
         raise ConfigError(problems)
     return run_on_every_rank(
-        DistributedSection(), engine.threads, lambda world: _generate_on(args, engine, env, world)
+        DistributedSection(), cpu_threads(), lambda world: _generate_on(args, engine, env, world)
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.cli.exit_codes import OK, SAVED
 from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
+from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.resilience.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -37,4 +38,4 @@ def _train(args: argparse.Namespace) -> int:
         trainer.close()
         return SAVED if stopped else OK
 
-    return run_on_every_rank(config.distributed, config.rollout.threads, body)
+    return run_on_every_rank(config.distributed, cpu_threads(), body)

@@ -11,6 +11,7 @@ from megatron_tlt.config.base import Section
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
 MLP_TARGETS = LORA_TARGETS[4:]
+ADAM_EPS = 1e-8  # added to the root of Adam's second moment, as in PyTorch
 
 
 class LoraSection(Section):
@@ -24,13 +25,9 @@ class LoraSection(Section):
     targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = LORA_TARGETS
     """Matrices of every layer that get a pair; of a mixture of experts gate, up and down of each expert, the shared one
     included."""
-    dropout: NonNegativeFloat = 0.0
-    """Must be 0: engines generate with merged weights, which have no dropout."""
     adapter_path: str | None = None
     """PEFT directory (adapter_config.json, adapter_model.safetensors) that the pairs start from; default: B is zero, A
     is drawn. Its rank, alpha and targets must be those of this section."""
-    seed: NonNegativeInt = 0
-    """Of the draw of A."""
 
     @property
     def scale(self) -> float:
@@ -53,10 +50,6 @@ class ActorSection(Section):
     cp: PositiveInt = 1
     """Context parallel size: so many ranks divide the rows of every sequence, and with them the activations. For
     sequences that one GPU cannot hold."""
-    cp_comm_type: Literal["auto", "p2p", "a2a", "all_gather"] = "auto"
-    """How Transformer Engine's attention meets rows of other ranks (cp > 1): p2p passes keys and values around, a2a
-    exchanges heads for rows (key/value heads of a TP rank must be divisible by cp), all_gather gathers keys and values.
-    auto: p2p. megatron's local layers always gather."""
     ep: PositiveInt = 1
     """Expert parallel size of a mixture of experts: every rank holds 1/ep of each layer's experts, and tokens travel to
     them. Its ranks are taken from tp x cp x dp."""
@@ -101,11 +94,12 @@ class ActorSection(Section):
         """Whether routers have losses of their own, which every token of the update takes part in."""
         return bool(self.load_balancing_loss or self.router_z_loss)
 
-    def cp_comm(self, engine: bool) -> Literal["p2p", "a2a", "all_gather"]:
-        """The form of context parallel attention, with Transformer Engine's layers (`engine`) or local ones."""
-        if not engine:
-            return "all_gather"
-        return "p2p" if self.cp_comm_type == "auto" else self.cp_comm_type
+    @staticmethod
+    def cp_comm(engine: bool) -> Literal["p2p", "all_gather"]:
+        """The form of context parallel attention: Transformer Engine's layers (`engine`) pass keys and values around
+        while attention runs, megatron's local ones gather them.
+        """
+        return "p2p" if engine else "all_gather"
 
 
 class OptimizerSection(Section):
@@ -121,15 +115,11 @@ class OptimizerSection(Section):
     """Shape after warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up from 0."""
-    decay_steps: PositiveInt | None = None
-    """Optimizer steps at which a decaying schedule reaches min_lr; default: the run's length."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay (not on norms and biases)."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Adam's first moment."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
     """Adam's second moment."""
-    eps: PositiveFloat = 1e-8
-    """Adam's epsilon."""
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient norm to clip to; 0: off."""

@@ -22,9 +22,6 @@ class AlgorithmSection(Section):
     teacher: str | None = None
     """distill: Hugging Face directory of the teacher, or its name on the hub, as `model.path`. Its sizes may differ
     from the policy's; its tokenizer must give every token of the policy's the same id."""
-    teacher_architecture: ArchitectureConfig | None = None
-    """Expected shape of the teacher. Used by `check` when `teacher` is not on this machine; where it is, both must
-    agree."""
     ratio_clip_low: NonNegativeFloat | None = None
     """Lower clip: ratio >= 1 - low. Default: of the algorithm."""
     ratio_clip_high: NonNegativeFloat | None = None
@@ -48,12 +45,8 @@ class AlgorithmSection(Section):
     """DAPO: drop groups whose rewards, before overlong shaping, are all equal and roll out more prompts instead."""
     max_sampling_rounds: PositiveInt = 4
     """Most rollout rounds of one step with dynamic sampling, the first one included."""
-    max_empty_steps: NonNegativeInt = 3
-    """Steps in a row in which dynamic sampling kept no group, after which the run ends; 0: no number ends it."""
     overlong_buffer: NonNegativeInt = 0
-    """DAPO overlong shaping: tokens before max_tokens over which the penalty grows to its weight; 0: off."""
-    overlong_penalty: NonNegativeFloat = 1.0
-    """Largest overlong penalty."""
+    """DAPO overlong shaping: tokens before max_tokens over which a penalty on the reward grows from 0 to 1; 0: off."""
     mask_truncated: bool = False
     """Leave responses cut off at max_tokens out of the loss (DAPO's overlong filtering)."""
     mask_off_policy: bool = False
@@ -61,6 +54,20 @@ class AlgorithmSection(Section):
     lengths and divisors count them."""
     advantage_eps: PositiveFloat = Field(default=1e-6)
     """Added to standard deviations."""
+
+    # The teacher's shape, for the memory plan and the layout; None: there is none here that can be read.
+    _teacher_shape: ArchitectureConfig | None = None
+
+    @property
+    def teacher_shape(self) -> ArchitectureConfig | None:
+        """The shape that `with_teacher_shape` has set."""
+        return self._teacher_shape
+
+    def with_teacher_shape(self, shape: ArchitectureConfig) -> AlgorithmSection:
+        """A copy that knows the teacher's shape."""
+        copied = self.model_copy()
+        copied._teacher_shape = shape
+        return copied
 
     @property
     def kl_weight(self) -> float:

@@ -106,10 +106,8 @@ class RewardConfig(Section):
     """python: extra keyword arguments of the function."""
     turns: Literal["sum", "last"] = "sum"
     """env: the sum of the turns' rewards, or that of the last turn."""
-    counts_as_correct: bool = True
-    """Whether a value >= `threshold` makes the answer count as correct in accuracy and pass@k."""
-    threshold: float = 1.0
-    """Value from which an answer is correct."""
+    threshold: float | None = 1.0
+    """Value from which the answer counts as correct in accuracy and pass@k; null: the value does not count there."""
 
 
 class RewardSection(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from megatron_tlt.config.base import Section
 from megatron_tlt.config.drafter_kinds import DrafterFacts
@@ -26,17 +26,14 @@ class DeviceSizes:
 AUTO = {"cpu": DeviceSizes("fp32", 192, 64.0), "cuda": DeviceSizes("bf16", 4096, 4096.0)}
 
 
-class DrafterLossSection(Section):
-    """The drafter's loss, at the rollout temperature."""
+@dataclass(frozen=True, slots=True)
+class LossWeights:
+    """The weights of the drafter's loss."""
 
-    hidden_weight: NonNegativeFloat = 10.0
-    """Weight of the distance to the policy's hidden states (SmoothL1)."""
-    ce_weight: NonNegativeFloat = 0.1
-    """Weight of the cross entropy with the policy's distribution."""
-    tv_weight: NonNegativeFloat = 0.9
-    """Weight of the total variation, one minus the acceptance."""
-    step_decay: float = Field(default=0.8, gt=0, le=1)
-    """Factor on the loss from one drafted position to the next."""
+    hidden_weight: float = 10.0
+    ce_weight: float = 0.1  # of the cross entropy with the policy's distribution: what moves a draft of no acceptance
+    tv_weight: float = 0.9  # of the total variation, which is one minus the acceptance
+    step_decay: float = 0.8  # from one drafted position to the next, which is verified less often
 
 
 class OnlineSection(Section):
@@ -46,19 +43,11 @@ class OnlineSection(Section):
     lr: PositiveFloat = 3e-4
     """Learning rate after warm-up of an already trained drafter with a hidden size of at most 128; wider ones divide
     it by hidden size / 128 (Yang et al., arXiv 2203.03466, for Adam). Use 3e-4 or less; 1e-3 made good drafters worse.
-    It stays constant, because the policy keeps changing."""
+    It stays constant after ten steps of warm-up, because the policy keeps changing."""
     start_lr: PositiveFloat = 1e-2
     """Learning rate of an untrained drafter (no rollout.speculation.drafter_path), by hidden size as lr. The rate of a
     micro-step is lr + (start_lr - lr) (1 - a). a is the overlap of drafter and policy (1 - TV, 0 to 1) at the first
     drafted position."""
-    warmup_steps: NonNegativeInt = 10
-    """Optimizer steps of linear warm-up, once in a run."""
-    clip_grad: NonNegativeFloat = 1.0
-    """Gradient norm to clip to; 0: off. Of a dspark drafter, whose loss is a mean over drafted positions and not their
-    sum, it is divided by their number."""
-    mean_decay: float = Field(default=0.97, ge=0, lt=1)
-    """The engines draft with a running mean of the weights in training: its decay per micro-step; 0: the
-    weights themselves."""
     draft_steps: Literal["auto"] | Annotated[int, Field(ge=1, le=16)] = "auto"
     """Positions drafted in a row in training. A micro-step with 1 takes a third of the time of one with 3. A trained
     eagle drafter keeps its acceptance with 1. An eagle3 drafter needs training at every position that it drafts. A
@@ -77,12 +66,8 @@ class OnlineSection(Section):
     share_mib: NonNegativeFloat = 16.0
     """MiB of their longest responses that replicas send each other after a merge, in all, never more than buffer_mib: a
     replica that waits had short responses, and drafts matter most for long ones. Up to four replicas send at a
-    time, in turns; of a response that does not fit, the end is sent. 0: each replica trains on its own responses only,
-    as with max_age 0. Not with the actor's hidden states, which all ranks of a replica share out."""
-    max_age: NonNegativeInt = 8
-    """Policy versions by which hidden states may be older than the policy that rolls out, whose embedding and LM head
-    read them all; 0: only its own, and none of other replicas, which are sent when a step is over. buffer_mib may hold
-    fewer."""
+    time, in turns; of a response that does not fit, the end is sent. 0: each replica trains on its own responses only.
+    Not with the actor's hidden states, which all ranks of a replica share out."""
     merge_share: NonNegativeFloat = 0.2
     """Most time of a merge of the ranks' drafters and of share_mib, as a share of the time that a rank has trained
     since the last one, on average. A merge that would take more is put off to a later step, unless a checkpoint is
@@ -100,10 +85,8 @@ class DrafterSection(Section):
     responses_path: str | None = None
     """Responses to train on in place of generating: a JSONL file with prompts and responses, or the directory of a run
     with `observe.save_responses`. Of more than num_prompts x samples_per_prompt the last ones are taken. A prompt is
-    in the column data.train.prompt_field, or as a list of ids in prompt_token_ids; a response in response_field, or in
+    in the column data.train.prompt_field, or as a list of ids in prompt_token_ids; a response in response, or in
     token_ids; or both are in messages, as in `sft.train_path`."""
-    response_field: str = "response"
-    """Column of the response in responses_path."""
     samples_per_prompt: PositiveInt = 4
     """Responses to each of them."""
     eval_prompts: PositiveInt = 128
@@ -120,29 +103,22 @@ class DrafterSection(Section):
     max_sequence_tokens: int = Field(default=2048, ge=16)
     """Longer responses are cut into parts of so many tokens for training."""
     lr: PositiveFloat = 1e-3
-    """Peak learning rate."""
-    schedule: Literal["constant", "cosine"] = "cosine"
-    """Shape after warm-up; cosine ends at min_lr after num_steps."""
-    min_lr: NonNegativeFloat = 0.0
-    """Final learning rate of the cosine."""
-    warmup_steps: NonNegativeInt = 20
-    """Optimizer steps of linear warm-up."""
-    clip_grad: NonNegativeFloat = 1.0
-    """Gradient norm to clip to; 0: off. Of a dspark drafter, whose loss is a mean over drafted positions and not their
-    sum, it is divided by their number."""
-    loss: DrafterLossSection = DrafterLossSection()
-    """The loss."""
+    """Peak learning rate, after 20 steps of warm-up; a cosine then ends at 0 after num_steps."""
+    hidden_weight: NonNegativeFloat = 10.0
+    """Weight of the distance to the policy's hidden states in the loss (SmoothL1; kind eagle), beside 0.1 of the cross
+    entropy with the policy's distribution and 0.9 of the total variation."""
     dtype: Literal["auto"] | Arithmetic = "auto"
     """Type of the arithmetic; during RL of the weights that it uses, too. Optimizer, mean and the weights that are
     stepped are fp32. auto: fp32 on CPU, bf16 on CUDA."""
-    save_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the weights in the written directory."""
     eval_every: PositiveInt = 500
     """Optimizer steps between measurements."""
-    seed: NonNegativeInt = 0
-    """Seed of weights and data order."""
     online: OnlineSection = OnlineSection()
     """Training during RL."""
+
+    @property
+    def loss(self) -> LossWeights:
+        """The weights of the loss, at the rollout temperature."""
+        return LossWeights(self.hidden_weight)
 
     def online_draft_steps(self, kind: DrafterFacts) -> int:
         """`online.draft_steps`, or the value of auto with a drafter of this kind."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt
 
 from megatron_tlt.config.base import Section
 
@@ -13,25 +11,8 @@ class EngineProcessSection(Section):
     """What both engines have."""
 
     python: str | None
-    version: str
-    transport: Literal["auto", "cuda_ipc", "shared_memory"] = "auto"
-    """How weights get there: handles of GPU memory (auto: on CUDA) or files in /dev/shm (auto: on CPU)."""
-    heartbeat_s: PositiveFloat = 2.0
-    """Seconds between two signs of life of the engine's process."""
-    silence_s: PositiveFloat = 60.0
-    """Seconds without a sign of life after which the process is killed."""
-    start_s: PositiveFloat = 1800.0
-    """Longest start of the engine in seconds, in which it gives no sign."""
     engine: dict[str, bool | int | float | str | None] = Field(default_factory=dict)
     """More arguments of the engine by its own names, passed as they are."""
-    environment: dict[str, str] = Field(default_factory=dict)
-    """More environment variables of its process."""
-
-    def transport_on(self, device: str) -> str:
-        """`transport`; for auto that of the device type."""
-        if self.transport != "auto":
-            return self.transport
-        return "cuda_ipc" if device == "cuda" else "shared_memory"
 
 
 class VllmSection(EngineProcessSection):
@@ -40,16 +21,8 @@ class VllmSection(EngineProcessSection):
     (docs/reference/engines.md)."""
 
     python: str | None = None
-    """Python executable of the environment with vLLM. Default: that of .venv/vllm (`make setup-vllm`), or else of
-    .venv/peers-vllm (`make bench-vllm`), beside the package."""
-    version: str = "0.32.0"
-    """Version of vLLM in it; another one is refused."""
-    heartbeat_s: PositiveFloat = 0.5
-    """Seconds between two signs of life of the engine's process, with the lengths of running responses."""
-    silence_s: PositiveFloat = 120.0
-    """Seconds without a sign of life after which the process is killed."""
-    start_s: PositiveFloat = 900.0
-    """Longest start of the engine in seconds, in which it gives no sign."""
+    """Python executable of the environment with vLLM, 0.32.x. Default: that of .venv/vllm (`make setup-vllm`), or else
+    of .venv/peers-vllm (`make bench-vllm`), beside the package."""
     hidden_mib: NonNegativeInt = 1024
     """Memory for hidden states of running responses, in the engine's process: requests that find none left are not
     trained on. A drafter of kind eagle3 needs four times the bytes of one of kind eagle."""
@@ -61,12 +34,6 @@ class TrtllmSection(EngineProcessSection):
     have the same distribution."""
 
     python: str | None = None
-    """Python executable of the environment with TensorRT-LLM. Required."""
-    version: str = "1.2.1"
-    """Version of TensorRT-LLM in it (1.2.x or 1.3.x); another one is refused."""
-    draft_len: PositiveInt = Field(default=4, le=32)
-    """Tokens drafted in a row, the same for all requests."""
+    """Python executable of the environment with TensorRT-LLM, 1.2.x or 1.3.x. Required."""
     kv_cache_fraction: float = Field(default=0.5, gt=0, lt=1)
     """Share of the GPU memory left beside the engine's weights that its KV cache takes."""
-    sleep: Literal["none", "kv_cache"] = "kv_cache"
-    """kv_cache: the KV cache's memory is given back from the end of a rollout to the next one's start."""

@@ -8,6 +8,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from megatron_tlt.config.base import Section
 
+POLL_S = 0.002  # sleep between two looks of a waiting rank that does not train: little against a micro-step
+
 
 class IdleSection(Section):
     """Idle ranks: when they pre-roll and train the drafter, and how ranks report their state. Responses never depend on
@@ -29,5 +31,3 @@ class IdleSection(Section):
     min_steps_per_window: NonNegativeInt = 0
     """Training micro-steps after every rollout, whether a rank waits or not: every rank takes them, and the step lasts
     so much longer. For runs of one rollout replica, where no rank ever waits."""
-    poll_ms: float = Field(default=2.0, ge=0.1, le=1000)
-    """Sleep between two looks of a waiting rank that does not train, in milliseconds."""

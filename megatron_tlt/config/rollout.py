@@ -12,6 +12,7 @@ from megatron_tlt.config.engine_process import EngineProcessSection, TrtllmSecti
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.types import BackendName
 
+KV_BLOCK = 16  # tokens of a block of the KV cache: a tile of the native decoder, a page of the Triton kernels
 _LEAST_VERIFY_ROWS = 512  # few requests with the longest drafts, too
 
 
@@ -28,8 +29,6 @@ class RolloutSection(Section):
     kernels: Literal["auto", "native", "torch"] = "auto"
     """Who computes: the native C decoder (CPU, fp32) or plain PyTorch. auto: native on CPU in fp32 when a C compiler is
     there; on CUDA PyTorch with Triton's kernels."""
-    threads: PositiveInt = Field(default=1, le=1024)
-    """CPU threads of one rank."""
     samples_per_prompt: PositiveInt = 8
     """Responses to each prompt (the group size n)."""
     temperature: NonNegativeFloat = 1.0
@@ -47,15 +46,12 @@ class RolloutSection(Section):
     its policy (docs/guides/carry_over.md). Default: a step finishes its responses."""
     stop: tuple[Annotated[str, MinLen(1)], ...] = ()
     """Strings that end a response (kept in it)."""
-    block_size: PositiveInt = 16
-    """Tokens in one KV-cache block."""
     kv_cache_mib: PositiveInt | None = None
     """KV-cache memory of one rank; default: what max_running_requests need, on CUDA at most what the memory plan leaves
     of cluster.memory_gib (`check` prints it)."""
     release_cache: bool = False
     """Give the memory of the KV cache back whenever no rollout runs (responses stay the same). Captured graphs stay: on
-    CUDA the cache comes back at its address. vLLM, on CUDA only, gives its weights back, too, until the weight sync.
-    For TensorRT-LLM: rollout.trtllm.sleep."""
+    CUDA the cache comes back at its address. vLLM, on CUDA only, gives its weights back, too, until the weight sync."""
     max_running_requests: PositiveInt = 256
     """Most requests decoded in one forward."""
     max_batched_tokens: PositiveInt = 2048
@@ -64,14 +60,10 @@ class RolloutSection(Section):
     """invariant: a row's result does not depend on the rows that share its forward, bit for bit. The native decoder
     always computes so; the PyTorch decoder pays for it with fixed tiles. With vllm its batch-invariant mode, on GPUs of
     compute capability 8.0 and above: other requests of a batch change nothing, drafts may (docs/design/numerics.md)."""
-    cuda_graphs: bool = True
-    """On CUDA, run decoding and verifying steps as captured graphs (default numerics, Triton's kernels)."""
-    graph_memory_mib: PositiveInt = 2048
-    """Device memory of captured graphs with their buffers, taken at the engine's start and kept; steps that have no
-    room in it run without one, and are counted."""
-    process_mib: PositiveInt = 2048
-    """Assumed for an engine in a process of its own (trtllm, vllm) beside weights and cache: its CUDA context and
-    graphs. On CPU a quarter of it."""
+    graph_memory_mib: NonNegativeInt = 2048
+    """On CUDA, decoding and verifying steps run as captured graphs (default numerics, Triton's kernels): device memory
+    of graphs and their buffers, taken at the engine's start and kept; steps that have no room in it run without one,
+    and are counted. 0: no graphs, with any engine."""
     schedule: Literal["pull", "static"] = "pull"
     """How prompts come to R replicas. pull: a replica with room in its engine fetches the next prompt from a counter
     that all replicas share. static (always with trtllm, which has no keyed sampling): every R-th prompt, dealt out
@@ -96,9 +88,7 @@ class RolloutSection(Section):
 
     def releases_cache(self, device: str) -> bool:
         """Whether the KV cache is there in rollouts only."""
-        if self.backend == "vllm":
-            return self.vllm_sleeps(device)
-        return self.trtllm.sleep == "kv_cache" if self.backend == "trtllm" else self.release_cache
+        return self.vllm_sleeps(device) if self.backend == "vllm" else self.release_cache
 
     @property
     def kv_cache_bytes(self) -> int | None:
@@ -120,3 +110,10 @@ class SyncSection(Section):
     """Size of one bucket: the peak extra memory of a weight sync."""
     verify: bool = False
     """Compare checksums of every tensor on both sides and fail loudly."""
+    transport: Literal["auto", "cuda_ipc", "shared_memory"] = "auto"
+    """How weights get to an engine in a process of its own: handles of GPU memory (auto: on CUDA) or files in /dev/shm
+    (auto: on CPU)."""
+
+    def by_handles(self, device: str) -> bool:
+        """Whether `transport` on a device of this type is cuda_ipc."""
+        return self.transport == "cuda_ipc" or (self.transport == "auto" and device == "cuda")

@@ -97,6 +97,10 @@ class Config(Section):
             return chosen
         return "engine" if CAPABILITIES[self.rollout.backend].hidden_states else "actor"
 
+    def by_handles(self, device: str) -> bool:
+        """Whether an engine gets weights by handles of GPU memory, on a device of this type."""
+        return self.rollout.engine_process is not None and self.sync.by_handles(device)
+
     @property
     def hang_s(self) -> float:
         """`watchdog.hang_s` with its default."""

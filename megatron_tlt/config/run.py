@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_tlt.config.base import Section
 
@@ -20,9 +20,9 @@ class TrainSection(Section):
     """Seed of sampling, data order and initialisation."""
     run_dir: str = "runs/default"
     """Where checkpoints, logs and events go."""
-    max_nonfinite_steps: NonNegativeInt = 3
-    """Steps in a row with an update that is not finite (each is skipped) after which the run ends, their batches
-    kept in run_dir/nonfinite; 0: never."""
+    max_lost_steps: NonNegativeInt = 3
+    """Steps in a row after which the run ends, of updates that are not finite (each is skipped, its batch kept in
+    run_dir/nonfinite), or of rollouts of which dynamic sampling kept no group; 0: never."""
     deterministic: Literal["auto"] | bool = "auto"
     """Fix the order of every reduction: a resumed run equals an uninterrupted one bit for bit (fp32). auto: true on
     CPU; false on CUDA, where PyTorch's deterministic forms are slower ones."""
@@ -94,8 +94,6 @@ class RolloutCacheSection(Section):
     enabled: bool = True
     """Keep finished responses and reuse them after a restart. Rollouts without keyed sampling (backend:
     trtllm) do not, with one warning."""
-    max_mib: PositiveInt = 4096
-    """Disk space of one rollout replica; responses beyond it are not kept."""
 
 
 class DistributedSection(Section):
@@ -126,8 +124,6 @@ class ObserveSection(Section):
 class WatchdogSection(Section):
     """Heartbeats, and the end of a run without them (docs/guides/on_call.md, "Status, hangs and stacks")."""
 
-    heartbeat_s: float = Field(default=5.0, ge=0.05, le=60)
-    """Every rank writes its progress within a phase to run_dir/status so often, in seconds."""
     hang_s: NonNegativeFloat | None = None
     """A rank that shows no sign of life for so many seconds ends the job, with the stacks of all ranks in
     run_dir/stacks; 0: never. Longer than the longest checkpoint load, update and write, and at

@@ -159,7 +159,7 @@ class SimConfig(Section):
     """Prompts and responses."""
     rollout: RolloutSection = RolloutSection()
     """The engine, as in a run: tp, samples_per_prompt, max_tokens, max_running_requests, max_batched_tokens,
-    block_size, schedule and speculation are read."""
+    schedule and speculation are read."""
     idle: IdleSection = IdleSection()
     """Idle ranks, as in a run."""
     drafters: SimDraftersSection = SimDraftersSection()

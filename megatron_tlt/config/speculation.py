@@ -15,14 +15,9 @@ _REDUCED = 4096  # tokens: 100.00 % of SmolLM2's responses to sums and word prob
 
 
 class SuffixSection(Section):
-    """The suffix drafter: proposes what followed the same context in other and in earlier responses to the prompt."""
+    """The suffix drafter: proposes what followed the same context in other responses to the prompt, in flight or of its
+    last epochs."""
 
-    depth: PositiveInt = Field(default=16, le=64)
-    """Longest context, in tokens, that is matched."""
-    history_epochs: int = Field(default=2, ge=0, le=8)
-    """Earlier epochs of a prompt whose responses are kept; 0: siblings in flight only."""
-    history_responses: PositiveInt = 8
-    """Most responses kept of one prompt, best scores first."""
     history_mib: PositiveInt = 256
     """Memory of one rank for kept responses (the prompts seen longest ago go first), and as much again for tries."""
 
@@ -35,9 +30,7 @@ class BanditSection(Section):
     thresholds: tuple[PositiveInt, ...] = (1, 3, 9, 17)
     """Running requests at which the buckets begin."""
     epsilon: float = Field(default=0.1, ge=0, le=1)
-    """Share of exploring steps at the start."""
-    epsilon_decay: float = Field(default=0.995, gt=0, le=1)
-    """Factor on epsilon after each step of a bucket."""
+    """Share of exploring steps at the start; it halves with every 138 steps of a bucket."""
 
 
 class SpeculationSection(Section):
@@ -70,16 +63,9 @@ class SpeculationSection(Section):
     selector: Literal["fixed", "beg_mab", "cost_model"] = "cost_model"
     """fixed: always draft_len. beg_mab: a bandit picks among draft lengths by running requests. cost_model: the
     draft length with the most expected tokens per second, by measured step costs and acceptance rates; 0 where plain
-    decoding is faster."""
-    hysteresis: float = Field(default=0.03, ge=0, lt=1)
-    """Expected gain in tokens per second from which on cost_model changes to another draft length."""
-    exploration: float = Field(default=0.01, gt=0, lt=1)
-    """Share of the time that cost_model may lose by trying other draft lengths. Trials of new weights of a drafter that
-    is not in use may lose two more such shares."""
+    decoding is faster. Its trials of other draft lengths take 1 % of the time."""
     draft_len: PositiveInt = Field(default=11, le=32)
     """Most tokens drafted in a row."""
-    catch_up_tokens: PositiveInt = 256
-    """Most positions that a trained drafter catches up with when it starts late; it sees nothing before them."""
     suffix: SuffixSection = SuffixSection()
     """The suffix drafter."""
     bandit: BanditSection = BanditSection()

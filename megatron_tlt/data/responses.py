@@ -4,8 +4,8 @@ A line of a JSONL file has a prompt and a response, each as text or as token ids
 
     prompt      "prompt_token_ids", else the column `data.train.prompt_field` (text or chat messages, into the chat
                 template as training prompts are)
-    response    "token_ids", else the column `drafter.response_field` (text; the tokens that end a turn are added unless
-                "finish_reason" is not "stop")
+    response    "token_ids", else "response" (text; the tokens that end a turn are added unless "finish_reason" is not
+                "stop")
     or          "messages" that end with the assistant's, with tools' between (`completions.py`)
     optional    "given": [[begin, end], ...], spans of the response that an environment wrote
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.tokenizer import HFTokenizer
 
-_PROMPT_IDS, _RESPONSE_IDS = "prompt_token_ids", "token_ids"
+_PROMPT_IDS, _RESPONSE_IDS, _RESPONSE = "prompt_token_ids", "token_ids", "response"
 
 
 def read_responses(
@@ -108,8 +108,8 @@ def _tokens(
     config: Config, row: Mapping[str, Any], where: str, encoder: RecordTokens
 ) -> tuple[Sequence[int], Sequence[int], tuple[Span, ...]]:
     """Token ids of prompt and response, and the spans that the tools of a conversation wrote."""
-    prompt_field, response_field = config.data.train.prompt_field, config.drafter.response_field
-    text: Any = field_of(row, response_field)
+    prompt_field = config.data.train.prompt_field
+    text: Any = row.get(_RESPONSE)
     prompt: Any = field_of(row, prompt_field)
     if MESSAGES in row and prompt is None and _PROMPT_IDS not in row:
         record = read_conversation(row, where)
@@ -127,9 +127,9 @@ def _tokens(
     if _RESPONSE_IDS in row:
         return prompt_ids, _ids(row, _RESPONSE_IDS, where), ()
     if not isinstance(text, str):
-        hint = columns_hint(row, response_field) if text is None else f", found {type(text).__name__}"
-        raise DataError(f"{where}: field {response_field!r} must be a string, or {_RESPONSE_IDS!r} a list of ids{hint}")
-    check_text(text, response_field, where)
+        hint = columns_hint(row, _RESPONSE) if text is None else f", found {type(text).__name__}"
+        raise DataError(f"{where}: field {_RESPONSE!r} must be a string, or {_RESPONSE_IDS!r} a list of ids{hint}")
+    check_text(text, _RESPONSE, where)
     with errors_at(where):
         response = encoder.drawn(text, prompt_ids, ends=row.get("finish_reason", "stop") == "stop")
     return prompt_ids, response, ()

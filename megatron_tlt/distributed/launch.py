@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_tlt.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -42,6 +44,17 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
         if size in env:
             return Launch(name, _int(env[size]), _int(env.get(rank)), _int(env.get(local)))
     return Launch("none", 1, 0, 0)
+
+
+def cpu_threads() -> int:
+    """CPU threads of this rank: OMP_NUM_THREADS (of a list the first), which launch/local.sh sets; 1 without it. Raises
+    ConfigError.
+    """
+    text = os.environ.get("OMP_NUM_THREADS", "1")
+    count = _int(text.split(",")[0].strip())
+    if not count:
+        raise ConfigError.of("OMP_NUM_THREADS", text, "must be a number of threads above 0")
+    return count
 
 
 def _int(text: str | None) -> int | None:

@@ -72,17 +72,15 @@ def save_drafter(
     policy_version: int = 0,
     trained_steps: int = 0,
     fingerprint: str = "",
-    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Writes a drafter directory; see `SavedDrafter`. An older drafter there is replaced.
+    """Writes a drafter directory in fp32; see `SavedDrafter`. An older drafter there is replaced.
 
     Raises CheckpointError for wrong tensors, before anything is written, and for a disk that is full.
     """
     drafter = SavedDrafter(config, weights, policy_version, trained_steps, fingerprint)
     config.check(weights)
-    write_directory(
-        Path(directory), {WEIGHTS: cast_tensors(weights, dtype)}, {CONFIG: about_of(drafter, dtype)}
-    )
+    tensors, about = cast_tensors(weights, torch.float32), about_of(drafter, torch.float32)
+    write_directory(Path(directory), {WEIGHTS: tensors}, {CONFIG: about})
 
 
 def load_drafter(

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_tlt.config.drafter import DrafterLossSection
+from megatron_tlt.config.drafter import LossWeights
 
 _MAX_ELEMENTS = 1 << 25  # of [rows, Vd] at a time: bounds the temporaries of the LM head
 
@@ -66,7 +66,7 @@ class HeadLoss(torch.autograd.Function):
         policy: tuple[Tensor, Tensor, Tensor | None],
         rows: DraftedRows,
         scale: Tensor,
-        loss: DrafterLossSection,
+        loss: LossWeights,
         temperature: float,
         before: Tensor | None = None,
         bias: Tensor | None = None,
@@ -129,7 +129,7 @@ class HeadLoss(torch.autograd.Function):
         return gradient * upstream, by_head, None, None, None, None, None, by_before, by_bias, None
 
 
-def _row_losses(p: Tensor, log_q: Tensor, scale: Tensor, loss: DrafterLossSection) -> tuple[Tensor, Tensor]:
+def _row_losses(p: Tensor, log_q: Tensor, scale: Tensor, loss: LossWeights) -> tuple[Tensor, Tensor]:
     """Of rows of p and log q [R, Vd]: the gradient [R, Vd] of their loss, times `scale` [R], in the drafter's logits
     over T; and their CE and 1 - TV [2, R]. Overwrites both.
     """

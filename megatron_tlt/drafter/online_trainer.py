@@ -29,7 +29,7 @@ from megatron_tlt.drafter.buffer import HiddenStateBuffer
 from megatron_tlt.drafter.checkpoint import drafter_entries
 from megatron_tlt.drafter.fp8 import use_fp8
 from megatron_tlt.drafter.kinds.registry import KINDS
-from megatron_tlt.drafter.trainer import DrafterTrainer
+from megatron_tlt.drafter.trainer import DrafterTrainer, LearningRate
 from megatron_tlt.drafter.training_state import MEAN, STATE_NAMES, TrainingState
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.base import DTYPES
@@ -40,7 +40,13 @@ Tables = Callable[[], tuple[Tensor, Tensor]]  # the engine's embedding and LM he
 
 _MIB = 1 << 20
 _WIDTH = 128  # hidden size up to which learning rates are taken as they are
+_WARMUP = 10  # optimizer steps of linear warm-up, once in a run
+_MEAN_DECAY = 0.97  # of the mean of the weights that engines draft with, a micro-step
 _MEAN_START = 9  # the mean's decay is 0.1 after the first step of a run, 0.9 after 81: it forgets its start
+
+# Policy versions by which hidden states may be older than the policy that rolls out, whose embedding and LM head read
+# them all: at RL's learning rates eight updates hardly move these.
+_MAX_AGE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +75,13 @@ class OnlineDrafterTrainer:
         device: torch.device | str = "cpu",
         from_actor: bool = False,
         fresh: bool = False,
+        seed: int = 0,
     ):
         """`model` (all of it, no shard) has the starting drafter's weights in fp32; the trainer owns it, moves it to
         `device` in the type of `section` and replaces its linears for `section.online.fp8`: ConfigError where that is
         not available. `from_actor`: hidden states come in by `take_step`. `fresh`: the drafter is untrained. Its
         learning rate begins at `online.start_lr`; a reduced vocabulary is that of the first responses of all ranks, and
-        training begins with the merge that has them.
+        training begins with the merge that has them. `seed`: of the order of the data.
         """
         online, self._device = section.online, torch.device(device)
         sizes = section.sizes(self._device.type)
@@ -84,17 +91,14 @@ class OnlineDrafterTrainer:
         by_width = min(1.0, _WIDTH / model.config.policy.hidden_size)
         # Of a useless drafter, over lr.
         self._extra_lr = max(0.0, online.start_lr / online.lr - 1.0) if fresh else 0.0
-        self._decay, self._merge_share = online.mean_decay, online.merge_share
+        self._decay, self._merge_share = _MEAN_DECAY, online.merge_share
         window = min(section.max_sequence_tokens, sizes.micro_step_tokens)
-        self.buffer = HiddenStateBuffer(int(sizes.buffer_mib * _MIB), window, online.max_age, section.seed)
+        self.buffer = HiddenStateBuffer(int(sizes.buffer_mib * _MIB), window, _MAX_AGE, seed)
         self._read_tables: Tables | None = None  # None: no rollout has begun
         self.from_actor = from_actor
         start = {name: p.detach() for name, p in model.named_parameters()}
         model.to(self._device, DTYPES[sizes.dtype])
         precision = nullcontext if online.fp8 == "off" else use_fp8(model, self._device)
-        names = ("warmup_steps", "clip_grad")
-        options = {"schedule": "constant", "lr": by_width * online.lr, "draft_steps": self._draft_steps}
-        options |= {name: getattr(online, name) for name in names}
         self._vocabulary = dict(model.named_buffers())  # of a reduced one; never trained
         self._awaits_vocabulary = fresh and model.config.reduced
         self._state = TrainingState(model, start, self._tp)
@@ -103,10 +107,11 @@ class OnlineDrafterTrainer:
             model,
             self._no_table,
             self._no_table,
-            section.model_copy(update=options),
+            section.model_copy(update={"draft_steps": self._draft_steps}),
             temperature,
             precision=precision,
             state=self._state,
+            rate=LearningRate(by_width * online.lr, _WARMUP),
         )
         self._before: tuple[int, int] | None = None  # steps where the window began, once the state changed
         self.version = 0  # merges that changed the drafter
@@ -302,7 +307,7 @@ class OnlineDrafterTrainer:
     def weights(self) -> dict[str, Tensor]:
         """All tensors of the merged drafter (`DrafterConfig.shapes`). Collective in a tensor-parallel group.
 
-        They are the running mean of the weights in training (`drafter.online.mean_decay`); see `TrainingState.mean`.
+        They are the running mean of the weights in training (`_MEAN_DECAY`); see `TrainingState.mean`.
         """
         return {**self._state.mean(), **self._vocabulary}
 

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -30,11 +30,9 @@ from megatron_tlt.drafter.fingerprint import policy_fingerprint
 from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.drafter.measure import MeasuredAcceptance, measure
-from megatron_tlt.drafter.outlook import HeldOutPoint, outlook
 from megatron_tlt.drafter.trainer import DrafterTrainer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.interfaces import RolloutBackend
-from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.loader import iter_weights, weight_reader
@@ -87,9 +85,8 @@ class DrafterPretraining:
             self.trained_steps = start.trained_steps
         self.model.to(world.device)
         self._trainer: DrafterTrainer | None = None  # while it trains
-        self._points: list[HeldOutPoint] = []
+        self._points: list[dict[str, float]] = []  # held-out measurements
         self._seconds = 0.0  # of optimizer steps
-        self._steps_an_epoch = 1
 
     # -- responses ------------------------------------------------------------------------------------------
 
@@ -161,8 +158,8 @@ class DrafterPretraining:
     ) -> MeasuredAcceptance:
         """Takes `drafter.num_steps` optimizer steps; goes on from `state`, where an earlier call was stopped.
 
-        Returns the measurement on `tests`, empty without any, and prints the outlook. `check_stop` may raise between
-        two steps, on all ranks at once. Rank 0 passes its state to `save` once a minute and after each measurement.
+        Returns the measurement on `tests`, empty without any. `check_stop` may raise between two steps, on all ranks
+        at once. Rank 0 passes its state to `save` once a minute and after each measurement.
         Mutates the model. Collective.
         """
         section = self._section
@@ -191,8 +188,6 @@ class DrafterPretraining:
                 if (is_measured or time.monotonic() - saved > _SAVE_EVERY_S) and not is_last and self._world.is_main:
                     save(self.state_dict())
                     saved = time.monotonic()
-            if result.bases:
-                self._print_outlook(data, tests, result, progress)
         return result
 
     def _step(self, trainer: DrafterTrainer, group: Sequence[DraftSequence]) -> dict[str, float]:
@@ -208,24 +203,12 @@ class DrafterPretraining:
         result = self.measure(tests, progress)
         text = f"loss {metrics['loss']:.3f}  lr {metrics['lr']:.2e}"
         if result.bases:
-            self._points.append(HeldOutPoint(step, self._seconds, result.accepted_length))
+            length = result.accepted_length
+            self._points.append({"step": step, "seconds": self._seconds, "accepted_length": length})
             overlap = " ".join(f"{x:.3f}" for x in result.overlap)
-            text += f"  held-out accepted {result.accepted_length:.2f}  1-TV {overlap}"
+            text += f"  held-out accepted {length:.2f}  1-TV {overlap}"
         self._print(f"step {step}/{self._section.num_steps}  {text}  {self._seconds:.0f} s")
         return result
-
-    def _print_outlook(
-        self,
-        data: Sequence[DraftSequence],
-        tests: Sequence[DraftSequence],
-        result: MeasuredAcceptance,
-        progress: ProgressDisplay,
-    ) -> None:
-        """Also measures on as many of the responses that were trained on as there are held-out ones."""
-        own = data[:: max(1, len(data) // len(tests))][: len(tests)] if tests else []
-        trained = self.measure(own, progress)
-        epochs = self._section.num_steps / self._steps_an_epoch
-        self._print(outlook(self._points, epochs, trained.overlap[0], result.overlap[0]))
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer and measurements of a training under way, for `train`; tensors in the host's memory."""
@@ -235,13 +218,13 @@ class DrafterPretraining:
             "training": self._trainer.state.named(),
             "steps": self._trainer.trained_steps,
             "seconds": self._seconds,
-            "points": [asdict(point) for point in self._points],
+            "points": self._points,
         }
 
     def _load(self, trainer: DrafterTrainer, state: Mapping[str, Any]) -> None:
         trainer.state.load(state["training"])
         trainer.trained_steps, self._seconds = state["steps"], state["seconds"]
-        self._points = [HeldOutPoint(**point) for point in state["points"]]
+        self._points = list(state["points"])
         self._print(f"goes on after step {trainer.trained_steps}/{self._section.num_steps}")
 
     @property
@@ -253,7 +236,7 @@ class DrafterPretraining:
         """Weights that start from the policy's. A reduced vocabulary is that of all ranks' responses. Collective."""
         counts = self._token_counts(data)
         read = weight_reader(self._config.model.path, self.model.config.policy)
-        self.model.start_fresh(self._section.seed, read, self._head, counts)
+        self.model.start_fresh(self._config.train.seed, read, self._head, counts)
         if (chosen := self.model.token_ids()) is not None:
             share = float(counts[chosen.cpu()].sum() / counts.sum())
             self._print(f"drafts {len(chosen)} of {len(counts)} tokens: {share:.2%} of the responses' tokens")
@@ -272,10 +255,8 @@ class DrafterPretraining:
             raise ConfigError.of("drafter.num_prompts", self._section.num_prompts, allowed)
         section = self._section
         for number in itertools.count():
-            rng = np.random.default_rng((section.seed, number))
-            groups = epoch(data, self._batch_tokens, section.max_sequence_tokens, rng)
-            self._steps_an_epoch = len(groups)
-            yield from groups
+            rng = np.random.default_rng((self._config.train.seed, number))
+            yield from epoch(data, self._batch_tokens, section.max_sequence_tokens, rng)
 
     # -- measuring and writing ------------------------------------------------------------------------------
 
@@ -312,10 +293,9 @@ class DrafterPretraining:
             policy_version=self._backend.policy_version,
             trained_steps=steps,
             fingerprint=policy_fingerprint(self._config.model.path),
-            dtype=DTYPES[self._section.save_dtype],
         )
         if result.bases:
-            over_time = {"over_time": [asdict(point) for point in self._points]}
+            over_time = {"over_time": self._points}
             text = json.dumps(result.to_json() | over_time, indent=2)
             (out / "eval.json").write_text(text + "\n", encoding="utf-8")
 

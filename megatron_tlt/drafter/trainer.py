@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +17,27 @@ from megatron_tlt.errors import DrafterError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.drafters import DraftBatch, DrafterModel
 
+_CLIP = 1.0  # gradient norm to clip to
+_WARMUP = 20  # optimizer steps of linear warm-up
 _NORM_EPS = 1e-6  # added to a norm that is divided by, as `torch.nn.utils.clip_grad_norm_` does
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The rate of optimizer steps: linear warm-up, then a cosine to 0 in `num_steps`; where that is None, the peak."""
+
+    peak: float
+    warmup: int
+    num_steps: int | None = None
+
+    def at(self, step: int) -> float:
+        """The rate of step `step` (0-based)."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        if self.num_steps is None:
+            return self.peak
+        done = min(1.0, (step - self.warmup) / max(1, self.num_steps - self.warmup))
+        return self.peak * 0.5 * (1 + math.cos(math.pi * done))
 
 
 class DrafterTrainer:
@@ -32,17 +53,21 @@ class DrafterTrainer:
         average: Callable[[list[Tensor]], None] | None = None,
         precision: Callable[[], AbstractContextManager[object]] = nullcontext,
         state: TrainingState | None = None,
+        rate: LearningRate | None = None,
     ):
         """embed and head [V, H]: the policy's, on the model's device; see `set_policy`.
 
         `average` averages gradients over ranks, in place, before `step` applies them. The model's forward passes run
-        inside `precision()`. `state` is that of the model's parameters, by default one without a running mean.
+        inside `precision()`. `state` is that of the model's parameters, by default one without a running mean. `rate`:
+        by default that of a training of `section.num_steps` steps. A gradient is clipped to norm 1; of a drafter whose
+        loss is a mean over drafted positions and not their sum, to a part of it by their number.
         """
         self._precision, self.kind = precision, KINDS[model.config.kind]
         self.model, self._section, self._average = model, section, average
         self._temperature = temperature or 1.0
         self.set_policy(embed, head)
         self.state = TrainingState(model, states=WITHOUT_MEAN) if state is None else state
+        self.rate = LearningRate(section.lr, _WARMUP, section.num_steps) if rate is None else rate
         self.trained_steps = 0
 
     def set_policy(self, embed: Tensor, head: Tensor) -> None:
@@ -95,19 +120,8 @@ class DrafterTrainer:
         if not math.isfinite(size):
             self.state.free_gradients()
             raise DrafterError(f"the drafter's gradient norm is {size} in step {self.trained_steps}")
-        limit = self._section.clip_grad / self.model.averaged_positions
-        factor = torch.clamp(limit / (norm + _NORM_EPS), max=1.0) if limit else None
-        rate = lr_factor * drafter_learning_rate(self._section, self.trained_steps)
-        self.state.step(rate, factor)
+        limit = _CLIP / self.model.averaged_positions
+        rate = lr_factor * self.rate.at(self.trained_steps)
+        self.state.step(rate, torch.clamp(limit / (norm + _NORM_EPS), max=1.0))
         self.trained_steps += 1
         return {"grad_norm": size, "lr": rate}
-
-
-def drafter_learning_rate(section: DrafterSection, step: int) -> float:
-    """The rate of optimizer step `step` (0-based)."""
-    if step < section.warmup_steps:
-        return section.lr * (step + 1) / section.warmup_steps
-    if section.schedule == "constant":
-        return section.lr
-    done = min(1.0, (step - section.warmup_steps) / max(1, section.num_steps - section.warmup_steps))
-    return section.min_lr + (section.lr - section.min_lr) * 0.5 * (1 + math.cos(math.pi * done))

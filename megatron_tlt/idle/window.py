@@ -2,7 +2,7 @@
 
     rank 0   rollout ===============================| out      (the slowest: waits for no rank)
     rank 1   rollout =========|poll|step|poll|step|st| out     poll: is it over?
-    rank 2   rollout ============|poll|zz|poll|zz|poll| out    zz:   sleep `poll_ms`
+    rank 2   rollout ============|poll|zz|poll|zz|poll| out    zz:   sleep `POLL_S`
     rank 3   rollout ===|poll|pre-rollout ~~~~~~~|step| out    ~:    a decoding step of the next step's prompts, poll
                               ^ enters the done barrier
 
@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from megatron_tlt.config.idle import POLL_S
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.idle.policy import Action, IdlePolicy, IdleView
 from megatron_tlt.idle.state import RankState, StateSpan, StateTracker, seconds_in
@@ -80,7 +81,7 @@ class IdleWindow:
         num_samples: Callable[[], int] | None = None,
         on_span: Callable[[str, float, float], None] | None = None,
         on_poll: Callable[[str], None] | None = None,
-        poll_seconds: float = 0.002,
+        poll_seconds: float = POLL_S,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         wall: Callable[[], float] = wall_seconds,

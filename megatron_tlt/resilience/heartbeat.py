@@ -144,7 +144,7 @@ def phase_limit(durations: Sequence[float]) -> float:
     return max(_SLOW_FACTOR * statistics.median(durations), _SLOW_MIN_S)
 
 
-def start_watchdog(heartbeat_s: float, hang_s: float, run_dir: str | Path, world: World) -> Heartbeat:
+def start_watchdog(hang_s: float, run_dir: str | Path, world: World) -> Heartbeat:
     """This rank's heartbeat, and the watchdog of this host, started by the host's first rank. Collective."""
     if world.is_main:
         StatusFiles(run_dir).clear()
@@ -153,9 +153,9 @@ def start_watchdog(heartbeat_s: float, hang_s: float, run_dir: str | Path, world
     processes = world.all_gather_object((host, pid))
     pids = {rank: number for rank, (where, number) in enumerate(processes) if where == host}
     first = min(pids)
-    status = RankStatus(start, world.rank, world.size, host, pid, first=first, heartbeat_s=heartbeat_s)
+    status = RankStatus(start, world.rank, world.size, host, pid, first=first)
     heartbeat = Heartbeat(run_dir, status)
     if world.rank == first:
         folder = str(Path(run_dir).resolve())
-        launch(WatchdogOptions(folder, start, world.size, pids, heartbeat_s, hang_s))
+        launch(WatchdogOptions(folder, start, world.size, pids, hang_s))
     return heartbeat

@@ -66,7 +66,7 @@ class NonFiniteGuard:
         """Raises TrainingError on every rank after `limit` such steps in a row."""
         if self._limit and self._count >= self._limit:
             raise TrainingError(
-                f"updates of {self._count} steps in a row were not finite (train.max_nonfinite_steps = {self._limit}) "
+                f"updates of {self._count} steps in a row were not finite (train.max_lost_steps = {self._limit}) "
                 f"and skipped; no checkpoint was written since. Their batches are in {self._directory}"
             )
 

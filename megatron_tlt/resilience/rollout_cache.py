@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from megatron_tlt.types import GenerateCall
 
 _log = logging.getLogger(__name__)
-_MIB = 1 << 20
+_MOST_BYTES = 4 << 30  # on the disk, of one replica; responses beyond them are not kept
 Weights = Iterable[tuple[str, "Tensor"]]
 Responses = dict[tuple[int, int], Sample]  # by (prompt id, sample index)
 
@@ -156,7 +156,7 @@ class RolloutCache:
         self._start_id = os.urandom(4).hex()
         self._writer: ResponseWriter | None = None
         if self._is_first and self._keeps:
-            self._writer = ResponseWriter(section.max_mib * _MIB)
+            self._writer = ResponseWriter(_MOST_BYTES)
         if section.enabled and not self._keeps and world.is_main:
             _log.info("no rollout cache without keyed sampling: a restart generates an unfinished step again")
         self._old_steps: set[int] = set()  # steps with responses of earlier starts, seen by any rank

@@ -21,6 +21,9 @@ _RANK_BYTES = 4096  # of a rank's file: always the same, so that overwriting nee
 _DETAIL_CHARS = 500  # of an error message in it
 
 
+HEARTBEAT_S = 5.0  # between two signs of life of a rank within a phase
+
+
 @dataclass(frozen=True)
 class RankStatus:
     """One rank's last sign of life. Times are wall time, in seconds."""
@@ -33,7 +36,7 @@ class RankStatus:
     pid: int
     first: int = 0
     """First rank of its host."""
-    heartbeat_s: float = 5.0
+    heartbeat_s: float = HEARTBEAT_S
     outcome: str = "running"
     """running; done; saved: before the run's end, by a signal; ended: before it, without a checkpoint; failed."""
     detail: str = ""

@@ -33,7 +33,7 @@ _ENVIRONMENT = "PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "TMPDIR"  # no launche
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[2]); from megatron_tlt.resilience.watchdog import main; main()"
 )
-_LOOK_S = 5.0  # between two looks, at most
+_LOOK_S = 5.0  # between two looks: as often as ranks write
 _LAUNCHER_S = 10.0  # for the launcher to end the other ranks by itself
 _STACKS_S = 5.0  # for a rank to write its stacks
 
@@ -47,7 +47,6 @@ class WatchdogOptions:
     size: int
     pids: dict[int, int]
     """Processes of this host's ranks, by rank."""
-    heartbeat_s: float
     hang_s: float
 
 
@@ -58,7 +57,6 @@ class Watchdog:
         self._options, self._clock = options, clock
         self._files = StatusFiles(options.run_dir)
         self._pids = dict(options.pids)  # of the ranks that have not ended
-        self._every_s = min(options.heartbeat_s, _LOOK_S)
         self._written = dict.fromkeys(self._pids, 0)  # when each file changed last, nanoseconds
         self._silent = dict.fromkeys(self._pids, 0.0)  # seconds since then, without those in which this process slept
         self._end: JobEnd | None = None
@@ -75,7 +73,7 @@ class Watchdog:
     def run(self) -> None:
         """Returns when all ranks have ended."""
         while self._pids:
-            for fd, _ in self._poll.poll(self._every_s):
+            for fd, _ in self._poll.poll(_LOOK_S):
                 self._poll.unregister(fd)
                 self._died(self._rank_of[fd])
             self._look()
@@ -90,7 +88,7 @@ class Watchdog:
             self._kill_if_due(now)
             return
         # A suspended host, or a stopped job, was silent because it could not run.
-        seconds = min(now - self._looked_at, 2 * self._every_s)
+        seconds = min(now - self._looked_at, 2 * _LOOK_S)
         self._looked_at = now
         with suppress(OSError):
             self._files.host(min(self._options.pids)).touch(mode=0o600)
@@ -150,7 +148,7 @@ class Watchdog:
             self._write_stacks()
             # The launcher ends all ranks with the first one: other hosts' must have written their stacks by then.
             is_alone = len(self._options.pids) == self._options.size
-            delay = 0.0 if is_alone else 2 * self._every_s + _STACKS_S
+            delay = 0.0 if is_alone else 2 * _LOOK_S + _STACKS_S
         self._kill_at = self._clock() + delay
 
     def _kill_if_due(self, now: float) -> None:

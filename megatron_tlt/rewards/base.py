@@ -44,7 +44,7 @@ def judge(
         except (Exception, SystemExit) as error:  # noqa: BLE001
             return failed(f"{named.label}: {error_line(error)}", failure_value, parts)
         parts[named.label] = value
-        if named.config.counts_as_correct:
+        if named.config.threshold is not None:
             counting = True
             correct = correct and value >= named.config.threshold
     total = float(sum(named.config.weight * parts[named.label] for named in scorers))

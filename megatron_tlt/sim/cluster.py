@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from megatron_tlt.config.idle import POLL_S
 from megatron_tlt.config.planning.parameters import active_parameters, total_parameters
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.cost_model import ELEMENT, GPUS, trained_drafter
@@ -74,7 +75,7 @@ class Cluster:
         if self.gpus == 1:
             return 0.0
         hops = math.ceil(math.log2(self.gpus))
-        return 2e-3 * self._config.idle.poll_ms + 1e-6 * _HOP_US * hops
+        return 2 * POLL_S + 1e-6 * _HOP_US * hops
 
     def micro_step(self) -> float:
         """One micro-step of drafter training on one replica: 6 operations a token and parameter that a pass reads. A

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_tlt.config.rollout import KV_BLOCK
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.rollout.batch import StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
@@ -18,7 +19,7 @@ def new_scheduler(config: SimConfig, quantum: int, rows: int) -> Scheduler:
     rollout, prompt = config.rollout, config.workload.prompt_tokens
     context = quanta(prompt, quantum) + quanta(rollout.max_tokens, quantum)
     # Where a quantum is more than a block, four of them are handed out at a time: it saves most of the work.
-    block = 4 if quantum > rollout.block_size else max(1, rollout.block_size // quantum)
+    block = 4 if quantum > KV_BLOCK else max(1, KV_BLOCK // quantum)
     room = cache_tokens(config)
     enough = rows * (-(-context // block) + 1)
     blocks = enough if room is None else min(enough, max(room // (block * quantum), -(-context // block) + 1))

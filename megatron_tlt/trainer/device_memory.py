@@ -18,7 +18,6 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.rollout.kv_cache import total_memory
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.engine_process import EngineProcessSection
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.distributed.world import World
@@ -31,16 +30,15 @@ _LARGE = 1 << 21  # elements of fp32 that NCCL sends by its protocol for large m
 _LATER = GIB // 2
 
 
-def let_segments_grow(device: torch.device, engine: EngineProcessSection | None = None) -> None:
+def let_segments_grow(device: torch.device, by_handles: bool = False) -> None:
     """Lets PyTorch's segments of a GPU grow, so that less is lost to fragmentation; before its first tensor.
 
-    Not where the environment configures its allocator, and not where an `engine` in a process of its own gets weights
-    by cuda_ipc: handles of such segments differ by PyTorch's version (`backends/transport.py`). By a call, for engines
+    Not where the environment configures its allocator, and not where an engine in a process of its own gets weights
+    `by_handles`: those of such segments differ by PyTorch's version (`backends/transport.py`). By a call, for engines
     in processes of their own would inherit a variable, and an engine that puts weights to sleep needs plain memory.
     """
-    is_shared = engine is not None and engine.transport_on(device.type) == "cuda_ipc"
     configured = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    if device.type == "cuda" and not configured and not is_shared:
+    if device.type == "cuda" and not configured and not by_handles:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 

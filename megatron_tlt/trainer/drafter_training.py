@@ -202,7 +202,7 @@ def open_pretraining(
 
 def training_settings(config: Config, drafter: Path | None, num_ranks: int) -> dict[str, Any]:
     """The settings by which a training is the same one, by name, JSON-able."""
-    section = config.drafter.model_dump(mode="json", exclude={"online", "save_dtype"})
+    section = config.drafter.model_dump(mode="json", exclude={"online"})
     settings = {
         **{f"drafter.{name}": value for name, value in section.items()},
         **{f"rollout.{name}": getattr(config.rollout, name) for name in _ROLLOUT},

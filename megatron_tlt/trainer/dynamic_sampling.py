@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from megatron_tlt.errors import TrainingError
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.algorithm import AlgorithmSection
     from megatron_tlt.types import SampleGroup
 
 _log = logging.getLogger(__name__)
@@ -53,8 +52,8 @@ class Dropped:
 class EmptySteps:
     """Counts steps in a row in which no group was kept. All ranks count alike."""
 
-    def __init__(self, section: AlgorithmSection, is_main: bool):
-        self._limit, self._is_main = section.max_empty_steps, is_main
+    def __init__(self, limit: int, is_main: bool):
+        self._limit, self._is_main = limit, is_main
         self._count, self._last = 0, Dropped()
 
     def look(self, step: int, rounds: int, num_kept: int, dropped: Dropped) -> dict[str, float]:
@@ -78,10 +77,10 @@ class EmptySteps:
         return row
 
     def check(self) -> None:
-        """Raises TrainingError on every rank after `algorithm.max_empty_steps` such steps in a row."""
+        """Raises TrainingError on every rank after `train.max_lost_steps` such steps in a row."""
         if self._limit and self._count >= self._limit:
             raise TrainingError(
-                f"dynamic sampling kept no group in {self._count} steps in a row (algorithm.max_empty_steps = "
+                f"dynamic sampling kept no group in {self._count} steps in a row (train.max_lost_steps = "
                 f"{self._limit}), the last of {self._last}. Change the prompts, the rewards or "
                 "rollout.samples_per_prompt"
             )

@@ -130,7 +130,7 @@ class RLTrainer:
             section = self.config.drafter
             budget = int(section.sizes(self.world.device.type).buffer_mib * 2**20)
             dtype, layers = DTYPES[self.config.rollout.dtype], trainer.model.config.aux_layers
-            self.policy.collect_hidden_states(trainer.take_step, budget, dtype, layers, section.seed)
+            self.policy.collect_hidden_states(trainer.take_step, budget, dtype, layers, self.config.train.seed)
 
     def _maybe_evaluate(self) -> None:
         """Evaluates before the first step, every `eval.every` steps and after the last, once each."""

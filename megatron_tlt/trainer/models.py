@@ -139,6 +139,7 @@ def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> Online
         device=world.device,
         from_actor=config.hidden_states_of == "actor",
         fresh=config.rollout.speculation.drafter_path is None,
+        seed=config.train.seed,
     )
 
 
@@ -160,7 +161,7 @@ def _starting_drafter(config: Config) -> DrafterModel:
     if saved is not None:
         model.load_state_dict(saved.weights)
     else:
-        model.initialise(config.drafter.seed)
+        model.initialise(config.train.seed)
         if config.model.megatron_path is None:
             model.start_from_policy(weight_reader(config.model.path, shape))
     return model

@@ -72,8 +72,8 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     named = {name.field for name in names_of(config)}
     missing = [problem for problem in missing_files(config) if problem.path not in named]
     absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing]
-    if isinstance(config, Config) and config.algorithm.name == "distill" and not config.algorithm.teacher_architecture:
-        absent.append("warning: the memory plan lacks the teacher: set algorithm.teacher_architecture")
+    if isinstance(config, Config) and config.algorithm.name == "distill" and not config.algorithm.teacher_shape:
+        absent.append("warning: the memory plan lacks the teacher, whose config.json is not here")
     model, _ = read_model("model.path", config.model.path)
     shape = None if model is None else model.architecture
     played = [] if prompt is None else ["Environment: a scripted episode was the same three times, in two processes"]

@@ -76,7 +76,7 @@ class GroupSampler:
     empty_steps: EmptySteps = field(init=False)
 
     def __post_init__(self) -> None:
-        self.empty_steps = EmptySteps(self.config.algorithm, self.queues.world.is_main)
+        self.empty_steps = EmptySteps(self.config.train.max_lost_steps, self.queues.world.is_main)
 
     def sample(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
         """This rank's scored groups of `step` (1-based); its metrics of rollout cache, carried groups and dynamic

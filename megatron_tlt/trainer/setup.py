@@ -67,7 +67,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     from megatron_tlt.trainer.recovery import Recovery, TrainState
     from megatron_tlt.trainer.sampling import GroupSampler
 
-    device_memory.let_segments_grow(world.device, config.rollout.engine_process)
+    device_memory.let_segments_grow(world.device, config.by_handles(world.device.type))
     config = with_date(with_teacher_shape(device_memory.with_device_memory(config, world)), world)
     check_on(config, world, place_problems(config))
     tokenizer = open_tokenizer(config)
@@ -104,7 +104,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         drafter=drafter,
         checkpoints=CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world, lock),
         rollout_cache=build_rollout_cache(config, run_dir, world, tokenizer, backend),
-        nonfinite=NonFiniteGuard(config.train.max_nonfinite_steps, run_dir, world, policy.dims),
+        nonfinite=NonFiniteGuard(config.train.max_lost_steps, run_dir, world, policy.dims),
         shutdown=GracefulShutdown(world, config.stop, signals, tp.largest),
         metrics=metrics,
     )
@@ -179,7 +179,7 @@ def _sharing(config: Config, world: World) -> HiddenStateSharing:
     online, tp = config.drafter.online, config.rollout.tp
     replica, tp_rank = rollout_replica(world.rank, tp)
     held = config.drafter.sizes(world.device.type).buffer_mib
-    is_own = online.max_age == 0 or config.hidden_states_of == "actor"  # the actor spreads its states over replicas
+    is_own = config.hidden_states_of == "actor"  # the actor spreads its states over replicas
     shared = 0 if is_own else int(min(online.share_mib, held) * 2**20)
     return HiddenStateSharing(replica, world.size // tp, tp, shared, tp_rank == 0)
 
@@ -222,7 +222,6 @@ def _idle_window(
         num_samples=drafter.num_samples,
         on_span=metrics.rank_state,
         on_poll=lambda state: world.heartbeat(state=state),
-        poll_seconds=config.idle.poll_ms / 1e3,
     )
 
 
@@ -276,5 +275,5 @@ def _prepare(config: Config, world: World) -> RunLock | None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     run_dir = Path(config.train.run_dir)
     lock = lock_run_dir("train.run_dir", config.train.run_dir, run_dir, world)
-    world.set_monitor(lambda: start_watchdog(config.watchdog.heartbeat_s, config.hang_s, run_dir, world))
+    world.set_monitor(lambda: start_watchdog(config.hang_s, run_dir, world))
     return lock

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_tlt.config.checks.layout import contradictions
 from megatron_tlt.config.root import Config
 from megatron_tlt.data.tokenizer import HFTokenizer, has_tokenizer
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
@@ -18,14 +17,13 @@ _FIELD = "algorithm.teacher"
 
 
 def with_teacher_shape(config: RootT) -> RootT:
-    """`config` with `algorithm.teacher_architecture` of a teacher that is on this machine and can be read."""
-    if not isinstance(config, Config) or config.algorithm.teacher_architecture is not None:
+    """`config` with `algorithm.teacher_shape` of a teacher that is on this machine and can be read."""
+    if not isinstance(config, Config):
         return config
     model, _ = _read(config)
     if model is None:
         return config
-    algorithm = config.algorithm.model_copy(update={"teacher_architecture": model.architecture})
-    return config.model_copy(update={"algorithm": algorithm})
+    return config.model_copy(update={"algorithm": config.algorithm.with_teacher_shape(model.architecture)})
 
 
 def teacher_shape(config: Config) -> ModelConfig | None:
@@ -37,11 +35,10 @@ def teacher_problems(config: Config) -> list[ConfigProblem]:
     """A teacher that is on this machine and cannot be read, has another tokenizer or too few positions. Reads no
     weights.
     """
-    section, path = config.algorithm, config.algorithm.teacher
+    path = config.algorithm.teacher
     model, problems = _read(config)
     if model is None or path is None:
         return problems
-    problems += contradictions("algorithm.teacher_architecture", section.teacher_architecture, model.architecture, path)
     if (most := model.max_position_embeddings) < config.model.max_context:
         allowed = f"has {most} positions, fewer than model.max_context ({config.model.max_context})"
         problems.append(ConfigProblem(_FIELD, path, allowed))

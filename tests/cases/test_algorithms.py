@@ -22,9 +22,9 @@ def test_dynamic_sampling_that_finds_no_mixed_group_says_why_and_ends(tmp_path: 
         rewards={"functions": [{"name": "python", "path": f"{tmp_path}/right.py:reward"}]},
         algorithm={"name": "dapo", "dynamic_sampling": True, "overlong_buffer": 8, "max_sampling_rounds": 2},
     )
-    done = run_ranks(2, ["-m", "megatron_tlt"], "train", str(config), "algorithm.max_empty_steps=2", check=False)
+    done = run_ranks(2, ["-m", "megatron_tlt"], "train", str(config), "train.max_lost_steps=2", check=False)
     assert done.returncode in (1, 9)  # 9: mpiexec killed a rank that was aborting, too
-    assert "algorithm.max_empty_steps = 2" in done.stdout and "Traceback" not in done.stdout
+    assert "train.max_lost_steps = 2" in done.stdout and "Traceback" not in done.stdout
     dropped = "16 groups with equal rewards, mean reward 1, 100.0% of responses correct: all right, prompts too easy"
     assert done.stdout.count(f"step 1: dynamic sampling kept no group in 2 rollouts: {dropped}") == 1
     found = rows(tmp_path / "run")

@@ -165,8 +165,6 @@ def test_an_input_is_no_output(place, capsys):
 @pytest.mark.parametrize(
     ("field", "value", "more"),
     [
-        ("rollout.block_size", 5, ()),
-        ("rollout.block_size", 8, ("rollout.kernels=native",)),
         ("rollout.kernels", "native", ("rollout.dtype=bf16",)),
         ("rollout.speculation.draft_vocab_size", 10**6, ("rollout.speculation.drafter_path=null",)),
         ("model.max_context", 10**6, ()),
@@ -181,10 +179,10 @@ def test_check_refuses_what_a_start_refuses(field, value, more, capsys, monkeypa
     assert f"{field} = " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("setting", ["rollout.block_size=5", "rollout.block_size=8"])
-def test_the_engine_refuses_by_the_sections_name(setting, monkeypatch):
+def test_the_engine_refuses_by_the_sections_name(monkeypatch):
     monkeypatch.chdir(ROOT)
-    config = load_config(QUICKSTART, [setting, "rollout.speculation={drafter: none}"])
+    settings = ["rollout.kernels=native", "rollout.dtype=bf16", "rollout.speculation={drafter: none}"]
+    config = load_config(QUICKSTART, settings)
     with pytest.raises(ConfigError) as caught:
         build_backend(EngineOptions(config.rollout, config.model, tokenizer=None))
     (problem,) = caught.value.problems
@@ -228,11 +226,12 @@ def test_links_in_a_circle_are_named(tmp_path):
 def test_a_refused_start_of_ranks_has_only_its_own_lines(tmp_path):
     """Before, MPI added `Abort(2) on node 1 ..`, a line a rank."""
     run_dir = tmp_path / "run"
-    command = [str(ROOT / "launch/local.sh"), "-n", "2", QUICKSTART, f"train.run_dir={run_dir}", "rollout.block_size=5"]
+    command = [str(ROOT / "launch/local.sh"), "-n", "2", QUICKSTART, f"train.run_dir={run_dir}"]
+    command.append("model.max_context=1000000")
     ended = subprocess.run(command, cwd=ROOT, env=rank_environment(), capture_output=True, text=True, check=False)
     assert ended.returncode == 2 and not run_dir.exists()
     first, second = (ended.stdout + ended.stderr).splitlines()
-    assert "1 problem(s)" in first and "rollout.block_size = 5" in second
+    assert "1 problem(s)" in first and "model.max_context = 1000000" in second
 
 
 def test_keys_that_are_no_text_are_unknown_ones():

@@ -124,18 +124,20 @@ def speculating_engine(
     shape: DrafterConfig | None = None,
     **sizes: Any,
 ) -> Engine:
-    """As `make_engine`, with the fields of `rollout.speculation`; a trained drafter, of kind eagle by default, is
-    random unless given.
+    """As `make_engine`, with the fields of `rollout.speculation`, and `catch_up` of `Drafting`; a trained drafter, of
+    kind eagle by default, is random unless given.
     """
     drafter = shape or EagleConfig.of(config)
 
     def drafting(decoder: Decoder) -> Drafting:
-        section = SpeculationSection(drafter_path="(in memory)", **speculation)
+        fields = dict(speculation)
+        more = {"catch_up": fields.pop("catch_up")} if "catch_up" in fields else {}
+        section = SpeculationSection(drafter_path="(in memory)", **fields)
         made = None
         if section.trained:
             made = KINDS[drafter.kind].build_decoder(decoder, drafter)
             made.load_weights((drafter_weights or random_drafter(drafter, seed=1)).items())
-        return Drafting(section, made)
+        return Drafting(section, made, **more)
 
     layers = drafter.aux_layers
     return make_engine(config, weights, kernels, drafting=drafting, aux_layers=layers, **sizes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,8 @@ def online_trainer(
     from_actor: bool = False,
     tokens: int | None = None,
     fresh: bool = True,
+    warmup: int = 3,
+    mean_decay: float | None = None,
     **online,
 ) -> OnlineDrafterTrainer:
     """A trainer whose buffer holds responses of policy version 0; `online` are options, `tokens` the size of a
@@ -33,9 +37,12 @@ def online_trainer(
     """
     model = EagleModel(EagleConfig.of(CONFIG, tokens))
     model.initialise(0)
-    options = {"lr": 3e-3, "start_lr": 3e-3, "draft_steps": 3, "warmup_steps": 3, "micro_step_tokens": 64} | online
+    options = {"lr": 3e-3, "start_lr": 3e-3, "draft_steps": 3, "micro_step_tokens": 64} | online
     section = DrafterSection(dtype=dtype, online=options)
     trainer = OnlineDrafterTrainer(model, section, tp=tp, from_actor=from_actor, fresh=fresh)
+    trainer._trainer.rate = replace(trainer._trainer.rate, warmup=warmup)
+    if mean_decay is not None:
+        trainer._decay = mean_decay
     trainer.begin_step(0, lambda: lookup_tables(CONFIG))
     for i, length in enumerate(lengths):
         trainer.buffer.add(random_chunk(CONFIG, length, first_prompt + i))

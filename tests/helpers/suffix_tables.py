@@ -58,8 +58,7 @@ class Table:
 
     def __init__(self, depth: int = 4, history: ResponseHistory | None = None, mib: int = 64):
         self.rows = RunningRows(8, 64, 4, V, max_output=1 << 14)
-        section = SuffixSection(depth=depth, history_mib=mib)
-        self.drafter = SuffixDrafter(section, self.rows, history)
+        self.drafter = SuffixDrafter(SuffixSection(history_mib=mib), self.rows, history, depth)
         self.naive: dict[str, NaiveCounts] = {}
         self.depth = depth
 

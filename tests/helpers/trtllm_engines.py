@@ -45,22 +45,18 @@ def fake_python(folder: Path, version: str = "1.2.1") -> str:
     return python_with(folder, f"export TRTLLM_VERSION={version} PYTHONPATH={paths}\n{run}")
 
 
-def section(python: str, **fields: Any) -> TrtllmSection:
-    """Settings for a busy machine: quick beats, much patience."""
-    defaults = {"transport": "shared_memory", "heartbeat_s": 0.1, "silence_s": 60.0, "start_s": 120.0}
-    return TrtllmSection(python=python, **{**defaults, **fields})
-
-
-def start_backend(folder: Path, *, version: str = "1.2.1", eagle: bool = False, **fields: Any) -> TrtllmBackend:
+def start_backend(
+    folder: Path, *, version: str = "1.2.1", eagle: bool = False, draft_len: int = 3, **fields: Any
+) -> TrtllmBackend:
     """A backend whose engine stands, with a drafter for `eagle`, and has no weights. `fields`: of `rollout.trtllm`."""
-    settings = section(fake_python(folder, version), version=version, **fields)
-    drafting = SpeculationSection(drafter="eagle" if eagle else "none")
+    settings = TrtllmSection(python=fake_python(folder, version), **fields)
+    drafting = SpeculationSection(drafter="eagle" if eagle else "none", draft_len=draft_len)
     sizes = {"max_running_requests": 8, "max_batched_tokens": 64}
-    rollout = RolloutSection(**sizes, speculation=drafting, trtllm=settings)
+    rollout = RolloutSection(**sizes, speculation=drafting, trtllm=settings, release_cache=True)
     process = EngineProcess(trtllm_launch(settings))
     files = Eagle3Files(Path("/drafter"), (0, 1, 2)) if eagle else None
     model = ModelSection(path="/model", max_context=64)
-    process.start(llm=build_llm_kwargs(rollout, model, files))
+    process.start(llm=build_llm_kwargs(rollout, model, process.engine_version, files))
     whole = SimpleNamespace(kind="eagle3", vocabulary_shapes=dict)  # of a drafter with the policy's whole vocabulary
     drafter = SimpleNamespace(weights=DRAFTER, config=whole) if eagle else None
     return TrtllmBackend(

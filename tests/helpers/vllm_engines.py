@@ -59,7 +59,7 @@ def demo_weights(seed: int | None, path: str = MODEL.path) -> dict[str, Tensor]:
 ANY_LENGTH = SpeculationSection(
     drafter="eagle",
     selector="beg_mab",
-    bandit=BanditSection(arms=(4, 2, 0), thresholds=(1,), epsilon=1.0, epsilon_decay=1.0),
+    bandit=BanditSection(arms=(4, 2, 0), thresholds=(1,), epsilon=1.0),
 )
 
 

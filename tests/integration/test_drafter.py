@@ -106,7 +106,6 @@ def test_a_stopped_training_goes_on_to_the_same_drafter(tmp_path) -> None:
     seen = [json.loads((tmp_path / name / "eval.json").read_text()) for name in ("whole", "stopped")]
     assert seen[0]["coupled"] == seen[1]["coupled"]
     assert [point["step"] for point in seen[1]["over_time"]] == [4, 8]
-    assert "more time:" in said and "more data:" in said
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ def test_one_update_that_is_not_finite_is_skipped_and_its_batch_kept(whole, tmp_
 
 
 def test_too_many_of_them_end_the_run_and_it_resumes_from_before(whole, train, tmp_path):
-    limit = "train.max_nonfinite_steps=2"
+    limit = "train.max_lost_steps=2"
     said = faulty("nan:2,3,4", whole / "tiny.yaml", tmp_path / "run", limit)
     assert "TrainingError: updates of 2 steps in a row were not finite" in said
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]

@@ -21,7 +21,6 @@ TRAIN = [
     f"{SPEC}.draft_len=3",
     "idle.train_drafter=true",
     "idle.min_tail_seconds=0",
-    "drafter.online.warmup_steps=0",
     "drafter.online.merge_share=1e6",  # a merge in every step
 ]
 EAGLE3, DSPARK = "rollout.speculation.drafter=eagle3", "rollout.speculation.drafter=dspark"

@@ -17,7 +17,7 @@ ON, OFF = ["idle.pre_rollout=true"], ["idle.pre_rollout=false"]
 SPEC = "rollout.speculation"
 KILLER = "tests/integration/workers/pre_rollout_killed.py"
 SUFFIX = f"{SPEC}.drafter=suffix"
-EAGLE = [f"{SPEC}.drafter=eagle", "idle.train_drafter=true", "idle.min_tail_seconds=0", "drafter.online.warmup_steps=0"]
+EAGLE = [f"{SPEC}.drafter=eagle", "idle.train_drafter=true", "idle.min_tail_seconds=0"]
 EVALS = ["eval.every=1", f"{SPEC}.selector=fixed"]
 KINDS = {
     "grpo": [],

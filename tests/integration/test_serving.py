@@ -21,7 +21,7 @@ from megatron_tlt.drafter.batching import DraftSequence, collate, epoch
 from megatron_tlt.drafter.checkpoint import save_drafter
 from megatron_tlt.drafter.export.drafter import export_drafter
 from megatron_tlt.drafter.kinds.registry import KINDS
-from megatron_tlt.drafter.trainer import DrafterTrainer
+from megatron_tlt.drafter.trainer import DrafterTrainer, LearningRate
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig, DrafterModel
 from megatron_tlt.models.dspark.config import BlockConfig
@@ -78,8 +78,8 @@ def trained(config: DrafterConfig) -> DrafterModel:
     counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=shape.vocab_size)
     model.initialise(0)
     model.choose_vocabulary(head, counts)
-    section = DrafterSection(lr=5e-3, num_steps=60, draft_steps=2, warmup_steps=5)
-    trainer = DrafterTrainer(model, embed, head, section, temperature=1.0)
+    section = DrafterSection(lr=5e-3, num_steps=60, draft_steps=2)
+    trainer = DrafterTrainer(model, embed, head, section, temperature=1.0, rate=LearningRate(5e-3, 5, 60))
     for seed in range(60):
         trainer.step(collate(epoch(data, 512, 128, np.random.default_rng(seed))[0]))
     return model

@@ -19,7 +19,7 @@ def test_a_run_trains_on_an_engine_in_another_process(tmp_path: Path) -> None:
         tmp_path,
         rollout={
             "backend": "trtllm",
-            "trtllm": {"python": fake_python(tmp_path), "transport": "shared_memory", "start_s": 120.0},
+            "trtllm": {"python": fake_python(tmp_path)},
             "speculation": {"drafter": "eagle3"},
         },
         idle={"train_drafter": True, "min_steps_per_window": 2},

@@ -31,7 +31,7 @@ from megatron_tlt.drafter.batching import DraftSequence, collate, epoch
 from megatron_tlt.drafter.checkpoint import load_drafter
 from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.drafter.kinds.registry import KINDS
-from megatron_tlt.drafter.trainer import DrafterTrainer
+from megatron_tlt.drafter.trainer import DrafterTrainer, LearningRate
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig
@@ -217,8 +217,8 @@ def trained(
     model, data = KINDS[config.kind].build_model(config), [DraftSequence.of(s) for s in samples]
     counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=SHAPE.vocab_size)
     model.start_fresh(0, weight_reader(path, config.policy), tables[1], counts)
-    section = DrafterSection(lr=5e-3, num_steps=70, draft_steps=2, warmup_steps=4)
-    trainer = DrafterTrainer(model, *tables, section, temperature=1.0)
+    section = DrafterSection(lr=5e-3, num_steps=70, draft_steps=2)
+    trainer = DrafterTrainer(model, *tables, section, temperature=1.0, rate=LearningRate(5e-3, 4, 70))
     for seed in range(70):
         trainer.step(collate(epoch(data, 512, 256, np.random.default_rng(seed))[0]))
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}

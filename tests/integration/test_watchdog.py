@@ -50,7 +50,7 @@ def whole(tmp_path_factory):
     config = write_config(
         folder,
         train={"num_steps": STEPS},
-        watchdog={"heartbeat_s": 0.25, "hang_s": 600},
+        watchdog={"hang_s": 600},
         distributed={"timeout_s": 300},
     )
     train(config, folder / "run")

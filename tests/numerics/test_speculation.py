@@ -116,9 +116,9 @@ DRAFTERS = [
     {"drafter": "suffix", "selector": "fixed", "draft_len": 5},
     {"drafter": "suffix", "selector": "cost_model"},
     {"drafter": "eagle", "selector": "fixed", "draft_len": 4},
-    {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "catch_up_tokens": 16},
+    {"drafter": "eagle", "selector": "fixed", "draft_len": 3, "catch_up": 16},
     {"drafter": "eagle", "selector": "cost_model"},
-    {"drafter": "dspark", "selector": "fixed", "draft_len": 9, "catch_up_tokens": 16},
+    {"drafter": "dspark", "selector": "fixed", "draft_len": 9, "catch_up": 16},
     {"drafter": "dspark", "selector": "fixed", "draft_len": 4},
 ]
 # By length of a draft: DSpark, and DFlash 2 with a window.

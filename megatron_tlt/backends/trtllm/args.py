@@ -16,7 +16,6 @@ from megatron_tlt.backends.trtllm.server import CLASS
 from megatron_tlt.models.base import ENGINE_DTYPES
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.engine_process import TrtllmSection
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.types import SamplingParams
@@ -33,7 +32,7 @@ class Eagle3Files:
     layers: tuple[int, ...]  # policy layers, from 0, whose outputs it reads
 
 
-def build_spec_config(section: TrtllmSection, drafter: Eagle3Files | None) -> dict[str, Any] | None:
+def build_spec_config(draft_len: int, version: str, drafter: Eagle3Files | None) -> dict[str, Any] | None:
     """The speculative config; None without speculation.
 
     EAGLE-3 runs as one model: there the emitted token is always the policy's own sample, so any drafter is lossless,
@@ -42,20 +41,20 @@ def build_spec_config(section: TrtllmSection, drafter: Eagle3Files | None) -> di
     if drafter is None:
         return None
     fields: dict[str, Any] = {
-        "max_draft_len": section.draft_len,
+        "max_draft_len": draft_len,
         "speculative_model": str(drafter.folder.resolve()),
         "allow_advanced_sampling": True,
         "eagle3_layers_to_capture": sorted(drafter.layers),
     }
-    if section.version.startswith("1.2."):
+    if version.startswith("1.2."):
         return {CLASS: "EagleDecodingConfig", "eagle3_one_model": True, **fields}
     return {CLASS: "Eagle3DecodingConfig", **fields}  # one model is all there is
 
 
 def build_llm_kwargs(
-    rollout: RolloutSection, model: ModelSection, drafter: Eagle3Files | None = None
+    rollout: RolloutSection, model: ModelSection, version: str, drafter: Eagle3Files | None = None
 ) -> dict[str, Any]:
-    """Arguments of `AsyncLLM`, without the worker extension. Raises ConfigError.
+    """Arguments of `AsyncLLM` of TensorRT-LLM `version`, without the worker extension. Raises ConfigError.
 
     `max_input_len` is always set: later versions refuse prompts above a default of 1024 otherwise. The tokenizer
     stays out: prompts and responses are tokens, and stops are token ids. `rollout.trtllm.engine` adds fields, it
@@ -80,13 +79,13 @@ def build_llm_kwargs(
             "free_gpu_memory_fraction": section.kv_cache_fraction,
         },
         "cuda_graph_config": {**_GRAPHS, "max_batch_size": rollout.max_running_requests}
-        if rollout.cuda_graphs
+        if rollout.graph_memory_mib
         else None,
     }
-    if (config := build_spec_config(section, drafter)) is not None:
+    if (config := build_spec_config(rollout.speculation.draft_len, version, drafter)) is not None:
         kwargs["speculative_config"] = config
-    if section.sleep != "none":
-        is_old = section.version.startswith("1.2.")
+    if rollout.release_cache:
+        is_old = version.startswith("1.2.")
         kwargs |= {"enable_sleep": True} if is_old else {"sleep_config": {CLASS: "SleepConfig"}}
     return with_more(kwargs, section.engine, "rollout.trtllm.engine")
 

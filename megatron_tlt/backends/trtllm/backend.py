@@ -32,7 +32,7 @@ class TrtllmBackend(RemoteBackend):
     def __init__(self, *args: Any, **kwargs: Any):
         """As `RemoteBackend`."""
         super().__init__(*args, **kwargs)
-        self._sleeps = self._rollout.trtllm.sleep != "none"
+        self._sleeps = self._rollout.release_cache
         self._asleep = False
         self._warned = False
 

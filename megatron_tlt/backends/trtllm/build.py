@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
 from megatron_tlt.drafter.checkpoint import write_directory
 from megatron_tlt.drafter.kinds.registry import KINDS
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.sync.served_weights import ServedWeights
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.engine_process import TrtllmSection
     from megatron_tlt.drafter.kinds.base import SavedDrafter
 
+_VERSIONS = re.compile(r"1\.[23]\.\d+(rc\d+)?(\.post\d+)?")
 _PACKAGE = "tlt_backends"  # the name of backends/ in the other environment
 # From TensorRT-LLM's Ray executor, and from verl and NeMo-RL, which all set them.
 _ENGINE = {
@@ -37,7 +40,7 @@ _ENGINE = {
 def build_trtllm(options: EngineOptions) -> TrtllmBackend:
     """The engine of this rank, started on its GPU, without the policy's weights (version -1), with the drafter.
 
-    With `rollout.trtllm.sleep` it has given its KV cache's memory back. Raises ConfigError, CheckpointError or
+    With `rollout.release_cache` it has given its KV cache's memory back. Raises ConfigError, CheckpointError or
     BackendError.
     """
     rollout, model, drafter = options.rollout, options.model, options.drafter
@@ -45,8 +48,12 @@ def build_trtllm(options: EngineOptions) -> TrtllmBackend:
     policy = ModelConfig.from_hf(model.path)
     with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
         files = None if drafter is None else _write(drafter, Path(folder) / "drafter", DTYPES[rollout.dtype])
-        arguments = build_llm_kwargs(rollout, model, files)
         process = EngineProcess(trtllm_launch(section), visible_device(torch.device(options.device), "trtllm"))
+        try:
+            arguments = build_llm_kwargs(rollout, model, process.engine_version, files)
+        except ConfigError:
+            process.close()
+            raise
         process.start(llm=arguments)
     backend = TrtllmBackend(
         process,
@@ -54,7 +61,7 @@ def build_trtllm(options: EngineOptions) -> TrtllmBackend:
         options,
         end_tokens(policy, options.tokenizer),
     )
-    if section.sleep != "none":
+    if rollout.release_cache:
         backend.release()  # the engine took its KV cache at the start; the policy, built next, needs that memory
     return backend
 
@@ -65,11 +72,12 @@ def trtllm_launch(section: TrtllmSection) -> EngineLaunch:
     return EngineLaunch(
         name="TensorRT-LLM",
         section="rollout.trtllm",
-        settings=section,
+        versions=_VERSIONS,
+        versions_text="1.2.x or 1.3.x",
         package=(_PACKAGE, Path(__file__).resolve().parents[1]),
         module=f"{_PACKAGE}.trtllm.server",
         python=section.python,
-        environment={**_ENGINE, **section.environment},
+        environment=_ENGINE,
     )
 
 

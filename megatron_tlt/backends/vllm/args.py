@@ -66,7 +66,7 @@ def engine_args(
     requests of one prompt would lack the hidden states of the part that they share. An engine that sleeps loses the
     policy's weights, and keeps the drafter's, which no weight sync has to bring.
     """
-    is_eager = device != "cuda" or not rollout.cuda_graphs
+    is_eager = device != "cuda" or not rollout.graph_memory_mib
     sleep = {"enable_sleep_mode": True, "sleep_preserve_parameter_names": ["draft.*"]}
     arguments: dict[str, Any] = {
         "model": str(Path(model.path).resolve()),

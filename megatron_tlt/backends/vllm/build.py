@@ -12,7 +12,7 @@ import torch
 from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.devices import visible_device
 from megatron_tlt.backends.options import EngineOptions
-from megatron_tlt.backends.process import EngineProcess
+from megatron_tlt.backends.process import HEARTBEAT_S, EngineProcess
 from megatron_tlt.backends.vllm.args import (
     drafter_files,
     engine_args,
@@ -62,7 +62,7 @@ def build_vllm(options: EngineOptions) -> VllmBackend:
             directory=str(process.shared.path),
             tokenizer=str(Path(model.tokenizer_path).resolve()),
             stop=list(rollout.stop),
-            beat_s=rollout.vllm.heartbeat_s,
+            beat_s=HEARTBEAT_S,
         )
     backend = VllmBackend(
         process,

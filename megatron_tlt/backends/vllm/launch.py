@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.backends.process import EngineLaunch
+from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.errors import ConfigError, ConfigProblem
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 _PACKAGE = Path(__file__).resolve().parents[2]
 # In this order, beside the package: what `make setup-vllm` and `make bench-vllm` make.
 ENVIRONMENTS = (".venv/vllm", ".venv/peers-vllm")
+_VERSIONS = re.compile(r"0\.32\..+")  # that plugin/compat.py is written for
 _ENGINE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: ours
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the plugin is written for the first
@@ -34,17 +37,18 @@ def vllm_launch(rollout: RolloutSection) -> EngineLaunch:
     if python is None:
         raise ConfigError(python_problems(section))
     ours = {
-        "OMP_NUM_THREADS": str(rollout.threads),
+        "OMP_NUM_THREADS": str(cpu_threads()),
         "VLLM_BATCH_INVARIANT": "1" if rollout.numerics == "invariant" else "0",
     }
     return EngineLaunch(
         name="vLLM",
         section="rollout.vllm",
-        settings=section,
+        versions=_VERSIONS,
+        versions_text="0.32.x",
         package=("megatron_tlt", _PACKAGE),
         module="megatron_tlt.backends.vllm.server",
         python=python,
-        environment={**_ENGINE, **ours, **section.environment},
+        environment=_ENGINE | ours,
     )
 
 

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
-from megatron_tlt.config.engine_process import EngineProcessSection
-from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem, Problems
 from megatron_tlt.types import CAPABILITIES
-
-_VLLM_SERIES = "0.32."  # the versions that backends/vllm/plugin/compat.py supports
-_VERSIONS = re.compile(r"1\.[23]\.\d+(rc\d+)?(\.post\d+)?")
 
 
 def check_backend(config: Config, device: str | None) -> Problems:
@@ -26,21 +19,21 @@ def check_backend(config: Config, device: str | None) -> Problems:
         allowed = f"must be 'off' with rollout.backend: {rollout.backend}, whose responses do not name their experts"
         yield ConfigProblem("actor.router_replay", "rollout", allowed)
     if rollout.engine_process is not None:
-        yield from _check_process(rollout, rollout.engine_process, device)
+        yield from _check_process(config, device)
     if rollout.backend == "trtllm":
         yield from _check_trtllm(config)
     if rollout.backend == "vllm":
         yield from _check_vllm(config, device)
 
 
-def _check_process(rollout: RolloutSection, section: EngineProcessSection, device: str | None) -> Problems:
+def _check_process(config: Config, device: str | None) -> Problems:
     """Settings of the embedded engine that one in a process of its own does not read, and how weights get there."""
+    rollout = config.rollout
     if rollout.kernels != "auto":
         allowed = f"must be 'auto' with rollout.backend: {rollout.backend}, whose engine has kernels of its own"
         yield ConfigProblem("rollout.kernels", rollout.kernels, allowed)
-    if section.transport == "cuda_ipc" and device == "cpu":
-        at = f"rollout.{rollout.backend}.transport"
-        yield ConfigProblem(at, section.transport, "must be 'shared_memory' on CPU")
+    if config.sync.transport == "cuda_ipc" and device == "cpu":
+        yield ConfigProblem("sync.transport", "cuda_ipc", "must be 'shared_memory' on CPU")
 
 
 def _check_sampling(config: Config) -> Problems:
@@ -73,8 +66,6 @@ def _check_vllm(config: Config, device: str | None) -> Problems:
     if has_bandit and set(speculation.bandit.arms) == {0}:
         allowed = "must have an arm that drafts with rollout.backend: vllm (none drafts: drafter: none)"
         yield ConfigProblem("rollout.speculation.bandit.arms", speculation.bandit.arms, allowed)
-    if not section.version.startswith(_VLLM_SERIES):
-        yield ConfigProblem("rollout.vllm.version", section.version, f"must be {_VLLM_SERIES}x")
     if config.rollout.numerics == "invariant" and device == "cpu":
         allowed = "must be 'default' on CPU with rollout.backend: vllm, whose batch-invariant mode needs Triton"
         yield ConfigProblem("rollout.numerics", "invariant", allowed)
@@ -89,14 +80,9 @@ def _check_trtllm(config: Config) -> Problems:
     if rollout.numerics != "default":
         allowed = "must be 'default' with rollout.backend: trtllm, whose responses depend on the batch"
         yield ConfigProblem("rollout.numerics", rollout.numerics, allowed)
-    if rollout.release_cache:
-        allowed = "must be false with rollout.backend: trtllm: use rollout.trtllm.sleep"
-        yield ConfigProblem("rollout.release_cache", True, allowed)
     if section.python is None:
         allowed = "is required with rollout.backend: trtllm: the Python executable of its environment"
         yield ConfigProblem(f"{at}.python", None, allowed)
-    if _VERSIONS.fullmatch(section.version) is None:
-        yield ConfigProblem(f"{at}.version", section.version, "must be 1.2.x or 1.3.x, as 1.2.1 or 1.3.0rc27")
     if rollout.speculation.trained and rollout.min_p > 0:
         allowed = "must be 0 with speculation, whose sampler has no min_p"
         yield ConfigProblem("rollout.min_p", rollout.min_p, allowed)

@@ -44,14 +44,11 @@ def check_world(config: Config | SftConfig, num_ranks: int, device: Device | Non
     yield from check_nodes(config, "actor.tp", actor.tp)
 
 
-# Transformer Engine from which on a form of context parallelism takes packed sequences.
-_ENGINE_VERSIONS = {"p2p": (1, 10), "a2a": (2, 10), "all_gather": (2, 18)}
+_ENGINE_OF_CP = "1.10"  # Transformer Engine from which on its p2p attention takes packed sequences
 
 
-def cp_problems(
-    config: Config | SftConfig, shape: ArchitectureConfig | None, device: Device | None, engine: str | None = None
-) -> Problems:
-    """A form of context parallelism that layers, heads, type, or the installed Transformer Engine do not have.
+def check_cp(config: Config | SftConfig, device: Device | None, engine: str | None = None) -> Problems:
+    """A type, or an installed Transformer Engine, that has no context parallelism of packed sequences.
 
     `engine`: version of the latter; default: the installed one, if any.
     """
@@ -62,16 +59,14 @@ def cp_problems(
         allowed = "must be bf16 with actor.cp above 1 on CUDA: fused attention takes no fp32, without it masks are made"
         yield ConfigProblem("actor.dtype", "fp32", allowed)
     local = device == "cpu" or actor.layer_spec == "local"
-    heads = shape.num_kv_heads if shape is not None else 0  # 0: unknown, taken to be divisible
-    kind = actor.cp_comm(not local)
-    if kind == "a2a" and heads % (actor.tp * actor.cp):
-        allowed = f"needs key/value heads ({heads}) divisible by actor.tp * actor.cp; all_gather, p2p or auto"
-        yield ConfigProblem("actor.cp_comm_type", kind, allowed)
     engine = engine if engine is not None or local else _installed_engine()
-    if engine is not None and tuple(map(int, engine.split(".")[:2])) < _ENGINE_VERSIONS[kind]:
-        needed = ".".join(map(str, _ENGINE_VERSIONS[kind]))
-        allowed = f"needs Transformer Engine {needed} for packed sequences; {engine} is installed"
-        yield ConfigProblem("actor.cp_comm_type", kind, allowed)
+    if engine is not None and _major_minor(engine) < _major_minor(_ENGINE_OF_CP):
+        allowed = f"needs Transformer Engine {_ENGINE_OF_CP} for packed sequences; {engine} is installed"
+        yield ConfigProblem("actor.cp", actor.cp, allowed)
+
+
+def _major_minor(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def _installed_engine() -> str | None:

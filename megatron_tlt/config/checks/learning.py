@@ -115,10 +115,8 @@ def check_rewards(config: Config) -> Problems:
         if config.data.eval is not None:
             allowed = "needs at least one reward function with data.eval: accuracy is what an evaluation measures"
             yield ConfigProblem("rewards.functions", [], allowed)
-    elif not any(function.counts_as_correct for function in functions):
-        yield ConfigProblem(
-            "rewards.functions", "none counts_as_correct", "at least one must, or accuracy has no meaning"
-        )
+    elif all(function.threshold is None for function in functions):
+        yield ConfigProblem("rewards.functions", "no threshold", "at least one must, or accuracy has no meaning")
     for index, function in enumerate(functions):
         path = f"rewards.functions.{index}"
         if function.name == "task":
@@ -174,9 +172,6 @@ def check_lora(
     lora = config.actor.lora
     if lora is None:
         return
-    if lora.dropout:
-        allowed = "must be 0: engines generate with merged weights, which have no dropout"
-        yield ConfigProblem("actor.lora.dropout", lora.dropout, allowed)
     if len(set(lora.targets)) < len(lora.targets):
         yield ConfigProblem("actor.lora.targets", lora.targets, "must name each matrix once")
     if shape is None:
@@ -205,7 +200,6 @@ def check_optimizer(optimizer: OptimizerSection, total_steps: int) -> Problems:
     """Learning rate and schedule; `total_steps` counts optimizer steps of the run."""
     if optimizer.min_lr > optimizer.lr:
         yield ConfigProblem("optimizer.min_lr", optimizer.min_lr, f"must be <= optimizer.lr ({optimizer.lr})")
-    end = optimizer.decay_steps or total_steps
-    if optimizer.schedule != "constant" and optimizer.warmup_steps >= end:
-        name = "optimizer.decay_steps" if optimizer.decay_steps else "the run's optimizer steps"
-        yield ConfigProblem("optimizer.warmup_steps", optimizer.warmup_steps, f"must be < {name} ({end})")
+    if optimizer.schedule != "constant" and optimizer.warmup_steps >= total_steps:
+        allowed = f"must be < the run's optimizer steps ({total_steps})"
+        yield ConfigProblem("optimizer.warmup_steps", optimizer.warmup_steps, allowed)

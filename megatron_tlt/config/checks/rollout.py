@@ -5,12 +5,11 @@ from __future__ import annotations
 from megatron_tlt.config.checks.layout import Device, check_nodes, tp_problems
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.parameters import kv_bytes_per_token
+from megatron_tlt.config.rollout import KV_BLOCK
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem, Problems
 
-# Limits of the native decoder (models/native/parts.py).
-_NATIVE_TILE = 16
-_NATIVE_HEAD_DIM = 256
+_NATIVE_HEAD_DIM = 256  # most of the native decoder (models/native/parts.py)
 _GROUPED_BYTES = 16  # of a matrix's row, by which it must be divisible (models/torch/experts.py)
 
 
@@ -24,8 +23,6 @@ def check_rollout(
     yield from tp_problems(shape, "rollout.tp", rollout.tp)
     yield from check_nodes(config, "rollout.tp", rollout.tp)
     yield from _check_native(config, shape, device)
-    if rollout.block_size > (most := max(_NATIVE_TILE, config.model.max_context)):
-        yield ConfigProblem("rollout.block_size", rollout.block_size, f"must be <= {most}: no request is longer")
     if rollout.max_running_requests > rollout.max_batched_tokens:
         most = rollout.max_batched_tokens
         allowed = f"must be <= rollout.max_batched_tokens ({most}): each request decodes one token"
@@ -55,9 +52,6 @@ def _check_native(config: Config, shape: ArchitectureConfig | None, device: Devi
     if shape is not None and shape.head_dim > _NATIVE_HEAD_DIM:
         allowed = f"must be 'torch' for heads of {shape.head_dim}: the native decoder has at most {_NATIVE_HEAD_DIM}"
         yield ConfigProblem("rollout.kernels", rollout.kernels, allowed)
-    if rollout.block_size % _NATIVE_TILE:
-        allowed = f"must be a multiple of {_NATIVE_TILE} with the native decoder (or rollout.kernels: torch)"
-        yield ConfigProblem("rollout.block_size", rollout.block_size, allowed)
 
 
 def _is_native(config: Config, device: Device | None) -> bool:
@@ -99,8 +93,8 @@ def _check_kv_cache(config: Config, shape: ArchitectureConfig) -> Problems:
     rollout = config.rollout
     if rollout.kv_cache_mib is None or shape.num_kv_heads % rollout.tp:
         return
-    blocks = -(-longest_request(config) // rollout.block_size)
-    needed = -(-blocks * rollout.block_size * kv_bytes_per_token(config, shape) // 2**20)
+    blocks = -(-longest_request(config) // KV_BLOCK)
+    needed = -(-blocks * KV_BLOCK * kv_bytes_per_token(config, shape) // 2**20)
     if rollout.kv_cache_mib < needed:
         allowed = f"must be >= {needed} MiB, or the longest request does not fit"
         yield ConfigProblem("rollout.kv_cache_mib", rollout.kv_cache_mib, allowed)

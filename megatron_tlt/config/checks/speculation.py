@@ -74,9 +74,6 @@ def _check_hidden_states(config: Config) -> Problems:
     if config.rollout.tp > 1:
         allowed = "must be 'engine' with rollout.tp above 1: ranks of one engine train on the same responses"
         yield ConfigProblem(at, chosen, allowed)
-    if config.drafter.online.max_age == 0:
-        allowed = f"must be above 0 with {at} = {chosen}: the actor's hidden states are of the step before"
-        yield ConfigProblem("drafter.online.max_age", 0, allowed)
 
 
 def _check_kind(config: Config) -> Problems:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from megatron_tlt.config.checks.layout import Device, check_experts, cp_problems, pp_problems, tp_problems
+from megatron_tlt.config.checks.layout import check_experts, pp_problems, tp_problems
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem, Problems
 
 
-def check_teacher(config: Config, shape: ArchitectureConfig | None, device: Device | None) -> Problems:
-    """`shape` is the policy's; the teacher's is `algorithm.teacher_architecture`, None where it is unknown."""
-    algorithm, teacher = config.algorithm, config.algorithm.teacher_architecture
+def check_teacher(config: Config, shape: ArchitectureConfig | None) -> Problems:
+    """`shape` is the policy's; the teacher's is `algorithm.teacher_shape`, None where it is unknown."""
+    algorithm = config.algorithm
     if algorithm.name != "distill":
-        for name, value in (("teacher", algorithm.teacher), ("teacher_architecture", teacher)):
-            if value is not None:
-                yield ConfigProblem(f"algorithm.{name}", value, "needs algorithm.name: distill")
+        if algorithm.teacher is not None:
+            yield ConfigProblem("algorithm.teacher", algorithm.teacher, "needs algorithm.name: distill")
         return
     if algorithm.teacher is None:
         yield ConfigProblem("algorithm.teacher", None, "is required with algorithm.name: distill")
@@ -26,29 +25,24 @@ def check_teacher(config: Config, shape: ArchitectureConfig | None, device: Devi
     if algorithm.dynamic_sampling:
         allowed = "must be false with algorithm.name: distill: responses of equal rewards have a gradient, too"
         yield ConfigProblem("algorithm.dynamic_sampling", True, allowed)
-    if teacher is not None:
-        yield from _check_shape(config, teacher, shape, device)
+    if algorithm.teacher_shape is not None:
+        yield from _check_shape(config, algorithm.teacher_shape, shape)
 
 
-def _check_shape(
-    config: Config, teacher: ArchitectureConfig, shape: ArchitectureConfig | None, device: Device | None
-) -> Problems:
+def _check_shape(config: Config, teacher: ArchitectureConfig, shape: ArchitectureConfig | None) -> Problems:
     """The teacher's sizes: its vocabulary, and its place in the layout, which is the actor's."""
     path = config.algorithm.teacher
     if shape is not None and teacher.vocab_size < shape.vocab_size:
         allowed = f"has {teacher.vocab_size} rows of embedding, fewer than the policy's {shape.vocab_size}"
         yield ConfigProblem("algorithm.teacher", path, f"{allowed}: the policy may draw a token that it cannot read")
-    of_policy = _layout_problems(config, shape, device)
-    for problem in _layout_problems(config, teacher, device):
+    of_policy = _layout_problems(config, shape)
+    for problem in _layout_problems(config, teacher):
         if problem not in of_policy:
             allowed = f"does not fit the actor's layout: {problem.path} = {problem.value} {problem.allowed}"
             yield ConfigProblem("algorithm.teacher", path, allowed)
 
 
-def _layout_problems(
-    config: Config, shape: ArchitectureConfig | None, device: Device | None
-) -> list[ConfigProblem]:
+def _layout_problems(config: Config, shape: ArchitectureConfig | None) -> list[ConfigProblem]:
     actor = config.actor
     problems = [*tp_problems(shape, "actor.tp", actor.tp), *pp_problems(shape, "actor.pp", actor.pp)]
-    problems += cp_problems(config, shape, device)
     return problems + ([*check_experts(config, shape)] if shape is not None and shape.num_experts else [])

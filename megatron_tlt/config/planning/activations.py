@@ -18,10 +18,9 @@ G the width of one, R rows that reach this rank's.
 * Full recompute (section 5) keeps `T*e*H/s` a layer, and one layer in full with its gradients during its backward pass.
 * 1F1B keeps min(pp - stage, micro-batches) micro-batches alive on a stage (section 4.2.3).
 * Context parallelism (c ranks): T is this rank's share. p2p keeps what one rank keeps, and while a layer's attention
-  runs the outputs of c steps, keys and values that arrive and leave, and their gradients, `T*e*(c*A + 8*K)*d/t`; a2a
-  sends and receives `A + 2*K`, thrice on the way back; all_gather keeps keys and values of all ranks, `2*c*K`, and has
-  them thrice; its masks on CPU (two of a length, shared by layers) have a row for each of a rank's, a column for each
-  before it.
+  runs the outputs of c steps, keys and values that arrive and leave, and their gradients, `T*e*(c*A + 8*K)*d/t`;
+  all_gather keeps keys and values of all ranks, `2*c*K`, and has them thrice; its masks on CPU (two of a length, shared
+  by layers) have a row for each of a rank's, a column for each before it.
 * The last stage: the final norm and the rows for the head, `4*T*e*H`; logits and their gradient, `2*T*e*V/t`; and the
   larger of the chunks in which `actor/logprob.py` computes (four, fp32) and the head's weight gradient, `e*H*V/t`.
 * With adapters the head has no weight gradient, and one layer's weight at a time is merged (`policy.merged_bytes`).
@@ -102,7 +101,7 @@ def gradient_bytes(shape: ArchitectureConfig, at: Slice) -> float:
 def attention_bytes(shape: ArchitectureConfig, at: Slice) -> float:
     """Temporaries of one layer's context parallel attention."""
     A, K = shape.num_heads, shape.num_kv_heads
-    heads = {"p2p": at.cp * A + 8 * K, "a2a": 3 * (A + 2 * K), "all_gather": 6 * at.cp * K}[at.comm]
+    heads = at.cp * A + 8 * K if at.comm == "p2p" else 6 * at.cp * K
     return at.tokens * at.element * heads * shape.head_dim / at.tp if at.cp > 1 else 0.0
 
 

@@ -11,7 +11,7 @@ key-value heads, L layers, t = rollout.tp; e bytes of an element.
 * On CUDA the KV cache is what remains of the device (`memory.py`); on CPU what all running requests need.
 * An engine in a process of its own has the same weights, and vLLM the cache that the plan gives it, without hidden
   states; TensorRT-LLM takes a share of what is free. Their steps count as ours. Of their graphs nothing is known: with
-  the CUDA context of the process they are `rollout.process_mib`, an assumption.
+  the CUDA context of the process they are `PROCESS_MIB`, an assumption.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from megatron_tlt.config.planning.parameters import (
     expert_parameters,
     kv_bytes_per_token,
 )
+from megatron_tlt.config.rollout import KV_BLOCK
 from megatron_tlt.config.root import Config
 
 LOADED = "experts as they load"  # names of parts
 HIDDEN = "rollout.vllm.hidden_mib"
+PROCESS_MIB = 2048  # of an engine in a process of its own: CUDA context and graphs; assumed, on CPU a quarter
 _SAMPLED_AT_ONCE = 1 << 23  # logits that `rollout.sampler` draws from at a time; a test compares
 _SAMPLED_BYTES = 56  # of a logit's keyed noise and scores there
 _VLLM_SAMPLED_AT_ONCE = 1 << 26  # logits that the plugin in vLLM copies to fp32 at a time; a test compares
@@ -38,8 +40,8 @@ _VLLM_SAMPLED_AT_ONCE = 1 << 26  # logits that the plugin in vLLM copies to fp32
 
 def kv_cache_bytes(config: Config, shape: ArchitectureConfig, requests: int) -> int:
     """A cache for so many requests of the longest context, in whole blocks."""
-    blocks = requests * -(-config.model.max_context // config.rollout.block_size) + 1
-    return blocks * config.rollout.block_size * kv_bytes_per_token(config, shape)
+    blocks = requests * -(-config.model.max_context // KV_BLOCK) + 1
+    return blocks * KV_BLOCK * kv_bytes_per_token(config, shape)
 
 
 def engine_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:

@@ -61,7 +61,7 @@ def has_graphs(config: Config, device: Device) -> bool:
     return (
         rollout.backend == "embedded"
         and device == "cuda"
-        and rollout.cuda_graphs
+        and rollout.graph_memory_mib > 0
         and rollout.numerics == "default"
         and rollout.kernels == "auto"
     )

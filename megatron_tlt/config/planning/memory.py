@@ -144,7 +144,7 @@ def _stage(
         "weight sync bucket": policy.weight_sync_bytes(config, shape, dims),
     }
     if config.rollout.backend != "embedded":
-        own = config.rollout.process_mib * MIB // (1 if device == "cuda" else 4)
+        own = engine.PROCESS_MIB * MIB // (1 if device == "cuda" else 4)
         parts |= {"engine's process": own, **engine.process_bytes(config, shape)}
     host = {**drafter.host_parts(config, shape, device), "suffix drafter": engine.suffix_bytes(config)}
     only = _only(config, device)

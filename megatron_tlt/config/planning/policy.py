@@ -121,7 +121,7 @@ def frozen_shape(config: Config | SftConfig, shape: ArchitectureConfig) -> Archi
     if not isinstance(config, Config) or config.algorithm.kl_weight == 0:
         return None
     if config.algorithm.teacher is not None:
-        return config.algorithm.teacher_architecture
+        return config.algorithm.teacher_shape
     return shape if config.actor.lora is None else None
 
 

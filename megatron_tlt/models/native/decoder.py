@@ -137,7 +137,7 @@ class NativeDecoder:
         return kv_bytes_per_block(self.config, self._shard, block_size)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Zeroed; memory is allocated as blocks are written. Raises ConfigError unless 16 divides `block_size`."""
+        """Zeroed; memory is allocated as blocks are written. 16 must divide `block_size`."""
         return new_kv_cache(num_blocks, block_size, self.kv_bytes_per_block(block_size))
 
     def copy_blocks(self, kv: KVCache, src: Numbers, dst: Numbers) -> None:

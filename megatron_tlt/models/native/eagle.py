@@ -129,7 +129,7 @@ class NativeEagle(DrafterDecoder):
         return kv_bytes_per_block(self._one, self._whole, block_size)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Zeroed, one layer. Raises ConfigError unless 16 divides `block_size`."""
+        """Zeroed, one layer. 16 must divide `block_size`."""
         return new_kv_cache(num_blocks, block_size, self.kv_bytes_per_block(block_size))
 
     def copy_blocks(self, kv: KVCache, src: Numbers, dst: Numbers) -> None:

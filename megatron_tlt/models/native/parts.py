@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.errors import BackendError, ConfigError, ConfigProblem
+from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import KVCache, Shard
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.experts import route_type, route_width
@@ -237,9 +237,8 @@ def kv_bytes_per_block(config: ModelConfig, shard: Shard, block_size: int) -> in
 
 
 def new_kv_cache(num_blocks: int, block_size: int, bytes_per_block: int) -> KVCache:
-    """Zeroed; memory is allocated as blocks are written. Raises ConfigError unless 16 divides `block_size`."""
-    if block_size < 1 or block_size % TILE:
-        raise ConfigError(ConfigProblem("rollout.block_size", block_size, f"must be a multiple of {TILE}"))
+    """Zeroed; memory is allocated as blocks are written. 16 must divide `block_size`."""
+    assert block_size > 0 and block_size % TILE == 0, f"{block_size} is no multiple of {TILE}"
     return KVCache(num_blocks, block_size, zeros(num_blocks * bytes_per_block // 4))
 
 

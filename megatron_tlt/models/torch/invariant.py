@@ -105,5 +105,5 @@ def check_rows_alike(rows: Tensor) -> None:
     if not torch.equal(rows, rows[:1].expand_as(rows)):
         raise BackendError(
             "rollout.numerics 'invariant': on this machine equal rows of a call are rounded differently by their place "
-            f"in it ({torch.get_num_threads()} threads); use rollout.kernels 'native', or other rollout.threads"
+            f"in it ({torch.get_num_threads()} threads); use rollout.kernels 'native', or another OMP_NUM_THREADS"
         )

@@ -10,6 +10,7 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.scheduler import Scheduler
 from megatron_tlt.rollout.spec.base import Drafter, NoDrafter
+from megatron_tlt.rollout.spec.cost_model_selector import EXPLORATION
 from megatron_tlt.rollout.spec.pre_rollouts import PreRollouts
 from megatron_tlt.rollout.spec.selector import build_selector
 from megatron_tlt.rollout.spec.speculator import Speculator
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.spec.history import ResponseHistory
 
 
+_CATCH_UP = 256  # positions a request that a trained drafter which starts late reads in one step
+
+
 @dataclass(frozen=True)
 class Drafting:
     """Configuration and parts of an engine that speculates."""
@@ -30,6 +34,7 @@ class Drafting:
     section: SpeculationSection
     decoder: DrafterDecoder | None = None  # the trained drafter, where the configuration names one
     history: ResponseHistory | None = None  # earlier responses, for the suffix drafter
+    catch_up: int = _CATCH_UP
     verify_rows: int | None = None  # most rows of a step with pre-rollouts; None: as many as any step's
 
 
@@ -47,7 +52,7 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
     if drafting.verify_rows is not None:
         most_rows = min(most_rows, max(drafting.verify_rows, scheduler.limits.max_running * section.rows_each))
     costs = RowCosts() if section.selector == "cost_model" else None
-    pre_rollouts = PreRollouts(rows, most_rows, costs, section.exploration)
+    pre_rollouts = PreRollouts(rows, most_rows, costs, EXPLORATION)
     # On CPU strategies are compared by this thread's own time, however busy the machine is.
     clock = time.thread_time if runner.device.type == "cpu" else time.perf_counter
     selector = build_selector(section)
@@ -59,7 +64,7 @@ def _trained(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> T
     section, decoder = drafting.section, drafting.decoder
     if decoder is None:
         raise ConfigError.of("rollout.speculation.drafter", section.drafter, "the engine got no drafter")
-    trained = TrainedDrafter(decoder, scheduler.rows, runner.keep_pages(), section.catch_up_tokens)
+    trained = TrainedDrafter(decoder, scheduler.rows, runner.keep_pages(), drafting.catch_up)
     if runner.pool is not None:
         decoder.use_graphs(runner.pool.graphs.run)
     return trained

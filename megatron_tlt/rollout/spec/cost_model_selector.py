@@ -39,6 +39,8 @@ from megatron_tlt.types import NO_DRAFT, DraftedBy, DraftStrategy, StepMeasureme
 
 _log = logging.getLogger(__name__)
 
+EXPLORATION = 0.01  # share of the time that trials may lose
+_HYSTERESIS = 0.03  # gain in tokens per second: an interval's median has an error of a few percent
 _INTERVAL = 256  # request-steps of a full measurement interval: its median has an error of a few percent
 _TRIAL = 12  # steps of a trial and of a bucket's first interval; the next ones double: a rollout's tail is short
 _FIRST_TRIAL = 64  # request-steps of a new drafter's own trial, in four steps at least
@@ -73,8 +75,8 @@ class CostModelSelector:
         self,
         kind: DraftedBy,
         draft_len: int,
-        hysteresis: float = 0.03,
-        exploration: float = 0.01,
+        hysteresis: float = _HYSTERESIS,
+        exploration: float = EXPLORATION,
         passes: Callable[[int], int] = int,
     ):
         """For a drafter of `kind` that drafts `draft_len` tokens in a row at most.

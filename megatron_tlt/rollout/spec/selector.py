@@ -66,6 +66,6 @@ def build_selector(section: SpeculationSection) -> StrategySelector:
     if section.selector == "beg_mab":
         bandit = section.bandit
         arms = [DraftStrategy(kind, length) if length else NO_DRAFT for length in bandit.arms]
-        return BucketedEpsilonGreedy(arms, bandit.thresholds, bandit.epsilon, bandit.epsilon_decay)
+        return BucketedEpsilonGreedy(arms, bandit.thresholds, bandit.epsilon)
     passes = int if section.trained is None else section.trained.passes
-    return CostModelSelector(kind, section.draft_len, section.hysteresis, section.exploration, passes)
+    return CostModelSelector(kind, section.draft_len, passes=passes)

@@ -8,7 +8,7 @@ from megatron_tlt.actor.lr_schedule import learning_rate
 from megatron_tlt.config.actor import OptimizerSection
 
 LINEAR = {"schedule": "linear", "min_lr": 0.2, "warmup_steps": 2}  # of 10 steps
-COSINE = {"schedule": "cosine", "decay_steps": 8}
+COSINE = {"schedule": "cosine"}
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ COSINE = {"schedule": "cosine", "decay_steps": 8}
     [
         ({"warmup_steps": 4}, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 1.0, 9: 1.0}),  # never zero
         (LINEAR, {2: 1.0, 6: 0.6, 10: 0.2, 1000: 0.2}),
-        (COSINE, {0: 1.0, 4: 0.5, 8: 0.0}),
+        (COSINE, {0: 1.0, 5: 0.5, 10: 0.0}),
     ],
 )
 def test_rates_by_step(fields: dict[str, object], rates: dict[int, float]) -> None:

@@ -153,9 +153,9 @@ def test_reinforce_pp_with_kl_in_the_reward_whitens_over_ranks() -> None:
         np.testing.assert_allclose(results[row], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("length", "penalty"), [(0, 0), (6, 0), (7, 0.5), (8, 1), (10, 2), (12, 2)])
+@pytest.mark.parametrize(("length", "penalty"), [(0, 0), (6, 0), (7, 0.25), (8, 0.5), (10, 1), (12, 1)])
 def test_overlong_shaping_is_equation_13(length: int, penalty: float) -> None:
-    algorithm = build_algorithm(AlgorithmSection(name="dapo", overlong_buffer=4, overlong_penalty=2), 10)
+    algorithm = build_algorithm(AlgorithmSection(name="dapo", overlong_buffer=4), 10)
     assert algorithm.shaped(group_of([length], [1.0])) == [1.0 - penalty]
 
 

@@ -17,7 +17,7 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
-from megatron_tlt.config.speculation import SpeculationSection, SuffixSection
+from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.errors import ConfigError, SyncError
 from megatron_tlt.models.eagle.config import EagleConfig
@@ -155,10 +155,9 @@ def test_a_resumed_backend_orders_prompts_alike(model_dir: Path, drafter: str):
     backends[1].load_state_dict({})  # of a checkpoint from before there was any of this
 
 
-@pytest.mark.parametrize(("drafter", "epochs", "wanted"), [("suffix", 2, 1), ("none", 2, 0), ("suffix", 0, 0)])
-def test_tokens_of_earlier_responses_are_kept_only_where_they_are_read(model_dir: Path, drafter, epochs, wanted):
-    speculation = SpeculationSection(drafter=drafter, suffix=SuffixSection(history_epochs=epochs))
-    rollout = RolloutSection(kv_cache_mib=4, speculation=speculation)
+@pytest.mark.parametrize(("drafter", "wanted"), [("suffix", 1), ("none", 0)])
+def test_tokens_of_earlier_responses_are_kept_only_where_they_are_read(model_dir: Path, drafter, wanted):
+    rollout = RolloutSection(kv_cache_mib=4, speculation=SpeculationSection(drafter=drafter))
     backend = build_backend(EngineOptions(rollout, ModelSection(path=str(model_dir), max_context=64)))
     assert backend.history_responses == 8 * wanted
     backend.remember([PastResponse("q1", np.zeros(9, np.int32), 1.0, 1)])

@@ -60,11 +60,11 @@ def test_a_tool_in_a_conversation_is_given(tmp_path, tokenizer):
     assert drawn == [*tokenizer.encode("call"), *end, *tokenizer.encode("3"), *end]
 
 
-def test_columns_and_the_template_are_settings(tmp_path, tokenizer):
-    rows = [{"question": {"text": "1 + 2"}, "output": "3"}]
+def test_the_prompts_column_and_the_template_are_settings(tmp_path, tokenizer):
+    rows = [{"question": {"text": "1 + 2"}, "response": "3"}]
     train = {"prompt_field": "question.text"}
-    sections = {"data": {"train": train, "chat_template": False}, "drafter": {"response_field": "output"}}
-    (found,) = read(tmp_path / "r.jsonl", rows, tokenizer, **sections)
+    data = {"train": train, "chat_template": False}
+    (found,) = read(tmp_path / "r.jsonl", rows, tokenizer, data=data)
     assert found.token_ids[: found.response_start].tolist() == tokenizer.encode("1 + 2")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_tlt.config.drafter import DrafterLossSection
+from megatron_tlt.config.drafter import LossWeights
 from megatron_tlt.drafter import loss as module
 from megatron_tlt.drafter.batching import DraftSequence, collate
 from megatron_tlt.drafter.kinds.eagle.loss import draft_loss
@@ -19,8 +19,8 @@ CONFIG = FAMILIES["qwen3"]
 STEPS = 3
 SEQUENCES = [random_sequence(CONFIG, n, p, seed=p) for n, p in ((9, 4), (4, 1), (14, 2), (6, 4))]
 CASES = [
-    (DrafterLossSection(), 1.0),
-    (DrafterLossSection(hidden_weight=0.3, ce_weight=0.7, tv_weight=0.2, step_decay=0.5), 0.6),
+    (LossWeights(), 1.0),
+    (LossWeights(hidden_weight=0.3, ce_weight=0.7, tv_weight=0.2, step_decay=0.5), 0.6),
 ]
 
 
@@ -34,7 +34,7 @@ def drafted(sequences: list[DraftSequence]) -> list[torch.Tensor]:
 
 
 def token_by_token(
-    sequences: list[DraftSequence], head: torch.Tensor, w: DrafterLossSection, t: float
+    sequences: list[DraftSequence], head: torch.Tensor, w: LossWeights, t: float
 ) -> tuple[torch.Tensor, list]:
     """The docstring's formula, one (base, step) at a time."""
     outputs = drafted(sequences)
@@ -51,12 +51,12 @@ def token_by_token(
     return total, outputs
 
 
-def one_token(o, h, head: torch.Tensor, w: DrafterLossSection, t: float) -> torch.Tensor:
+def one_token(o, h, head: torch.Tensor, w: LossWeights, t: float) -> torch.Tensor:
     near = torch.where((o - h).abs() < 1, 0.5 * (o - h) ** 2, (o - h).abs() - 0.5).mean()
     return w.hidden_weight * near + one_row((head @ h / t).softmax(0), (head @ o / t).log_softmax(0), w)
 
 
-def one_row(p, log_q, w: DrafterLossSection) -> torch.Tensor:
+def one_row(p, log_q, w: LossWeights) -> torch.Tensor:
     ce, tv = -(p * log_q).sum(), 0.5 * (p - log_q.exp()).abs().sum()
     return w.ce_weight * ce + w.tv_weight * tv
 

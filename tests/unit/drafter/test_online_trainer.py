@@ -38,11 +38,11 @@ def test_the_rate_falls_from_start_lr_to_lr_as_drafts_get_better() -> None:
     for m in seen:
         assert m["lr"] == pytest.approx(1e-3 + 8e-3 * (1 - m["accept/1"]))
     assert seen[0]["lr"] > 7e-3 and min(m["lr"] for m in seen) < 5e-3
-    assert online_trainer(lr=1e-3, start_lr=1e-4, warmup_steps=0).train_step()["lr"] == 1e-3
+    assert online_trainer(lr=1e-3, start_lr=1e-4, warmup=0).train_step()["lr"] == 1e-3
 
 
 def test_a_trained_drafter_learns_at_lr_and_a_wide_one_at_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {"lr": 1e-3, "start_lr": 9e-3, "warmup_steps": 0}
+    rates = {"lr": 1e-3, "start_lr": 9e-3, "warmup": 0}
     assert online_trainer(fresh=False, **rates).train_step()["lr"] == 1e-3
     monkeypatch.setattr("megatron_tlt.drafter.online_trainer._WIDTH", CONFIG.hidden_size / 4)
     assert online_trainer(fresh=False, **rates).train_step()["lr"] == pytest.approx(2.5e-4)
@@ -60,7 +60,7 @@ def test_nothing_to_train_on() -> None:
 
 
 def test_the_engines_tables_are_read_once_a_window_and_let_go_behind_it() -> None:
-    t, reads = online_trainer(max_age=5), []
+    t, reads = online_trainer(), []
 
     def tables(version: int):
         reads.append(version)

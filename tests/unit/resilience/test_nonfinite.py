@@ -47,7 +47,7 @@ def test_only_steps_in_a_row_count(tmp_path: Path) -> None:
     assert steps(guard, NAN, float("inf"), 1.0, NAN, -float("inf")) == [1, 2, 0, 1, 2]
     guard.check()
     guard.look(6, BATCH, out(NAN))
-    with pytest.raises(TrainingError, match=r"3 steps in a row .*max_nonfinite_steps = 3.*nonfinite"):
+    with pytest.raises(TrainingError, match=r"3 steps in a row .*max_lost_steps = 3.*nonfinite"):
         guard.check()
 
 

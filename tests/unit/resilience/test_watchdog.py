@@ -34,6 +34,7 @@ DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(module, "_LAUNCHER_S", 0.3)
+    monkeypatch.setattr(module, "_LOOK_S", 0.1)
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def ranks_of(run_dir, *bodies):
 
 def watchdog_of(run_dir, ranks, hang_s=0.0, size=None, clock=time.monotonic):
     pids = {number: rank.pid for number, rank in enumerate(ranks)}
-    return Watchdog(WatchdogOptions(str(run_dir), "a", size or len(ranks), pids, 0.1, hang_s), clock)
+    return Watchdog(WatchdogOptions(str(run_dir), "a", size or len(ranks), pids, hang_s), clock)
 
 
 def watch(run_dir, *bodies, **options):

@@ -169,13 +169,13 @@ def test_what_a_function_does_wrong_is_recorded(response: str, failure: str) -> 
 
 def test_values_are_weighted_and_correct_means_all_that_count() -> None:
     exact = RewardConfig(name="exact", pattern=r"= (\d+)")
-    form = RewardConfig(name="format", pattern=r".* = \d+", weight=0.25, counts_as_correct=False)
+    form = RewardConfig(name="format", pattern=r".* = \d+", weight=0.25, threshold=None)
     result = judged("6 x 7 = 42", exact, form, answer="42")
     assert result == RewardResult(1.25, True, {"exact": 1.0, "format": 1.0})
     assert judged("6 x 7 = 42!", exact, form, answer="42") == RewardResult(
         1.0, True, {"exact": 1.0, "format": 0.0}
     )
-    strict = form.model_copy(update={"counts_as_correct": True})
+    strict = form.model_copy(update={"threshold": 1.0})
     assert not judged("6 x 7 = 42!", exact, strict, answer="42").correct
     assert not judged("6 x 7 = 42", form).correct  # nothing counts
     low = RewardConfig(name="python", path=f"{USER}:act", threshold=0.3)

@@ -31,7 +31,7 @@ from tests.helpers.whole_texts import read_hidden_states
 
 CONFIG = small_config("qwen3")
 WEIGHTS = random_weights(CONFIG, seed=5)
-CHAIN = {"drafter": "eagle", "selector": "fixed", "draft_len": 4, "catch_up_tokens": 16}
+CHAIN = {"drafter": "eagle", "selector": "fixed", "draft_len": 4, "catch_up": 16}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"drafter": "none"},
     "chain": CHAIN,

@@ -191,7 +191,7 @@ CONFIG = engines.small_config("qwen2_moe")
 WEIGHTS = random_weights(CONFIG, seed=5)
 DRAFTERS = [
     {"drafter": "suffix", "selector": "fixed", "draft_len": 5},
-    {"drafter": "eagle", "selector": "fixed", "draft_len": 4, "catch_up_tokens": 16},
+    {"drafter": "eagle", "selector": "fixed", "draft_len": 4, "catch_up": 16},
     {"drafter": "eagle", "selector": "beg_mab"},
 ]
 

@@ -31,7 +31,7 @@ def update(has_compiled: bool) -> None:
 
 
 def start_vllm() -> None:
-    launch = SimpleNamespace(name="vLLM", settings=SimpleNamespace(start_s=9.0))
+    launch = SimpleNamespace(name="vLLM")
     EngineProcess.start(stand_in(launch=launch, _log=Path("/x.log"), call=lambda name, patience: None))
 
 

@@ -165,9 +165,9 @@ def test_steps_without_a_mixed_group_are_counted_and_end_the_run(caplog: pytest.
     assert [g.prompt.prompt_id for g in groups] == [1] and row["sampling/empty_in_a_row"] == 0
     sampler.empty_steps.check()
     for limit, ends in ((1, True), (2, False), (0, False)):
-        empty = EmptySteps(AlgorithmSection(max_empty_steps=limit), is_main=False)
+        empty = EmptySteps(limit, is_main=False)
         assert empty.look(1, 1, 0, Dropped(2, 8, 2.0, 1)) == {}, "of rank 0 alone: ranks' figures are added up"
-        with pytest.raises(TrainingError, match=r"max_empty_steps = 1.*mean reward 0.25") if ends else nullcontext():
+        with pytest.raises(TrainingError, match=r"max_lost_steps = 1.*mean reward 0.25") if ends else nullcontext():
             empty.check()
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megatron_tlt.config.block_drafters import NUM_CANDIDATES
-from megatron_tlt.config.drafter import DrafterLossSection
+from megatron_tlt.config.drafter import LossWeights
 from megatron_tlt.drafter.kinds.base import LossParts
 from megatron_tlt.drafter.loss import DraftedRows, HeadLoss
 from megatron_tlt.models.drafters import DraftBatch
@@ -55,7 +55,7 @@ def block_loss(
     layout: PairLayout,
     head: Tensor,
     steps: int,
-    loss: DrafterLossSection,
+    loss: LossWeights,
     temperature: float = 1.0,
     counts: Sequence[int] | None = None,
 ) -> tuple[Tensor, LossParts]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
-from megatron_tlt.config.drafter import DrafterLossSection
+from megatron_tlt.config.drafter import LossWeights
 from megatron_tlt.drafter.kinds.base import LossParts
 from megatron_tlt.drafter.loss import DraftedRows, HeadLoss
 from megatron_tlt.models.drafters import DraftBatch
@@ -35,7 +35,7 @@ def draft_loss(
     batch: DraftBatch,
     layout: PairLayout,
     head: Tensor,
-    loss: DrafterLossSection,
+    loss: LossWeights,
     temperature: float = 1.0,
     counts: Sequence[int] | None = None,
 ) -> tuple[Tensor, LossParts]:

@@ -26,17 +26,20 @@ DRAFTER = Eagle3Files(Path("/d"), (30, 1, 14))
 SAMPLING = SamplingParams(temperature=0.7, max_tokens=16, stop_token_ids=(7, 2, 7))
 
 
-def kwargs(cuda_graphs: bool = True, **fields: Any) -> dict[str, Any]:
+def kwargs(
+    version: str = "1.2.1", graph_memory_mib: int = 2048, release_cache: bool = True, **fields: Any
+) -> dict[str, Any]:
     """Arguments for a section of TensorRT-LLM's own with `fields`."""
     section = TrtllmSection(kv_cache_fraction=0.4, **fields)
     rollout = RolloutSection(
         dtype="bf16",
         max_running_requests=128,
         max_batched_tokens=8192,
-        cuda_graphs=cuda_graphs,
+        graph_memory_mib=graph_memory_mib,
+        release_cache=release_cache,
         trtllm=section,
     )
-    return build_llm_kwargs(rollout, MODEL)
+    return build_llm_kwargs(rollout, MODEL, version)
 
 
 @pytest.mark.parametrize("version", ["1.2.1", "1.3.0rc27"])
@@ -53,7 +56,7 @@ def test_limits_are_always_passed(version: str) -> None:
 def test_graphs_have_a_maximum() -> None:
     base = {CLASS: "CudaGraphConfig", "enable_padding": True}
     assert kwargs()["cuda_graph_config"] == {**base, "max_batch_size": 128}
-    assert kwargs(cuda_graphs=False)["cuda_graph_config"] is None
+    assert kwargs(graph_memory_mib=0)["cuda_graph_config"] is None
 
 
 def test_free_fields_add_and_never_replace() -> None:
@@ -63,8 +66,7 @@ def test_free_fields_add_and_never_replace() -> None:
 
 
 def test_eagle3_samples_with_the_temperature() -> None:
-    sections = (TrtllmSection(version=version, draft_len=5) for version in ("1.2.1", "1.3.0"))
-    old, new = (build_spec_config(section, DRAFTER) for section in sections)
+    old, new = (build_spec_config(5, version, DRAFTER) for version in ("1.2.1", "1.3.0"))
     assert old is not None
     assert new is not None
     assert (old[CLASS], new[CLASS]) == ("EagleDecodingConfig", "Eagle3DecodingConfig")

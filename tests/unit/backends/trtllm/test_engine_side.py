@@ -70,7 +70,7 @@ def test_gpu_handles_are_put_together_again_in_torchs_order(monkeypatch: pytest.
     for name in ("synchronize", "ipc_collect"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     pushed = torch.ones(3, 2, dtype=torch.bfloat16).t()
-    with by_cuda_ipc([("a.weight", pushed)], "rollout.trtllm") as location:
+    with by_cuda_ipc([("a.weight", pushed)]) as location:
         message = message_of(line_of({"type": "weights", "tensors": location}))
     assert torch.equal(copies[0], pushed) and copies[0].is_contiguous()
     assert copies[0].data_ptr() != pushed.data_ptr(), "the stream's memory may be used again"
@@ -84,10 +84,10 @@ def test_a_handle_of_a_newer_torch_becomes_one_that_the_engines_torch_reads() ->
     """torch 2.13 writes version 3, torch <= 2.12 refuses it; plain memory's bytes are the same in both."""
     driver = bytes(range(64))
     for given in (b"\x03c" + driver, b"\x04c" + driver):
-        assert older_handle(given, "rollout.vllm") == b"\x02c" + driver
+        assert older_handle(given) == b"\x02c" + driver
     for given in (b"\x02c" + driver, b"\x01e" + driver + b"more", driver):  # old enough, or without a version
-        assert older_handle(given, "rollout.vllm") == given
-    with pytest.raises(SyncError, match=r"set rollout\.vllm\.transport"):
-        older_handle(b"\x03e" + driver, "rollout.vllm")
+        assert older_handle(given) == given
+    with pytest.raises(SyncError, match=r"set sync\.transport"):
+        older_handle(b"\x03e" + driver)
     with pytest.raises(SyncError, match="memory of kind 120"):
-        older_handle(b"\x03x" + driver, "rollout.vllm")
+        older_handle(b"\x03x" + driver)

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tlt.backends import process as process_module
 from megatron_tlt.backends import transport
 from megatron_tlt.backends.process import EngineProcess, child_environment
 from megatron_tlt.backends.serving import line_of
 from megatron_tlt.backends.trtllm.build import trtllm_launch
+from megatron_tlt.config.engine_process import TrtllmSection
 from megatron_tlt.errors import BackendError, ConfigError
 from tests.helpers.mpi import ROOT
-from tests.helpers.trtllm_engines import python_with, section
+from tests.helpers.trtllm_engines import python_with
 
 # A child that connects, sends the given bytes, and waits. Its last arguments are the socket and a number.
 CHILD = """
@@ -44,8 +46,8 @@ def child(folder: Path, data: bytes, seconds: float = 300) -> str:
         (b"GET / HTTP/1.1\r\n\r\n", "sent no valid message"),
         (line_of({"type": "hello"}), "is TensorRT-LLM None"),
         (
-            line_of({**HELLO, "engine": "1.3.0rc27"}),
-            "is TensorRT-LLM 1.3.0rc27, rollout.trtllm.version is 1.2.1",
+            line_of({**HELLO, "engine": "1.4.0rc1"}),
+            "is TensorRT-LLM 1.4.0rc1, must be 1.2.x or 1.3.x: rollout.trtllm.python",
         ),
     ],
 )
@@ -54,7 +56,7 @@ def test_a_child_with_a_wrong_hello_is_killed_and_leaves_nothing(
 ) -> None:
     started = time.monotonic()
     with pytest.raises(BackendError) as caught:
-        EngineProcess(trtllm_launch(section(child(tmp_path, data))))
+        EngineProcess(trtllm_launch(TrtllmSection(python=child(tmp_path, data))))
     assert time.monotonic() - started < 120, "killed, not waited for"
     assert message in str(caught.value)
     assert "the child was here" in str(caught.value), "the end of the log"
@@ -74,8 +76,11 @@ def test_a_child_with_a_wrong_hello_is_killed_and_leaves_nothing(
         (b"", "sent no heartbeat for 1 s"),
     ],
 )
-def test_a_child_that_goes_wrong_later_is_killed(tmp_path: Path, after: bytes, message: str) -> None:
-    process = EngineProcess(trtllm_launch(section(child(tmp_path, line_of(HELLO) + after), silence_s=1.0)))
+def test_a_child_that_goes_wrong_later_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bytes, message: str
+) -> None:
+    monkeypatch.setattr(process_module, "SILENCE_S", 1.0)
+    process = EngineProcess(trtllm_launch(TrtllmSection(python=child(tmp_path, line_of(HELLO) + after))))
     with pytest.raises(BackendError, match=message):
         process.call("stats")
     assert not process.is_alive and not process.shared.path.exists()
@@ -84,10 +89,11 @@ def test_a_child_that_goes_wrong_later_is_killed(tmp_path: Path, after: bytes, m
         process.call("stats")
 
 
-def test_short_waits_return_and_their_silence_adds_up(tmp_path: Path) -> None:
+def test_short_waits_return_and_their_silence_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between them the rank looks at something else."""
+    monkeypatch.setattr(process_module, "SILENCE_S", 1.0)
     sent = line_of(HELLO) + line_of({"type": "response", "id": 3})
-    process = EngineProcess(trtllm_launch(section(child(tmp_path, sent), silence_s=1.0)))
+    process = EngineProcess(trtllm_launch(TrtllmSection(python=child(tmp_path, sent))))
     assert process.next_response(60.0) == {"type": "response", "id": 3}
     assert process.next_response(0.02) is None
     with pytest.raises(BackendError, match="sent no heartbeat for 1 s"):
@@ -96,13 +102,13 @@ def test_short_waits_return_and_their_silence_adds_up(tmp_path: Path) -> None:
 
 def test_a_child_that_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"(?s)ended with exit code 7 before its hello.*no engine here"):
-        EngineProcess(trtllm_launch(section(python_with(tmp_path, "echo no engine here; exit 7"))))
+        EngineProcess(trtllm_launch(TrtllmSection(python=python_with(tmp_path, "echo no engine here; exit 7"))))
 
 
 def test_without_shared_memory_no_child_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_SHARED", tmp_path / "shm")
     with pytest.raises(ConfigError, match=r"rollout\.trtllm = .*needs .*shm"):
-        EngineProcess(trtllm_launch(section(python_with(tmp_path, "exit 7"))))
+        EngineProcess(trtllm_launch(TrtllmSection(python=python_with(tmp_path, "exit 7"))))
 
 
 def test_the_child_inherits_nothing_of_the_launcher_or_of_our_python() -> None:
@@ -113,16 +119,11 @@ def test_the_child_inherits_nothing_of_the_launcher_or_of_our_python() -> None:
         "HF_HOME": "/hf",
         "MPIEXEC_LIKE": "stays: no launcher's prefix",
     }
-    there = child_environment(
-        ours,
-        "/package",
-        trtllm_launch(section("python", environment={"NCCL_DEBUG": "INFO", "PATH": "/sbin"})).environment,
-    )
+    there = child_environment(ours, "/package", trtllm_launch(TrtllmSection(python="python")).environment)
     assert there == {
-        "PATH": "/sbin",
+        "PATH": "/bin",
         "HF_HOME": "/hf",
         "MPIEXEC_LIKE": "stays: no launcher's prefix",
-        "NCCL_DEBUG": "INFO",
         "PYTHONPATH": "/package",
         "TLLM_DISABLE_MPI": "1",
         "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",

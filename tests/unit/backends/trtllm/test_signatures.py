@@ -15,7 +15,6 @@ from trtllm_signatures import names_of, read_module
 from megatron_tlt.backends.entries import DEVICE
 from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs, build_sampling_params
 from megatron_tlt.backends.trtllm.server import CLASS
-from megatron_tlt.config.engine_process import TrtllmSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.types import SamplingParams
@@ -90,9 +89,8 @@ def test_every_argument_is_a_field_in_the_sources(version: str, record: str) -> 
     """Sources of February 2026, which still have what 1.2 has, and of late 1.3; the classes forbid other arguments."""
     sources = recorded(SIGNATURES / f"{record}.json")["classes"]
     known = {name: names_of(name, sources) for name in sources}
-    section = TrtllmSection(python="p", version=version, sleep="kv_cache")
-    rollout = RolloutSection(dtype="bf16", trtllm=section)
-    given = build_llm_kwargs(rollout, ModelSection(path="/m"), Eagle3Files(Path("/d"), (1, 2, 3)))
+    rollout = RolloutSection(dtype="bf16", release_cache=True)
+    given = build_llm_kwargs(rollout, ModelSection(path="/m"), version, Eagle3Files(Path("/d"), (1, 2, 3)))
     assert {*given} - known["TorchLlmArgs"] <= {"enable_sleep"}  # 1.2's, gone by February
     for value in (v for v in given.values() if isinstance(v, dict)):
         assert {*value} - {CLASS} <= known[value[CLASS]]

@@ -15,7 +15,7 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.config.engine_process import VllmSection
 from megatron_tlt.config.model import ModelSection
-from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.models.config import EMBED, HEAD
 from megatron_tlt.sync.served_weights import ServedWeights
@@ -279,9 +279,8 @@ def test_weights_go_by_handles_on_gpus(monkeypatch: pytest.MonkeyPatch, transpor
     seen: list[str] = []
     for name in ("in_shared_memory", "by_cuda_ipc"):
         monkeypatch.setattr(remote_weights, name, lambda *of, name=name: seen.append(name) or nullcontext({}))
-    settings = VllmSection(transport=transport)
-    launch = SimpleNamespace(name="vLLM", section="rollout.vllm", settings=settings)
-    process = SimpleNamespace(launch=launch, shared=SimpleNamespace(path="/"), call=lambda *_, **__: {"checksums": {}})
-    weights = ServedWeights({EMBED: (5, 2)}, (), False)
-    VllmBackend(process, weights, EngineOptions(RolloutSection(), MODEL, device=device))._send("weights", [])
+    launch, place = SimpleNamespace(name="vLLM"), SimpleNamespace(path="/")
+    process = SimpleNamespace(launch=launch, shared=place, call=lambda *_, **__: {"checksums": {}})
+    weights, sync = ServedWeights({EMBED: (5, 2)}, (), False), SyncSection(transport=transport)
+    VllmBackend(process, weights, EngineOptions(RolloutSection(), MODEL, sync, device=device))._send("weights", [])
     assert seen == [used]

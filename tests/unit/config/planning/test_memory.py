@@ -17,7 +17,7 @@ from megatron_tlt.config.planning.parameters import (
     total_parameters,
 )
 from megatron_tlt.config.planning.report import render_check
-from megatron_tlt.config.root import SftConfig
+from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.drafter import loss
 from megatron_tlt.rollout import sampler
 
@@ -166,16 +166,21 @@ def test_a_teacher_is_counted_in_its_own_shape() -> None:
     """Weights in the actor's layout and type, and, where it is much wider than the policy, what its forward takes."""
     shape, teacher = shape_of("qwen2.5-1.5b"), shape_of("qwen2.5-32b")
     distill = ["algorithm.name=distill", "algorithm.teacher=t", "actor.tp=2", "actor.pp=2"]
-    given = [*distill, f"algorithm.teacher_architecture={teacher.model_dump(mode='json')}"]
-    stages = estimate_memory(config_of(*given), shape, 4, "cuda")
+
+    def beside(*overrides: str) -> Config:
+        config = config_of(*distill, *overrides)
+        return config.model_copy(update={"algorithm": config.algorithm.with_teacher_shape(teacher)})
+
+    stages = estimate_memory(beside(), shape, 4, "cuda")
     of_teacher = [stage.parts["weights"] for stage in estimate_memory(config_of(*distill[2:]), teacher, 4, "cuda")]
     assert [stage.parts["teacher"] for stage in stages] == of_teacher
-    with_adapters = estimate_memory(config_of(*given, "actor.lora.rank=8"), shape, 4, "cuda")[0].parts
+    with_adapters = estimate_memory(beside("actor.lora.rank=8"), shape, 4, "cuda")[0].parts
     assert with_adapters["teacher"] == of_teacher[0]
     narrow = ["actor.recompute=full", "actor.micro_batch_tokens=16384", "rollout.max_tokens=1024"]
-    alone, beside = (estimate_memory(config_of(*o, *narrow), shape, 4, "cuda")[0].parts for o in (distill[2:], given))
-    assert beside["activations"] > alone["activations"], "a layer of 27,648 is wider than the policy's head"
-    assert beside["rotations"] == 2 * alone["rotations"], "both have heads of 128"
+    configs = config_of(*distill[2:], *narrow), beside(*narrow)
+    alone, both = (estimate_memory(config, shape, 4, "cuda")[0].parts for config in configs)
+    assert both["activations"] > alone["activations"], "a layer of 27,648 is wider than the policy's head"
+    assert both["rotations"] == 2 * alone["rotations"], "both have heads of 128"
 
 
 def test_too_little_memory_is_a_problem_that_names_the_largest_parts():
@@ -260,7 +265,7 @@ def test_graphs_are_planned_and_have_room_for_their_buffers():
     shape, cuda = shape_of("qwen2.5-7b"), ["distributed.device=cuda", "rollout.dtype=bf16"]
     stage = estimate_memory(config_of(*cuda), shape, 1)[0]
     assert stage.parts["graphs"] == 2048 * 2**20 and "graphs" not in stage.only
-    for off in ("rollout.cuda_graphs=false", "rollout.numerics=invariant", "distributed.device=cpu"):
+    for off in ("rollout.graph_memory_mib=0", "rollout.numerics=invariant", "distributed.device=cpu"):
         assert not estimate_memory(config_of(*cuda, off), shape, 1)[0].parts["graphs"], off
     # Logits, hidden states, three rows of the residual stream and four of the MLP, of 1,536 rows in bf16.
     least = -(-1536 * 2 * (152064 + 3584 + 3 * 3584 + 4 * 18944) // 2**20)
@@ -347,15 +352,13 @@ def test_an_engine_in_another_process_is_planned_by_its_own_settings():
     assert asleep.parts[KV] > vllm.parts[KV] and asleep.of_phase("rollout") <= 110 * GIB
     on_cpu = estimate_memory(config_of(*TLT, *sizes, "rollout.backend=vllm", SLEEPS), shape, 2, "cpu")[0]
     assert not {KV, "engine weights"} & on_cpu.only.keys(), "vLLM sleeps on GPUs only"
-    more = config_of(*TLT, *sizes, "rollout.backend=vllm", "rollout.process_mib=3072")
-    assert estimate_memory(more, shape, 2, "cuda", 110)[0].parts["engine's process"] == 3 * GIB
     few = ["rollout.dtype=bf16", *sizes, "rollout.backend=trtllm", "rollout.trtllm.kv_cache_fraction=0.25"]
-    for sleep in ("none", "kv_cache"):
-        config = config_of(*few, f"rollout.trtllm.sleep={sleep}")
+    for sleeps in (False, True):
+        config = config_of(*few, f"rollout.release_cache={sleeps}".lower())
         (stage,) = estimate_memory(config, shape, 2, "cuda", 110)
-        cache, held = stage.parts[KV], stage.of_phase("merge") - (sleep == "none") * stage.parts[KV]
+        cache, held = stage.parts[KV], stage.of_phase("merge") - (not sleeps) * stage.parts[KV]
         assert cache == (110 * GIB - held) // 4 and not stage.parts["graphs"]
-        assert ("merge" in stage.only.get(KV, PHASES)) == (sleep == "none")
+        assert ("merge" in stage.only.get(KV, PHASES)) == (not sleeps)
         assert "rollout.trtllm.kv_cache_fraction = 0.25" in render_check(config, shape, 2, "cuda")
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
-from megatron_tlt.config.drafter import DrafterLossSection, DrafterSection
+from megatron_tlt.config.drafter import DrafterSection, LossWeights
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
@@ -24,7 +24,7 @@ from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.drafter.kinds.dspark.kind import DSparkKind
 from megatron_tlt.drafter.kinds.dspark.loss import block_loss, draw_anchors
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
-from megatron_tlt.drafter.trainer import DrafterTrainer
+from megatron_tlt.drafter.trainer import DrafterTrainer, LearningRate
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.dspark.config import BlockConfig
@@ -63,7 +63,7 @@ def text(config: BlockConfig, length: int = 26, seed: int = 0) -> HiddenStateSam
 )
 def test_loss_and_gradients_equal_a_loop_over_rows(name: str, vocab: int | None, t: float) -> None:
     config = replace(CONFIGS[name], draft_vocab_size=vocab or POLICY.vocab_size)
-    model, weights = BlockModel(config), DrafterLossSection(ce_weight=0.7, tv_weight=0.2, step_decay=0.5)
+    model, weights = BlockModel(config), LossWeights(ce_weight=0.7, tv_weight=0.2, step_decay=0.5)
     model.load_full(random_drafter(config).items())
     batch = collate([random_sequence(config, n, p, seed=p) for n, p in ((19, 4), (4, 1), (34, 2), (6, 4))])
     layout, head = model.layout(batch), TABLES[1]
@@ -119,7 +119,7 @@ def test_anchors_are_others_in_every_step_and_shares_of_ranks_add_up() -> None:
         layout = t.model.layout(batch)
         chosen = np.arange(len(layout.bases))
         slots = t.model.fill(TABLES[0], batch, layout, chosen)
-        of = TABLES[1], 2, DrafterLossSection(), 1.0, counts
+        of = TABLES[1], 2, LossWeights(), 1.0, counts
         return float(block_loss(t.model, slots, chosen, batch, layout, *of)[0].detach())
 
     assert sum(loss([s], counts) for s in sequences) == pytest.approx(loss(sequences), rel=1e-5)
@@ -128,15 +128,10 @@ def test_anchors_are_others_in_every_step_and_shares_of_ranks_add_up() -> None:
 def trainer(name: str = "dspark") -> OnlineDrafterTrainer:
     model = BlockModel(CONFIGS[name])
     model.initialise(0)
-    options = {
-        "lr": 3e-3,
-        "start_lr": 3e-3,
-        "warmup_steps": 0,
-        "micro_step_tokens": 64,
-        "mean_decay": 0.5,
-        "max_age": 5,
-    }
-    return OnlineDrafterTrainer(model, DrafterSection(online=options))
+    options = {"lr": 3e-3, "start_lr": 3e-3, "micro_step_tokens": 64}
+    made = OnlineDrafterTrainer(model, DrafterSection(online=options))
+    made._trainer.rate, made._decay = LearningRate(3e-3, 0), 0.5
+    return made
 
 
 def window(t: OnlineDrafterTrainer, version: int, steps: int = 30) -> list[dict[str, float]]:
@@ -200,7 +195,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit() -> None:
 def overfitted(name: str) -> BlockModel:
     model = BlockModel(CONFIGS[name])
     model.initialise(1)
-    section = DrafterSection(draft_steps=6, lr=5e-3, warmup_steps=5, num_steps=150)
+    section = DrafterSection(draft_steps=6, lr=5e-3, num_steps=150)
     t = DrafterTrainer(model, *TABLES, section)
     batch = collate([DraftSequence.of(text(model.config))])
     for _ in range(section.num_steps):

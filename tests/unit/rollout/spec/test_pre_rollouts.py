@@ -197,7 +197,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "none": FIXED,
     "none cost": {"drafter": "none"},
     "suffix": {"drafter": "suffix", "selector": "fixed", "draft_len": 5},
-    "eagle": {"drafter": "eagle", "selector": "fixed", "draft_len": 4, "catch_up_tokens": 16},
+    "eagle": {"drafter": "eagle", "selector": "fixed", "draft_len": 4, "catch_up": 16},
     "eagle cost": {"drafter": "eagle"},
     "dspark": {"drafter": "dspark", "selector": "fixed", "draft_len": 4},
     "bandit": {"drafter": "suffix", "selector": "beg_mab"},
