@@ -21,7 +21,8 @@ def test_every_line_runs_without_a_gpu(
     """Equal kernels, the same responses with TLT on and off, a drafter that was trained: or there would be failures."""
     out = tmp_path / "r.json"
     monkeypatch.setattr(sys, "executable", str(forking_python(tmp_path)))
-    assert gpu_check.main(["--device", "cpu", "--smoke", "--out", str(out)]) == 0, capsys.readouterr().out
+    arguments = ["--device", "cpu", "--smoke", "--minutes", "60", "--out", str(out)]  # a busy machine is no failure
+    assert gpu_check.main(arguments) == 0, capsys.readouterr().out
     record = json.loads(out.read_text())
     skipped = {"engines"} if "engines/skipped" in record["summary"] else set()
     assert {row["part"] for row in record["rows"]} == {*gpu_check.PARTS} - {"versions"} - skipped
