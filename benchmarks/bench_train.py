@@ -155,7 +155,7 @@ def bench(world: World, model: str, kind: str, threads: int, count: int, repeats
     config = MODELS[model]
     section = OptimizerSection(lr=1e-4)
     sequences = make_sequences(kind, count, config.vocab_size)
-    tokens, denominator = sum(s.length for s in sequences), float(sum(len(s.advantages) for s in sequences))
+    tokens, denominator = sum(s.trajectory.length for s in sequences), float(sum(len(s.advantages) for s in sequences))
     with tempfile.TemporaryDirectory() as scratch:
         save_hf(scratch, config, random_weights(config))
         ours = MegatronPolicy(
@@ -166,7 +166,11 @@ def bench(world: World, model: str, kind: str, threads: int, count: int, repeats
             forms = {f"torch_{form}": {"experts_implementation": form} for form in ("eager", "grouped_mm")}
         plain = {name: PlainPolicy(Path(scratch), section, **options) for name, options in forms.items()}
     # Padded batches are limited by the same number of tokens, padding included, longest first.
-    groups = pack_by_budget([s.length for s in sequences], BUDGET) if kind == "equal" else padded_groups(sequences)
+    groups = (
+        pack_by_budget([s.trajectory.length for s in sequences], BUDGET)
+        if kind == "equal"
+        else padded_groups(sequences)
+    )
     batches = [[sequences[i] for i in group] for group in groups]
     batch = TrainBatch([sequences], [denominator])
     sides: dict[str, Callable[[], Any]] = {"megatron": lambda: ours.train_step(batch).metrics}
@@ -191,8 +195,8 @@ def bench(world: World, model: str, kind: str, threads: int, count: int, repeats
 def padded_groups(sequences: list[TrainSequence]) -> list[list[int]]:
     """Sequences sorted by length, cut where the padded rectangle exceeds the budget."""
     groups: list[list[int]] = []
-    for i in sorted(range(len(sequences)), key=lambda i: -sequences[i].length):
-        if groups and (len(groups[-1]) + 1) * sequences[groups[-1][0]].length <= BUDGET:
+    for i in sorted(range(len(sequences)), key=lambda i: -sequences[i].trajectory.length):
+        if groups and (len(groups[-1]) + 1) * sequences[groups[-1][0]].trajectory.length <= BUDGET:
             groups[-1].append(i)
         else:
             groups.append([i])
