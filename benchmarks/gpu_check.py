@@ -55,21 +55,13 @@ Found = dict[str, Any]
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: shows that every line runs")
-    parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=" ".join(PARTS)
-    )
-    parser.add_argument(
-        "--recipe", type=Path, default=RECIPE, help="the one-GPU recipe, whose model is measured"
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=" ".join(PARTS))
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="the one-GPU recipe, whose model is measured")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all parts")
-    parser.add_argument(
-        "--work", type=Path, help="folder for policies, runs and PART.log; by default a temporary one"
-    )
+    parser.add_argument("--work", type=Path, help="folder for policies, runs and PART.log; by default a temporary one")
     parser.add_argument("--out", type=Path, help="the record, as JSON; written anew after each part")
     # Where a part's own process writes.
     parser.add_argument("--in-process", type=Path, help=argparse.SUPPRESS)
@@ -79,31 +71,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def run_part(args: argparse.Namespace, part: str, work: Path, seconds: float) -> Found:
     """One part in its own process. An error or the end of its time is a failure in what it returns."""
     out = work / f"{part}.json"
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(Path(__file__).resolve()),
-        "--parts",
-        part,
-        "--device",
-        args.device,
-    ]
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--parts", part, "--device", args.device]
     command += ["--recipe", str(args.recipe.resolve()), "--work", str(work), "--in-process", str(out)]
     command += ["--smoke"] if args.smoke else []
-    env = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "TOKENIZERS_PARALLELISM": "false"}
     if args.device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}  # triton reads it at its import
     started = time.monotonic()
     print(f"\n{part}", flush=True)
     with (work / f"{part}.log").open("w+") as log:
-        process = subprocess.Popen(
-            command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             found = follow(process, out, started + seconds)
         finally:

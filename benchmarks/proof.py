@@ -1,8 +1,8 @@
 """TLT on against off on real ranks: the same responses, rewards and weights, and how much sooner.
 
-    make proof                          # main and curves: some 16 minutes on 2 cores
-    make proof ARGS="--parts drafter peers --out r.json"
-    python benchmarks/proof.py [--quick] [--parts main curves drafter peers] --out r.json
+    make proof                          # main: up to 16 minutes on 2 cores
+    make proof ARGS="--parts main peers --out r.json"
+    python benchmarks/proof.py [--quick] [--parts main peers] --out r.json
 
 - main: the demo policy widened to `--sizes` (hidden sizes; the same responses, weights beyond a cache), few responses a
   replica with a long tail (`lib/proof.yaml` says why). Jobs with TLT on (eagle drafts and pre-rollouts; idle time
@@ -10,8 +10,6 @@
   once). Parts of it run once: `drafter` (without pre-rollouts), `pre_rollouts` (without a drafter: from nothing) and
   `suffix` (nothing to train, no pre-rollouts). The first step of each job (cold caches, and a selector that has
   measured nothing) is not timed.
-- curves: seconds of a step by responses, response length, policy and ranks, TLT on (`lib/proof_curves.py`).
-- drafter: accepted length by step of a drafter that starts from nothing (`lib/proof_drafter.py`), with a picture.
 - peers: TRL and vLLM, where `make bench-trl` and `make bench-vllm` installed them.
 
 Summary, of the size with the best `e2e`; with `_H` after the name, of hidden size H:
@@ -32,12 +30,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from lib import proof_curves, proof_drafter, proof_picture
+from lib import proof_picture
 from lib.bench_record import ROOT, read_record, write_record
 from lib.larger_policy import widen, widen_drafter
-from lib.on_off import job_row, judge, mean_phases, summarize, table
+from lib.on_off import DRAFTER, OFF, SPEC, job_row, judge, mean_phases, summarize, table
 from lib.training_runs import Rows, train
 from torch.backends.cpu import get_cpu_capability
 
@@ -45,9 +42,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_tlt.models.config import ModelConfig
 
 CONFIG = ROOT / "benchmarks/lib/proof.yaml"
-POLICY, DRAFTER = ROOT / "assets/demo-policy", ROOT / "assets/demo-drafter"
-SPEC = "rollout.speculation"
-OFF = [f"{SPEC}.drafter=none", "idle.train_drafter=false", "idle.pre_rollout=false"]
+POLICY = ROOT / "assets/demo-policy"
 MODES = {
     "on": [f"{SPEC}.drafter=eagle", "idle.train_drafter=true"],
     "off": OFF,
@@ -60,14 +55,14 @@ MLP = {128: 384, 256: 768, 512: 1536, 768: 2048}  # units by hidden size
 PARAMETERS = {128: "2.4M", 256: "9.5M", 512: "38M", 768: "78M"}
 GOALS = {"identical": 1.0, "pre_rollouts_rollout": 1.8, "pre_rollouts_e2e": 1.45, "pre_rolled_accept": 6.0}
 GOALS |= {"rollout": 1.8, "e2e": 1.5} if get_cpu_capability() == "AVX2" else {"rollout": 2.3, "e2e": 1.7}
-PEERS = {"trl": "proof_trl.py", "vllm": "proof_vllm.py"}
+PEERS = {"trl": "lib/proof_trl.py", "vllm": "bench_rollout.py"}
 
 
 class Bench:
     """The widened policies, and jobs on them."""
 
     def __init__(self, args: argparse.Namespace):
-        self.args, self.work, self.config = args, args.work, CONFIG
+        self.args, self.work = args, args.work
 
     def policy(self, hidden: int) -> list[str]:
         """Options for the policy and the drafter of this hidden size; makes them the first time."""
@@ -77,12 +72,10 @@ class Bench:
             widen_drafter(DRAFTER, ModelConfig.from_hf(POLICY), ModelConfig.from_hf(model), drafter)
         return [f"model.path={model}", f"{SPEC}.drafter_path={drafter}"]
 
-    def job(self, name: str, hidden: int, mode: str, options: list[str], **more: Any) -> Rows:
+    def job(self, name: str, hidden: int, mode: str) -> Rows:
         """Rows of the timed steps of a job into WORK/NAME."""
-        args, steps = self.args, more.pop("steps", self.args.steps)
-        ranks = more.pop("ranks", args.ranks)
-        settings = [*self.policy(hidden), *MODES[mode], *args.options, *options]
-        return train(self.work / name, self.config, steps, ranks, settings, **more)[1:]
+        args, options = self.args, [*self.policy(hidden), *MODES[mode], *self.args.options]
+        return train(self.work / name, CONFIG, args.steps, args.ranks, options, every=args.steps)[1:]
 
 
 def main_part(bench: Bench) -> tuple[Rows, dict[str, float]]:
@@ -102,9 +95,7 @@ def main_part(bench: Bench) -> tuple[Rows, dict[str, float]]:
         there = {row["mode"] for row in rows if row["hidden"] == best}
         pictured = [mode for mode in ("off", "drafter", "on") if mode in there]
         runs = {mode: bench.work / f"{best}-{mode}" for mode in pictured}
-        seconds = {
-            mode: mean_phases([r for r in rows if (r["hidden"], r["mode"]) == (best, mode)]) for mode in runs
-        }
+        seconds = {mode: mean_phases([r for r in rows if (r["hidden"], r["mode"]) == (best, mode)]) for mode in runs}
         bench.args.picture.parent.mkdir(parents=True, exist_ok=True)
         bench.args.picture.write_text(proof_picture.draw(runs, seconds, chosen))
     return rows, {**chosen, "hidden": float(best), **summary}
@@ -118,7 +109,7 @@ def jobs_of_size(bench: Bench, hidden: int) -> Rows:
         modes = ["off", "on"] if turn % 2 == 0 else ["on", "off"]
         for mode in (*modes, *(PARTS_OF_ON if is_first and turn == 0 and bench.args.apart else ())):
             name, steps = f"{hidden}-{mode}", bench.args.steps
-            timed = bench.job(name, hidden, mode, [], every=steps)
+            timed = bench.job(name, hidden, mode)
             row = {"part": "main", "hidden": hidden, "round": turn, **job_row(mode, timed, bench.work / name, steps)}
             rows.append(row)
             took = sum(row["phases"].values())
@@ -136,14 +127,11 @@ def peers_part(bench: Bench) -> tuple[Rows, dict[str, float]]:
     rows, summary = [], {}
     for name, script in PEERS.items():
         if not (ROOT / f".venv/peers-{name}/bin/python").exists():
-            print(
-                f"{name}: not installed (make bench-{name}), left out",
-                flush=True,
-            )
+            print(f"{name}: not installed (make bench-{name}), left out", flush=True)
             continue
         out = bench.work / f"{name}.json"
         quick = ["--quick"] if bench.args.quick else []
-        command = [sys.executable, str(ROOT / "benchmarks/lib" / script), *quick, "--out", str(out)]
+        command = [sys.executable, str(ROOT / "benchmarks" / script), *quick, "--out", str(out)]
         subprocess.run(command, cwd=ROOT, check=True)
         found, figures = read_record(out)
         rows += [{"peer": name, **row} for row in found]
@@ -151,34 +139,21 @@ def peers_part(bench: Bench) -> tuple[Rows, dict[str, float]]:
     return rows, summary
 
 
-PARTS = {
-    "main": main_part,
-    "curves": proof_curves.curves,
-    "drafter": proof_drafter.from_nothing,
-    "peers": peers_part,
-}
+PARTS = {"main": main_part, "peers": peers_part}
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="one size, one round of 3 steps on and off, no curves"
-    )
-    parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=["main", "curves"])
-    parser.add_argument(
-        "--sizes", nargs="+", type=int, choices=[*MLP], default=[512, 768], help="hidden sizes"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=2, help="of the first size; of the others one, for time"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one size, one round of 3 steps on and off")
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=["main"])
+    parser.add_argument("--sizes", nargs="+", type=int, choices=[*MLP], default=[512, 768], help="hidden sizes")
+    parser.add_argument("--rounds", type=int, default=2, help="of the first size; of the others one, for time")
     parser.add_argument("--steps", type=int, default=6, help="of a job; the first is not timed")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--no-parts-of-on", dest="apart", action="store_false")
     parser.add_argument("--options", nargs="*", default=[], help="overrides for all jobs")
     parser.add_argument("--work", type=Path, help="folder for the jobs; by default a temporary one")
-    parser.add_argument("--picture", type=Path, help="SVG file of part main; that of drafter lies beside it")
+    parser.add_argument("--picture", type=Path, help="SVG file of part main")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -187,7 +162,6 @@ def main() -> None:
     args = parse_arguments()
     if args.quick:
         args.sizes, args.rounds, args.steps, args.apart = args.sizes[:1], 1, 3, False
-        args.parts = [part for part in args.parts if part != "curves"]
     rows: Rows = []
     summary: dict[str, float] = {}
     started = time.monotonic()

@@ -53,8 +53,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
 
 CONFIG, SFT = ROOT / "benchmarks/lib/real.yaml", ROOT / "benchmarks/lib/real-sft.yaml"
-SPEC, DEFAULT = "rollout.speculation", "eagle"
-NO_IDLE_WORK = ["idle.train_drafter=false", "idle.pre_rollout=false"]
+SPEC, DEFAULT = on_off.SPEC, "eagle"
 SHARED = ("model", "sft")  # parts without a drafter
 GOALS = {"identical": 1.0, "rollout": 1.5, "e2e": 1.25, "tail": 5.0}
 LEGEND = {
@@ -150,7 +149,7 @@ def grpo(chain: Chain) -> Found:
     chain.need(chain.policy, chain.drafter)
     modes = {
         "on": [f"{SPEC}.drafter_path={chain.drafter}", "idle.train_drafter=true"],
-        "off": [f"{SPEC}.drafter=none", f"{SPEC}.draft_vocab_size=null", *NO_IDLE_WORK],
+        "off": [*on_off.OFF, f"{SPEC}.draft_vocab_size=null"],
     }
     rows, steps = [], chain.args.steps
     for turn in range(chain.args.rounds):
@@ -321,9 +320,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a Hugging Face directory or OWNER/NAME; default: SmolLM2")
     kinds = [*DRAFTERS]
     parser.add_argument("--drafter", nargs="+", choices=kinds, default=[DEFAULT], help="kinds, side by side")

@@ -14,13 +14,7 @@ def blocks_for(sequences: int, tokens: int, context: int) -> int:
     return sequences * -(-(context + tokens) // BLOCK)
 
 
-def chains(
-    sequences: int,
-    tokens: int,
-    context: int,
-    vocab: int,
-    device: torch.device | str = "cpu",
-) -> DecoderInput:
+def chains(sequences: int, tokens: int, context: int, vocab: int, device: torch.device | str = "cpu") -> DecoderInput:
     """`tokens` rows of each sequence behind `context` cached positions, in shuffled blocks of their own."""
     each = -(-(context + tokens) // BLOCK)
     order = torch.randperm(sequences * each, generator=torch.Generator().manual_seed(0))

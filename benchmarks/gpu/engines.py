@@ -29,10 +29,7 @@ from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.types import GenerateCall, WeightBucket
 
 ENGINES: dict[str, Callable[[EngineOptions], RolloutBackend]] = {"embedded": build_backend, "vllm": build_vllm}
-MODES: dict[str, dict[str, Any]] = {
-    "off": {"drafter": "none"},
-    "on": {"drafter": "eagle", "selector": "cost_model"},
-}
+MODES: dict[str, dict[str, Any]] = {"off": {"drafter": "none"}, "on": {"drafter": "eagle", "selector": "cost_model"}}
 CONTEXT = 512
 
 
@@ -55,9 +52,7 @@ def run(check: Check, found: Result) -> None:
         found.note({f"embedded_over_vllm_{m}_{batch}": rates["embedded", m] / rates["vllm", m] for m in MODES})
 
 
-def open_side(
-    check: Check, engine: str, mode: str, folders: tuple[Path, Path], batch: int
-) -> RolloutBackend:
+def open_side(check: Check, engine: str, mode: str, folders: tuple[Path, Path], batch: int) -> RolloutBackend:
     """An engine with the weights of the policy."""
     policy, drafter = folders
     shape = ModelConfig.from_hf(policy)

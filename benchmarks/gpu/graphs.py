@@ -82,9 +82,7 @@ def strategies_of(batch: int) -> tuple[int, ...]:
     return next(rows for most, rows in VERIFY.items() if batch <= most)
 
 
-def compare(
-    check: Check, decoder: TorchDecoder, pool: GraphPool, kv: KVCache, batch: int, tokens: int
-) -> Row:
+def compare(check: Check, decoder: TorchDecoder, pool: GraphPool, kv: KVCache, batch: int, tokens: int) -> Row:
     """One shape: the pool's result against an eager static forward, and the time of both."""
     inputs = chains(batch, tokens, CONTEXT, decoder.config.vocab_size)
     moved = chains(batch, tokens, CONTEXT, decoder.config.vocab_size, check.device)

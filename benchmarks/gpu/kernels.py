@@ -87,10 +87,7 @@ def decoder(check: Check, dtype: torch.dtype, tokens: int, static: bool) -> Foun
         for name, shape in config.parameter_shapes().items()
     }
     logits = []
-    for device, kind, paged, ops in (
-        (torch.device("cpu"), FP32, None, PLAIN),
-        (check.device, dtype, attend, FUSED),
-    ):
+    for device, kind, paged, ops in ((torch.device("cpu"), FP32, None, PLAIN), (check.device, dtype, attend, FUSED)):
         made = TorchDecoder(config, device, kind, paged=paged, ops=ops)
         made.load_weights(weights.items())
         kv = made.new_kv_cache(blocks_for(sequences, tokens, context), BLOCK)

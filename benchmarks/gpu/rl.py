@@ -99,19 +99,13 @@ def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 def launch(check: Check, folder: Path, steps: int, changes: dict[str, Any]) -> None:
     """One job. Raises RuntimeError with its last lines if it fails."""
     folder.mkdir(parents=True)
-    lines = [
-        {"prompt": f"{WORDS[i % 4]} {i} {i * 7 % 13} {i * 3 % 11}", "answer": str(i)} for i in range(256)
-    ]
+    lines = [{"prompt": f"{WORDS[i % 4]} {i} {i * 7 % 13} {i * 3 % 11}", "answer": str(i)} for i in range(256)]
     for name in ("train", "eval"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(merged(settings(check, folder, steps), changes)))
     threads = os.environ.get("OMP_NUM_THREADS", "1" if not check.is_cuda else "4")
-    env = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        "OMP_NUM_THREADS": threads,
-    }
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": threads}
     command = [sys.executable, "-m", "megatron_tlt", "train", str(config)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr, flush=True)  # into the part's log
@@ -140,13 +134,7 @@ def settings(check: Check, folder: Path, steps: int) -> dict[str, Any]:
         return tree
     small = {
         "actor": {"dtype": "fp32", "micro_batch_tokens": 512, "recompute": "none"},
-        "rollout": {
-            "dtype": "fp32",
-            "max_tokens": 24,
-            "samples_per_prompt": 4,
-            "max_running_requests": 8,
-            **FIXED,
-        },
+        "rollout": {"dtype": "fp32", "max_tokens": 24, "samples_per_prompt": 4, "max_running_requests": 8, **FIXED},
         "model": {"max_context": 256},
         "data": {"max_prompt_tokens": 128},
         "drafter": {
@@ -176,11 +164,7 @@ def read(folder: Path) -> list[Row]:
     for line in map(json.loads, (run_dir / "samples.jsonl").read_text().splitlines()):
         texts.setdefault(line["step"], {})[line["prompt_id"], line["sample_index"]] = line["response"]
     return [
-        {
-            **step,
-            "responses": digest["responses"],
-            "texts": [text for _, text in sorted(texts[step["step"]].items())],
-        }
+        {**step, "responses": digest["responses"], "texts": [text for _, text in sorted(texts[step["step"]].items())]}
         for step, digest in zip(steps, digests, strict=True)
     ]
 

@@ -46,9 +46,7 @@ def run(check: Check, found: Result) -> None:
         update={"path": str(check.random_policy()), "max_context": max(length, actor.micro_batch_tokens)}
     )
     policy = MegatronPolicy(world, section, actor, config.optimizer, Surrogate(), 1000)
-    batch = TrainBatch(
-        [sequences(count, length, policy.config.vocab_size)], [float(count * (length - PROMPT))]
-    )
+    batch = TrainBatch([sequences(count, length, policy.config.vocab_size)], [float(count * (length - PROMPT))])
     metrics = policy.train_step(batch).metrics
     if check.is_cuda:
         torch.cuda.reset_peak_memory_stats(check.device)

@@ -38,10 +38,7 @@ def run(check: Check, found: Result) -> None:
     found.note({"copy_gb_s": peaks.bandwidth / 1e9, "matmul_tflops": peaks.flops / 1e12})
     sheet = data_sheet(str(found.summary.get("gpu", "")))
     if sheet is not None:
-        shares = {
-            "copy_of_sheet": peaks.bandwidth / sheet.bandwidth,
-            "matmul_of_sheet": peaks.flops / sheet.flops,
-        }
+        shares = {"copy_of_sheet": peaks.bandwidth / sheet.bandwidth, "matmul_of_sheet": peaks.flops / sheet.flops}
         found.note(shares)
         for name, share in shares.items():
             if share < LEAST_SHARE:

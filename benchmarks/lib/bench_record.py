@@ -26,9 +26,7 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def write_record(
-    out: Path | None, rows: list[dict[str, Any]], summary: dict[str, Any], device: str = ""
-) -> None:
+def write_record(out: Path | None, rows: list[dict[str, Any]], summary: dict[str, Any], device: str = "") -> None:
     """Writes the record to `out`, if there is one. `device` goes before the processor's name."""
     if out is None:
         return

@@ -16,40 +16,26 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lib.bench_record import ROOT
-from lib.line_chart import Line, line_chart
-
-Rows = list[dict[str, Any]]
-Train = Callable[
-    [argparse.Namespace, str, int, list[str]], Rows
-]  # NAME, steps, overrides -> rows of all steps
-Launch = Callable[[int, list[str]], str]
+from lib.on_off import DRAFTER, SPEC
+from lib.training_runs import Rows, launch, train
 
 WORKLOAD = ROOT / "benchmarks/lib/keepup.yaml"
 WARMUP = ROOT / "benchmarks/lib/keepup-drafter.yaml"
-DEMO = ROOT / "assets/demo-drafter"
 RANDOM_OPTIONS = ["train.prompts_per_step=64"]
 RANDOM_STEPS = 11  # the accepted length of the 11th step is that after 10 times of training
 LAST = 5  # steps that the end of a curve is a mean of
 GAIN, SHARE = 1.25, 0.9  # to reach: trained / frozen at the end; from random / warmed up after 10 steps
 FROM_NOTHING, DEMO_START = "from random", "warmed up"
-COLORS = {"frozen": "#888888", "trained": "#1f77b4", FROM_NOTHING: "#d62728", DEMO_START: "#2ca02c"}
-KEPT = (
-    "reward/accuracy",
-    "length/mean",
-    "idle/seconds",
-    "idle/recovered_seconds",
-    "drafter/steps",
-    "time/step",
-)
+CURVES = ("frozen", "trained", FROM_NOTHING, DEMO_START)
+KEPT = ("reward/accuracy", "length/mean", "idle/seconds", "idle/recovered_seconds", "drafter/steps", "time/step")
 
 
-def keepup(args: argparse.Namespace, train: Train, launch: Launch) -> tuple[Rows, dict[str, Any]]:
-    """Rows of all curves, and the summary with whether it reaches the targets. Writes the picture."""
+def keepup(args: argparse.Namespace) -> tuple[Rows, dict[str, Any]]:
+    """Rows of all curves, and the summary with whether it reaches the targets."""
     drafter = args.work / "keepup-drafter"
     needs_it = "frozen" in args.curves or "trained" in args.curves
     if needs_it and not (drafter / "config.json").exists():
@@ -61,24 +47,21 @@ def keepup(args: argparse.Namespace, train: Train, launch: Launch) -> tuple[Rows
         ("frozen", drafter, False, args.keepup_steps, []),
         ("trained", drafter, True, args.keepup_steps, []),
         (FROM_NOTHING, None, True, short, RANDOM_OPTIONS),
-        (DEMO_START, DEMO, False, short, RANDOM_OPTIONS),
+        (DEMO_START, DRAFTER, False, short, RANDOM_OPTIONS),
     ):
         if name not in args.curves:
             continue
-        options = [*drafting_options(path, trained), *more]
-        curves[name] = train(args, f"keepup-{name.replace(' ', '-')}", steps, options)
+        options = [*drafting_options(path, trained), *more, *args.options]
+        curves[name] = train(args.work / f"keepup-{name.replace(' ', '-')}", WORKLOAD, steps, args.ranks, options)
     lengths = {name: [row["spec/accept_length"] for row in rows] for name, rows in curves.items()}
-    if args.out is not None:
-        args.out.with_name(f"{args.out.stem}-keepup.svg").write_text(picture(lengths))
     return [_row(name, rows, lengths[name]) for name, rows in curves.items()], summary(curves, lengths)
 
 
 def drafting_options(drafter: Path | None, trained: bool) -> list[str]:
     """Always drafts five tokens, with the drafter in `drafter` (None: made from a layer of the policy)."""
-    spec = "rollout.speculation"
-    fixed = [f"{spec}.drafter=eagle", f"{spec}.selector=fixed", f"{spec}.draft_len=5"]
+    fixed = [f"{SPEC}.drafter=eagle", f"{SPEC}.selector=fixed", f"{SPEC}.draft_len=5"]
     path = "null" if drafter is None else str(drafter)
-    return [*fixed, f"{spec}.drafter_path={path}", f"idle.train_drafter={str(trained).lower()}"]
+    return [*fixed, f"{SPEC}.drafter_path={path}", f"idle.train_drafter={str(trained).lower()}"]
 
 
 def _row(name: str, rows: Rows, lengths: list[float]) -> dict[str, Any]:
@@ -112,10 +95,3 @@ def summary(curves: dict[str, Rows], lengths: dict[str, list[float]]) -> dict[st
 
 def _idle(rows: Rows) -> float:
     return statistics.mean(row["idle/seconds"] for row in rows)
-
-
-def picture(curves: dict[str, list[float]]) -> str:
-    """The curves as an SVG."""
-    steps = max(len(curve) for curve in curves.values())
-    lines = [Line(name, COLORS[name], [*enumerate(curve, 1)]) for name, curve in curves.items()]
-    return line_chart(lines, {}, f"RL steps 1 to {steps}: accepted length")

@@ -1,7 +1,7 @@
 """Jobs of one workload with TLT on and off: their phases and steps as rows, their ratios, and the table of both.
 
 A job's row: {"mode", "phases" (mean seconds of a step), "steps" (see `step_row`), "responses", "rewards", "weights"
-(digests)}. For `proof.py` and `real.py`.
+(digests)}. `ON` is the demo drafter, trained in idle time; `OFF` nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lib.bench_record import ROOT
 from lib.training_runs import Rows, digests
 
+SPEC = "rollout.speculation"
+DRAFTER = ROOT / "assets/demo-drafter"
+OFF = [f"{SPEC}.drafter=none", "idle.train_drafter=false", "idle.pre_rollout=false"]
+ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.drafter_path={DRAFTER}", "idle.train_drafter=true", "idle.pre_rollout=false"]
 MODES = ("on", "off", "drafter", "pre_rollouts", "suffix")
 LEGEND = {
     "identical": "same responses, rewards, weights in all jobs (1: yes)",
@@ -52,11 +57,7 @@ def job_row(mode: str, timed: Rows, folder: Path, steps: int) -> dict[str, Any]:
 def phases(timed: Rows) -> dict[str, float]:
     """Mean seconds of a step by phase; the phases add up to the step."""
     names = {name.removeprefix("time/") for row in timed for name in row if name.startswith("time/")}
-    names -= {
-        "step",
-        "eval",
-        "checkpoint",
-    }  # the last two are counted to the step after theirs, and not timed in it
+    names -= {"step", "eval", "checkpoint"}  # the last two are counted to the step after theirs, and not timed in it
     found = {name: statistics.mean(row.get(f"time/{name}", 0.0) for row in timed) for name in sorted(names)}
     rest = statistics.mean(row["time/step"] for row in timed) - sum(found.values())
     return {**found, "other": max(0.0, rest)}

@@ -1,12 +1,11 @@
 """What a trained drafter costs rollouts that decode plainly: CPU seconds with one at hand over those without.
 
-    python benchmarks/lib/plain_cost.py --model DIR [--drafter DIR] [--requests 1 4 16] --out r.json
+    python benchmarks/lib/plain_cost.py --model DIR --drafter DIR [--requests 1 4 16] --out r.json
 
 Two engines of one process take turns (A B B A ..) with the same requests, each until all have their tokens: one without
 a drafter, one with a drafter whose selector has chosen plain decoding, and whose hidden states are collected as
 training does. So the second pays for hidden states, the drafter's cache, the selector's measurements, and nothing
-else. Both must give the same responses. Without `--drafter` one of kind `--kind` is made from a layer of the model,
-untrained: a plain step does not depend on its weights.
+else. Both must give the same responses.
 
 Rows: {"requests", "plain", "with_drafter" (CPU seconds by turn), "ratio" (median of the turns' ratios: the sides of a
 turn run one after the other, under the same load)}.
@@ -19,7 +18,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,28 +33,6 @@ if TYPE_CHECKING:
 
 CONTEXT, PROMPT = 512, 64
 Rows = list[dict[str, Any]]
-
-
-def make_drafter(model: Path, kind: str, folder: Path) -> Path:
-    """Writes an untrained drafter of `kind` for the policy in `model`, over 4,096 tokens where it has a vocabulary."""
-    import torch
-
-    from megatron_tlt.config.speculation import SpeculationSection
-    from megatron_tlt.drafter.checkpoint import drafter_shape, save_drafter
-    from megatron_tlt.drafter.fingerprint import policy_fingerprint
-    from megatron_tlt.drafter.kinds.registry import KINDS
-    from megatron_tlt.drafter.pretrain import lookup_tables
-    from megatron_tlt.models.config import ModelConfig
-    from megatron_tlt.models.loader import weight_reader
-
-    policy = ModelConfig.from_hf(model)
-    size = 4096 if kind == "eagle3" and policy.vocab_size > 4096 else None
-    config = drafter_shape(SpeculationSection(drafter=kind, draft_vocab_size=size), policy)  # type: ignore[arg-type]
-    drafter = KINDS[kind].build_model(config)
-    _, head = lookup_tables(model, policy, torch.device("cpu"))
-    drafter.start_fresh(0, weight_reader(model, policy), head, torch.ones(policy.vocab_size, dtype=torch.int64))
-    save_drafter(folder, config, drafter.state_dict(), fingerprint=policy_fingerprint(model))
-    return folder
 
 
 def open_engine(model: Path, speculation: dict[str, Any]) -> EmbeddedBackend:
@@ -106,12 +82,9 @@ def measure(sides: dict[str, EmbeddedBackend], requests: int, turns: int, tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--drafter", type=Path, help="a drafter's directory; default: an untrained one")
-    parser.add_argument("--kind", default="eagle3", help="of the untrained one")
+    parser.add_argument("--drafter", type=Path, required=True)
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48, help="of a response")
@@ -120,12 +93,9 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        drafter = args.drafter or make_drafter(args.model, args.kind, Path(folder) / "drafter")
-        kind = json.loads((drafter / "config.json").read_text())["drafter"]
-        plain = {"selector": "beg_mab", "bandit": {"arms": [0]}}
-        spec = {"drafter": kind, "drafter_path": str(drafter), **plain}
-        sides = {"plain": open_engine(args.model, {}), "with_drafter": open_engine(args.model, spec)}
+    kind = json.loads((args.drafter / "config.json").read_text())["drafter"]
+    spec = {"drafter": kind, "drafter_path": str(args.drafter), "selector": "beg_mab", "bandit": {"arms": [0]}}
+    sides = {"plain": open_engine(args.model, {}), "with_drafter": open_engine(args.model, spec)}
     kept: list[HiddenStateSample] = []
     sides["with_drafter"].collect_hidden_states(lambda sample: (kept.clear(), kept.append(sample)))
     rows = [measure(sides, n, args.turns, args.tokens) for n in args.requests]

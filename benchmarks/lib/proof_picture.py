@@ -21,9 +21,7 @@ TITLES = {"off": "TLT off", "drafter": "drafter only", "on": "TLT on"}
 STATES = {"TRAINING": colours.AMBER, "PRE_ROLLING": colours.CYAN}  # of idle time, by colour
 
 
-def draw(
-    runs: Mapping[str, Path], seconds: Mapping[str, Mapping[str, float]], figures: Mapping[str, float]
-) -> str:
+def draw(runs: Mapping[str, Path], seconds: Mapping[str, Mapping[str, float]], figures: Mapping[str, float]) -> str:
     """The SVG. `runs`: run directories by mode, "off" among them; `seconds`: their mean seconds of a step by phase."""
     rows = {mode: read_run(folder).steps[1:] for mode, folder in runs.items()}
     step = max(rows["off"], key=lambda row: row["time/rollout"] + row["time/idle"])["step"] - 1
@@ -39,9 +37,7 @@ def draw(
     y += 22
     for mode in runs:
         for rank, (lane, _) in enumerate(lanes[mode]):
-            body.append(
-                _text(LEFT - 8, y + 12, f"{mode}, rank {rank}", anchor="end")
-            )
+            body.append(_text(LEFT - 8, y + 12, f"{mode}, rank {rank}", anchor="end"))
             body += [_rect(LEFT + a * scale, y, (b - a) * scale, 16, colour) for a, b, colour in lane]
             y += 20
         y += 4
@@ -69,12 +65,8 @@ def _colour(phase: str) -> str:
 
 def _lanes(folder: Path, step: int) -> list[tuple[list[tuple[float, float, str]], list[tuple[float, float]]]]:
     """For each rank: (start, end, colour) of its phases in seconds of the step, and its running requests by time."""
-    events = {
-        rank: [e for e in read_events(folder, rank) if e["step"] == step] for rank in read_run(folder).ranks
-    }
-    begin = min(
-        e["ts"] for of in events.values() for e in of if e["name"] == "rollout" and e["kind"] == "span"
-    )
+    events = {rank: [e for e in read_events(folder, rank) if e["step"] == step] for rank in read_run(folder).ranks}
+    begin = min(e["ts"] for of in events.values() for e in of if e["name"] == "rollout" and e["kind"] == "span")
     found = []
     for of_rank in events.values():
         spans = [e for e in of_rank if e["kind"] == "span" and e["name"] in PHASE_COLOURS and e["ts"] >= begin - 0.5]
@@ -105,21 +97,14 @@ def _bar(title: str, seconds: Mapping[str, float], y: float, scale: float) -> li
         parts.append(_rect(x, y, width, 22, _colour(phase)))
         if width > 60:
             parts.append(
-                _text(
-                    x + 5,
-                    y + 15,
-                    f"{phase} {seconds[phase]:.1f} s",
-                    "#ffffff" if phase != "idle" else colours.INK,
-                )
+                _text(x + 5, y + 15, f"{phase} {seconds[phase]:.1f} s", "#ffffff" if phase != "idle" else colours.INK)
             )
         x += width
     return [*parts, _text(x + 5, y + 15, f"{sum(seconds.values()):.1f} s", weight="bold")]
 
 
 def _legend(seconds: Mapping[str, Mapping[str, float]], y: float) -> list[str]:
-    longest = {
-        name: max(of.get(name, 0.0) for of in seconds.values()) for of in seconds.values() for name in of
-    }
+    longest = {name: max(of.get(name, 0.0) for of in seconds.values()) for of in seconds.values() for name in of}
     total = max(sum(of.values()) for of in seconds.values())
     names = [name for name in PHASE_COLOURS if longest.get(name, 0.0) > 0.01 * total]
     entries = [(name, _colour(name)) for name in names if name != "merge"]
@@ -131,9 +116,7 @@ def _legend(seconds: Mapping[str, Mapping[str, float]], y: float) -> list[str]:
     return parts
 
 
-def _curves(
-    curves: Mapping[str, list[list[tuple[float, float]]]], y: float, height: float, scale: float
-) -> list[str]:
+def _curves(curves: Mapping[str, list[list[tuple[float, float]]]], y: float, height: float, scale: float) -> list[str]:
     """Running requests as steps: the sum of the ranks; off grey, on coloured."""
     sums = {mode: _summed(of_ranks) for mode, of_ranks in curves.items()}
     most = max(running for points in sums.values() for _, running in points)
@@ -147,19 +130,13 @@ def _curves(
         colour = {"off": colours.MUTED, "drafter": colours.AMBER}.get(mode, colours.ORANGE)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{" ".join(path)}"/>')
         parts.append(f'<text x="{x + 6:.1f}" y="{y + height - 6}" fill="{colour}">{mode}</text>')
-    return [
-        *parts,
-        _text(LEFT - 8, y + 8, f"{most:.0f}", anchor="end"),
-        _text(LEFT - 8, y + height, "0", anchor="end"),
-    ]
+    return [*parts, _text(LEFT - 8, y + 8, f"{most:.0f}", anchor="end"), _text(LEFT - 8, y + height, "0", anchor="end")]
 
 
 def _summed(ranks: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
     """Sum of step curves, at every time at which one changes."""
     times = sorted({at for curve in ranks for at, _ in curve})
-    return [
-        (at, sum(next((r for t, r in reversed(curve) if t <= at), 0.0) for curve in ranks)) for at in times
-    ]
+    return [(at, sum(next((r for t, r in reversed(curve) if t <= at), 0.0) for curve in ranks)) for at in times]
 
 
 def _axis(y: float, seconds: float, scale: float) -> list[str]:

@@ -1,32 +1,22 @@
-"""The same RL job in TRL and here: seconds of a step side by side, and accuracy after as many steps.
+"""The same RL job in TRL and here: seconds of a step side by side.
 
-    python benchmarks/lib/proof_trl.py [--quick] [--learn 30] [--model DIR --drafter DIR] --out r.json
-    python benchmarks/lib/proof_trl.py --config benchmarks/lib/calculator.yaml --model runs/tool-policy/policy ..
+    python benchmarks/lib/proof_trl.py [--quick] [--model DIR --drafter DIR] --out r.json
 
 TRL's GRPOTrainer runs in an environment of its own (`make bench-trl`), on as many processes of one thread as this
 project has ranks, over gloo. Both start from the same policy and get the same prompts in the same order, this project's
 reward functions, group size, temperature, response length, loss (GRPO: mean over tokens, then over responses; no KL),
 AdamW, warm-up and gradient clipping, in fp32. TRL generates with `transformers`; it has no drafter. The sides take
-turns (A B A B), each turn a job of its own from the starting policy; `vs_trl` is the median over turns and steps of
-TRL's seconds over ours for the same step. Start-up, evaluation and checkpoints are not in a step's seconds, on either
-side. With a configuration of tools (`lib/calculator.yaml`, after `lib/tool_policy.py`) TRL calls them through its
-`environment_factory`: the same answers, the same tokens around them (`trl_tools.py`).
+turns (A B A B), each turn a job of its own from the starting policy. Start-up, evaluation and checkpoints are not in a
+step's seconds, on either side.
 
-`--learn N` then trains both for N steps, TRL for at most `--limit` seconds and this project for as many steps as TRL
-got to, and measures both policies with `megatron-tlt eval` on the configuration's held-out prompts.
-
-Rows: {"part": "speed" | "learn", "side", "turn", "step", "seconds", "reward", "mean_length"}, with tools also "turns"
-(of the policy in a trajectory), and, after "learn", {"part": "eval", "side", "steps", "accuracy", "stderr"}. Summary:
-`vs_trl`, `trl_step_s`, `our_step_s`; with `--learn` also `learn_steps`, `trl_accuracy`, `our_accuracy`,
-`accuracy_gap_se` (ours minus TRL's in standard errors of the difference) and for each SIDE `SIDE_learn_step_s` (seconds
-of a step, median; the sides do not take turns), `SIDE_first_reward` and `SIDE_last_reward` (means of three steps).
+Rows: {"part": "speed", "side", "turn", "step", "seconds", "reward", "mean_length"}. Summary: `vs_trl`, the median over
+turns and steps of TRL's seconds over ours for the same step; `trl_step_s`, `our_step_s`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import socket
 import statistics
@@ -59,7 +49,6 @@ class Work:
     ranks: int
     trl_python: Path
     micro_batch: int  # responses of one process in one forward and backward of TRL
-    continuous_batching: bool
 
     def open_folder(self, name: str) -> Path:
         """A new folder."""
@@ -84,19 +73,14 @@ def check_same(config: Config) -> None:
         "optimizer.name": (optimizer.name, "adam"),
         "optimizer.schedule": (optimizer.schedule, "constant"),
         "optimizer.weight_decay": (optimizer.weight_decay, 0.0),  # parameter groups differ
+        "env": (config.env, None),
     }
-    if config.env is not None:  # TRL's environments are tools, and its turns have no limit of their own
-        wanted |= {
-            "env.kind in (calculator, python)": (config.env.kind in ("calculator", "python"), True),
-            "env.max_turn_tokens": (config.env.max_turn_tokens, None),
-            "env.tool_role": (config.env.tool_role, "user"),
-        }
     others = [f"{name} is {value!r}, not {same!r}" for name, (value, same) in wanted.items() if value != same]
     if others:
         raise SystemExit(f"not compared with TRL: {'; '.join(others)}")
 
 
-def write_job(work: Work, folder: Path, steps: int, limit_s: float, save: Path | None) -> Path:
+def write_job(work: Work, folder: Path, steps: int) -> Path:
     """Prompts of so many steps and the file that `trl_worker.py` reads."""
     from megatron_tlt.data.prompts import build_prompts
     from megatron_tlt.data.tokenizer import HFTokenizer
@@ -111,14 +95,11 @@ def write_job(work: Work, folder: Path, steps: int, limit_s: float, save: Path |
         "rows": str(folder / "rows.jsonl"),
         "out": str(folder / "result.json"),
         "scratch": str(folder / "trainer"),
-        "save": None if save is None else str(save),
         "model": config.model.path,
         "steps": steps,
-        "limit_s": limit_s,
         "prompts_per_step": config.train.prompts_per_step,
         "samples_per_prompt": config.rollout.samples_per_prompt,
         "micro_batch": min(work.micro_batch, responses // work.ranks),
-        "continuous_batching": work.continuous_batching,
         "max_tokens": config.rollout.max_tokens,
         "temperature": config.rollout.temperature,
         "clip": [0.2 if c is None else c for c in (algorithm.ratio_clip_low, algorithm.ratio_clip_high)],
@@ -129,7 +110,6 @@ def write_job(work: Work, folder: Path, steps: int, limit_s: float, save: Path |
         "clip_grad": optimizer.clip_grad,
         "seed": config.train.seed,
         "rewards": config.rewards.model_dump(mode="json"),
-        "env": config.env and config.env.model_dump(mode="json"),
     }
     path = folder / "job.json"
     path.write_text(json.dumps(job))
@@ -153,10 +133,10 @@ def call(command: list[str], log: Path, **environment: str) -> None:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{log.read_text()[-4000:]}")
 
 
-def train_trl(work: Work, steps: int, limit_s: float = math.inf, save: Path | None = None) -> Rows:
-    """TRL's steps; fewer than asked for where the limit, in seconds, ended it."""
+def train_trl(work: Work, steps: int) -> Rows:
+    """TRL's steps."""
     folder = work.open_folder("trl")
-    job = write_job(work, folder, steps, limit_s, save)
+    job = write_job(work, folder, steps)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(work.ranks)]
     master = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     worker = [str(ROOT / "benchmarks/lib/trl_worker.py"), str(job)]
@@ -170,109 +150,56 @@ def train_trl(work: Work, steps: int, limit_s: float = math.inf, save: Path | No
             "seconds": seconds,
             "reward": line["reward"],
             "mean_length": line["completions/mean_length"],
-            **({"turns": 1 + line["tools/call_frequency"]} if "tools/call_frequency" in line else {}),
         }
         for step, (seconds, line) in enumerate(zip(result["seconds"], result["logs"], strict=True), 1)
     ]
 
 
-def train_here(work: Work, steps: int, evaluate: bool = False) -> tuple[Rows, dict[str, float]]:
-    """This project's steps and, with `evaluate`, the figures of the evaluation after the last one."""
+def train_here(work: Work, steps: int) -> Rows:
+    """This project's steps."""
     folder = work.open_folder("ours")
-    every = steps if evaluate else 0
-    options = [f"train.num_steps={steps}", f"train.run_dir={folder}/run", f"eval.every={every}"]
+    options = [f"train.num_steps={steps}", f"train.run_dir={folder}/run", "eval.every=0"]
     options += ["checkpoint.every=0", "checkpoint.resume=never"]
-    call(launcher(work, "train", *work.overrides, *options), folder / "log")
+    start = [str(ROOT / "launch/local.sh"), "-n", str(work.ranks), "--cmd", "train", str(work.config_path)]
+    call([*start, *work.overrides, *options], folder / "log")
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    rows = [
+    return [
         {
             "side": "ours",
             "step": line["step"],
             "seconds": line["time/step"],
             "reward": line["reward/mean"],
             "mean_length": line["length/mean"],
-            **({"turns": line["env/turns"]} if "env/turns" in line else {}),
         }
         for line in lines
         if "time/step" in line
     ]
-    evaluations = {line["step"]: line for line in lines if "eval/pass@1" in line}
-    return rows, evaluations.get(steps, {})
-
-
-def launcher(work: Work, command: str, *options: str) -> list[str]:
-    """A command of this project on all ranks."""
-    start = [str(ROOT / "launch/local.sh"), "-n", str(work.ranks), "--cmd", command]
-    return [*start, str(work.config_path), *options]
 
 
 def compare_speed(work: Work, turns: int, steps: int) -> Rows:
     """Rows of both sides, which take turns."""
     rows: Rows = []
     for turn in range(turns):
-        for side in (train_here(work, steps)[0], train_trl(work, steps)):
+        for side in (train_here(work, steps), train_trl(work, steps)):
             rows += [{"part": "speed", "turn": turn, **row} for row in side]
             for row in side:
-                print(
-                    f"turn {turn} {row['side']:5s} step {row['step']:3d} {row['seconds']:8.2f} s", flush=True
-                )
-    return rows
-
-
-def compare_learning(work: Work, steps: int, limit_s: float) -> Rows:
-    """Rows of both learning curves and of both policies' evaluations."""
-    saved = work.folder / "trl-policy"
-    trl = train_trl(work, steps, limit_s, saved)
-    done = len(trl)
-    result = work.folder / "trl-eval.json"
-    arguments = [*work.overrides, f"model.path={saved}", "rollout.speculation.drafter=none"]
-    arguments.append("idle.train_drafter=false")
-    arguments.append("idle.pre_rollout=false")
-    call(launcher(work, "eval", *arguments, "--out", str(result), "--overwrite"), work.folder / "eval.log")
-    evaluation = json.loads(result.read_text())
-    ours, own = train_here(work, done, evaluate=True)
-    rows: Rows = [{"part": "learn", "turn": 0, **row} for row in [*trl, *ours]]
-    accuracies = {
-        "trl": (evaluation["pass_at"]["1"], evaluation["stderr"]),
-        "ours": (own["eval/pass@1"], own["eval/stderr"]),
-    }
-    for side, (accuracy, stderr) in accuracies.items():
-        rows.append({"part": "eval", "side": side, "steps": done, "accuracy": accuracy, "stderr": stderr})
-        print(f"{side:5s} after {done} steps: accuracy {accuracy:.3f} +- {stderr:.3f}", flush=True)
+                print(f"turn {turn} {row['side']:5s} step {row['step']:3d} {row['seconds']:8.2f} s", flush=True)
     return rows
 
 
 def summarize(rows: Rows) -> dict[str, float]:
     """The summary that the module's docstring lists."""
-    summary: dict[str, float] = {}
-    seconds = {
-        side: {
-            (r["turn"], r["step"]): r["seconds"] for r in rows if (r["part"], r["side"]) == ("speed", side)
-        }
+    of = {
+        side: {(row["turn"], row["step"]): row["seconds"] for row in rows if row["side"] == side}
         for side in ("trl", "ours")
     }
-    if shared := seconds["trl"].keys() & seconds["ours"].keys():
-        summary["vs_trl"] = statistics.median(seconds["trl"][k] / seconds["ours"][k] for k in shared)
-        summary["trl_step_s"] = statistics.median(seconds["trl"].values())
-        summary["our_step_s"] = statistics.median(seconds["ours"].values())
-    of = {row["side"]: row for row in rows if row["part"] == "eval"}
-    if of:
-        gap = of["ours"]["accuracy"] - of["trl"]["accuracy"]
-        summary["learn_steps"] = of["trl"]["steps"]
-        summary["trl_accuracy"], summary["our_accuracy"] = of["trl"]["accuracy"], of["ours"]["accuracy"]
-        summary["accuracy_gap_se"] = gap / math.hypot(of["ours"]["stderr"], of["trl"]["stderr"])
-        for side in of:
-            curve = [row for row in rows if (row["part"], row["side"]) == ("learn", side)]
-            summary[f"{side}_learn_step_s"] = statistics.median(row["seconds"] for row in curve)
-            for name, part in (("first", curve[:3]), ("last", curve[-3:])):
-                summary[f"{side}_{name}_reward"] = statistics.mean(row["reward"] for row in part)
-    return summary
+    ratios = [of["trl"][step] / of["ours"][step] for step in of["trl"].keys() & of["ours"].keys()]
+    medians = {side: statistics.median(seconds.values()) for side, seconds in of.items()}
+    return {"vs_trl": statistics.median(ratios), "trl_step_s": medians["trl"], "our_step_s": medians["ours"]}
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one turn of one step")
     parser.add_argument("--config", type=Path, default=ROOT / "configs/quickstart.yaml")
     parser.add_argument("--model", type=Path, default=ROOT / "assets/demo-policy")
@@ -280,16 +207,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trl-python", type=Path, default=ROOT / ".venv/peers-trl/bin/python")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--micro-batch", type=int, default=16, help="per_device_train_batch_size of TRL")
-    parser.add_argument(
-        "--continuous-batching", action="store_true", help="TRL's use_transformers_continuous_batching"
-    )
-    parser.add_argument("--turns", type=int, default=2, help="of each side; 0: no timing")
+    parser.add_argument("--turns", type=int, default=2, help="of each side")
     parser.add_argument("--steps", type=int, default=2, help="of a turn")
-    parser.add_argument("--learn", type=int, default=0, metavar="N", help="also train both for N steps")
-    parser.add_argument("--limit", type=float, default=1500.0, help="seconds of TRL's N steps")
-    parser.add_argument(
-        "--set", nargs="*", default=[], metavar="a.b=c", help="settings of the job, both sides"
-    )
+    parser.add_argument("--set", nargs="*", default=[], metavar="a.b=c", help="settings of the job, both sides")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if not args.trl_python.exists():
@@ -310,20 +230,9 @@ def run(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     config = load_config(args.config, overrides)
     check_same(config)
     with tempfile.TemporaryDirectory() as folder:
-        work = Work(
-            config=config,
-            config_path=args.config,
-            overrides=overrides,
-            folder=Path(folder),
-            ranks=args.ranks,
-            trl_python=args.trl_python,
-            micro_batch=args.micro_batch,
-            continuous_batching=args.continuous_batching,
-        )
+        given = Path(folder), args.ranks, args.trl_python, args.micro_batch
+        work = Work(config, args.config, overrides, *given)
         rows = compare_speed(work, args.turns, args.steps)
-        write_record(args.out, rows, summarize(rows))  # learning takes long
-        if args.learn:
-            rows += compare_learning(work, args.learn, args.limit)
     return rows, summarize(rows)
 
 

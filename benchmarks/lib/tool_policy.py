@@ -94,9 +94,7 @@ def make_tool_policy(folder: Path = FOLDER, steps: int = 120) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--steps", type=int, default=120, help="120: it still slips, as RL needs it")
     args = parser.parse_args()

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 benchmarks/lib/trl_worker.py JOB
 
 JOB is a JSON file (`proof_trl.Job`); the first process writes its result, the seconds and logged figures of every step,
-to `out` and the trained policy to `save`. The trainer samples, scores and updates by itself; prompts, reward function,
-learning-rate schedule and the settings of the loss are the run's.
+to `out`. The trainer samples, scores and updates by itself; prompts, reward function, learning-rate schedule and the
+settings of the loss are the run's.
 """
 
 from __future__ import annotations
@@ -22,41 +22,30 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.lib.prompt_rows import Row, RowReward, read_rows
-from benchmarks.lib.trl_tools import environment_class, prepare_tokenizer
 from megatron_tlt.config.data import RewardSection
-from megatron_tlt.config.env import EnvSection
 
 
 class StepClock(TrainerCallback):
-    """Seconds of every step, and the end of training when the time is up, on all processes at the same step."""
+    """Seconds of every step."""
 
-    def __init__(self, limit: float):
-        """`limit`: seconds after which no further step starts."""
+    def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._limit, self._begun, self._step = limit, time.perf_counter(), 0.0
+        self._step = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._step = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        now = time.perf_counter()
-        self.seconds.append(now - self._step)
-        spent = torch.tensor(now - self._begun)
-        dist.all_reduce(spent, dist.ReduceOp.MAX)
-        control.should_training_stop |= float(spent) > self._limit
+        self.seconds.append(time.perf_counter() - self._step)
 
 
 def reward_function(section: RewardSection) -> Any:
-    """The run's reward of the last turn, in TRL's signature: completions are messages; texts without a template."""
+    """The run's reward in TRL's signature: completions are messages; texts without a template."""
     value = RowReward(section)
 
-    def last_turn(completion: Any) -> str:
-        if isinstance(completion, str):
-            return completion
-        return [str(message["content"]) for message in completion if message["role"] == "assistant"][-1]
-
     def reward(prompts: list[Any], completions: list[Any], fields: list[str], **_: Any) -> list[float]:
-        return [value(row, last_turn(done)) for row, done in zip(fields, completions, strict=True)]
+        texts = [done if isinstance(done, str) else str(done[-1]["content"]) for done in completions]
+        return [value(row, text) for row, text in zip(fields, texts, strict=True)]
 
     return reward
 
@@ -89,7 +78,6 @@ def settings(job: dict[str, Any]) -> GRPOConfig:
         gradient_accumulation_steps=per_step // (micro * dist_size()),
         num_generations=job["samples_per_prompt"],
         max_completion_length=job["max_tokens"],
-        max_tool_calling_iterations=job["env"]["max_turns"] - 1 if job["env"] else None,
         temperature=job["temperature"],
         shuffle_dataset=False,
         beta=0.0,
@@ -99,7 +87,6 @@ def settings(job: dict[str, Any]) -> GRPOConfig:
         epsilon_high=job["clip"][1],
         learning_rate=job["lr"],
         max_grad_norm=job["clip_grad"],
-        use_transformers_continuous_batching=job["continuous_batching"],
         seed=job["seed"],
         logging_steps=1,
         save_strategy="no",
@@ -119,31 +106,22 @@ def main() -> None:
     dist.init_process_group("gloo")
     rows = read_rows(Path(job["rows"]))
     tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")
-    environment = None
-    if job["env"]:
-        environment = environment_class(EnvSection.model_validate(job["env"]))
-        prepare_tokenizer(tokenizer)
     check_tokens(rows, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), job["lr"], betas=job["betas"], eps=job["eps"], weight_decay=0.0
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), job["lr"], betas=job["betas"], eps=job["eps"], weight_decay=0.0)
     warmup = max(1, job["warmup_steps"])
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
-    clock = StepClock(job["limit_s"])
+    clock = StepClock()
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=[reward_function(RewardSection.model_validate(job["rewards"]))],
         args=settings(job),
         train_dataset=Dataset.from_list([{k: row[k] for k in ("prompt", "fields")} for row in rows]),
         processing_class=tokenizer,
-        environment_factory=environment,
         optimizers=(optimizer, schedule),
         callbacks=[clock],
     )
     trainer.train()
-    if job["save"]:
-        trainer.save_model(job["save"])
     if dist.get_rank() == 0:
         logs = [line for line in trainer.state.log_history if "reward" in line]
         Path(job["out"]).write_text(json.dumps({"seconds": clock.seconds, "logs": logs}))

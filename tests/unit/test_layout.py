@@ -7,8 +7,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "megatron_tlt").rglob("*.py"))
-SOURCES = [*PACKAGE, *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "tools").rglob("*.py"))]
-MAX_FILE, MAX_FUNCTION = 450, 80
+BESIDE = [p for folder in ("benchmarks", "tests", "tools") for p in sorted((ROOT / folder).rglob("*.py"))]
+SOURCES = [*PACKAGE, *BESIDE]
+# Functions, methods and classes of a file, private and nested ones too. Half of the package's files have at most 8,
+# 99 % at most 34, and the largest 37 (tests: 44): a file with more holds several subjects. Lines are not counted: a
+# file that grows by an argument or a docstring needs no cut.
+MAX_DEFINITIONS = 45
+MAX_FUNCTION = 80  # lines without the docstring
 
 
 def label(path: Path) -> str:
@@ -55,9 +60,10 @@ def test_every_package_directory_has_an_init_file():
     assert [label(f) for f in sorted(folders) if not (f / "__init__.py").exists()] == []
 
 
-def test_files_can_be_read_in_one_sitting():
-    long = {label(p): n for p in SOURCES if (n := len(p.read_text().splitlines())) > MAX_FILE}
-    assert long == {}
+def test_a_file_defines_one_subject():
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    defined = {p: sum(isinstance(n, kinds) for n in ast.walk(ast.parse(p.read_text()))) for p in SOURCES}
+    assert {label(p): n for p, n in defined.items() if n > MAX_DEFINITIONS} == {}
 
 
 def test_functions_fit_on_a_screen():

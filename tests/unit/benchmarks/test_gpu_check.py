@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu.rl import flips_per_token, merged, same_share
 from tests.helpers.mpi import forking_python
 
 
@@ -21,7 +21,8 @@ def test_every_line_runs_without_a_gpu(
     """Equal kernels, the same responses with TLT on and off, a drafter that was trained: or there would be failures."""
     out = tmp_path / "r.json"
     monkeypatch.setattr(sys, "executable", str(forking_python(tmp_path)))
-    assert gpu_check.main(["--device", "cpu", "--smoke", "--out", str(out)]) == 0, capsys.readouterr().out
+    arguments = ["--device", "cpu", "--smoke", "--minutes", "60", "--out", str(out)]  # a busy machine is no failure
+    assert gpu_check.main(arguments) == 0, capsys.readouterr().out
     record = json.loads(out.read_text())
     skipped = {"engines"} if "engines/skipped" in record["summary"] else set()
     assert {row["part"] for row in record["rows"]} == {*gpu_check.PARTS} - {"versions"} - skipped
@@ -53,60 +54,32 @@ def test_a_part_that_fails_is_named_behind_the_figures_of_the_others(
 def test_a_part_without_end_keeps_its_rows_and_the_rest_has_no_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """The part writes a row, half a line, and hangs."""
+    """The part writes a row, half a line, and hangs; a clock goes on when it has."""
     hanging = tmp_path / "part"
     hanging.write_text(
         """#!/bin/bash
 out="${@: -1}"; [ "$out" = --smoke ] && out="${@: -2:1}"
 printf '{"row": {"batch": 1, "tokens_per_s": 7}}\\n{"summary": {"mfu": 0.4}}\\n{"row": {"ba' > "$out"
-exec sleep 60
+exec sleep 600
 """
     )
     hanging.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(hanging))
     out = tmp_path / "r.json"
-    arguments = ["--device", "cpu", "--smoke", "--minutes", "0.02", "--parts", "update", "versions"]
+    now, written = 0.0, tmp_path / "update.json"
+
+    def sleep(_: float) -> None:
+        nonlocal now
+        time.sleep(0.01)
+        if written.is_file() and written.read_text().endswith('{"ba'):
+            now += 600.0
+
+    monkeypatch.setattr(gpu_check, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    arguments = ["--device", "cpu", "--smoke", "--work", str(tmp_path), "--parts", "update", "versions"]
     assert gpu_check.main([*arguments, "--out", str(out)]) == 1
     printed = capsys.readouterr().out
-    assert printed.index("batch 1  tokens_per_s 7") < printed.index("FAILED  update: no end after 1 s")
+    assert printed.index("batch 1  tokens_per_s 7") < printed.index("FAILED  update: no end after 240 s")
     assert "expected: 0.36 to 0.42" in printed and "FAILED  versions: no time was left" in printed
     record = json.loads(out.read_text())
     assert record["rows"][0] == {"part": "update", "batch": 1, "tokens_per_s": 7}
     assert record["summary"]["update/mfu"] == 0.4
-
-
-@pytest.mark.parametrize(("slower", "whole"), [(1.0, "rl"), (1.3, "rl"), (2.0, "decode")])
-def test_ten_minutes_give_the_most_telling_parts(monkeypatch: pytest.MonkeyPatch, slower: float, whole: str):
-    """Every part takes its estimate times `slower`: those up to `whole` end; one that never ends costs 4 minutes."""
-    now, ended = 0.0, []
-
-    def run_part(args: object, part: str, work: Path, seconds: float) -> gpu_check.Found:
-        nonlocal now
-        taken = gpu_check.PARTS[part] * slower
-        ended.extend([part] if taken <= seconds else [])
-        assert seconds <= 240
-        now += min(taken, seconds)
-        return gpu_check.as_found(part, gpu_check.Result(), 0.0)
-
-    monkeypatch.setattr(gpu_check, "run_part", run_part)
-    monkeypatch.setattr(gpu_check, "time", SimpleNamespace(monotonic=lambda: now))
-    gpu_check.main(["--minutes", "10"])
-    parts = list(gpu_check.PARTS)
-    assert ended[: parts.index(whole) + 1] == parts[: parts.index(whole) + 1]
-    assert now <= 600
-
-
-def test_sums():
-    assert merged({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 5}, "e": 4}) == {
-        "a": {"b": 5, "c": 2},
-        "d": 3,
-        "e": 4,
-    }
-    rows = {
-        "off": [{"texts": ["x", "y"]}, {"texts": ["z", "w"]}],
-        "on": [{"texts": ["x", "q"]}, {"texts": ["z", "w"]}],
-    }
-    assert same_share(rows) == 0.75
-    rows["off"][0] |= {"engine/generated_tokens": 15}
-    rows["off"][1] |= {"engine/generated_tokens": 5}
-    assert flips_per_token(rows) == 1 / 20

@@ -32,14 +32,14 @@ SHOWN = r"--partition=long --account=our\ group --qos=high --job-name=x --exclus
 @pytest.mark.parametrize(
     ("words", "variables", "printed"),
     [
-        (["kernels", "--quick"], {}, f"{QUOTED}/benchmarks/bench_kernels.py --quick\n"),
-        (["kernels", "--quick"], {}, "--mpi=none"),
-        (["kernels", "--quick"], {}, " --cpus-per-task=<CPUs of the node / 1> --cpu-bind"),
-        (["-c9", "kernels"], {}, " --cpus-per-task=9 "),
-        (["kernels"], {"SLURM_CPUS_ON_NODE": "6"}, " --cpus-per-task=6 "),
-        (["kernels"], {"SLURM_GPUS_PER_NODE": "h100:4"}, "4 GPUs each, for at most 1:00:00: 4 GPU-hours"),
-        (["kernels"], {"SLURM_GPUS_PER_NODE": "h100:4"}, "--gpus-per-node=h100:4"),
-        ([*SITE, "kernels"], {}, f"sbatch -N 2 --ntasks-per-node=1 --gpus-per-node=8 --time=1:00:00 {SHOWN}"),
+        (["train", "--quick"], {}, f"{QUOTED}/benchmarks/bench_train.py --quick\n"),
+        (["train", "--quick"], {}, "--mpi=none"),
+        (["train", "--quick"], {}, " --cpus-per-task=<CPUs of the node / 1> --cpu-bind"),
+        (["-c9", "train"], {}, " --cpus-per-task=9 "),
+        (["train"], {"SLURM_CPUS_ON_NODE": "6"}, " --cpus-per-task=6 "),
+        (["train"], {"SLURM_GPUS_PER_NODE": "h100:4"}, "4 GPUs each, for at most 1:00:00: 4 GPU-hours"),
+        (["train"], {"SLURM_GPUS_PER_NODE": "h100:4"}, "--gpus-per-node=h100:4"),
+        ([*SITE, "train"], {}, f"sbatch -N 2 --ntasks-per-node=1 --gpus-per-node=8 --time=1:00:00 {SHOWN}"),
     ],
 )
 def test_dry_runs_print_what_would_be_run(words, variables, printed):
@@ -59,7 +59,7 @@ IN_CONTAINER = ("-N", 1, "--ntasks-per-node=2", "configs/quickstart.yaml", "trai
     ("script", "words", "said"),
     [
         ("bench", ["nothing"], "no benchmark 'nothing'"),
-        ("bench", ["--gres=gpu:8", "kernels"], "not --gres"),
+        ("bench", ["--gres=gpu:8", "train"], "not --gres"),
         ("convert", ["nothing"], "must be hf-to-megatron or"),
         ("train", ["nosuch.yaml"], f"nosuch.yaml is not in {ROOT}\n"),
         ("train", IN_CONTAINER, "num_steps"),  # with a container the configuration is checked here

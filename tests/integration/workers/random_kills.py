@@ -6,7 +6,9 @@ steps, rollout cache, evaluation, metrics. A quarter of the kills come at any mo
 moment of the steps after it; its phase is read from memory shared with its parent. The last attempt is not killed and
 makes a few more steps. Then another run makes as many steps without a break.
 
-    python benchmarks/bench_resumes.py [--quick] [--resumes 200] [--seed 0] --out r.json
+    python tests/integration/workers/random_kills.py --folder DIR [--kills 6] [--seed 0]
+
+Prints a row as JSON; exits with 1 if the runs differ.
 """
 
 from __future__ import annotations
@@ -20,15 +22,12 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from lib.bench_record import ROOT, write_record
-
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
@@ -138,12 +137,11 @@ def kill_and_resume(config: Path, run_dir: Path, kills: int, rng: random.Random,
         "num_steps": num_steps,
         "progressed": progressed,
         "phases": dict(phases.most_common()),
-        "seconds_to_rollout": round(usual, 1),
     }
 
 
 def checked(code: int, log: Path, wanted: int = -signal.SIGKILL) -> None:
-    """Ends the benchmark if an attempt ended with another code than expected."""
+    """Ends the program if an attempt ended with another code than expected."""
     if code != wanted:
         raise SystemExit(f"an attempt ended with {code}, not {wanted}:\n{log.read_text()[-3000:]}")
 
@@ -171,32 +169,21 @@ def compare(left: Path, right: Path, num_steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="6 resumes")
-    parser.add_argument("--resumes", type=int, default=200)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where the runs go (default: a temporary directory)")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="where the runs go")
     args = parser.parse_args()
-    kills = 6 if args.quick else args.resumes
     for module in MODULES:
         importlib.import_module(module)
-    with contextlib.ExitStack() as stack:
-        folder = args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder.mkdir(parents=True, exist_ok=True)
-        config, log = write_run(folder), folder / "log.txt"
-        started = time.monotonic()
-        row = kill_and_resume(config, folder / "killed", kills, random.Random(args.seed), log)
-        row["seconds"] = round(time.monotonic() - started, 1)
-        num_steps = row["num_steps"]
-        checked(attempt(config, [f"train.num_steps={num_steps}"], None, log)[0], log, wanted=0)
-        row |= compare(folder / "left_alone", folder / "killed", num_steps)
-    identical = int(not row["different"] and row["same_metrics"] and not row["left_in_cache"])
-    print(json.dumps(row, indent=1))
-    write_record(args.out, [row], {"identical": identical, "resumes": row["resumes"]})
-    sys.exit(not identical)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    config, log = write_run(args.folder), args.folder / "log.txt"
+    row = kill_and_resume(config, args.folder / "killed", args.kills, random.Random(args.seed), log)
+    num_steps = row["num_steps"]
+    checked(attempt(config, [f"train.num_steps={num_steps}"], None, log)[0], log, wanted=0)
+    row |= compare(args.folder / "left_alone", args.folder / "killed", num_steps)
+    print(json.dumps(row))
+    sys.exit(bool(row["different"]) or not row["same_metrics"] or row["left_in_cache"])
 
 
 if __name__ == "__main__":
