@@ -29,7 +29,8 @@ EAGLE3, DSPARK = "rollout.speculation.drafter=eagle3", "rollout.speculation.draf
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("idle")
-    config = write_config(path, train={"num_steps": 4, "prompts_per_step": 8}, checkpoint={"every": 2})
+    alone = {"pre_rollout": False}  # which would have a part of the windows
+    config = write_config(path, train={"num_steps": 4, "prompts_per_step": 8}, checkpoint={"every": 2}, idle=alone)
     make_model(path / "model", num_layers=4)  # of which eagle3 reads three
     jobs = {"off": [], "train-": TRAIN, "train-eagle3": [*TRAIN, EAGLE3], "train-dspark": [*TRAIN, DSPARK]}
     jobs |= {"train-suffix": [*TRAIN[1:3], f"{SPEC}.drafter=suffix"], "train-nan": TRAIN}
