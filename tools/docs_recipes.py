@@ -117,8 +117,8 @@ def published_drafters() -> str:
 NOTES = f"""\
 GiB of a rank. Not everything is there at once: `policy` is weights, adapters, gradients, optimizer and reference, of
 which `actor.offload_optimizer` leaves weights, adapters and reference outside the update; the KV cache is there in
-rollouts and in windows that pre-roll (`rollout.release_cache`) and takes what remains. `drafter training` is its state and a
-micro-step.
+rollouts and in windows that pre-roll (`rollout.release_cache`) and takes what remains. `drafter training` is its state
+and a micro-step.
 
 Assumed in seconds: responses with a median of an eighth of `rollout.max_tokens` and a log-normal tail cut there;
 a drafter that is right with {STALE_RATE:g} at each position at first and with 0.82 once adapted; H100 (H200 beyond
