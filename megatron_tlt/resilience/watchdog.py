@@ -73,7 +73,8 @@ class Watchdog:
     def run(self) -> None:
         """Returns when all ranks have ended."""
         while self._pids:
-            for fd, _ in self._poll.poll(_LOOK_S):
+            # No later than a kill is due: a stopped rank goes on once its stack is written.
+            for fd, _ in self._poll.poll(min(_LOOK_S, max(0.05, self._kill_at - self._clock()))):
                 self._poll.unregister(fd)
                 self._died(self._rank_of[fd])
             self._look()
