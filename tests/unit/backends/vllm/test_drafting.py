@@ -15,6 +15,7 @@ from megatron_tlt.types import NO_DRAFT, DraftStrategy
 
 PLAIN_S, ROW_S, DRAFT_S = 10.0, 0.8, 0.2  # seconds of a step, of each row beyond eight, of drafting a token
 LENGTH, LIKELY = 4, 0.9
+NO_DRAFTS = torch.zeros(0, 0)
 
 
 class Engine:
@@ -39,7 +40,7 @@ class Engine:
         self.drafting.record(np.append(drafted, chunk), np.append(accepted, chunk), is_drawn, not prompts)
         self.drafted = self.drafting.begin()
         self.now += DRAFT_S * self.drafted + 100.0 * prompts
-        self.drafting.end()
+        self.drafting.end(NO_DRAFTS)
         return self.drafted
 
 
@@ -113,7 +114,7 @@ def test_on_gpus_a_steps_seconds_hold_the_devices_work_and_nothing_waits_for_it(
         drafting.begin()
         assert device.waits - waits == (forward == 6.0), "for a plain step's seconds only"
         device.queued += draft
-        drafting.end()
+        drafting.end(NO_DRAFTS)
     assert [(m.step_seconds, m.draft_seconds) for m in measured] == [(5.0, 2.0), (7.0, 1.0), (10.0, 0.0)]
 
 
