@@ -21,6 +21,7 @@ OFF = (
     "rollout.speculation.drafter=none",
     "rollout.speculation.drafter_path=null",
     "idle.train_drafter=false",
+    "idle.pre_rollout=false",
 )
 FRESH = (
     "rollout.speculation.selector=fixed",  # cost_model does not draft with one that knows so little

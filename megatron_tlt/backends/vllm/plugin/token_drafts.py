@@ -70,7 +70,7 @@ class TokenDrafts:
         self._earlier: dict[tuple[int, int], np.ndarray] = {}  # by prompt id and `Request.order`
         costs = RowCosts() if section.selector == "cost_model" else None
         most_rows, longest = max(verify_rows, max_requests * section.rows_each), min(longest, LONGEST)
-        self._pre_rollouts = PreRollouts(self._rows, most_rows, costs, section.exploration, longest)
+        self._pre_rollouts = PreRollouts(self._rows, most_rows, costs, longest=longest)
         self._pre_rollouts.begin(self._earlier)
         self._live: dict[str, Request] = {}  # by vLLM's name
         self._free = list(range(max_requests - 1, -1, -1))
