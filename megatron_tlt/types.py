@@ -348,7 +348,7 @@ CAPABILITIES: dict[BackendName, BackendCapabilities] = {
     "embedded": _ALL,
     "trtllm": BackendCapabilities(False, False, False, False, False, False, False, False, ("none", "eagle3")),
     # Log-probs are the actor's: the engine's differ in the last bits with the batch.
-    "vllm": replace(_ALL, logprobs=False, draft_traces=False, pre_rollouts=False),
+    "vllm": replace(_ALL, logprobs=False, draft_traces=False),
 }
 
 

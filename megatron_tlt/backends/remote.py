@@ -83,6 +83,7 @@ class RemoteBackend(RemoteWeights):
         self._pending: dict[int, Request] = {}
         self._drawn: dict[Request, DrawnTurn] = {}
         self._arguments: dict[str, Any] = {}
+        self._drafts: Mapping[tuple[int, int], np.ndarray] = {}
         self._started = 0.0
         self._orders = count()
         self._idle_beats = 0
@@ -111,17 +112,17 @@ class RemoteBackend(RemoteWeights):
         self._must_serve(call.params)
         if call.turns is not None and not self.capabilities.turns:
             raise BackendError(f"{self._name} does not run the turns of environments")
-        if call.until is not None:
-            raise BackendError(f"{self._name} does not end a rollout before its responses have ended")
+        if (call.drafts or call.until is not None) and not self.capabilities.pre_rollouts:
+            raise BackendError(f"{self._name} verifies no drafts of a call and does not end one before its responses")
         self._before_generate()
         self._started = time.perf_counter()
         self._stats.started = self._stats.started or self._started
         self._arguments = self._sampling(call.params)
         self._orders, self._idle_beats, self._lengths = count(), 0, np.zeros(0, np.int32)
+        self._drafts = call.drafts
         parked = self._stats.parked_seconds
         samples = Drive(self, call, self._tp, self._sample).run()
         self._stats.seconds += time.perf_counter() - self._started - (self._stats.parked_seconds - parked)
-        self._stats.finished_requests += len(samples)
         self._after_generate()
         return samples
 
@@ -222,6 +223,9 @@ class RemoteBackend(RemoteWeights):
             "start": start,
             "params": {**self._arguments, "max_tokens": request.limit - start},
         }
+        earlier = self._drafts.get((request.prompt_id, request.sample_index))
+        if earlier is not None:
+            message["earlier"] = earlier.tolist()
         self.process.send({"type": "submit", **message})
 
     def advance(self, may_wait: bool) -> Advance:
@@ -284,11 +288,13 @@ class RemoteBackend(RemoteWeights):
         request.output += token_ids
         if request.finish_reason == "length":
             request.finish_reason = cut_reason(request, len(request.output))
-        if text is None:
-            tokenizer = self._options.tokenizer
-            text = "" if tokenizer is None else tokenizer.decode(request.output[request.turn_start :])
         self._stats.generated_tokens += len(token_ids)
-        return DrawnTurn(request, message, text)
+        return DrawnTurn(request, message, self._decoded(request) if text is None else text)
+
+    def _decoded(self, request: Request) -> str:
+        """The present turn."""
+        tokenizer = self._options.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(request.output[request.turn_start :])
 
     def extend(self, request: Request, given: Sequence[int]) -> None:
         """See `DrivenEngine`."""
@@ -306,8 +312,13 @@ class RemoteBackend(RemoteWeights):
         return self._drawn[request].text
 
     def _sample(self, request: Request) -> Sample:
-        """The sample of a request that has ended; reads and removes what lies beside its last message."""
-        turn, name = self._drawn.pop(request), (request.prompt_id, request.sample_index)
+        """The sample of a request that has ended or was dropped; reads and removes what lies beside its message."""
+        turn = self._drawn.pop(request, None)
+        if turn is None:
+            turn = DrawnTurn(request, {}, self._decoded(request))
+        else:
+            self._stats.finished_requests += 1
+        name = request.prompt_id, request.sample_index
         assert request.finish_reason is not None
         sample = Sample(*name, request.output, [], turn.text, request.finish_reason, self._weights.version)
         sample.given, sample.turn_rewards, sample.failure = request.given, request.turn_rewards, request.failure
@@ -329,10 +340,17 @@ class RemoteBackend(RemoteWeights):
         dropped = [*self._queue, *self._pending.values(), *self._drawn]
         for message in [*self.process.responses, *(turn.message for turn in self._drawn.values())]:
             self._drop_response(message)
+        for message in self.process.responses:
+            if message.get("id") in self._pending:
+                self._pending[message["id"]].output += (drawn := message.get("token_ids", []))
+                self._stats.generated_tokens += len(drawn)
+        for request in dropped:
+            request.finish_reason = "abort"
         self.process.responses.clear()
         self._queue.clear()
         self._pending.clear()
         self._drawn.clear()
+        self._note_running()
         return dropped
 
     def running_lengths(self) -> np.ndarray:

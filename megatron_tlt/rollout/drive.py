@@ -119,7 +119,7 @@ class Drive:
                 is_busy = self._engine.has_work
                 ended = self._continue_turns(is_busy)
                 if self._engine.has_work:
-                    found = self._engine.advance(may_wait=not self._parked)
+                    found = self._engine.advance(may_wait=not self._parked and self._call.until is None)
                     ended += found.ended
                     self._park(found.turns)
                 for request in ended:

@@ -75,6 +75,7 @@ def start_vllm(
     speculation: SpeculationSection,
     model: ModelSection = MODEL,
     keep_routed_experts: bool = False,
+    takes_drafts: bool = False,
     **engine: int,
 ) -> VllmBackend:
     """vLLM with this drafter and arguments, without weights of the policy; closed when the process ends."""
@@ -95,6 +96,7 @@ def start_vllm(
             keep_layers=(),
             keep_routed_experts=keep_routed_experts,
             keep_tables=True,
+            takes_drafts=takes_drafts,
         )
     )
     atexit.register(started.close)

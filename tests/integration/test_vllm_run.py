@@ -21,6 +21,7 @@ OFF = (
     "rollout.speculation.drafter=none",
     "rollout.speculation.drafter_path=null",
     "idle.train_drafter=false",
+    "idle.pre_rollout=false",
 )
 FRESH = (
     "rollout.speculation.selector=fixed",  # cost_model does not draft with one that knows so little
@@ -64,6 +65,14 @@ def test_tlt_changes_no_weight_and_a_resumed_run_ends_at_the_same_bits(tmp_path:
     shutil.rmtree(resumed / "checkpoints/step-000003")
     train(resumed, *options)
     assert_same_training(on, resumed, 3)
+
+
+def test_pre_rollouts_alone_change_no_weight(tmp_path: Path, off: Path) -> None:
+    on = tmp_path / "on"
+    train(on, *OFF, "idle.pre_rollout=true")
+    assert sum(row.get("pre_rollout/tokens", 0) for row in rows(on)) > 100
+    assert max(row.get("pre_rollout/accept_length", 0) for row in rows(on)) > 2
+    assert_same_training(off, on, 3)
 
 
 def test_carried_responses_go_on_as_in_the_embedded_engine_and_tlt_changes_no_weight(tmp_path: Path) -> None:

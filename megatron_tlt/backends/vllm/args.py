@@ -12,6 +12,7 @@ from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES, ENGINE_DTYPES
 from megatron_tlt.models.dspark.config import BlockConfig
+from megatron_tlt.rollout.spec.pre_rollouts import LONGEST
 
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection
@@ -22,29 +23,36 @@ if TYPE_CHECKING:
 # Of the GPU, which vLLM wants free before it starts. Nothing reads the share beside `kv_cache_memory_bytes`; the memory
 # plan has made room for weights and cache, and policy and optimizer are there already.
 _FREE_SHARE = 0.01
-SUFFIX_PROPOSER = "megatron_tlt.backends.vllm.plugin.suffix.SuffixProposer"
+TOKEN_PROPOSER = "megatron_tlt.backends.vllm.plugin.token_drafts.TokenProposer"
 
 
-def longest_draft(rollout: RolloutSection, drafter: DrafterConfig | None) -> int:
+def longest_draft(rollout: RolloutSection, drafter: DrafterConfig | None, takes_drafts: bool) -> int:
     """The most tokens that vLLM's proposer drafts for a request: all of a block, whatever of it is verified."""
-    return drafter.num_drafted if isinstance(drafter, BlockConfig) else rollout.speculation.longest_draft
+    if isinstance(drafter, BlockConfig):
+        return drafter.num_drafted
+    own = 0 if rollout.speculation.drafter == "none" else rollout.speculation.longest_draft
+    return max(own, LONGEST) if takes_drafts else own
 
 
 def speculative_config(
-    rollout: RolloutSection, drafter: DrafterConfig | None = None, directory: Path | None = None
+    rollout: RolloutSection,
+    drafter: DrafterConfig | None = None,
+    directory: Path | None = None,
+    takes_drafts: bool = False,
 ) -> dict[str, Any] | None:
-    """vLLM's `speculative_config`; None without speculation. `directory`: that of `drafter_files`.
+    """vLLM's `speculative_config`; None without speculation. `directory`: that of `drafter_files`. `takes_drafts`:
+    requests may bring earlier responses.
 
     The plugin decides how much each step drafts; vLLM gets the longest draft. With a range of batch sizes, one for all,
     it accepts drafts of other lengths; without one it pads a request's first draft with placeholder tokens.
     """
-    if rollout.speculation.drafter == "none":
+    longest = longest_draft(rollout, drafter, takes_drafts)
+    if not longest:
         return None
-    longest = longest_draft(rollout, drafter)
     count: dict[str, Any] = {"num_speculative_tokens": longest}
     count["num_speculative_tokens_per_batch_size"] = [(1, rollout.max_running_requests, longest)]
     if drafter is None:
-        return {"method": "custom_class", "model": SUFFIX_PROPOSER, **count}
+        return {"method": "custom_class", "model": TOKEN_PROPOSER, **count}
     return {
         "method": "dflash" if isinstance(drafter, BlockConfig) else drafter.kind,
         "model": str(directory),

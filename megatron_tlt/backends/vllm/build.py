@@ -59,6 +59,7 @@ def build_vllm(options: EngineOptions) -> VllmBackend:
             max_requests=rollout.max_running_requests,
             speculation=rollout.speculation.model_dump(),
             routed_experts=route_type(policy.num_experts) if options.keep_routed_experts else None,
+            verify_rows=rollout.verify_rows if options.takes_drafts else None,
             directory=str(process.shared.path),
             tokenizer=str(Path(model.tokenizer_path).resolve()),
             stop=list(rollout.stop),
@@ -104,7 +105,7 @@ def _arguments(options: EngineOptions, folder: Path) -> dict[str, Any]:
     # Drafts lie behind the last token; vLLM verifies zeros for all requests in a step where those of one do not fit.
     # It counts a block's anchor, too.
     shape = None if drafter is None else drafter.config
-    behind = longest_draft(rollout, shape) + isinstance(shape, BlockConfig)
+    behind = longest_draft(rollout, shape, options.takes_drafts) + isinstance(shape, BlockConfig)
     context = min(model.max_context + behind, policy.max_position_embeddings)
     block_bytes = 2 * cached * DTYPES[rollout.dtype].itemsize * _BLOCK
     blocks = choose_num_blocks(
@@ -116,6 +117,6 @@ def _arguments(options: EngineOptions, folder: Path) -> dict[str, Any]:
         device=device,
         local_ranks=options.local_ranks,
     )
-    speculation = speculative_config(rollout, shape, folder)
+    speculation = speculative_config(rollout, shape, folder, options.takes_drafts)
     model = model.model_copy(update={"max_context": context})
     return engine_args(rollout, model, blocks * block_bytes, speculation, device.type)

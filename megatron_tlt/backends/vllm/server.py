@@ -11,12 +11,13 @@ when to pause for an operation.
 
 Messages are those of `serving.py`; here a response may carry `kept` (a safetensors file, which the client removes, of
 `hidden` states and `routed_experts`) and `text` (up to the stop string that ended it), a heartbeat may be `in_step`:
-sent between the same two steps by all ranks of an engine, and
+sent between the same two steps by all ranks of an engine, a submit may carry `earlier` (the response that an earlier
+policy drew with the same key: it drafts), the responses to an abort the tokens drawn so far, and
 
 | from the client | response |
 |---|---|
 | start(llm, hidden_bytes, max_requests, max_len, speculation, routed_experts, | reply |
-| directory, tokenizer, stop, beat_s) | |
+| verify_rows, directory, tokenizer, stop, beat_s) | |
 | sleep_cache(), sleep_weights(), wake(tags) | reply, once memory is given back or there again |
 | speculation() | reply(state), of selector and calibration |
 | load_speculation(state) | reply |
@@ -34,7 +35,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from safetensors.torch import save_file
 from megatron_tlt.backends.serving import EngineHost, Message, main
 from megatron_tlt.backends.vllm.plugin import adapter
 from megatron_tlt.backends.vllm.plugin.hidden import HIDDEN
-from megatron_tlt.backends.vllm.plugin.keyed import ARGUMENT
+from megatron_tlt.backends.vllm.plugin.keyed import ARGUMENT, EARLIER
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.rollout.stops import StopStringFinder
 
@@ -57,12 +58,12 @@ class _Live:
     prompt_tokens: int  # with `start`
     start: int  # response tokens of earlier turns, the end of its prompt
     stops: StopStringFinder | None
-    length: int = 0  # output tokens so far
+    drawn: list[int] = field(default_factory=list)  # so far
 
     def read(self, token_ids: Sequence[int]) -> bool:
         """Notes the response so far; whether a stop string has ended it. Mutates."""
-        for token in token_ids[self.length :]:
-            self.length += 1
+        for token in token_ids[len(self.drawn) :]:
+            self.drawn.append(token)
             if self.stops is not None and self.stops.push(token):
                 return True
         return False
@@ -106,7 +107,7 @@ class VllmHost(EngineHost):
 
     def progress(self) -> Message:
         """Response tokens of the running requests so far, those of earlier turns included."""
-        return {"lengths": [live.start + live.length for live in list(self._live.values()) if live.length]}
+        return {"lengths": [live.start + len(live.drawn) for live in list(self._live.values()) if live.drawn]}
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         """The result of an operation between two steps."""
@@ -129,7 +130,7 @@ class VllmHost(EngineHost):
         self._engine = await self._in_thread(adapter.start_engine, message["llm"], records_routers)
         if message["llm"].get("tensor_parallel_size", 1) > 1:
             self._beat_s = message["beat_s"]
-        names = ("hidden_bytes", "max_len", "max_requests", "speculation", "routed_experts")
+        names = ("hidden_bytes", "max_len", "max_requests", "speculation", "routed_experts", "verify_rows")
         await self._rpc("tlt_install", *(message[name] for name in names))
         return {}
 
@@ -185,7 +186,7 @@ class VllmHost(EngineHost):
     def _add(self, message: Message) -> None:
         number, prompt, params = message["id"], message["token_ids"], message["params"]
         sampled = [message["key"], *params["sampling"], message["prompt_id"], message["start"]]
-        extra = {ARGUMENT: sampled, HIDDEN: params["hidden"]}
+        extra = {ARGUMENT: sampled, HIDDEN: params["hidden"], EARLIER: message.get("earlier", [])}
         sampling = adapter.vllm_sampling_params(params, extra)
         internal = self._engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
         stops = self._stop_finder(params["stop"])
@@ -214,7 +215,7 @@ class VllmHost(EngineHost):
         response = {
             "type": "response",
             "id": live.number,
-            "token_ids": list(first.token_ids[: live.length]),
+            "token_ids": live.drawn,
             "finish_reason": first.finish_reason if text is None else "stop",
             **({} if text is None else {"text": text}),
             **self._kept(live),
@@ -224,7 +225,7 @@ class VllmHost(EngineHost):
 
     def _kept(self, live: _Live) -> Message:
         """Writes what was kept of a response's positions, hidden states and experts, into a file for the client."""
-        count = live.prompt_tokens + live.length - 1
+        count = live.prompt_tokens + len(live.drawn) - 1
         (kept,) = self._engine.collective_rpc("tlt_end", args=(live.internal, count))
         if not kept:
             return {}
@@ -234,13 +235,14 @@ class VllmHost(EngineHost):
 
     async def do_abort(self, _: Message) -> Message:
         """Drops everything in flight behind the step under way; it is served with finish_reason "cancelled"."""
-        for number in await self._in_thread(self._drop_all):
-            self._send({"type": "response", "id": number, "token_ids": [], "finish_reason": "cancelled"})
+        for number, drawn in (await self._in_thread(self._drop_all)).items():
+            self._send({"type": "response", "id": number, "token_ids": drawn, "finish_reason": "cancelled"})
         return {}
 
-    def _drop_all(self) -> list[int]:
-        """Returns the numbers of the dropped requests."""
-        numbers = [message["id"] for message in self._submitted] + [live.number for live in self._live.values()]
+    def _drop_all(self) -> dict[int, list[int]]:
+        """Returns the numbers of the dropped requests, and the tokens of each."""
+        dropped: dict[int, list[int]] = {message["id"]: [] for message in self._submitted}
+        dropped |= {live.number: live.drawn for live in self._live.values()}
         internal = [live.internal for live in self._live.values()]
         for _ in self._submitted:
             self._arrived.acquire()
@@ -249,7 +251,7 @@ class VllmHost(EngineHost):
         self._engine.abort_request(internal, internal=True)
         for name in internal:
             self._engine.collective_rpc("tlt_end", args=(name, 0))
-        return numbers
+        return dropped
 
     # -- weight syncs and statistics --------------------------------------------------------------------------------
 

@@ -31,11 +31,13 @@ from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.match_rates import MatchRates
 from megatron_tlt.rollout.spec.step_costs import RowCosts
+from megatron_tlt.types import DraftStrategy
 
 if TYPE_CHECKING:
     from megatron_tlt.rollout.request import Request
 
 LONGEST = 31  # tokens of a draft: with the last drawn one, 32 rows of a request
+PRE_ROLLED = DraftStrategy("pre_rollout", LONGEST)  # of steps that verify such drafts, by name
 _TAIL = 4  # last tokens that a new place is looked up by
 _REACH = 64  # positions on both sides of the old place
 _GIVE_UP = 128  # tokens without a good place after which the earlier response is dropped
@@ -51,12 +53,19 @@ _AGES = np.array([2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128])  # at which a cel
 class PreRollouts:
     """The earlier responses of one call's requests, and the places in them. Equal calls give equal drafts."""
 
-    def __init__(self, rows: RunningRows, most_rows: int, costs: RowCosts | None, exploration: float = 0.01):
-        """Steps feed at most `most_rows` rows. Where drafts do not pay, trials lose `exploration` of the time.
-
-        Without `costs` every step verifies as many tokens as it may.
+    def __init__(
+        self,
+        rows: RunningRows,
+        most_rows: int,
+        costs: RowCosts | None,
+        exploration: float = 0.01,
+        longest: int = LONGEST,
+    ):
+        """Steps feed at most `most_rows` rows, and draft `longest` tokens of a response. Where drafts do not pay,
+        trials lose `exploration` of the time. Without `costs` every step verifies as many tokens as it may.
         """
         self._most_rows, self._costs, self._exploration = most_rows, costs, exploration
+        self._longest = longest
         self._own_seconds = 0.0  # of making a draft, a fading mean
         self._plain_seconds = 0.0  # of steps since the last draft
         self._rows, self._vocab = rows, len(rows.is_stop)
@@ -125,7 +134,7 @@ class PreRollouts:
         is_good = (age > 0) & (self._rates.rates[_cells(age, self._parted[slots])] >= _LEAST_RATE)
         most = rows.limit[:running] - rows.output_len[:running] - 1  # a response's last token is never drafted
         left = np.minimum(self._length[slots] - self._place[slots], most)
-        lengths: np.ndarray = np.where(is_good, np.clip(left, 0, LONGEST), 0)
+        lengths: np.ndarray = np.where(is_good, np.clip(left, 0, self._longest), 0)
         return lengths
 
     def _chosen(self, acceptance: np.ndarray) -> np.ndarray:

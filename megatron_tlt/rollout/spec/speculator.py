@@ -26,7 +26,7 @@ from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.base import Drafter
 from megatron_tlt.rollout.spec.counters import SpeculationCounters
-from megatron_tlt.rollout.spec.pre_rollouts import LONGEST
+from megatron_tlt.rollout.spec.pre_rollouts import PRE_ROLLED
 from megatron_tlt.rollout.spec.trace import DraftTrace
 from megatron_tlt.rollout.spec.verify import Accepted
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
@@ -50,7 +50,6 @@ class _Step:
 
 
 _PLAIN = _Step(NO_DRAFT)
-_PRE_ROLLED = DraftStrategy("pre_rollout", LONGEST)  # by name
 
 
 class Speculator:
@@ -178,7 +177,7 @@ class Speculator:
         if not batch.is_decode or self._is_off:
             return
         step_seconds, step = self._clock() - self._proposed, self._step
-        strategy = step.strategy if step.pre_rolled is None else _PRE_ROLLED
+        strategy = step.strategy if step.pre_rolled is None else PRE_ROLLED
         drafted, reached, accepted = 0, _NO_POSITIONS, _NO_POSITIONS
         if draft is not None:
             assert result.accepted is not None

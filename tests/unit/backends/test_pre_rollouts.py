@@ -115,6 +115,35 @@ def test_ranks_of_an_engine_end_together():
     assert first == second and first
 
 
-def test_an_engine_in_a_process_refuses_to_be_ended(tmp_path: Path):
-    with pytest.raises(BackendError, match="does not end a rollout"):
-        make_backend(EngineProcess(tmp_path)).generate(after(3))
+def test_a_call_of_an_engine_in_a_process_ends_with_what_is_there_and_its_drafts_get_there(tmp_path: Path):
+    whole = {(s.prompt_id, s.sample_index): replace(s, logprobs=[]) for s in make().generate(CALL)}
+    for polls in (0, 1, 9, 10000):
+        process, finished = EngineProcess(tmp_path), list[Sample]()
+        backend = make_backend(process)
+        samples = backend.generate(replace(after(polls), on_response=finished.append))
+        assert [s for s in samples if s.finish_reason != "abort"] == sorted(finished, key=by_name)
+        for sample in samples:
+            right, size = whole[by_name(sample)], len(sample.token_ids)
+            assert size > 0 and sample.token_ids == right.token_ids[:size]
+            assert sample == right or sample.finish_reason == "abort"
+            assert sample == right or sample.text == CharTokenizer().decode(sample.token_ids)
+        stats = backend._stats
+        assert not process.requests and not process.responses and not list(tmp_path.iterdir())
+        assert stats.generated_tokens == sum(len(s.token_ids) for s in samples)
+        assert stats.finished_requests == len(finished) and stats.running_curve[-1][1] == 0
+        drafts = drafts_of(samples)
+        assert backend.generate(replace(CALL, drafts=drafts)) == list(whole.values())
+        assert process.earlier == {name: tokens.tolist() for name, tokens in drafts.items()}
+    assert len(samples) == len(whole)
+
+
+def by_name(sample: Sample) -> tuple[int, int]:
+    return sample.prompt_id, sample.sample_index
+
+
+@pytest.mark.parametrize("call", [after(3), replace(CALL, drafts={(0, 0): np.ones(2, np.int32)})])
+def test_an_engine_that_verifies_no_drafts_refuses_them(tmp_path: Path, call: GenerateCall):
+    backend = make_backend(EngineProcess(tmp_path))
+    backend.capabilities = replace(backend.capabilities, pre_rollouts=False)
+    with pytest.raises(BackendError, match="verifies no drafts of a call"):
+        backend.generate(call)

@@ -204,6 +204,12 @@ def prompt_tokens(runner: Any, request: str) -> list[int]:
     return list(runner.requests[request].prompt_token_ids)
 
 
+def max_tokens(runner: Any, request: str) -> int:
+    """Most tokens of a request's output."""
+    most: int = runner.requests[request].sampling_params.max_tokens
+    return most
+
+
 def is_drawn(runner: Any) -> np.ndarray:
     """Bool [B]: rows whose sample counts; not those in the middle of their prompt."""
     drawn: np.ndarray = ~runner.discard_request_mask.np[: runner.input_batch.num_reqs]
@@ -242,10 +248,11 @@ def replace_draft_sampler(
     runner: Any,
     begin: Callable[[], int],
     sample: Callable[[Tensor], Tensor],
-    end: Callable[[], None],
+    end: Callable[[Tensor], Tensor | list[list[int]]],
 ) -> bool:
-    """`sample(logits [B, V])` instead of the drafter's, `begin()` tokens for each row, perhaps 0; `end()` behind each
-    proposal. A drafter of blocks fills them whole; its tokens behind those wanted are cut.
+    """`sample(logits [B, V])` instead of the drafter's, `begin()` tokens for each row, perhaps 0; vLLM gets what
+    `end(drafts [B, K])` makes of each proposal. A drafter of blocks fills them whole; its tokens behind those wanted
+    are cut.
 
     False: the drafter has no logits (suffix), or there is none.
     """
@@ -254,11 +261,10 @@ def replace_draft_sampler(
         return False
     propose, whole_block = drafter.propose, drafter.num_speculative_tokens * drafter.parallel_drafting
 
-    def begin_and_propose(num_speculative_tokens: int, *args: Any, **kwargs: Any) -> Tensor:
+    def begin_and_propose(num_speculative_tokens: int, *args: Any, **kwargs: Any) -> Tensor | list[list[int]]:
         drafter.tlt_wanted = wanted = begin()
         drafts: Tensor = propose(whole_block if wanted and whole_block else wanted, *args, **kwargs)
-        end()
-        return drafts[:, :wanted]
+        return end(drafts[:, :wanted])
 
     def sample_draft(hidden_states: Tensor, sampling_metadata: Any) -> tuple[Tensor, None]:
         return sample(drafter.model.compute_logits(hidden_states)), None

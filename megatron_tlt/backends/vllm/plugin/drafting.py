@@ -8,6 +8,9 @@ vLLM proposes at the end of a step what the next one verifies, so a step's secon
 end of the sample behind it. A step of length 0 is plain; a trained drafter still reads its tokens then (one layer's
 forward), because its cache could not catch up later, and that time counts as the plain step's.
 
+Where rows have a place in an earlier response, and that pays, these draft from there, and the other rows as usual; such
+a step teaches the selector nothing, as in the embedded engine.
+
 On GPUs seconds lie between events of the stream, which are read when the next proposal begins. Behind a verified step
 they have passed by then, for its tokens have come to the host; behind a plain step this is the measurement's one wait.
 
@@ -23,13 +26,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from megatron_tlt.backends.vllm.plugin.suffix import Lists, SuffixBridge
+from megatron_tlt.backends.vllm.plugin.token_drafts import Lists, TokenDrafts
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.spec.counters import SpeculationCounters
+from megatron_tlt.rollout.spec.pre_rollouts import PRE_ROLLED
 from megatron_tlt.rollout.spec.selector import build_selector
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
+
+_Choice = tuple[DraftStrategy, Draft | None]  # the drafter's strategy, and drafts by earlier responses
 
 
 class StepDrafting:
@@ -39,31 +46,46 @@ class StepDrafting:
         self,
         section: SpeculationSection,
         device: torch.device,
-        suffix: SuffixBridge | None = None,
-        agree: Callable[[DraftStrategy], DraftStrategy] = lambda strategy: strategy,
+        tokens: TokenDrafts | None = None,
+        agree: Callable[[_Choice], _Choice] = lambda choice: choice,
         clock: Callable[[], Any] | None = None,
     ):
-        """`section` drafts with chains. `suffix`: the suffix drafter, where that drafts. `agree` gives all ranks of an
-        engine the first one's strategy.
+        """`section` drafts with chains. `tokens`: of the suffix drafter or of earlier responses, where these draft.
+        `agree` gives all ranks of an engine the first one's choice.
         """
-        self._kind, self._selector, self.suffix = section.drafts_by, build_selector(section), suffix
+        self._kind, self._selector, self.tokens = section.drafts_by, build_selector(section), tokens
         self._agree, self._clock = agree, clock or _clock_of(device)
         self._counters = SpeculationCounters()
-        self._strategy = NO_DRAFT  # of the last proposal
+        self._strategy = NO_DRAFT  # of the last proposal, but for the rows of `_earlier`
+        self._earlier: Draft | None = None  # its part by earlier responses
         self._rows = 0  # of the last step, with those in the middle of their prompts
         self._is_decode = self._is_measured = False  # the last step; whether that and the proposal behind it were
         self._started: Any = None  # when the last proposal began
+        self._chosen: Any = None  # when its part by earlier responses was made
         self._drafted: Any = None  # the same, if it drafted
         self._proposed: Any = None  # when it was made
         self._unread: Callable[[], None] | None = None  # reads the seconds of the last step
 
-    def record(self, drafted: np.ndarray, accepted: np.ndarray, is_drawn: np.ndarray, is_decode: bool) -> None:
-        """A step of B rows was sampled, of whose `drafted` int [B] tokens the first `accepted` int [B] were right.
+    def record(
+        self,
+        drafted: np.ndarray,
+        accepted: np.ndarray,
+        is_drawn: np.ndarray,
+        is_decode: bool,
+        was_earlier: np.ndarray | None = None,
+    ) -> None:
+        """A step of B rows was sampled, of whose `drafted` int [B] tokens the first `accepted` int [B] were right;
+        those of `was_earlier` bool [B] were of earlier responses.
 
         Only rows of `is_drawn` bool [B] are counted: those in the middle of their prompts emit nothing. Steps that
         read prompts teach the selector nothing, nor do those whose drafts were made in such a step.
         """
-        now, strategy = self._clock(), self._strategy
+        now, strategy, own = self._clock(), self._strategy, None
+        if self._earlier is not None:
+            strategy, own = PRE_ROLLED, (self._started, self._chosen)
+        if was_earlier is not None and was_earlier.any():
+            part = chains(drafted[was_earlier])
+            self._counters.add_pre_rolled(part, part.positions < accepted[was_earlier][part.row_of])
         self._rows, drafted, accepted = len(drafted), drafted[is_drawn], accepted[is_drawn]
         at = np.arange(max(strategy.draft_len, int(drafted.max(initial=0))))
         reached = (at < drafted[:, None]) & (at <= accepted[:, None])
@@ -76,8 +98,10 @@ class StepDrafting:
         def read() -> None:
             seconds = _seconds(*marks[:2]), _seconds(*marks[1:])
             step = StepMeasurement(strategy, rows, fed, *seconds, emitted, reached.sum(0), hits)
-            if is_measured:
+            if is_measured and own is None:
                 self._selector.record(step)
+            if is_measured and self.tokens is not None:
+                self.tokens.record(rows, fed, step.step_seconds, None if own is None else _seconds(*own))
             if is_decode or draft is not None:
                 self._counters.add(step, draft)
 
@@ -92,24 +116,40 @@ class StepDrafting:
             read()
 
     def begin(self) -> int:
-        """How many tokens the proposal that begins now drafts for each row; 0: none."""
+        """How many tokens the drafter drafts for each row in the proposal that begins now; 0: none."""
         self._read()
-        self._strategy = strategy = self._agree(self._selector.select(self._rows))
-        self._started = self._clock()
-        return strategy.draft_len
+        began = self._clock()
+        self._strategy, self._earlier = self._agree(self._choose())
+        self._chosen = self._clock()
+        self._started = self._chosen if self._earlier is None else began
+        return self._strategy.draft_len
+
+    def _choose(self) -> _Choice:
+        earlier = None if self.tokens is None else self.tokens.propose_earlier()
+        if earlier is None:
+            return self._selector.select(self._rows), None
+        return (NO_DRAFT if earlier.counts.all() else self._selector.usual(self._rows)), earlier
 
     def propose_lists(self, sampled: Lists) -> Lists:
-        """A whole proposal of the suffix drafter, for the rows where `sampled` has tokens."""
-        assert self.suffix is not None
-        lists: Lists = [[] for _ in sampled]
-        if self.begin():
-            lists = self.suffix.propose_lists(sampled, self._strategy)
-        self.end()
+        """A whole proposal without a drafter of vLLM's, for the rows where `sampled` has tokens."""
+        self.begin()
+        return self._joined([[] for _ in sampled])
+
+    def end(self, drafts: Tensor) -> Tensor | Lists:
+        """The proposal that `begin` began: vLLM's drafter has made `drafts` [B, K], where no earlier response does."""
+        if self._earlier is not None:
+            return self._joined(drafts.tolist())
+        self._end()
+        return drafts
+
+    def _joined(self, lists: Lists) -> Lists:
+        assert self.tokens is not None
+        lists = self.tokens.propose(self._strategy, self._earlier, lists)
+        self._end()
         return lists
 
-    def end(self) -> None:
-        """The proposal that `begin` began is made."""
-        is_plain = self._strategy.kind == NO_DRAFT.kind
+    def _end(self) -> None:
+        is_plain = self._strategy.kind == NO_DRAFT.kind and self._earlier is None
         self._drafted = None if is_plain else self._started
         self._proposed = self._started if is_plain else self._clock()
         self._is_measured = self._is_decode
@@ -127,15 +167,15 @@ class StepDrafting:
     def state_dict(self) -> dict[str, Any]:
         """What selector and calibration have learned."""
         self._read()
-        calibration = None if self.suffix is None else self.suffix.state_dict()
-        return {"drafter": self._kind, "selector": self._selector.state_dict(), "calibration": calibration}
+        state = {"drafter": self._kind, "selector": self._selector.state_dict()}
+        return state if self.tokens is None else state | self.tokens.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes `state_dict`'s, if it is of this kind of drafter."""
         if state["drafter"] == self._kind:
             self._selector.load_state_dict(state["selector"])
-            if self.suffix is not None:
-                self.suffix.load_state_dict(state["calibration"])
+            if self.tokens is not None and "calibration" in state:
+                self.tokens.load_state_dict(state)
 
 
 def _clock_of(device: torch.device) -> Callable[[], Any]:

@@ -16,7 +16,7 @@ from megatron_tlt.backends.vllm.plugin import compat
 from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
 from megatron_tlt.backends.vllm.plugin.hidden import HIDDEN, PositionTap
 from megatron_tlt.backends.vllm.plugin.keyed import KeyedSampling
-from megatron_tlt.backends.vllm.plugin.suffix import SuffixBridge
+from megatron_tlt.backends.vllm.plugin.token_drafts import TokenDrafts
 from megatron_tlt.config.speculation import SpeculationSection
 
 
@@ -38,19 +38,21 @@ class VllmWorkerExtension:
         max_requests: int,
         speculation: dict[str, Any],
         routed_experts: str | None,
+        verify_rows: int | None,
     ) -> None:
         """Takes sampling over; keeps hidden states if `hidden_bytes`. Once, before the first request.
 
         `speculation`: the fields of `SpeculationSection`. `routed_experts`: the type in which each token's experts are
-        kept; None: they are not.
+        kept; None: they are not. `verify_rows`: most rows of a step that verifies
+        earlier responses; None: requests bring none.
         """
-        section, suffix, runner = SpeculationSection.model_validate(speculation), None, self.model_runner
-        if section.drafter == "suffix":
-            vocab = runner.model_config.get_vocab_size()
-            suffix = SuffixBridge(section.suffix, max_requests, max_len, vocab)
+        section, tokens, runner = SpeculationSection.model_validate(speculation), None, self.model_runner
+        if section.drafter == "suffix" or verify_rows is not None:
+            vocab, longest = runner.model_config.get_vocab_size(), runner.speculative_config.num_speculative_tokens
+            tokens = TokenDrafts(section, max_requests, max_len, vocab, longest, verify_rows or 0)
         self.tlt_drafting = None
-        if section.drafter != "none":
-            self.tlt_drafting = StepDrafting(section, torch.device(runner.device), suffix, compat.first_ranks)
+        if section.drafter != "none" or verify_rows is not None:
+            self.tlt_drafting = StepDrafting(section, torch.device(runner.device), tokens, compat.first_ranks)
         self.tlt_sampling = KeyedSampling(runner, self.tlt_drafting)
         self.tlt_tap = self.tlt_routed_experts = None
         if hidden_bytes:

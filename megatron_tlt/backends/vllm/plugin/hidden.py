@@ -46,13 +46,14 @@ class PositionTap:
         compat.hook_forward(runner, self._seen)
 
     def _seen(self, output: Any, positions: Tensor) -> None:
-        states = self._states(output)
+        states, requests = self._states(output), compat.request_ids(self._runner)
         if self._pool is None:
+            if not any(map(self._is_taken, requests)):  # a pre-rollout, an evaluation
+                return
             self._make_pool(states)
         assert self._pool is not None
         starts = compat.row_starts(self._runner)
         total = int(starts[-1])
-        requests = compat.request_ids(self._runner)
         trash = len(self._pool) - 1
         bases = np.array([self._base(request) for request in requests])
         if (bases < 0).all():
@@ -72,7 +73,7 @@ class PositionTap:
         self._free = list(range(slots))[::-1]
 
     def release(self) -> None:
-        """Frees the memory until the next forward; only without requests."""
+        """Frees the memory until the next forward of which states are taken; only without requests."""
         assert not self._slots
         self._pool = None
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_tlt.backends.vllm.plugin import compat
 from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting, chains
+from megatron_tlt.backends.vllm.plugin.token_drafts import Began
 from megatron_tlt.models.factory import sample_kernel
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.native.build import find_compiler
@@ -33,8 +34,9 @@ from megatron_tlt.rollout.spec.verify import accept_matches
 # is one chunk. The memory plan counts it (`config.planning.engine`); a test compares.
 FP32_AT_ONCE = 1 << 26
 # In `SamplingParams.extra_args`: [key, temperature, top_k, top_p, min_p, prompt id, start]. The last `start` tokens of
-# the request's prompt are its response's earlier turns: positions count on from there.
-ARGUMENT = "tlt"
+# the request's prompt are its response's earlier turns: positions count on from there. Under `EARLIER`: the response
+# that an earlier policy drew with the same key, from its first token on.
+ARGUMENT, EARLIER = "tlt", "tlt_earlier"
 Arguments = tuple[int, float, int, float, float, int, int]
 
 
@@ -64,8 +66,8 @@ class KeyedSampling:
     def forget(self, request: str) -> None:
         """The request has ended."""
         self._arguments.pop(request, None)
-        if self._drafting is not None and self._drafting.suffix is not None:
-            self._drafting.suffix.finish(request)
+        if self._drafting is not None and self._drafting.tokens is not None:
+            self._drafting.tokens.finish(request)
 
     def take_stats(self) -> dict[str, Any]:
         """Steps, and the fields of `SpeculationStats`, since the last call. Resets them."""
@@ -115,21 +117,21 @@ class KeyedSampling:
         accepted: np.ndarray,
         done: np.ndarray,
     ) -> None:
-        is_drawn = compat.is_drawn(self._runner)
-        if drafting.suffix is not None:
+        is_drawn, was_earlier = compat.is_drawn(self._runner), None
+        if drafting.tokens is not None:
             tokens = out if isinstance(out, np.ndarray) else out.cpu().numpy()
-            batch = self._names, self._prompt_of, self._batch.keys, self._batch.temperature
-            drafting.suffix.note(*batch, done, drafted, accepted, tokens, is_drawn)
+            batch = self._names, self._began, self._batch.keys, self._batch.temperature
+            was_earlier = drafting.tokens.note(*batch, done, drafted, accepted, tokens, is_drawn)
         fed = int(compat.row_starts(self._runner)[-1])
         is_decode = bool(is_drawn.all()) and fed == len(drafted) + int(drafted.sum())
-        drafting.record(drafted, accepted, is_drawn, is_decode)
+        drafting.record(drafted, accepted, is_drawn, is_decode, was_earlier)
 
-    def _prompt_of(self, request: str) -> tuple[list[int], list[int], int]:
-        """A request's prompt, the response so far behind it, and the id that its siblings share."""
+    def _began(self, request: str) -> Began:
         *_, prompt_id, start = self._arguments_of(request)
         tokens = compat.prompt_tokens(self._runner, request)
-        end = len(tokens) - start
-        return tokens[:end], tokens[end:], prompt_id
+        end, limit = len(tokens) - start, start + compat.max_tokens(self._runner, request)
+        earlier = compat.extra_args(self._runner, request).get(EARLIER, [])
+        return Began(tokens[:end], tokens[end:], prompt_id, limit, earlier)
 
     def _begin_proposal(self) -> int:
         assert self._drafting is not None

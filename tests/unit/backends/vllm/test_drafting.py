@@ -11,10 +11,12 @@ import torch
 
 from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
 from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.models.draft import Draft
 from megatron_tlt.types import NO_DRAFT, DraftStrategy
 
 PLAIN_S, ROW_S, DRAFT_S = 10.0, 0.8, 0.2  # seconds of a step, of each row beyond eight, of drafting a token
 LENGTH, LIKELY = 4, 0.9
+NO_DRAFTS = torch.zeros(0, 0)
 
 
 class Engine:
@@ -39,7 +41,7 @@ class Engine:
         self.drafting.record(np.append(drafted, chunk), np.append(accepted, chunk), is_drawn, not prompts)
         self.drafted = self.drafting.begin()
         self.now += DRAFT_S * self.drafted + 100.0 * prompts
-        self.drafting.end()
+        self.drafting.end(NO_DRAFTS)
         return self.drafted
 
 
@@ -113,8 +115,53 @@ def test_on_gpus_a_steps_seconds_hold_the_devices_work_and_nothing_waits_for_it(
         drafting.begin()
         assert device.waits - waits == (forward == 6.0), "for a plain step's seconds only"
         device.queued += draft
-        drafting.end()
+        drafting.end(NO_DRAFTS)
     assert [(m.step_seconds, m.draft_seconds) for m in measured] == [(5.0, 2.0), (7.0, 1.0), (10.0, 0.0)]
+
+
+def earlier(*counts: int) -> Draft:
+    total = sum(counts)
+    return Draft(np.array(counts, np.int32), np.arange(total, dtype=np.int32) + 50, np.ones(total, np.float32))
+
+
+def test_steps_with_earlier_responses_teach_their_costs_and_not_the_selector() -> None:
+    """Rows of a trained drafter's proposal draft from earlier responses where these have a place."""
+    taught, costs, now = [], [], [0.0]
+    made = iter([earlier(2, 0), earlier(1, 1), None])
+
+    class Tokens:
+        def propose_earlier(self) -> Draft | None:
+            now[0] += 1.0
+            return next(made)
+
+        def propose(self, strategy: DraftStrategy, draft: Draft, lists: list[list[int]]) -> list[list[int]]:
+            rows = np.split(draft.tokens, np.cumsum(draft.counts)[:-1])
+            return [row.tolist() or theirs for row, theirs in zip(rows, lists, strict=True)]
+
+        def record(self, *of: float | None) -> None:
+            costs.append(of)
+
+    section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=3)
+    drafting = StepDrafting(section, torch.device("cpu"), Tokens(), clock=lambda: now[0])  # type: ignore[arg-type]
+    drafting._selector.record = taught.append  # type: ignore[method-assign]
+    two, zeros, theirs = np.ones(2, bool), np.zeros(2, int), torch.tensor([[7, 8, 9]] * 2)
+
+    def step(drafted: list[int], accepted: list[int], was_earlier: list[bool]) -> None:
+        now[0] += 10.0
+        drafting.record(np.array(drafted), np.array(accepted), two, True, np.array(was_earlier))
+
+    drafting.record(zeros, zeros, two, True, ~two)
+    assert drafting.begin() == 3 and drafting.end(theirs) == [[50, 51], [7, 8, 9]]
+    step([2, 3], [1, 3], [True, False])
+    assert drafting.begin() == 0 and drafting.end(theirs[:, :0]) == [[50], [51]], "the drafter has no row"
+    step([1, 1], [1, 0], [True, True])
+    assert drafting.begin() == 3 and drafting.end(theirs) is theirs
+    step([3, 3], [1, 3], [False, False])
+    stats = drafting.take_stats()
+    assert costs == [(2, 7, 10.0, 1.0), (2, 4, 10.0, 1.0), (2, 8, 10.0, None)]
+    assert [m.num_rows for m in taught] == [8]
+    assert [stats[f"pre_rolled_{name}"] for name in ("rows", "drafted", "accepted")] == [3, 4, 2]
+    assert stats["steps_by_strategy"] == {"none": 1, "pre_rollout_31": 2, "trained_3": 1}
 
 
 def test_ranks_of_an_engine_draft_as_the_first_one_has_chosen() -> None:

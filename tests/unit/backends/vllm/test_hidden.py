@@ -50,6 +50,7 @@ def test_states_behind_the_layers_that_eagle3_reads_come_first() -> None:
 def test_the_last_state_of_each_position_is_kept(runner: Runner) -> None:
     tap = PositionTap(runner, L, 8, budget_bytes=2 * L * H * 4, is_taken=lambda request: request != "x")
     forward(runner, 50.0, x=[0, 1])  # its hidden states have no reader: no slot
+    assert tap._pool is None, "nor memory for others"
     forward(runner, 100.0, x=[2], a=[0, 1, 2], b=[0, 1])
     forward(runner, 200.0, b=[2, 3, 4], a=[3], c=[0])  # b's drafts at 3 and 4 are rejected; c finds no slot
     forward(runner, 300.0, b=[3], a=[4])

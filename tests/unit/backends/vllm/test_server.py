@@ -23,7 +23,7 @@ Message = dict[str, Any]
 
 
 class ToyEngine:
-    """`most` steps a request, or more while `endless`; the call named `failing` raises."""
+    """`most` tokens a request, or only the first while `endless`; the call named `failing` raises."""
 
     def __init__(self) -> None:
         self.failing, self.endless, self.most = "", False, 2
@@ -44,7 +44,7 @@ class ToyEngine:
         self._call("step")
         outputs = []
         for name in list(self.lengths):
-            self.lengths[name] += not self.endless
+            self.lengths[name] += not self.endless or not self.lengths[name]
             finished = self.lengths[name] == self.most
             response = SimpleNamespace(token_ids=[5] * self.lengths[name], finish_reason="length")
             outputs.append(SimpleNamespace(request_id=name, outputs=[response], finished=finished))
@@ -70,18 +70,24 @@ class Talk:
         monkeypatch.setattr(server.adapter, "start_engine", lambda llm, records_routers: self.engine)
         monkeypatch.setattr(server.adapter, "first_ranks", lambda order: order)
         self.starts: list[int] = []
-        note = self.starts.append
-        monkeypatch.setattr(server.adapter, "vllm_sampling_params", lambda _, extra: note(extra[server.ARGUMENT][-1]))
+        self.earlier: list[list[int]] = []
+
+        def note(_: Any, extra: dict[str, Any]) -> None:
+            self.starts.append(extra[server.ARGUMENT][-1])
+            self.earlier.append(extra[server.EARLIER])
+
+        monkeypatch.setattr(server.adapter, "vllm_sampling_params", note)
         self.folder, self.host = folder, server.VllmHost(self.responses.append)
 
     async def start(self, stop: tuple[str, ...] = (), tp: int = 1) -> None:
-        names = ("llm", "hidden_bytes", "max_len", "max_requests", "speculation", "routed_experts")
+        names = ("llm", "hidden_bytes", "max_len", "max_requests", "speculation", "routed_experts", "verify_rows")
         about = {"directory": str(self.folder), "tokenizer": str(self.folder / "none"), "stop": list(stop)}
         await self.host.do_start({**dict.fromkeys(names), "llm": {"tensor_parallel_size": tp}, "beat_s": 0.0, **about})
 
-    def submit(self, *numbers: int) -> None:
+    def submit(self, *numbers: int, **more: Any) -> None:
         for n in numbers:
-            self.host.submit({"id": n, "key": n, "prompt_id": 0, "token_ids": [1, 2], "start": 1, "params": PARAMS})
+            message = {"id": n, "key": n, "prompt_id": 0, "token_ids": [1, 2], "start": 1, "params": PARAMS}
+            self.host.submit({**message, **more})
 
 
 @pytest.fixture
@@ -134,11 +140,16 @@ def test_what_is_aborted_is_answered_before_the_reply(talk: Talk) -> None:
     async def go() -> None:
         await talk.start()
         talk.engine.endless = True
-        talk.submit(1, 2)
-        await asyncio.sleep(0.01)
+        talk.submit(1)
+        talk.submit(2, earlier=[7, 8])
+        while talk.host.progress()["lengths"] != [2, 2]:
+            await asyncio.sleep(0.01)
         talk.submit(3)
         await talk.host.do_abort({})
         assert {a["id"]: a["finish_reason"] for a in talk.responses} == dict.fromkeys((1, 2, 3), "cancelled")
+        drawn = {a["id"]: a["token_ids"] for a in talk.responses}
+        assert drawn[1] == drawn[2] == [5] and drawn[3] in ([], [5])
+        assert talk.earlier[:2] == [[], [7, 8]]
         await talk.host._stepping
         assert talk.host.in_flight == 0 and talk.engine.lengths == {}
 

@@ -55,17 +55,22 @@ class EngineProcess:
         self.requests: list[dict[str, Any]] = []
         self.responses: list[dict[str, Any]] = []
         self.submitted: list[tuple[Any, ...]] = []
+        self.earlier: dict[tuple[int, int], list[int]] = {}  # that requests have brought
         self.most = 0
 
     def send(self, message: dict[str, Any]) -> None:
         self.requests.append(message)
         self.submitted.append((message["key"], message["start"], message["token_ids"]))
+        if "earlier" in message:
+            self.earlier[message["prompt_id"], index_of(message)] = message["earlier"]
         self.most = max(self.most, len(self.requests))
 
     def call(self, kind: str) -> None:
         assert kind == "abort"
         while self.requests:
-            self.responses.append(self.drawn())
+            drawn = self.drawn()
+            size = self.random.randrange(len(drawn["token_ids"]) + 1)
+            self.responses.append({**drawn, "token_ids": drawn["token_ids"][:size], "finish_reason": "cancelled"})
 
     def next_response(self, wait_s: float | None = None) -> dict[str, Any] | None:
         assert self.requests, "waits for an engine that has nothing to do"

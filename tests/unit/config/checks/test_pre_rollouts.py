@@ -22,8 +22,9 @@ def config_of(more: dict[str, Any], choice: Any = "auto") -> Config:
     return config
 
 
-def test_they_run_by_default_in_the_embedded_engine_with_two_replicas():
+def test_they_run_by_default_in_the_embedded_engine_and_vllm_with_two_replicas():
     assert why_no_pre_rollouts(config_of({}), 2) is None
+    assert why_no_pre_rollouts(config_of({"rollout": {"backend": "vllm"}}), 2) is None
     assert why_no_pre_rollouts(config_of({"rollout": {"release_cache": True}}), 2) is None
     assert "one rollout replica" in str(why_no_pre_rollouts(config_of({}), 1))
     assert "one rollout replica" in str(why_no_pre_rollouts(config_of({"rollout": {"tp": 2}}), 2))
@@ -34,7 +35,6 @@ def test_they_run_by_default_in_the_embedded_engine_with_two_replicas():
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"rollout": {"backend": "vllm"}}, "rollout.backend: vllm"),
         ({"rollout": {"backend": "trtllm"}}, "rollout.backend: trtllm"),
         ({"actor": {"router_replay": "rollout"}}, "actor.router_replay: rollout"),
         (ENV, "env: whole responses"),
@@ -64,7 +64,8 @@ def test_a_run_that_repeats_bit_by_bit_without_drafts_gets_them_only_where_they_
         (ENV, None),
         ({"data": {}}, "there are none"),
         ({"eval": {"every": 0}}, "there are none"),
-        ({"rollout": {"backend": "vllm"}}, "rollout.backend: vllm"),
+        ({"rollout": {"backend": "vllm"}}, None),
+        ({"rollout": {"backend": "trtllm"}}, "rollout.backend: trtllm"),
         (STATIC, "rollout.schedule: static"),
         ({"rollout": {"schedule": "static", "numerics": "invariant"}}, None),
     ],

@@ -1,0 +1,199 @@
+"""Drafts of tokens alone inside vLLM: the embedded engine's suffix drafter, and its places in earlier responses.
+
+    a step's sample  ->  TokenDrafts.note: rows follow vLLM's batch; match rates of the last drafts
+    a proposal       ->  each row's draft, from its earlier response or else by the drafter
+
+Rows are those of vLLM's batch, in its order, so `RunningRows` is filled here instead of by a scheduler. There is no
+history of earlier epochs: the tries hold siblings of this rollout.
+
+Legend: B rows of a step, K drafted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.models.draft import Draft
+from megatron_tlt.rollout.request import Request
+from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.spec.base import Drafter, NoDrafter
+from megatron_tlt.rollout.spec.pre_rollouts import LONGEST, PreRollouts
+from megatron_tlt.rollout.spec.step_costs import RowCosts
+from megatron_tlt.rollout.spec.suffix import SuffixDrafter
+from megatron_tlt.types import DraftStrategy, SamplingParams
+
+Lists = list[list[int]]
+
+
+class TokenProposer:
+    """vLLM's `custom_class` proposer: drafts what `source` returns, nothing before it is set."""
+
+    def __init__(self, vllm_config: Any):
+        """As vLLM calls it."""
+        self.source: Callable[[Lists], Lists] | None = None
+
+    def load_model(self, target_model: Any) -> None:
+        """There is no model."""
+
+    def propose(self, sampled_token_ids: Lists, *args: Any, **kwargs: Any) -> Lists:
+        """Drafts of every row; none for one whose prompt is still being read."""
+        return [[] for _ in sampled_token_ids] if self.source is None else self.source(sampled_token_ids)
+
+
+class Began(NamedTuple):
+    """A request as it came."""
+
+    prompt: list[int]
+    output: list[int]  # of its response, behind the prompt
+    prompt_id: int  # which its siblings share
+    limit: int  # tokens at which the response ends
+    earlier: list[int]  # response that an earlier policy drew with the same keys; empty: none
+
+
+class TokenDrafts:
+    """A `SuffixDrafter`, `PreRollouts`, and the rows of vLLM's batch."""
+
+    def __init__(
+        self, section: SpeculationSection, max_requests: int, max_len: int, vocab: int, longest: int, verify_rows: int
+    ):
+        """At most `longest` tokens are drafted of an earlier response, and a step that verifies some has `verify_rows`
+        rows, if the drafter's have no more.
+        """
+        self._rows = RunningRows(max_requests, max_requests, 1, vocab, max_output=max_len)
+        self._drafter: Drafter = NoDrafter()
+        if section.drafter == "suffix":
+            self._drafter = SuffixDrafter(section.suffix, self._rows)
+        self._earlier: dict[tuple[int, int], np.ndarray] = {}  # by prompt id and `Request.order`
+        costs = RowCosts() if section.selector == "cost_model" else None
+        most_rows, longest = max(verify_rows, max_requests * section.rows_each), min(longest, LONGEST)
+        self._pre_rollouts = PreRollouts(self._rows, most_rows, costs, longest=longest)
+        self._pre_rollouts.begin(self._earlier)
+        self._live: dict[str, Request] = {}  # by vLLM's name
+        self._free = list(range(max_requests - 1, -1, -1))
+        self._names: list[str] = []  # of the rows
+        self._at: list[int] = []  # of the rows, in vLLM's batch
+        self._order = 0
+        self._last: tuple[list[str], Draft] | None = None  # the drafter's: names of its rows, draft
+        self._drafted: set[str] = set()  # requests whose last draft was of an earlier response
+
+    # -- what was drawn ---------------------------------------------------------------------------------------
+
+    def note(
+        self,
+        names: list[str],
+        began: Callable[[str], Began],
+        keys: np.ndarray,
+        temperature: np.ndarray,
+        done: np.ndarray,
+        drafted: np.ndarray,
+        accepted: np.ndarray,
+        out: np.ndarray,
+        is_drawn: np.ndarray,
+    ) -> np.ndarray:
+        """After a step's sample: `out` [B, K + 1] was drawn behind `done` [B] tokens of response, where `is_drawn` [B].
+        Returns bool [B]: rows that had drafted from earlier responses.
+
+        `keys` uint64 [B] of the requests, `temperature` [B].
+        """
+        self._observe(dict(zip(names, zip(drafted.tolist(), accepted.tolist(), strict=True), strict=True)))
+        rows = self._rows
+        rows.requests.clear()
+        self._at = np.flatnonzero(is_drawn).tolist()
+        self._names = [names[i] for i in self._at]
+        for row, i in enumerate(self._at):
+            request = self._request(names[i], began)
+            start, count = int(done[i]), int(accepted[i]) + 1
+            rows.outputs[request.slot, start : start + count] = out[i, :count]
+            rows.requests.append(request)
+            rows.slots[row], rows.output_len[row] = request.slot, start + count
+            rows.limit[row] = request.limit
+            rows.keys[row], rows.temperature[row] = keys[i], temperature[i]
+        self._drafter.sync_context(rows)
+        was_earlier = np.array([name in self._drafted for name in names], np.bool_)
+        self._drafted.clear()
+        return was_earlier
+
+    def _request(self, name: str, began: Callable[[str], Began]) -> Request:
+        request = self._live.get(name)
+        if request is None:
+            tokens, output, prompt_id, limit, earlier = began(name)
+            params = SamplingParams(max_tokens=limit)
+            prompt, order = np.array(tokens, np.int32), self._order
+            request = Request(prompt, params, prompt_id, order, order, frozenset(), slot=self._free.pop())
+            self._rows.outputs[request.slot, : len(output)] = output
+            self._order += 1
+            self._live[name] = request
+            self._drafter.start(request)
+            if earlier:
+                self._earlier[prompt_id, order] = np.array(earlier, np.int32)
+            self._pre_rollouts.start(request)
+        return request
+
+    def _observe(self, fed: dict[str, tuple[int, int]]) -> None:
+        """Records in the drafter what became of its last drafts, of which vLLM may have fed a part."""
+        if self._last is None:
+            return
+        (names, draft), self._last = self._last, None
+        counts = [fed.get(name, (0, 0)) for name in names]
+        drafted = np.array([c[0] for c in counts])[draft.row_of]
+        accepted = np.array([c[1] for c in counts])[draft.row_of]
+        reached = draft.positions < np.minimum(drafted, accepted + 1)
+        self._drafter.observe(draft, reached, reached & (draft.positions < accepted))
+
+    def record(self, running: int, rows: int, step_seconds: float, own_seconds: float | None) -> None:
+        """See `PreRollouts.record`."""
+        if self._earlier:
+            self._pre_rollouts.record(running, rows, step_seconds, own_seconds)
+
+    def finish(self, name: str) -> None:
+        """The request has ended, or is dropped: its siblings may still draft from it."""
+        request = self._live.pop(name, None)
+        if request is None:
+            return
+        self._earlier.pop((request.prompt_id, request.order), None)
+        slot, request.slot = request.slot, -1
+        self._free.append(slot)
+        self._drafter.finish(request)
+        if not self._live:
+            self._last = None
+            self._drafter.end_generate()
+
+    # -- what is drafted --------------------------------------------------------------------------------------
+
+    def propose_earlier(self) -> Draft | None:
+        """The tokens of earlier responses that the next step verifies, by row; None: none. Mutates their places."""
+        draft = self._pre_rollouts.propose() if self._earlier and self._names else None
+        return draft if draft is not None and draft.num_tokens else None
+
+    def propose(self, strategy: DraftStrategy, earlier: Draft | None, lists: Lists) -> Lists:
+        """Drafts of vLLM's rows: those `earlier`, else by the drafter where `strategy` drafts, else as in `lists`."""
+        counts = np.zeros(self._rows.num_rows, np.int32) if earlier is None else earlier.counts
+        draft = earlier
+        if strategy.draft_len and self._drafter.kind != "none":
+            lengths = np.where(counts, 0, strategy.draft_len).astype(np.int32)
+            other = self._drafter.propose(self._rows, lengths, strategy)
+            self._last = (list(self._names), other)
+            draft = other if earlier is None else earlier.join(other)
+        if draft is None or not draft.num_tokens:
+            return lists
+        of_row = np.split(draft.tokens, np.cumsum(draft.counts)[:-1])
+        for at, name, tokens, count in zip(self._at, self._names, of_row, counts, strict=True):
+            if len(tokens):
+                lists[at] = tokens.tolist()
+            if count:
+                self._drafted.add(name)
+        return lists
+
+    def state_dict(self) -> dict[str, Any]:
+        """The drafter's calibration, and what earlier responses have taught."""
+        return {"calibration": self._drafter.state_dict(), "pre_rollouts": self._pre_rollouts.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes `state_dict`'s."""
+        self._drafter.load_state_dict(state["calibration"])
+        if "pre_rollouts" in state:
+            self._pre_rollouts.load_state_dict(state["pre_rollouts"])
