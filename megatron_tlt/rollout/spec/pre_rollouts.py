@@ -71,7 +71,7 @@ class PreRollouts:
         self._rows, self._vocab = rows, len(rows.is_stop)
         self._earlier: Mapping[tuple[int, int], np.ndarray] = {}
         slots = len(rows.outputs)
-        self._tokens = np.zeros_like(rows.outputs)  # [S, W] by slot; rows that are never used take no memory
+        self._tokens = np.zeros(rows.outputs.shape, np.int32)  # [S, W] by slot; rows that are never used take no memory
         self._length = np.zeros(slots, np.int32)  # [S] of `_tokens`
         self._due = np.full(slots, _NEVER, np.int32)  # [S] output tokens from which on they are compared; none: never
         self._read = np.zeros(slots, np.int32)  # [S] output tokens that were compared
@@ -89,7 +89,7 @@ class PreRollouts:
 
     def begin(self, earlier: Mapping[tuple[int, int], np.ndarray]) -> None:
         """The call's `GenerateCall.drafts`, before its first step. Mutates."""
-        self._earlier = earlier
+        self._earlier, self._rest = earlier, 0
 
     def end_generate(self) -> None:
         """Forgets them. Mutates."""
