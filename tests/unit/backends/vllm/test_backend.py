@@ -53,12 +53,10 @@ class ToyProcess:
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.responses: list[dict[str, Any]] = []
-        self.most = 0
         self.hidden: bool | None = None
 
     def send(self, message: dict[str, Any]) -> None:
         self.requests.append(message)
-        self.most = max(self.most, len(self.requests))
 
     def next_response(self, wait_s: float | None = None) -> dict[str, Any]:
         request = self.requests.pop(0)
@@ -76,16 +74,6 @@ def toy_backend(process: ToyProcess, most: int) -> tuple[VllmBackend, ToyProcess
     rollout = RolloutSection(max_running_requests=most)
     drafter = SimpleNamespace(weights={"fc.weight": torch.zeros(2)})
     return VllmBackend(process, weights, EngineOptions(rollout, MODEL, drafter=drafter)), process  # type: ignore[arg-type]
-
-
-def test_an_engine_has_as_many_requests_as_it_runs_at_once() -> None:
-    prompts = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(4)]
-    params = SamplingParams(max_tokens=4, seed=3)
-    alone = toy_backend(ToyProcess(), 64)[0].generate(GenerateCall(prompts, params, 5))
-    backend, process = toy_backend(ToyProcess(), 3)
-    seen = []
-    assert backend.generate(GenerateCall(prompts, params, 5, lambda *figures: seen.append(figures[:2]))) == alone
-    assert process.most == 3 and max(seen)[0] == 3 and seen[-1] == (0, 0)
 
 
 class KeepingProcess(ToyProcess):
