@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 from lib.bench_record import ROOT, write_record
-from lib.idle_keepup import CURVES, keepup
+from lib.idle_keepup import CURVES, DEMO_START, FROM_NOTHING, keepup
 from lib.on_off import ON
 from lib.training_runs import Rows, launch, train
 
@@ -53,7 +53,7 @@ PARTS = {part.__name__: part for part in (windows, interference, keepup)}
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="3 steps, 4 of keepup, one repeat")
+    parser.add_argument("--quick", action="store_true", help="3 steps, 2 of keepup without a warm-up, one repeat")
     parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
     parser.add_argument("--config", type=Path, default=ROOT / "configs/quickstart.yaml")
     parser.add_argument("--ranks", type=int, default=2)
@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     if args.quick:
-        args.steps, args.keepup_steps, args.repeats = 3, 4, 1
+        args.steps, args.keepup_steps, args.repeats, args.curves = 3, 2, 1, [FROM_NOTHING, DEMO_START]
     rows: Rows = []
     summary: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as scratch:
