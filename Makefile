@@ -55,7 +55,7 @@ imports: setup-dev  ## Run import-linter: the floors, one module a vendor librar
 unit: setup-dev  ## Run pytest only, JOBS tests at a time; PYTEST_ARGS="-k config" chooses tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(PYTEST_ARGS)
 
-test-all: setup-dev lint types imports  ## Run also the tests marked nightly (half an hour more on 2 cores)
+test-all: setup-dev lint types imports  ## Run also the tests marked nightly (an hour more on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 gpu-check: setup  ## What only a GPU can say, in ten minutes; ARGS="--parts kernels decode" chooses, "--device cpu --smoke" rehearses

@@ -217,8 +217,8 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
-    """Rows and summary."""
+def main() -> None:
+    args = parse_arguments()
     if args.quick:
         args.turns, args.steps = 1, 1
     overrides = (
@@ -233,12 +233,7 @@ def run(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
         given = Path(folder), args.ranks, args.trl_python, args.micro_batch
         work = Work(config, args.config, overrides, *given)
         rows = compare_speed(work, args.turns, args.steps)
-    return rows, summarize(rows)
-
-
-def main() -> None:
-    args = parse_arguments()
-    rows, summary = run(args)
+    summary = summarize(rows)
     for name, value in summary.items():
         print(f"{name:28s} {value:10.3f}")
     write_record(args.out, rows, summary)

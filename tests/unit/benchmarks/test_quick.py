@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,9 +65,12 @@ def test_a_quick_run(script: str, tmp_path: Path):
 
 
 def test_a_quick_run_of_a_real_model(tmp_path: Path):
-    """Cold start, drafter, GRPO with TLT on and off, evaluation; a policy of this repository stands in for SmolLM2."""
-    model = str(ROOT / "assets/demo-policy")
-    record = run(tmp_path, "real", "--model", model, "--work", str(tmp_path / "w"), "--picture", "p.svg")
+    """The demo policy stands in for SmolLM2 and for its cold start, whose solutions are too long in its tokens."""
+    model = ROOT / "assets/demo-policy"
+    shutil.copytree(model, tmp_path / "w/cold-start")
+    words = ["--model", str(model), "--work", str(tmp_path / "w"), "--picture", "p.svg"]
+    words += ["--options", "rollout.speculation.draft_vocab_size=null"]
+    record = run(tmp_path, "real", *words, "--parts", "model", "drafter", "grpo", "plain", "eval")
     assert record["summary"]["identical"] == 1
     assert {"rollout", "e2e", "plain_cost", "reward_after", "accept_frozen"} <= record["summary"].keys()
     assert (tmp_path / "p.svg").read_text().startswith("<svg")
