@@ -10,7 +10,6 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.scheduler import Scheduler
 from megatron_tlt.rollout.spec.base import Drafter, NoDrafter
-from megatron_tlt.rollout.spec.cost_model_selector import EXPLORATION
 from megatron_tlt.rollout.spec.pre_rollouts import PreRollouts
 from megatron_tlt.rollout.spec.selector import build_selector
 from megatron_tlt.rollout.spec.speculator import Speculator
@@ -52,7 +51,7 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
     if drafting.verify_rows is not None:
         most_rows = min(most_rows, max(drafting.verify_rows, scheduler.limits.max_running * section.rows_each))
     costs = RowCosts() if section.selector == "cost_model" else None
-    pre_rollouts = PreRollouts(rows, most_rows, costs, EXPLORATION)
+    pre_rollouts = PreRollouts(rows, most_rows, costs)
     # On CPU strategies are compared by this thread's own time, however busy the machine is.
     clock = time.thread_time if runner.device.type == "cpu" else time.perf_counter
     selector = build_selector(section)

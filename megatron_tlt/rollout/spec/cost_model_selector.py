@@ -34,7 +34,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tlt.rollout.spec.step_costs import AcceptanceCounts, Candidate, Costs, least_squares
+from megatron_tlt.rollout.spec.step_costs import (
+    FULL_WEIGHT,
+    AcceptanceCounts,
+    Candidate,
+    Costs,
+    fit_steps,
+    least_squares,
+)
 from megatron_tlt.types import NO_DRAFT, DraftedBy, DraftStrategy, StepMeasurement
 
 _log = logging.getLogger(__name__)
@@ -260,14 +267,13 @@ class CostModelSelector:
 
     def _fit(self) -> Costs:
         """The costs that explain the measurements of all buckets best."""
-        step, draft = [], []
-        for c in (c for bucket in self._buckets.values() for c in bucket.candidates if c.steps):
-            weight = float(min(c.steps, _TRIAL))
-            verifies = float(c.length > 0)
-            step.append(((1.0, c.running, c.rows, verifies), c.step_seconds, weight))
-            if c.length:
-                draft.append(((1.0, c.passes, c.running * c.passes), c.draft_seconds, weight))
-        return Costs(least_squares(step, 4), least_squares(draft, 3))
+        measured = [c for bucket in self._buckets.values() for c in bucket.candidates if c.steps]
+        drafts = [
+            ((1.0, c.passes, c.running * c.passes), c.draft_seconds, min(c.steps, FULL_WEIGHT))
+            for c in measured
+            if c.length
+        ]
+        return Costs(fit_steps(measured), least_squares(drafts, 3))
 
     # State
 

@@ -29,6 +29,7 @@ import numpy as np
 
 from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.spec.cost_model_selector import EXPLORATION
 from megatron_tlt.rollout.spec.match_rates import MatchRates
 from megatron_tlt.rollout.spec.step_costs import RowCosts
 from megatron_tlt.types import DraftStrategy
@@ -51,23 +52,15 @@ _AGES = np.array([2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128])  # at which a cel
 
 
 class PreRollouts:
-    """The earlier responses of one call's requests, and the places in them. Equal calls give equal drafts."""
+    """The earlier responses of one call's requests, and the places in them."""
 
-    def __init__(
-        self,
-        rows: RunningRows,
-        most_rows: int,
-        costs: RowCosts | None,
-        exploration: float = 0.01,
-        longest: int = LONGEST,
-    ):
-        """Steps feed at most `most_rows` rows, and draft `longest` tokens of a response. Where drafts do not pay,
-        trials lose `exploration` of the time. Without `costs` every step verifies as many tokens as it may.
+    def __init__(self, rows: RunningRows, most_rows: int, costs: RowCosts | None, longest: int = LONGEST):
+        """Steps feed at most `most_rows` rows, and draft `longest` tokens of a response. Without `costs` every step
+        verifies as many tokens as it may.
         """
-        self._most_rows, self._costs, self._exploration = most_rows, costs, exploration
-        self._longest = longest
+        self._most_rows, self._costs, self._longest = most_rows, costs, longest
         self._own_seconds = 0.0  # of making a draft, a fading mean
-        self._plain_seconds = 0.0  # of steps since the last draft
+        self._plain_seconds = 0.0  # of steps since the last draft from here
         self._rows, self._vocab = rows, len(rows.is_stop)
         self._earlier: Mapping[tuple[int, int], np.ndarray] = {}
         slots = len(rows.outputs)
@@ -161,7 +154,7 @@ class PreRollouts:
             return best
         trial = 1 + int(speed[1:].argmax())
         lost = seconds[trial] - tokens[trial] / speed[0]
-        return trial if lost <= self._exploration * self._plain_seconds else 0
+        return trial if lost <= EXPLORATION * self._plain_seconds else 0
 
     def record(self, running: int, rows: int, step_seconds: float, own_seconds: float | None) -> None:
         """A decoding step took so long; `own_seconds` went into its draft from here, if it had one. Mutates."""

@@ -6,7 +6,7 @@ drafter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ _MEAN_STEPS = 128  # steps that a candidate's means fade over: some ten trials
 _COUNT_STEPS = 2048  # request-steps that acceptance counts fade over: the policy changes between rollouts
 _PRIOR_STEPS = 16.0  # request-steps that a rate's prior weighs: enough to keep a first draft's chance out
 _PRIOR_RATE = 0.7  # acceptance rate of the first position before anything was measured
-_FULL_WEIGHT = 12.0  # steps from which on a cell weighs as much as any
+FULL_WEIGHT = 12.0  # steps from which on a candidate's means weigh as much as any in a fit
 _MOST_UNFITTED = 32  # steps between two fits
 _RIDGE = 0.01  # weight of a fit's prior (all terms have equal shares of the seconds): below that of any measurement
 
@@ -66,10 +66,10 @@ class Costs:
         """c_T, of one more row in a step."""
         return self.step[2]
 
-    def step_seconds(self, running: Any, rows: Any, length: int) -> Any:
+    def step_seconds(self, running: Any, rows: Any, length: Any) -> Any:
         """Of a step of B = `running` requests and T = `rows` rows. `length`: of the drafts that it verifies, or 0."""
         base, per_request, per_row, verifying = self.step
-        return base + per_request * running + per_row * rows + (verifying if length else 0.0)
+        return base + per_request * running + per_row * rows + verifying * (length > 0)
 
     def draft_seconds(self, running: float, passes: int) -> float:
         """Of drafting for B = `running` requests in P = `passes` passes; 0 without a pass."""
@@ -118,21 +118,13 @@ class RowCosts:
 
     def seconds(self, running: int, drafted: np.ndarray) -> np.ndarray:
         """Of a step of B = `running` requests that verifies so many drafted tokens, int [n]; 0: plain."""
-        base, per_request, per_row, verifying = self.costs.step
-        seconds: np.ndarray = base + per_request * running + per_row * (running + drafted) + verifying * (drafted > 0)
+        seconds: np.ndarray = self.costs.step_seconds(running, running + drafted, drafted)
         return seconds
 
     def _fit(self) -> None:
-        cells = self._cells.values()
-        terms = [(1.0, c.running, c.rows, float(c.length))[: self._terms] for c in cells]
-        weights = [min(c.steps, _FULL_WEIGHT) for c in cells]
-        measured = list(zip(terms, (c.step_seconds for c in cells), weights, strict=True))
-        self.costs = Costs([*least_squares(measured, self._terms), 0.0][:4])
-
-    @property
-    def _terms(self) -> int:
-        """Terms of the fit: before the first verifying step, verification is taken to cost nothing."""
-        return 4 if any(cell.length for cell in self._cells.values()) else 3
+        cells = list(self._cells.values())
+        has_verified = any(cell.length for cell in cells)  # before the first such step, verification costs nothing
+        self.costs = Costs(fit_steps(cells) if has_verified else [*fit_steps(cells, terms=3), 0.0])
 
     def state_dict(self) -> dict[str, Any]:
         """The means."""
@@ -175,6 +167,17 @@ class AcceptanceCounts:
             rate = (accepted + _PRIOR_STEPS * rate) / (tried + _PRIOR_STEPS)
             rates.append(rate)
         return rates
+
+
+def fit_steps(measured: Iterable[Candidate], terms: int = 4) -> list[float]:
+    """The first `terms` of c_0, c_B, c_T and c_V, which explain the step seconds of `measured` best."""
+    return least_squares(
+        [
+            ((1.0, c.running, c.rows, float(c.length > 0))[:terms], c.step_seconds, min(c.steps, FULL_WEIGHT))
+            for c in measured
+        ],
+        terms,
+    )
 
 
 def least_squares(measured: Sequence[tuple[tuple[float, ...], float, float]], size: int) -> list[float]:

@@ -141,7 +141,7 @@ def test_a_step_verifies_as_many_tokens_as_pay(per_row: float, verifying: float)
 
 
 def test_drafts_that_do_not_pay_are_tried_again():
-    """Trials lose the share `exploration`, 1 %, of the plain steps' seconds."""
+    """Trials lose 1 % of the plain steps' seconds."""
     place, drafted = Place(list(range(10, 600)), [10], RowCosts()), 0
     seconds = measured(place, 0.1, 50.0)
     for token in range(11, 111):
