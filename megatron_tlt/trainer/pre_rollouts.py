@@ -92,11 +92,11 @@ class PreRollouts:
     last_step: int
     """Behind it nothing is pre-rolled."""
     max_bytes: int
-    """Of the drafts of all replicas."""
+    """Of the drafts of all replicas, in one exchange."""
     _drafts: dict[Name, np.ndarray] = field(default_factory=dict)  # the same on every rank
+    _whole: set[Name] = field(default_factory=set)  # of them, those that no window ended
     _new: list[Sample] = field(default_factory=list)  # of this replica, in the present window
     _stats: EngineStats | None = None  # of the step's rollouts so far
-    _whole: set[Name] = field(default_factory=set)  # of them, those that were not ended by a window
     _steps_left: int = 0  # behind the present one
     _is_open: bool = False
     _has_failed: bool = False
@@ -123,8 +123,11 @@ class PreRollouts:
         new, self._new = self._new, []
         for name, tokens, is_whole in exchanged(self.queues, new, self.max_bytes):
             if is_whole or len(tokens) > len(self._drafts.get(name, ())):
-                self._drafts[name] = tokens
-                self._whole |= {name} if is_whole else set()
+                self._drafts[name] = tokens.copy()  # the exchange's whole array would live as long
+                if is_whole:
+                    self._whole.add(name)
+                else:
+                    self._whole.discard(name)
 
     def take_stats(self) -> EngineStats:
         """The engine's counters of the step's rollouts, without pre-rollouts. Resets them."""

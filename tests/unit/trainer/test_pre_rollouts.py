@@ -1,0 +1,37 @@
+"""What replicas keep of pre-rolled responses from window to window."""
+
+from types import SimpleNamespace
+
+from megatron_tlt.trainer.pre_rollouts import PreRollouts
+from megatron_tlt.types import Prompt, Sample
+
+
+def part() -> PreRollouts:
+    queues = SimpleNamespace(
+        num_replicas=1,
+        world=SimpleNamespace(all_gather_object=lambda mine: [mine]),
+        open_shared=lambda: None,
+    )
+    unused = dict.fromkeys(("stream", "backend", "params"))
+    return PreRollouts(**unused, queues=queues, num_samples=1, num_prompts=1, last_step=9, max_bytes=1000)  # type: ignore[arg-type]
+
+
+def exchange(part: PreRollouts, tokens: list[int], reason: str) -> None:
+    part.open(1)
+    part._new = [Sample(0, 0, tokens, [], "", reason, 0)]  # type: ignore[arg-type]
+    part.exchange()
+
+
+def test_an_unfinished_response_is_continued_also_in_place_of_a_shorter_whole_one():
+    """The policy has changed between the windows: what was a whole response is the beginning of another."""
+    kept, prompt = part(), Prompt(0, "q0", (1,), "q")
+    exchange(kept, [1, 2, 3], "abort")
+    assert not kept._is_whole(prompt)
+    exchange(kept, [1, 2], "abort")
+    assert kept._drafts[0, 0].tolist() == [1, 2, 3], "the longer one"
+    exchange(kept, [1, 2], "stop")
+    assert kept._is_whole(prompt) and kept._drafts[0, 0].tolist() == [1, 2]
+    exchange(kept, [1, 4, 5, 6], "abort")
+    assert not kept._is_whole(prompt) and kept._drafts[0, 0].tolist() == [1, 4, 5, 6]
+    assert kept._drafts[0, 0].base is None, "not a view of all that was exchanged"
+    assert kept.take([prompt]).keys() == {(0, 0)} and not kept._drafts
