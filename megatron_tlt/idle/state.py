@@ -5,8 +5,8 @@
       +----------+------------+
 
 BUSY: the replica has live requests, or can fetch some. IDLE: it has none, and others do. PRE_ROLLING: idle, and
-decoding the next step's prompts. TRAINING: idle, and training the drafter. A window ends with BUSY (the step goes on).
-IDLE follows TRAINING where training stops before the window ends: enough micro-steps, no data, or a failure.
+decoding the next two steps' prompts. TRAINING: idle, and training the drafter. A window ends with BUSY (the step goes
+on). IDLE follows TRAINING where training stops before the window ends: enough micro-steps, no data, or a failure.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     rank 0   rollout ===============================| out      (the slowest: waits for no rank)
     rank 1   rollout =========|poll|step|poll|step|st| out     poll: is it over?
     rank 2   rollout ============|poll|zz|poll|zz|poll| out    zz:   sleep `POLL_S`
-    rank 3   rollout ===|poll|pre-rollout ~~~~~~~|step| out    ~:    a decoding step of the next step's prompts, poll
+    rank 3   rollout ===|poll|pre-rollout ~~~~~~~|step| out    ~:    a decoding step of the next prompts, poll
                               ^ enters the done barrier
 
 Who waits for whom: every rank for the slowest replica, by polling between micro-steps or sleeps; no call blocks in MPI.
@@ -37,7 +37,9 @@ _log = logging.getLogger(__name__)
 StepFn = Callable[[], Mapping[str, float] | None]
 """One micro-step: its metrics, `tokens` (trained on) among them, or None when there is nothing to train on."""
 PreRoll = Callable[[Callable[[], bool]], int]
-"""Decodes the next step's prompts until its argument, asked between two decoding steps, is true; returns the tokens."""
+"""Decodes the next two steps' prompts until its argument, asked between two decoding steps, is true; returns how many
+tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ class IdleWindow:
             steps=sums.steps - sums.parked_steps,
             step_seconds=self._step_seconds,
             can_pre_roll=sums.can_pre_roll,
-            training_share=(self._trained_before + sums.seconds) / idle_in_run if idle_in_run > 0 else 0.0,
+            training_share=(self._trained_before + sums.trained) / idle_in_run if idle_in_run > 0 else 0.0,
             usual_seconds=self._idle_before / max(1, self._windows),
         )
 
@@ -228,7 +230,7 @@ class IdleWindow:
         spans = self._tracker.finish()[:-1]  # without the BUSY of no length that closes the phase
         idle_seconds = seconds_in(spans, RankState.IDLE, RankState.TRAINING, RankState.PRE_ROLLING)
         self._idle_before += idle_seconds
-        self._trained_before += sums.seconds
+        self._trained_before += sums.trained
         self._windows += 1
         if self._on_span is not None:
             for span in spans:
@@ -236,7 +238,7 @@ class IdleWindow:
         return WindowReport(
             spans=spans,
             idle_seconds=idle_seconds,
-            training_seconds=sums.seconds - sums.parked_seconds,
+            training_seconds=sums.trained,
             parked_training_seconds=sums.parked_seconds,
             steps=sums.steps,
             tokens=sums.tokens,
@@ -262,6 +264,11 @@ class _Sums:
     can_pre_roll: bool = False
     pre_rolled_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def trained(self) -> float:
+        """Seconds of the window's own micro-steps."""
+        return self.seconds - self.parked_seconds
 
     def add(self, metrics: Mapping[str, float], seconds: float) -> None:
         """Counts a micro-step."""

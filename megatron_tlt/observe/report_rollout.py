@@ -90,7 +90,7 @@ def rollout(run: RunData) -> PageSection:
         )
     note = (
         "BUSY: the rank has requests. WAITING: all of them wait for their environments. IDLE: it has none left, other "
-        "ranks have. PRE_ROLLING: idle, decodes the next step's prompts. TRAINING: idle, trains the drafter."
+        "ranks have. PRE_ROLLING: idle, decodes the next two steps' prompts. TRAINING: idle, trains the drafter."
     )
     bars = {_name(view): _state_bars(view) for view in views if view.states}
     if bars:

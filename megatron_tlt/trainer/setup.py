@@ -133,7 +133,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         policy=policy,
         drafter=drafter,
         sync=BucketedSync(config.sync, backend, world),
-        evaluator=build_evaluator(config, held_out, backend, rewards, queues, environments),
+        evaluator=build_evaluator(config, held_out, backend, rewards, queues, environments, repeats=True),
         recovery=recovery,
         metrics=metrics,
     )
@@ -166,11 +166,13 @@ def build_evaluator(
     rewards: RewardPool,
     queues: PromptQueues,
     environments: Environments | None,
+    repeats: bool = False,
 ) -> Evaluator | None:
-    """The evaluator on held-out prompts; None without any."""
+    """The evaluator on held-out prompts; None without any. `repeats`: it runs again, with the responses as drafts."""
     if not prompts:
         return None
-    draft_bytes = int(config.idle.pre_rollout_mib * 2**20) if why_no_eval_drafts(config) is None else 0
+    drafts = repeats and why_no_eval_drafts(config) is None
+    draft_bytes = int(config.idle.pre_rollout_mib * 2**20) if drafts else 0
     params = sampling_params(config)
     return Evaluator(prompts, config.eval, params, backend, rewards, queues, environments, draft_bytes)
 

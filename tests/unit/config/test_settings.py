@@ -43,7 +43,7 @@ def set_in(tree: Any, path: str = "") -> Iterator[str]:
 
 
 def test_there_are_few_settings() -> None:
-    """Each one is read by everybody who looks for another: a knob that nobody turns is a constant."""
+    """A setting that no configuration sets is a constant: its page is shorter without it."""
     assert len(list(settings(Config))) <= MOST
 
 
