@@ -323,18 +323,18 @@ class HiddenStateSample:
     key: int = 0  # the request's sampling key
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackendCapabilities:
     """Capabilities of a kind of rollout engine; `check` refuses a configuration that needs more."""
 
-    keyed_sampling: bool  # a response is a function of seed, prompt and policy, the same bits with any drafter
-    selectors: bool  # our selectors decide how much each step drafts
-    hidden_states: bool  # the policy's hidden states of responses can be had, to train a drafter
-    logprobs: bool  # samples carry log-probs; if not, the actor scores them before the update
-    stop_strings: bool  # responses can end at a string, whatever its tokens
-    tensor_parallel: bool  # one engine on several ranks
-    routed_experts: bool  # responses can name the experts that their tokens chose
-    draft_traces: bool  # the drafts of single responses are known, for samples.jsonl
+    keyed_sampling: bool = False  # a response is a function of seed, prompt and policy, the same bits with any drafter
+    selectors: bool = False  # our selectors decide how much each step drafts
+    hidden_states: bool = False  # the policy's hidden states of responses can be had, to train a drafter
+    logprobs: bool = False  # samples carry log-probs; if not, the actor scores them before the update
+    stop_strings: bool = False  # responses can end at a string, whatever its tokens
+    tensor_parallel: bool = False  # one engine on several ranks
+    routed_experts: bool = False  # responses can name the experts that their tokens chose
+    draft_traces: bool = False  # the drafts of single responses are known, for samples.jsonl
     drafters: tuple[str, ...] | None = None  # values of `rollout.speculation.drafter` that it has; None: all
     turns: bool = False  # a response may have turns of an environment between those that it draws
     pre_rollouts: bool = False  # drafts that a call brings are verified, and `until` ends a call
@@ -343,10 +343,13 @@ class BackendCapabilities:
 DraftedBy = Literal["none", "suffix", "trained", "pre_rollout"]
 """The source of a step's drafts: none, the suffix drafter, the trained one, or earlier responses (other rows of such a
 step draft by the suffix or the trained drafter)."""
-_ALL = BackendCapabilities(True, True, True, True, True, True, True, True, turns=True, pre_rollouts=True)
+_ALL = BackendCapabilities(
+    keyed_sampling=True, selectors=True, hidden_states=True, logprobs=True, stop_strings=True, tensor_parallel=True,
+    routed_experts=True, draft_traces=True, turns=True, pre_rollouts=True,
+)  # fmt: skip
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
     "embedded": _ALL,
-    "trtllm": BackendCapabilities(False, False, False, False, False, False, False, False, ("none", "eagle3")),
+    "trtllm": BackendCapabilities(drafters=("none", "eagle3")),
     # Log-probs are the actor's: the engine's differ in the last bits with the batch.
     "vllm": replace(_ALL, logprobs=False, draft_traces=False),
 }
