@@ -90,9 +90,12 @@ def print_problems(error: ConfigError | DataError) -> None:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether the error is the timeout of a collective or of an idle window."""
+    """Whether the error is the timeout of a collective. Gloo and NCCL have no class for it, only for their errors."""
+    from torch.distributed import DistError
+
     text = str(error).lower()
-    return "timed out" in text or "timeout" in text or "nothing was heard" in text
+    of_torch = isinstance(error, DistError) or (type(error) is RuntimeError and "gloo/transport/" in text)
+    return of_torch and ("timed out" in text or "timeout" in text)
 
 
 def is_of_the_machine(error: BaseException) -> bool:

@@ -7,15 +7,18 @@ import os
 import resource
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
-from megatron_tlt.cli.ranks import failure_text
+from megatron_tlt.cli.ranks import failure_text, is_timeout
 from megatron_tlt.config.run import ObserveSection
 from megatron_tlt.distributed.launch import Launch, detect_launch
+from megatron_tlt.errors import BackendError
 from megatron_tlt.observe.jsonl import StepFile, read_rows
 from megatron_tlt.observe.metrics import METRICS_FILE, MetricsLogger, wandb_problems
 
@@ -59,6 +62,17 @@ def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:
         f"'{tmp_path / 'rows.jsonl'}'"
     )
     assert failure_text(world, OSError(errno.EINVAL, "a mistake of ours"), None).count("\n") > 0
+
+
+def test_only_collectives_and_their_store_wait_in_vain() -> None:
+    """Other errors that name a timeout are not reported as ranks that did not arrive."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=0.1))
+    with pytest.raises(RuntimeError) as caught:
+        store.get("never set")
+    assert is_timeout(caught.value)
+    others = KeyError("timeout_s"), TimeoutError("timed out"), BackendError("vLLM: timeout"), RuntimeError("timeout")
+    for error in others:
+        assert not is_timeout(error)
 
 
 @pytest.mark.parametrize(("limit", "says"), [(128, "may have 128 open files: a rank needs 256"), (4000, "4000, 4000")])
