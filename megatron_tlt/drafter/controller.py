@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from megatron_tlt.drafter.sharing import HiddenStateSharing
+from megatron_tlt.observe.reduction import RankMetrics, sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,10 +126,10 @@ class OnlineDrafterController:
         """The engines have the drafter of `version`."""
         self._published = version
 
-    def buffer_metrics(self) -> dict[str, float]:
+    def buffer_metrics(self) -> RankMetrics:
         """Counters of this rank's training buffer."""
         metrics = {} if self.trainer is None else self.trainer.buffer.metrics()
-        return {f"drafter/buffer/{name}": value for name, value in metrics.items()}
+        return sums({f"drafter/buffer/{name}": value for name, value in metrics.items()})
 
     def drop_window(self) -> None:
         """Undoes the training since the last merge: the step is dropped. Called on every rank."""

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_tlt.observe.reduction import Metric, RankMetrics, Reduce
+
 MIB = 2**20
 _PROC = Path("/proc/self")
 _cuda = {"before_reset": 0, "outside": 0, "outside_peak": 0}
@@ -89,7 +91,7 @@ class PhasePeaks:
             self._is_open = False
             self._peaks[name] = max(self._peaks.get(name, 0), self._peak())
 
-    def take(self) -> dict[str, float]:
-        """`memory/<phase>_peak_mib` since the last call. Resets them."""
+    def take(self) -> RankMetrics:
+        """`memory/<phase>_peak_mib` since the last call, maxima over ranks. Resets them."""
         peaks, self._peaks = self._peaks, {}
-        return {f"memory/{name}_peak_mib": peak / MIB for name, peak in peaks.items()}
+        return {f"memory/{name}_peak_mib": Metric(peak / MIB, Reduce.MAX) for name, peak in peaks.items()}

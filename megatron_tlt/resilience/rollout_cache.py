@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from megatron_tlt.data.prompt_queue import PromptQueue
 from megatron_tlt.observe.files import naming
+from megatron_tlt.observe.reduction import RankMetrics, sums
 from megatron_tlt.resilience.response_lines import (
     decode_sample,
     encode_line,
@@ -230,15 +231,12 @@ class RolloutCache:
 
         return store
 
-    def end_step(self) -> dict[str, float]:
-        """After the step's last response; returns metrics of this rank, to be summed over ranks."""
+    def end_step(self) -> RankMetrics:
+        """After the step's last response; returns metrics of this rank."""
         if self._writer is None:
             return {}
         self._writer.end()
-        return {
-            "rollout_cache/reused": float(self._reused),
-            "rollout_cache/disabled": float(self._writer.has_failed),
-        }
+        return sums({"rollout_cache/reused": self._reused, "rollout_cache/disabled": self._writer.has_failed})
 
     def remove_until(self, step: int | None) -> None:
         """Removes the steps up to `step`, that of this run's newest complete checkpoint."""

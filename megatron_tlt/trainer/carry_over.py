@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import CheckpointError
+from megatron_tlt.observe.reduction import Metric, RankMetrics, Reduce, sums
 from megatron_tlt.resilience.response_lines import prompt_crc
 from megatron_tlt.trainer.batch_assembly import group_samples, token_ages
-from megatron_tlt.trainer.means import sums_for_means
 from megatron_tlt.types import CAPABILITIES, Sample, SampleGroup
 
 if TYPE_CHECKING:
@@ -80,23 +80,27 @@ class CarriedGroups:
         self._positions = {g.prompt.prompt_id: self._positions[g.prompt.prompt_id] for g in self.groups}
         return [group for group in groups if not any(map(is_unfinished, group.samples))]
 
-    def metrics(self, trained: Sequence[SampleGroup], version: int) -> dict[str, float]:
-        """Metrics of this rank, named for `metrics.combined`: the carried groups (rank 0), and the ages of the tokens
-        of its `trained` groups under policy `version`. None without `rollout.carry_over`.
+    def metrics(self, trained: Sequence[SampleGroup], version: int) -> RankMetrics:
+        """Metrics of this rank: the carried groups (rank 0), and the ages of the tokens of its `trained` groups under
+        policy `version`. None without `rollout.carry_over`.
         """
         if not self._carries:
             return {}
-        row = {}
+        row: RankMetrics = {}
         if self._world.is_main:
             begun, waiting = self.responses()
             counts = {"new_prompts": self._num_new, "waiting_groups": len(self.groups)}
             counts |= {"unfinished": len(begun), "waiting_responses": len(waiting)}
-            row = {f"carry_over/{name}": float(value) for name, value in counts.items()}
+            row = sums({f"carry_over/{name}": value for name, value in counts.items()})
         ages = [token_ages(sample.drawn_by, version) for group in trained for sample in group.samples]
         count = float(sum(map(len, ages)))
-        sums = {"token_age": sum(int(a.sum()) for a in ages), "off_policy": sum(int((a > 0).sum()) for a in ages)}
-        row |= sums_for_means({f"carry_over/{name}": (total, count) for name, total in sums.items()})
-        return row | {"carry_over/token_age_max": float(max((int(a.max(initial=0)) for a in ages), default=0))}
+        total, off_policy = sum(int(a.sum()) for a in ages), sum(int((a > 0).sum()) for a in ages)
+        oldest = float(max((int(a.max(initial=0)) for a in ages), default=0))
+        return row | {
+            "carry_over/token_age": Metric(total, Reduce.MEAN, count),
+            "carry_over/off_policy": Metric(off_policy, Reduce.MEAN, count),
+            "carry_over/token_age_max": Metric(oldest, Reduce.MAX),
+        }
 
     @property
     def oldest_position(self) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import TrainingError
+from megatron_tlt.observe.reduction import RankMetrics, sums
 
 if TYPE_CHECKING:
     from megatron_tlt.types import SampleGroup
@@ -56,25 +57,25 @@ class EmptySteps:
         self._limit, self._is_main = limit, is_main
         self._count, self._last = 0, Dropped()
 
-    def look(self, step: int, rounds: int, num_kept: int, dropped: Dropped) -> dict[str, float]:
+    def look(self, step: int, rounds: int, num_kept: int, dropped: Dropped) -> RankMetrics:
         """After the rollouts of `step` (1-based), from figures over all ranks: counts an empty step. Rank 0 logs a
-        warning of it and returns metrics, for ranks' metrics are added up.
+        warning of it and returns the metrics.
         """
         self._count, self._last = (0 if num_kept else self._count + 1), dropped
         if not self._is_main:
             return {}
         if not num_kept:
             _log.warning("step %d: dynamic sampling kept no group in %d rollouts: %s", step, rounds, dropped)
-        row = {
-            "sampling/rounds": float(rounds),
-            "sampling/kept_groups": float(num_kept),
-            "sampling/dropped_groups": float(dropped.groups),
-            "sampling/empty_in_a_row": float(self._count),
+        row: dict[str, float] = {
+            "sampling/rounds": rounds,
+            "sampling/kept_groups": num_kept,
+            "sampling/dropped_groups": dropped.groups,
+            "sampling/empty_in_a_row": self._count,
         }
         if dropped.responses:
             row["sampling/dropped_reward"] = dropped.mean_reward
             row["sampling/dropped_accuracy"] = dropped.correct / dropped.responses
-        return row
+        return sums(row)
 
     def check(self) -> None:
         """Raises TrainingError on every rank after `train.max_lost_steps` such steps in a row."""

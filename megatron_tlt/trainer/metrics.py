@@ -18,6 +18,7 @@ from megatron_tlt.observe.log import enter_phase
 from megatron_tlt.observe.memory import PhasePeaks
 from megatron_tlt.observe.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsLogger
 from megatron_tlt.observe.progress import build_progress
+from megatron_tlt.observe.reduction import Metric, RankMetrics, Reduce, reduced, sums, values_of
 from megatron_tlt.observe.rollouts import (
     RESPONSES_DIR,
     ROLLOUTS_FILE,
@@ -31,8 +32,7 @@ from megatron_tlt.observe.rollouts import (
 )
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary, write_summary
 from megatron_tlt.trainer.acceptance import AcceptanceMonitor
-from megatron_tlt.trainer.means import means_of_sums
-from megatron_tlt.trainer.turn_metrics import failure_warning, turn_sums
+from megatron_tlt.trainer.turn_metrics import failure_warning, turn_metrics
 
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
@@ -72,7 +72,7 @@ class RunMetrics:
         self._events = EventLog(self._run_dir, world.rank)
         self._progress = build_progress(config.observe.progress, config.train.num_steps, world.rank)
         self._peaks = PhasePeaks(world.device)
-        self._windows: list[dict[str, float]] = []  # idle windows of the step under way
+        self._windows: list[RankMetrics] = []  # idle windows of the step under way
         self._metrics: MetricsLogger | None = None
         self._samples: StepFile | None = None
         self._rollouts: StepFile | None = None
@@ -144,20 +144,19 @@ class RunMetrics:
         metrics: Mapping[str, float],
         stats: EngineStats,
         groups: Sequence[SampleGroup],
-        mine: Mapping[str, float],
+        mine: RankMetrics,
     ) -> None:
         """Writes everything of the last step. Collective: phase times, engine counters and `mine` are gathered here.
 
-        `metrics` are equal on all ranks; names without a section belong to `policy/`. `mine` are this rank's metrics,
-        see `combined`.
+        `metrics` are equal on all ranks; names without a section belong to `policy/`. `mine` are this rank's metrics.
         """
         step = self.state.step
         seconds = time.perf_counter() - self._step_started
         self._log_rollout(step, stats)
         phases = self._events.end_step()
-        own = {**mine, **combined(self._windows), **self._peaks.take(), **_counters(stats)}
+        own = mine | reduced(self._windows) | self._peaks.take() | _counters(stats)
         if self._config.env is not None:
-            own |= turn_sums(groups)
+            own |= turn_metrics(groups)
         if (failures := failure_warning(groups)) is not None:
             _log.warning(failures)
         responses = rank_row(stats, groups)
@@ -166,9 +165,9 @@ class RunMetrics:
         row = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
         if not self._config.rewards.functions:  # nothing was judged
             row = {name: value for name, value in row.items() if not name.startswith("reward/")}
-        row |= _phase_times(all_phases) | combined([of_rank for _, of_rank, _ in gathered])
+        row |= _phase_times(all_phases) | values_of([of_rank for _, of_rank, _ in gathered])
         row |= {"time/step": seconds} | _rollout_rates(row, [of_rank.get("rollout", 0.0) for of_rank in all_phases])
-        row |= _acceptance(row) | _stop_time(row) | means_of_sums(row)
+        row |= _acceptance(row) | _stop_time(row)
         for warning in self._acceptance.check(row):
             if self.world.is_main:
                 _log.warning(warning)
@@ -248,8 +247,8 @@ class RunMetrics:
                 part.close()
 
 
-def window_metrics(report: WindowReport, is_group_leader: bool) -> dict[str, float]:
-    """Metrics of one idle window of a rank, named for `combined`.
+def window_metrics(report: WindowReport, is_group_leader: bool) -> RankMetrics:
+    """Metrics of one idle window of a rank.
 
     The ranks of a replica train and decode as one, so only its leader counts micro-steps and tokens.
     """
@@ -260,20 +259,12 @@ def window_metrics(report: WindowReport, is_group_leader: bool) -> dict[str, flo
         row["env/recovered_seconds"] = report.parked_training_seconds
     if is_group_leader:
         if report.pre_rolled_tokens:
-            row["pre_rollout/tokens"] = float(report.pre_rolled_tokens)
-        row |= {"drafter/steps": float(report.steps), "drafter/tokens": float(report.tokens)}
-    row |= {"idle/entered_max": report.entered_at, "idle/left_max": report.left_at}
-    return row | {f"drafter/{name}_mean": report.metrics[name] for name in _DRAFTER if name in report.metrics}
-
-
-def combined(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of several windows or ranks as one: maxima of names in _max and _peak_mib, means in _mean, else sums."""
-    result = {}
-    for name in sorted({name for row in rows for name in row}):
-        values = [row[name] for row in rows if name in row]
-        total = max(values) if name.endswith(("_max", "_peak_mib")) else sum(values)
-        result[name] = total / len(values) if name.endswith("_mean") else total
-    return result
+            row["pre_rollout/tokens"] = report.pre_rolled_tokens
+        row |= {"drafter/steps": report.steps, "drafter/tokens": report.tokens}
+    ends = {"idle/entered_max": report.entered_at, "idle/left_max": report.left_at}
+    learned = {name: report.metrics[name] for name in _DRAFTER if name in report.metrics}
+    means = {f"drafter/{name}_mean": Metric(value, Reduce.MEAN) for name, value in learned.items()}
+    return sums(row) | {name: Metric(end, Reduce.MAX) for name, end in ends.items()} | means
 
 
 def _phase_times(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -283,11 +274,11 @@ def _phase_times(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return times | {f"idle/rank{rank:03d}": p.get("idle", 0.0) for rank, p in enumerate(ranks)}
 
 
-def _counters(stats: EngineStats) -> dict[str, float]:
+def _counters(stats: EngineStats) -> RankMetrics:
     values = {name: getattr(stats, name) for name in _COUNTERS + (_TURN_COUNTERS if stats.turns else ())}
     names = _SPEC_COUNTERS + (_PRE_ROLLED if stats.speculation.pre_rolled_rows else ())
     values |= {f"spec_{name}": getattr(stats.speculation, name) for name in names}
-    return {f"engine/{name}": float(value) for name, value in values.items()}
+    return sums({f"engine/{name}": value for name, value in values.items()})
 
 
 def _rollout_rates(row: Mapping[str, float], seconds: Sequence[float]) -> dict[str, float]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_tlt.drafter.controller import OnlineDrafterController
     from megatron_tlt.idle.window import IdleWindow
     from megatron_tlt.interfaces import RolloutBackend
+    from megatron_tlt.observe.reduction import RankMetrics
     from megatron_tlt.resilience.rollout_cache import RolloutCache
     from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.rewards.pool import RewardPool
@@ -78,7 +79,7 @@ class GroupSampler:
     def __post_init__(self) -> None:
         self.empty_steps = EmptySteps(self.config.train.max_lost_steps, self.queues.world.is_main)
 
-    def sample(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
+    def sample(self, step: int) -> tuple[list[SampleGroup], RankMetrics]:
         """This rank's scored groups of `step` (1-based); its metrics of rollout cache, carried groups and dynamic
         sampling. Collective.
 

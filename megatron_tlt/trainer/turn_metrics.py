@@ -1,8 +1,4 @@
-"""Metrics and records of environments: turns, their rewards, seconds and failures.
-
-Every rank gives sums over its own trajectories; the means are made of the sums of all ranks, so that they do not depend
-on which rank generated which trajectory.
-"""
+"""Metrics and records of environments: turns, their rewards, seconds and failures."""
 
 from __future__ import annotations
 
@@ -12,24 +8,24 @@ import numpy as np
 
 from megatron_tlt.envs.calls import parse_calls
 from megatron_tlt.observe.jsonl import JsonRow
-from megatron_tlt.trainer.means import sums_for_means
+from megatron_tlt.observe.reduction import Metric, RankMetrics, Reduce, sums
 from megatron_tlt.types import Sample, SampleGroup
 
 _TURNS = 8  # of which the mean reward is a metric
 
 
-def turn_sums(groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """Sums over this rank's trajectories; those that were cut in their first turn have no rewards."""
+def turn_metrics(groups: Sequence[SampleGroup]) -> RankMetrics:
+    """Of this rank's trajectories; those that were cut in their first turn have no rewards."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [sample.turn_rewards for sample in samples]
-    row = {"env/failures": float(sum(sample.failure is not None for sample in samples))}
+    row = sums({"env/failures": sum(sample.failure is not None for sample in samples)})
     pairs = {"env/turns": (float(sum(map(len, rewards))), len(samples))}
     pairs |= {"env/reward": (sum(map(sum, rewards)), len(samples))}
     pairs |= {"env/seconds": (sum(sum(sample.turn_seconds) for sample in samples), len(samples))}
     for turn in range(min(_TURNS, max(map(len, rewards), default=0))):
         there = [of_turn[turn] for of_turn in rewards if len(of_turn) > turn]
         pairs[f"env/reward/turn_{turn + 1}"] = sum(there), len(there)
-    return row | sums_for_means(pairs)
+    return row | {name: Metric(total, Reduce.MEAN, count) for name, (total, count) in pairs.items()}
 
 
 def turn_rows(

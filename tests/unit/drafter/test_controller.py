@@ -83,7 +83,7 @@ def test_a_step_trains_merges_and_publishes():
     metrics = one_step(controller)
     assert metrics == {"drafter/version": 1, "drafter/disabled": 0, "drafter/coverage": 1}
     assert controller.num_samples() == 3
-    assert controller.buffer_metrics()["drafter/buffer/added"] == 3
+    assert controller.buffer_metrics()["drafter/buffer/added"].value == 3
     published, version = sync(controller)
     assert version == 1 and torch.equal(published, weights(controller)) and not torch.equal(published, before)
     assert sync(controller) is None, "the engines have it"
@@ -142,6 +142,6 @@ def test_windows_train_on_what_the_actor_handed_out_in_the_step_before():
     # None older than max_age for the next policy.
     held = sorted((key[0], key[1]) for key in trainer.buffer._entries)
     assert held == [(version, n) for version in range(4) for n in (20, 30, 40)]
-    assert controller.buffer_metrics()["drafter/buffer/dropped_by_budget"] == 0 + 1 + 2 + 3
+    assert controller.buffer_metrics()["drafter/buffer/dropped_by_budget"].value == 0 + 1 + 2 + 3
     trainer.take_step([], 0)
     assert controller.num_samples() == 12, "an update without responses takes none away"

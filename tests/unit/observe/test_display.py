@@ -11,7 +11,6 @@ from megatron_tlt.observe.jsonl import to_line
 from megatron_tlt.observe.progress import TERMINAL_VARIABLE, build_progress
 from megatron_tlt.observe.rollouts import response_rows, sample_rows
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary
-from megatron_tlt.trainer.metrics import combined
 from megatron_tlt.types import GenerateCall, Prompt, RewardResult, Sample, SampleGroup, SamplingParams
 
 METRICS = {
@@ -161,23 +160,3 @@ def test_the_summary_shows_what_was_learned_and_where_the_time_went():
         "step-20",
     ):
         assert part in text
-
-
-def test_figures_of_ranks_are_added_but_maxima_stay_maxima():
-    ranks = [
-        {
-            "idle/seconds": 1.0,
-            "idle/stop_ms_max": 4.0,
-            "memory/update_peak_mib": 3.0,
-            "drafter/loss_mean": 1.0,
-        },
-        {"idle/seconds": 2.0, "memory/update_peak_mib": 5.0, "drafter/loss_mean": 2.0},
-        {},
-    ]
-    added = {
-        "idle/seconds": 3.0,
-        "idle/stop_ms_max": 4.0,
-        "memory/update_peak_mib": 5.0,
-        "drafter/loss_mean": 1.5,
-    }
-    assert combined(ranks) == added

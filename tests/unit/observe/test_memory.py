@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_tlt.observe.memory import MIB, PhasePeaks, reset_cuda_peak
+from megatron_tlt.observe.reduction import values_of
 
 
 class Allocator:
@@ -38,7 +39,7 @@ def test_every_phase_has_its_own_peak(monkeypatch: pytest.MonkeyPatch):
         memory.use(7, -6)
         reset_cuda_peak(device)  # as a capture of graphs does in the middle of a rollout
         memory.use(2)
-    assert peaks.take() == {"memory/a_peak_mib": 5.0, "memory/b_peak_mib": 8.0}
+    assert values_of([peaks.take()]) == {"memory/a_peak_mib": 5.0, "memory/b_peak_mib": 8.0}
     assert peaks.take() == {}
     with pytest.raises(AssertionError, match="inside another"), peaks.phase("a"), peaks.phase("b"):
         pass
@@ -54,7 +55,7 @@ def test_resident_memory_is_seen_while_it_is_there():
             fresh[at] = 1
     with peaks.phase("after"):
         pass
-    found = peaks.take()
+    found = values_of([peaks.take()])
     grown = found["memory/large_peak_mib"] - found["memory/before_peak_mib"]
     assert 56 < grown < 80
     assert found["memory/after_peak_mib"] < found["memory/large_peak_mib"] - 48

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_tlt.config.run import RolloutCacheSection
 from megatron_tlt.data.prompt_queue import PromptQueue
+from megatron_tlt.observe.reduction import values_of
 from megatron_tlt.resilience.rollout_cache import (
     ResponseWriter,
     RolloutCache,
@@ -188,7 +189,7 @@ def run_step(
         call = GenerateCall(queue, PARAMS, SAMPLES, on_response=on_response, begun=begun or {}, have=have)
         samples = cache.generate(call)
     finally:
-        metrics = cache.end_step()
+        metrics = values_of([cache.end_step()])
         cache.close()
     return samples, metrics
 
@@ -224,7 +225,7 @@ def test_responses_to_prompts_that_another_replica_fetches_are_left_to_it(tmp_pa
     samples = cache.generate(GenerateCall(queue, PARAMS, SAMPLES))
     assert [(s.prompt_id, s.sample_index) for s in samples] == [(p, i) for p in (1, 3) for i in range(SAMPLES)]
     assert len(engine.asked) == 7
-    assert cache.end_step()["rollout_cache/reused"] == 1.0
+    assert cache.end_step()["rollout_cache/reused"].value == 1.0
 
 
 @pytest.mark.parametrize(

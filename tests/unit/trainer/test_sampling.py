@@ -160,9 +160,9 @@ def test_steps_without_a_mixed_group_are_counted_and_end_the_run(caplog: pytest.
     assert caplog.messages == [f"step 4: dynamic sampling kept no group in 1 rollouts: {dropped}"]
     figures = {"rounds": 1, "kept_groups": 0, "dropped_groups": 1, "empty_in_a_row": 1}
     figures |= {"dropped_reward": 1, "dropped_accuracy": 1}
-    assert {name.partition("/")[2]: row[name] for name in row if name.startswith("sampling/")} == figures
+    assert {name.partition("/")[2]: row[name].value for name in row if name.startswith("sampling/")} == figures
     groups, row = sampler.sample(4)
-    assert [g.prompt.prompt_id for g in groups] == [1] and row["sampling/empty_in_a_row"] == 0
+    assert [g.prompt.prompt_id for g in groups] == [1] and row["sampling/empty_in_a_row"].value == 0
     sampler.empty_steps.check()
     for limit, ends in ((1, True), (2, False), (0, False)):
         empty = EmptySteps(limit, is_main=False)
@@ -190,4 +190,4 @@ def test_groups_are_scored_when_their_last_member_has_ended() -> None:
     trained = [[(g.prompt.prompt_id, [len(s.token_ids) for s in g.samples]) for g in groups] for groups, _ in steps]
     assert trained == [[], [(i, [2, 3]) for i in (0, 1, 2)], [(i, [2, 3]) for i in (4, 3)]], "three groups of two"
     assert all(len(g.rewards) == 2 for groups, _ in steps for g in groups)
-    assert [m["carry_over/unfinished"] for _, m in steps] == [2, 0, 0]
+    assert [m["carry_over/unfinished"].value for _, m in steps] == [2, 0, 0]

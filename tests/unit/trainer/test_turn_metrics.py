@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_tlt.trainer.means import means_of_sums
-from megatron_tlt.trainer.metrics import _rollout_rates, combined
-from megatron_tlt.trainer.turn_metrics import failure_warning, turn_rows, turn_sums
+from megatron_tlt.observe.reduction import values_of
+from megatron_tlt.trainer.metrics import _rollout_rates
+from megatron_tlt.trainer.turn_metrics import failure_warning, turn_metrics, turn_rows
 from megatron_tlt.types import Prompt, Sample, SampleGroup
 
 
@@ -21,10 +21,8 @@ def group(*turns):
 
 def test_means_are_of_all_trajectories():
     ranks = [[group([1.0, 2.0], [0.5])], [group([0.0, 0.0, 3.0]), group(None)]]
-    whole = combined([turn_sums(groups) for groups in ranks])
-    means = means_of_sums(whole)
-    assert whole == {"env/failures": 1.0}
-    assert means == {
+    assert values_of([turn_metrics(groups) for groups in ranks]) == {
+        "env/failures": 1.0,
         "env/turns": 6 / 4,
         "env/reward": pytest.approx(6.5 / 4),
         "env/seconds": 0.5 * 7 / 4,
@@ -37,11 +35,9 @@ def test_means_are_of_all_trajectories():
 def test_a_trajectory_that_was_cut_in_its_first_turn_counts():
     cut = SampleGroup(Prompt(1, "q", (1,), ""), [Sample(1, 0, [1], [0.0], "", "length", 0)])
     for groups, mean in (([cut], 0.0), ([cut, group([1.0])], 0.5), ([], 0.0)):
-        whole = turn_sums(groups)
-        assert means_of_sums(whole) | {"env/reward/turn_1": 0} == {
-            "env/turns": mean, "env/reward": mean, "env/seconds": 0.5 * mean, "env/reward/turn_1": 0
+        assert values_of([turn_metrics(groups)]) | {"env/reward/turn_1": 0} == {
+            "env/failures": 0, "env/turns": mean, "env/reward": mean, "env/seconds": 0.5 * mean, "env/reward/turn_1": 0
         }  # fmt: skip
-        assert whole == {"env/failures": 0.0}
 
 
 def test_the_share_of_waiting_is_of_all_ranks_rollouts():
