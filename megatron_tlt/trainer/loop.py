@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.controller import OnlineDrafterController
-    from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.sync.push import BucketedSync
     from megatron_tlt.trainer.batch_assembly import BatchAssembler
     from megatron_tlt.trainer.evaluation import Evaluator
@@ -40,7 +39,6 @@ class RLTrainer:
     world: World
     state: TrainState
     sampler: GroupSampler
-    backend: RolloutBackend
     assembler: BatchAssembler
     policy: MegatronPolicy
     drafter: OnlineDrafterController
@@ -62,7 +60,7 @@ class RLTrainer:
             return False
         self._collect_hidden_states()
         try:
-            self.recovery.shutdown.sync_after_step()  # a signal may have come while everything was loaded
+            self.recovery.end_step()  # a signal may have come while everything was loaded
             self._sync_weights()
             self._maybe_evaluate()
             while self.state.step < num_steps:
@@ -71,8 +69,7 @@ class RLTrainer:
             if not self._is_complete():
                 self.recovery.save_and_leave(reason)
                 return True
-        self.recovery.finish()
-        self.metrics.finish(self.recovery.checkpoints.latest())
+        self.metrics.finish(self.recovery.finish())
         return False
 
     def _train_step(self) -> None:
@@ -81,16 +78,16 @@ class RLTrainer:
         self.recovery.begin_step()
         groups, of_rank = self.sampler.sample(self.state.step + 1)  # rollout, idle window, score
         stats = self.sampler.take_stats()
-        self.backend.release_weights()  # until the weight sync
+        self.sampler.release()  # until the weight sync
         with self.metrics.phase("exchange"):
             table, sequences = self.assembler.exchange(groups)
         with self.metrics.phase("logprobs"):
             batch = self.assembler.build_batch(sequences, table)
-        self.recovery.shutdown.sync("update")
+        self.recovery.may_stop("update")
         with self.metrics.phase("update"):
             updated = self._update(batch)
         with self.metrics.phase("merge"):
-            merged = self.drafter.merge(at_once=self.recovery.checkpoints.is_scheduled(self.state.step + 1))
+            merged = self.drafter.merge(at_once=self.recovery.checkpoint_is_due())
         pushed = self._sync_weights()
         self.recovery.step_done()
         with self.metrics.phase("log"):
@@ -108,13 +105,13 @@ class RLTrainer:
             out = self.policy.train_step(batch)
         else:
             out = TrainOutput(self.policy.policy_version, {"empty_step": 1.0}, skipped=True)
-        return out.metrics | self.recovery.nonfinite.look(self.state.step + 1, batch, out)
+        return out.metrics | self.recovery.look_at(batch, out)
 
     def _sync_weights(self) -> dict[str, float]:
         """The policy, and the drafter if a merge has changed it, into every engine: both or none. Returns metrics."""
         with self.metrics.phase("weight_sync"):
             drafter = self.drafter.unpublished()
-            weights = self.recovery.rollout_cache.fingerprint(self.policy.named_weights())  # read on its way
+            weights = self.recovery.watched(self.policy.named_weights())  # read on its way
             metrics = self.sync.push(weights, self.policy.policy_version, drafter)
             if drafter is not None:
                 self.drafter.mark_published(drafter[1])
@@ -138,7 +135,7 @@ class RLTrainer:
             return
         with self.metrics.phase("eval"):
             result = self.evaluator.run(self.state.step, self.recovery.shutdown)
-        self.backend.take_stats()  # tokens of the evaluation are not counted as rollout
+        self.sampler.take_stats()  # tokens of the evaluation are not counted as rollout
         self.state.evaluations.append(result)
         self.metrics.log_eval(result)
 
@@ -152,9 +149,6 @@ class RLTrainer:
 
     def close(self) -> None:
         """Frees engine, reward workers, communicators and log files. Collective."""
-        self.recovery.shutdown.close()
-        self.recovery.rollout_cache.close()
         self.sampler.close()
-        self.backend.close()
         self.metrics.close()
-        self.recovery.checkpoints.close()  # last: from here on another job may use the run directory
+        self.recovery.close()

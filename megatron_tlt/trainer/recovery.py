@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from megatron_tlt.observe.runfiles import CONFIG_FILE
 from megatron_tlt.trainer.evaluation import EvalResult
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.checkpoint.manager import CheckpointManager
     from megatron_tlt.config.root import Config
@@ -25,11 +28,13 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.controller import OnlineDrafterController
     from megatron_tlt.interfaces import RolloutBackend
+    from megatron_tlt.observe.reduction import RankMetrics
     from megatron_tlt.resilience.nonfinite import NonFiniteGuard
     from megatron_tlt.resilience.rollout_cache import RolloutCache
     from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown
     from megatron_tlt.trainer.carry_over import CarriedGroups
     from megatron_tlt.trainer.metrics import RunMetrics
+    from megatron_tlt.types import GenerateCall, Sample, TrainBatch, TrainOutput
 
 
 @dataclass
@@ -87,6 +92,31 @@ class Recovery:
     def begin_step(self) -> None:
         """Before a step: records the state that a checkpoint gets if a signal drops the step."""
         self._before = self._snapshot()
+        self.rollout_cache.begin_step(self.state.step + 1, self.backend.policy_version)
+
+    def generate(self, call: GenerateCall) -> tuple[list[Sample], bool]:
+        """Samples of the backend, some from the rollout cache; ([], True) if a signal cut the rollout short."""
+        return self.shutdown.interruptible(self.rollout_cache.generate, call)
+
+    def end_rollouts(self) -> RankMetrics:
+        """After the step's last response; returns metrics of the rollout cache."""
+        return self.rollout_cache.end_step()
+
+    def may_stop(self, place: str, interrupted: bool = False) -> None:
+        """Between two phases of a step. Collective. Raises GracefulExit; see `GracefulShutdown.sync`."""
+        self.shutdown.sync(place, interrupted)
+
+    def look_at(self, batch: TrainBatch, out: TrainOutput) -> dict[str, float]:
+        """After the update of the step under way: counts and records one that is not finite. Returns metrics."""
+        return self.nonfinite.look(self.state.step + 1, batch, out)
+
+    def checkpoint_is_due(self) -> bool:
+        """Whether a checkpoint is to be saved after the step under way."""
+        return self.checkpoints.is_scheduled(self.state.step + 1)
+
+    def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """The same `weights` of the policy, which the rollout cache's fingerprint reads on their way to the engines."""
+        return self.rollout_cache.fingerprint(weights)
 
     def step_done(self) -> None:
         """After the step's last change to policy and drafter: no signal drops it any more."""
@@ -130,8 +160,8 @@ class Recovery:
         self.metrics.note(f"{why}saved after step {step}, the next start goes on there")
         self.world.ends_early(True, f"{ended}; saved, the same command goes on")
 
-    def finish(self) -> None:
-        """After the last step: saves it, also where the last save was put off. Collective."""
+    def finish(self) -> Path | None:
+        """After the last step: saves it, also where the last save was put off. Returns the newest one. Collective."""
         with self.metrics.phase("checkpoint"):
             if self.config.checkpoint.every and self.policy.has_stepped:
                 # After an update that was skipped the weights are those before it; older checkpoints stay beside it.
@@ -139,6 +169,13 @@ class Recovery:
                 self.checkpoints.save_now(step, self._snapshot(), self.drafter.state_dict, prune=is_good)
             self.checkpoints.wait()
         self.rollout_cache.clear()
+        return self.checkpoints.latest()
+
+    def close(self) -> None:
+        """Frees its parts; the checkpoints' last, for from there on another job may use the run directory."""
+        self.shutdown.close()
+        self.rollout_cache.close()
+        self.checkpoints.close()
 
     def _snapshot(self) -> dict[str, Any]:
         return {

@@ -30,13 +30,12 @@ if TYPE_CHECKING:
     from megatron_tlt.idle.window import IdleWindow
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.observe.reduction import RankMetrics
-    from megatron_tlt.resilience.rollout_cache import RolloutCache
-    from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.trainer.carry_over import CarriedGroups
     from megatron_tlt.trainer.environments import Environments
     from megatron_tlt.trainer.metrics import RunMetrics
     from megatron_tlt.trainer.pre_rollouts import PreRollouts
+    from megatron_tlt.trainer.recovery import Recovery
     from megatron_tlt.types import EngineStats, Prompt
 
 _FIRST_LENGTH = 256.0  # tokens that a response is expected to have before any has ended
@@ -63,14 +62,13 @@ class GroupSampler:
     carried: CarriedGroups
     queues: PromptQueues
     backend: RolloutBackend
-    rollout_cache: RolloutCache
+    recovery: Recovery
     drafter: OnlineDrafterController
     idle_window: IdleWindow
     rewards: RewardPool
     environments: Environments | None = None
     pre_rollouts: PreRollouts | None = None
     algorithm: Algorithm
-    shutdown: GracefulShutdown
     metrics: RunMetrics
     _lengths: np.ndarray = field(default_factory=lambda: np.array([_FIRST_LENGTH]))
     """Tokens of the last rollout's responses, ascending."""
@@ -89,7 +87,6 @@ class GroupSampler:
         kept: list[SampleGroup] = []
         rounds, dropped = 0, Dropped()
         self.drafter.begin_step(self.backend.policy_version)
-        self.rollout_cache.begin_step(step, self.backend.policy_version)
         for _ in range(section.max_sampling_rounds if section.dynamic_sampling else 1):
             rounds += 1
             groups = self.carried.take(self._rollout(step, self._next_prompts(num_prompts)))
@@ -105,7 +102,7 @@ class GroupSampler:
                 _check_judged([judged for _, judged, _ in everywhere])
             if len(ids) >= num_prompts:
                 break
-        row = self.rollout_cache.end_step() | self.carried.metrics(kept, self.backend.policy_version)
+        row = self.recovery.end_rollouts() | self.carried.metrics(kept, self.backend.policy_version)
         if section.dynamic_sampling:
             chosen = set(ids[:num_prompts])
             kept = [group for group in kept if group.prompt.prompt_id in chosen]
@@ -122,6 +119,10 @@ class GroupSampler:
     def take_stats(self) -> EngineStats:
         """The engine's counters of the step's rollouts. Resets them."""
         return self.backend.take_stats() if self.pre_rollouts is None else self.pre_rollouts.take_stats()
+
+    def release(self) -> None:
+        """Frees the engine's weights until the next weight sync."""
+        self.backend.release_weights()
 
     def _rollout(self, step: int, prompts: Sequence[Prompt]) -> list[SampleGroup]:
         """Groups of `step` that this rank generated, of new `prompts` and carried ones.
@@ -140,7 +141,7 @@ class GroupSampler:
             if pre_rollouts is not None:
                 pre_rollouts.exchange()
         self.metrics.end_window(report, self.queues.is_first)
-        self.shutdown.sync("rollout", is_cut_short)
+        self.recovery.may_stop("rollout", is_cut_short)
         return groups
 
     def _generate(self, prompts: Sequence[Prompt]) -> tuple[list[SampleGroup], bool]:
@@ -160,7 +161,7 @@ class GroupSampler:
             call = GenerateCall(queue, params, num_samples, self._report, have, begun=begun, turns=turns, drafts=drafts)
             if turns is not None and not self.config.rollout.releases_cache(self.queues.world.device.type):
                 call = replace(call, while_parked=self._train_drafter)  # else training takes the cache's memory
-            samples, is_cut_short = self.shutdown.interruptible(self.rollout_cache.generate, call)
+            samples, is_cut_short = self.recovery.generate(call)
         if samples:
             self._lengths = np.sort(np.array([len(s.token_ids) for s in samples], np.float64))
         if not self.queues.is_first:
@@ -184,11 +185,12 @@ class GroupSampler:
         self.metrics.on_rollout(running, waiting, generated_tokens)
 
     def close(self) -> None:
-        """Ends the workers of rewards and environments and frees the communicator of the idle windows. Collective."""
+        """Ends engine and workers of rewards and environments, frees the idle windows' communicator. Collective."""
         self.idle_window.coordinator.close()
         self.rewards.close()
         if self.environments is not None:
             self.environments.close()
+        self.backend.close()
 
 
 def _judged(groups: Sequence[SampleGroup]) -> tuple[int, str | None]:

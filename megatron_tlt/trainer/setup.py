@@ -113,14 +113,13 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         carried=carried,
         queues=queues,
         backend=backend,
-        rollout_cache=recovery.rollout_cache,
+        recovery=recovery,
         drafter=drafter,
         idle_window=_idle_window(config, world, tp, drafter, metrics),
         rewards=rewards,
         environments=environments,
         pre_rollouts=_pre_rollouts(config, prompts, queues, backend),
         algorithm=algorithm,
-        shutdown=recovery.shutdown,
         metrics=metrics,
     )
     return RLTrainer(
@@ -128,7 +127,6 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         world=world,
         state=state,
         sampler=sampler,
-        backend=backend,
         assembler=BatchAssembler(world, policy, algorithm, config.rollout.temperature, backend.capabilities.logprobs),
         policy=policy,
         drafter=drafter,

@@ -71,7 +71,7 @@ def body(world: World) -> None:
             parts = WEIGHTS(trainer.drafter.trainer).values()
             mine = torch.cat([p.flatten() for p in parts]).numpy().tobytes()
             assert len(set(world.all_gather_object(mine))) == 1
-            assert trainer.backend.drafter_version == trainer.drafter.trainer.version, "the last one serves"
+            assert trainer.sampler.backend.drafter_version == trainer.drafter.trainer.version, "the last one serves"
         trainer.close()
         world.barrier()
 

@@ -71,12 +71,6 @@ class Ranks:
     def remember(self, responses: list[PastResponse]) -> None:
         self.history += responses
 
-    def begin_step(self, step: int, policy_version: int) -> None:
-        assert (step, policy_version) == (4, 0)
-
-    def end_step(self) -> dict[str, float]:
-        return {"rollout_cache/reused": 0.0}
-
     def generate(self, call: GenerateCall) -> list[Sample]:
         self.asked.append([p.prompt_id for p in call.prompts])
         call.on_progress(2, 1, 10)
@@ -112,14 +106,17 @@ def sampler_of(ranks: Ranks, rounds: int = 1, wanted: int = 3, carry_over: int |
         carried=CarriedGroups(ranks, stream, config.rollout),
         queues=PromptQueues(ranks, 1, lambda ticket: ticket, None),
         backend=ranks,
-        rollout_cache=ranks,
         drafter=SimpleNamespace(
             collecting=nullcontext, begin_step=lambda version: None, train_step=None, disabled_reason=None
         ),
         idle_window=SimpleNamespace(begin=lambda: None, run=lambda step_fn, pre_roll: None),
         rewards=Rewards(),
         algorithm=build_algorithm(section, max_tokens=8),
-        shutdown=SimpleNamespace(interruptible=lambda generate, call: (generate(call), False), sync=lambda *_: None),
+        recovery=SimpleNamespace(
+            generate=lambda call: (ranks.generate(call), False),
+            may_stop=lambda *_: None,
+            end_rollouts=lambda: {"rollout_cache/reused": 0.0},
+        ),
         metrics=ranks,
     )  # type: ignore[arg-type]
 
