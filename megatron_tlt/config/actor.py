@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_tlt.config.base import Section
+from megatron_tlt.config.base import OnDisk, Section
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
@@ -25,7 +25,7 @@ class LoraSection(Section):
     targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] = LORA_TARGETS
     """Matrices of every layer that get a pair; of a mixture of experts gate, up and down of each expert, the shared one
     included."""
-    adapter_path: str | None = None
+    adapter_path: Annotated[str | None, OnDisk()] = None
     """PEFT directory (adapter_config.json, adapter_model.safetensors) that the pairs start from; default: B is zero, A
     is drawn. Its rank, alpha and targets must be those of this section."""
 

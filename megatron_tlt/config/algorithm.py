@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_tlt.config.base import Section
+from megatron_tlt.config.base import OnDisk, Section
 from megatron_tlt.config.model import ArchitectureConfig
 
 AlgorithmName = Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "distill"]
@@ -19,7 +19,7 @@ class AlgorithmSection(Section):
     """grpo (2402.03300), dr_grpo (2503.20783), dapo (2503.14476), rloo (2402.14740),
     reinforce_pp (2501.03262), gspo (2507.18071), distill (2306.13649: reverse KL to a teacher at each token, alone or
     beside rewards)."""
-    teacher: str | None = None
+    teacher: Annotated[str | None, OnDisk("model")] = None
     """distill: Hugging Face directory of the teacher, or its name on the hub, as `model.path`. Its sizes may differ
     from the policy's; its tokenizer must give every token of the policy's the same id."""
     ratio_clip_low: NonNegativeFloat | None = None

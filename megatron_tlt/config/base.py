@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
+
+Content = Literal["model", "companions", "rows"]
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """Marks a field with a file or directory that is read."""
+
+    content: Content | None = None  # what is fetched where it names something on the hub; None: it cannot
+    split: str = ""  # the section's field with the split of a data set
+    is_read: Callable[[Any], object] = bool  # whether it is read, by its section
 
 
 class Section(BaseModel):
@@ -32,3 +45,23 @@ class Section(BaseModel):
         kind = cls.model_fields[name].annotation if name in cls.model_fields else None
         kinds = {kind, *get_args(kind)}
         return bool not in kinds and not kinds.isdisjoint((int, float))
+
+
+class Place(NamedTuple):
+    """A field that is marked `OnDisk`, and its value."""
+
+    field: str
+    value: str
+    section: Any
+    mark: OnDisk
+
+
+def places(section: Section, prefix: str = "") -> Iterator[Place]:
+    """The files and directories that a configuration reads, and names on the hub in their stead."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from places(value, f"{prefix}{name}.")
+        for mark in field.metadata:
+            if isinstance(mark, OnDisk) and value is not None and mark.is_read(section):
+                yield Place(prefix + name, value, section, mark)

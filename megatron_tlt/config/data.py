@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_tlt.config.base import Section
+from megatron_tlt.config.base import OnDisk, Section
 
 
 class TaskConfig(Section):
@@ -30,7 +30,7 @@ class PromptSourceConfig(Section):
     a data set of the Hugging Face hub by name, a clone of one (files of Parquet, JSON, CSV or TSV), or a directory
     that Dataset.save_to_disk wrote. jsonl: an object a line, or one list of them; text files may be compressed (gzip,
     bzip2, xz, zstd)."""
-    path: str | None = None
+    path: Annotated[str | None, OnDisk("rows", split="split")] = None
     """File or directory (jsonl, parquet, hf). hf: or a name on the hub, OWNER/NAME or OWNER/NAME@REVISION."""
     subset: str | None = None
     """hf: subset of the data set (`configs` of its card, else a folder); default: the card's default, or the only

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from megatron_tlt.config.base import Section
+from megatron_tlt.config.base import OnDisk, Section
 
 
 class ArchitectureConfig(Section):
@@ -51,13 +51,13 @@ class ArchitectureConfig(Section):
 class ModelSection(Section):
     """The model to train."""
 
-    path: str
+    path: Annotated[str, OnDisk("model")]
     """Hugging Face directory (config.json, *.safetensors, tokenizer files) the policy starts from, or a name on the
     Hugging Face hub: OWNER/NAME, or OWNER/NAME@REVISION (branch, tag, commit). Relative paths count from the working
     directory; one that exists is never read as a name."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, OnDisk("companions")] = None
     """Directory of the tokenizer, or a name on the hub; default: `path`."""
-    megatron_path: str | None = None
+    megatron_path: Annotated[str | None, OnDisk()] = None
     """Megatron distributed checkpoint (torch_dist, any layout) that the policy takes its starting weights from.
     `path` then gives only config.json and the tokenizer. The directory with latest_checkpointed_iteration.txt, or
     the one with the shards; what `tools/convert_hf_to_megatron.py` writes is good as `path`, too."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
-from megatron_tlt.config.base import Section
+from megatron_tlt.config.base import OnDisk, Section
 from megatron_tlt.config.data import DataSection, RewardSection
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.env import EnvSection
@@ -111,12 +111,12 @@ class Config(Section):
 class SftSection(Section):
     """Supervised fine-tuning: records, length, output."""
 
-    train_path: str
+    train_path: Annotated[str, OnDisk("rows", split="train_split")]
     """JSONL of {"prompt", "completion"} or {"messages"} records (chat messages, the last one of the assistant), or a
     data set: a directory or a name on the Hugging Face hub, as with `data.train.path` and kind: hf. Of messages, those
     of the assistant after the last one of the user are trained on; between them may be a tool's. Calls stand in the
     content as the model writes them; a column tools may have the JSON schemas for the chat template."""
-    eval_path: str | None = None
+    eval_path: Annotated[str | None, OnDisk("rows", split="eval_split")] = None
     """Held-out records; their loss is reported."""
     subset: str | None = None
     """Subset of a data set."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_tlt.config.base import Section
+from megatron_tlt.config.base import OnDisk, Section
 
 
 class TrainSection(Section):
@@ -50,6 +50,9 @@ class EvalSection(Section):
 UNFINISHED = "unfinished"  # folder of a command's output directory: what the command resumes from until it is done
 
 
+Resume = Annotated[Literal["auto", "never"] | str, OnDisk(is_read=lambda s: s.resume not in ("auto", "never"))]
+
+
 class CheckpointSection(Section):
     """Checkpoints in megatron's distributed format."""
 
@@ -59,7 +62,7 @@ class CheckpointSection(Section):
     """Newest checkpoints kept."""
     asynchronous: bool = True
     """Write in the background while training goes on."""
-    resume: Literal["auto", "never"] | str = "auto"
+    resume: Resume = "auto"
     """auto: from `latest` in run_dir when there is one; never; or the path of one checkpoint."""
 
 
@@ -71,7 +74,7 @@ class SftCheckpointSection(CheckpointSection):
     """Steps between checkpoints, also after the last step; 0: only at a signal."""
     keep: PositiveInt = 1
     """Newest checkpoints kept."""
-    resume: Literal["auto", "never"] | str = "auto"
+    resume: Resume = "auto"
     """auto: from the newest of an unfinished run when there is one; never; or the path of one checkpoint. One of
     another model, of other records or of another order of them is refused."""
 

@@ -25,8 +25,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_tlt.config.base import Content, places
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data import hub_answers
 from megatron_tlt.data.dataset_files import CARD, FORMATS, choose_files
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
 
 RootT = TypeVar("RootT", bound="Config | SftConfig")
-Content = Literal["model", "companions", "rows"]
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\S+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -94,24 +94,18 @@ def names_of(config: Config | SftConfig, weights: bool = True) -> list[Named]:
     """The fields of a configuration that name something on the hub. `weights`: whether the command reads them; a base
     under adapters is read by all.
     """
-    model = config.model
-    reads_model = (weights or config.actor.lora is not None) and model.megatron_path is None
-    content: Content = "model" if reads_model else "companions"
-    found = [Named("model.path", model.path, content)]
-    if model.tokenizer is not None:
-        found.append(Named("model.tokenizer", model.tokenizer, "companions"))
-    if isinstance(config, SftConfig):
-        found += [Named(field, path, "rows", config.sft.subset, split) for field, path, split in config.sft.files]
-    else:
-        speculation, teacher = config.rollout.speculation, config.algorithm.teacher
-        if weights and teacher is not None:
-            found.append(Named("algorithm.teacher", teacher, "model"))
-        if weights and speculation.trained and speculation.drafter_path is not None:
-            found.append(Named("rollout.speculation.drafter_path", speculation.drafter_path, "model"))
-        for field, source in config.data.sources:
-            if weights and source.kind == "hf" and source.path is not None:
-                found.append(Named(f"{field}.path", source.path, "rows", source.subset, source.split))
-    return [named for named in found if is_name(named.value)]
+    reads_base = (weights or config.actor.lora is not None) and config.model.megatron_path is None
+    found = []
+    for place in places(config):
+        section, content = place.section, place.mark.content
+        if place.field == "model.path":
+            content = "model" if reads_base else "companions"
+        elif not weights and content != "companions":
+            continue
+        if content is not None and getattr(section, "kind", "hf") == "hf" and is_name(place.value):
+            subset, split = (getattr(section, name, None) for name in ("subset", place.mark.split))
+            found.append(Named(place.field, place.value, content, subset, split))
+    return found
 
 
 def on_this_machine(config: RootT, ranks: Ranks, weights: bool = True) -> RootT:
@@ -183,12 +177,7 @@ def cached(config: RootT) -> tuple[RootT, list[str], list[ConfigProblem]]:
 
 def with_names(config: Config) -> Config:
     """The inverse of `on_this_machine`, with commits: OWNER/NAME@COMMIT for every directory in a hub's cache."""
-    paths = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
-    paths["rollout.speculation.drafter_path"] = config.rollout.speculation.drafter_path
-    paths["algorithm.teacher"] = config.algorithm.teacher
-    paths["data.train.path"] = config.data.train.path
-    paths["data.eval.path"] = None if config.data.eval is None else config.data.eval.path
-    found = {field: _SNAPSHOT.search(path or "") for field, path in paths.items()}
+    found = {place.field: _SNAPSHOT.search(place.value) for place in places(config) if place.mark.content}
     return _with_values(config, {field: f"{m[1]}/{m[2]}@{m[3]}" for field, m in found.items() if m})
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tlt.backends.vllm.launch import python_problems
 from megatron_tlt.checkpoint.resume import resume_problems
+from megatron_tlt.config.base import places
 from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.checks.layout import resolve_device
 from megatron_tlt.config.checks.run import find_problems
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
 
 _log = logging.getLogger(__name__)
-
-_DRAFTER_PATH = "rollout.speculation.drafter_path"
 
 
 def check_report(config: Config | SftConfig, ranks: int | None) -> str:
@@ -103,8 +102,7 @@ def place_problems(config: Config | SftConfig, must_be_writable: bool = True) ->
     """Problems with the directory that a run, or fine-tuning, writes."""
     if isinstance(config, Config):
         return output_directory_problems("train.run_dir", config.train.run_dir, "train", (), must_be_writable)
-    model = config.model
-    sources = model.path, model.megatron_path, model.tokenizer
+    sources = [place.value for place in places(config.model)]
     return output_directory_problems("sft.out", config.sft.out, "sft", sources, must_be_writable)
 
 
@@ -186,30 +184,16 @@ def missing_model(config: Config | SftConfig) -> list[ConfigProblem]:
 
 
 def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
-    """Model, teacher, drafter, prompts and records that are not on this machine."""
+    """Files and directories of a configuration that are not on this machine; of a model's, its config.json."""
     problems = missing_model(config)
-    named: dict[str, str | None]
-    if isinstance(config, SftConfig):
-        named = {field: path for field, path, _ in config.sft.files}
-    else:
-        named = {f"{name}.path": source.path for name, source in config.data.sources}
-        if config.rollout.speculation.trained:
-            named[_DRAFTER_PATH] = config.rollout.speculation.drafter_path
-        named["algorithm.teacher"] = config.algorithm.teacher
-        if config.rollout.backend == "trtllm":
-            named["rollout.trtllm.python"] = config.rollout.trtllm.python
-        if config.rollout.backend == "vllm":
-            problems += python_problems(config.rollout.vllm)
-    if config.checkpoint.resume not in ("auto", "never"):
-        named["checkpoint.resume"] = config.checkpoint.resume
-    named["model.megatron_path"] = config.model.megatron_path
-    named["actor.lora.adapter_path"] = (
-        config.actor.lora.adapter_path if config.actor.lora is not None else None
-    )
-    for field, path in named.items():
-        if path is not None and not Path(path).exists():
-            problems.append(ConfigProblem(field, path, "no such file or directory"))
-    return problems
+    found_elsewhere = ("model.path", "model.tokenizer")  # the latter by `tokenizer_problems`
+    named = {place.field: place.value for place in places(config) if place.field not in found_elsewhere}
+    if isinstance(config, Config) and config.rollout.backend == "vllm":
+        problems += python_problems(config.rollout.vllm)
+    if isinstance(config, Config) and config.rollout.backend == "trtllm" and config.rollout.trtllm.python:
+        named["rollout.trtllm.python"] = config.rollout.trtllm.python
+    absent = [(field, path) for field, path in named.items() if not Path(path).exists()]
+    return problems + [ConfigProblem(field, path, "no such file or directory") for field, path in absent]
 
 
 def _hf_weight_problems(
