@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.checks.pre_rollouts import why_no_eval_drafts, why_no_pre_rollouts
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
@@ -33,12 +34,18 @@ from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import device_memory
+from megatron_tlt.trainer.batch_assembly import BatchAssembler
+from megatron_tlt.trainer.carry_over import CarriedGroups
 from megatron_tlt.trainer.chat_settings import with_date
 from megatron_tlt.trainer.environments import Environments, before_a_run, open_environments, prompts_of
 from megatron_tlt.trainer.evaluation import Evaluator
+from megatron_tlt.trainer.loop import RLTrainer
+from megatron_tlt.trainer.metrics import RunMetrics
 from megatron_tlt.trainer.models import build_models, tensor_parallel
+from megatron_tlt.trainer.pre_rollouts import PreRollouts
 from megatron_tlt.trainer.preflight import check_on, place_problems
-from megatron_tlt.trainer.sampling import sampling_params, step_params
+from megatron_tlt.trainer.recovery import Recovery, TrainState
+from megatron_tlt.trainer.sampling import GroupSampler, sampling_params, step_params
 from megatron_tlt.trainer.teacher import with_teacher_shape
 from megatron_tlt.trainer.token_checks import open_tokenizer
 from megatron_tlt.types import CAPABILITIES, Prompt
@@ -49,23 +56,14 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.observe.rollouts import DraftsOf
     from megatron_tlt.resilience.signals import StopSignals
-    from megatron_tlt.trainer.loop import RLTrainer
-    from megatron_tlt.trainer.metrics import RunMetrics
-    from megatron_tlt.trainer.pre_rollouts import PreRollouts
     from megatron_tlt.trainer.sft import SftTrainer
+
 
 def build_trainer(config: Config, world: World, signals: StopSignals | None = None) -> RLTrainer:
     """One rank of an RL run, ready to `run`; `signals` may have come already. Collective. Raises ConfigError with all
     problems at once.
     """
-    from megatron_tlt.algorithms.build import build_algorithm
     from megatron_tlt.checkpoint.manager import CheckpointManager
-    from megatron_tlt.trainer.batch_assembly import BatchAssembler
-    from megatron_tlt.trainer.carry_over import CarriedGroups
-    from megatron_tlt.trainer.loop import RLTrainer
-    from megatron_tlt.trainer.metrics import RunMetrics
-    from megatron_tlt.trainer.recovery import Recovery, TrainState
-    from megatron_tlt.trainer.sampling import GroupSampler
 
     device_memory.let_segments_grow(world.device, config.by_handles(world.device.type))
     config = with_date(with_teacher_shape(device_memory.with_device_memory(config, world)), world)
@@ -188,8 +186,6 @@ def _pre_rollouts(
     config: Config, prompts: PromptStream, queues: PromptQueues, backend: RolloutBackend
 ) -> PreRollouts | None:
     """The next step's drafts from idle windows; None where the run has none."""
-    from megatron_tlt.trainer.pre_rollouts import PreRollouts
-
     if why_no_pre_rollouts(config, queues.world.size) is not None:
         return None
     return PreRollouts(
