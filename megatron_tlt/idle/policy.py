@@ -47,7 +47,7 @@ class IdleView:
     steps: int = 0
     """Micro-steps of this window."""
     step_seconds: float = 0.0
-    """Of the last micro-step, in this window or before it; 0: there was none."""
+    """Of a usual micro-step, in this window or before it; 0: not known."""
     can_pre_roll: bool = False
     """Prompts of the next step have not been pre-rolled in this window."""
     training_share: float = 0.0

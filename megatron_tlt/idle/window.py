@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import TYPE_CHECKING
 
 from megatron_tlt.config.idle import POLL_S
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 TOKENS = "tokens"
 _log = logging.getLogger(__name__)
+_RECENT_STEPS = 5  # micro-steps, whose median is a usual one
 
 StepFn = Callable[[], Mapping[str, float] | None]
 """One micro-step: its metrics, `tokens` (trained on) among them, or None when there is nothing to train on."""
@@ -100,7 +102,8 @@ class IdleWindow:
         self._poll_seconds = poll_seconds
         self._clock, self._sleep, self._wall = clock, sleep, wall
         self._failure: str | None = None
-        self._step_seconds = 0.0  # of the last micro-step
+        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)  # of the last micro-steps
+        self._is_warm = False  # whether there was one: the first builds and allocates much, and is no measure
         # Of the run's earlier windows: seconds idle and in micro-steps, and their number.
         self._idle_before, self._trained_before, self._windows = 0.0, 0.0, 0
         self.begin()
@@ -205,7 +208,7 @@ class IdleWindow:
             # An idle replica gets no new samples: without any, none come before the window ends.
             samples_available=0 if sums.has_no_samples else available,
             steps=sums.steps - sums.parked_steps,
-            step_seconds=self._step_seconds,
+            step_seconds=median(self._step_seconds) if self._step_seconds else 0.0,
             can_pre_roll=sums.can_pre_roll,
             training_share=(self._trained_before + sums.trained) / idle_in_run if idle_in_run > 0 else 0.0,
             usual_seconds=self._idle_before / max(1, self._windows),
@@ -222,7 +225,9 @@ class IdleWindow:
         if metrics is None:
             sums.has_no_samples = True
             return
-        self._step_seconds = seconds
+        if self._is_warm:
+            self._step_seconds.append(seconds)
+        self._is_warm = True
         sums.add(metrics, seconds)
 
     def _finish(self, sums: _Sums) -> WindowReport:

@@ -312,7 +312,7 @@ class Engine:
     def has_room(self) -> bool:
         """See `DrivenEngine`."""
         is_full = self.num_running + self.num_waiting >= self.limits.max_running
-        return not is_full and (self._has_drafts or not self.scheduler.has_queue)
+        return not is_full and (self.scheduler.queue_fits if self._has_drafts else not self.scheduler.has_queue)
 
     def begin(
         self, prompt: Prompt, params: SamplingParams, indices: Sequence[int], begun: Mapping[int, Sample], turns: bool

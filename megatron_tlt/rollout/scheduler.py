@@ -89,6 +89,12 @@ class Scheduler:
         """Whether a prompt waits for a place or for memory."""
         return bool(self._waiting)
 
+    @property
+    def queue_fits(self) -> bool:
+        """Whether blocks are left behind the queued prompts and the first block of each of their samples."""
+        need = sum(self.blocks.blocks_for(len(p.tokens)) - len(p.blocks) + len(p.children) for p in self._waiting)
+        return need < self.blocks.num_free
+
     def add(self, prefill: Prefill) -> None:
         """Queues the samples of one prompt. Raises BackendError if they could never run."""
         self._check(prefill)

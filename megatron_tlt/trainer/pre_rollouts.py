@@ -136,21 +136,20 @@ class PreRollouts:
         return rest if held is None else joined(held, rest)
 
     def _run(self, queue_of: Callable[[Sequence[Prompt]], PromptQueue], until: Callable[[], bool]) -> int:
-        """See `idle.window.PreRoll`. After a failure, which is logged once, this replica pre-rolls no more."""
+        """See `idle.window.PreRoll`. After a failure, which is logged once, this replica pre-rolls no more. Of several
+        ranks those that have not failed wait in the middle of a step: there it passes through, and ends the job.
+        """
         if self._has_failed:
             return 0
         self._stats = self.take_stats()
-        failure = None
         try:
             samples = self._generate(queue_of, until)
-        except Exception as error:  # noqa: BLE001  whatever it was: the next step decodes without drafts
-            failure, samples = error_line(error), []
+        except Exception as error:  # whatever it was: the next step decodes without drafts
+            if self.queues.tp > 1:
+                raise
+            self._has_failed, samples = True, []
+            _log.warning("this replica pre-rolls no more, and drops what it had: %s", error_line(error))
         tokens = self.backend.take_stats().generated_tokens
-        if self.queues.agree(int(failure is not None)):
-            self._has_failed = True
-            if failure is not None:
-                _log.warning("this replica pre-rolls no more, and drops what it had: %s", failure)
-            return tokens
         if self.queues.is_first:
             self._new = [sample for sample in samples if sample.token_ids]
         return tokens

@@ -131,4 +131,7 @@ def row_bytes(config: Config, shape: ArchitectureConfig) -> int:
 def verified_rows(config: Config) -> int:
     """R: rows of the largest forward whose logits are all computed."""
     rollout = config.rollout
-    return min(rollout.max_running_requests * rollout.speculation.rows_each, rollout.max_batched_tokens)
+    rows = rollout.max_running_requests * rollout.speculation.rows_each
+    if config.idle.pre_rollout is not False:
+        rows = max(rows, rollout.verify_rows)
+    return min(rows, rollout.max_batched_tokens)

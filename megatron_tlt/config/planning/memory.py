@@ -149,20 +149,22 @@ def _stage(
     host = {**drafter.host_parts(config, shape, device), "suffix drafter": engine.suffix_bytes(config)}
     only = _only(config, device)
     if why_no_pre_rollouts(config, dims.world_size) is None:
-        host["pre-rollouts"] = _exchanged_bytes(config, config.idle.pre_rollout_mib * MIB)
+        kept = 2 * config.idle.pre_rollout_mib * MIB  # of two windows
+        host["pre-rollouts"] = _exchanged_bytes(config, config.idle.pre_rollout_mib * MIB, kept)
         only |= {part: (*only[part], "idle window") for part in (KV, "rollout step") if part in only}
     if why_no_eval_drafts(config) is None:
         tokens = config.eval.max_tokens or config.rollout.max_tokens
         most = 4 * config.eval.num_prompts * config.eval.samples_per_prompt * tokens
-        host["drafts of evaluations"] = _exchanged_bytes(config, min(most, config.idle.pre_rollout_mib * MIB))
+        kept = min(most, config.idle.pre_rollout_mib * MIB)
+        host["drafts of evaluations"] = _exchanged_bytes(config, kept, kept)
     if device == "cpu":
         return RankMemory(stage, parts | host, only)
     return RankMemory(stage, parts, only, host=state | host)
 
 
-def _exchanged_bytes(config: Config, kept: float) -> int:
-    """What an exchange of drafts brings, once from each rank of an engine, and the bytes that are kept."""
-    return int((1 + config.rollout.tp) * kept)
+def _exchanged_bytes(config: Config, exchanged: float, kept: float) -> int:
+    """What an exchange of drafts brings, once from each rank of an engine, and what is kept."""
+    return int(config.rollout.tp * exchanged + kept)
 
 
 def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:

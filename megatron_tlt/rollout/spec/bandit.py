@@ -14,6 +14,7 @@ from math import inf
 from statistics import median
 from typing import Any
 
+from megatron_tlt.rollout.spec.step_costs import Expected
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 
@@ -60,6 +61,10 @@ class BucketedEpsilonGreedy:
         """See `StrategySelector.usual`."""
         scores = self._scores[self._bucket(num_running)]
         return self.arms[max(scores, key=scores.__getitem__)]
+
+    def expected(self, num_running: int) -> Expected:
+        """See `StrategySelector.expected`: scores are no seconds."""
+        return Expected()
 
     def record(self, measurement: StepMeasurement) -> None:
         """See `StrategySelector.record`. The reward is the step's tokens per second."""

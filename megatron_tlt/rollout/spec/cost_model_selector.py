@@ -39,6 +39,7 @@ from megatron_tlt.rollout.spec.step_costs import (
     AcceptanceCounts,
     Candidate,
     Costs,
+    Expected,
     fit_steps,
     least_squares,
 )
@@ -113,6 +114,16 @@ class CostModelSelector:
         if bucket.current == bucket.best:
             return bucket.strategy
         return DraftStrategy(self._kind, self._lengths[bucket.best]) if bucket.best else NO_DRAFT
+
+    def expected(self, num_running: int) -> Expected:
+        """See `StrategySelector.expected`."""
+        bucket = self._bucket(num_running)
+        best = bucket.candidates[bucket.best]
+        if not best.length or not best.steps:
+            return Expected()
+        rates = bucket.acceptance.rates(self._acceptance.rates())
+        tokens = 1.0 + float(np.cumprod(rates[: best.length]).sum())
+        return Expected(tokens, best.rows / best.running, best.draft_seconds * self._slowdown)
 
     def record(self, measurement: StepMeasurement) -> None:
         """See `StrategySelector.record`."""

@@ -11,13 +11,15 @@ The place moves on with the response. Behind a mismatch it stays beside the resp
 matches there; or it moves to the nearest position behind the same last two to four tokens. Match rates count every
 emitted token that had a place, drafted or not: by the age there, and apart for responses that have had a mismatch.
 
-These drafts cost rows only. A step verifies those tokens, the most likely first, that make its tokens a second most:
+These drafts cost rows only. A step verifies those tokens, the most likely first, that make its tokens a second most
+(DSpark, Algorithm 1). The other rows, B - m(N) of them, decode as the drafter's selector chose:
 
-    argmax over N of (B + p_1 + .. + p_N) / seconds(B, N)        p: cumulative acceptance, descending
+    argmax over N of (p_1 + .. + p_N + m(N) + (B - m(N)) t) / seconds(N + m(N) + (B - m(N)) r)
 
-(DSpark, Algorithm 1), with the seconds of all steps that were recorded (`step_costs.RowCosts`).
+p are the cumulative acceptances, descending, t the tokens and r the rows of a request in a step of the selector's; the
+seconds are those of all steps that were recorded (`step_costs.RowCosts`), and of drafting.
 
-Legend: B running rows, S slots, W output width, N drafted tokens, n new tokens of all rows.
+Legend: B running rows, S slots, W output width, N drafted tokens, m rows that they belong to, n new tokens of all rows.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.cost_model_selector import EXPLORATION
 from megatron_tlt.rollout.spec.match_rates import MatchRates
-from megatron_tlt.rollout.spec.step_costs import RowCosts
+from megatron_tlt.rollout.spec.step_costs import Expected, RowCosts
 from megatron_tlt.types import DraftStrategy
 
 if TYPE_CHECKING:
@@ -43,9 +45,9 @@ _TAIL = 4  # last tokens that a new place is looked up by
 _REACH = 64  # positions on both sides of the old place
 _GIVE_UP = 128  # tokens without a good place after which the earlier response is dropped
 _NEVER = np.iinfo(np.int32).max
-_LOOK_EVERY = 8  # steps behind one where plain decoding was faster: that seldom changes within a few
+_LOOK_EVERY = 8  # steps behind one without drafts from here: what is faster seldom changes within a few
 _LEAST_RATE = 0.3  # of a place that is of use
-_LEAST_GAIN = 1.03  # in tokens a second over plain decoding: less is within the error of the costs
+_LEAST_GAIN = 1.03  # in tokens a second over a step without them: less is within the error of the costs
 _GROWTH = 2  # rows of a step, over the most that were measured: the costs of many more are not known
 _OWN_SHARE = 0.05  # of one draft in the mean of its seconds
 _AGES = np.array([2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128])  # at which a cell of the match rates ends
@@ -58,7 +60,8 @@ class PreRollouts:
         """Steps feed at most `most_rows` rows, and draft `longest` tokens of a response. Without `costs` every step
         verifies as many tokens as it may.
         """
-        self._most_rows, self._costs, self._longest = most_rows, costs, longest
+        self.most_rows = most_rows
+        self._costs, self._longest = costs, longest
         self._own_seconds = 0.0  # of making a draft, a fading mean
         self._plain_seconds = 0.0  # of steps since the last draft from here
         self._rows, self._vocab = rows, len(rows.is_stop)
@@ -66,12 +69,12 @@ class PreRollouts:
         slots = len(rows.outputs)
         self._tokens = np.zeros(rows.outputs.shape, np.int32)  # [S, W] by slot; rows that are never used take no memory
         self._length = np.zeros(slots, np.int32)  # [S] of `_tokens`
-        self._due = np.full(slots, _NEVER, np.int32)  # [S] output tokens from which on they are compared; none: never
+        self._compare_from = np.full(slots, _NEVER, np.int32)  # [S] output tokens from which on they are compared
         self._read = np.zeros(slots, np.int32)  # [S] output tokens that were compared
         self._place = np.zeros(slots, np.int32)  # [S] in `_tokens`
         self._age = np.zeros(slots, np.int32)  # [S]; 0: no place
-        self._missing = np.zeros(slots, np.int32)  # [S] output tokens since there was a good place
-        self._parted = np.zeros(slots, np.bool_)  # [S] whether there was a mismatch
+        self._since_good = np.zeros(slots, np.int32)  # [S] output tokens since there was a good place
+        self._has_parted = np.zeros(slots, np.bool_)  # [S] whether there was a mismatch
         self._rest = 0  # steps that stay plain before drafts are weighed again
         self._rates = MatchRates(_prior(), strength=12.0, memory=65536.0)
 
@@ -87,14 +90,14 @@ class PreRollouts:
     def end_generate(self) -> None:
         """Forgets them. Mutates."""
         self._earlier = {}
-        self._due[:] = _NEVER
+        self._compare_from[:] = _NEVER
         self._age[:] = 0
 
     def start(self, request: Request) -> None:
         """`request` now has a row and a slot. Its earlier response ends before a token of another vocabulary. Mutates.
         """
         slot, tokens = request.slot, self._earlier.get((request.prompt_id, request.sample_index))
-        self._due[slot], self._age[slot] = _NEVER, 0
+        self._compare_from[slot], self._age[slot] = _NEVER, 0
         if tokens is None:
             return
         foreign = (tokens < 0) | (tokens >= self._vocab)
@@ -102,11 +105,14 @@ class PreRollouts:
         length = min(length, self._tokens.shape[1])
         self._tokens[slot, :length] = tokens[:length]
         self._length[slot] = length
-        for state in (self._read, self._place, self._missing, self._parted, self._due):
+        for state in (self._read, self._place, self._since_good, self._has_parted, self._compare_from):
             state[slot] = 0
+        self._rest = 0
 
-    def propose(self) -> Draft:
-        """The tokens of earlier responses that the next step verifies; none where plain decoding is faster. Mutates."""
+    def propose(self, usual: Expected) -> Draft:
+        """The tokens of earlier responses that the next step verifies; none where the step that the selector chose,
+        which is expected to bring `usual`, is faster. Mutates.
+        """
         self._rest -= 1
         if self._rest >= 0:
             return Draft.empty(self._rows.num_rows)
@@ -115,7 +121,7 @@ class PreRollouts:
         if not lengths.any():
             return Draft.empty(self._rows.num_rows)
         draft = self._draft(lengths)
-        draft = draft.select(self._chosen(draft.cumulative_acceptance.astype(np.float64)))
+        draft = draft.select(self._chosen(draft, usual))
         self._rest = 0 if draft.num_tokens else _LOOK_EVERY
         return draft
 
@@ -124,28 +130,33 @@ class PreRollouts:
         rows, running = self._rows, self._rows.num_rows
         slots = rows.slots[:running]
         age = self._age[slots]
-        is_good = (age > 0) & (self._rates.rates[_cells(age, self._parted[slots])] >= _LEAST_RATE)
+        is_good = (age > 0) & (self._rates.rates[_cells(age, self._has_parted[slots])] >= _LEAST_RATE)
         most = rows.limit[:running] - rows.output_len[:running] - 1  # a response's last token is never drafted
         left = np.minimum(self._length[slots] - self._place[slots], most)
         lengths: np.ndarray = np.where(is_good, np.clip(left, 0, self._longest), 0)
         return lengths
 
-    def _chosen(self, acceptance: np.ndarray) -> np.ndarray:
-        """Which tokens of these cumulative acceptances [N] are verified, bool [N]."""
-        order = (-acceptance).argsort(kind="stable")[: max(0, self._most_rows - self._rows.num_rows)]
-        best = len(order) if self._costs is None else self._best(self._costs, acceptance[order])
+    def _chosen(self, draft: Draft, usual: Expected) -> np.ndarray:
+        """Which of the draft's tokens [N] are verified, bool [N]."""
+        acceptance = draft.cumulative_acceptance.astype(np.float64)
+        order = (-acceptance).argsort(kind="stable")[: max(0, self.most_rows - self._rows.num_rows)]
+        best = len(order)
+        if self._costs is not None:
+            best = self._best(self._costs, acceptance[order], draft.positions[order] == 0, usual)
         chosen = np.zeros(len(acceptance), np.bool_)
         chosen[order[:best]] = True
         return chosen
 
-    def _best(self, costs: RowCosts, acceptance: np.ndarray) -> int:
+    def _best(self, costs: RowCosts, acceptance: np.ndarray, is_first: np.ndarray, usual: Expected) -> int:
         """How many of the first tokens of these descending cumulative acceptances [N] give most tokens a second; where
-        that is none, at times the best other number.
+        that is none, at times the best other number. `is_first` bool [N]: the first one of its row.
         """
         running = self._rows.num_rows
-        acceptance = acceptance[: max(0, _GROWTH * costs.most_rows - running)]
-        tokens = running + np.append(0.0, acceptance.cumsum())
-        seconds = costs.seconds(running, np.arange(len(tokens)))
+        most = max(0, _GROWTH * costs.most_rows - running)
+        others = running - np.append(0, is_first[:most].cumsum())  # rows that decode as usual
+        tokens = running + np.append(0.0, acceptance[:most].cumsum()) + others * (usual.tokens - 1)
+        seconds = costs.seconds(running, np.arange(len(tokens)) + others * (usual.rows - 1))
+        seconds += usual.draft_seconds * (others > 0)
         seconds[1:] += self._own_seconds
         speed = tokens / seconds
         speed[0] *= _LEAST_GAIN
@@ -170,7 +181,7 @@ class PreRollouts:
         """Compares the tokens that rows have emitted since the last call, and moves their places. Mutates."""
         rows = self._rows
         slots, ends = rows.slots[: rows.num_rows], rows.output_len[: rows.num_rows]
-        at = np.flatnonzero(ends >= self._due[slots])
+        at = np.flatnonzero(ends >= self._compare_from[slots])
         if not at.size:
             return
         slots, ends = slots[at], ends[at]
@@ -183,19 +194,19 @@ class PreRollouts:
         self._count(of, row_of, within, same, place < self._length[of])
         last_missed = np.full(len(slots), -1)
         np.maximum.at(last_missed, row_of[~same], within[~same])
-        self._parted[slots] |= last_missed >= 0
+        self._has_parted[slots] |= last_missed >= 0
         self._age[slots] = np.where(last_missed < 0, self._age[slots], -1 - last_missed) + new
         self._place[slots] += new
         self._read[slots] = ends
-        lost = self._parted[slots] & (self._age[slots] < _TAIL)
+        lost = self._has_parted[slots] & (self._age[slots] < _TAIL)
         if lost.any():
             self._search(slots[lost], ends[lost])
-        is_good = self._rates.rates[_cells(self._age[slots], self._parted[slots])] >= _LEAST_RATE
+        is_good = self._rates.rates[_cells(self._age[slots], self._has_parted[slots])] >= _LEAST_RATE
         is_good &= self._age[slots] > 0
-        self._missing[slots] = missing = np.where(is_good, 0, self._missing[slots] + new)
+        self._since_good[slots] = missing = np.where(is_good, 0, self._since_good[slots] + new)
         # The longer a response has gone its own way, the rarer it is compared.
         due = np.where(is_good, 0, ends + np.maximum(1, missing // 4))
-        self._due[slots] = np.where(missing > _GIVE_UP, _NEVER, due)
+        self._compare_from[slots] = np.where(missing > _GIVE_UP, _NEVER, due)
         self._age[slots[missing > _GIVE_UP]] = 0
 
     def _count(
@@ -207,7 +218,7 @@ class PreRollouts:
         counted = is_expected & (self._age[of] > 0) & (within <= first_missed[row_of])
         if counted.any():
             of = of[counted]
-            self._rates.observe(_cells(self._age[of] + within[counted], self._parted[of]), same[counted])
+            self._rates.observe(_cells(self._age[of] + within[counted], self._has_parted[of]), same[counted])
 
     def _search(self, slots: np.ndarray, ends: np.ndarray) -> None:
         """Moves each place to the nearest one behind as many of the last tokens as possible, if these are two at least
@@ -235,7 +246,7 @@ class PreRollouts:
         """The next `lengths` int32 [B] tokens of each row's earlier response, which has as many."""
         row_of, within = _flat(lengths)
         of = self._rows.slots[row_of]
-        cells = _cells(self._age[of] + within, self._parted[of])
+        cells = _cells(self._age[of] + within, self._has_parted[of])
         log_rates = np.log(self._rates.rates[cells], dtype=np.float64)
         summed = np.cumsum(log_rates)
         before = summed - log_rates
@@ -244,14 +255,11 @@ class PreRollouts:
         return Draft(lengths, self._tokens[of, self._place[of] + within], acceptance)
 
     def state_dict(self) -> dict[str, Any]:
-        """Costs and match rates."""
-        costs = None if self._costs is None else self._costs.state_dict()
-        return {"costs": costs, "rates": self._rates.state_dict()}
+        """Match rates."""
+        return {"rates": self._rates.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
-        if self._costs is not None and state.get("costs"):
-            self._costs.load_state_dict(state["costs"])
         self._rates.load_state_dict(state["rates"])
 
 

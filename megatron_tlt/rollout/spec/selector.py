@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.rollout.spec.bandit import BucketedEpsilonGreedy
 from megatron_tlt.rollout.spec.cost_model_selector import CostModelSelector
+from megatron_tlt.rollout.spec.step_costs import Expected
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 
@@ -27,6 +28,10 @@ class StrategySelector(Protocol):
     def usual(self, num_running: int) -> DraftStrategy:
         """The strategy of such a step where it is no trial: nothing will be recorded. By default as `select`."""
         return self.select(num_running)
+
+    def expected(self, num_running: int) -> Expected:
+        """Of a step by `usual`. By default, and before anything was measured: as of plain decoding."""
+        return Expected()
 
     def record(self, measurement: StepMeasurement) -> None:
         """Adds one measured decoding step. Mutates the selector; by default nothing is kept."""

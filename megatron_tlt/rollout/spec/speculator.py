@@ -142,7 +142,7 @@ class Speculator:
         """How the present step drafts, on rank 0. Mutates the places in earlier responses."""
         running = self._rows.num_rows
         if self._earlier is not None and self._tp.rank == 0:
-            draft = self._earlier.propose()
+            draft = self._earlier.propose(self.selector.expected(running))
             if draft.num_tokens:
                 return _Step(self.selector.usual(running), draft)
         return _Step(self.selector.select(running))
@@ -156,7 +156,8 @@ class Speculator:
         counts = np.zeros(running, np.int32) if pre_rolled is None else pre_rolled.counts
         longest = np.zeros_like(counts)
         if step.strategy.draft_len:
-            room = self._max_tokens - running - int(counts.sum())
+            most_rows = self._max_tokens if self.pre_rollouts is None else self.pre_rollouts.most_rows
+            room = most_rows - running - int(counts.sum())
             share = max(0, room) // max(1, int(np.count_nonzero(counts == 0)))
             left = rows.limit[:running] - rows.output_len[:running] - 1
             longest = np.where(counts, 0, np.minimum(left, min(step.strategy.draft_len, share)))

@@ -6,9 +6,9 @@ drafter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,14 @@ class Candidate:
         return (similar.rows / similar.running - 1) / similar.length
 
 
+class Expected(NamedTuple):
+    """What a step of a strategy brings and costs; the defaults are those of plain decoding."""
+
+    tokens: float = 1.0  # of a request
+    rows: float = 1.0  # of a request
+    draft_seconds: float = 0.0  # of all requests
+
+
 @dataclass(slots=True)
 class Costs:
     """Seconds of a step, c_0 + c_B B + c_T T (+ c_V, verifying), and of P drafting passes, d_0 + d_P P + d_N B P."""
@@ -91,7 +99,7 @@ class RowCosts:
     """Seconds of decoding steps by their requests and rows, from every step that was recorded.
 
     Steps are gathered in cells, plain and verifying ones apart, of B and of T from 2^(k-1) to 2^k - 1; the costs are
-    fitted to the cells' means.
+    fitted to the cells' means. No checkpoint keeps them: the next start may be on another machine.
     """
 
     def __init__(self) -> None:
@@ -117,7 +125,7 @@ class RowCosts:
             self._fit()
 
     def seconds(self, running: int, drafted: np.ndarray) -> np.ndarray:
-        """Of a step of B = `running` requests that verifies so many drafted tokens, int [n]; 0: plain."""
+        """Of a step of B = `running` requests that verifies so many drafted tokens, float64 [n]; 0: plain."""
         seconds: np.ndarray = self.costs.step_seconds(running, running + drafted, drafted)
         return seconds
 
@@ -125,15 +133,6 @@ class RowCosts:
         cells = list(self._cells.values())
         has_verified = any(cell.length for cell in cells)  # before the first such step, verification costs nothing
         self.costs = Costs(fit_steps(cells) if has_verified else [*fit_steps(cells, terms=3), 0.0])
-
-    def state_dict(self) -> dict[str, Any]:
-        """The means."""
-        return {"cells": [[list(key), asdict(cell)] for key, cell in self._cells.items()]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`. Mutates."""
-        self._cells = {tuple(key): Candidate(**cell) for key, cell in state["cells"]}
-        self._fit()
 
 
 @dataclass(slots=True)

@@ -101,6 +101,23 @@ def test_it_trains_until_the_last_rank_is_done_and_no_step_longer(clock):
     assert (report.entered_at, report.left_at) == (12.0, clock.time)
 
 
+def test_one_slow_micro_step_does_not_end_training(clock):
+    """The first one builds and allocates; another may meet a busy moment."""
+    seconds = iter([30.0, STEP_S, STEP_S, 30.0])
+
+    def step():
+        clock.time += next(seconds, STEP_S)
+        return {"tokens": 1.0}
+
+    window, steps = make(None, clock), []
+    for start in (100.0, 200.0, 300.0, 400.0):
+        clock.time = start
+        window.coordinator = FakeCoordinator(clock, over_at=start + 1.0)
+        window.begin()
+        steps.append(window.run(step).steps)
+    assert steps[0] == 1 and steps[1] > 2 and min(steps[2:]) > 10
+
+
 def test_a_part_of_the_idle_time_is_trained_in_and_the_rest_pre_rolls(clock):
     """The first window shows how long windows are and what a micro-step takes; with prompts used up it trains again."""
     ends = iter((13.0, 23.0, 32.5))

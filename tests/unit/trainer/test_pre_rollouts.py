@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from megatron_tlt.trainer.pre_rollouts import PreRollouts
-from megatron_tlt.types import Prompt, Sample
+from megatron_tlt.types import EngineStats, Prompt, Sample
 
 
 def part() -> PreRollouts:
@@ -35,3 +37,22 @@ def test_an_unfinished_response_is_continued_also_in_place_of_a_shorter_whole_on
     assert not kept._is_whole(prompt) and kept._drafts[0, 0].tolist() == [1, 4, 5, 6]
     assert kept._drafts[0, 0].base is None, "not a view of all that was exchanged"
     assert kept.take([prompt]).keys() == {(0, 0)} and not kept._drafts
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_failure_drops_the_window_of_a_replica_of_one_rank_and_ends_one_of_several(tp: int, caplog):
+    """The other ranks of a replica wait in the middle of a step, for one that would never come back to it."""
+    of, empty = part(), EngineStats()
+    of.queues.tp, of.queues.is_first = tp, True  # type: ignore[misc]
+    of.backend = SimpleNamespace(take_stats=lambda: empty)  # type: ignore[assignment]
+    of.stream = SimpleNamespace(peek=lambda count: 1 / 0)  # type: ignore[assignment]
+
+    def run() -> int:
+        return of._run(lambda prompts: None, lambda: False)  # type: ignore[arg-type, return-value]
+
+    if tp == 2:
+        with pytest.raises(ZeroDivisionError):
+            run()
+        return
+    assert run() == run() == 0
+    assert [r.getMessage().count("pre-rolls no more") for r in caplog.records] == [1]

@@ -125,7 +125,7 @@ class StepDrafting:
         return self._strategy.draft_len
 
     def _choose(self) -> _Choice:
-        earlier = None if self.tokens is None else self.tokens.propose_earlier()
+        earlier = None if self.tokens is None else self.tokens.propose_earlier(self._selector.expected(self._rows))
         if earlier is None:
             return self._selector.select(self._rows), None
         return (NO_DRAFT if earlier.counts.all() else self._selector.usual(self._rows)), earlier

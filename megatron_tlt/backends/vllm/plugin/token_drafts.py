@@ -22,7 +22,7 @@ from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.base import Drafter, NoDrafter
 from megatron_tlt.rollout.spec.pre_rollouts import LONGEST, PreRollouts
-from megatron_tlt.rollout.spec.step_costs import RowCosts
+from megatron_tlt.rollout.spec.step_costs import Expected, RowCosts
 from megatron_tlt.rollout.spec.suffix import SuffixDrafter
 from megatron_tlt.types import DraftStrategy, SamplingParams
 
@@ -164,9 +164,11 @@ class TokenDrafts:
 
     # -- what is drafted --------------------------------------------------------------------------------------
 
-    def propose_earlier(self) -> Draft | None:
-        """The tokens of earlier responses that the next step verifies, by row; None: none. Mutates their places."""
-        draft = self._pre_rollouts.propose() if self._earlier and self._names else None
+    def propose_earlier(self, usual: Expected) -> Draft | None:
+        """The tokens of earlier responses that the next step verifies, by row; None: none. `usual`: of a step without
+        them. Mutates their places.
+        """
+        draft = self._pre_rollouts.propose(usual) if self._earlier and self._names else None
         return draft if draft is not None and draft.num_tokens else None
 
     def propose(self, strategy: DraftStrategy, earlier: Draft | None, lists: Lists) -> Lists:

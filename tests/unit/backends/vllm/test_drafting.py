@@ -12,6 +12,7 @@ import torch
 from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.draft import Draft
+from megatron_tlt.rollout.spec.step_costs import Expected
 from megatron_tlt.types import NO_DRAFT, DraftStrategy
 
 PLAIN_S, ROW_S, DRAFT_S = 10.0, 0.8, 0.2  # seconds of a step, of each row beyond eight, of drafting a token
@@ -130,7 +131,7 @@ def test_steps_with_earlier_responses_teach_their_costs_and_not_the_selector() -
     made = iter([earlier(2, 0), earlier(1, 1), None])
 
     class Tokens:
-        def propose_earlier(self) -> Draft | None:
+        def propose_earlier(self, usual: Expected) -> Draft | None:
             now[0] += 1.0
             return next(made)
 

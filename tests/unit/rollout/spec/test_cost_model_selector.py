@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_tlt.rollout.spec.cost_model_selector import CostModelSelector
+from megatron_tlt.rollout.spec.step_costs import Expected
 from megatron_tlt.types import NO_DRAFT
 from tests.helpers.spec_world import (
     SpecWorld,
@@ -46,6 +47,17 @@ def test_within_five_percent_of_the_best_fixed_draft_length(name, running):
     selector, world = CostModelSelector("trained", 8), SpecWorld(seed=3, **WORLDS[name])
     world.run(selector, 1000, running)
     assert world.run(selector, 1200) >= 0.95 * best_fixed(name, running)
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_what_a_usual_step_brings_is_what_it_has_brought(name):
+    """Tokens a second of the expectation, beside the engine's own."""
+    selector, world = CostModelSelector("trained", 8), SpecWorld(seed=3, **WORLDS[name])
+    assert selector.expected(4) == Expected()
+    world.run(selector, 1000, 4)
+    speed, usual = world.run(selector, 400), selector.expected(4)
+    seconds = float(world.step_seconds(4, 4 * usual.rows)) + usual.draft_seconds
+    assert 4 * usual.tokens / seconds == pytest.approx(speed, rel=0.05)
 
 
 @pytest.mark.parametrize("name", LOSING)

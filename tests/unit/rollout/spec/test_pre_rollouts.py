@@ -16,8 +16,8 @@ from megatron_tlt.rollout.batch import StepResult
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.pre_rollouts import LONGEST, PreRollouts
-from megatron_tlt.rollout.spec.step_costs import RowCosts
-from megatron_tlt.types import SamplingParams, SpeculationStats
+from megatron_tlt.rollout.spec.step_costs import Expected, RowCosts
+from megatron_tlt.types import Prompt, SamplingParams, SpeculationStats
 from tests.helpers.engines import Job, Responses, generate_all, random_jobs, small_config, speculating_engine
 from tests.helpers.suffix_tables import make_request
 from tests.helpers.tiny_models import random_weights
@@ -49,7 +49,7 @@ class Place:
         self.source.follow()
 
     def draft(self, length: int = 5) -> list[int]:
-        return self.source.propose().tokens.tolist()[:length]
+        return self.source.propose(Expected()).tokens.tolist()[:length]
 
 
 def test_a_place_moves_on_and_ends_with_the_response():
@@ -138,6 +138,19 @@ def test_a_step_verifies_as_many_tokens_as_pay(per_row: float, verifying: float)
     best = int(np.argmax(speeds))
     assert len(place.draft(LONGEST)) == pytest.approx(best, abs=1)
     assert (best == 0) == (verifying == 50.0)
+
+
+@pytest.mark.parametrize("usual", [Expected(), Expected(4.0, 5.0, 1.0), Expected(6.0, 7.0, 0.5), Expected(30.0, 31.0)])
+def test_rows_without_tokens_from_here_decode_as_the_selector_chose(usual: Expected):
+    """By trying every number: the first token of the row takes the drafter's tokens away, a fast drafter wins."""
+    place = Place(list(range(10, 200)), [10], RowCosts())
+    seconds = measured(place, 0.1, 0.0)
+    acceptance = place.source._draft(np.array([LONGEST], np.int32)).cumulative_acceptance.astype(float)
+    speeds = [usual.tokens / (seconds(usual.rows - 1) + usual.draft_seconds)]
+    speeds += [(1 + acceptance[:n].sum()) / seconds(n) for n in range(1, LONGEST + 1)]
+    best = int(np.argmax(speeds))
+    assert len(place.source.propose(usual).tokens) == pytest.approx(best, abs=1)
+    assert (best == 0) == (usual.tokens == 30.0)
 
 
 def test_drafts_that_do_not_pay_are_tried_again():
@@ -240,6 +253,19 @@ def test_right_drafts_are_accepted_in_the_longest_blocks():
     stats = stats_of(engine)
     assert stats.pre_rolled_accepted == stats.pre_rolled_drafted
     assert stats.pre_rolled_accept_length > 0.8 * (LONGEST + 1)
+
+
+def test_a_call_with_drafts_takes_as_many_prompts_as_memory_has_room_for():
+    """Other replicas take the rest."""
+    config = small_config("llama")
+    engine = speculating_engine(config, random_weights(config), speculation=FIXED, num_blocks=20, max_running=64)
+    assert engine.speculator is not None
+    engine.speculator.begin({(0, 0): np.array([1, 2], np.int32)})
+    tokens, taken = tuple(range(1, 2 * engine.blocks.block_size + 1)), 0
+    while engine.has_room:
+        engine.begin(Prompt(taken, "q", tokens, ""), SamplingParams(max_tokens=4), [0], {}, False)
+        taken += 1
+    assert taken == 7, "two blocks each, and one for the first sample"
 
 
 def test_rows_are_bounded():
