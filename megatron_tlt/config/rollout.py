@@ -27,7 +27,7 @@ class RolloutSection(Section):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Weights and KV cache of the engine."""
     kernels: Literal["auto", "native", "torch"] = "auto"
-    """Who computes: the native C decoder (CPU, fp32) or plain PyTorch. auto: native on CPU in fp32 when a C compiler is
+    """Who computes: the native C decoder (CPU) or plain PyTorch. auto: native on CPU when a C compiler is
     there; on CUDA PyTorch with Triton's kernels."""
     samples_per_prompt: PositiveInt = 8
     """Responses to each prompt (the group size n)."""

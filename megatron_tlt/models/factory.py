@@ -36,7 +36,7 @@ def build_decoder(
 ) -> Decoder:
     """An empty decoder; load weights next. Its `kind` is "native" or "torch".
 
-    "auto" is the native one on CPU in float32 when there is a C compiler, else PyTorch; on CUDA PyTorch with Triton's
+    "auto" is the native one on CPU when there is a C compiler, else PyTorch; on CUDA PyTorch with Triton's
     kernels, which "torch" leaves out. `threads` is used by the native decoder only; `aux_layers`: see `Decoder`.
     "invariant" numerics: a row's bits do not depend on its batch (always so in the native decoder). Warns on CUDA
     without Triton. Raises ConfigError for a choice that does not exist or cannot run on `device`, BackendError when
@@ -47,13 +47,13 @@ def build_decoder(
         raise ConfigError(ConfigProblem("rollout.kernels", kernels, "must be 'auto', 'native' or 'torch'"))
     if kernels == "native" and device.type != "cpu":
         raise ConfigError(ConfigProblem("rollout.kernels", kernels, f"runs on CPU only, not on {device}"))
-    if kernels == "native" and dtype != torch.float32:
-        raise ConfigError.of("rollout.kernels", kernels, f"computes float32 only, not {dtype}")
-    can_native = device.type == "cpu" and dtype == torch.float32 and find_compiler() is not None
+    if kernels == "native" and dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError.of("rollout.kernels", kernels, f"computes float32 and bfloat16, not {dtype}")
+    can_native = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and find_compiler() is not None
     if kernels == "native" or (kernels == "auto" and can_native):
         from megatron_tlt.models.native.decoder import NativeDecoder
 
-        return NativeDecoder(config, threads, tp, aux_layers)
+        return NativeDecoder(config, threads, tp, aux_layers, dtype)
     is_invariant, has_triton = numerics == "invariant", _has_triton(kernels, device)
     if kernels == "auto" and device.type == "cuda" and not has_triton:
         _log.warning("no triton here: attention gathers keys and values, sampling takes some 50 kernels a step")

@@ -165,7 +165,6 @@ def test_an_input_is_no_output(place, capsys):
 @pytest.mark.parametrize(
     ("field", "value", "more"),
     [
-        ("rollout.kernels", "native", ("rollout.dtype=bf16",)),
         ("rollout.speculation.draft_vocab_size", 10**6, ("rollout.speculation.drafter_path=null",)),
         ("model.max_context", 10**6, ()),
         ("data.system_prompt", "Think.", ("data.chat_template=false",)),
@@ -177,17 +176,6 @@ def test_check_refuses_what_a_start_refuses(field, value, more, capsys, monkeypa
     setting = [f"{field}={value}", *more]
     assert main(["check", QUICKSTART, *setting]) == 2
     assert f"{field} = " in capsys.readouterr().err
-
-
-def test_the_engine_refuses_by_the_sections_name(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    settings = ["rollout.kernels=native", "rollout.dtype=bf16", "rollout.speculation={drafter: none}"]
-    config = load_config(QUICKSTART, settings)
-    with pytest.raises(ConfigError) as caught:
-        build_backend(EngineOptions(config.rollout, config.model, tokenizer=None))
-    (problem,) = caught.value.problems
-    shape = ModelConfig.from_hf(config.model.path).architecture
-    assert problem.path in {p.path for p in find_problems(config, shape, 2, "cpu")}
 
 
 BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(

@@ -43,8 +43,9 @@ def test_fp32_logits_equal_transformers(family: str, kernels: str) -> None:
         assert (got - want).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(family: str) -> None:
+def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(family: str, kernels: str) -> None:
     """bf16 rounds; the yardstick is what transformers loses in bf16 on the same weights. Rounding chooses experts, so
     mixtures have no such yardstick.
     """
@@ -52,7 +53,7 @@ def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(family: str) -
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.to(torch.bfloat16))
-    decoder = build_decoder(model_config(model), dtype=torch.bfloat16)
+    decoder = build_decoder(model_config(model), dtype=torch.bfloat16, kernels=kernels)
     decoder.load_weights([(n, w.to(torch.bfloat16)) for n, w in named_weights(model)])
     ids = torch.randint(0, 131, (90,), generator=torch.Generator().manual_seed(6)).tolist()
     got = run_pieces(decoder, [ids], [50])[0]

@@ -29,7 +29,7 @@ CONFIGS = {
 }
 NATIVE = [("native", name) for name in ("gqa3", "odd head", "wide group", "experts", "head 256")]
 TORCH = [("torch", name) for name in ("gqa3", "odd sizes", "experts", "wide mlp")]
-CASES = [(*case, torch.float32) for case in NATIVE + TORCH] + [(*case, torch.bfloat16) for case in TORCH]
+CASES = [(*case, dtype) for case in NATIVE + TORCH for dtype in (torch.float32, torch.bfloat16)]
 BATCHES = {"native": (1, 2, 3, 5, 7, 11, 12, 13, 24, 63, 69), "torch": (1, 6, 15, 32)}
 PIECES = {  # the last one is what remains
     "native": (700, [[1] * 40, [13, 256, 1, 300], [255, 257], [650]]),  # chunks of 256 rows and 512 of context
@@ -89,20 +89,19 @@ def test_prefill_in_one_piece_equals_any_chunking(kernels: str, name: str, dtype
         assert torch.equal(torch.cat([r.hidden for r in rows]), whole.hidden)
 
 
-@pytest.mark.parametrize("threads", [3, 8])
-def test_threads_change_nothing(threads: int) -> None:
+@pytest.mark.parametrize(("threads", "dtype"), [(3, torch.float32), (8, torch.float32), (3, torch.bfloat16)], ids=str)
+def test_threads_change_nothing(threads: int, dtype: torch.dtype) -> None:
     outputs = []
     for n in (1, threads):
-        driver = Driver(make("native", "gqa3", threads=n), num_blocks=200)
+        driver = Driver(make("native", "gqa3", dtype, n), num_blocks=200)
         first = driver.step([(i, tokens(3 + 5 * i, i)) for i in range(9)]).logits
         later = [driver.step([(i, [i]) for i in range(9)]).logits for _ in range(5)]
         outputs.append(torch.cat([first, *later]))
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize(
-    ("kernels", "dtype"), [("native", torch.float32), ("torch", torch.float32), ("torch", torch.bfloat16)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_leftovers_in_recycled_blocks_are_never_read(kernels: str, dtype: torch.dtype) -> None:
     """Even NaN in unwritten positions must not leak into a result."""
     decoder = make(kernels, "gqa3", dtype)

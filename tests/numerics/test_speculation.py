@@ -126,19 +126,25 @@ BLOCKS = {9: BlockShape(2, (0,), 6, 8, 7, True), 4: BlockShape(2, (0,), 6, 0, 7,
 
 
 @pytest.mark.parametrize(
-    ("family", "speculation"),
-    [*(("qwen2_moe", drafter) for drafter in DRAFTERS), *(("llama", drafter) for drafter in DRAFTERS[1::2])],
-    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+    ("family", "speculation", "dtype"),
+    [
+        *(("qwen2_moe", drafter, torch.float32) for drafter in DRAFTERS),
+        *(("llama", drafter, torch.float32) for drafter in DRAFTERS[1::2]),
+        *(("llama", drafter, torch.bfloat16) for drafter in DRAFTERS[::3]),
+        ("qwen2_moe", DRAFTERS[3], torch.bfloat16),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
-def test_equal_with_real_drafters(family, speculation):
+def test_equal_with_real_drafters(family, speculation, dtype):
     """Ample memory, then so little that requests are preempted and drafts find no blocks."""
     jobs = random_jobs(131, 8, seed=8)
-    expected, weights = plain(family, jobs)
+    expected, weights = plain(family, jobs, dtype=dtype)
     config, shape = small_config(family), None
     if speculation["drafter"] == "dspark":
         shape = BlockConfig.of(config, BLOCKS[speculation["draft_len"]])
     for blocks in (200, 10):
-        engine = speculating_engine(config, weights, speculation=speculation, shape=shape, num_blocks=blocks)
+        options = {"speculation": speculation, "shape": shape, "num_blocks": blocks, "dtype": dtype}
+        engine = speculating_engine(config, weights, **options)
         assert generate_all(engine, jobs) == expected
         assert engine.blocks.num_free == engine.blocks.num_blocks
         stats = engine.take_stats()

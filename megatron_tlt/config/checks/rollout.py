@@ -39,13 +39,10 @@ def check_rollout(
 
 
 def _check_native(config: Config, shape: ArchitectureConfig | None, device: Device | None) -> Problems:
-    """The native decoder: CPU and fp32 only, with limits of its own."""
+    """The native decoder: CPU only, with limits of its own."""
     rollout = config.rollout
     if rollout.kernels == "native" and device == "cuda":
         allowed = "must be 'auto' or 'torch' on CUDA: native kernels are for CPU"
-        yield ConfigProblem("rollout.kernels", "native", allowed)
-    if rollout.kernels == "native" and rollout.dtype != "fp32":
-        allowed = "must be 'auto' or 'torch' with rollout.dtype: bf16: the native decoder computes fp32"
         yield ConfigProblem("rollout.kernels", "native", allowed)
     if not _is_native(config, device):
         return
@@ -59,7 +56,7 @@ def _is_native(config: Config, device: Device | None) -> bool:
     rollout = config.rollout
     if rollout.backend != "embedded" or rollout.kernels == "torch":
         return False
-    return rollout.kernels == "native" or (rollout.dtype == "fp32" and device != "cuda")
+    return rollout.kernels == "native" or device != "cuda"
 
 
 def _check_experts(config: Config, shape: ArchitectureConfig) -> Problems:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+import logging
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -13,6 +14,8 @@ import numpy as np
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import MOST_AUX_LAYERS
 from megatron_tlt.models.native.build import library_path
+
+_log = logging.getLogger(__name__)
 
 AllReduce = ctypes.CFUNCTYPE(c_int, c_void_p, c_int64)
 
@@ -103,7 +106,11 @@ class TltDraft(Structure):
 _FORWARD = [POINTER(TltModel), POINTER(TltStep), c_int, AllReduce]
 _SAMPLE = [c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 4, c_int]
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # functions `tlt_`...: result and argument types
+    "prepare": (c_int, []),
+    "form": (c_char_p, []),
     "panel_width": (c_int, []),
+    "cell_numbers": (c_int, []),
+    "row_multiple": (c_int, []),
     "forward": (c_int, _FORWARD),
     "keyed_sample": (c_int, _SAMPLE),
     "eagle_feed": (c_int, [POINTER(TltEagle), POINTER(TltPairs), c_int]),
@@ -125,9 +132,22 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # functions `tlt_`...: result
 
 
 @cache
-def library() -> ctypes.CDLL:
-    """The compiled library with its functions declared. Raises BackendError if it cannot be built or loaded."""
-    path = library_path()
+def library(bf16: bool = False) -> ctypes.CDLL:
+    """The library that computes with fp32 or bf16 numbers, its functions declared. Raises BackendError if it cannot be
+    built or loaded.
+    """
+    if not bf16:
+        return _load(())
+    lib = _load(("-DTLT_BF16",))
+    if lib.tlt_prepare():
+        _log.warning("the system refuses the tiles of AMX: bf16 is computed without them")
+        lib = _load(("-DTLT_BF16", "-mno-amx-bf16"))
+    _log.info("native decoder: bf16 by %s", lib.tlt_form().decode())
+    return lib
+
+
+def _load(options: tuple[str, ...]) -> ctypes.CDLL:
+    path = library_path(options)
     try:
         lib = ctypes.CDLL(str(path))
     except OSError as e:

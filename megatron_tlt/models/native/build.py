@@ -35,31 +35,33 @@ def find_compiler() -> str | None:
 
 
 @cache
-def library_path() -> Path:
-    """Path of the compiled library, built now if it is not cached. Raises BackendError if it cannot be built."""
+def library_path(options: tuple[str, ...] = ()) -> Path:
+    """Path of the library compiled with FLAGS and `options`, built now if it is not cached. Raises BackendError if it
+    cannot be built.
+    """
     compiler = find_compiler()
     if compiler is None:
         raise BackendError(
             "kernels=native needs a C compiler: no cc, gcc or clang on PATH (install gcc, or choose kernels=torch)"
         )
-    target = _cache_dir() / f"native-{_key(compiler)}.so"
+    target = _cache_dir() / f"native-{_key(compiler, options)}.so"
     if target.exists():
         return target
     expected = "once on this machine, some seconds"
     with announced("compiling the native decoder", expected), open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            _compile(compiler, target)
+            _compile(compiler, options, target)
     return target
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: str, options: tuple[str, ...], target: Path) -> None:
     handle, name = tempfile.mkstemp(dir=target.parent, suffix=".so.tmp")
     os.close(handle)
     sources = sorted(str(p) for p in SOURCE_DIR.glob("*.c"))
     try:
         done = subprocess.run(
-            [compiler, *FLAGS, *sources, "-o", name, "-lm"], capture_output=True, text=True, check=False
+            [compiler, *FLAGS, *options, *sources, "-o", name, "-lm"], capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise BackendError(f"{compiler} could not build the native decoder:\n{done.stderr[-4000:]}")
@@ -69,12 +71,12 @@ def _compile(compiler: str, target: Path) -> None:
         Path(name).unlink(missing_ok=True)
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: str, options: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for source in sorted(SOURCE_DIR.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest.update(repr((compiler, version, FLAGS, platform.machine(), _cpu_features())).encode())
+    digest.update(repr((compiler, version, FLAGS, options, platform.machine(), _cpu_features())).encode())
     return digest.hexdigest()[:20]
 
 

@@ -1,4 +1,6 @@
-"""`NativeDecoder`: the rollout decoder on CPU, in C (`csrc/`) and float32, one call a forward.
+"""`NativeDecoder`: the rollout decoder on CPU, in C (`csrc/`), one call a forward.
+
+Weights, KV cache and inputs of products are float32 or bfloat16; residual stream, norms, sums and logits are float32.
 
 Results are independent of the batch, bit for bit: see `csrc/gemm.c` and `csrc/attention.c` for why.
 Legend: T rows, R wanted rows, H hidden size, V vocabulary.
@@ -50,7 +52,6 @@ class NativeDecoder:
 
     kind = "native"
     device = torch.device("cpu")
-    dtype = torch.float32
 
     def __init__(
         self,
@@ -58,14 +59,15 @@ class NativeDecoder:
         threads: int = 1,
         tp: TensorParallel | None = None,
         aux_layers: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
     ):
         """`aux_layers`: see `base.Decoder`, at most 16. Raises BackendError without a C compiler, ConfigError for
         a head or TP size that it does not support.
         """
         if config.head_dim > MAX_HEAD_DIM:
             raise ConfigError.of("head_dim", config.head_dim, f"must be at most {MAX_HEAD_DIM} in the native decoder")
-        self._lib = library()
-        self.config = config
+        self.dtype, self.config = dtype, config
+        self._lib = library(dtype == torch.bfloat16)
         self.threads = max(1, threads)
         self.aux_layers = aux_layers
         self.state_size = (len(aux_layers) + 1) * config.hidden_size
@@ -73,9 +75,9 @@ class NativeDecoder:
         self._ledger = WeightLedger(config)
         self.head_version = 0
         h = config.hidden_size
-        self._packer = Packer()
+        self._packer = Packer(dtype)
         self._layers = PackedLayers(config, self._shard, self._packer, (config.vocab_size, h))
-        self._embed = torch.zeros(config.vocab_size, h)
+        self._embed = torch.zeros(config.vocab_size, h, dtype=dtype)
         self._final_norm = torch.zeros(pad(h))
         self._forward = Forward(config, self._shard, tp, self._layers)
         self._forward.model.embed = self._embed.data_ptr()
@@ -134,7 +136,7 @@ class NativeDecoder:
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of one block over all layers, heads padded to the tiles' width."""
-        return kv_bytes_per_block(self.config, self._shard, block_size)
+        return kv_bytes_per_block(self.config, self._shard, block_size, self.dtype)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Zeroed; memory is allocated as blocks are written. 16 must divide `block_size`."""
@@ -158,7 +160,7 @@ class NativeDecoder:
         fill_step(step, batch, kv)
         wanted, tokens, width = step.logits_rows, step.tokens, self.state_size
         logits = torch.empty(wanted, self.config.vocab_size)
-        hidden = torch.empty(tokens, width) if batch.all_hidden else None
+        hidden = torch.empty(tokens, width, dtype=self.dtype) if batch.all_hidden else None
         step.logits, step.hidden = logits.data_ptr(), None if hidden is None else hidden.data_ptr()
         routed_experts = empty_routed_experts(tokens, self.config) if batch.all_routed_experts else None
         step.routed_experts = None if routed_experts is None else routed_experts.data_ptr()

@@ -47,7 +47,6 @@ from megatron_tlt.models.native.parts import (
     kv_bytes_per_block,
     new_kv_cache,
     pad,
-    zeros,
 )
 
 
@@ -58,15 +57,16 @@ class NativeEagle(DrafterDecoder):
 
     def __init__(self, policy: NativeDecoder, config: DrafterConfig, threads: int = 1):
         """The policy's embedding and LM head are read where they are, so it must stay alive."""
-        self._lib, self.policy, self.threads = library(), policy, max(1, threads)
+        self.policy, self.threads = policy, max(1, threads)
         self.config, self.dtype = config, policy.dtype
+        self.lib = library(self.dtype == torch.bfloat16)
         h, is_eagle3 = config.policy.hidden_size, isinstance(config, Eagle3Config)
         positions = config.policy.max_position_embeddings
         self._one = replace(
             config.layer, vocab_size=config.draft_vocab_size, max_position_embeddings=positions
         )
         self._whole = Shard(self._one, 0, 1)
-        self._packer = Packer()
+        self._packer = Packer(self.dtype)
         inputs, features = (2 * h, 3 * h) if is_eagle3 else (h, 2 * h)
         self._layers = PackedLayers(
             self._one, self._whole, self._packer, (h, features), input_norm=is_eagle3, inputs=inputs
@@ -77,7 +77,7 @@ class NativeEagle(DrafterDecoder):
         self._head_version: int | None = None  # of the policy's LM head, whose rows a reduced kind eagle has
         self._copies_head = config.reduced and not is_eagle3
         if is_eagle3 or config.reduced:
-            head = self._own["lm_head"] = zeros(self._packer.size(config.draft_vocab_size, h))
+            head = self._own["lm_head"] = self._packer.zeros(config.draft_vocab_size, h)
         if is_eagle3:
             self._own |= {"hidden_norm": torch.zeros(pad(h)), "norm": torch.zeros(pad(h))}
             self._forward.model.final_norm = self._own["norm"].data_ptr()
@@ -126,7 +126,7 @@ class NativeEagle(DrafterDecoder):
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Memory of one block, heads padded to the tiles' width."""
-        return kv_bytes_per_block(self._one, self._whole, block_size)
+        return kv_bytes_per_block(self._one, self._whole, block_size, self.dtype)
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Zeroed, one layer. 16 must divide `block_size`."""
@@ -146,7 +146,7 @@ class NativeEagle(DrafterDecoder):
         point_at_arrays(call, pairs)
         call.pages = pages.data_ptr()
         call.kv = kv.data.data_ptr()
-        self.run(partial(self._lib.tlt_eagle_feed, self.structure, call, self.threads))
+        self.run(partial(self.lib.tlt_eagle_feed, self.structure, call, self.threads))
 
     def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> NativeRowDrafter:
         """See `DrafterDecoder.row_drafter`. Raises BackendError for arrays that C could not read."""
@@ -214,7 +214,7 @@ class NativeRowDrafter(RowDrafter):
     def __init__(self, eagle: NativeEagle, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int):
         slots, max_blocks = rows.block_tables.shape
         eagle.check_pages(pages, kv)
-        self._eagle, self._rows, self._lib, self._slots = eagle, rows, library(), slots
+        self._eagle, self._rows, self._lib, self._slots = eagle, rows, eagle.lib, slots
         self._call = TltDraft(
             slots=slots,
             catch_up=catch_up,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
@@ -23,35 +24,44 @@ from megatron_tlt.models.torch.layers import rope_table
 TILE = 16  # cached positions in a tile: block sizes are multiples of it
 MAX_HEAD_DIM = 256
 MAX_ROWS = 256  # rows computed together; longer batches are walked in chunks of this many
-_LINE = 16  # floats of a cache line
+_LINE = 64  # bytes of a cache line
 _PANELS_AT_ONCE = 64  # packed together: bounds the converted copy of a large weight
 
 
-def zeros(size: int) -> Tensor:
-    """[size] float32 that begin on a cache line; the system gives the memory as it is touched.
+def zeros(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[size] zeros that begin on a cache line; the system gives the memory as it is touched.
 
     numpy (2.4) allocates large pages, PyTorch does not. A step reads every weight, and 10 MB in pages of 4 KiB have
     more addresses than the processor caches.
     """
-    whole = torch.from_numpy(np.zeros(size + _LINE, np.float32))
-    skipped = -whole.data_ptr() // whole.itemsize % _LINE
-    return whole[skipped : skipped + size]
+    whole = torch.from_numpy(np.zeros(size * dtype.itemsize + _LINE, np.uint8))
+    skipped = -whole.data_ptr() % _LINE
+    return whole[skipped : skipped + size * dtype.itemsize].view(dtype)
 
 
 def pad(n: int) -> int:
-    """Row lengths of buffers: multiples of 64 floats."""
+    """Row lengths of buffers: multiples of 64 numbers."""
     return -(-n // 64) * 64
 
 
 class Packer:
-    """Packs weights [rows, K] into panels (`csrc/gemm.c`)."""
+    """Packs weights [rows, K] of `dtype` into panels of cells (`csrc/gemm.c`, `csrc/numbers.h`)."""
 
-    def __init__(self) -> None:
-        self._panel = int(library().tlt_panel_width())
+    def __init__(self, dtype: torch.dtype):
+        lib = library(dtype == torch.bfloat16)
+        self.dtype = dtype
+        self._panel, self._cell, self._multiple = lib.tlt_panel_width(), lib.tlt_cell_numbers(), lib.tlt_row_multiple()
+
+    def zeros(self, columns: int, k: int) -> Tensor:
+        """Memory of a packed weight."""
+        return zeros(self.size(columns, k), self.dtype)
 
     def size(self, columns: int, k: int) -> int:
         """Elements of a packed weight of `columns` outputs."""
-        return -(-columns // self._panel) * self._panel * k
+        return -(-columns // self._panel) * self._panel * self._padded(k)
+
+    def _padded(self, k: int) -> int:
+        return -(-k // self._multiple) * self._multiple
 
     def pack(self, target: Tensor, source: Tensor, first: int = 0, step: int = 1, offset: int = 0) -> None:
         """Writes source [rows, K] as output columns `first` ... of a packed weight.
@@ -59,20 +69,23 @@ class Packer:
         Panel i of this weight is panel i * step + offset of `target` (gate and up are interleaved).
         """
         rows, k = source.shape
-        panels = target.view(-1, k, self._panel)[offset::step]
+        panels = target.view(-1, self._padded(k) // self._cell, self._panel, self._cell)[offset::step]
         done = 0
         while done < rows:
             panel, lane = divmod(first + done, self._panel)
             whole = 0 if lane else min((rows - done) // self._panel, _PANELS_AT_ONCE)
             width = self._panel if whole else min(self._panel - lane, rows - done)
             count = max(1, whole)
-            part = source[done : done + count * width].to("cpu", torch.float32).unflatten(0, (count, width))
-            panels[panel : panel + count, :, lane : lane + width] = part.transpose(1, 2)
+            part = functional.pad(source[done : done + count * width].to("cpu", self.dtype), (0, self._padded(k) - k))
+            cells = part.view(count, width, -1, self._cell)
+            panels[panel : panel + count, :, lane : lane + width] = cells.transpose(1, 2)
             done += count * width
 
     def unpack(self, packed: Tensor, rows: int, k: int) -> Tensor:
         """A copy [rows, K] of the weight that `pack` wrote from column 0 on."""
-        return packed.view(-1, k, self._panel).transpose(1, 2).reshape(-1, k)[:rows]
+        padded = self._padded(k)
+        cells = packed.view(-1, padded // self._cell, self._panel, self._cell)
+        return cells.transpose(1, 2).reshape(-1, padded)[:rows, :k]
 
 
 class PackedLayers:
@@ -98,7 +111,7 @@ class PackedLayers:
             for index in range(config.num_layers)
         ]
         every = [n for of_layer in sizes for n in of_layer.values()] + [packer.size(*extra)]
-        *parts, self.extra = zeros(sum(every)).split(every)
+        *parts, self.extra = zeros(sum(every), packer.dtype).split(every)
         left = iter(parts)
         self._weights = [{name: next(left) for name in of_layer} for of_layer in sizes]
         wide = {"qkv_bias": pad(qkv), "post_norm": pad(h)} | ({"input_norm": pad(h)} if input_norm else {})
@@ -230,16 +243,16 @@ class Forward:
         return 0
 
 
-def kv_bytes_per_block(config: ModelConfig, shard: Shard, block_size: int) -> int:
+def kv_bytes_per_block(config: ModelConfig, shard: Shard, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers, heads padded to the tiles' width."""
     padded = -(-config.head_dim // TILE) * TILE
-    return config.num_layers * 2 * shard.kv_heads * block_size * padded * 4
+    return config.num_layers * 2 * shard.kv_heads * block_size * padded * dtype.itemsize
 
 
 def new_kv_cache(num_blocks: int, block_size: int, bytes_per_block: int) -> KVCache:
     """Zeroed; memory is allocated as blocks are written. 16 must divide `block_size`."""
     assert block_size > 0 and block_size % TILE == 0, f"{block_size} is no multiple of {TILE}"
-    return KVCache(num_blocks, block_size, zeros(num_blocks * bytes_per_block // 4))
+    return KVCache(num_blocks, block_size, zeros(num_blocks * bytes_per_block, torch.uint8))
 
 
 def fill_step(step: TltStep, batch: DecoderInput, kv: KVCache) -> None:

@@ -21,7 +21,7 @@ from tests.helpers.tiny_models import Driver, moe_config, random_weights
 CONFIG = ModelConfig("qwen2", 101, 64, 2, 4, 2, 16, 96, qkv_bias=True, max_position_embeddings=128)
 EXPERTS = moe_config("qwen2_moe", 101)
 KERNELS = ("native", "torch")
-FORMS = [("native", torch.float32), ("torch", torch.float32), ("torch", torch.bfloat16)]
+FORMS = [(kernels, dtype) for kernels in KERNELS for dtype in (torch.float32, torch.bfloat16)]
 
 
 def loaded(kernels: str, config: ModelConfig = CONFIG, **kwargs):
@@ -232,7 +232,7 @@ def test_wrong_types_and_choices_are_refused() -> None:
     for choice, word in (
         ({"kernels": "fast"}, "kernels"),
         ({"kernels": "native", "device": "cuda"}, "CPU only"),
-        ({"kernels": "native", "dtype": torch.bfloat16}, "float32 only"),
+        ({"kernels": "native", "dtype": torch.float64}, "float32 and bfloat16"),
     ):
         with pytest.raises(ConfigError, match=word):
             build_decoder(CONFIG, **choice)

@@ -1,7 +1,7 @@
 /* Paged attention with fixed order.
  *
- * The cache is made of tiles of 16 positions. A key tile is [D][16]: a product with a query gives 16 scores at once and
- * needs no horizontal sums. A value tile is [16][D]. Both are read once for all query heads of a kv head and for several
+ * The cache is made of tiles of 16 positions. A key tile is [D][16] cells: a product with a query gives 16 scores at once and
+ * needs no horizontal sums. A value tile is [16][D] cells. (A cell of bf16 is a pair of dimensions, or of positions.) Both are read once for all query heads of a kv head and for several
  * rows of a prefill chunk.
  *
  * A row's result depends on its own query and the cache up to its position only: the context is walked in chunks
@@ -11,8 +11,6 @@
 #include "attention.h"
 
 #include <math.h>
-
-#include "tlt.h"
 
 #define MQ MR            /* queries (rows x heads) handled together */
 #define CHUNK 512        /* positions */
@@ -24,22 +22,22 @@
 
 typedef struct {
     float score[MQ][CHUNK];
-    float weight[MQ][CHUNK]; /* exp(score - max) */
+    num weight[MQ][CHUNK]; /* exp(score - max) */
     float acc[MQ][TLT_MAX_HEAD_DIM];
-    float query[MQ][TLT_MAX_HEAD_DIM];
+    num query[MQ][TLT_MAX_HEAD_DIM];
     float max[MQ];
     vf sum[MQ];
     /* The chunk's key tiles, then its value tiles, then repeats of the last: one list in order of use, so that each
      * kernel can prefetch the next block. Blocks lie anywhere, so the hardware cannot. */
-    const float *tile[2 * CHUNK_TILES + 2 * SCORE_TILES];
+    const num *tile[2 * CHUNK_TILES + 2 * SCORE_TILES];
     long tiles;
 } __attribute__((aligned(64))) Work;
 
 /* One step over K of M queries, `stride` apart, times V vectors that lie where `column` says. The shorter side is held in
  * registers, the longer one passes through. */
-INLINE void attend_step(const int M, const int V, vf (*acc)[MAX_V], const float *row, const long stride,
-                        const float *const *column) {
-    vf a[12], b[MAX_V];
+INLINE void attend_step(const int M, const int V, vf (*acc)[MAX_V], const cell *row, const long stride,
+                        const cell *const *column) {
+    vc a[12], b[MAX_V];
     if (M >= V) {
         ALL for (int v = 0; v < V; v++) b[v] = column_at(column[v]);
         ALL for (int m = 0; m < M; m++) {
@@ -59,40 +57,57 @@ INLINE void attend_step(const int M, const int V, vf (*acc)[MAX_V], const float 
 INLINE void score_kernel(const int M, const int NT, Work *w, long t, long dim) {
     const int V = NT * TV;
     vf acc[12][MAX_V];
-    const float *k[SCORE_TILES], *next[SCORE_TILES], *q = w->query[0];
+    const cell *k[SCORE_TILES], *next[SCORE_TILES], *q = (const cell *)w->query[0];
     ALL for (int i = 0; i < NT; i++) {
-        k[i] = w->tile[t + i];
-        next[i] = w->tile[t + 2 * NT + i];
+        k[i] = (const cell *)w->tile[t + i];
+        next[i] = (const cell *)w->tile[t + 2 * NT + i];
     }
     ALL for (int m = 0; m < M; m++)
         ALL for (int v = 0; v < V; v++) acc[m][v] = vzero();
-    for (long d = 0; d < dim; d++, q++) {
-        const float *column[MAX_V];
+    for (long d = 0; d < dim / PER; d++, q++) {
+        const cell *column[MAX_V];
         ALL for (int v = 0; v < V; v++) column[v] = k[v / TV] + d * TILE + (v % TV) * VW;
         ALL for (int i = 0; i < NT; i++) __builtin_prefetch(next[i] + d * TILE, 0, 2);
-        attend_step(M, V, acc, q, TLT_MAX_HEAD_DIM, column);
+        attend_step(M, V, acc, q, TLT_MAX_HEAD_DIM / PER, column);
     }
     ALL for (int m = 0; m < M; m++)
         ALL for (int v = 0; v < V; v++) vstore(&w->score[m][t * TILE + v * VW], acc[m][v]);
 }
+
+#if PER == 2
+/* The cells at `column` without a position that shares them, but is not to be read: its weight is 0, and what lies there may
+ * be anything. */
+INLINE void without(const int V, const cell **column, cell keep, cell *copy) {
+    ALL for (int v = 0; v < V; v++) {
+        for (int i = 0; i < VW; i++) copy[v * VW + i] = column[v][i] & keep;
+        column[v] = copy + v * VW;
+    }
+}
+#endif
 
 /* acc[m][first .. first + NC vectors) += weights[m] . values over positions [from, count) of the chunk. */
 INLINE void value_kernel(const int M, const int NC, Work *w, long first, long dim, long from, long count) {
     vf acc[12][MAX_V];
     ALL for (int m = 0; m < M; m++)
         ALL for (int v = 0; v < NC; v++) acc[m][v] = vload(&w->acc[m][(first + v) * VW]);
-    const float *p = w->weight[0] + from;
-    for (long done = from, inside = from, t = 0; done < count; t++, inside = 0) {
-        const float *value = w->tile[w->tiles + t] + first * VW + inside * dim;
-        const long ahead = w->tile[w->tiles + t + AHEAD] - w->tile[w->tiles + t];
-        const long end = done + TILE - inside < count ? done + TILE - inside : count;
+    const long begin = from / PER, cells_in_tile = TILE / PER, last = (count + PER - 1) / PER;
+    const cell *p = (const cell *)w->weight[0] + begin;
+    for (long done = begin, inside = begin, t = 0; done < last; t++, inside = 0) {
+        const cell *value = (const cell *)w->tile[w->tiles + t] + first * VW + inside * dim;
+        const long ahead = (w->tile[w->tiles + t + AHEAD] - w->tile[w->tiles + t]) / PER;
+        const long end = done + cells_in_tile - inside < last ? done + cells_in_tile - inside : last;
         for (; done < end; done++, p++, value += dim) {
-            const float *column[MAX_V];
+            const cell *column[MAX_V];
             ALL for (int v = 0; v < NC; v++) {
                 column[v] = value + v * VW;
                 if (v * VW % 16 == 0) __builtin_prefetch(column[v] + ahead, 0, 2); /* once a line */
             }
-            attend_step(M, NC, acc, p, CHUNK, column);
+#if PER == 2
+            cell copy[MAX_V * VW];
+            if (done == begin && from % PER) without(NC, column, 0xffff0000u, copy);
+            if (done == last - 1 && count % PER) without(NC, column, 0x0000ffffu, copy);
+#endif
+            attend_step(M, NC, acc, p, CHUNK / PER, column);
         }
     }
     ALL for (int m = 0; m < M; m++)
@@ -136,7 +151,7 @@ static void soften(Work *w, long m, long dim, long from, long valid, long count,
     float *score = w->score[m];
     const long padded = (count + TILE - 1) / TILE * TILE;
     if (valid <= from) {
-        memset(w->weight[m], 0, (size_t)padded * sizeof(float));
+        memset(w->weight[m], 0, (size_t)padded * sizeof(num));
         return;
     }
     for (long j = 0; j < from; j++) score[j] = -INFINITY;
@@ -155,7 +170,7 @@ static void soften(Work *w, long m, long dim, long from, long valid, long count,
     for (long j = 0; j < padded; j += VW) {
         vf p = vexp2((vload(score + j) - peak) * factor);
         sum = sum + p;
-        vstore(w->weight[m] + j, p);
+        nstore(w->weight[m] + j, p);
     }
     w->sum[m] = sum;
 }
@@ -209,7 +224,7 @@ static void write_out(const Attention *a, const Work *w, long row, long queries,
         long at = (row + m / heads) * a->out_stride + (first_head + m % heads) * a->head_dim;
         float tmp[TLT_MAX_HEAD_DIM];
         for (long d = 0; d < a->padded_dim; d += VW) vstore(tmp + d, vload(&w->acc[m][d]) * norm);
-        memcpy(a->out + at, tmp, (size_t)a->head_dim * sizeof(float));
+        narrow(tmp, a->head_dim, a->out + at);
     }
 }
 
@@ -221,17 +236,18 @@ void tlt_attend(const Attention *a, long row, long rows, long head, const Span *
         long now = group - g0 < most ? group - g0 : most, first_head = head * group + g0;
         for (long m = 0; m < rows * now; m++) {
             long at = ((row + m / now) * a->heads + first_head + m % now) * a->padded_dim;
-            memcpy(w.query[m], a->q + at, (size_t)a->padded_dim * sizeof(float));
+            memcpy(w.query[m], a->q + at, (size_t)a->padded_dim * sizeof(num));
         }
         attend_group(a, &w, rows * now, now, head, span);
         write_out(a, &w, row, rows * now, first_head, now);
     }
 }
 
-void tlt_store_key(float *tile, long lane, long padded_dim, const float *key) {
-    for (long d = 0; d < padded_dim; d++) tile[d * TILE + lane] = key[d];
+void tlt_store_key(num *tile, long lane, long padded_dim, const float *key) {
+    for (long d = 0; d < padded_dim; d++) tile[(d / PER * TILE + lane) * PER + d % PER] = narrowed(key[d]);
 }
 
-void tlt_store_value(float *tile, long lane, long padded_dim, const float *value) {
-    memcpy(tile + lane * padded_dim, value, (size_t)padded_dim * sizeof(float));
+void tlt_store_value(num *tile, long lane, long padded_dim, const float *value) {
+    num *at = tile + lane / PER * padded_dim * PER + lane % PER;
+    for (long d = 0; d < padded_dim; d++) at[d * PER] = narrowed(value[d]);
 }

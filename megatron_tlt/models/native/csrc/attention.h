@@ -2,14 +2,14 @@
 #ifndef TLT_ATTENTION_H
 #define TLT_ATTENTION_H
 
-#include "simd.h"
+#include "numbers.h"
 
 typedef struct {
     long heads, kv_heads, head_dim, padded_dim; /* padded_dim: head_dim up to a multiple of 16 */
     long num_blocks, block_size;
-    const float *k_plane, *v_plane; /* this layer's [num_blocks][kv_heads][block_size/16] tiles */
-    const float *q;                 /* [row][heads][padded_dim] */
-    float *out;                     /* [row][out_stride], head after head, unpadded */
+    const num *k_plane, *v_plane;   /* this layer's [num_blocks][kv_heads][block_size/16] tiles */
+    const num *q;                   /* [row][heads][padded_dim] */
+    num *out;                       /* [row][out_stride], head after head, unpadded */
     long out_stride;
 } Attention;
 
@@ -32,7 +32,7 @@ typedef struct {
 void tlt_attend(const Attention *a, long row, long rows, long head, const Span *span);
 
 /* Writes one head of one row into the cache; key and value are float [padded_dim], zero-padded. */
-void tlt_store_key(float *tile, long lane, long padded_dim, const float *key);
-void tlt_store_value(float *tile, long lane, long padded_dim, const float *value);
+void tlt_store_key(num *tile, long lane, long padded_dim, const float *key);
+void tlt_store_value(num *tile, long lane, long padded_dim, const float *value);
 
 #endif

@@ -7,7 +7,7 @@
  *              ^-------------------------------- once a layer ---------------------------------------------^
  *
  * Under tensor parallelism o and down go to `part`, the caller sums it over the ranks, then it is added.
- * All numbers are fp32.
+ * Residual stream, norms and sums are fp32; weights, cache and inputs of products are fp32 or bf16 (numbers.h).
  */
 #include "decoder.h"
 
@@ -15,24 +15,28 @@
 
 #include "attention.h"
 
-/* out = x * rsqrt(mean(x^2) + eps) * weight, over `n` values stored with zero padding up to `padded`. */
-static void rms_norm(const float *x, const float *weight, long n, long padded, float eps, float *out) {
+/* x * rsqrt(mean(x^2) + eps) * weight, over `n` values stored with zero padding up to `padded`; see tlt_rms_norm. */
+INLINE void rms_norm(const float *x, const float *weight, long n, long padded, float eps, num *out, float *wide) {
     vf sum = vzero();
     for (long i = 0; i < padded; i += VW) sum = vfma(vload(x + i), vload(x + i), sum);
     vf scale = vset(1.0f / sqrtf(vsum(sum) / (float)n + eps));
-    for (long i = 0; i < padded; i += VW) vstore(out + i, vload(x + i) * scale * vload(weight + i));
+    for (long i = 0; i < padded; i += VW) {
+        const vf y = vload(x + i) * scale * vload(weight + i);
+        if (out) nstore(out + i, y);
+        if (wide) vstore(wide + i, y);
+    }
 }
 
-void tlt_rms_norm(const Run *r, const float *x, const float *weight, float *out) {
-    rms_norm(x, weight, r->m->hidden, r->hp, r->m->eps, out);
+void tlt_rms_norm(const Run *r, const float *x, const float *weight, num *out, float *wide) {
+    rms_norm(x, weight, r->m->hidden, r->hp, r->m->eps, out, wide);
 }
 
 /* Row `to` of x from row `row` of the residual stream. */
 static void norm_to(const Run *r, long row, const float *weight, long to) {
     const float *x = r->m->resid + row * r->hp;
-    float *out = r->m->x + to * r->hp;
-    if (weight) tlt_rms_norm(r, x, weight, out);
-    else memcpy(out, x, (size_t)r->hp * sizeof(float));
+    num *out = r->m->x + to * r->hp;
+    if (weight) tlt_rms_norm(r, x, weight, out, NULL);
+    else narrow(x, r->hp, out);
 }
 
 void tlt_norm_row(Run *r, long row, const float *weight) { norm_to(r, row, weight, row); }
@@ -42,7 +46,7 @@ static void embed_unit(void *arg, long row) {
     const TltModel *m = r->m;
     float *out = m->resid + row * r->hp;
     memset(out, 0, (size_t)r->hp * sizeof(float));
-    memcpy(out, m->embed + (long)r->s->token_ids[r->first + row] * m->hidden, (size_t)m->hidden * sizeof(float));
+    widen(m->embed + (long)r->s->token_ids[r->first + row] * m->hidden, m->hidden, out);
     tlt_norm_row(r, row, m->layer[0].input_norm);
 }
 
@@ -56,7 +60,7 @@ static void rotate(const Run *r, const float *in, const float *weight, const flo
     if (weight) {
         memcpy(w, weight, used);
         memset(w + d, 0, padding);
-        rms_norm(x, w, d, r->dp, r->m->eps, x);
+        rms_norm(x, w, d, r->dp, r->m->eps, NULL, x);
     }
     for (long i = 0; i < half; i++) {
         out[i] = x[i] * rope[i] - x[half + i] * rope[half + i];
@@ -65,7 +69,7 @@ static void rotate(const Run *r, const float *in, const float *weight, const flo
     memset(out + d, 0, padding);
 }
 
-static float *kv_plane(const Run *r, long layer, long which) {
+static num *kv_plane(const Run *r, long layer, long which) {
     const TltStep *s = r->s;
     long tiles = (long)s->num_blocks * r->m->kv_heads * (s->block_size / TILE);
     return s->kv + (layer * 2 + which) * tiles * tile_size(r->dp);
@@ -78,11 +82,14 @@ static void rope_unit(void *arg, long row) {
     const TltStep *s = r->s;
     const TltLayer *l = &m->layer[r->layer];
     const long d = m->head_dim, size = tile_size(r->dp);
-    float *keys = kv_plane(r, r->layer, 0), *values = kv_plane(r, r->layer, 1);
+    num *keys = kv_plane(r, r->layer, 0), *values = kv_plane(r, r->layer, 1);
     const float *in = m->qkv_out + row * r->qkv_stride, *rope = m->rope + (long)s->positions[r->first + row] * d;
     const long slot = s->slots[r->first + row], block = slot / s->block_size, offset = slot % s->block_size;
     float tmp[TLT_MAX_HEAD_DIM];
-    for (long h = 0; h < m->heads; h++) rotate(r, in + h * d, l->q_norm, rope, m->q + row * r->q_stride + h * r->dp);
+    for (long h = 0; h < m->heads; h++) {
+        rotate(r, in + h * d, l->q_norm, rope, tmp);
+        narrow(tmp, r->dp, m->q + row * r->q_stride + h * r->dp);
+    }
     for (long h = 0; h < m->kv_heads; h++) {
         long tile = tile_index(m->kv_heads, s->block_size, h, block, offset / TILE);
         rotate(r, in + (m->heads + h) * d, l->k_norm, rope, tmp);
@@ -107,8 +114,8 @@ static void attention_unit(void *arg, long unit) {
     tlt_attend(&a, u[0], u[1], unit % m->kv_heads, &span);
 }
 
-void tlt_linear(Run *r, const float *a, long a_stride, long k, const float *w, long n, int epilogue, const float *bias,
-                float *out, long out_stride) {
+void tlt_linear(Run *r, const num *a, long a_stride, long k, const num *w, long n, int epilogue, const float *bias,
+                void *out, long out_stride) {
     Gemm g = {epilogue, r->rows, n, k, a, a_stride, w, bias, out, out_stride, 1};
     tlt_gemm(&g, r->threads);
 }
@@ -169,8 +176,7 @@ void tlt_run_layer(Run *r, long index) {
 static void aux_unit(void *arg, long row) {
     const Run *r = arg;
     const long n = r->m->hidden;
-    float *state = r->s->hidden + (r->first + row) * state_width(r->m);
-    memcpy(state + r->aux * n, r->m->resid + row * r->hp, (size_t)n * sizeof(float));
+    narrow(r->m->resid + row * r->hp, n, r->s->hidden + (r->first + row) * state_width(r->m) + r->aux * n);
 }
 
 /* A layer's output, where it is part of the state. */
@@ -184,8 +190,8 @@ static void hidden_unit(void *arg, long row) {
     Run *r = arg;
     const long n = r->m->hidden;
     tlt_norm_row(r, row, r->m->final_norm);
-    float *end = r->s->hidden + (r->first + row + 1) * state_width(r->m);
-    memcpy(end - n, r->m->x + row * r->hp, (size_t)n * sizeof(float));
+    num *end = r->s->hidden + (r->first + row + 1) * state_width(r->m);
+    memcpy(end - n, r->m->x + row * r->hp, (size_t)n * sizeof(num));
 }
 
 /* Unit = one wanted row of the chunk: the final norm, compacted into x. */
@@ -249,3 +255,7 @@ int tlt_forward(const TltModel *m, const TltStep *s, int threads, TltAllReduce a
 }
 
 int tlt_panel_width(void) { return NR; }
+
+int tlt_cell_numbers(void) { return PER; }
+
+int tlt_row_multiple(void) { return K_STEP; }

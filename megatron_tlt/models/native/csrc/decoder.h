@@ -4,7 +4,6 @@
 
 #include "gemm.h"
 #include "pool.h"
-#include "tlt.h"
 
 typedef struct {
     const TltModel *m;
@@ -12,7 +11,7 @@ typedef struct {
     TltAllReduce all_reduce;
     int failed, threads;
     long hp, dp, qkv_n, qkv_stride, q_stride, att_n, att_stride; /* row lengths, elements */
-    const float *in;              /* input of queries, keys and values; x by default */
+    const num *in;                /* input of queries, keys and values; x by default */
     long in_stride, in_width;     /* elements */
     long first, rows;             /* this chunk */
     long units;                   /* of attention, see tlt_plan_chunk */
@@ -35,8 +34,8 @@ void tlt_plan_chunk(Run *r);
 
 void tlt_run_setup(Run *r, const TltModel *m, const TltStep *s, int threads, TltAllReduce all_reduce);
 
-/* Norm of `hidden` values, zero-padded as `weight` is, padding included. */
-void tlt_rms_norm(const Run *r, const float *x, const float *weight, float *out);
+/* Norm of `hidden` values, zero-padded as `weight` is, padding included: to `out`, and in fp32 to `wide` if it is there. */
+void tlt_rms_norm(const Run *r, const float *x, const float *weight, num *out, float *wide);
 
 /* x = norm(residual stream) of one row; without weight the stream itself. */
 void tlt_norm_row(Run *r, long row, const float *weight);
@@ -57,7 +56,7 @@ void tlt_run_head(Run *r);
 void tlt_run_mlp(Run *r, long inter, int epilogue, float *out);
 
 /* out[rows][N] = x[rows][K] * w^T on this chunk's rows. */
-void tlt_linear(Run *r, const float *a, long a_stride, long k, const float *w, long n, int epilogue, const float *bias,
-                float *out, long out_stride);
+void tlt_linear(Run *r, const num *a, long a_stride, long k, const num *w, long n, int epilogue, const float *bias,
+                void *out, long out_stride);
 
 #endif

@@ -20,23 +20,23 @@
 typedef struct {
     Run r; /* first: units get a Run, those below cast it to this */
     const TltEagle *e;
-    const float *states;     /* [.][W] of the policy, or [.][H] outputs */
+    const num *states;       /* [.][W] of the policy, or [.][H] outputs */
     int is_output;
     const int32_t *state_of; /* of each row of the step */
-    float *out;              /* [.][H] outputs of the step */
+    num *out;                /* [.][H] outputs of the step */
 } EagleRun;
 
 /* Rows of `pair` have 64 elements to spare: stores may run over. */
 static long pair_stride(const TltModel *m) { return pad64(3L * m->hidden) + 64; }
 
-static void copy_row(const TltModel *m, const float *from, float *to) { memcpy(to, from, (size_t)m->hidden * sizeof *to); }
+static void copy_row(const TltModel *m, const num *from, num *to) { memcpy(to, from, (size_t)m->hidden * sizeof *to); }
 
 /* eagle: pair = [E(token) ; hidden state]. */
 static void pair_unit(void *arg, long row) {
     EagleRun *g = arg;
     const TltModel *m = g->r.m;
     const long n = m->hidden, from = g->r.first + row;
-    float *pair = g->e->pair + row * pair_stride(m);
+    num *pair = g->e->pair + row * pair_stride(m);
     copy_row(m, m->embed + g->r.s->token_ids[from] * n, pair);
     copy_row(m, g->states + g->state_of[from] * n, pair + n);
 }
@@ -47,10 +47,10 @@ static void features_unit(void *arg, long row) {
     const TltModel *m = g->r.m;
     const long n = m->hidden, state = g->state_of[g->r.first + row];
     if (g->is_output) {
-        copy_row(m, g->states + state * n, m->resid + row * g->r.hp);
+        widen(g->states + state * n, n, m->resid + row * g->r.hp);
         return;
     }
-    const float *from = g->states + state * g->e->state_width;
+    const num *from = g->states + state * g->e->state_width;
     memcpy(g->e->pair + row * pair_stride(m), from, (size_t)(3 * n) * sizeof *from);
 }
 
@@ -61,17 +61,16 @@ static void norms_unit(void *arg, long row) {
     const TltModel *m = r->m;
     const long at = row * pair_stride(m), n = m->hidden;
     float *resid = m->resid + row * r->hp, *tmp = m->part + row * r->hp;
-    copy_row(m, m->embed + r->s->token_ids[r->first + row] * n, tmp);
-    tlt_rms_norm(r, tmp, m->layer[0].input_norm, g->e->pair + at);
-    tlt_rms_norm(r, resid, g->e->hidden_norm, g->e->pair + at + n);
-    if (g->e->norm_before_residual) copy_row(m, g->e->pair + at + n, resid);
+    widen(m->embed + r->s->token_ids[r->first + row] * n, n, tmp);
+    tlt_rms_norm(r, tmp, m->layer[0].input_norm, g->e->pair + at, NULL);
+    tlt_rms_norm(r, resid, g->e->hidden_norm, g->e->pair + at + n, g->e->norm_before_residual ? resid : NULL);
 }
 
 /* A row's output, before the norm of the head, if it has one. */
 static void output_unit(void *arg, long row) {
     EagleRun *g = arg;
     const TltModel *m = g->r.m;
-    copy_row(m, m->resid + row * g->r.hp, g->out + (g->r.first + row) * m->hidden);
+    narrow(m->resid + row * g->r.hp, m->hidden, g->out + (g->r.first + row) * m->hidden);
 }
 
 static void stream_unit(void *arg, long row) { tlt_norm_row(arg, row, NULL); }
@@ -146,7 +145,7 @@ typedef struct {
     int32_t *tokens, *feature;   /* [B][D] */
     float *acceptance;           /* [B][D] */
     float *logits, *own;         /* [B][V]; [B][Vd] of a reduced vocabulary */
-    float *hidden;               /* [B][H] */
+    num *hidden;                 /* [B][H] */
     Best *best;
     uint64_t *keys; /* [B] of the tokens that are drawn next, */
     float *heat;    /* and their temperatures */
@@ -172,7 +171,7 @@ static char *lay_out(const TltEagle *e, const TltDraft *d, char *base, Scratch *
     c->acceptance = take(&base, 4 * drafted);
     c->logits = take(&base, 4 * b * (size_t)e->vocab);
     c->own = e->ids ? take(&base, 4 * b * (size_t)m->vocab) : c->logits;
-    c->hidden = take(&base, 4 * b * (size_t)m->hidden);
+    c->hidden = take(&base, sizeof *c->hidden * b * (size_t)m->hidden);
     c->best = take(&base, sizeof *c->best * b * (size_t)tlt_segments(e->vocab));
     c->keys = take(&base, sizeof *c->keys * b);
     c->heat = take(&base, sizeof *c->heat * b);
@@ -337,7 +336,6 @@ static void flatten(TltDraft *d, const Scratch *c) {
 }
 
 int tlt_draft_rows(const TltEagle *e, TltDraft *d, int threads) {
-    const TltModel *m = &e->model;
     Scratch c = {0};
     if (d->rows > d->slots || d->block_size < TILE || d->block_size % TILE) return TLT_BAD_SHAPE;
     lay_out(e, d, (char *)(((uintptr_t)d->scratch + 63) / 64 * 64), &c);

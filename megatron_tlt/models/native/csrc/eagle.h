@@ -12,8 +12,8 @@
 
 typedef struct {
     TltModel model; /* eagle: the policy's LM head, input_norm and final_norm NULL. eagle3: a head of its own, `vocab` tokens */
-    const float *fc; /* packed panels [H][2H]; eagle3: [H][3H] */
-    float *pair;     /* [max_rows][3H up to a multiple of 64, + 64] */
+    const num *fc;   /* packed panels [H][2H]; eagle3: [H][3H] */
+    num *pair;       /* [max_rows][3H up to a multiple of 64, + 64] */
     const float *hidden_norm; /* [Hp]; NULL: kind eagle */
     const int32_t *ids;       /* [model.vocab] the policy's ids of the drafter's tokens; NULL: they are the same */
     int32_t vocab, state_width, norm_before_residual; /* V of the policy; W; whether the residual stream is normed first */
@@ -23,8 +23,8 @@ typedef struct {
 typedef struct {
     int32_t count, num_blocks, block_size;
     const int32_t *tokens, *positions, *slots, *state_slots; /* [T]; slots: where key and value go */
-    const float *pages;                                      /* [num_blocks * block_size][W] */
-    float *kv;
+    const num *pages;                                        /* [num_blocks * block_size][W] */
+    num *kv;
 } TltPairs;
 
 /* Drafts for B rows (running requests). S slots: a request keeps its slot, rows are dense. D = depth is the longest draft,
@@ -39,8 +39,8 @@ typedef struct {
     const int32_t *outputs;                                      /* [S][width], output_len of them */
     const int32_t *wanted;                                       /* [B] most tokens to draft, at most D */
     int32_t *synced, *first; /* [S] last position whose pair is cached; first one that the drafter attends to */
-    const float *pages;      /* [.][W] */
-    float *kv;
+    const num *pages;        /* [.][W] */
+    num *kv;
     const float *rates; /* [TLT_DEPTHS][TLT_BUCKETS] */
     /* Out, of N drafted tokens row after row; room for B * D. */
     int32_t *counts;              /* [B] */

@@ -78,7 +78,7 @@ static void gather_unit(void *arg, long row) {
     const Run *r = arg;
     const TltModel *m = r->m;
     for (long i = row * m->topk; i < (row + 1) * m->topk; i++)
-        memcpy(m->pair_x + m->place[i] * r->hp, m->x + row * r->hp, (size_t)r->hp * sizeof(float));
+        memcpy(m->pair_x + m->place[i] * r->hp, m->x + row * r->hp, (size_t)r->hp * sizeof(num));
 }
 
 /* Unit = one row: the sum of its experts' outputs times their gates. */
@@ -105,14 +105,14 @@ void tlt_run_experts(Run *r) {
     tlt_linear(r, m->x, r->hp, m->hidden, l->router, m->experts + (m->shared_inter > 0), EPI_STORE, NULL, m->scores,
                score_stride(m));
     tlt_parallel(r->rows, choose_unit, r);
-    Groups groups = {m->starts, m->active, sort_pairs(r), 2 * panels * m->hidden * NR};
+    Groups groups = {m->starts, m->active, sort_pairs(r), 2 * panels * cells(m->hidden) * NR * PER};
     tlt_parallel(r->rows, gather_unit, r);
     Gemm up = {EPI_SILU, 0, 2 * panels * NR, m->hidden, m->pair_x, r->hp, l->expert_gate_up, NULL, m->pair_mid,
                mid, 1};
     tlt_gemm_groups(&up, &groups, r->threads);
     Gemm down = {EPI_STORE, 0, m->hidden, m->expert_inter, m->pair_mid, mid, l->expert_down, NULL, m->pair_out,
                  r->hp, 1};
-    groups.w_size = h_panels * m->expert_inter * NR;
+    groups.w_size = h_panels * cells(m->expert_inter) * NR * PER;
     tlt_gemm_groups(&down, &groups, r->threads);
     if (m->shared_inter) tlt_run_mlp(r, m->shared_inter, EPI_STORE, m->shared);
     tlt_parallel(r->rows, mix_unit, r);

@@ -1,6 +1,6 @@
 /* Packed matrix product for 1 to a few hundred rows.
  *
- * A weight W[N][K] is stored as panels of NR columns: [N/NR][K][NR]. A kernel keeps M rows x NP panels of sums in registers and walks K once, so each output is one chain of
+ * A weight W[N][K] is stored as panels of NR columns: [N/NR][K][NR] cells (numbers.h). A kernel keeps M rows x NP panels of sums in registers and walks K once, so each output is one chain of
  * multiply-adds in ascending k, whatever M, NP, the number of rows or of threads: batch invariance by design.
  * Few rows take several panels at once (to hide the latency of the multiply-add), many rows take one.
  *
@@ -10,34 +10,45 @@
  *
  * One call of a kernel does a run of panels and finishes them (bias, residual) in registers: at K = 128 a panel of 6
  * rows is 768 cycles of multiply-adds, and every hundred instructions between two panels is a gap of some 30 cycles.
+ *
+ * With AMX (bf16) a kernel is one panel of 32 columns times 1 to 32 rows: the tiles have as many rows as there are, and each
+ * row's sums take the same 16 cells after one another, whatever the rows beside it. The weights are packed alike.
  */
 #include "gemm.h"
 
-#include "pool.h"
-#include "tlt.h"
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include "amx.h"
+#include "pool.h"
+
+#if TLT_AMX
+#define ROWS (2 * TILE_ROWS)
+#else
+#define ROWS MR
+#endif
 #define MAX_NP 4
 #define MAX_M 12
 #define UNROLL 4 /* steps over K */
 #define CHUNK_BYTES 65536 /* weights that several row blocks go over before the next: a fraction of the L2 cache */
-#define PAGE 1024 /* floats of a memory page */
+#define PAGE 1024 /* cells of a memory page */
 
-/* Up to MR rows that pass over the weights together. */
+/* Up to ROWS rows that pass over the weights together. */
 typedef struct {
     long first, count;
-    long ahead;       /* elements from weights in use to those that are prefetched */
+    long ahead;       /* cells from weights in use to those that are prefetched */
     long turn, turns; /* one of `turns` loops over K prefetches, beginning with the `turn`th, from 1 */
 } RowBlock;
 
 typedef struct {
-    const float *a;    /* first row, first k */
-    long a_stride;     /* all in elements */
-    const float *w;    /* first panel */
+    const cell *a;     /* first row, first k */
+    long a_stride;     /* all in cells */
+    const cell *w;     /* first panel */
     long panel;
     long steps;        /* over K */
     long calls;        /* times NP panels */
     float *out;        /* first row, first column */
-    long out_stride;
+    long out_stride;   /* elements */
     const float *bias; /* of the first column, or NULL */
     int add;           /* the sums are added to `out` */
     const RowBlock *rows;
@@ -45,10 +56,10 @@ typedef struct {
 
 /* Step `u` from the current one. Rows are addressed from one base per three rows, which fits the addressing modes
  * (base, +s, +2s). The shorter side is held in registers, the longer one passes through. */
-INLINE void step(const int M, const int NP, const int u, vf (*acc)[MAX_NP * NV], const float *const *base, long s,
-                 const float *const *w) {
+INLINE void step(const int M, const int NP, const int u, vf (*acc)[MAX_NP * NV], const cell *const *base, long s,
+                 const cell *const *w) {
     const int V = NP * NV;
-    vf a[MAX_M], b[MAX_NP * NV];
+    vc a[MAX_M], b[MAX_NP * NV];
     if (M >= V) {
         ALL for (int v = 0; v < V; v++) b[v] = column_at(w[v / NV] + u * NR + v % NV * VW);
         ALL for (int m = 0; m < M; m++) {
@@ -65,15 +76,15 @@ INLINE void step(const int M, const int NP, const int u, vf (*acc)[MAX_NP * NV],
 }
 
 /* Fetches the weights of one loop over K that lie `ahead` of the current ones into the L2 cache. */
-INLINE void prefetch(const int NP, const float *const *w, long ahead) {
+INLINE void prefetch(const int NP, const cell *const *w, long ahead) {
     ALL for (int p = 0; p < NP; p++)
-        ALL for (int i = 0; i < UNROLL * NR; i += 64 / (int)sizeof(float)) __builtin_prefetch(w[p] + ahead + i, 0, 2);
+        ALL for (int i = 0; i < UNROLL * NR; i += 64 / (int)sizeof(cell)) __builtin_prefetch(w[p] + ahead + i, 0, 2);
 }
 
 /* acc[m][v] = sums over K of M rows and NP panels from `panels` on. */
-INLINE void walk(const int M, const int NP, const KernelArgs *args, const float *panels, vf (*acc)[MAX_NP * NV]) {
+INLINE void walk(const int M, const int NP, const KernelArgs *args, const cell *panels, vf (*acc)[MAX_NP * NV]) {
     const long s = args->a_stride;
-    const float *base[MAX_M / 3], *w[MAX_NP];
+    const cell *base[MAX_M / 3], *w[MAX_NP];
     ALL for (int r = 0; r < (M + 2) / 3; r++) base[r] = args->a + 3 * r * s;
     ALL for (int p = 0; p < NP; p++) w[p] = panels + p * args->panel;
     ALL for (int m = 0; m < M; m++)
@@ -97,7 +108,7 @@ INLINE void walk(const int M, const int NP, const KernelArgs *args, const float 
 
 INLINE void kernel(const int M, const int NP, const KernelArgs *args) {
     const int V = NP * NV;
-    const float *panels = args->w;
+    const cell *panels = args->w;
     const float *bias = args->bias;
     float *out = args->out;
     for (long call = 0; call < args->calls; call++) {
@@ -119,6 +130,31 @@ INLINE void kernel(const int M, const int NP, const KernelArgs *args) {
     }
 }
 
+#if TLT_AMX
+static void multiply(const KernelArgs *args, long np) {
+    (void)np; /* 1 */
+    const long rows = args->rows->count;
+    const cell *panels = args->w;
+    const float *bias = args->bias;
+    float sums[ROWS][NR] __attribute__((aligned(64)));
+    for (long call = 0; call < args->calls; call++) {
+        tile_product(args->a, args->a_stride, rows, panels, args->steps, args->rows->turns == 1 ? PAGE : 0, &sums[0][0]);
+        for (long m = 0; m < rows; m++) {
+            float *y = args->out + m * args->out_stride + call * NR;
+            for (int v = 0; v < NV; v++) {
+                vf sum = vload(sums[m] + v * VW);
+                if (args->add) sum = vload(y + v * VW) + sum;
+                else if (bias) sum = sum + vload(bias + v * VW);
+                vstore(y + v * VW, sum);
+            }
+        }
+        panels += args->panel;
+        if (bias) bias += NR;
+    }
+}
+
+INLINE long panels_per_call(long m) { return m > 0; }
+#else
 #define KERNEL(M, NP) \
     static __attribute__((noinline)) void kernel_##M##_##NP(const KernelArgs *a) { kernel(M, NP, a); }
 KERNEL(1, 1) KERNEL(1, 2) KERNEL(1, 3) KERNEL(1, 4)
@@ -137,32 +173,35 @@ static const KernelFn KERNELS[MAX_M][MAX_NP] = {
     {kernel_7_1}, {kernel_8_1}, {kernel_9_1}, {kernel_10_1}, {kernel_11_1}, {kernel_12_1},
 };
 
+static void multiply(const KernelArgs *args, long np) { KERNELS[args->rows->count - 1][np - 1](args); }
+
 /* Panels one kernel call may take for M rows: as many as the registers hold. */
 INLINE long panels_per_call(long m) {
     long np = MR / m;
     return np > MAX_NP ? MAX_NP : (np < 1 ? 1 : np);
 }
+#endif
 
 INLINE void silu_store(const Gemm *g, long row, long column, const float *gate, const float *up) {
     for (int v = 0; v < NV; v++) {
         vf x = vload(gate + v * VW);
         /* e^88 is the last that fits; larger ones must become 0, not the wrapped exponent's garbage. */
         vf y = x / (vset(1.0f) + vexp(-vmax(x, vset(-88.0f)))) * vload(up + v * VW);
-        vstore(g->out + row * g->out_stride + column + v * VW, y);
+        nstore((num *)g->out + row * g->out_stride + column + v * VW, y);
     }
 }
 
 /* out = (out if `add`) + rows times whole panels [panel, panel+np) + (bias if given). */
 static void product(const Gemm *g, const RowBlock *rows, long panel, long np, float *out, long out_stride,
                     const float *bias, int add) {
-    const long size = g->k * NR;
-    const float *a = g->a + rows->first * g->a_stride;
-    KernelArgs args = {a, g->a_stride, NULL, size, g->k, 0, out, out_stride, bias, add, rows};
+    const long steps = cells(g->k), size = steps * NR;
+    const cell *a = (const cell *)(g->a + rows->first * g->a_stride);
+    KernelArgs args = {a, g->a_stride / PER, NULL, size, steps, 0, out, out_stride, bias, add, rows};
     for (long most = panels_per_call(rows->count), done; np > 0; np -= done, panel += done) {
         if (most > np) most = np;
-        args.w = g->w + panel * size;
+        args.w = (const cell *)g->w + panel * size;
         args.calls = np / most;
-        KERNELS[rows->count - 1][most - 1](&args);
+        multiply(&args, most);
         done = args.calls * most;
         args.out += done * NR;
         if (args.bias) args.bias += done * NR;
@@ -172,7 +211,8 @@ static void product(const Gemm *g, const RowBlock *rows, long panel, long np, fl
 /* Rows times (gate, up) couples of panels: the sums pass through a tile that stays in the L1 cache. */
 static void silu_block(const Gemm *g, const RowBlock *rows, long panel, long np) {
     float c[72 * NR] __attribute__((aligned(64)));
-    const long most = rows->count > 6 ? 6 : 12, stride = most * NR; /* 12 is a multiple of the panels of every kernel */
+    /* 12 is a multiple of the panels of every kernel. */
+    const long most = rows->count > 12 ? 2 : rows->count > 6 ? 6 : 12, stride = most * NR;
     for (long p = 0; p < np; p += most) {
         const long now = np - p < most ? np - p : most;
         product(g, rows, panel + p, now, c, stride, NULL, 0);
@@ -190,12 +230,12 @@ static void block(const Gemm *g, const RowBlock *rows, long panel, long np) {
         silu_block(g, rows, panel, np);
         return;
     }
-    float *out = g->out + rows->first * g->out_stride + panel * NR;
+    float *out = (float *)g->out + rows->first * g->out_stride + panel * NR;
     const float *bias = g->epilogue == EPI_BIAS && g->bias ? g->bias + panel * NR : NULL;
     const int cut = !g->out_is_padded && (panel + np) * NR > g->n; /* only EPI_STORE has unpadded rows (the logits) */
     product(g, rows, panel, np - cut, out, g->out_stride, bias, g->epilogue == EPI_ADD);
     if (cut) {
-        float c[MR * NR] __attribute__((aligned(64)));
+        float c[ROWS * NR] __attribute__((aligned(64)));
         const long last = panel + np - 1, left = g->n - last * NR;
         product(g, rows, last, 1, c, NR, NULL, 0);
         for (long i = 0; i < rows->count; i++)
@@ -216,23 +256,26 @@ static void gemm_unit(void *arg, long unit) {
     const long first = part * c->panels / c->parts, last = (part + 1) * c->panels / c->parts;
     const long b0 = row_part * c->row_blocks / c->row_parts, b1 = (row_part + 1) * c->row_blocks / c->row_parts;
     const long least = (panels_per_call(g->rows / c->row_blocks) + c->couple - 1) / c->couple;
-    long group = CHUNK_BYTES / (g->k * NR * 4 * c->couple);
+    long group = CHUNK_BYTES / (cells(g->k) * NR * (long)sizeof(cell) * c->couple);
     if (group < least) group = least;
     if (b1 - b0 == 1) group = last - first; /* nothing is read twice */
     for (long p = first; p < last; p += group) {
         long np = last - p < group ? last - p : group;
         for (long b = b0; b < b1; b++) {
             const long r0 = b * g->rows / c->row_blocks, r1 = (b + 1) * g->rows / c->row_blocks;
-            const long ahead = b1 - b0 == 1 ? PAGE : np * c->couple * g->k * NR;
+            const long ahead = b1 - b0 == 1 ? PAGE : np * c->couple * cells(g->k) * NR;
             const RowBlock rows = {r0, r1 - r0, ahead, b - b0 + 1, b1 - b0};
             block(g, &rows, p * c->couple, np * c->couple);
         }
     }
+#if TLT_AMX
+    _tile_release(); /* or every switch of threads would save the tiles */
+#endif
 }
 
 static Cut uncut(const Gemm *g) {
     const long couple = g->epilogue == EPI_SILU ? 2 : 1;
-    return (Cut){g, couple, ((g->n + NR - 1) / NR) / couple, (g->rows + MR - 1) / MR, 1, 1};
+    return (Cut){g, couple, ((g->n + NR - 1) / NR) / couple, (g->rows + ROWS - 1) / ROWS, 1, 1};
 }
 
 /* Panels are split first; rows only when there are too few panels for the team. Several parts a thread even out
@@ -260,7 +303,8 @@ static void group_unit(void *arg, long unit) {
     g.rows = c->groups->starts[e + 1] - first;
     g.a += first * g.a_stride;
     g.w += e * c->groups->w_size;
-    g.out += first * g.out_stride;
+    const long size = g.epilogue == EPI_SILU ? sizeof(num) : sizeof(float);
+    g.out = (char *)g.out + first * g.out_stride * size;
     Cut one = uncut(&g);
     one.parts = c->parts;
     gemm_unit(&one, unit % c->parts);
@@ -271,4 +315,26 @@ void tlt_gemm_groups(const Gemm *g, const Groups *groups, int threads) {
     GroupCut c = {g, groups, threads > 1 ? (4L * threads + groups->count - 1) / groups->count : 1};
     if (c.parts > panels) c.parts = panels;
     tlt_parallel(groups->count * c.parts, group_unit, &c);
+}
+
+int tlt_prepare(void) {
+#if TLT_AMX && !defined(TLT_EMULATE)
+    return syscall(SYS_arch_prctl, 0x1023, 18) != 0; /* ARCH_REQ_XCOMP_PERM, the tiles' data */
+#else
+    return 0;
+#endif
+}
+
+const char *tlt_form(void) {
+#if TLT_AMX
+    return "AMX";
+#elif HAS_VW && VW == 16 && defined(TLT_BF16) && defined(__AVX512BF16__)
+    return "AVX-512 BF16";
+#elif HAS_VW && VW == 16
+    return "AVX-512";
+#elif HAS_VW
+    return "AVX2";
+#else
+    return "portable";
+#endif
 }

@@ -2,18 +2,18 @@
 #ifndef TLT_GEMM_H
 #define TLT_GEMM_H
 
-#include "simd.h"
+#include "numbers.h"
 
 enum { EPI_STORE, EPI_BIAS, EPI_ADD, EPI_SILU };
 
 typedef struct {
     int epilogue;
     long rows, n, k;         /* n: columns, for EPI_SILU twice the intermediate size as interleaved panels */
-    const float *a;
+    const num *a;
     long a_stride;           /* elements between rows of a */
-    const float *w;          /* packed panels */
+    const num *w;            /* packed panels */
     const float *bias;       /* EPI_BIAS: padded to panels, may be NULL */
-    float *out;
+    void *out;               /* float; of EPI_SILU, num */
     long out_stride;         /* elements */
     int out_is_padded;       /* rows of out may be written up to a whole panel */
 } Gemm;

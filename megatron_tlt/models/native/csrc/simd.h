@@ -11,17 +11,24 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#if defined(TLT_EMULATE)
+#define VW 16
+#define MR 12
+#define HAS_VW 0   /* whether the machine has registers of VW floats */
+#elif defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include <immintrin.h>
 #define VW 16      /* floats in a vector */
 #define MR 12      /* rows of a register block */
+#define HAS_VW 1
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define VW 8
 #define MR 6
+#define HAS_VW 1
 #else
 #define VW 4
 #define MR 6
+#define HAS_VW 0
 #endif
 
 #define NV 2            /* vectors in a weight panel */
@@ -45,9 +52,9 @@ INLINE vf vselect(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~
 
 /* a * b + c, rounded once where the machine can. */
 INLINE vf vfma(vf a, vf b, vf c) {
-#if VW == 16
+#if HAS_VW && VW == 16
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif VW == 8
+#elif HAS_VW
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
@@ -125,37 +132,6 @@ INLINE vf vlog(vf x) {
     vf e, f;
     vlog_split(x, &e, &f);
     return vlog_parts(e, f);
-}
-
-/* A product's inner loop over registers is written out by the compiler: ALL goes before each loop over M or V. A step over
- * K multiplies VW columns of one operand with the same value of the other in all lanes. */
-#define ALL _Pragma("GCC unroll 16")
-
-/* Keeps a value in a register: compilers tend to load it again for each use, and loads are the bottleneck. */
-INLINE vu in_register(vu x) {
-#if VW > 4
-    __asm__("" : "+v"(x));
-#endif
-    return x;
-}
-
-INLINE vf column_at(const float *p) { return (vf)in_register(vloadu32(p)); }
-
-INLINE vf row_at(const float *p) {
-    uint32_t x;
-    memcpy(&x, p, 4);
-    return (vf)in_register(vsetu(x));
-}
-
-/* acc + a * b. The form of the instruction that overwrites the sum is spelt out: left to itself, GCC 12 picks others and
- * copies sums around, up to 1.3 times slower. */
-INLINE vf accumulate(vf acc, vf a, vf b) {
-#if VW > 4
-    __asm__("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
-    return acc;
-#else
-    return vfma(a, b, acc);
-#endif
 }
 
 #endif

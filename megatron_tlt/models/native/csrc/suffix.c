@@ -170,16 +170,16 @@ static void free_trie(SuffixPool *pool, SuffixTrie *t) {
     free(t->node), free(t->table), free(t->text), free(t);
 }
 
+/* Drops all tries. */
+void tlt_suffix_clear(SuffixPool *pool) {
+    while (pool->tries) free_trie(pool, pool->trie[--pool->tries]);
+}
+
 void tlt_suffix_free(SuffixPool *pool) {
     if (!pool) return;
     tlt_suffix_clear(pool);
     free(pool->trie);
     free(pool);
-}
-
-/* Drops all tries. */
-void tlt_suffix_clear(SuffixPool *pool) {
-    while (pool->tries) free_trie(pool, pool->trie[--pool->tries]);
 }
 
 int64_t tlt_suffix_bytes(const SuffixPool *pool) { return pool->bytes; }

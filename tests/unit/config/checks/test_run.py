@@ -93,7 +93,6 @@ def test_a_good_configuration_has_no_problems():
         (["cluster.nodes=2", "cluster.ranks_per_node=2", "actor.tp=4"], "actor.tp"),
         (["rollout.max_running_requests=4000"], "rollout.max_running_requests"),
         (["rollout.top_k=513"], "rollout.top_k"),
-        (["rollout.kernels=native", "rollout.dtype=bf16"], "rollout.kernels"),
         (
             ["rollout.kv_cache_mib=1", "data.max_prompt_tokens=260", "model.max_context=600"],
             "rollout.kv_cache_mib",

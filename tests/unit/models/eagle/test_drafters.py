@@ -164,20 +164,22 @@ def test_drafts_end_where_cumulative_acceptance_falls_too_low(kernels: str) -> N
     assert totals == sorted(totals, reverse=True) and totals[0] > totals[1] > totals[2]
 
 
-def test_bf16_is_close() -> None:
-    eagle = loaded("qwen2", "torch", torch.bfloat16)
+@both
+@pytest.mark.parametrize("name", ["qwen2", "odd"])
+def test_bf16_is_close(name: str, kernels: str) -> None:
+    eagle = loaded(name, kernels, torch.bfloat16)
     rows = rows_of(eagle, [50], temperature=0.0)
-    weights = (
-        [(n, w.bfloat16().float()) for n, w in f(CONFIGS["qwen2"])] for f in (random_weights, eagle_weights)
-    )
+    weights = ([(n, w.bfloat16().float()) for n, w in f(CONFIGS[name])] for f in (random_weights, eagle_weights))
     check_row(rows.draft(1), rows, 0, *weights, atol=6e-2)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_native_draft_ignores_its_neighbours_and_the_threads(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float32) for name in CONFIGS), ("odd", torch.bfloat16), ("eagle3", torch.bfloat16)]
+)
+def test_a_native_draft_ignores_its_neighbours_and_the_threads(name: str, dtype: torch.dtype) -> None:
     """300 rows are more than are computed together; some end early, and some catch up over a border of 256 pairs."""
     lengths = [2 + (i * 7) % 40 for i in range(300)] if name == "qwen3" else [3, 270, 17, 256, 388, 2]
-    one, two = loaded(name, "native"), loaded(name, "native", threads=2)
+    one, two = loaded(name, "native", dtype), loaded(name, "native", dtype, threads=2)
     wanted = [1 + i % 5 for i in range(len(lengths))]
     together = [rows_of(eagle, lengths, seed=i).draft(wanted) for i, eagle in enumerate((one, two))]
     assert_same(*together)
@@ -189,12 +191,14 @@ def test_a_native_draft_ignores_its_neighbours_and_the_threads(name: str) -> Non
         assert_same(of_row(together[0], row), alone.draft(wanted[row]))
 
 
-@pytest.mark.parametrize("catch_up", [1, 16, 17])
-def test_native_drafts_read_nothing_that_was_not_cached(catch_up: int) -> None:
+@pytest.mark.parametrize(
+    ("catch_up", "dtype"), [(1, torch.float32), (16, torch.float32), (17, torch.float32), (16, torch.bfloat16)]
+)
+def test_native_drafts_read_nothing_that_was_not_cached(catch_up: int, dtype: torch.dtype) -> None:
     results = []
     for fill in (0.0, float("nan")):
-        rows = rows_of(loaded("qwen2", "native"), [522], catch_up=catch_up)
-        rows.kv.data.fill_(fill)
+        rows = rows_of(loaded("qwen2", "native", dtype), [522], catch_up=catch_up)
+        rows.kv.data.view(dtype).fill_(fill)
         results.append(rows.draft(5))
     assert_same(*results)
     assert np.isfinite(results[0].cumulative_acceptance).all()

@@ -1,0 +1,68 @@
+/* Products of bf16 on AMX tiles. */
+#ifndef TLT_AMX_H
+#define TLT_AMX_H
+
+#include "numbers.h"
+
+#if defined(TLT_BF16) && (defined(__AMX_BF16__) || defined(TLT_EMULATE))
+#define TLT_AMX 1
+#else
+#define TLT_AMX 0
+#endif
+
+#if TLT_AMX
+#ifdef TLT_EMULATE
+#include TLT_EMULATE
+#endif
+
+#define TILE_ROWS 16
+#define TILE_CELLS 16 /* a row of a tile is 64 bytes */
+
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} __attribute__((packed, aligned(64))) TileConfig;
+
+/* Tiles 0 to 3: sums of the first rows, then of the others, times 2 x 16 columns; 4 and 5: rows; 6 and 7: weights. */
+INLINE void configure_tiles(long first, long others) {
+    TileConfig c;
+    memset(&c, 0, sizeof c);
+    c.palette = 1;
+    for (int i = 0; i < 8; i++) {
+        c.bytes[i] = 64;
+        c.rows[i] = (uint8_t)(i > 5 ? TILE_CELLS : i == 2 || i == 3 || i == 5 ? (others ? others : 1) : first);
+    }
+    _tile_loadconfig(&c);
+}
+
+/* sums[rows][NR] = rows of `a` times one panel of `steps` cells, a multiple of TILE_CELLS. `ahead`: cells to prefetch, 0:
+ * none. */
+static void tile_product(const cell *a, long stride, long rows, const cell *w, long steps, long ahead, float *sums) {
+    const long first = rows < TILE_ROWS ? rows : TILE_ROWS, others = rows - first, row = NR * (long)sizeof(cell);
+    configure_tiles(first, others);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long k = 0; k < steps; k += TILE_CELLS, w += TILE_CELLS * NR) {
+        for (long i = 0; ahead && i < TILE_CELLS * NR; i += 16) __builtin_prefetch(w + ahead + i, 0, 2);
+        _tile_loadd(6, w, row);
+        _tile_loadd(7, w + 16, row);
+        _tile_loadd(4, a + k, stride * (long)sizeof(cell));
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!others) continue;
+        _tile_loadd(5, a + TILE_ROWS * stride + k, stride * (long)sizeof(cell));
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums, row);
+    _tile_stored(1, sums + 16, row);
+    if (!others) return;
+    _tile_stored(2, sums + TILE_ROWS * NR, row);
+    _tile_stored(3, sums + TILE_ROWS * NR + 16, row);
+}
+#endif
+
+#endif
