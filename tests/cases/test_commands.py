@@ -10,17 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.backends.build import build_backend
-from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.cli.drafter import _given_responses
 from megatron_tlt.cli.export import problems_of
 from megatron_tlt.cli.main import main
 from megatron_tlt.config.checks.files import note_maker, output_directory_problems
-from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.yaml_reader import parse_yaml
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.config import ModelConfig
 from tests.helpers.mpi import ROOT, rank_environment
 
 QUICKSTART, SFT = str(ROOT / "configs/quickstart.yaml"), str(ROOT / "configs/sft-demo.yaml")
