@@ -174,7 +174,8 @@ def test_bf16_is_close(name: str, kernels: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, torch.float32) for name in CONFIGS), ("odd", torch.bfloat16), ("eagle3", torch.bfloat16)]
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in CONFIGS), ("odd", torch.bfloat16), ("eagle3", torch.bfloat16)],
 )
 def test_a_native_draft_ignores_its_neighbours_and_the_threads(name: str, dtype: torch.dtype) -> None:
     """300 rows are more than are computed together; some end early, and some catch up over a border of 256 pairs."""
