@@ -52,22 +52,14 @@ class TrainingConfig(Section):
     cluster: ClusterSection = ClusterSection()
     """The machines."""
 
-    command: ClassVar[str]
-    """The command that trains."""
-    out_field: ClassVar[str]
-    """The setting of the directory that it writes."""
     chat_name: ClassVar[str]
     """The section with the chat template's settings."""
 
     @property
-    @abstractmethod
-    def out(self) -> str:
-        """The value of `out_field`."""
-
-    @property
-    @abstractmethod
     def chat(self) -> DataSection | SftSection:
         """The section `chat_name`."""
+        section: DataSection | SftSection = getattr(self, self.chat_name)
+        return section
 
     @property
     @abstractmethod
@@ -83,11 +75,6 @@ class TrainingConfig(Section):
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence that is trained on."""
         return self.model.max_context
-
-    @property
-    def system_prompt(self) -> str | None:
-        """The system message of every prompt."""
-        return None
 
     @property
     def rl(self) -> Config | None:
@@ -136,15 +123,7 @@ class Config(TrainingConfig):
     watchdog: WatchdogSection = WatchdogSection()
     """Watching the ranks."""
 
-    command, out_field, chat_name = "train", "train.run_dir", "data"
-
-    @property
-    def out(self) -> str:
-        return self.train.run_dir
-
-    @property
-    def chat(self) -> DataSection:
-        return self.data
+    chat_name = "data"
 
     @property
     def state_dir(self) -> Path:
@@ -158,10 +137,6 @@ class Config(TrainingConfig):
     def longest_sequence(self) -> int:
         """Tokens of the longest prompt and response together, training or evaluation."""
         return self.data.max_prompt_tokens + max(self.rollout.max_tokens, self.eval.max_tokens or 0)
-
-    @property
-    def system_prompt(self) -> str | None:
-        return self.data.system_prompt
 
     @property
     def rl(self) -> Config:
@@ -250,15 +225,7 @@ class SftConfig(TrainingConfig):
     checkpoint: SftCheckpointSection = SftCheckpointSection()
     """Checkpoints."""
 
-    command, out_field, chat_name = "sft", "sft.out", "sft"
-
-    @property
-    def out(self) -> str:
-        return self.sft.out
-
-    @property
-    def chat(self) -> SftSection:
-        return self.sft
+    chat_name = "sft"
 
     @property
     def state_dir(self) -> Path:

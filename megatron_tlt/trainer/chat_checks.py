@@ -36,9 +36,9 @@ def chat_problems(config: TrainingConfig) -> list[ConfigProblem]:
             render("Prompt.", ())  # tasks and environments have no rows to render
         except DataError as error:
             unusable = [ConfigProblem("data.chat_template", True, str(error))]
-    if render is None and not unusable and config.system_prompt is not None:
+    if render is None and not unusable and rl is not None and rl.data.system_prompt is not None:
         allowed = "needs data.chat_template and a tokenizer that has a chat template"
-        unusable = [ConfigProblem("data.system_prompt", config.system_prompt, allowed)]
+        unusable = [ConfigProblem("data.system_prompt", rl.data.system_prompt, allowed)]
     return problems + unusable
 
 
@@ -113,10 +113,11 @@ def prompt_renderer(config: TrainingConfig) -> tuple[Renderer | None, list[Confi
     template, problems = _open_template(directory, fields, template_settings(config))
     if template is None:
         return None, problems
+    system = None if config.rl is None else config.rl.data.system_prompt
 
     def render(prompt: str | Messages, tools: Sequence[dict[str, Any]] = ()) -> str:
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
-        return template.render(with_system(messages, config.system_prompt), tools)
+        return template.render(with_system(messages, system), tools)
 
     return render, []
 

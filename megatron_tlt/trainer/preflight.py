@@ -101,9 +101,10 @@ def check_on(config: TrainingConfig, world: World, found_before: Sequence[Config
 
 def place_problems(config: TrainingConfig, must_be_writable: bool = True) -> list[ConfigProblem]:
     """Problems with the directory that a run, or fine-tuning, writes."""
-    # A run may start from a checkpoint of its own directory; fine-tuning replaces what is in it.
-    sources = [place.value for place in places(config.model)] if config.rl is None else ()
-    return output_directory_problems(config.out_field, config.out, config.command, sources, must_be_writable)
+    if config.records is None:
+        return output_directory_problems("train.run_dir", str(config.state_dir), "train", (), must_be_writable)
+    sources = [place.value for place in places(config.model)]
+    return output_directory_problems("sft.out", config.records.out, "sft", sources, must_be_writable)
 
 
 def _prompt_of_episode(config: Config) -> Prompt | None:

@@ -92,8 +92,6 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     queues = prompt_queues(config, world, tp)
     carried = CarriedGroups(world, prompts, config.rollout)
     recovery = Recovery(
-        config=config,
-        world=world,
         state=state,
         prompts=prompts,
         carried=carried,
@@ -104,7 +102,6 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         rollout_cache=build_rollout_cache(config, run_dir, world, tokenizer, backend),
         nonfinite=NonFiniteGuard(config.train.max_lost_steps, run_dir, world, policy.dims),
         shutdown=GracefulShutdown(world, config.stop, signals, tp.largest),
-        metrics=metrics,
     )
     sampler = GroupSampler(
         config=config,
