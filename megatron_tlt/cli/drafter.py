@@ -85,8 +85,8 @@ def _train(config: Config, world: World, args: argparse.Namespace) -> int:
 
 def _eval(config: Config, world: World, args: argparse.Namespace) -> int:
     from megatron_tlt.drafter.pretrain import held_out_params
-    from megatron_tlt.trainer.drafter_training import held_out, open_pretraining, push_policy
-    from megatron_tlt.trainer.models import tensor_parallel
+    from megatron_tlt.trainer.drafter_training import held_out, open_pretraining
+    from megatron_tlt.trainer.models import push_policy, tensor_parallel
     from megatron_tlt.trainer.sampling import sampling_params
 
     checked = _checked(config, world, args, [*check_held_out(config)])

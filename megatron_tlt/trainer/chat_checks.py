@@ -67,7 +67,9 @@ def generation_chat_problems(
     if not model.is_dir():
         return []
     fields = "--chat", "--chat-template-kwargs"
-    problems = _open_template(model, fields, TemplateSettings(kwargs))[1] if chat else []
+    template, problems = _open_template(model, fields, TemplateSettings(kwargs)) if chat else (None, [])
+    if chat and template is None and not problems:
+        problems = [ConfigProblem("--chat", True, f"needs a chat template, and {model} has none")]
     try:
         return [*problems, *stop_problems("--stop", stops, special_tokens_of(model) if stops else frozenset())]
     except CheckpointError as error:

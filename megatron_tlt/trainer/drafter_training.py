@@ -27,14 +27,11 @@ from megatron_tlt.drafter.pretrain import DrafterPretraining, held_out_params
 from megatron_tlt.drafter.state_file import drafter_state_writer, load_drafter_state
 from megatron_tlt.errors import CheckpointError, ConfigError, DataError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.observe.files import sync
 from megatron_tlt.observe.progress import build_progress
-from megatron_tlt.resilience.rollout_cache import Weights
 from megatron_tlt.resilience.shutdown import GracefulShutdown
-from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer.job import Job, State
-from megatron_tlt.trainer.models import open_backend, tensor_parallel
+from megatron_tlt.trainer.models import open_backend, push_policy, tensor_parallel
 from megatron_tlt.trainer.sampling import sampling_params
 from megatron_tlt.trainer.setup import build_rollout_cache, open_tokenizer
 
@@ -44,7 +41,6 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.batching import DraftSequence
     from megatron_tlt.drafter.kinds.base import SavedDrafter
-    from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.models.drafters import DrafterConfig
     from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams, Trajectory
@@ -192,15 +188,6 @@ def open_pretraining(
     backend = open_backend(config, world, open_tokenizer(config), tp, keep_layers=drafter.aux_layers)
     assert isinstance(backend, EmbeddedBackend), "config/checks requires it"
     return DrafterPretraining(config, world, backend, sampling_params(config), drafter, start), backend
-
-
-def push_policy(
-    config: Config, world: World, backend: RolloutBackend, watched: Callable[[Weights], Weights] = iter
-) -> None:
-    """The weights of the model into the engine, through `watched`. Collective."""
-    world.enter("load")
-    weights = watched(iter_weights(config.model.path, ModelConfig.from_hf(config.model.path)))
-    BucketedSync(config.sync, backend, world).push(weights, version=0)
 
 
 def training_settings(config: Config, drafter: Path | None, num_ranks: int) -> dict[str, Any]:
