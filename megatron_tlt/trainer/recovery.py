@@ -11,7 +11,6 @@ from megatron_tlt.trainer.evaluation import EvalResult
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.checkpoint.manager import CheckpointManager
     from megatron_tlt.data.prompts import PromptStream
     from megatron_tlt.drafter.controller import OnlineDrafterController
@@ -40,7 +39,6 @@ class Recovery:
     prompts: PromptStream
     carried: CarriedGroups
     backend: RolloutBackend
-    policy: MegatronPolicy
     drafter: OnlineDrafterController
     checkpoints: CheckpointManager
     rollout_cache: RolloutCache
@@ -94,14 +92,6 @@ class Recovery:
         """After the step's last change to policy and drafter: no signal drops it any more."""
         self.state.step += 1
         self._before = None
-
-    def unsaved(self) -> str | None:
-        """Why the state of the last finished step is not saved; None: it is."""
-        if not self.policy.has_stepped:  # such a checkpoint could not be loaded again
-            return "there was no update yet, the next start begins anew"
-        if self.nonfinite.in_a_row:  # weights that may be broken must not push good ones out
-            return "not saved, for updates were not finite; the next start goes on before them"
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last finished step. Mutates the drafter where a step is unfinished: its training in this

@@ -96,7 +96,6 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         prompts=prompts,
         carried=carried,
         backend=backend,
-        policy=policy,
         drafter=drafter,
         checkpoints=CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world, lock),
         rollout_cache=build_rollout_cache(config, run_dir, world, tokenizer, backend),

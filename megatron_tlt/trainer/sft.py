@@ -15,14 +15,13 @@ import numpy as np
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.checkpoint.export import write_hf
 from megatron_tlt.checkpoint.manager import CheckpointManager
-from megatron_tlt.checkpoint.resume import checkpoint_to_resume
 from megatron_tlt.config.checks.files import note_maker
 from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data.completions import encoded_records
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import sum_over_replicas
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
-from megatron_tlt.errors import ConfigError, DataError
+from megatron_tlt.errors import CheckpointError, DataError
 from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.resilience.run_lock import lock_run_dir
 from megatron_tlt.resilience.shutdown import GracefulShutdown
@@ -91,15 +90,6 @@ def _fingerprint(config: SftConfig, sequences: Sequence[TrainSequence]) -> str:
     return digest.hexdigest()
 
 
-def refuse_other_records(config: SftConfig, world: World, fingerprint: str) -> None:
-    """Raises ConfigError where the checkpoint to resume from is of other training records. Collective."""
-    found = world.broadcast_object(checkpoint_to_resume(config) if world.is_main else None)
-    if found is not None and found.extra.get("sft") != fingerprint:
-        changed = "other records, another order of them (sft.seed, sft.tokens_per_step) or another model"
-        allowed = f"the checkpoint of step {found.step} is of {changed}: restore them, or start anew with never"
-        raise ConfigError.of("checkpoint.resume", config.checkpoint.resume, allowed)
-
-
 class SftTrainer(Job):
     """Trains on completions and writes the result; its checkpoints and lock are in OUT/unfinished until then."""
 
@@ -108,9 +98,7 @@ class SftTrainer(Job):
     done = 0
 
     def __init__(self, config: SftConfig, world: World, tokenizer: HFTokenizer, signals: StopSignals | None = None):
-        """Collective. Raises DataError for a bad record, ConfigError for a checkpoint of other records,
-        RunDirectoryError if another job writes the same OUT.
-        """
+        """Collective. Raises DataError for a bad record, RunDirectoryError if another job writes the same OUT."""
         sft = config.sft
         self.config, self.world, self.num_steps = config, world, sft.num_steps
 
@@ -120,7 +108,6 @@ class SftTrainer(Job):
         self._train = read(sft.train_path, sft.train_split)
         self._eval = [] if sft.eval_path is None else read(sft.eval_path, sft.eval_split)
         self._fingerprint = _fingerprint(config, self._train)
-        refuse_other_records(config, world, self._fingerprint)
         lock = lock_run_dir("sft.out", sft.out, config.state_dir, world)
         self.shutdown = GracefulShutdown(world, config.stop, signals)
         self.policy = MegatronPolicy(
@@ -135,7 +122,12 @@ class SftTrainer(Job):
         self.checkpoints = CheckpointManager(config.checkpoint, at, sft.num_steps, self.policy, world, lock)
 
     def load(self, state: State | None) -> None:
+        """Raises CheckpointError for a checkpoint of other training records."""
         if state is not None:
+            if state.get("sft") != self._fingerprint:
+                changed = "other records, another order of them (sft.seed, sft.tokens_per_step) or another model"
+                problem = f"the checkpoint of step {state['step']} is of {changed}"
+                raise CheckpointError(f"{problem}: restore them, or start anew with never")
             self.done = state["step"]
             self.note(f"resumes after step {self.done} of {self.num_steps}")
 
