@@ -4,7 +4,7 @@
       *.distcp, .metadata, metadata.json, common.pt   policy, optimizer, random states: megatron's torch_dist format
                                                       (`actor/checkpoint.py`)
       manifest.json                                   model, versions, checksums of all files; under `extra` the loop's
-                                                      state (`RLTrainer._state`): step, position in the prompts,
+                                                      state (`Job.state_dict`): step, position in the prompts,
                                                       evaluations, selector statistics, mean lengths by prompt
       drafter.safetensors                             drafter, its mean and moments (`drafter/state_file.py`)
       carried.jsonl                                   responses that the next step continues (`carried_file.py`)
@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,6 @@ class CheckpointManager:
         self._section, self._num_steps, self._policy, self._world = section, num_steps, policy, world
         self._directory = run_dir / "checkpoints"
         self._pending: SaveHandle | None = None
-        self._resumed: Path | None = None
         self.newest: int | None = None
         """Step of the newest checkpoint on this run's path: the last one published, or loaded as `latest`."""
         self._is_overdue = False  # a save was due at a step that was not good
@@ -59,37 +58,30 @@ class CheckpointManager:
     def load_latest(self) -> dict[str, Any] | None:
         """Loads the checkpoint of `checkpoint.resume`; returns the loop's state in it, or None for a fresh start.
 
-        Under `carried` are the responses that the next step continues, as `read_carried` returns them. Raises
-        CheckpointError when it is damaged or of another model.
+        Under `carried` are the responses that the next step continues, as `read_carried` returns them, under `drafter`
+        the drafter's state, None where there is none. Raises CheckpointError when it is damaged or of another model.
         """
-        self._resumed = find_checkpoint(self._world, self._directory, self._section.resume)
+        resumed = find_checkpoint(self._world, self._directory, self._section.resume)
         if self._world.is_main:
-            note_start(0 if self._resumed is None else step_of(self._resumed))
-        if self._resumed is None:
+            note_start(0 if resumed is None else step_of(resumed))
+        if resumed is None:
             return None
         # A checkpoint of another run, or from before this run's latest, is no progress of this one.
-        if self._world.broadcast_object(read_latest(self._directory) == self._resumed):
-            self._note(self._resumed)
-        state, file = self._policy.load(self._resumed), self._resumed / CARRIED
-        return {**state, "carried": read_carried(file) if file.is_file() else []}
+        if self._world.broadcast_object(read_latest(self._directory) == resumed):
+            self._note(resumed)
+        state, carried, drafter = self._policy.load(resumed), resumed / CARRIED, resumed / DRAFTER_STATE
+        return {
+            **state,
+            "carried": read_carried(carried) if carried.is_file() else [],
+            "drafter": load_drafter_state(drafter) if drafter.is_file() else None,
+        }
 
-    def load_drafter(self) -> dict[str, Any] | None:
-        """The drafter's state in the checkpoint that `load_latest` found; None where there is none."""
-        file = None if self._resumed is None else self._resumed / DRAFTER_STATE
-        return None if file is None or not file.is_file() else load_drafter_state(file)
-
-    def maybe_save(
-        self,
-        step: int,
-        state: Callable[[], dict[str, Any]],
-        drafter: Callable[[], Mapping[str, Any] | None] = lambda: None,
-        good: bool = True,
-    ) -> None:
+    def maybe_save(self, step: int, state: Callable[[], dict[str, Any]], good: bool) -> None:
         """Publishes a finished save, and starts one if `step` (steps done) is due, or an earlier one is overdue.
 
-        `state` is JSON-able but for `carried`, groups whose responses become a file. `drafter` returns the drafter's
-        state, or None, and is called on every rank: the first one's becomes a file of the checkpoint. A save that is
-        due at a step that is not `good` waits for the next good one.
+        `state` is called on every rank. It is JSON-able but for `carried`, groups whose responses become a file, and
+        `drafter`, a drafter's state or None, of which the first rank's becomes a file. A save that is due at a step
+        that is not `good` waits for the next good one.
         """
         if self._pending is not None and self._pending.poll():
             self._note(self._pending.directory)
@@ -97,7 +89,7 @@ class CheckpointManager:
         self._is_overdue |= self.is_scheduled(step)
         if self._is_overdue and good:
             self._is_overdue = False
-            self._start(step, state(), drafter)
+            self._start(step, state)
             if not self._section.asynchronous:
                 self.wait()
 
@@ -106,34 +98,22 @@ class CheckpointManager:
         every = self._section.every
         return bool(every) and (step % every == 0 or step == self._num_steps)
 
-    def save_now(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        drafter: Callable[[], Mapping[str, Any] | None] = lambda: None,
-        prune: bool = True,
-    ) -> None:
+    def save_now(self, step: int, state: Callable[[], dict[str, Any]], prune: bool = True) -> None:
         """Saves `step` whatever `checkpoint.every` says, unless it is saved; returns when it is on disk.
 
         Without `prune` no older checkpoint is removed.
         """
         self.wait()
         if self.newest != step:
-            self._start(step, dict(state), drafter, prune)
+            self._start(step, state, prune)
             self.wait()
 
-    def _start(
-        self,
-        step: int,
-        state: dict[str, Any],
-        drafter: Callable[[], Mapping[str, Any] | None],
-        prune: bool = True,
-    ) -> None:
+    def _start(self, step: int, current: Callable[[], dict[str, Any]], prune: bool = True) -> None:
         self.wait()  # a writer slower than the interval delays the run: better than ever more saves in memory
-        drafter_state = drafter()  # collective among the ranks of an engine
-        files, carried = {}, state.pop("carried", ())
-        if drafter_state is not None and self._world.is_main:
-            files[DRAFTER_STATE] = drafter_state_writer(drafter_state)
+        files, state = {}, current()
+        drafter, carried = state.pop("drafter", None), state.pop("carried", ())
+        if drafter is not None and self._world.is_main:
+            files[DRAFTER_STATE] = drafter_state_writer(drafter)
         if carried and self._world.is_main:
             files[CARRIED] = carried_writer(carried)
         target = step_directory(self._directory, step)

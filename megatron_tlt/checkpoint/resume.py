@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.actor.checkpoint_files import model_record, training_record
 from megatron_tlt.config.planning.policy import shards_optimizer
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.drafter.fingerprint import base_fingerprint
 from megatron_tlt.errors import CheckpointError, ConfigProblem
 
@@ -34,7 +34,7 @@ def checkpoint_problems(resume: str) -> list[ConfigProblem]:
     return [ConfigProblem("checkpoint.resume", resume, problem)] if problem else []
 
 
-def checkpoint_to_resume(config: Config | SftConfig) -> files.Manifest | None:
+def checkpoint_to_resume(config: TrainingConfig) -> files.Manifest | None:
     """The record of the checkpoint that a start would load, its files unread; None: a start from the initial weights.
 
     One without a readable record is left to `find_checkpoint`, which passes it over or refuses it.
@@ -51,7 +51,7 @@ def checkpoint_to_resume(config: Config | SftConfig) -> files.Manifest | None:
 
 
 def resume_problems(
-    config: Config | SftConfig, shape: ModelConfig | None, device: Device | None
+    config: TrainingConfig, shape: ModelConfig | None, device: Device | None
 ) -> list[ConfigProblem]:
     """Why a start cannot go on from the checkpoint of `checkpoint.resume`, from its record and the sizes of its files.
 
@@ -72,7 +72,7 @@ def resume_problems(
     if device is None and is_auto:
         del wanted["distributed_optimizer"]
     is_sft, problems = "sft" in found.extra, []
-    if is_sft == isinstance(config, Config):
+    if is_sft != (config.records is not None):
         origin = "`sft`: its result is what a run starts from" if is_sft else "an RL run, not of `sft`"
         return [ConfigProblem("checkpoint.resume", resume, f"the checkpoint of step {found.step} is of {origin}")]
     if wrong := files.model_differences({**found.model, **found.training}, wanted):
@@ -81,9 +81,9 @@ def resume_problems(
             "(restore these settings, or start anew with never or in another directory)"
         )
         problems.append(ConfigProblem("checkpoint.resume", resume, allowed))
-    if isinstance(config, SftConfig) and found.step > config.sft.num_steps:
+    if config.records is not None and found.step > config.records.num_steps:
         allowed = f"must be at least {found.step}, the checkpoint's step"
-        problems.append(ConfigProblem("sft.num_steps", config.sft.num_steps, allowed))
+        problems.append(ConfigProblem("sft.num_steps", config.records.num_steps, allowed))
     return problems
 
 

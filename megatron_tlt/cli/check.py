@@ -37,7 +37,7 @@ def _check(args: argparse.Namespace) -> int:
 
     if problems := [*check_num_ranks(args.ranks)]:
         raise ConfigError(problems)
-    config = read_config(args, SftConfig) if args.sft else read_config(args, Config)
+    config = read_config(args, SftConfig if args.sft else Config)
     if args.fetch:
         on_this_machine(config, SingleProcess())
     report = check_report(config, args.ranks)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.cli.exit_codes import OK, SAVED
+from megatron_tlt.cli.exit_codes import OK
 from megatron_tlt.cli.options import add_config, read_config
-from megatron_tlt.cli.ranks import run_on_every_rank
+from megatron_tlt.cli.ranks import run_job, run_on_every_rank
 from megatron_tlt.config.checks.commands import check_drafter_engine, check_held_out
 from megatron_tlt.config.checks.files import output_directory_problems, output_file_problems
 from megatron_tlt.distributed.launch import cpu_threads
-from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 from megatron_tlt.resilience.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.kinds.base import SavedDrafter
     from megatron_tlt.models.drafters import DrafterConfig
-    from megatron_tlt.types import Prompt, Trajectory
 
 MEASURED = rb'\{\n  "bases": '  # how the result of `drafter eval` begins
 Body = Callable[["Config", "World", "argparse.Namespace"], int]
@@ -75,29 +75,25 @@ def _run(body: Body, args: argparse.Namespace) -> int:
 
 def _train(config: Config, world: World, args: argparse.Namespace) -> int:
     from megatron_tlt.observe.log import setup_logging
-    from megatron_tlt.trainer.drafter_training import build_drafter_job, training_settings, unfinished_state
+    from megatron_tlt.trainer.drafter_training import DrafterJob, open_pretraining, training_settings
 
     setup_logging(world.rank, world.size)
-    checked = _checked(config, world, args, [])
+    start = partial(open_pretraining, *_checked(config, world, args, []), world)
     settings = training_settings(config, args.drafter, world.size)
-    state = unfinished_state(args.out, settings) if config.checkpoint.resume != "never" else None
-    given = _given_responses(config)
-    prompts = _prompts(config) if given is None else []
-    held_out = _held_out(config)
-    job = build_drafter_job(config, *checked, world, args.out, args.signals, settings, state)
-    return SAVED if job.run(prompts, given, held_out) else OK
+    return run_job(DrafterJob(config, world, args.out, settings, start, args.signals))
 
 
 def _eval(config: Config, world: World, args: argparse.Namespace) -> int:
     from megatron_tlt.drafter.pretrain import held_out_params
-    from megatron_tlt.trainer.drafter_training import open_pretraining
-    from megatron_tlt.trainer.models import tensor_parallel
+    from megatron_tlt.trainer.drafter_training import held_out, open_pretraining
+    from megatron_tlt.trainer.models import push_policy, tensor_parallel
     from megatron_tlt.trainer.sampling import sampling_params
 
     checked = _checked(config, world, args, [*check_held_out(config)])
     pretraining, backend = open_pretraining(*checked, world, tensor_parallel(world, config.rollout.tp))
+    push_policy(config, world, backend)
     params = held_out_params(sampling_params(config))
-    result = pretraining.measure(pretraining.generate(_held_out(config), 1, params, backend.generate))
+    result = pretraining.measure(pretraining.generate(held_out(config), 1, params, backend.generate))
     if world.is_main:
         print(result.table(), flush=True)
         if args.out is not None:
@@ -149,40 +145,3 @@ def _load(
     if problems := world.broadcast_object(problems):
         raise ConfigError(problems)
     return drafter
-
-
-def _given_responses(config: Config) -> list[Trajectory] | None:
-    """The responses in `drafter.responses_path`; None without it. Raises ConfigError where they cannot be read."""
-    from megatron_tlt.data.responses import read_responses
-    from megatron_tlt.models.config import ModelConfig
-    from megatron_tlt.trainer.setup import open_tokenizer
-
-    section = config.drafter
-    if section.responses_path is None:
-        return None
-    path = Path(section.responses_path)
-    if not path.exists():
-        raise ConfigError.of("drafter.responses_path", str(path), "no such file or directory")
-    vocab_size = ModelConfig.from_hf(config.model.path).vocab_size
-    most = section.num_prompts * section.samples_per_prompt
-    try:
-        return read_responses(config, path, open_tokenizer(config), vocab_size, most)
-    except DataError as error:
-        raise ConfigError.of("drafter.responses_path", str(path), str(error)) from error
-
-
-def _prompts(config: Config) -> list[Prompt]:
-    """The prompts to generate responses to."""
-    from megatron_tlt.data.prompts import build_prompts
-    from megatron_tlt.trainer.setup import open_tokenizer
-
-    stream = build_prompts(config.data, "train", open_tokenizer(config), config.train.seed)
-    return stream.next_batch(config.drafter.num_prompts)
-
-
-def _held_out(config: Config) -> list[Prompt]:
-    """The held-out prompts; none without `data.eval`."""
-    from megatron_tlt.data.prompts import held_out_prompts
-    from megatron_tlt.trainer.setup import open_tokenizer
-
-    return held_out_prompts(config.data, open_tokenizer(config), config.drafter.eval_prompts)

@@ -53,14 +53,11 @@ def _eval(args: argparse.Namespace) -> int:
 def _eval_on(config: Config, world: World, out: Path | None) -> None:
     """Evaluates the model in `model.path` on the held-out prompts; prints the result as JSON. Collective."""
     from megatron_tlt.data.prompts import held_out_prompts
-    from megatron_tlt.models.config import ModelConfig
-    from megatron_tlt.models.loader import iter_weights
     from megatron_tlt.observe.progress import build_progress
     from megatron_tlt.rewards.pool import RewardPool
-    from megatron_tlt.sync.push import BucketedSync
     from megatron_tlt.trainer.chat_settings import with_date
     from megatron_tlt.trainer.environments import before_a_run, open_environments, prompts_of
-    from megatron_tlt.trainer.models import open_backend, tensor_parallel
+    from megatron_tlt.trainer.models import open_backend, push_policy, tensor_parallel
     from megatron_tlt.trainer.preflight import check_on, without_checkpoints
     from megatron_tlt.trainer.setup import build_evaluator, open_tokenizer, prompt_queues
 
@@ -73,9 +70,7 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     rewards = RewardPool(config.rewards)
     tp = tensor_parallel(world, config.rollout.tp)
     backend = open_backend(config, world, tokenizer, tp)
-    world.enter("load")
-    sync = BucketedSync(config.sync, backend, world)
-    sync.push(iter_weights(config.model.path, ModelConfig.from_hf(config.model.path)), version=0)
+    push_policy(config, world, backend)
     evaluator = build_evaluator(config, prompts, backend, rewards, prompt_queues(config, world, tp), environments)
     assert evaluator is not None, "data.eval is there"
     world.enter("eval")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from argparse import ArgumentTypeError
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,8 @@ from megatron_tlt.config.checks.commands import check_generation
 from megatron_tlt.config.checks.files import output_file_problems, same_file_problems
 from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
-from megatron_tlt.types import SamplingParams
+from megatron_tlt.observe.files import write_atomically
+from megatron_tlt.types import GenerateCall, SamplingParams
 
 _KWARGS = "--chat-template-kwargs"
 RESPONSES, STATS = rb'\{"prompt_index": \d+, "sample_index": ', rb'\{\n "steps": \d+,\n "prefill_steps": '
@@ -28,13 +31,18 @@ _log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     import argparse
 
+    import torch
+
+    from megatron_tlt.backends.embedded import EmbeddedBackend
     from megatron_tlt.config.env import EnvSection
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.interfaces import TurnSource
     from megatron_tlt.observe.jsonl import JsonRow
     from megatron_tlt.trainer.environments import Environments
-    from megatron_tlt.types import Sample
+    from megatron_tlt.types import EngineStats, Prompt, Sample
 
 
 def add_generate(commands: Any) -> None:
@@ -122,8 +130,8 @@ def argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
 
 def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSection | None, world: World) -> None:
     """One rank's part: several ranks are one tensor-parallel engine. Collective."""
-    from megatron_tlt.backends.generate import generate_file, read_prompts
     from megatron_tlt.data.hub import fetch_argument
+    from megatron_tlt.data.prompts import file_prompts
     from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
     from megatron_tlt.trainer.models import tensor_parallel
 
@@ -139,7 +147,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
             at_end.callback(environments.close)
         with before_a_run(env):
             try:
-                prompts = read_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
+                prompts = file_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
             except DataError as error:
                 raise ConfigError.of("--prompts", str(args.prompts), str(error)) from error
         turns = at_end.enter_context(turns_of(environments))
@@ -209,3 +217,101 @@ def _more_of(logprobs: bool, environments: Environments | None, sample: Sample) 
         row |= {"given": sample.given, "turn_rewards": sample.turn_rewards, "failure": sample.failure}
         row["turns"] = environments.turns_of(sample)
     return row
+
+
+def generate_file(
+    model_dir: Path,
+    prompts: Sequence[Prompt],
+    out_jsonl: Path,
+    params: SamplingParams,
+    tokenizer: HFTokenizer | None,
+    *,
+    n: int = 1,
+    stats_path: Path | None = None,
+    rollout: RolloutSection | None = None,
+    device: torch.device | str = "cpu",
+    tp: TensorParallel | None = None,
+    turns: TurnSource | None = None,
+    more_of: Callable[[Sample], JsonRow] = lambda _: {},
+) -> EngineStats:
+    """Generates `n` responses to each of `prompts` and writes `out_jsonl` at the end, whole.
+
+    Output lines, by prompt and sample: prompt_index, sample_index, text, token_ids, finish_reason and what `more_of`
+    returns. The prompt's index is its id in the sampling key. `rollout`: the engine; its sampling fields are not read.
+    `turns`: environments; text is then that of the last turn. All ranks of a tensor-parallel group call this; its rank
+    0 writes. Raises DataError for a prompt that is too long, ConfigError, CheckpointError, BackendError.
+    """
+    from megatron_tlt.backends.build import build_backend
+    from megatron_tlt.backends.options import EngineOptions
+    from megatron_tlt.config.model import ModelSection
+    from megatron_tlt.config.rollout import RolloutSection
+    from megatron_tlt.observe.progress import build_progress
+
+    ranks = tp.size if tp is not None else 1
+    section = (rollout or RolloutSection()).model_copy(update={"tp": ranks})
+    model = ModelSection(path=str(model_dir), max_context=_context(prompts, params, model_dir))
+    backend = build_backend(
+        EngineOptions(section, model, device=device, tokenizer=tokenizer, tp=tp, local_ranks=ranks, load_weights=True)
+    )
+    try:
+        started = time.perf_counter()
+        with closing(build_progress("auto", 0, 0 if tp is None else tp.rank)) as progress:
+            call = GenerateCall(prompts, params, n, turns=turns)
+            samples = backend.generate(progress.watched(call, "generate: responses", len(prompts) * n))
+        stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
+        if tp is None or tp.rank == 0:
+            write_atomically(out_jsonl, map(partial(_line, more_of), samples))
+            if stats_path is not None:
+                write_atomically(stats_path, [stats_report(stats, backend)])
+    finally:
+        backend.close()
+    return stats
+
+
+def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: Path) -> int:
+    """Tokens of the longest prompt and its response. Raises DataError, ConfigError if the model has fewer positions."""
+    from megatron_tlt.models.config import ModelConfig
+
+    limit = ModelConfig.from_hf(model_dir).max_position_embeddings
+    longest = max(prompts, key=lambda p: len(p.token_ids))
+    count = len(longest.token_ids)
+    room = limit - count
+    if room < 1:
+        raise DataError(f"{longest.dataset_id}: {count} tokens, but the model has {limit} positions")
+    if params.max_tokens > room:
+        allowed = f"at most {room}: the longest prompt and its response must fit in the model's {limit} positions"
+        raise ConfigError.of("max_tokens", params.max_tokens, allowed)
+    return count + params.max_tokens
+
+
+def _line(more_of: Callable[[Sample], JsonRow], sample: Sample) -> str:
+    """A JSON object."""
+    record = {
+        "prompt_index": sample.prompt_id,
+        "sample_index": sample.sample_index,
+        "text": sample.text,
+        "token_ids": sample.token_ids,
+        "finish_reason": sample.finish_reason,
+    }
+    return json.dumps(record | more_of(sample), ensure_ascii=False)
+
+
+def stats_report(stats: EngineStats, backend: EmbeddedBackend) -> str:
+    """`EngineStats` with rates, the decoder's kind and the size of its cache."""
+    spec = stats.speculation
+    report = {
+        **asdict(stats),
+        "speculation": {
+            **asdict(spec),
+            "accept_length": spec.accept_length,
+            "accept_rate_at": [a / d for a, d in zip(spec.accepted_at, spec.drafted_at, strict=True) if d],
+            "accept_length_by_batch": {
+                str(running): emitted / rows for running, (rows, emitted) in sorted(spec.by_batch.items())
+            },
+        },
+        "tokens_per_s": stats.generated_tokens / stats.seconds if stats.seconds else 0.0,
+        "decoder": backend.engine.runner.decoder.kind,
+        "kv_cache_blocks": backend.engine.blocks.num_blocks,
+        "graphs": backend.engine.graph_report(),
+    }
+    return json.dumps(report, indent=1)

@@ -15,10 +15,9 @@ from megatron_tlt.cli.export import add_export
 from megatron_tlt.cli.generate import add_generate
 from megatron_tlt.cli.ranks import print_problems
 from megatron_tlt.cli.report import add_report
-from megatron_tlt.cli.sft import add_sft
 from megatron_tlt.cli.simulate import add_simulate
 from megatron_tlt.cli.status import add_status
-from megatron_tlt.cli.train import add_train
+from megatron_tlt.cli.train import add_sft, add_train
 from megatron_tlt.cli.watch import add_watch
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.errors import ConfigError, DataError, TltError, printable

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     import argparse
 
-    from megatron_tlt.config.root import Config, SftConfig
-    from megatron_tlt.config.sim import SimConfig
+    from megatron_tlt.config.base import Section
 
-    RootT = TypeVar("RootT", Config, SftConfig, SimConfig)
+    RootT = TypeVar("RootT", bound=Section)
 
 
 def add_config(parser: argparse.ArgumentParser, about: str = "YAML file") -> None:

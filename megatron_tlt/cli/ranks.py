@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, OK
+from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, OK, SAVED
 from megatron_tlt.errors import ConfigError, DataError, DistributedError, TltError, printable
 from megatron_tlt.observe.attempt import note_exit
 from megatron_tlt.resilience.shared_memory import sweep_shared_memory
@@ -17,6 +17,7 @@ from megatron_tlt.resilience.shared_memory import sweep_shared_memory
 if TYPE_CHECKING:
     from megatron_tlt.config.run import DistributedSection
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.trainer.job import Job
 
 # Printed by megatron-core at import, once a rank, about things that are as they should be on this machine.
 _VENDOR_NOISE = (
@@ -78,6 +79,13 @@ def run_on_every_rank(
         others = [rank for rank in range(world.size) if rank != world.rank]
         world.abort(FAILED, text.splitlines()[0], () if behind is None else list(behind) or others)
     return OK
+
+
+def run_job(job: Job) -> int:
+    """Runs a training; returns its exit code. Collective."""
+    stopped = job.run()
+    job.close()
+    return SAVED if stopped else OK
 
 
 def print_problems(error: ConfigError | DataError) -> None:

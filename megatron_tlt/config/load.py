@@ -18,7 +18,7 @@ from megatron_tlt.config.checks.speculation import check_speculation
 from megatron_tlt.config.checks.texts import check_texts
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.config.rollout import RolloutSection
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import Config
 from megatron_tlt.config.schema import (
     SYNONYMS,
     allowed_text,
@@ -27,11 +27,10 @@ from megatron_tlt.config.schema import (
     nearest_path,
     section_of,
 )
-from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.config.yaml_reader import parse_yaml, read_config_file
 from megatron_tlt.errors import ConfigError, ConfigProblem
 
-RootT = TypeVar("RootT", Config, SftConfig, SimConfig)
+RootT = TypeVar("RootT", bound=Section)
 
 # Fields of `rollout` that `generate` does not read: it has options of its own, and is the embedded engine of all ranks.
 _NOT_READ = ("tp", "backend", "trtllm", "vllm", "samples_per_prompt", "temperature", "top_k", "top_p", "min_p",

@@ -1,7 +1,8 @@
-"""The two roots: `Config` of an RL run and `SftConfig` of supervised fine-tuning."""
+"""The roots: `Config` of an RL run, `SftConfig` of supervised fine-tuning, and what they share, `TrainingConfig`."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,7 +16,7 @@ from megatron_tlt.config.data import DataSection, RewardSection
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.config.idle import IdleSection
-from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.model import ArchitectureConfig, ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.run import (
     UNFINISHED,
@@ -33,8 +34,8 @@ from megatron_tlt.config.run import (
 from megatron_tlt.types import CAPABILITIES
 
 
-class Config(Section):
-    """An RL run (`megatron-tlt train`)."""
+class TrainingConfig(Section):
+    """What every training has. What differs is asked by name, of the properties below."""
 
     model: ModelSection
     """The model to train."""
@@ -42,6 +43,59 @@ class Config(Section):
     """The Megatron-core policy."""
     optimizer: OptimizerSection = OptimizerSection()
     """The optimizer."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """Checkpoints."""
+    stop: ShutdownSection = ShutdownSection()
+    """Signals."""
+    distributed: DistributedSection = DistributedSection()
+    """The world."""
+    cluster: ClusterSection = ClusterSection()
+    """The machines."""
+
+    chat_name: ClassVar[str]
+    """The section with the chat template's settings."""
+
+    @property
+    def chat(self) -> DataSection | SftSection:
+        """The section `chat_name`."""
+        section: DataSection | SftSection = getattr(self, self.chat_name)
+        return section
+
+    @property
+    @abstractmethod
+    def state_dir(self) -> Path:
+        """The directory from which an interrupted run goes on."""
+
+    @property
+    @abstractmethod
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that is trained on."""
+        return self.model.max_context
+
+    @property
+    def rl(self) -> Config | None:
+        """This configuration if it has rollouts, with the sections of RL; None in fine-tuning."""
+        return None
+
+    @property
+    def records(self) -> SftSection | None:
+        """The section of the records to train on; None in RL."""
+        return None
+
+    def frozen_shape(self, shape: ArchitectureConfig) -> ArchitectureConfig | None:
+        """The shape of the frozen model that is kept beside the policy of `shape`: its copy (`shape` itself) or a
+        teacher. None: there is no such model, or the teacher's shape is unknown.
+        """
+        return None
+
+
+class Config(TrainingConfig):
+    """An RL run (`megatron-tlt train`)."""
+
     rollout: RolloutSection = RolloutSection()
     """The rollout engine."""
     sync: SyncSection = SyncSection()
@@ -62,32 +116,38 @@ class Config(Section):
     """The run."""
     eval: EvalSection = EvalSection()
     """Evaluation."""
-    checkpoint: CheckpointSection = CheckpointSection()
-    """Checkpoints."""
     rollout_cache: RolloutCacheSection = RolloutCacheSection()
     """Finished responses of steps that no checkpoint covers yet."""
-    stop: ShutdownSection = ShutdownSection()
-    """Signals."""
-    distributed: DistributedSection = DistributedSection()
-    """The world."""
     observe: ObserveSection = ObserveSection()
     """Logs and progress."""
     watchdog: WatchdogSection = WatchdogSection()
     """Watching the ranks."""
-    cluster: ClusterSection = ClusterSection()
-    """The machines."""
 
-    chat_name: ClassVar = "data"
-
-    @property
-    def chat(self) -> DataSection:
-        """The section with the chat template's settings, `chat_name`."""
-        return self.data
+    chat_name = "data"
 
     @property
     def state_dir(self) -> Path:
-        """The directory from which an interrupted run goes on."""
         return Path(self.train.run_dir)
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.train.num_steps * self.algorithm.mini_batches
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and response together, training or evaluation."""
+        return self.data.max_prompt_tokens + max(self.rollout.max_tokens, self.eval.max_tokens or 0)
+
+    @property
+    def rl(self) -> Config:
+        return self
+
+    def frozen_shape(self, shape: ArchitectureConfig) -> ArchitectureConfig | None:
+        if self.algorithm.kl_weight == 0:
+            return None
+        if self.algorithm.teacher is not None:
+            return self.algorithm.teacher_shape
+        return shape if self.actor.lora is None else None
 
     @property
     def hidden_states_of(self) -> Literal["engine", "actor"]:
@@ -157,34 +217,24 @@ class SftSection(Section):
         return [(f"sft.{name}_path", path, split) for name, path, split in named if path is not None]
 
 
-class SftConfig(Section):
+class SftConfig(TrainingConfig):
     """A supervised fine-tuning run (`megatron-tlt sft`)."""
 
-    model: ModelSection
-    """The model to train."""
     sft: SftSection
     """Data and length."""
-    actor: ActorSection = ActorSection()
-    """The Megatron-core policy."""
-    optimizer: OptimizerSection = OptimizerSection()
-    """The optimizer."""
     checkpoint: SftCheckpointSection = SftCheckpointSection()
     """Checkpoints."""
-    stop: ShutdownSection = ShutdownSection()
-    """Signals."""
-    distributed: DistributedSection = DistributedSection()
-    """The world."""
-    cluster: ClusterSection = ClusterSection()
-    """The machines."""
 
-    chat_name: ClassVar = "sft"
-
-    @property
-    def chat(self) -> SftSection:
-        """The section with the chat template's settings, `chat_name`."""
-        return self.sft
+    chat_name = "sft"
 
     @property
     def state_dir(self) -> Path:
-        """The directory from which an interrupted run goes on."""
         return Path(self.sft.out) / UNFINISHED
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.sft.num_steps
+
+    @property
+    def records(self) -> SftSection:
+        return self.sft

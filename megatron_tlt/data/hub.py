@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_tlt.config.base import Content, places
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.data import hub_answers
 from megatron_tlt.data.dataset_files import CARD, FORMATS, choose_files
 from megatron_tlt.distributed.together import SingleProcess
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.together import Ranks
     from megatron_tlt.distributed.world import World
 
-RootT = TypeVar("RootT", bound="Config | SftConfig")
+RootT = TypeVar("RootT", bound=TrainingConfig)
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\S+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -90,7 +90,7 @@ def is_name(value: str | Path | None) -> bool:
     return not match[1].endswith(FORMATS) and not os.path.lexists(value)
 
 
-def names_of(config: Config | SftConfig, weights: bool = True) -> list[Named]:
+def names_of(config: TrainingConfig, weights: bool = True) -> list[Named]:
     """The fields of a configuration that name something on the hub. `weights`: whether the command reads them; a base
     under adapters is read by all.
     """
@@ -175,19 +175,19 @@ def cached(config: RootT) -> tuple[RootT, list[str], list[ConfigProblem]]:
     return _with_values(config, directories), lines, problems
 
 
-def with_names(config: Config) -> Config:
+def with_names(config: RootT) -> RootT:
     """The inverse of `on_this_machine`, with commits: OWNER/NAME@COMMIT for every directory in a hub's cache."""
     found = {place.field: _SNAPSHOT.search(place.value) for place in places(config) if place.mark.content}
     return _with_values(config, {field: f"{m[1]}/{m[2]}@{m[3]}" for field, m in found.items() if m})
 
 
-def _recorded(config: Config | SftConfig) -> dict[str, str]:
+def _recorded(config: TrainingConfig) -> dict[str, str]:
     """Commits by name that the run's config.json records; none where no run goes on."""
-    if isinstance(config, SftConfig) or config.checkpoint.resume == "never":
+    if config.checkpoint.resume == "never":
         return {}
     try:
-        text = (Path(config.train.run_dir) / "config.json").read_text(encoding="utf-8")
-        before = Config.model_validate(json.loads(text))
+        text = (config.state_dir / "config.json").read_text(encoding="utf-8")
+        before = type(config).model_validate(json.loads(text))
     except (OSError, ValueError):  # no run yet, or one of another version
         return {}
     values = [named.value.partition("@") for named in names_of(before)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from megatron_tlt.config.data import DataSection, PromptSourceConfig
 from megatron_tlt.data.chat import Messages, last_user_text
 from megatron_tlt.data.fields import check_text
 from megatron_tlt.data.hashing import digest, hashed
+from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.sources import EnvSource, FileSource, Row, Source, errors_at, open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
@@ -80,6 +82,22 @@ def held_out_prompts(
 ) -> list[Prompt]:
     """The first `count` prompts of `data.eval`, for evaluations; none without it. See `build_prompts`."""
     return [] if section.eval is None else build_prompts(section, "eval", tokenizer, 0, env).next_batch(count)
+
+
+def file_prompts(
+    path: Path, tokenizer: HFTokenizer, chat: bool, env: EnvPrompts = NO_ENV, seed: int = 0
+) -> list[Prompt]:
+    """All prompts of a JSONL file, in its order; a record may have `token_ids` in place of `prompt`.
+
+    `chat`: in the chat template. Seeds of environments come from `seed`. Raises DataError naming file and line,
+    EnvError for a prompt that the environment refuses.
+    """
+    records, lines = read_json(path, spelled=True)
+    config, whole = PromptSourceConfig(kind="jsonl", path=str(path)), sys.maxsize
+    source = FileSource(config, path, records, lambda row: f"{path}:{lines[row]}", takes_tokens=True)
+    stream = PromptStream(source, tokenizer, seed=seed, shuffle=False, chat=chat, system=None, max_prompt_tokens=whole,
+                          long_prompts="error", env=env)  # fmt: skip
+    return stream.next_batch(len(records))
 
 
 def env_seed(seed: int, prompt_id: int) -> int:
@@ -278,7 +296,10 @@ class PromptStream:
         prompt, tools = row.messages or row.prompt, self._env.tools
         limit, where = self._max_prompt_tokens, row.place or row.dataset_id
         with errors_at(where):
-            tokens = encode_prompt(self._tokenizer, prompt, self._chat, self._system, tools)
+            if row.token_ids is not None:
+                tokens = self._tokenizer.checked([*row.token_ids])
+            else:
+                tokens = encode_prompt(self._tokenizer, prompt, self._chat, self._system, tools)
             if len(tokens) > limit and self._long_prompts == "error":
                 why = f"data.max_prompt_tokens allows {limit} with data.long_prompts = error"
                 raise DataError(f"the prompt has {len(tokens)} tokens, {why}")
@@ -313,7 +334,7 @@ def encode_prompt(
         return tokenizer.encode_chat(prompt, system, tools)
     if not isinstance(prompt, str):
         if len(prompt) > 1:
-            needed = "need data.chat_template and a tokenizer with a chat template"
+            needed = "need data.chat_template and a tokenizer with a chat template (generate: --chat)"
             raise DataError(f"{len(prompt)} chat messages {needed}")
         prompt = last_user_text(prompt)
     return tokenizer.encode_prompt(prompt)

@@ -51,9 +51,13 @@ class Row:
     messages: Messages | None = None
     place: str = ""
     """File and line or number, for errors."""
+    token_ids: tuple[int, ...] | None = None
+    """The prompt itself, in place of `prompt`."""
 
     def with_opening(self, text: str) -> Row:
-        """The row with a text of the environment at its end."""
+        """The row with a text of the environment at its end. Raises DataError where the prompt is no text."""
+        if self.token_ids is not None:
+            raise DataError(f"{self.place}: the environment's text cannot be added to token_ids: give a prompt")
         prompt = f"{self.prompt}\n\n{text}" if self.prompt else text
         if self.messages is None:
             return replace(self, prompt=prompt)
@@ -100,8 +104,13 @@ class EnvSource:
 class FileSource:
     """The records of a JSONL file, a Parquet file or a `datasets` directory."""
 
-    def __init__(self, config: PromptSourceConfig, path: Path, records: Any, where: Where):
-        """Checks every record, a mapping. Raises DataError naming its place."""
+    def __init__(
+        self, config: PromptSourceConfig, path: Path, records: Any, where: Where, takes_tokens: bool = False
+    ):
+        """Checks every record, a mapping. `takes_tokens`: a record may have `token_ids` in place of the prompt. Raises
+        DataError naming its place.
+        """
+        self._takes_tokens = takes_tokens
         self._config, self._path, self._records, self._where = config, path, records, where
         self._pattern = None if config.answer_pattern is None else re.compile(config.answer_pattern, re.DOTALL)
         if not len(records):
@@ -139,10 +148,13 @@ class FileSource:
             raise DataError(f"{self._where(index)}: a column is not UTF-8 text: {error}") from error
         prompt, answer = self._fields(index, record)
         taken = {self._config.prompt_field, self._config.answer_field}
+        tokens = self._tokens(record)
+        taken |= set() if tokens is None else {"token_ids"}
         metadata = {key: without_spelling(value) for key, value in record.items() if key not in taken}
         messages = None if isinstance(prompt, str) else prompt
         text = prompt if isinstance(prompt, str) else last_user_text(prompt)
-        return Row(f"{self._path.stem}:{index}", text, answer, self._path.stem, metadata, messages, self._where(index))
+        ids, name = None if tokens is None else tuple(tokens), self._path.stem
+        return Row(f"{name}:{index}", text, answer, name, metadata, messages, self._where(index), ids)
 
     def answers(self) -> list[tuple[str, Answer | None]]:
         """File and place of every record with its reference answer."""
@@ -180,14 +192,20 @@ class FileSource:
     def _fields(self, index: int, record: Mapping[str, Any]) -> tuple[str | Messages, Answer | None]:
         where = self._where(index)
         prompt = without_spelling(field_of(record, self._config.prompt_field))
-        if prompt is None:
+        if (tokens := self._tokens(record)) is not None:
+            _check_tokens(tokens, prompt, where)
+        elif prompt is None:
             there = columns_hint(record, self._config.prompt_field)
             raise DataError(f"{where}: no field {self._config.prompt_field!r}{there}")
         value = field_of(record, self._config.answer_field)
         if value is not None and self._narrow is not None:
             value = [*map(self._narrow, value)] if isinstance(value, list) else self._narrow(value)
         answer = checked_answer(value, self._config.answer_field, where)
-        return checked_prompt(prompt, self._config.prompt_field, where), self._extracted(answer, where)
+        text = "" if tokens is not None else checked_prompt(prompt, self._config.prompt_field, where)
+        return text, self._extracted(answer, where)
+
+    def _tokens(self, record: Mapping[str, Any]) -> Any:
+        return record.get("token_ids") if self._takes_tokens else None
 
     def _extracted(self, answer: Answer | None, where: str) -> Answer | None:
         """The reference answer within its column. Raises DataError where the pattern finds none."""
@@ -204,6 +222,14 @@ class FileSource:
             field, end = self._config.answer_field, answer[-60:]
             raise DataError(f"{where}: answer_pattern finds nothing in field {field!r}, which ends in {end!r}")
         return found.strip()
+
+
+def _check_tokens(tokens: Any, prompt: Any, where: str) -> None:
+    """Raises DataError for a prompt beside `token_ids`, and for what is no list of token ids."""
+    if prompt is not None:
+        raise DataError(f"{where}: it has a prompt and token_ids, of which one is needed")
+    if not (isinstance(tokens, list) and tokens and all(type(i) is int for i in tokens)):
+        raise DataError(f"{where}: field 'token_ids' must be a list of integers that is not empty")
 
 
 @contextmanager

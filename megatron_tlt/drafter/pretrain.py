@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _EVAL_SEED_OFFSET = 0x5EED  # as in evaluation: not the noise of training rollouts
 _MEASURED_TOKENS = 1024  # of a batch that is measured, at least: nothing is kept for a backward pass
-_SAVE_EVERY_S = 60.0  # between two saves of the training state: a kill loses no more
 
 
 class ReadingBackend(RolloutBackend, Protocol):
@@ -87,6 +86,8 @@ class DrafterPretraining:
         self._trainer: DrafterTrainer | None = None  # while it trains
         self._points: list[dict[str, float]] = []  # held-out measurements
         self._seconds = 0.0  # of optimizer steps
+        self.result = MeasuredAcceptance.empty(config.drafter.eval_steps)
+        """The last measurement on held-out responses."""
 
     # -- responses ------------------------------------------------------------------------------------------
 
@@ -148,19 +149,15 @@ class DrafterPretraining:
 
     # -- training -------------------------------------------------------------------------------------------
 
-    def train(
+    def begin(
         self,
         data: Sequence[DraftSequence],
         tests: Sequence[DraftSequence],
+        progress: ProgressDisplay,
         state: Mapping[str, Any] | None = None,
-        check_stop: Callable[[], None] = lambda: None,
-        save: Callable[[Mapping[str, Any]], None] = lambda state: None,
-    ) -> MeasuredAcceptance:
-        """Takes `drafter.num_steps` optimizer steps; goes on from `state`, where an earlier call was stopped.
-
-        Returns the measurement on `tests`, empty without any. `check_stop` may raise between two steps, on all ranks
-        at once. Rank 0 passes its state to `save` once a minute and after each measurement.
-        Mutates the model. Collective.
+    ) -> None:
+        """Prepares `drafter.num_steps` optimizer steps on `data`, measured on `tests`; goes on from `state`, of an
+        earlier start. Mutates the model. Collective.
         """
         section = self._section
         if state is not None:
@@ -169,32 +166,27 @@ class DrafterPretraining:
             self._initialise(data)
         average = average_gradients if self._world.size > 1 else None
         tables = self._embed, self._head
-        self._trainer = trainer = DrafterTrainer(self.model, *tables, section, self._params.temperature, average)
+        self._trainer = DrafterTrainer(self.model, *tables, section, self._params.temperature, average)
         if state is not None:
-            self._load(trainer, state)
-        groups = self._groups(data)
-        for _ in range(trainer.trained_steps):
-            next(groups)
-        result, saved = MeasuredAcceptance.empty(section.eval_steps), time.monotonic()
-        with closing(build_progress("auto", section.num_steps, self._world.rank)) as progress:
-            for step in range(trainer.trained_steps + 1, section.num_steps + 1):
-                check_stop()
-                self._world.enter("drafter train", step)
-                progress.work("drafter: steps", step - 1, section.num_steps)
-                metrics = self._step(trainer, next(groups))
-                is_last = step == section.num_steps
-                if is_measured := step % section.eval_every == 0 or is_last:
-                    result = self._measure_at(step, tests, progress, metrics)
-                if (is_measured or time.monotonic() - saved > _SAVE_EVERY_S) and not is_last and self._world.is_main:
-                    save(self.state_dict())
-                    saved = time.monotonic()
-        return result
+            self._load(self._trainer, state)
+        self._groups_left = itertools.islice(self._groups(data), self.steps_done, None)
+        self._tests, self._progress = tests, progress
 
-    def _step(self, trainer: DrafterTrainer, group: Sequence[DraftSequence]) -> dict[str, float]:
+    def step(self) -> None:
+        """One optimizer step, and a measurement where it is due, which becomes `result`. Collective."""
+        assert self._trainer is not None, "see `begin`"
+        num_steps, step = self._section.num_steps, self.steps_done + 1
+        self._progress.work("drafter: steps", step - 1, num_steps)
         started = time.perf_counter()
-        metrics = trainer.step(collate(group, self._world.device))
+        metrics = self._trainer.step(collate(next(self._groups_left), self._world.device))
         self._seconds += time.perf_counter() - started
-        return metrics
+        if step % self._section.eval_every == 0 or step == num_steps:
+            self.result = self._measure_at(step, self._tests, self._progress, metrics)
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps of this training, also of earlier starts."""
+        return 0 if self._trainer is None else self._trainer.trained_steps
 
     def _measure_at(
         self, step: int, tests: Sequence[DraftSequence], progress: ProgressDisplay, metrics: Mapping[str, float]
@@ -211,9 +203,10 @@ class DrafterPretraining:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer and measurements of a training under way, for `train`; tensors in the host's memory."""
-        assert self._trainer is not None
-        return {
+        """Weights, optimizer and measurements of a training under way, for `begin`; tensors in the host's memory. Empty
+        without one.
+        """
+        return {} if self._trainer is None else {
             "weights": {name: tensor.cpu() for name, tensor in self.model.state_dict().items()},
             "training": self._trainer.state.named(),
             "steps": self._trainer.trained_steps,
@@ -226,11 +219,6 @@ class DrafterPretraining:
         trainer.trained_steps, self._seconds = state["steps"], state["seconds"]
         self._points = list(state["points"])
         self._print(f"goes on after step {trainer.trained_steps}/{self._section.num_steps}")
-
-    @property
-    def is_training(self) -> bool:
-        """Whether there is a state to save."""
-        return self._trainer is not None
 
     def _initialise(self, data: Sequence[DraftSequence]) -> None:
         """Weights that start from the policy's. A reduced vocabulary is that of all ranks' responses. Collective."""
@@ -283,20 +271,19 @@ class DrafterPretraining:
             total = total + part
         return total
 
-    def save(self, out: Path, result: MeasuredAcceptance) -> None:
+    def save(self, out: Path) -> None:
         """Writes the drafter and, as eval.json, its measurement. Rank 0 only."""
-        steps = self.trained_steps + (0 if self._trainer is None else self._trainer.trained_steps)
         save_drafter(
             out,
             self.model.config,
             self.model.state_dict(),
             policy_version=self._backend.policy_version,
-            trained_steps=steps,
+            trained_steps=self.trained_steps + self.steps_done,
             fingerprint=policy_fingerprint(self._config.model.path),
         )
-        if result.bases:
+        if self.result.bases:
             over_time = {"over_time": self._points}
-            text = json.dumps(result.to_json() | over_time, indent=2)
+            text = json.dumps(self.result.to_json() | over_time, indent=2)
             (out / "eval.json").write_text(text + "\n", encoding="utf-8")
 
     def _print(self, text: str) -> None:

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.chat import Messages, with_system
 from megatron_tlt.data.chat_template import ChatTemplate, TemplateSettings
 from megatron_tlt.data.special_tokens import pattern_problem, special_tokens_of, stop_problems
@@ -21,24 +21,24 @@ from megatron_tlt.trainer.chat_settings import template_settings
 Renderer: TypeAlias = Callable[[str | Messages, Sequence[dict[str, Any]]], str]
 
 
-def chat_problems(config: Config | SftConfig) -> list[ConfigProblem]:
+def chat_problems(config: TrainingConfig) -> list[ConfigProblem]:
     """A chat template that cannot be used, variables without one, and special tokens in stop strings and patterns."""
-    directory = _directory(config)
+    directory, rl = _directory(config), config.rl
     if directory is None:
         return []
     try:
-        problems = _special_token_problems(config, directory) if isinstance(config, Config) else []
+        problems = [] if rl is None else _special_token_problems(rl, directory)
     except CheckpointError as error:
         problems = [ConfigProblem("model.tokenizer", str(directory), str(error))]
     render, unusable = prompt_renderer(config)
-    if render is not None and isinstance(config, Config) and config.data.train.path is None:
+    if render is not None and rl is not None and rl.data.train.path is None:
         try:
             render("Prompt.", ())  # tasks and environments have no rows to render
         except DataError as error:
             unusable = [ConfigProblem("data.chat_template", True, str(error))]
-    if render is None and not unusable and isinstance(config, Config) and config.data.system_prompt is not None:
+    if render is None and not unusable and rl is not None and rl.data.system_prompt is not None:
         allowed = "needs data.chat_template and a tokenizer that has a chat template"
-        unusable = [ConfigProblem("data.system_prompt", config.data.system_prompt, allowed)]
+        unusable = [ConfigProblem("data.system_prompt", rl.data.system_prompt, allowed)]
     return problems + unusable
 
 
@@ -67,14 +67,16 @@ def generation_chat_problems(
     if not model.is_dir():
         return []
     fields = "--chat", "--chat-template-kwargs"
-    problems = _open_template(model, fields, TemplateSettings(kwargs))[1] if chat else []
+    template, problems = _open_template(model, fields, TemplateSettings(kwargs)) if chat else (None, [])
+    if chat and template is None and not problems:
+        problems = [ConfigProblem("--chat", True, f"needs a chat template, and {model} has none")]
     try:
         return [*problems, *stop_problems("--stop", stops, special_tokens_of(model) if stops else frozenset())]
     except CheckpointError as error:
         return [*problems, ConfigProblem("--model", str(model), str(error))]
 
 
-def chat_warnings(config: Config | SftConfig) -> list[str]:
+def chat_warnings(config: TrainingConfig) -> list[str]:
     """Variables that the run's chat template does not read, and a template in a file that tokenizers do not read.
 
     For a configuration without problems.
@@ -103,7 +105,7 @@ def unread_warnings(directory: Path, field: str, kwargs: dict[str, Any]) -> list
     return lines
 
 
-def prompt_renderer(config: Config | SftConfig) -> tuple[Renderer | None, list[ConfigProblem]]:
+def prompt_renderer(config: TrainingConfig) -> tuple[Renderer | None, list[ConfigProblem]]:
     """Renders prompts as the run will; None without a chat template here, or with one that cannot be used, and why."""
     directory = _directory(config)
     name, section = config.chat_name, config.chat
@@ -113,7 +115,7 @@ def prompt_renderer(config: Config | SftConfig) -> tuple[Renderer | None, list[C
     template, problems = _open_template(directory, fields, template_settings(config))
     if template is None:
         return None, problems
-    system = config.data.system_prompt if isinstance(config, Config) else None
+    system = None if config.rl is None else config.rl.data.system_prompt
 
     def render(prompt: str | Messages, tools: Sequence[dict[str, Any]] = ()) -> str:
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
@@ -133,7 +135,7 @@ def _special_token_problems(config: Config, directory: Path) -> list[ConfigProbl
     return [*stop_problems("rollout.stop", stops, special), *(problem for problem in found if problem is not None)]
 
 
-def _directory(config: Config | SftConfig) -> Path | None:
+def _directory(config: TrainingConfig) -> Path | None:
     """The tokenizer's directory, if it is on this machine."""
     directory = Path(config.model.tokenizer_path)
     return directory if directory.is_dir() else None

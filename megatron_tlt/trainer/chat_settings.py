@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.data.chat_template import TemplateSettings
+from megatron_tlt.data.hub import RootT, with_names
+from megatron_tlt.observe.files import write_atomically
+from megatron_tlt.observe.runfiles import CONFIG_FILE
 
 if TYPE_CHECKING:
     from megatron_tlt.distributed.together import Ranks
 
-RootT = TypeVar("RootT", Config, SftConfig)
-CONFIG_FILE = "config.json"
 
 
-def template_settings(config: Config | SftConfig) -> TemplateSettings:
+def template_settings(config: TrainingConfig) -> TemplateSettings:
     """For the tokenizer of a run."""
     section = config.chat
     return TemplateSettings(section.model_dump(mode="json")["chat_template_kwargs"], section.chat_template_date)
@@ -37,13 +38,14 @@ def with_date(config: RootT, ranks: Ranks, unfinished: Path | None = None) -> Ro
     return config.model_copy(update={name: dated})
 
 
-def write_config(config: Config | SftConfig, directory: Path) -> None:
-    """Records a training's configuration in the directory from which the training goes on."""
-    text = json.dumps(config.model_dump(mode="json"), indent=2)
-    (directory / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+def write_config(config: TrainingConfig, directory: Path) -> None:
+    """Records a training's configuration in the directory from which it goes on, which is made where it is missing."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    named = with_names(config).model_dump(mode="json")  # a start on other nodes finds the same files
+    write_atomically(directory / CONFIG_FILE, [json.dumps(named, indent=2)])
 
 
-def _recorded(config: Config | SftConfig, section: str, unfinished: Path | None) -> date | None:
+def _recorded(config: TrainingConfig, section: str, unfinished: Path | None) -> date | None:
     """The date in config.json of the run that goes on; None where none does."""
     resume = config.checkpoint.resume
     if resume == "never":

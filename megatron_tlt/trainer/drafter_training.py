@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,19 +20,18 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.checks.files import note_maker
 from megatron_tlt.config.run import UNFINISHED
+from megatron_tlt.data.prompts import build_prompts, held_out_prompts
+from megatron_tlt.data.responses import read_responses
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
-from megatron_tlt.drafter.measure import MeasuredAcceptance
 from megatron_tlt.drafter.pretrain import DrafterPretraining, held_out_params
 from megatron_tlt.drafter.state_file import drafter_state_writer, load_drafter_state
-from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.errors import CheckpointError, ConfigError, DataError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.observe.files import sync
-from megatron_tlt.resilience.rollout_cache import RolloutCache, Weights
-from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown
-from megatron_tlt.sync.push import BucketedSync
-from megatron_tlt.trainer.chat_settings import write_config
-from megatron_tlt.trainer.models import open_backend, tensor_parallel
+from megatron_tlt.observe.progress import build_progress
+from megatron_tlt.resilience.shutdown import GracefulShutdown
+from megatron_tlt.trainer.job import Job, State
+from megatron_tlt.trainer.models import open_backend, push_policy, tensor_parallel
 from megatron_tlt.trainer.sampling import sampling_params
 from megatron_tlt.trainer.setup import build_rollout_cache, open_tokenizer
 
@@ -41,76 +41,81 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafter.batching import DraftSequence
     from megatron_tlt.drafter.kinds.base import SavedDrafter
-    from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.models.drafters import DrafterConfig
     from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams, Trajectory
 
 _STATE = "state.safetensors"
 _TRAINING, _HELD_OUT = 1, 2  # "steps" of the rollout cache
+_SAVE_EVERY_S = 60.0  # between two saves of the training state: a kill loses no more
 _ROLLOUT = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "tp", "dtype")
 _SHAPE = ("drafter", "layers", "draft_vocab_size", "block_size", "block_layers")
 
 
-class DrafterJob:
-    """One rank's part. Every method is collective."""
+class DrafterJob(Job):
+    """Trains a drafter and writes OUT."""
+
+    name = "drafter"
+    config: Config
 
     def __init__(
         self,
         config: Config,
         world: World,
         out: Path,
-        pretraining: DrafterPretraining,
-        cache: RolloutCache,
-        shutdown: GracefulShutdown,
         settings: Mapping[str, Any],
-        state: Mapping[str, Any] | None,
+        start: Callable[[TensorParallel], tuple[DrafterPretraining, EmbeddedBackend]],
+        signals: StopSignals,
     ):
-        """`cache` is in OUT/unfinished. `settings` and `state`: see `training_settings` and `unfinished_state`."""
-        self._config, self._world, self._out = config, world, out
-        self._pretraining, self._cache, self._shutdown = pretraining, cache, shutdown
-        self._settings, self._state = settings, state
+        """`settings`: see `training_settings`; `start` opens the training and its engine. Collective.
 
-    def run(
-        self, prompts: Sequence[Prompt], given: Sequence[Trajectory] | None, held_out: Sequence[Prompt]
-    ) -> bool:
-        """Trains on responses to `prompts`, or on those that are `given`; writes OUT. Returns whether a signal stopped
-        it; everything is then saved.
+        Raises ConfigError for responses that cannot be read and for an unfinished training with other settings,
+        CheckpointError for a damaged one.
         """
-        try:
-            self._shutdown.sync_after_step()  # a signal may have come while everything was loaded
-            self._make_directory()
-            result = self._train(prompts, given, held_out)
-        except GracefulExit:
-            self._save_and_leave()
-            return True
-        finally:
-            self._shutdown.close()
-        if self._world.is_main:
-            note_maker(self._out, "drafter train")
-            self._pretraining.save(self._out, result)
-            shutil.rmtree(self._out / UNFINISHED, ignore_errors=True)
-            print(result.table() if result.bases else "no held-out prompts (data.eval): not measured")
-            print(f"wrote {self._out}", flush=True)
-        self._world.barrier()
-        return False
+        self.config, self.world, self.num_steps = config, world, config.drafter.num_steps
+        self._out, self._settings = out, settings
+        self._found = None if config.checkpoint.resume == "never" else unfinished_state(out, settings)
+        self._given = given_responses(config)
+        self._prompts = training_prompts(config) if self._given is None else []
+        self._held_out = held_out(config)
+        tp = tensor_parallel(world, config.rollout.tp)
+        self._training, self._backend = start(tp)
+        self._cache = build_rollout_cache(config, self.state_dir, world, open_tokenizer(config), self._backend)
+        self.shutdown = GracefulShutdown(world, config.stop, signals, tp.largest)
+        self._saved_at = time.monotonic()
 
-    def _train(
-        self, prompts: Sequence[Prompt], given: Sequence[Trajectory] | None, held_out: Sequence[Prompt]
-    ) -> MeasuredAcceptance:
+    @property
+    def state_dir(self) -> Path:
+        return self._out / UNFINISHED
+
+    @property
+    def done(self) -> int:
+        return self._training.steps_done
+
+    def saved(self) -> State | None:
+        return self._found
+
+    def load(self, state: State | None) -> None:
+        """The engine gets the policy's weights; the drafter goes on from `state` in `begin`, behind the responses."""
+        push_policy(self.config, self.world, self._backend, self._cache.fingerprint)
+
+    def begin(self) -> bool:
+        """Reads the responses, or generates those that the cache lacks."""
+        self.shutdown.sync_after_step()  # a signal may have come while everything was loaded
         self._cache.start(0)
-        self._world.enter("drafter rollout")
-        params = sampling_params(self._config)
-        if given is not None:
-            data = self._pretraining.read(given)
+        self.world.enter("drafter rollout")
+        params = sampling_params(self.config)
+        if self._given is not None:
+            data = self._training.read(self._given)
         else:
-            data = self._roll_out(_TRAINING, prompts, self._config.drafter.samples_per_prompt, params)
-        tests = self._roll_out(_HELD_OUT, held_out, 1, held_out_params(params)) if held_out else []
-        if self._world.is_main:
-            print(f"drafter {sum(s.num_bases for s in data)} response tokens of this rank", flush=True)
-        self._shutdown.sync("train")
-        check = self._shutdown.sync_after_step
-        return self._pretraining.train(data, tests, self._state, check, self._save)
+            data = self._roll_out(_TRAINING, self._prompts, self.config.drafter.samples_per_prompt, params)
+        tests = self._roll_out(_HELD_OUT, self._held_out, 1, held_out_params(params)) if self._held_out else []
+        self.note(f"{sum(s.num_bases for s in data)} response tokens of this rank")
+        self.shutdown.sync("train")
+        self.progress = build_progress("auto", self.num_steps, self.world.rank)
+        self._training.begin(data, tests, self.progress, self._found)
+        self.shutdown.sync_after_step()
+        return True
 
     def _roll_out(
         self, step: int, prompts: Sequence[Prompt], samples: int, params: SamplingParams
@@ -121,23 +126,34 @@ class DrafterJob:
 
         def generate(call: GenerateCall) -> list[Sample]:
             nonlocal cut_short
-            made, cut_short = self._shutdown.interruptible(self._cache.generate, call)
+            made, cut_short = self.shutdown.interruptible(self._cache.generate, call)
             return made
 
-        sequences = self._pretraining.generate(prompts, samples, params, generate)
+        sequences = self._training.generate(prompts, samples, params, generate)
         self._cache.end_step()
-        self._shutdown.sync("rollout", cut_short)
+        self.shutdown.sync("rollout", cut_short)
         return sequences
 
-    def _make_directory(self) -> None:
-        if self._world.is_main:
-            (self._out / UNFINISHED).mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_config(self._config, self._out / UNFINISHED)
-        self._world.barrier()
+    def step(self) -> None:
+        """One optimizer step, and a measurement where it is due."""
+        self.world.enter("drafter train", self.done + 1)
+        self._training.step()
 
-    def _save(self, state: Mapping[str, Any]) -> None:
-        """Writes the training state; rank 0 only. Raises CheckpointError where it cannot be written."""
-        file = self._out / UNFINISHED / _STATE
+    def state_dict(self) -> State:
+        """Empty before `begin` has the responses, which the rollout cache keeps."""
+        return self._training.state_dict()
+
+    def save_if_due(self) -> None:
+        """Once a minute; after the last step nothing is left to resume."""
+        if self.done < self.num_steps and time.monotonic() - self._saved_at > _SAVE_EVERY_S:
+            self.save()
+            self._saved_at = time.monotonic()
+
+    def save(self) -> None:
+        """Rank 0's state. Raises CheckpointError where it cannot be written."""
+        if not (self.world.is_main and (state := self.state_dict())):
+            return
+        file = self.state_dir / _STATE
         scratch = file.with_name(f".{_STATE}")
         try:
             drafter_state_writer({**state, "settings": dict(self._settings)})(scratch)
@@ -146,57 +162,31 @@ class DrafterJob:
         except OSError as error:
             raise CheckpointError(f"{file} cannot be written: {error}") from error
 
-    def _save_and_leave(self) -> None:
-        if self._world.is_main and self._pretraining.is_training:
-            self._save(self._pretraining.state_dict())
+    def finish(self) -> None:
+        """Writes the drafter and removes what a stopped training would go on from."""
+        if self.world.is_main:
+            note_maker(self._out, "drafter train")
+            self._training.save(self._out)
+            shutil.rmtree(self.state_dir, ignore_errors=True)
+            result = self._training.result
+            print(result.table() if result.bases else "no held-out prompts (data.eval): not measured")
+            print(f"wrote {self._out}", flush=True)
+        self.world.barrier()
+
+    def close(self) -> None:
         self._cache.close()
-        if self._world.is_main:
-            print(f"{self._shutdown.reason()}: saved in {self._out / UNFINISHED}, the same command goes on", flush=True)
-        self._world.barrier()
-
-
-def build_drafter_job(
-    config: Config,
-    plain: Config,
-    drafter: DrafterConfig,
-    start: SavedDrafter | None,
-    world: World,
-    out: Path,
-    signals: StopSignals,
-    settings: Mapping[str, Any],
-    state: Mapping[str, Any] | None,
-) -> DrafterJob:
-    """One rank of the training of `drafter`, from `start` if that is given. Collective.
-
-    `plain`: `config` without speculation. See `DrafterJob` for the rest.
-    """
-    tp = tensor_parallel(world, config.rollout.tp)
-    caches: list[RolloutCache] = []
-
-    def watch(weights: Weights, backend: RolloutBackend) -> Weights:
-        caches.append(build_rollout_cache(config, out / UNFINISHED, world, open_tokenizer(config), backend))
-        return caches[0].fingerprint(weights)
-
-    pretraining, _ = open_pretraining(plain, drafter, start, world, tp, watch)
-    shutdown = GracefulShutdown(world, config.stop, signals, tp.largest)
-    return DrafterJob(config, world, out, pretraining, caches[0], shutdown, settings, state)
+        self.shutdown.close()
 
 
 def open_pretraining(
-    config: Config,
-    drafter: DrafterConfig,
-    start: SavedDrafter | None,
-    world: World,
-    tp: TensorParallel,
-    watch: Callable[[Weights, RolloutBackend], Weights] = lambda weights, _: weights,
-) -> tuple[DrafterPretraining, RolloutBackend]:
-    """The training of `drafter`, and an engine with the model's weights, which pass through `watch`. Collective."""
-    policy = ModelConfig.from_hf(config.model.path)
+    config: Config, drafter: DrafterConfig, start: SavedDrafter | None, world: World, tp: TensorParallel
+) -> tuple[DrafterPretraining, EmbeddedBackend]:
+    """The training of `drafter`, from `start` if that is given, and its engine, still without weights. Collective.
+
+    `config` is one without speculation.
+    """
     backend = open_backend(config, world, open_tokenizer(config), tp, keep_layers=drafter.aux_layers)
     assert isinstance(backend, EmbeddedBackend), "config/checks requires it"
-    world.enter("load")
-    weights = watch(iter_weights(config.model.path, policy), backend)
-    BucketedSync(config.sync, backend, world).push(weights, version=0)
     return DrafterPretraining(config, world, backend, sampling_params(config), drafter, start), backend
 
 
@@ -233,3 +223,30 @@ def unfinished_state(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] |
         allowed = f"holds an unfinished training with {shown}: repeat its command, or remove {out / UNFINISHED}"
         raise ConfigError.of("--out", str(out), allowed)
     return state
+
+
+def given_responses(config: Config) -> list[Trajectory] | None:
+    """The responses in `drafter.responses_path`; None without it. Raises ConfigError where they cannot be read."""
+    section = config.drafter
+    if section.responses_path is None:
+        return None
+    path = Path(section.responses_path)
+    if not path.exists():
+        raise ConfigError.of("drafter.responses_path", str(path), "no such file or directory")
+    vocab_size = ModelConfig.from_hf(config.model.path).vocab_size
+    most = section.num_prompts * section.samples_per_prompt
+    try:
+        return read_responses(config, path, open_tokenizer(config), vocab_size, most)
+    except DataError as error:
+        raise ConfigError.of("drafter.responses_path", str(path), str(error)) from error
+
+
+def training_prompts(config: Config) -> list[Prompt]:
+    """The prompts to generate responses to."""
+    stream = build_prompts(config.data, "train", open_tokenizer(config), config.train.seed)
+    return stream.next_batch(config.drafter.num_prompts)
+
+
+def held_out(config: Config) -> list[Prompt]:
+    """The held-out prompts; none without `data.eval`."""
+    return held_out_prompts(config.data, open_tokenizer(config), config.drafter.eval_prompts)

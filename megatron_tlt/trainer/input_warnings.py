@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_tlt.config.checks.learning import kl_estimator_warning
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.long_prompts import long_prompt_warnings
 from megatron_tlt.data.prompts import open_source
 from megatron_tlt.data.sources import FileSource, unread_warning
@@ -21,12 +21,12 @@ from megatron_tlt.trainer.chat_checks import chat_warnings
 from megatron_tlt.trainer.token_checks import tokenizer_here, tokenizer_warnings
 
 
-def input_warnings(config: Config | SftConfig) -> list[str]:
+def input_warnings(config: TrainingConfig) -> list[str]:
     """Every warning, one line each, of a configuration without problems. Reads files on this machine, no tensor."""
     found = model_warnings(config.model.path) if config.model.megatron_path is None else []
     adapter = adapter_warning(config.actor.lora, config.model.path)
     found += [*filter(None, [adapter]), *chat_warnings(config), *tokenizer_warnings(config)]
-    return [*found, *(_of_rl(config) if isinstance(config, Config) else ())]
+    return [*found, *(() if config.rl is None else _of_rl(config.rl))]
 
 
 def _of_rl(config: Config) -> list[str]:

@@ -10,11 +10,12 @@ Ranks wait for each other in the idle window, by polling, and in the collectives
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tlt.models.base import DTYPES
-from megatron_tlt.resilience.shutdown import GracefulExit
+from megatron_tlt.trainer.job import Job, State
 from megatron_tlt.types import TrainOutput
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True, eq=False)
-class RLTrainer:
+class RLTrainer(Job):
     """One rank of an RL run. Built by `setup.build_trainer`; owns its parts and closes them."""
 
     config: Config
@@ -47,32 +48,26 @@ class RLTrainer:
     recovery: Recovery
     metrics: RunMetrics
 
-    def run(self) -> bool:
-        """Trains to `train.num_steps`; True if a signal ended it before, saved. Collective."""
-        num_steps, run_dir = self.config.train.num_steps, self.config.train.run_dir
-        self.recovery.resume()
+    def __post_init__(self) -> None:
+        self.num_steps = self.config.train.num_steps
+        self.checkpoints, self.shutdown = self.recovery.checkpoints, self.recovery.shutdown
+
+    def begin(self) -> bool:
+        """The first weight sync and evaluation; see `Job.begin`."""
         self.metrics.start()
-        if self._is_complete():
-            self.metrics.note(
-                f"nothing to do: {run_dir} is already at step {self.state.step} of "
-                f"train.num_steps = {num_steps} (another train.run_dir starts a new run)"
+        if self.is_complete():
+            self.note(
+                f"nothing to do: {self.config.train.run_dir} is already at step {self.state.step} of "
+                f"train.num_steps = {self.num_steps} (another train.run_dir starts a new run)"
             )
             return False
         self._collect_hidden_states()
-        try:
-            self.recovery.end_step()  # a signal may have come while everything was loaded
-            self._sync_weights()
-            self._maybe_evaluate()
-            while self.state.step < num_steps:
-                self._train_step()
-        except GracefulExit as reason:
-            if not self._is_complete():
-                self.recovery.save_and_leave(reason)
-                return True
-        self.metrics.finish(self.recovery.finish())
-        return False
+        self.shutdown.sync_after_step()  # a signal may have come while everything was loaded
+        self._sync_weights()
+        self._maybe_evaluate()
+        return True
 
-    def _train_step(self) -> None:
+    def step(self) -> None:
         """One RL step. A signal before the update drops it; after that it is finished."""
         self.metrics.begin_step()
         self.recovery.begin_step()
@@ -93,11 +88,8 @@ class RLTrainer:
         with self.metrics.phase("log"):
             row = {**batch.metrics, **updated, **table.metrics(), **merged, **pushed}
             self.metrics.log(row, stats, groups, of_rank | self.drafter.buffer_metrics())
-        # Saved last: a resumed run must find the metrics and the evaluation of the step it resumes after.
+        # Before it is saved: a resumed run must find the metrics and the evaluation of the step it resumes after.
         self._maybe_evaluate()
-        self.recovery.save_if_due()
-        self.sampler.empty_steps.check()
-        self.recovery.end_step()
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
         """Updates the policy, unless dynamic sampling kept no group. Returns metrics."""
@@ -134,21 +126,63 @@ class RLTrainer:
         if self.evaluator is None or not self._is_evaluation_due():
             return
         with self.metrics.phase("eval"):
-            result = self.evaluator.run(self.state.step, self.recovery.shutdown)
+            result = self.evaluator.run(self.state.step, self.shutdown)
         self.sampler.take_stats()  # tokens of the evaluation are not counted as rollout
         self.state.evaluations.append(result)
         self.metrics.log_eval(result)
 
     def _is_evaluation_due(self) -> bool:
         step, every, done = self.state.step, self.config.eval.every, self.state.evaluations
-        is_scheduled = bool(every) and (step % every == 0 or step == self.config.train.num_steps)
+        is_scheduled = bool(every) and (step % every == 0 or step == self.num_steps)
         return self.evaluator is not None and is_scheduled and not (done and done[-1].step == step)
 
-    def _is_complete(self) -> bool:
-        return self.state.step >= self.config.train.num_steps and not self._is_evaluation_due()
+    def finish(self) -> None:
+        """The last checkpoint, also where its save was put off, and the summary."""
+        with self.phase("checkpoint"):
+            if self.config.checkpoint.every and self.policy.has_stepped:
+                # After an update that was skipped the weights are those before it; older checkpoints stay beside it.
+                self.checkpoints.save_now(self.done, self.state_dict, prune=self.unsaved() is None)
+            self.checkpoints.wait()
+        self.recovery.rollout_cache.clear()
+        self.metrics.finish(self.checkpoints.latest())
 
     def close(self) -> None:
         """Frees engine, reward workers, communicators and log files. Collective."""
         self.sampler.close()
         self.metrics.close()
-        self.recovery.close()
+        self.recovery.rollout_cache.close()
+        super().close()
+
+    # -- the rest of a job: its state, which `recovery` keeps, and its lines and phases --------------------
+
+    @property
+    def done(self) -> int:
+        return self.state.step
+
+    def is_complete(self) -> bool:
+        return self.done >= self.num_steps and not self._is_evaluation_due()
+
+    def load(self, state: State | None) -> None:
+        self.recovery.load(state)
+
+    def state_dict(self) -> State:
+        return self.recovery.state_dict()
+
+    def unsaved(self) -> str | None:
+        if not self.policy.has_stepped:  # such a checkpoint could not be loaded again
+            return "there was no update yet, the next start begins anew"
+        if self.recovery.nonfinite.in_a_row:  # weights that may be broken must not push good ones out
+            return "not saved, for updates were not finite; the next start goes on before them"
+        return None
+
+    def save_if_due(self) -> None:
+        super().save_if_due()
+        self.recovery.rollout_cache.remove_until(self.checkpoints.newest)
+        self.sampler.empty_steps.check()
+        self.recovery.nonfinite.check()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self.metrics.phase(name)
+
+    def note(self, text: str) -> None:
+        self.metrics.note(text)

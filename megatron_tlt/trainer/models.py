@@ -16,6 +16,8 @@ from megatron_tlt.config.checks.pre_rollouts import takes_drafts
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, TensorParallel
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import device_memory
 from megatron_tlt.types import BackendName
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from megatron_tlt.drafter.kinds.base import SavedDrafter
     from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
     from megatron_tlt.models.drafters import DrafterModel
+    from megatron_tlt.resilience.rollout_cache import Weights
 
 _BUILDERS: dict[BackendName, Callable[[EngineOptions], RolloutBackend]] = {
     "embedded": build_backend,
@@ -58,6 +61,15 @@ def tensor_parallel(world: World, size: int) -> TensorParallel:
         return TensorParallel()
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world.size, size)]
     return GroupTensorParallel(groups[world.rank // size])
+
+
+def push_policy(
+    config: Config, world: World, backend: RolloutBackend, watched: Callable[[Weights], Weights] = iter
+) -> None:
+    """The weights of `model.path` into the engine, through `watched` on their way. Collective."""
+    world.enter("load")
+    weights = watched(iter_weights(config.model.path, ModelConfig.from_hf(config.model.path)))
+    BucketedSync(config.sync, backend, world).push(weights, version=0)
 
 
 def open_backend(

@@ -14,7 +14,7 @@ from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.checks.layout import resolve_device
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.planning.report import render_check
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.chat import form_of
 from megatron_tlt.data.completions import Completion, read_completions
 from megatron_tlt.data.hub import cached, is_name, names_of
@@ -42,13 +42,14 @@ from megatron_tlt.types import Prompt
 
 if TYPE_CHECKING:
     from megatron_tlt.config.checks.layout import Device
+    from megatron_tlt.config.root import SftSection
     from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.distributed.world import World
 
 _log = logging.getLogger(__name__)
 
 
-def check_report(config: Config | SftConfig, ranks: int | None) -> str:
+def check_report(config: TrainingConfig, ranks: int | None) -> str:
     """`megatron-tlt check`: the report, or ConfigError with every problem.
 
     Model and prompt files may be on another machine (a login node has neither); where they are here they count. Where
@@ -59,10 +60,10 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     config = with_teacher_shape(config)
     problems += _problems(config, num_ranks, None) + _problems_of_large_files(config, None)
     problems = problems or turn_problems(config)
-    prompt = None if problems else _prompt_of_episode(config)
-    if prompt is not None:
-        assert isinstance(config, Config) and config.env is not None
-        problems += episode_problems(config.env, prompt)
+    rl = config.rl
+    prompt = None if problems or rl is None else _prompt_of_episode(rl)
+    if rl is not None and rl.env is not None and prompt is not None:
+        problems += episode_problems(rl.env, prompt)
     if config.model.architecture is None and not is_name(config.model.path):
         problems += missing_model(config)
     problems += place_problems(config, must_be_writable=False)
@@ -71,7 +72,7 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     named = {name.field for name in names_of(config)}
     missing = [problem for problem in missing_files(config) if problem.path not in named]
     absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing]
-    if isinstance(config, Config) and config.algorithm.name == "distill" and not config.algorithm.teacher_shape:
+    if rl is not None and rl.algorithm.name == "distill" and not rl.algorithm.teacher_shape:
         absent.append("warning: the memory plan lacks the teacher, whose config.json is not here")
     model, _ = read_model("model.path", config.model.path)
     shape = None if model is None else model.architecture
@@ -84,7 +85,7 @@ def check_report(config: Config | SftConfig, ranks: int | None) -> str:
     return printable("\n".join([render_check(config, shape, num_ranks), *played, *warnings, *to_fetch, *absent]))
 
 
-def check_on(config: Config | SftConfig, world: World, found_before: Sequence[ConfigProblem] = ()) -> None:
+def check_on(config: TrainingConfig, world: World, found_before: Sequence[ConfigProblem] = ()) -> None:
     """The checks on the world there is, where every file must be. Raises ConfigError with every problem."""
     problems = [*found_before, *missing_files(config)]
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
@@ -98,17 +99,17 @@ def check_on(config: Config | SftConfig, world: World, found_before: Sequence[Co
             _log.warning(text)
 
 
-def place_problems(config: Config | SftConfig, must_be_writable: bool = True) -> list[ConfigProblem]:
+def place_problems(config: TrainingConfig, must_be_writable: bool = True) -> list[ConfigProblem]:
     """Problems with the directory that a run, or fine-tuning, writes."""
-    if isinstance(config, Config):
-        return output_directory_problems("train.run_dir", config.train.run_dir, "train", (), must_be_writable)
+    if config.records is None:
+        return output_directory_problems("train.run_dir", str(config.state_dir), "train", (), must_be_writable)
     sources = [place.value for place in places(config.model)]
-    return output_directory_problems("sft.out", config.sft.out, "sft", sources, must_be_writable)
+    return output_directory_problems("sft.out", config.records.out, "sft", sources, must_be_writable)
 
 
-def _prompt_of_episode(config: Config | SftConfig) -> Prompt | None:
+def _prompt_of_episode(config: Config) -> Prompt | None:
     """The first training prompt, if there is an environment and the prompts are on this machine."""
-    if isinstance(config, SftConfig) or config.env is None:
+    if config.env is None:
         return None
     source = config.data.train
     if source.path is not None and not Path(source.path).exists():
@@ -117,18 +118,18 @@ def _prompt_of_episode(config: Config | SftConfig) -> Prompt | None:
     return Prompt(0, row.dataset_id, (), row.prompt, row.answer, row.task, row.metadata, seed=1)
 
 
-def _problems(config: Config | SftConfig, num_ranks: int, device: Device | None) -> list[ConfigProblem]:
+def _problems(config: TrainingConfig, num_ranks: int, device: Device | None) -> list[ConfigProblem]:
     model, unreadable = read_model("model.path", config.model.path)
     shape, positions = (None, None) if model is None else (model.architecture, model.max_position_embeddings)
     found = find_problems(config, shape, num_ranks, device, positions)
     if not missing_model(config):
         found += unreadable
-    found += teacher_problems(config) if isinstance(config, Config) else []
-    found += wandb_problems(config.observe.wandb_project) if isinstance(config, Config) else []
+    if config.rl is not None:
+        found += teacher_problems(config.rl) + wandb_problems(config.rl.observe.wandb_project)
     return found + tokenizer_problems(config) + chat_problems(config) + input_problems(config)
 
 
-def _problems_of_large_files(config: Config | SftConfig, device: Device | None) -> list[ConfigProblem]:
+def _problems_of_large_files(config: TrainingConfig, device: Device | None) -> list[ConfigProblem]:
     """Of weights, also a teacher's, the checkpoint to resume from, the drafter and tokenized prompts, where they are
     on this machine.
 
@@ -137,15 +138,14 @@ def _problems_of_large_files(config: Config | SftConfig, device: Device | None) 
     shape, _ = read_model("model.path", config.model.path)
     found = [] if shape is None else _weight_problems(config, shape) + _adapter_problems(config, shape)
     found += resume_problems(config, shape, device)
-    if isinstance(config, SftConfig):
-        found += record_problems(config)
-    else:
-        found += long_prompt_problems(config.data, tokenizer_here(config))
-        if config.algorithm.teacher is not None and (teacher := teacher_shape(config)) is not None:
-            found += _hf_weight_problems("algorithm.teacher", config.algorithm.teacher, teacher)
-        path = config.rollout.speculation.drafter_path
-        if shape is not None and (path is None or Path(path).exists()):
-            found += _drafter_problems(config.rollout.speculation, shape, config.model.path)
+    if (rl := config.rl) is None:
+        return found + record_problems(config)
+    found += long_prompt_problems(rl.data, tokenizer_here(config))
+    if rl.algorithm.teacher is not None and (teacher := teacher_shape(rl)) is not None:
+        found += _hf_weight_problems("algorithm.teacher", rl.algorithm.teacher, teacher)
+    path = rl.rollout.speculation.drafter_path
+    if shape is not None and (path is None or Path(path).exists()):
+        found += _drafter_problems(rl.rollout.speculation, shape, config.model.path)
     return found
 
 
@@ -176,22 +176,23 @@ def read_model(field: str, path: str | Path) -> tuple[ModelConfig | None, list[C
         return None, [ConfigProblem(field, str(path), str(error))]
 
 
-def missing_model(config: Config | SftConfig) -> list[ConfigProblem]:
+def missing_model(config: TrainingConfig) -> list[ConfigProblem]:
     """A model directory that is not on this machine."""
     if (Path(config.model.path) / "config.json").is_file():
         return []
     return read_model("model.path", config.model.path)[1]
 
 
-def missing_files(config: Config | SftConfig) -> list[ConfigProblem]:
+def missing_files(config: TrainingConfig) -> list[ConfigProblem]:
     """Files and directories of a configuration that are not on this machine; of a model's, its config.json."""
     problems = missing_model(config)
     found_elsewhere = ("model.path", "model.tokenizer")  # the latter by `tokenizer_problems`
     named = {place.field: place.value for place in places(config) if place.field not in found_elsewhere}
-    if isinstance(config, Config) and config.rollout.backend == "vllm":
-        problems += python_problems(config.rollout.vllm)
-    if isinstance(config, Config) and config.rollout.backend == "trtllm" and config.rollout.trtllm.python:
-        named["rollout.trtllm.python"] = config.rollout.trtllm.python
+    rollout = None if config.rl is None else config.rl.rollout
+    if rollout is not None and rollout.backend == "vllm":
+        problems += python_problems(rollout.vllm)
+    if rollout is not None and rollout.backend == "trtllm" and rollout.trtllm.python:
+        named["rollout.trtllm.python"] = rollout.trtllm.python
     absent = [(field, path) for field, path in named.items() if not Path(path).exists()]
     return problems + [ConfigProblem(field, path, "no such file or directory") for field, path in absent]
 
@@ -204,7 +205,7 @@ def _hf_weight_problems(
     return [ConfigProblem(field, str(path), shortened(texts, separator="; "))] if texts else []
 
 
-def _weight_problems(config: Config | SftConfig, shape: ModelConfig) -> list[ConfigProblem]:
+def _weight_problems(config: TrainingConfig, shape: ModelConfig) -> list[ConfigProblem]:
     """Weights on this machine that a run starts from, with a file missing or of another model."""
     model, lora = config.model, config.actor.lora
     if model.megatron_path is None:
@@ -221,7 +222,7 @@ def _weight_problems(config: Config | SftConfig, shape: ModelConfig) -> list[Con
     return []
 
 
-def _adapter_problems(config: Config | SftConfig, shape: ModelConfig) -> list[ConfigProblem]:
+def _adapter_problems(config: TrainingConfig, shape: ModelConfig) -> list[ConfigProblem]:
     """Adapters on this machine that a run starts from, and that are others than the configured ones."""
     lora = config.actor.lora
     if lora is None or lora.adapter_path is None or not Path(lora.adapter_path).exists():
@@ -243,23 +244,31 @@ def _drafter_problems(
     return drafter_problems(section, shape, model)
 
 
-def input_problems(config: Config | SftConfig) -> list[ConfigProblem]:
+def input_problems(config: TrainingConfig) -> list[ConfigProblem]:
     """Prompts or records on this machine that cannot be read, and users' reward functions and environments that cannot
     be imported.
     """
     problems: list[ConfigProblem] = []
     render, _ = prompt_renderer(config)
-    if isinstance(config, Config):
-        for name, source in config.data.sources:
+    if (rl := config.rl) is not None:
+        for name, source in rl.data.sources:
             if source.is_here or (source.kind == "tasks" and source.tasks):
                 problems += source_problems(source, name, render)
-        if config.env is not None and (config.env.kind or config.env.path):
-            problems += environment_problems(config.env)
-        return problems + function_problems(config.rewards) + _machine_problems(config)
-    for field, path, split in config.sft.files:
+        if rl.env is not None and (rl.env.kind or rl.env.path):
+            problems += environment_problems(rl.env)
+        problems += function_problems(rl.rewards) + _machine_problems(rl)
+    if config.records is not None:
+        problems += _unreadable_records(config.records, render)
+    return problems
+
+
+def _unreadable_records(section: SftSection, render: Renderer | None) -> list[ConfigProblem]:
+    """Files of records on this machine that cannot be read, or not be put into the chat template."""
+    problems = []
+    for field, path, split in section.files:
         try:
             if Path(path).exists():
-                rows, numbers = read_completions(config.sft, Path(path), split)
+                rows, numbers = read_completions(section, Path(path), split)
                 if render is not None:
                     _render_each_form(render, rows, [f"{path}:{number}" for number in numbers])
         except DataError as error:

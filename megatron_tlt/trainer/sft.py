@@ -6,28 +6,26 @@ import hashlib
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.checkpoint.export import write_hf
 from megatron_tlt.checkpoint.manager import CheckpointManager
-from megatron_tlt.checkpoint.resume import checkpoint_to_resume
 from megatron_tlt.config.checks.files import note_maker
 from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data.completions import encoded_records
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import sum_over_replicas
 from megatron_tlt.drafter.fingerprint import policy_fingerprint
-from megatron_tlt.errors import ConfigError, DataError
+from megatron_tlt.errors import CheckpointError, DataError
 from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.resilience.run_lock import lock_run_dir
-from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown
-from megatron_tlt.trainer.chat_settings import write_config
+from megatron_tlt.resilience.shutdown import GracefulShutdown
+from megatron_tlt.trainer.job import Job, State
 from megatron_tlt.types import TrainBatch, TrainSequence, Trajectory
 
 if TYPE_CHECKING:
@@ -92,29 +90,17 @@ def _fingerprint(config: SftConfig, sequences: Sequence[TrainSequence]) -> str:
     return digest.hexdigest()
 
 
-def refuse_other_records(config: SftConfig, world: World, fingerprint: str) -> None:
-    """Raises ConfigError where the checkpoint to resume from is of other training records. Collective."""
-    found = world.broadcast_object(checkpoint_to_resume(config) if world.is_main else None)
-    if found is not None and found.extra.get("sft") != fingerprint:
-        changed = "other records, another order of them (sft.seed, sft.tokens_per_step) or another model"
-        allowed = f"the checkpoint of step {found.step} is of {changed}: restore them, or start anew with never"
-        raise ConfigError.of("checkpoint.resume", config.checkpoint.resume, allowed)
+class SftTrainer(Job):
+    """Trains on completions and writes the result; its checkpoints and lock are in OUT/unfinished until then."""
 
+    name = "sft"
+    config: SftConfig
+    done = 0
 
-class SftTrainer:
-    """Trains on completions and writes the result; resumes a run that was interrupted.
-
-    Its checkpoints and lock are in OUT/unfinished until OUT is written.
-    """
-
-    def __init__(
-        self, config: SftConfig, world: World, tokenizer: HFTokenizer, signals: StopSignals | None = None
-    ):
-        """Collective. Raises DataError for a bad record, ConfigError for a checkpoint of other records,
-        RunDirectoryError if another job writes the same OUT.
-        """
-        self._config, self._world, self._tokenizer = config, world, tokenizer
+    def __init__(self, config: SftConfig, world: World, tokenizer: HFTokenizer, signals: StopSignals | None = None):
+        """Collective. Raises DataError for a bad record, RunDirectoryError if another job writes the same OUT."""
         sft = config.sft
+        self.config, self.world, self.num_steps = config, world, sft.num_steps
 
         def read(path: str, split: str) -> list[TrainSequence]:
             return read_records(sft, Path(path), split, tokenizer, config.model.max_context)
@@ -122,10 +108,8 @@ class SftTrainer:
         self._train = read(sft.train_path, sft.train_split)
         self._eval = [] if sft.eval_path is None else read(sft.eval_path, sft.eval_split)
         self._fingerprint = _fingerprint(config, self._train)
-        refuse_other_records(config, world, self._fingerprint)
-        self._run_dir = config.state_dir
-        lock = lock_run_dir("sft.out", sft.out, self._run_dir, world)
-        self._shutdown = GracefulShutdown(world, config.stop, signals)
+        lock = lock_run_dir("sft.out", sft.out, config.state_dir, world)
+        self.shutdown = GracefulShutdown(world, config.stop, signals)
         self.policy = MegatronPolicy(
             world,
             config.model,
@@ -134,88 +118,69 @@ class SftTrainer:
             CompletionLoss(),
             total_optimizer_steps=sft.num_steps,
         )
-        of_run = config.checkpoint, self._run_dir, sft.num_steps
-        self._checkpoints = CheckpointManager(*of_run, self.policy, world, lock)
-        self._done = 0  # steps
+        at = config.state_dir
+        self.checkpoints = CheckpointManager(config.checkpoint, at, sft.num_steps, self.policy, world, lock)
 
-    def run(self) -> bool:
-        """Trains up to `sft.num_steps` steps, writes `sft.out` and removes the run's checkpoints. Returns whether a
-        signal ended it before. Collective.
-        """
-        self._resume()
-        self._world.accept()
-        if self._world.is_main:
-            write_config(self._config, self._run_dir)
-        try:
-            self._train_steps()
-        except GracefulExit as reason:
-            self._save_and_leave(reason)
-            return True
-        self._world.enter("save", self._done)
-        self._checkpoints.wait()
-        self._write()
-        if self._world.is_main:
-            # Renamed first: what a kill leaves half removed must not look like checkpoints.
-            finished = self._run_dir.with_name(f".{UNFINISHED}")
-            shutil.rmtree(finished, ignore_errors=True)
-            self._run_dir.rename(finished)
-            shutil.rmtree(finished, ignore_errors=True)
-        return False
+    def load(self, state: State | None) -> None:
+        """Raises CheckpointError for a checkpoint of other training records."""
+        if state is not None:
+            if state.get("sft") != self._fingerprint:
+                changed = "other records, another order of them (sft.seed, sft.tokens_per_step) or another model"
+                problem = f"the checkpoint of step {state['step']} is of {changed}"
+                raise CheckpointError(f"{problem}: restore them, or start anew with never")
+            self.done = state["step"]
+            self.note(f"resumes after step {self.done} of {self.num_steps}")
 
-    def _train_steps(self) -> None:
-        """The steps that are not done. A signal before an update drops it; after that the step is finished."""
-        sft, started, tokens = self._config.sft, time.perf_counter(), 0
-        steps = islice(steps_of(self._train, sft.tokens_per_step, sft.seed), self._done, None)
-        with closing(build_progress("auto", sft.num_steps, self._world.rank)) as progress:
-            for step in range(self._done + 1, sft.num_steps + 1):
-                progress.work("sft: steps", self._done, sft.num_steps)
-                sequences = next(steps)
-                self._world.enter("update", step)
-                self._shutdown.sync("update")
-                out = self.policy.train_step(self._share(sequences))
-                self._done = step
-                tokens += sum(s.trajectory.length for s in sequences)
-                if step % sft.eval_every == 0 or step == sft.num_steps:
-                    self._report(step, out.metrics, tokens / (time.perf_counter() - started))
-                if step < sft.num_steps and sft.save_every and step % sft.save_every == 0:
-                    self._world.enter("save", step)
-                    self._write()
-                self._world.enter("checkpoint", step)
-                self._checkpoints.maybe_save(step, self._state, good=self.policy.has_stepped)
-                if step < sft.num_steps:
-                    self._shutdown.sync_after_step()
+    def begin(self) -> bool:
+        """Opens the display and the steps that are not done."""
+        sft = self.config.sft
+        self.progress = build_progress("auto", sft.num_steps, self.world.rank)
+        self._steps = islice(steps_of(self._train, sft.tokens_per_step, sft.seed), self.done, None)
+        self._started, self._tokens = time.perf_counter(), 0
+        return True
 
-    def _state(self) -> dict[str, Any]:
+    def step(self) -> None:
+        """A signal before the update drops it; after that the step is finished."""
+        sft, step = self.config.sft, self.done + 1
+        assert self.progress is not None, "see `begin`"
+        self.progress.work("sft: steps", self.done, sft.num_steps)
+        sequences = next(self._steps)
+        self.world.enter("update", step)
+        self.shutdown.sync("update")
+        out = self.policy.train_step(self._share(sequences))
+        self.done = step
+        self._tokens += sum(s.trajectory.length for s in sequences)
+        if step % sft.eval_every == 0 or step == sft.num_steps:
+            self._report(step, out.metrics, self._tokens / (time.perf_counter() - self._started))
+        if step < sft.num_steps and sft.save_every and step % sft.save_every == 0:
+            self.world.enter("save", step)
+            self._write()
+
+    def state_dict(self) -> State:
         """What a checkpoint has beside policy and optimizer."""
-        return {"step": self._done, "sft": self._fingerprint}
+        return {"step": self.done, "sft": self._fingerprint}
 
-    def _resume(self) -> None:
-        """Loads the checkpoint to resume from, if there is one. Mutates the policy and the steps done. Collective."""
-        self._world.enter("load")
-        loaded = self._checkpoints.load_latest()
-        if loaded is None:
-            return
-        self._done = loaded["step"]
-        self._say(f"resumes after step {self._done} of {self._config.sft.num_steps}")
+    def unsaved(self) -> str | None:
+        """Without an update there is no state that could be loaded."""
+        return None if self.policy.has_stepped else "there was no update yet, the next start begins anew"
 
-    def _save_and_leave(self, reason: GracefulExit) -> None:
-        """A checkpoint of the last finished step. Collective."""
-        if saved := self.policy.has_stepped:  # without an update there is no state that could be loaded
-            self._checkpoints.save_now(self._done, self._state())
-        end = f"saved after step {self._done}, the next start goes on there"
-        end = end if saved else "there was no update yet, the next start begins anew"
-        self._say(f"stopped by {self._shutdown.reason()}: {reason}; {end}")
+    def finish(self) -> None:
+        """Writes `sft.out` and removes the checkpoints."""
+        self.world.enter("save", self.done)
+        self.checkpoints.wait()
+        self._write()
+        if self.world.is_main:
+            # Renamed first: what a kill leaves half removed must not look like checkpoints.
+            finished = self.state_dir.with_name(f".{UNFINISHED}")
+            shutil.rmtree(finished, ignore_errors=True)
+            self.state_dir.rename(finished)
+            shutil.rmtree(finished, ignore_errors=True)
 
     def _write(self) -> None:
-        config, out = self._config, Path(self._config.sft.out)
-        if self._world.is_main:
+        config, out = self.config, Path(self.config.sft.out)
+        if self.world.is_main:
             note_maker(out, "sft")  # first: what a kill leaves must have a maker
-        write_hf(self.policy, self._world, config.model, out, config.actor.dtype)
-
-    def close(self) -> None:
-        """Releases the run directory; later signals are not seen."""
-        self._shutdown.close()
-        self._checkpoints.close()
+        write_hf(self.policy, self.world, config.model, out, config.actor.dtype)
 
     def evaluate(self) -> float:
         """Mean negative log-likelihood per token of the held-out records; NaN without any. Collective."""
@@ -225,14 +190,14 @@ class SftTrainer:
         logprobs = self.policy.logprobs(mine, temperature=1.0)
         masked = [float((lp * s.loss_mask).sum()) for lp, s in zip(logprobs, mine, strict=True)]
         sums = np.array([sum(masked), sum(float(s.loss_mask.sum()) for s in mine)])
-        total = sum_over_replicas(self._world, self.policy.dims, sums)
+        total = sum_over_replicas(self.world, self.policy.dims, sums)
         return float(-total[0] / total[1])
 
     def _share(self, sequences: Sequence[TrainSequence]) -> TrainBatch:
         """This replica's part of one optimizer step, balanced by tokens."""
         dims = self.policy.dims
         bins = balance([s.trajectory.length for s in sequences], dims.dp)
-        me = dims.coordinates(self._world.rank).dp
+        me = dims.coordinates(self.world.rank).dp
         mine = [s for s, dp in zip(sequences, bins, strict=True) if dp == me]
         return TrainBatch([mine], [sum(float(s.loss_mask.sum()) for s in sequences)])
 
@@ -241,8 +206,4 @@ class SftTrainer:
         shown = {"loss": metrics["loss"]} | ({"held-out": held_out} if self._eval else {})
         shown |= {"lr": metrics["lr"], "tokens/s": tokens_per_s}
         text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
-        self._say(f"step {step}/{self._config.sft.num_steps}  {text}")
-
-    def _say(self, text: str) -> None:
-        if self._world.is_main:
-            print(f"sft {text}", flush=True)
+        self.note(f"step {step}/{self.config.sft.num_steps}  {text}")

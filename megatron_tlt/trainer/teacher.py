@@ -18,12 +18,10 @@ _FIELD = "algorithm.teacher"
 
 def with_teacher_shape(config: RootT) -> RootT:
     """`config` with `algorithm.teacher_shape` of a teacher that is on this machine and can be read."""
-    if not isinstance(config, Config):
+    if config.rl is None or (model := teacher_shape(config.rl)) is None:
         return config
-    model, _ = _read(config)
-    if model is None:
-        return config
-    return config.model_copy(update={"algorithm": config.algorithm.with_teacher_shape(model.architecture)})
+    algorithm = config.rl.algorithm.with_teacher_shape(model.architecture)
+    return config.model_copy(update={"algorithm": algorithm})
 
 
 def teacher_shape(config: Config) -> ModelConfig | None:

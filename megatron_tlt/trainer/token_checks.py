@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_tlt.backends.base import end_tokens
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.data.completions import encoded_records
 from megatron_tlt.data.tokenizer import HFTokenizer, has_tokenizer, read_tokenizer
 from megatron_tlt.data.turn_form import PROMPT, TURN, read_turn_form
@@ -18,13 +18,13 @@ from megatron_tlt.trainer.chat_settings import template_settings
 from megatron_tlt.trainer.environments import turn_tokens
 
 
-def open_tokenizer(config: Config | SftConfig) -> HFTokenizer:
+def open_tokenizer(config: TrainingConfig) -> HFTokenizer:
     """The tokenizer of the model, or the one named beside it. Raises CheckpointError, ConfigError."""
     rows = ModelConfig.from_hf(config.model.path).vocab_size
     return read_tokenizer(_source(config)[1], rows, template_settings(config))
 
 
-def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
+def tokenizer_problems(config: TrainingConfig) -> list[ConfigProblem]:
     """A tokenizer on this machine that cannot be read or is not the model's."""
     field, source = _source(config)
     if not source.is_dir():
@@ -41,7 +41,7 @@ def tokenizer_problems(config: Config | SftConfig) -> list[ConfigProblem]:
     return embedding_problems(field, tokenizer, model.vocab_size, chat=config.chat.chat_template)
 
 
-def tokenizer_here(config: Config | SftConfig) -> HFTokenizer | None:
+def tokenizer_here(config: TrainingConfig) -> HFTokenizer | None:
     """The tokenizer; None where it or the model is not on this machine, or cannot be read."""
     try:
         return open_tokenizer(config) if has_tokenizer(_source(config)[1]) else None
@@ -80,39 +80,38 @@ def _template_problems(tokenizer: HFTokenizer) -> list[str]:
     return []
 
 
-def record_problems(config: SftConfig) -> list[ConfigProblem]:
+def record_problems(config: TrainingConfig) -> list[ConfigProblem]:
     """Records on this machine with tokens that the model lacks. Encodes all of them if there are such tokens."""
     tokenizer, problems = tokenizer_here(config), list[ConfigProblem]()
-    if tokenizer is None or not tokenizer.tokens_beyond:
+    if config.records is None or tokenizer is None or not tokenizer.tokens_beyond:
         return []
-    for field, path, split in config.sft.files:
+    for field, path, split in config.records.files:
         try:
             if Path(path).exists():
-                deque(encoded_records(config.sft, Path(path), split, tokenizer, config.model.max_context), maxlen=0)
+                deque(encoded_records(config.records, Path(path), split, tokenizer, config.model.max_context), maxlen=0)
         except (CheckpointError, DataError) as error:
             problems.append(ConfigProblem(field, path, str(error)))
     return problems
 
 
-def turn_problems(config: Config | SftConfig) -> list[ConfigProblem]:
+def turn_problems(config: TrainingConfig) -> list[ConfigProblem]:
     """A chat template on this machine that does not fit the configuration's environment. Imports the environment."""
-    tokenizer = tokenizer_here(config)
-    if isinstance(config, SftConfig) or config.env is None or tokenizer is None:
+    tokenizer, env = tokenizer_here(config), None if config.rl is None else config.rl.env
+    if env is None or tokenizer is None:
         return []
     try:
-        turn_tokens(config.env, tokenizer, environment_tools(config.env), chat=config.chat.chat_template)
+        turn_tokens(env, tokenizer, environment_tools(env), chat=config.chat.chat_template)
     except ConfigError as error:
         return error.problems
     return []
 
 
-def tokenizer_warnings(config: Config | SftConfig) -> list[str]:
+def tokenizer_warnings(config: TrainingConfig) -> list[str]:
     """Warnings about the tokenizer of a configuration without problems; none where model or tokenizer is not here."""
     tokenizer, model = tokenizer_here(config), _model(config)
     if model is None or tokenizer is None:
         return []
-    stop = config.rollout.stop if isinstance(config, Config) else ()
-    setting = "rollout.stop" if isinstance(config, Config) else None
+    stop, setting = ((), None) if config.rl is None else (config.rl.rollout.stop, "rollout.stop")
     return warnings_of(tokenizer, model, config.chat.chat_template, stop, setting)
 
 
@@ -157,12 +156,12 @@ def _end_warning(
     )
 
 
-def _source(config: Config | SftConfig) -> tuple[str, Path]:
+def _source(config: TrainingConfig) -> tuple[str, Path]:
     """The tokenizer's field and directory."""
     return "model.tokenizer" if config.model.tokenizer else "model.path", Path(config.model.tokenizer_path)
 
 
-def _model(config: Config | SftConfig) -> ModelConfig | None:
+def _model(config: TrainingConfig) -> ModelConfig | None:
     """The model's description; None where it is not on this machine or cannot be read."""
     try:
         return ModelConfig.from_hf(config.model.path)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.cli.drafter import _given_responses
 from megatron_tlt.cli.export import problems_of
 from megatron_tlt.cli.main import main
 from megatron_tlt.config.checks.files import note_maker, output_directory_problems
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.yaml_reader import parse_yaml
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.trainer.drafter_training import given_responses
 from tests.helpers.mpi import ROOT, rank_environment
 
 QUICKSTART, SFT = str(ROOT / "configs/quickstart.yaml"), str(ROOT / "configs/sft-demo.yaml")
@@ -228,4 +228,4 @@ def test_responses_that_are_not_there_name_their_field(place):
     (place / "empty.jsonl").touch()
     for given in (place / "run", place / "empty.jsonl", place / "nowhere"):
         with pytest.raises(ConfigError, match=r"drafter\.responses_path = "):
-            _given_responses(load_config(QUICKSTART, [f"drafter.responses_path={given}"]))
+            given_responses(load_config(QUICKSTART, [f"drafter.responses_path={given}"]))

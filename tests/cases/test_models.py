@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_tlt.actor.hf_names import adapter_slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
-from megatron_tlt.backends.generate import generate_file
 from megatron_tlt.checkpoint.convert.hf_dir import HfDir
+from megatron_tlt.cli.generate import generate_file
 from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.errors import BackendError, CheckpointError, ConfigError

@@ -18,12 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from megatron_tlt.backends.generate import read_prompts
 from megatron_tlt.config.data import DataSection, PromptSourceConfig, RewardConfig, RewardSection
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config, SftConfig, SftSection
 from megatron_tlt.data.completions import read_completions
-from megatron_tlt.data.prompts import PromptStream, build_prompts
+from megatron_tlt.data.prompts import PromptStream, build_prompts, file_prompts
 from megatron_tlt.data.responses import read_responses
 from megatron_tlt.data.sources import Row, open_file, unread_warning
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -75,7 +74,7 @@ SPELLED = {
 def test_answers_of_json_are_spelled_as_in_the_file(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", *SPELLED)
     assert answers(path) == [*SPELLED.values()]
-    assert [prompt.answer for prompt in read_prompts(path, HFTokenizer(POLICY), chat=False)] == [*SPELLED.values()]
+    assert [prompt.answer for prompt in file_prompts(path, HFTokenizer(POLICY), chat=False)] == [*SPELLED.values()]
     (tmp_path / "d").mkdir()
     shutil.copy(path, tmp_path / "d/train.jsonl")
     assert answers(tmp_path / "d", "hf") == [*SPELLED.values()]
@@ -137,7 +136,7 @@ def test_single_precision_within_a_struct_is_spelled_shortly(tmp_path: Path) -> 
 )
 def test_what_is_no_answer_is_refused_by_name(tmp_path: Path, value: str, found: str) -> None:
     path = jsonl(tmp_path / "a.jsonl", "1", value)
-    for read in (answers, lambda path: read_prompts(path, HFTokenizer(POLICY), chat=False)):
+    for read in (answers, lambda path: file_prompts(path, HFTokenizer(POLICY), chat=False)):
         with pytest.raises(DataError, match="or a list of these that are all acceptable") as caught:
             read(path)
         assert str(caught.value).startswith(f"{path}:2: field 'answer' must be a string")
@@ -253,7 +252,7 @@ def test_a_lone_surrogate_of_a_prompt_is_named_before_a_model_is_loaded(tmp_path
     path = second_line(tmp_path / "a.jsonl", line)
     problem = r"a.jsonl:2: field '(prompt|prompt.0.content|answer.1)' has a lone surrogate, \\ud83d at character [01]"
     with pytest.raises(DataError, match=problem):
-        read_prompts(path, HFTokenizer(POLICY), chat=True)
+        file_prompts(path, HFTokenizer(POLICY), chat=True)
     data = {"train": {"kind": "jsonl", "path": str(path)}}
     functions = [{"name": "exact"}]
     config = build_config({"model": {"path": "x"}, "data": data, "rewards": {"functions": functions}})

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_tlt.backends.generate import read_prompts
 from megatron_tlt.config.data import DataSection, PromptSourceConfig
 from megatron_tlt.config.root import Config, SftConfig, SftSection
-from megatron_tlt.data.prompts import build_prompts
+from megatron_tlt.data.prompts import build_prompts, file_prompts
 from megatron_tlt.data.responses import read_responses
 from megatron_tlt.data.sources import FileSource
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -78,7 +77,7 @@ def test_a_prompt_without_template_begins_as_the_tokenizer_begins_it(adds: str, 
     path = write(tmp_path / "r.jsonl", {"prompt": text, "completion": "2", "response": "2"})
     data = DataSection(train=PromptSourceConfig(kind="jsonl", path=str(path)))
     (trained,) = build_prompts(data, "train", tokenizer, 0).next_batch(1)
-    (generated,) = read_prompts(path, tokenizer, chat=False)
+    (generated,) = file_prompts(path, tokenizer, chat=False)
     assert [*trained.token_ids] == [*generated.token_ids] == wanted
     config = Config.model_validate({"model": {"path": str(tmp_path), "max_context": 64}})
     (drafted,) = read_responses(config, path, tokenizer, 999, 9)
@@ -116,9 +115,9 @@ def test_a_token_without_a_row_is_refused_where_it_stands(special: bool, model: 
             check_report(config_of(model, path=str(path), chat_template=chat), 1)
     tokenizer = HFTokenizer(model, ROWS)
     with pytest.raises(DataError, match=place):
-        read_prompts(path, tokenizer, chat=True)
+        file_prompts(path, tokenizer, chat=True)
     with pytest.raises(DataError, match=rf"{path}:1: token id 999 has no row"):
-        read_prompts(write(path, {"token_ids": [5, 999]}), tokenizer, chat=True)
+        file_prompts(write(path, {"token_ids": [5, 999]}), tokenizer, chat=True)
     if not special:  # a special one is broken by a space
         with pytest.raises(DataError, match="the token '<extra_11>' with id 292 has no row"):
             TurnTokens(tokenizer, chat=True, max_observation_tokens=9).given("<extra_11>", "user", [])

@@ -152,7 +152,7 @@ from megatron_tlt.cli.main import main
 from megatron_tlt.trainer.sft import SftTrainer
 def report_and_stop(self, step, *rest):
     report(self, step, *rest)
-    if step == 5 and self._world.rank == 1:
+    if step == 5 and self.world.rank == 1:
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 report, SftTrainer._report = SftTrainer._report, report_and_stop
 sys.exit(main(sys.argv[2:]))

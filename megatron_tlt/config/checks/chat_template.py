@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.errors import ConfigProblem, Problems
 
 _RESERVED = {
@@ -25,7 +25,7 @@ _RESERVED = {
 }  # fmt: skip
 
 
-def check_chat_template(config: Config | SftConfig) -> Problems:
+def check_chat_template(config: TrainingConfig) -> Problems:
     """`data.chat_template_kwargs`, or those of `sft`."""
     name, section = config.chat_name, config.chat
     needed = None if section.chat_template else f"{name}.chat_template: true"

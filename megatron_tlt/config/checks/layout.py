@@ -7,19 +7,19 @@ from typing import Literal
 
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.errors import ConfigError, ConfigProblem, Problems
 
 Device = Literal["cpu", "cuda"]
 
 
-def resolve_device(config: Config | SftConfig, device: Device | None) -> Device | None:
+def resolve_device(config: TrainingConfig, device: Device | None) -> Device | None:
     """The device to check for: the caller's, else the configured one; None where that is auto."""
     configured = config.distributed.device
     return device if device is not None or configured == "auto" else configured
 
 
-def check_grid(config: Config | SftConfig, num_ranks: int) -> Problems:
+def check_grid(config: TrainingConfig, num_ranks: int) -> Problems:
     """Whether the ranks fill a grid of tp * pp * cp * dp."""
     actor = config.actor
     try:
@@ -28,7 +28,7 @@ def check_grid(config: Config | SftConfig, num_ranks: int) -> Problems:
         yield from error.problems
 
 
-def check_world(config: Config | SftConfig, num_ranks: int, device: Device | None) -> Problems:
+def check_world(config: TrainingConfig, num_ranks: int, device: Device | None) -> Problems:
     """Ranks = tp * pp * cp * dp, and the needs of each dimension."""
     yield from check_grid(config, num_ranks)
     actor = config.actor
@@ -47,7 +47,7 @@ def check_world(config: Config | SftConfig, num_ranks: int, device: Device | Non
 _ENGINE_OF_CP = "1.10"  # Transformer Engine from which on its p2p attention takes packed sequences
 
 
-def check_cp(config: Config | SftConfig, device: Device | None, engine: str | None = None) -> Problems:
+def check_cp(config: TrainingConfig, device: Device | None, engine: str | None = None) -> Problems:
     """A type, or an installed Transformer Engine, that has no context parallelism of packed sequences.
 
     `engine`: version of the latter; default: the installed one, if any.
@@ -76,7 +76,7 @@ def _installed_engine() -> str | None:
         return None
 
 
-def check_experts(config: Config | SftConfig, shape: ArchitectureConfig | None) -> Problems:
+def check_experts(config: TrainingConfig, shape: ArchitectureConfig | None) -> Problems:
     """megatron's requirements of a mixture of experts. Experts are never cut by tensor parallel."""
     actor = config.actor
     if shape is None:
@@ -94,7 +94,7 @@ def check_experts(config: Config | SftConfig, shape: ArchitectureConfig | None) 
         yield ConfigProblem("actor.sequence_parallel", False, allowed)
 
 
-def check_nodes(config: Config | SftConfig, path: str, tp: int) -> Problems:
+def check_nodes(config: TrainingConfig, path: str, tp: int) -> Problems:
     """Tensor parallelism exchanges activations in every layer: over the network it would stall the run."""
     per_node = config.cluster.ranks_per_node
     if config.cluster.nodes > 1 and (tp > per_node or per_node % tp):
@@ -126,7 +126,7 @@ def pp_problems(shape: ArchitectureConfig | None, path: str, pp: int) -> Problem
         yield ConfigProblem(path, pp, f"must divide the model's {shape.num_layers} layers")
 
 
-def check_architecture(config: Config | SftConfig, shape: ArchitectureConfig | None) -> Problems:
+def check_architecture(config: TrainingConfig, shape: ArchitectureConfig | None) -> Problems:
     """Fields of `model.architecture` that contradict `model.path`."""
     yield from contradictions("model.architecture", config.model.architecture, shape, config.model.path)
 

@@ -9,7 +9,7 @@ from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.data import PromptSourceConfig, RewardConfig
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.errors import ConfigProblem, Problems
 
 FULL_TRAINING_LR = 5e-6  # the recipes that train all weights have 5e-7 to 1e-6, reports up to 5e-6
@@ -166,7 +166,7 @@ def _check_pattern(path: str, pattern: str, needs_group: bool) -> Problems:
 
 
 def check_lora(
-    config: Config | SftConfig, shape: ArchitectureConfig | None, device: Device | None
+    config: TrainingConfig, shape: ArchitectureConfig | None, device: Device | None
 ) -> Problems:
     """Adapters that nothing can serve, or that are no smaller than what they adapt."""
     lora = config.actor.lora

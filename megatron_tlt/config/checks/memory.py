@@ -7,18 +7,18 @@ from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning import graphs
 from megatron_tlt.config.planning.memory import PHASES, RankMemory, estimate_memory, node_host_bytes
 from megatron_tlt.config.planning.parameters import GIB, MIB
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.errors import ConfigProblem, Problems
 
 
 def check_memory(
-    config: Config | SftConfig, shape: ArchitectureConfig, num_ranks: int, device: Device | None = None
+    config: TrainingConfig, shape: ArchitectureConfig, num_ranks: int, device: Device | None = None
 ) -> list[ConfigProblem]:
     """Graphs that their budget has no room for; nodes whose ranks need more than `cluster.host_gib`; the fullest stage,
     if a rank needs more than `cluster.memory_gib`.
     """
     stages = estimate_memory(config, shape, num_ranks, device)
-    problems = list(_check_graphs(config, shape, device)) if isinstance(config, Config) else []
+    problems = [] if config.rl is None else list(_check_graphs(config.rl, shape, device))
     problems += _check_host(config, stages)
     limit = config.cluster.memory_gib
     if limit is None:
@@ -33,7 +33,7 @@ def check_memory(
     return [*problems, ConfigProblem("cluster.memory_gib", limit, allowed)]
 
 
-def _check_host(config: Config | SftConfig, stages: list[RankMemory]) -> Problems:
+def _check_host(config: TrainingConfig, stages: list[RankMemory]) -> Problems:
     cluster = config.cluster
     needed = node_host_bytes(stages, cluster.ranks_per_node)
     if needed > cluster.host_gib * GIB:

@@ -90,17 +90,11 @@ def _check_kv_cache(config: Config, shape: ArchitectureConfig) -> Problems:
     rollout = config.rollout
     if rollout.kv_cache_mib is None or shape.num_kv_heads % rollout.tp:
         return
-    blocks = -(-longest_request(config) // KV_BLOCK)
+    blocks = -(-config.longest_sequence // KV_BLOCK)
     needed = -(-blocks * KV_BLOCK * kv_bytes_per_token(config, shape) // 2**20)
     if rollout.kv_cache_mib < needed:
         allowed = f"must be >= {needed} MiB, or the longest request does not fit"
         yield ConfigProblem("rollout.kv_cache_mib", rollout.kv_cache_mib, allowed)
-
-
-def longest_request(config: Config) -> int:
-    """Tokens of the longest prompt and response together, training or evaluation."""
-    response = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
-    return config.data.max_prompt_tokens + response
 
 
 def check_context(config: Config, max_positions: int | None) -> Problems:

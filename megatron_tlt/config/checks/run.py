@@ -34,12 +34,12 @@ from megatron_tlt.config.checks.rollout import check_context, check_positions, c
 from megatron_tlt.config.checks.speculation import check_idle, check_speculation
 from megatron_tlt.config.checks.teacher import check_teacher
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.errors import ConfigProblem, Problems
 
 
 def find_problems(
-    config: Config | SftConfig,
+    config: TrainingConfig,
     shape: ArchitectureConfig | None,
     num_ranks: int,
     device: Device | None = None,
@@ -54,7 +54,7 @@ def find_problems(
 
 
 def check_config(
-    config: Config | SftConfig,
+    config: TrainingConfig,
     shape: ArchitectureConfig | None,
     num_ranks: int,
     device: Device | None = None,
@@ -76,17 +76,23 @@ def check_config(
         *check_lora(config, shape, device),
         *check_architecture(config, shape),
         *check_chat_template(config),
+        *check_optimizer(config.optimizer, config.optimizer_steps),
+        *check_stop(config),
     ]
-    if isinstance(config, SftConfig):
-        return [
-            *problems,
-            *_check_replay(config),
-            *check_positions(config.model.max_context, max_positions),
-            *check_optimizer(config.optimizer, config.sft.num_steps),
-            *check_stop(config),
-        ]
+    if config.rl is None:
+        return [*problems, *_check_replay(config), *check_positions(config.model.max_context, max_positions)]
+    return [*problems, *_check_rl(config.rl, shape, num_ranks, device, max_positions)]
+
+
+def _check_rl(
+    config: Config,
+    shape: ArchitectureConfig | None,
+    num_ranks: int,
+    device: Device | None,
+    max_positions: int | None,
+) -> list[ConfigProblem]:
+    """What fine-tuning does not have; see `check_config`."""
     return [
-        *problems,
         *check_rollout(config, shape, num_ranks, device),
         *check_speculation(config.rollout.speculation, has_drafter=config.idle.train_drafter),
         *check_idle(config, shape, num_ranks, device),
@@ -100,19 +106,17 @@ def check_config(
         *check_rewards(config),
         *check_env(config),
         *check_carry_over(config),
-        *check_optimizer(config.optimizer, config.train.num_steps * config.algorithm.mini_batches),
-        *check_stop(config),
         *check_watchdog(config),
     ]
 
 
-def _check_replay(config: SftConfig) -> Problems:
+def _check_replay(config: TrainingConfig) -> Problems:
     if config.actor.router_replay != "off":
         allowed = "must be 'off' in fine-tuning: nothing is rolled out, so no experts are recorded"
         yield ConfigProblem("actor.router_replay", config.actor.router_replay, allowed)
 
 
-def check_stop(config: Config | SftConfig) -> Problems:
+def check_stop(config: TrainingConfig) -> Problems:
     """A signal must leave time for a checkpoint."""
     stop = config.stop
     for name, grace in (("stop.warning_s", stop.warning_s), ("stop.term_s", stop.term_s)):

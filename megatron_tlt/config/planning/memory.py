@@ -28,7 +28,7 @@ from megatron_tlt.config.planning.parameters import (
     pinned_bytes,
     stage_parameters,
 )
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import Config, TrainingConfig
 
 _INTERPRETER_BYTES = GIB // 2  # on CPU, with torch and megatron imported
 # Of a GPU, memory that the caching allocator cannot use: rests of segments. A guess, to be measured on a GPU.
@@ -67,7 +67,7 @@ class RankMemory:
 
 
 def estimate_memory(
-    config: Config | SftConfig,
+    config: TrainingConfig,
     shape: ArchitectureConfig,
     num_ranks: int,
     device: Device | None = None,
@@ -82,19 +82,19 @@ def estimate_memory(
     actor = config.actor
     dims = Dims.fit(num_ranks, tp=actor.tp, pp=actor.pp, cp=actor.cp, ep=actor.ep)
     stages = [_stage(config, shape, dims, stage, device) for stage in range(dims.pp)]
-    if not isinstance(config, Config):
+    if (rl := config.rl) is None:
         return stages
     if device == "cuda" and limit is not None:
         for stage in stages:
             stage.parts["fragments"] = int(_FRAGMENT_SHARE * limit * GIB)
-    cache = _kv_cache(config, shape, stages, device, limit)
+    cache = _kv_cache(rl, shape, stages, device, limit)
     for stage in stages:
         stage.parts[KV] = cache
     return stages
 
 
 def _policy_parts(
-    config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device
+    config: TrainingConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device
 ) -> dict[str, int]:
     """The parts of every run, and memory that is not allocated through PyTorch."""
     count, experts = stage_parameters(shape, dims, stage)
@@ -119,7 +119,7 @@ def _policy_parts(
 
 
 def _stage(
-    config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device
+    config: TrainingConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device
 ) -> RankMemory:
     """All parts; of the KV cache only its place among them."""
     parts = _policy_parts(config, shape, dims, stage, device)
@@ -128,35 +128,35 @@ def _stage(
         "optimizer": pinned_bytes(parts["optimizer"]) * config.actor.offload_optimizer,
         "checkpoint": parts["optimizer"] + parts.get("adapters", weights) // (dims.dp * dims.cp),
     }
-    if not isinstance(config, Config):
+    if (rl := config.rl) is None:
         host = state if device == "cuda" else {}
         return RankMemory(stage, parts, {"activations": ("update",)}, ("update",), host=host)
-    frozen = policy.frozen_shape(config, shape)
-    held = 0 if frozen is None else sum(stage_parameters(frozen, dims, stage)) * element_bytes(config.actor.dtype)
+    frozen = rl.frozen_shape(shape)
+    held = 0 if frozen is None else sum(stage_parameters(frozen, dims, stage)) * element_bytes(rl.actor.dtype)
     parts |= {
-        "reference" if config.algorithm.teacher is None else "teacher": held,
-        "engine weights": engine.engine_bytes(config, shape, device),
-        "rollout step": engine.rollout_step_bytes(config, shape, device),
-        "graphs": graphs.graph_bytes(config, device),
+        "reference" if rl.algorithm.teacher is None else "teacher": held,
+        "engine weights": engine.engine_bytes(rl, shape, device),
+        "rollout step": engine.rollout_step_bytes(rl, shape, device),
+        "graphs": graphs.graph_bytes(rl, device),
         KV: 0,
-        "drafter": engine.drafter_weight_bytes(config, shape, device),
-        **drafter.training_parts(config, shape, device),
-        "weight sync bucket": policy.weight_sync_bytes(config, shape, dims),
+        "drafter": engine.drafter_weight_bytes(rl, shape, device),
+        **drafter.training_parts(rl, shape, device),
+        "weight sync bucket": policy.weight_sync_bytes(rl, shape, dims),
     }
-    if config.rollout.backend != "embedded":
+    if rl.rollout.backend != "embedded":
         own = engine.PROCESS_MIB * MIB // (1 if device == "cuda" else 4)
-        parts |= {"engine's process": own, **engine.process_bytes(config, shape)}
-    host = {**drafter.host_parts(config, shape, device), "suffix drafter": engine.suffix_bytes(config)}
-    only = _only(config, device)
-    if why_no_pre_rollouts(config, dims.world_size) is None:
-        kept = 2 * config.idle.pre_rollout_mib * MIB  # of two windows
-        host["pre-rollouts"] = _exchanged_bytes(config, config.idle.pre_rollout_mib * MIB, kept)
+        parts |= {"engine's process": own, **engine.process_bytes(rl, shape)}
+    host = {**drafter.host_parts(rl, shape, device), "suffix drafter": engine.suffix_bytes(rl)}
+    only = _only(rl, device)
+    if why_no_pre_rollouts(rl, dims.world_size) is None:
+        kept = 2 * rl.idle.pre_rollout_mib * MIB  # of two windows
+        host["pre-rollouts"] = _exchanged_bytes(rl, rl.idle.pre_rollout_mib * MIB, kept)
         only |= {part: (*only[part], "idle window") for part in (KV, "rollout step") if part in only}
-    if why_no_eval_drafts(config) is None:
-        tokens = config.eval.max_tokens or config.rollout.max_tokens
-        most = 4 * config.eval.num_prompts * config.eval.samples_per_prompt * tokens
-        kept = min(most, config.idle.pre_rollout_mib * MIB)
-        host["drafts of evaluations"] = _exchanged_bytes(config, kept, kept)
+    if why_no_eval_drafts(rl) is None:
+        tokens = rl.eval.max_tokens or rl.rollout.max_tokens
+        most = 4 * rl.eval.num_prompts * rl.eval.samples_per_prompt * tokens
+        kept = min(most, rl.idle.pre_rollout_mib * MIB)
+        host["drafts of evaluations"] = _exchanged_bytes(rl, kept, kept)
     if device == "cpu":
         return RankMemory(stage, parts | host, only)
     return RankMemory(stage, parts, only, host=state | host)

@@ -9,7 +9,7 @@ Of experts d is the number of ranks that hold the same ones: those of a pipeline
   optimizer documentation, stage 1 of Rajbhandari et al., arXiv 1910.02054, section 5.
 * With adapters (`actor.lora`) P of gradients and optimizer are theirs; the weights are there once, for the reference,
   too; and one weight at a time is merged, in a forward pass or a weight sync.
-* A frozen model that is scored beside the policy (`frozen_shape`): its weights in the actor's layout and type.
+* A frozen model that is scored beside the policy (`Config.frozen_shape`): its weights in the actor's layout and type.
 * Activations, the LM head and temporaries of the backward pass: `activations.py`.
 * Transformer Engine's layers read one table of rotations, which stays.
 * A weight sync gathers one tensor after the other: its parts and their join, and the bucket that collects them.
@@ -20,22 +20,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.config.checks.rollout import longest_request
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.activations import Slice, forward_bytes, update_bytes
 from megatron_tlt.config.planning.parameters import MIB, element_bytes
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import Config, TrainingConfig
 
 
-def shards_optimizer(config: Config | SftConfig, device: Device) -> bool:
+def shards_optimizer(config: TrainingConfig, device: Device) -> bool:
     """Whether the optimizer's state is divided over data parallel ranks."""
     choice = config.actor.distributed_optimizer
     return choice == "on" or (choice == "auto" and device == "cuda")
 
 
 def optimizer_bytes(
-    config: Config | SftConfig, parameters: int, experts: int, dims: Dims, device: Device
+    config: TrainingConfig, parameters: int, experts: int, dims: Dims, device: Device
 ) -> int:
     """Master weights and moments of one rank: of `parameters` that are no experts', and of its `experts`'."""
     master = 4 if config.actor.dtype == "bf16" else 0
@@ -47,7 +46,7 @@ def optimizer_bytes(
 
 
 def dummy_gradient_bytes(
-    config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device
+    config: TrainingConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device
 ) -> int:
     """Buffers of Transformer Engine from the first update on: one of each shape of a linear layer's weight.
 
@@ -67,17 +66,13 @@ def dummy_gradient_bytes(
     return element_bytes(config.actor.dtype) * sum(rows * columns for rows, columns in shapes)
 
 
-def micro_batch_tokens(config: Config | SftConfig) -> int:
+def micro_batch_tokens(config: TrainingConfig) -> int:
     """T: the packing budget, or one longest sequence when that is more, split over context parallel ranks."""
-    return -(-max(config.actor.micro_batch_tokens, _longest(config)) // config.actor.cp)
-
-
-def _longest(config: Config | SftConfig) -> int:
-    return longest_request(config) if isinstance(config, Config) else config.model.max_context
+    return -(-max(config.actor.micro_batch_tokens, config.longest_sequence) // config.actor.cp)
 
 
 def activation_bytes(
-    config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device = "cpu"
+    config: TrainingConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device = "cpu"
 ) -> int:
     """Bytes that an update takes on one rank of a stage beside its state; see `activations.py`.
 
@@ -99,12 +94,12 @@ def activation_bytes(
         is_last=stage == dims.pp - 1,
         device=device,
         cp=dims.cp,
-        longest=_longest(config),
+        longest=config.longest_sequence,
         merged=merged_bytes(config, shape, dims),
     )
     modules = actor.recompute_modules
     needed = [update_bytes(shape, replace(at, comm=form), actor.recompute, modules) for form in forms]
-    frozen = frozen_shape(config, shape)
+    frozen = config.frozen_shape(shape)
     if frozen is not None and frozen is not shape:
         per_stage = frozen.num_layers / dims.pp
         sparse = sum(layer // per_stage == stage for layer in frozen.moe_layers)
@@ -113,28 +108,16 @@ def activation_bytes(
     return max(needed)
 
 
-def frozen_shape(config: Config | SftConfig, shape: ArchitectureConfig) -> ArchitectureConfig | None:
-    """The shape of the frozen model that is kept beside the policy: its copy (`shape` itself) or a teacher.
-
-    None: there is no such model, or the teacher's shape is unknown.
-    """
-    if not isinstance(config, Config) or config.algorithm.kl_weight == 0:
-        return None
-    if config.algorithm.teacher is not None:
-        return config.algorithm.teacher_shape
-    return shape if config.actor.lora is None else None
-
-
 def rotation_rows(max_context: int, tp: int, cp: int) -> int:
     """Rows of Transformer Engine's table of rotations: every sequence's, padded to 2 cp rows, and those of padding."""
     return max_context + 2 * cp * tp
 
 
-def rotation_bytes(config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims, device: Device) -> int:
+def rotation_bytes(config: TrainingConfig, shape: ArchitectureConfig, dims: Dims, device: Device) -> int:
     """The tables of policy and reference, in fp32; the local layers make theirs for each micro-batch."""
     if device != "cuda" or config.actor.layer_spec == "local":
         return 0
-    frozen = frozen_shape(config, shape)
+    frozen = config.frozen_shape(shape)
     widths = shape.head_dim + (0 if frozen is None else frozen.head_dim)
     return rotation_rows(config.model.max_context, dims.tp, dims.cp) * widths * 4
 
@@ -148,7 +131,7 @@ def weight_sync_bytes(config: Config, shape: ArchitectureConfig, dims: Dims) -> 
     return bucket if dims.tp * dims.pp * dims.ep == 1 else bucket + 2 * largest
 
 
-def merged_bytes(config: Config | SftConfig, shape: ArchitectureConfig, dims: Dims) -> int:
+def merged_bytes(config: TrainingConfig, shape: ArchitectureConfig, dims: Dims) -> int:
     """The largest weight with its adapters, made for one product, and the change to half of it; 0 without adapters."""
     if config.actor.lora is None:
         return 0

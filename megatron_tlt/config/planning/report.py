@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.checks.learning import learning_rate_warning
 from megatron_tlt.config.checks.pre_rollouts import why_no_eval_drafts, why_no_pre_rollouts
-from megatron_tlt.config.checks.rollout import longest_request
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.memory import KV, estimate_memory, node_host_bytes
@@ -18,7 +17,7 @@ from megatron_tlt.config.planning.parameters import (
     total_parameters,
 )
 from megatron_tlt.config.planning.policy import micro_batch_tokens
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.errors import aligned
 from megatron_tlt.types import CAPABILITIES
 
@@ -27,7 +26,7 @@ _FEW = 4  # times the requests of full length that a cache holds: the running re
 
 
 def render_check(
-    config: Config | SftConfig, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None = None
+    config: TrainingConfig, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None = None
 ) -> str:
     """The report as plain text. `tp * pp * cp` must divide `num_ranks` (see `checks.run.find_problems`).
 
@@ -37,14 +36,18 @@ def render_check(
     actor = config.actor
     dims = Dims.fit(num_ranks, tp=actor.tp, pp=actor.pp, cp=actor.cp, ep=actor.ep)
     parts = _grid(dims)
-    if isinstance(config, Config):
-        parts += _engines(config, num_ranks)
+    if config.rl is not None:
+        parts += _engines(config.rl, num_ranks)
     parts += _adapters(config, shape)
-    parts += ["", *_memory(config, shape, num_ranks, device), "", *_tokens(config, dims)]
+    parts += ["", *_memory(config, shape, num_ranks, device), ""]
+    if config.rl is not None:
+        parts += _tokens(config.rl, dims)
+    elif config.records is not None:
+        parts.append(f"One step: {config.records.tokens_per_step} tokens in one optimizer step over {dims.dp} replicas")
     return "\n".join(parts) + "\n"
 
 
-def _adapters(config: Config | SftConfig, shape: ArchitectureConfig | None) -> list[str]:
+def _adapters(config: TrainingConfig, shape: ArchitectureConfig | None) -> list[str]:
     """The share of the model that adapters train, and a learning rate that does not fit them."""
     lora = config.actor.lora
     if lora is None:
@@ -120,7 +123,7 @@ def _without_effect(config: Config) -> list[str]:
 
 
 def _memory(
-    config: Config | SftConfig, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None
+    config: TrainingConfig, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None
 ) -> list[str]:
     if shape is None:
         return [f"Memory: unknown ({config.model.path} is not here and model.architecture is not set)"]
@@ -136,8 +139,8 @@ def _memory(
     lines = [f"Memory of a rank, estimated, GiB{of_limit} ({total_parameters(shape):.3g} parameters)"]
     header = ["", *[f"stage {stage.stage}" for stage in stages]]
     lines += _table(header, rows)
-    if isinstance(config, Config):
-        lines += _cache_line(config, shape, stages[0].parts[KV], resolve_device(config, device))
+    if config.rl is not None:
+        lines += _cache_line(config.rl, shape, stages[0].parts[KV], resolve_device(config, device))
     if stages[0].host:
         lines.append(
             "Of the host's memory, for a rank, at most (pinned blocks are rounded up to powers of two)"
@@ -151,7 +154,7 @@ def _memory(
 
 def full_requests(config: Config, shape: ArchitectureConfig, cache_bytes: int) -> int:
     """Requests of full length that an engine's KV cache of `cache_bytes` a rank holds."""
-    return cache_bytes // (longest_request(config) * kv_bytes_per_token(config, shape))
+    return cache_bytes // (config.longest_sequence * kv_bytes_per_token(config, shape))
 
 
 def _cache_line(config: Config, shape: ArchitectureConfig, cache_bytes: int, device: Device | None) -> list[str]:
@@ -162,7 +165,7 @@ def _cache_line(config: Config, shape: ArchitectureConfig, cache_bytes: int, dev
             "  TensorRT-LLM engines are experimental: they have run around a toy engine only (docs/guides/trtllm.md)",
             f"  the KV cache takes rollout.trtllm.kv_cache_fraction = {share:g} of what is free at its start",
         ]
-    held, length = full_requests(config, shape, cache_bytes), longest_request(config)
+    held, length = full_requests(config, shape, cache_bytes), config.longest_sequence
     if device == "cuda" and config.rollout.kv_cache_mib is None and config.cluster.memory_gib is None:
         return [f"  the KV cache takes what remains of the GPU; {cache_bytes / GIB:.2f} GiB hold one request"]
     running = config.rollout.max_running_requests
@@ -184,15 +187,11 @@ def _carry_over(config: Config) -> list[str]:
     ]
 
 
-def _tokens(config: Config | SftConfig, dims: Dims) -> list[str]:
-    if isinstance(config, SftConfig):
-        return [
-            f"One step: {config.sft.tokens_per_step} tokens in one optimizer step over {dims.dp} replicas"
-        ]
+def _tokens(config: Config, dims: Dims) -> list[str]:
     prompts, samples = config.train.prompts_per_step, config.rollout.samples_per_prompt
     responses = prompts * samples
     steps = config.algorithm.mini_batches
-    most = responses * longest_request(config)
+    most = responses * config.longest_sequence
     pack = micro_batch_tokens(config) * dims.cp
     packs = -(-most // (dims.dp * steps * pack))
     plural = "s" if steps > 1 else ""

@@ -64,9 +64,8 @@ def main(config_file: str, folder: Path) -> None:
 
 def write_responses(unfinished: Path, out: Path, config_file: str) -> None:
     """The cached responses to the training prompts, as a JSONL file."""
-    from megatron_tlt.cli.drafter import _prompts
-
-    prompts = {p.prompt_id: p.token_ids for p in _prompts(load_config(config_file, [], Config))}
+    config = load_config(config_file, [], Config)
+    prompts = {p.prompt_id: p.token_ids for p in drafter_training.training_prompts(config)}
     samples = {}
     for file in sorted((unfinished / "rollout_cache" / "step-000001").glob("*.jsonl")):
         for line in file.read_text().splitlines()[1:]:

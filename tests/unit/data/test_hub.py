@@ -198,6 +198,17 @@ def test_a_run_that_goes_on_uses_the_commits_of_its_first_start(
     assert anew.model.path.endswith(hub.repositories["models/a/policy"].commit)
 
 
+def test_fine_tuning_that_goes_on_uses_the_commits_of_its_first_start(hub: Hub, tmp_path: Path) -> None:
+    sft = {"train_path": "a/rows", "subset": "main", "out": str(tmp_path / "out")}
+    config = build_config({"model": {"path": "a/policy"}, "sft": sft}, (), SftConfig)
+    local = on_this_machine(config, ALONE)
+    config.state_dir.mkdir(parents=True)
+    (config.state_dir / "config.json").write_text(json.dumps(with_names(local).model_dump(mode="json")))
+    for key in hub.repositories:
+        hub.repositories[key] = Repository({**hub.repositories[key].files, "config.json": b"{}"})
+    assert on_this_machine(config, ALONE) == local
+
+
 def test_names_that_cannot_be_had_are_named_with_the_reason(hub: Hub, settings: list[str]) -> None:
     told = problems_of(*settings, "model.path=no/where", "data.eval.path=no/rows")
     assert f"model.path = 'no/where': is no path here, and {hub.url} has no model no/where (a private" in told

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.config.load import build_config
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.root import Config, SftConfig, TrainingConfig
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.trainer.chat_settings import template_settings, with_date, write_config
 
@@ -19,7 +19,7 @@ def run(run_dir: Path, *overrides: str) -> Config:
     return build_config({"model": {"path": "m"}}, [f"train.run_dir={run_dir}", *overrides], Config)
 
 
-def day(config: Config | SftConfig, unfinished: Path | None = None) -> date | None:
+def day(config: TrainingConfig, unfinished: Path | None = None) -> date | None:
     return template_settings(with_date(config, SingleProcess(), unfinished)).day
 
 

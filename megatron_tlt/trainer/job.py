@@ -1,0 +1,152 @@
+"""`Job`: a training from its checkpoint to its end. RL, fine-tuning and the training of a drafter are jobs.
+
+    load -> begin -> [ step -> save where due ] ... -> finish
+                        a signal: a checkpoint of the last finished step
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.resilience.shutdown import GracefulExit
+from megatron_tlt.trainer.chat_settings import write_config
+
+if TYPE_CHECKING:
+    from megatron_tlt.checkpoint.manager import CheckpointManager
+    from megatron_tlt.config.root import TrainingConfig
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.observe.progress import ProgressDisplay
+    from megatron_tlt.resilience.shutdown import GracefulShutdown
+
+State: TypeAlias = dict[str, Any]
+
+
+class Job(ABC):
+    """One rank of a training. Every method but `note` is collective."""
+
+    name: ClassVar[str]
+    """Begins its lines."""
+    config: TrainingConfig
+    world: World
+    num_steps: int
+    checkpoints: CheckpointManager
+    shutdown: GracefulShutdown
+    progress: ProgressDisplay | None = None
+
+    @property
+    @abstractmethod
+    def done(self) -> int:
+        """Finished steps."""
+
+    @property
+    def state_dir(self) -> Path:
+        """The directory from which it goes on. It is made where it is missing."""
+        return self.config.state_dir
+
+    @abstractmethod
+    def load(self, state: State | None) -> None:
+        """Goes on from `state`; None: from the beginning. Raises CheckpointError."""
+
+    @abstractmethod
+    def begin(self) -> bool:
+        """What comes before the first step of this start; False: an earlier start has done all. Raises GracefulExit."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """One step. Raises GracefulExit where a signal drops it."""
+
+    @abstractmethod
+    def state_dict(self) -> State:
+        """The state after the last finished step, for `load`."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """What comes after the last step."""
+
+    def unsaved(self) -> str | None:
+        """Why the state is not saved, and where the next start goes on; None: it is saved."""
+        return None
+
+    def saved(self) -> State | None:
+        """The state to go on from; None: from the beginning. Raises CheckpointError."""
+        return self.checkpoints.load_latest()
+
+    def save(self) -> None:
+        """Saves the last finished step; returns when it is on disk."""
+        self.checkpoints.save_now(self.done, self.state_dict)
+
+    def save_if_due(self) -> None:
+        """After a step. Raises TrainingError where no further step makes sense."""
+        with self.phase("checkpoint"):
+            self.checkpoints.maybe_save(self.done, self.state_dict, self.unsaved() is None)
+
+    def is_complete(self) -> bool:
+        """Whether only `finish` is left."""
+        return self.done >= self.num_steps
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A phase between two steps, named in errors."""
+        self.world.enter(name, self.done)
+        return nullcontext()
+
+    def note(self, text: str) -> None:
+        """A line of rank 0."""
+        if self.world.is_main:
+            print(f"{self.name} {text}", flush=True)
+
+    def run(self) -> bool:
+        """Trains to the last step. Returns whether a signal ended the job before; what is done is then saved.
+
+        Raises ConfigError where the checkpoint to resume from is refused, and what the methods above raise.
+        """
+        self._resume()
+        try:
+            if not self.begin():
+                return False
+            while self.done < self.num_steps:
+                self.step()
+                self.save_if_due()
+                self.shutdown.sync_after_step()
+        except GracefulExit as reason:
+            if not self.is_complete():
+                self._leave(reason)
+                return True
+        finally:
+            if self.progress is not None:
+                self.progress.close()
+        self.finish()
+        return False
+
+    def _resume(self) -> None:
+        """Loads the checkpoint to resume from, if there is one; only after that the configuration is recorded."""
+        try:
+            self.world.enter("load")
+            self.load(self.saved())
+        except CheckpointError as error:
+            raise ConfigError.of("checkpoint.resume", self.config.checkpoint.resume, str(error)) from error
+        self.world.accept()
+        if self.world.is_main:
+            write_config(self.config, self.state_dir)
+        self.world.barrier()
+
+    def _leave(self, reason: GracefulExit) -> None:
+        """Saves the last finished step; the unfinished one leaves no trace in it."""
+        unsaved = self.unsaved()
+        with self.phase("checkpoint"):
+            if unsaved is None:
+                self.save()
+            else:
+                self.checkpoints.wait()
+        then = f"saved after step {self.done}, the next start goes on there" if unsaved is None else unsaved
+        self.note(f"{self.shutdown.reason()}: {reason}; {then}")
+        ended = f"ended by a signal after step {self.done} of {self.num_steps}"
+        self.world.ends_early(unsaved is None, f"{ended}; {unsaved or 'saved, the same command goes on'}")
+
+    def close(self) -> None:
+        """Frees its parts; the checkpoints last, for from there on another job may use their directory."""
+        self.shutdown.close()
+        self.checkpoints.close()

@@ -1,0 +1,131 @@
+"""A job's way from its checkpoint to its end, with steps that only count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_tlt.config.load import build_config
+from megatron_tlt.config.root import Config
+from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.resilience.shutdown import GracefulExit
+from megatron_tlt.trainer.job import Job
+
+
+class Kept:
+    """A `CheckpointManager` that keeps one state in memory; a save is due every two steps."""
+
+    def __init__(self, state: dict[str, Any] | None = None):
+        self.state, self.is_open = state, True
+
+    def load_latest(self) -> dict[str, Any] | None:
+        return self.state
+
+    def maybe_save(self, step: int, state: Any, good: bool) -> None:
+        if step % 2 == 0 and good:
+            self.state = state()
+
+    def save_now(self, step: int, state: Any) -> None:
+        self.state = state()
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class Signals:
+    """A `GracefulShutdown` whose signal drops the update of step `within`, or is seen after step `after`."""
+
+    def __init__(self, within: int = -1, after: int = -1):
+        self.within, self.after, self.steps = within, after, 0
+
+    def sync(self, step: int) -> None:
+        if step == self.within:
+            raise GracefulExit("the unfinished step is dropped")
+
+    def sync_after_step(self) -> None:
+        self.steps += 1
+        if self.steps == self.after:
+            raise GracefulExit("the step is done")
+
+    def reason(self) -> str:
+        return "SIGTERM"
+
+    def close(self) -> None:
+        pass
+
+
+class Counting(Job):
+    name = "count"
+
+    def __init__(self, folder: Path, kept: Kept, shutdown: Signals, good: bool = True):
+        self.config = build_config({"model": {"path": "m"}}, [f"train.run_dir={folder}"], Config)
+        ends = self.ended = []
+        self.world = SimpleNamespace(is_main=True, enter=lambda *_: None, accept=lambda: None, barrier=lambda: None,
+                                     ends_early=lambda *end: ends.append(end))  # fmt: skip
+        self.checkpoints, self.shutdown, self.num_steps = kept, shutdown, 4
+        self.count, self.finished, self.is_good = 0, False, good
+
+    @property
+    def done(self) -> int:
+        return self.count
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        if state is not None and state["count"] > self.num_steps:
+            raise CheckpointError("too far")
+        self.count = 0 if state is None else state["count"]
+
+    def begin(self) -> bool:
+        return True
+
+    def step(self) -> None:
+        self.shutdown.sync(self.count + 1)
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def unsaved(self) -> str | None:
+        return None if self.is_good else "not good; the next start begins anew"
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.mark.parametrize("signal", [{"within": 4}, {"after": 3}])
+def test_a_signal_saves_the_last_finished_step_and_the_next_start_goes_on(signal, tmp_path, capsys):
+    stopped = Counting(tmp_path, Kept(), Signals(**signal))
+    assert stopped.run() and not stopped.finished
+    assert stopped.checkpoints.state == {"count": 3}
+    assert "; saved after step 3, the next start goes on there" in capsys.readouterr().out
+    assert stopped.ended == [(True, "ended by a signal after step 3 of 4; saved, the same command goes on")]
+    resumed = Counting(tmp_path, stopped.checkpoints, Signals())
+    assert not resumed.run() and resumed.finished and resumed.shutdown.steps == 1
+    resumed.close()
+    assert not resumed.checkpoints.is_open
+
+
+def test_after_the_last_step_a_signal_changes_nothing(tmp_path):
+    job = Counting(tmp_path, Kept(), Signals(after=4))
+    assert not job.run() and job.finished and not job.ended
+
+
+def test_a_state_that_is_not_good_is_not_saved(tmp_path, capsys):
+    job = Counting(tmp_path, Kept(), Signals(after=3), good=False)
+    assert job.run() and job.checkpoints.state is None
+    assert "count SIGTERM: the step is done; not good" in capsys.readouterr().out
+    assert job.ended == [(False, "ended by a signal after step 3 of 4; not good; the next start begins anew")]
+
+
+def test_a_refused_checkpoint_leaves_no_record_of_the_configuration(tmp_path):
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume = 'auto': too far"):
+        Counting(tmp_path, Kept({"count": 5}), Signals()).run()
+    assert not (tmp_path / "config.json").exists()
+    Counting(tmp_path, Kept(), Signals()).run()
+    assert json.loads((tmp_path / "config.json").read_text())["model"]["path"] == "m"
