@@ -224,7 +224,7 @@ class RemoteBackend(RemoteWeights):
             "params": {**self._arguments, "max_tokens": request.limit - start},
         }
         earlier = self._drafts.get((request.prompt_id, request.sample_index))
-        if earlier is not None:
+        if earlier is not None and len(earlier) > request.turn_start:
             message["earlier"] = earlier.tolist()
         self.process.send({"type": "submit", **message})
 

@@ -18,8 +18,9 @@ class IdleSection(Section):
 
     pre_rollout: Literal["auto"] | bool = "auto"
     """While waiting for other ranks, decode the prompts of the next two steps: these verify the responses in place of
-    decoding them (docs/guides/pre_rollouts.md). auto: wherever it runs, which is the embedded engine and vLLM,
-    responses of one turn, and no router replay. With rollout.release_cache the KV cache is there in windows, too."""
+    decoding them (docs/guides/pre_rollouts.md); with an environment, their first turns. auto: wherever it runs, which
+    is the embedded engine and vLLM without router replay. With rollout.release_cache the KV cache is there in windows,
+    too."""
     pre_rollout_mib: float = Field(default=64.0, gt=0)
     """Most memory of all pre-rolled responses that replicas pass to each other, 4 bytes a token; each replica sends its
     share, the longest responses first. As much again for an evaluation's responses, which the next one verifies."""

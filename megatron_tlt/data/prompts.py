@@ -175,12 +175,18 @@ class PromptStream:
         self._next_id = 0  # prompts returned
         self._dropped = 0  # rows in this epoch; of an infinite source: since the last line of the log
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, permutation)
-        self._is_quiet = False  # no lines in the log
+        self._texts: dict[int, str | None] = {}  # of the environment, by prompt id: those that only `peek` has used
+        self._is_peek = False  # a copy that looks ahead: without lines in the log
 
     @property
     def epoch(self) -> int:
         """Full passes over a finite source so far; 0 for an infinite one."""
         return self._draws // self._source.size if self._source.size else 0
+
+    @property
+    def has_openings(self) -> bool:
+        """Whether the environment adds texts to prompts, for which all ranks ask together."""
+        return self._env.openings is not None
 
     @property
     def fingerprint(self) -> str:
@@ -197,14 +203,17 @@ class PromptStream:
             drops = 0 if opened else drops + len(drawn)
             if drops > _MOST_DROPS_IN_A_ROW:
                 raise self._none_fits("prompt with the environment's text")
-        if len(prompts) < n and not self._is_quiet:
+        if len(prompts) < n and not self._is_peek:
             _log.info("%s: only %d prompts left of %d requested", self._source.description, len(prompts), n)
         return prompts
 
     def peek(self, n: int) -> list[Prompt]:
-        """What `next_batch(n)` would return, without moving the position. Raises DataError."""
-        ahead = copy(self)  # shares source and tokenizer, which have no position
-        ahead._is_quiet = True
+        """What `next_batch(n)` would return, without moving the position. Raises DataError.
+
+        It keeps the environment's texts, so that each prompt is opened once. Mutates these only.
+        """
+        ahead = copy(self)  # shares source and tokenizer, which have no position, and the texts
+        ahead._is_peek = True
         return ahead.next_batch(n)
 
     def state_dict(self) -> dict[str, Any]:
@@ -237,10 +246,8 @@ class PromptStream:
     def _opened(self, drawn: Sequence[tuple[Row, Prompt]]) -> list[Prompt]:
         """The prompts with the environment's texts, without those that are now too long. Raises DataError."""
         prompts = [prompt for _, prompt in drawn]
-        openings = self._env.openings
-        texts: list[str | None] = [None] * len(drawn) if openings is None else openings(prompts)
         opened = []
-        for (row, prompt), text in zip(drawn, texts, strict=True):
+        for (row, prompt), text in zip(drawn, self._openings(prompts), strict=True):
             if not text and isinstance(self._source, EnvSource):
                 raise DataError(f"{row.dataset_id}: the environment's reset returned no text, which is the prompt")
             check_text(text, "reset", row.dataset_id)
@@ -249,6 +256,16 @@ class PromptStream:
             if tokens is not None:
                 opened.append(replace(prompt, text=whole.prompt, token_ids=tokens))
         return opened
+
+    def _openings(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        """The environment's texts. Mutates those that are kept."""
+        if self._env.openings is None:
+            return [None] * len(prompts)
+        new = [prompt for prompt in prompts if prompt.prompt_id not in self._texts]
+        if new:
+            self._texts.update(zip((prompt.prompt_id for prompt in new), self._env.openings(new), strict=True))
+        text_of = self._texts.__getitem__ if self._is_peek else self._texts.pop
+        return [text_of(prompt.prompt_id) for prompt in prompts]
 
     def _next(self) -> tuple[Row, Prompt] | None:
         """None at the end of a source that is read once."""
@@ -311,7 +328,7 @@ class PromptStream:
     def _log_dropped(self) -> None:
         """Says once an epoch, or every so many rows of an infinite source, how many of them were too long."""
         every = self._source.size or _MOST_DROPS_IN_A_ROW
-        if self._dropped and self._draws % every == 0 and not self._is_quiet:
+        if self._dropped and self._draws % every == 0 and not self._is_peek:
             limit = f"data.max_prompt_tokens = {self._max_prompt_tokens}"
             _log.info("%s: of the last %d rows, %d exceed %s: dropped", self._source.description, every, self._dropped,
                       limit)  # fmt: skip

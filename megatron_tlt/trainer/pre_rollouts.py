@@ -9,7 +9,9 @@ one that the next policy draws part only where the update has moved the logits b
 candidates. They are proposals, no more: nothing of a step's samples, rewards or metrics sees them, no checkpoint keeps
 them, and losing them costs time only.
 
-Who waits for whom: no rank in the window; `exchange` is a collective of all ranks.
+With environments only first turns are pre-rolled: no environment sees them.
+
+Who waits for whom: no rank in the window; `look_ahead` and `exchange` are collectives of all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_tlt.errors import error_line
+from megatron_tlt.errors import DataError, EnvError, error_line
 from megatron_tlt.idle.state import RankState
 from megatron_tlt.trainer.engine_stats import joined
 from megatron_tlt.types import EngineStats, GenerateCall
@@ -86,6 +88,7 @@ class PreRollouts:
     queues: PromptQueues
     backend: RolloutBackend
     params: SamplingParams
+    """Of what is pre-rolled: whole responses or first turns."""
     num_samples: int
     num_prompts: int
     """Of a step."""
@@ -97,14 +100,28 @@ class PreRollouts:
     _whole: set[Name] = field(default_factory=set)  # of them, those that no window ended
     _new: list[Sample] = field(default_factory=list)  # of this replica, in the present window
     _stats: EngineStats | None = None  # of the step's rollouts so far
-    _steps_left: int = 0  # behind the present one
+    _step: int = 0  # the present one
+    _ahead: list[Prompt] | None = None  # the next prompts, where environments add texts to them
     _is_open: bool = False
     _has_failed: bool = False
 
+    def look_ahead(self, step: int) -> None:
+        """Before the rollout of `step`, whose prompts have left the stream: where the environment's `reset` adds texts
+        to the prompts of the next steps, all ranks ask for them, which no rank can do alone in its window. Collective.
+        """
+        if not self.stream.has_openings:
+            return
+        try:
+            self._ahead = self.stream.peek(self._num_ahead(step))
+        except (EnvError, DataError) as error:  # on all ranks; the step that needs the prompt asks again
+            self._ahead = []
+            if self.queues.world.is_main:
+                _log.warning("nothing of the next step is pre-rolled: %s", error)
+
     def open(self, step: int) -> PreRoll | None:
         """Pre-rolls in the window behind a rollout of `step`; None: there is no next step. The same on every rank."""
-        self._steps_left = self.last_step - step
-        self._is_open = self._steps_left > 0
+        self._step = step
+        self._is_open = step < self.last_step
         return partial(self._run, self.queues.open_shared()) if self._is_open else None
 
     def take(self, prompts: Sequence[Prompt]) -> dict[Name, np.ndarray]:
@@ -163,9 +180,13 @@ class PreRollouts:
 
     def _next_prompts(self) -> list[Prompt]:
         """Those of the next step, then of the one after it; of each first those without whole responses."""
-        ahead = self.stream.peek(min(2, self._steps_left) * self.num_prompts)
+        ahead = self.stream.peek(self._num_ahead(self._step)) if self._ahead is None else self._ahead
         steps = (ahead[: self.num_prompts], ahead[self.num_prompts :])
         return [prompt for step in steps for prompt in sorted(self.backend.ordered(step), key=self._is_whole)]
+
+    def _num_ahead(self, step: int) -> int:
+        """Prompts of the two steps behind `step`, as far as the run has them."""
+        return min(2, self.last_step - step) * self.num_prompts
 
     def _is_whole(self, prompt: Prompt) -> bool:
         """Whether all of its responses are there to the end."""

@@ -89,7 +89,7 @@ class GroupSampler:
         self.drafter.begin_step(self.backend.policy_version)
         for _ in range(section.max_sampling_rounds if section.dynamic_sampling else 1):
             rounds += 1
-            groups = self.carried.take(self._rollout(step, self._next_prompts(num_prompts)))
+            groups = self.carried.take(self._rollout(step, self._next_prompts(step, num_prompts)))
             with self.metrics.phase("score"):
                 self.rewards.score(groups)
                 share_responses(self.queues.world, self.backend, groups)
@@ -109,12 +109,15 @@ class GroupSampler:
             row |= self.empty_steps.look(step, rounds, len(chosen), dropped)
         return kept, row
 
-    def _next_prompts(self, count: int) -> list[Prompt]:
-        """The next prompts; with environments a phase, since their `reset` may take long."""
+    def _next_prompts(self, step: int, count: int) -> list[Prompt]:
+        """The prompts of a rollout of `step`; with environments a phase, since their `reset` may take long."""
         if self.environments is None:
             return self.carried.next_prompts(count)
         with self.metrics.phase("reset"):
-            return self.carried.next_prompts(count)
+            prompts = self.carried.next_prompts(count)
+            if self.pre_rollouts is not None:
+                self.pre_rollouts.look_ahead(step)
+            return prompts
 
     def take_stats(self) -> EngineStats:
         """The engine's counters of the step's rollouts. Resets them."""

@@ -5,7 +5,7 @@ Order matters: configuration errors are found before weights are loaded, and wei
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -184,11 +184,14 @@ def _pre_rollouts(
     """The next step's drafts from idle windows; None where the run has none."""
     if why_no_pre_rollouts(config, queues.world.size) is not None:
         return None
+    params = step_params(config)
+    if params.max_turn_tokens:
+        params = replace(params, max_tokens=params.max_turn_tokens)
     return PreRollouts(
         stream=prompts,
         queues=queues,
         backend=backend,
-        params=step_params(config),
+        params=params,
         num_samples=config.rollout.samples_per_prompt,
         num_prompts=config.train.prompts_per_step,
         last_step=config.train.num_steps,

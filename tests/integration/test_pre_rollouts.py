@@ -19,10 +19,17 @@ KILLER = "tests/integration/workers/pre_rollout_killed.py"
 SUFFIX = f"{SPEC}.drafter=suffix"
 EAGLE = [f"{SPEC}.drafter=eagle", "idle.train_drafter=true", "idle.min_tail_seconds=0"]
 EVALS = ["eval.every=1", f"{SPEC}.selector=fixed"]
+TURNS = [
+    *("env.max_turns=3", "env.max_turn_tokens=16", "env.max_observation_tokens=16", "env.tool_role=user"),
+    *("rollout.max_tokens=60", f"{SPEC}.selector=fixed"),
+]
 KINDS = {
     "grpo": [],
     "dynamic": ["algorithm.name=dapo", "algorithm.dynamic_sampling=true", "algorithm.max_sampling_rounds=2"],
     "carried": ["rollout.carry_over=12"],
+    "calculator": ["env.kind=calculator", *TURNS],
+    # With `reset`, and turns that call tools: a random policy's do not.
+    "agents": ["env.path=tests.helpers.late_environments:LateEnvironments", "env.params.most_s=0", *TURNS],
 }
 
 
@@ -39,19 +46,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs = {f"{kind}-{name}": [*more, *on] for kind, more in KINDS.items() for name, on in (("on", ON), ("off", OFF))}
     jobs |= {"grpo-suffix": [*ON, SUFFIX], "grpo-eagle": [*ON, *EAGLE, "rollout.release_cache=true"]}
     jobs |= {"evals-on": [*EVALS, "idle.pre_rollout=auto"], "evals-off": [*EVALS, *OFF]}
+    jobs["agents-suffix"] = [*KINDS["agents"], SUFFIX, "idle.pre_rollout=auto"]
     jobs["grpo-small"] = [*ON, "idle.pre_rollout_mib=1e-4"]
     train_many(config, jobs, fault="")
     (path / "said").write_text(train_many(config, {"grpo-failed": ON}, fault="pre-roll"))
     return path
 
 
-@pytest.mark.parametrize("run", ["grpo-on", "dynamic-on", "carried-on", "grpo-suffix", "grpo-eagle", "grpo-small"])
+@pytest.mark.parametrize(
+    "run",
+    [*(f"{kind}-on" for kind in KINDS), "grpo-suffix", "grpo-eagle", "grpo-small", "agents-suffix"],
+)
 def test_responses_rewards_and_weights_are_the_same(folder: Path, run: str):
     off, on = folder / f"{run.partition('-')[0]}-off", folder / run
     assert_same_checkpoint(off / LAST, on / LAST)
     assert rollout_digests(off) == rollout_digests(on)
     tokens = [[row["engine/generated_tokens"] for row in rows(of)] for of in (off, on)]
     assert tokens[0] == tokens[1], "pre-rolled tokens are not the step's"
+
+
+@pytest.mark.parametrize("run", ["calculator-on", "agents-on", "agents-suffix"])
+def test_first_turns_of_environments_are_pre_rolled_and_verified(folder: Path, run: str):
+    first, *others = rows(folder / run)
+    assert first["pre_rollout/tokens"] > 0
+    assert all(row["pre_rollout/accept_length"] > 1 for row in others)
+    assert (others[-1]["env/turns"] > 1.2) == run.startswith("agents"), "turns behind the first one draft otherwise"
 
 
 def test_evaluations_that_draft_are_the_same(folder: Path):

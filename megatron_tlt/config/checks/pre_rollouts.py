@@ -6,6 +6,7 @@ from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem, Problems
 from megatron_tlt.types import CAPABILITIES
 
+NO_EVALUATIONS = "the run has no evaluations"
 _REPEATS_BITS = "rollout.schedule: static, which repeats a run bit by bit as long as nothing drafts"
 
 
@@ -29,7 +30,7 @@ def why_no_pre_rollouts(config: Config, num_ranks: int) -> str | None:
 def why_no_eval_drafts(config: Config) -> str | None:
     """Why an evaluation does not draft with the responses of the last one; None: it does."""
     if config.data.eval is None or not config.eval.every:
-        return "there are none"
+        return NO_EVALUATIONS
     if config.idle.pre_rollout is False:
         return "idle.pre_rollout: false"
     return _REPEATS_BITS if _repeats_bits(config) else _takes_no_drafts(config)
@@ -50,8 +51,6 @@ def _missing(config: Config) -> str | None:
     """The setting with which they do not run, and why."""
     if (reason := _takes_no_drafts(config)) is not None:
         return reason
-    if config.env is not None:
-        return "env: whole responses are pre-rolled, and those of several turns need their environments"
     if config.actor.router_replay == "rollout":
         return "actor.router_replay: rollout"
     return None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.checks.learning import learning_rate_warning
-from megatron_tlt.config.checks.pre_rollouts import why_no_eval_drafts, why_no_pre_rollouts
+from megatron_tlt.config.checks.pre_rollouts import NO_EVALUATIONS, why_no_eval_drafts, why_no_pre_rollouts
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.memory import KV, estimate_memory, node_host_bytes
@@ -103,13 +103,14 @@ def _idle(config: Config, num_ranks: int) -> list[str]:
     if reason is not None:
         return [f"  no pre-rollouts: {reason}"]
     then = ", then trains the drafter" if config.idle.train_drafter else ""
-    return [f"  an idle one pre-rolls the next step's prompts{then}; at most {mib:g} MiB of drafts"]
+    what = "responses to" if config.env is None else "first turns of"
+    return [f"  an idle one pre-rolls {what} the next step's prompts{then}; at most {mib:g} MiB of drafts"]
 
 
 def _evaluations(config: Config) -> str:
     """Whether an evaluation drafts with the last one's responses."""
     if (reason := why_no_eval_drafts(config)) is not None:
-        return f"  no drafts of evaluations: {reason}"
+        return f"  {reason}" if reason == NO_EVALUATIONS else f"  an evaluation does not draft: {reason}"
     return f"  an evaluation verifies the last one's responses; at most {config.idle.pre_rollout_mib:g} MiB of drafts"
 
 

@@ -94,11 +94,12 @@ class PreRollouts:
         self._age[:] = 0
 
     def start(self, request: Request) -> None:
-        """`request` now has a row and a slot. Its earlier response ends before a token of another vocabulary. Mutates.
+        """`request` now has a row and a slot. Its earlier response ends before a token of another vocabulary. One that
+        has ended before the present turn, such as a pre-rolled first turn, is not used. Mutates.
         """
         slot, tokens = request.slot, self._earlier.get((request.prompt_id, request.sample_index))
         self._compare_from[slot], self._age[slot] = _NEVER, 0
-        if tokens is None:
+        if tokens is None or len(tokens) <= request.turn_start:
             return
         foreign = (tokens < 0) | (tokens >= self._vocab)
         length = int(foreign.argmax()) if foreign.any() else len(tokens)

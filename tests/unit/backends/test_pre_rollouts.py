@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,6 +136,23 @@ def test_a_call_of_an_engine_in_a_process_ends_with_what_is_there_and_its_drafts
         assert backend.generate(replace(CALL, drafts=drafts)) == list(whole.values())
         assert process.earlier == {name: tokens.tolist() for name, tokens in drafts.items()}
     assert len(samples) == len(whole)
+
+
+def test_first_turns_get_to_an_engine_in_a_process_with_first_turns_only(tmp_path: Path):
+    drafts = {(prompt.prompt_id, i): np.full(3, 7, np.int32) for prompt in PROMPTS for i in range(SAMPLES)}
+    brought = []
+
+    class Watched(EngineProcess):
+        def send(self, message: dict[str, Any]) -> None:
+            brought.append((message["start"], "earlier" in message))
+            super().send(message)
+
+    expected = make().generate(replace(CALL, turns=FakeTurns()))
+    samples = make_backend(Watched(tmp_path)).generate(replace(CALL, turns=FakeTurns(), drafts=drafts))
+    assert samples == [replace(sample, logprobs=[]) for sample in expected]
+    assert {start == 0 for start, is_first in brought if is_first} == {True}
+    assert len(drafts) == sum(start == 0 for start, _ in brought) < len(brought)
+    assert all(is_first for start, is_first in brought if start == 0)
 
 
 def by_name(sample: Sample) -> tuple[int, int]:

@@ -72,6 +72,24 @@ def test_an_environment_adds_its_text_and_drops_prompts_that_become_too_long() -
         build_prompts(section, "train", Letters(), 3, long)  # type: ignore[arg-type]
 
 
+def test_each_prompt_is_opened_once_also_where_it_was_looked_at_before() -> None:
+    asked: list[int] = []
+
+    def openings(prompts: Sequence[Prompt]) -> list[str | None]:
+        asked.extend(p.prompt_id for p in prompts)
+        return ["!" * (99 if p.prompt_id % 3 == 2 else 1 + p.prompt_id) for p in prompts]
+
+    section = DataSection(train=PromptSourceConfig(kind="env"), max_prompt_tokens=30)
+    plain, made = (build_prompts(section, "train", Letters(), 3, EnvPrompts(openings=openings)) for _ in "ab")  # type: ignore[arg-type]
+    expected = [plain.next_batch(4) for _ in range(3)]
+    asked.clear()
+    for step, batch in enumerate(expected):
+        assert made.next_batch(4) == batch
+        ahead = [prompt for later in expected[step + 1 :] for prompt in later]
+        assert made.peek(len(ahead)) == ahead == made.peek(len(ahead))
+    assert sorted(asked) == sorted(set(asked)) and not made._texts, "and none is kept"
+
+
 @pytest.mark.parametrize("openings", [None, lambda prompts: [None for _ in prompts]])
 def test_only_a_prompt_of_a_row_needs_no_text_of_the_environment(ten: PromptSourceConfig, openings: Any) -> None:
     env = EnvPrompts(openings=openings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from random import Random
@@ -75,7 +75,8 @@ class Evaluations:
 
     results: list[EvalResult] = field(default_factory=list)
     drafts: list[Drafts] = field(default_factory=list)  # of its call
-    accepted: list[int] = field(default_factory=list)
+    verified: list[int] = field(default_factory=list)  # tokens of drafts that steps verified
+    accepted: list[int] = field(default_factory=list)  # of them
     responses: list[dict[tuple[int, int], Sample]] = field(default_factory=list)
 
 
@@ -118,7 +119,9 @@ def evaluate(
             engine.runner.decoder.load_weights(policy)
             rewards.judged = {}
             seen.results.append(evaluator.run(version))
-            seen.accepted.append(backend.take_stats().speculation.pre_rolled_accepted)
+            counts = backend.take_stats().speculation
+            seen.verified.append(counts.pre_rolled_drafted)
+            seen.accepted.append(counts.pre_rolled_accepted)
             seen.responses.append(rewards.judged)
         return seen
 
@@ -154,19 +157,27 @@ def test_turns_of_environments_draft_too():
     assert any(sample.given for sample in drafted.responses[1].values()) and drafted.accepted[1] > 50
 
 
+def begun(drafts: Drafts, others: Iterable[np.ndarray]) -> Drafts:
+    """`others` behind the first tokens of `drafts`: without these no place would be found, and nothing verified."""
+    pairs = zip(drafts.values(), others, strict=True)
+    return dict(zip(drafts, (np.append(tokens[:4], other[4:]) for tokens, other in pairs), strict=True))
+
+
 @pytest.mark.parametrize(
-    "spoilt",
+    ("are_verified", "spoilt"),
     [
-        lambda drafts: {name: tokens[: len(tokens) // 3] for name, tokens in drafts.items()},
-        lambda drafts: dict(zip(drafts, reversed(drafts.values()), strict=True)),
-        lambda drafts: {name: tokens + np.int32(CONFIG.vocab_size) for name, tokens in drafts.items()},
-        lambda drafts: {(prompt + 1000, index): tokens for (prompt, index), tokens in drafts.items()},
+        (True, lambda drafts: {name: tokens[: len(tokens) // 3] for name, tokens in drafts.items()}),
+        (True, lambda drafts: begun(drafts, reversed(drafts.values()))),
+        (True, lambda drafts: begun(drafts, ((tokens + 1) % CONFIG.vocab_size for tokens in drafts.values()))),
+        (True, lambda drafts: begun(drafts, (tokens + CONFIG.vocab_size for tokens in drafts.values()))),
+        (False, lambda drafts: {(prompt + 1000, index): tokens for (prompt, index), tokens in drafts.items()}),
     ],
-    ids=["cut", "of another prompt", "of another vocabulary", "of prompts that are not there"],
+    ids=["cut", "of another prompt", "other tokens", "of another vocabulary", "of prompts that are not there"],
 )
-def test_wrong_drafts_change_nothing(spoilt: Callable[[Drafts], Drafts]):
+def test_wrong_drafts_change_nothing(are_verified: bool, spoilt: Callable[[Drafts], Drafts]):
     (plain,), (drafted,) = evaluate(0), evaluate(PLENTY, spoilt=spoilt)
     assert plain.responses == drafted.responses and repr(plain.results) == repr(drafted.results)
+    assert drafted.verified[0] == 0 and [count > 40 for count in drafted.verified[1:]] == [are_verified] * 2
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_tlt.errors import EnvError
 from megatron_tlt.trainer.pre_rollouts import PreRollouts
 from megatron_tlt.types import EngineStats, Prompt, Sample
 
@@ -11,7 +12,7 @@ from megatron_tlt.types import EngineStats, Prompt, Sample
 def part() -> PreRollouts:
     queues = SimpleNamespace(
         num_replicas=1,
-        world=SimpleNamespace(all_gather_object=lambda mine: [mine]),
+        world=SimpleNamespace(all_gather_object=lambda mine: [mine], is_main=True),
         open_shared=lambda: None,
     )
     unused = dict.fromkeys(("stream", "backend", "params"))
@@ -56,3 +57,27 @@ def test_a_failure_drops_the_window_of_a_replica_of_one_rank_and_ends_one_of_sev
         return
     assert run() == run() == 0
     assert [r.getMessage().count("pre-rolls no more") for r in caplog.records] == [1]
+
+
+def test_texts_of_environments_are_asked_for_before_the_rollout_and_a_failure_costs_drafts_only(
+    caplog: pytest.LogCaptureFixture,
+):
+    ahead, asked, broken = part(), [], False
+
+    def peek(count: int) -> list[Prompt]:
+        asked.append(count)
+        if broken:
+            raise EnvError("no opening for prompt 'q7'")
+        return [Prompt(i, f"q{i}", (1,), "q") for i in range(count)]
+
+    ahead.stream = SimpleNamespace(has_openings=True, peek=peek)  # type: ignore[assignment]
+    ahead.backend = SimpleNamespace(ordered=list)  # type: ignore[assignment]
+    for step, count in ((6, 2), (8, 1), (9, 0)):
+        ahead.look_ahead(step)
+        ahead.open(step)
+        assert [prompt.prompt_id for prompt in ahead._next_prompts()] == list(range(count))
+    broken = True
+    ahead.look_ahead(7)
+    ahead.open(7)
+    assert ahead._next_prompts() == [] and "q7" in caplog.text
+    assert asked == [2, 1, 0, 2], "no rank asks in its window"

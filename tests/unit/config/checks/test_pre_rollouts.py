@@ -26,6 +26,7 @@ def test_they_run_by_default_in_the_embedded_engine_and_vllm_with_two_replicas()
     assert why_no_pre_rollouts(config_of({}), 2) is None
     assert why_no_pre_rollouts(config_of({"rollout": {"backend": "vllm"}}), 2) is None
     assert why_no_pre_rollouts(config_of({"rollout": {"release_cache": True}}), 2) is None
+    assert why_no_pre_rollouts(config_of(ENV), 2) is None and not list(check_pre_rollouts(config_of(ENV, True)))
     assert "one rollout replica" in str(why_no_pre_rollouts(config_of({}), 1))
     assert "one rollout replica" in str(why_no_pre_rollouts(config_of({"rollout": {"tp": 2}}), 2))
     assert why_no_pre_rollouts(config_of({}, False), 2) == "idle.pre_rollout: false"
@@ -37,7 +38,6 @@ def test_they_run_by_default_in_the_embedded_engine_and_vllm_with_two_replicas()
     [
         ({"rollout": {"backend": "trtllm"}}, "rollout.backend: trtllm"),
         ({"actor": {"router_replay": "rollout"}}, "actor.router_replay: rollout"),
-        (ENV, "env: whole responses"),
     ],
 )
 def test_where_they_cannot_run_they_are_off_by_name_and_true_is_refused(more: dict[str, Any], named: str):
@@ -62,8 +62,8 @@ def test_a_run_that_repeats_bit_by_bit_without_drafts_gets_them_only_where_they_
         ({"idle": {"pre_rollout": False}}, "idle.pre_rollout: false"),
         ({"rollout": {"release_cache": True}}, None),
         (ENV, None),
-        ({"data": {}}, "there are none"),
-        ({"eval": {"every": 0}}, "there are none"),
+        ({"data": {}}, "the run has no evaluations"),
+        ({"eval": {"every": 0}}, "the run has no evaluations"),
         ({"rollout": {"backend": "vllm"}}, None),
         ({"rollout": {"backend": "trtllm"}}, "rollout.backend: trtllm"),
         (STATIC, "rollout.schedule: static"),

@@ -61,6 +61,20 @@ def test_a_place_moves_on_and_ends_with_the_response():
     assert place.draft() == []
 
 
+def test_a_later_turn_does_not_draft_from_an_earlier_response_that_ended_before_it():
+    earlier = [10, 11, 12, 13, 14]
+    for end, drafted in ((3, [13, 14]), (5, [])):
+        place = Place(earlier, [10])
+        request = place.rows.requests[0]
+        place.rows.stop(request)
+        request.output, request.logprobs = [*earlier[:end], 50, 11, 12], [0.0] * (end + 3)
+        request.given = ((end, end + 1),)  # the environment's token
+        place.rows.start(request, [0], 2, 2)
+        place.source.start(request)
+        place.emit([])
+        assert place.draft() == drafted
+
+
 def test_behind_a_mismatch():
     """Another token, tokens left out, tokens put in: drafts go on where the last tokens are."""
     earlier = list(range(10, 90))
