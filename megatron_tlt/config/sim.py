@@ -87,6 +87,18 @@ class SimDraftersSection(Section):
     """The trained drafter."""
 
 
+class SimPreRolloutSection(Section):
+    """How far a pre-rolled response is the next policy's, which draws with the same noise."""
+
+    hazard: float = Field(default=0.001, ge=0, le=1)
+    """Chance of each token up to the first mismatch to be that mismatch: the policy's drift in one update. Measured
+    were 0.001 and 0.0028 (docs/guides/simulator.md)."""
+    found: float = Field(default=0.5, ge=0, le=1)
+    """Chance of each token behind a mismatch that the place in the pre-rolled response is found again; 0: never."""
+    found_hazard: float = Field(default=0.12, gt=0, le=1)
+    """As `hazard`, of a place that was found again."""
+
+
 class SimCostSection(Section):
     """Seconds of an engine step: a roofline of model and GPU, or a measured table."""
 
@@ -164,6 +176,8 @@ class SimConfig(Section):
     """Idle ranks, as in a run."""
     drafters: SimDraftersSection = SimDraftersSection()
     """Acceptance of each drafter."""
+    pre_rollouts: SimPreRolloutSection = SimPreRolloutSection()
+    """Acceptance of pre-rolled responses, where `idle.pre_rollout` is on."""
     costs: SimCostSection = SimCostSection()
     """Seconds of engine steps."""
     training: SimTrainingSection = SimTrainingSection()

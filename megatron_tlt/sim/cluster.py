@@ -66,6 +66,10 @@ class Cluster:
         network = shard / (cluster.network_gbps * 1e9 / 8) if cluster.nodes > 1 else 0.0
         return links + network
 
+    def exchange(self, size: int) -> float:
+        """So many bytes to every rank."""
+        return size / (self._config.cluster.network_gbps * 1e9 / 8)
+
     def barrier(self) -> float:
         """From the last replica's end to all ranks having received it.
 

@@ -25,6 +25,8 @@ _OF_MODE = {
     "suffix": colours.ORANGE,
     "frozen": colours.PURPLE,
     "tlt": colours.GREEN,
+    "pre": colours.AMBER,
+    "tlt+pre": colours.RED,
 }  # the same in every chart
 
 
@@ -57,9 +59,10 @@ def _stats(result: SimResult) -> list[Stat]:
     most = largest(result.points)
     stats = [Stat(f"{p.mode}: a step", f"{p.seconds:.4g} s", nodes_text(p.nodes)) for p in most]
     for p in most:
-        if p.recovered_gpu_hours:
-            share = p.recovered_gpu_hours / p.idle_gpu_hours
-            stats.append(Stat(f"{p.mode}: idle time trained in", f"{share:.0%}", nodes_text(p.nodes)))
+        for use, hours in (("trained", p.recovered_gpu_hours), ("pre-rolled", p.pre_rolling_gpu_hours)):
+            if hours:
+                share = hours / p.idle_gpu_hours
+                stats.append(Stat(f"{p.mode}: idle time {use} in", f"{share:.0%}", nodes_text(p.nodes)))
     return stats
 
 
@@ -94,8 +97,10 @@ def _idle(result: SimResult) -> list[Part]:
     hundred = [100 / len(p.steps) for p in result.points]
     trained = [p.recovered_gpu_hours * f for p, f in zip(result.points, hundred, strict=True)]
     idle = [p.idle_gpu_hours * f for p, f in zip(result.points, hundred, strict=True)]
-    waited = [a - b for a, b in zip(idle, trained, strict=True)]
-    bars = [("trained in", trained, colours.AMBER), ("waited", waited, colours.GREY)]
+    decoded = [p.pre_rolling_gpu_hours * f for p, f in zip(result.points, hundred, strict=True)]
+    waited = [a - b - c for a, b, c in zip(idle, trained, decoded, strict=True)]
+    bars = [("trained in", trained, colours.AMBER), ("pre-rolled in", decoded, colours.BLUE)]
+    bars.append(("waited", waited, colours.GREY))
     return [_stacked("Idle GPU-hours of 100 steps", "GPU-hours", result.points, bars)]
 
 

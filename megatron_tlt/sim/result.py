@@ -16,7 +16,8 @@ from typing import Any
 
 SCHEMA = "megatron-tlt/simulation/1"
 SIM_PHASES = ("rollout", "stop", "score", "logprobs", "update", "merge", "weight_sync", "other")
-"""In order. rollout: until the slowest replica is done; stop: until every rank knows, and training has stopped."""
+"""In order. rollout: until the slowest replica is done; stop: until every rank knows, training and pre-rollouts have
+stopped, and every rank has these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,13 @@ class StepRecord:
     accept_length: float
     """Mean tokens of a request in an engine step that drafted; 0: none did."""
     idle_gpu_seconds: float
-    """GPU-seconds of replicas that waited for slower ones, those trained in included."""
+    """GPU-seconds of replicas that waited for slower ones, those trained or pre-rolled in included."""
     recovered_gpu_seconds: float
     """Of these, inside micro-steps of drafter training."""
+    pre_rolling_gpu_seconds: float
+    """Of these, in pre-rollouts."""
+    matching: float
+    """Share of `tokens` that were pre-rolled and stand before their response's first mismatch."""
     micro_steps: int
     """Of drafter training, over all replicas."""
     quality: float
@@ -75,9 +80,12 @@ class Point:
     idle_gpu_hours: float
     """Of all simulated steps."""
     recovered_gpu_hours: float
+    pre_rolling_gpu_hours: float
     gpu_hours: float
     """Of all simulated steps, busy or not."""
     accept_length: float
+    matching: float
+    """Of all steps, as in `StepRecord`."""
     steps: list[StepRecord]
     running: list[tuple[float, int]]
     """Of the last step: (seconds since the rollout's start, running requests of all replicas)."""

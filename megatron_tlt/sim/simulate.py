@@ -1,11 +1,13 @@
 """RL steps on a cluster: rollouts, waits, update, weight sync, one after another. Torch-free.
 
-for each step: lengths -> a rollout of every replica -> waits and drafter training -> score, update, merge, weight sync
+for each step: lengths -> a rollout of every replica -> waits, in which replicas pre-roll and train the drafter
+               -> score, update, merge, weight sync
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from megatron_tlt.sim.cluster import Cluster
 from megatron_tlt.sim.cost_model import build_costs
 from megatron_tlt.sim.decisions import Decider, shares
 from megatron_tlt.sim.idle import Adaptation, IdleTime
+from megatron_tlt.sim.pre_rollouts import SimPreRollouts
 from megatron_tlt.sim.result import SIM_PHASES, Point, StepRecord, Strategy
 from megatron_tlt.sim.rollouts import ReplicaRollout, Rollouts
 from megatron_tlt.sim.trace import Lengths
@@ -30,12 +33,19 @@ class Simulation:
         self._cluster = Cluster(config)
         self._lengths = Lengths(config)
         self._drafter = Adaptation(config)
-        self._idle = IdleTime(config, self._cluster.micro_step() if config.idle.train_drafter else 0.0)
         self._trains = config.idle.train_drafter and config.rollout.speculation.trained is not None
         prompts, replicas = config.workload.prompts_per_step, self._cluster.replicas
-        most = -(-prompts // replicas) * config.rollout.samples_per_prompt
+        most, decode_step = -(-prompts // replicas) * config.rollout.samples_per_prompt, 0.0
+        if config.idle.pre_rollout:  # in full batches
+            most = min(config.rollout.max_running_requests, prompts * config.rollout.samples_per_prompt)
+            decode_step = self._costs.step(most, most, most * self._lengths.of(0).mean() / 2, False)
+        micro_step = self._cluster.micro_step() if config.idle.train_drafter else 0.0
+        self._idle = IdleTime(config, micro_step, decode_step)
         self._decider = Decider(config, self._costs, most)
         self._rollouts = Rollouts(config, self._costs, replicas)
+        self._pre_rollouts: SimPreRollouts | None = None
+        if config.idle.pre_rollout:
+            self._pre_rollouts = SimPreRollouts(config, self._lengths, self._rollouts, replicas)
 
     def run(self, mode: str) -> Point:
         """All steps; `mode` is the point's name."""
@@ -49,14 +59,18 @@ class Simulation:
     def _step(self, step: int) -> tuple[StepRecord, list[ReplicaRollout]]:
         cluster, training = self._cluster, self._config.training
         quality = self._drafter.quality
-        rollouts = self._rollouts.run(self._lengths.of(step), self._decider.table(quality))
-        waits = self._idle.waits(rollouts)
+        table, ahead = self._decider.table(quality), self._pre_rollouts
+        pre_rolled = None if ahead is None else ahead.take(step)
+        rollouts = self._rollouts.run(self._lengths.of(step), table, pre_rolled)
+        is_last = step + 1 == self._config.workload.steps
+        waits = self._idle.waits(rollouts, None if ahead is None or is_last else partial(ahead.run, step, table))
+        exchanged = 0 if ahead is None else ahead.exchanged
         lengths = np.concatenate([r.lengths for r in rollouts])
         tokens = int(lengths.sum())
         trained = lengths + self._config.workload.prompt_tokens
         phases = {
             "rollout": waits.done,
-            "stop": waits.late + cluster.barrier(),
+            "stop": waits.late + cluster.barrier() + cluster.exchange(exchanged),
             "score": 1e-3 * training.score_ms,
             "logprobs": cluster.logprobs(trained),
             "update": cluster.update(trained),
@@ -76,6 +90,8 @@ class Simulation:
             _weighted([r.accept_length for r in rollouts], [float(r.lengths.sum()) for r in rollouts]),
             float((over - waits.ends).sum()) * tp,
             float(waits.trains.sum()) * tp,
+            float(waits.pre_rolls.sum()) * tp,
+            0.0 if pre_rolled is None else int(pre_rolled.matching.sum()) / tokens,
             waits.micro_steps,
             quality,
             sum(r.preemptions for r in rollouts),
@@ -96,8 +112,10 @@ class Simulation:
             sum(r.tokens for r in records) / total,
             sum(r.idle_gpu_seconds for r in records) / 3600,
             sum(r.recovered_gpu_seconds for r in records) / 3600,
+            sum(r.pre_rolling_gpu_seconds for r in records) / 3600,
             total * cluster.gpus / 3600,
             _weighted([r.accept_length for r in records], [float(r.tokens) for r in records]),
+            sum(r.matching * r.tokens for r in records) / sum(r.tokens for r in records),
             records,
             running,
             self.strategies(),

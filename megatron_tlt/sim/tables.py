@@ -24,17 +24,19 @@ def point_table(result: SimResult) -> Table:
     used = [name for name in SIM_PHASES if any(p.phases[name] >= _SHOWN * p.seconds for p in result.points)]
     speedup = {(c.nodes, c.mode): c for c in result.comparisons}
     head = ["nodes", "GPUs", "mode", "step s", *used, "tokens/s", "tokens a draft step", "rollout x", "e2e x"]
-    head += ["idle GPU-h", "recovered", "GPU-h"]
+    head += ["idle GPU-h", "trained", "pre-rolled", "GPU-h", "pre-rolled tokens"]
     rows: list[list[Cell]] = []
     for p in result.points:
         found = speedup.get((p.nodes, p.mode))
         hundred = 100 / len(p.steps)
         gains = [found.rollout, found.e2e] if found else [None, None]
-        hours = [p.idle_gpu_hours * hundred, p.recovered_gpu_hours * hundred, p.gpu_hours * hundred]
+        of = p.idle_gpu_hours, p.recovered_gpu_hours, p.pre_rolling_gpu_hours, p.gpu_hours
+        hours = [hundred * each for each in of]
+        matching = f"{p.matching:.0%}" if p.pre_rolling_gpu_hours else None
         drafted = p.accept_length or None  # 0: nothing was drafted
         phases = [p.phases[name] for name in used]
         rows.append(
-            [p.nodes, p.gpus, p.mode, p.seconds, *phases, p.tokens_per_second, drafted, *gains, *hours]
+            [p.nodes, p.gpus, p.mode, p.seconds, *phases, p.tokens_per_second, drafted, *gains, *hours, matching]
         )
     return Table(head, rows, "Mean steps (GPU-hours: of 100 steps)", wide=True)
 
