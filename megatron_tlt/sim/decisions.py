@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 
@@ -43,7 +42,7 @@ def request_knots(most: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class RateTable:
-    """Seconds for each token of every running request, and the decisions, for every B up to the largest knot.
+    """Seconds for each token of every running request, for every B up to the largest knot.
 
     S shares of the requests have a pre-rolled response that matches: `_SHARES`, or 0 alone. B = 0 is not used.
     """
@@ -51,9 +50,6 @@ class RateTable:
     requests: np.ndarray  # int64 [K], ascending
     contexts: np.ndarray  # float64 [X], ascending
     rates: np.ndarray  # float64 [S, B + 1, X, 3]: see `at`
-    speculating: np.ndarray  # float64 [B + 1], share of the seconds with drafts, without pre-rolled responses
-    accept_length: np.ndarray  # float64 [B + 1], of these steps with drafts; 0: none
-    by_knot: dict[int, StepCounts]  # these steps, at the middle context
 
     def at(self, running: int, context: float, matching: float = 0.0) -> tuple[float, float, float]:
         """Of steps of `running` requests with a mean context of `context` tokens, `matching` of which match a
@@ -100,8 +96,6 @@ class Decider:
         mixed = _SHARES if self._config.idle.pre_rollout else _SHARES[:1]
         shape = len(mixed), len(self._requests), len(self._contexts)
         rates = np.zeros((*shape, 3))
-        speculating, accepted = np.zeros((2, shape[1]))
-        by_knot: dict[int, StepCounts] = {}
         speculation = Speculation(self._config, self._costs, (self._config.workload.seed, 2))
         speculation.set_quality(quality)
         for x, k, s in product(range(shape[2]), range(shape[1])[::-1], range(shape[0])):
@@ -111,22 +105,15 @@ class Decider:
             counts = self._measure(speculation, running, cached, matching)
             # Without other requests, their tokens are taken to be those of the row before.
             tokens = counts.tokens / counts.row_steps if counts.row_steps else rates[s - 1, k, x, 1]
-            steps = counts.steps.total()
-            drafted = counts.pre_rolled / steps / max(1, matching)
-            rates[s, k, x] = counts.seconds / steps / tokens, tokens, drafted
-            if x == shape[2] // 2 and not s:
-                by_knot[running] = counts
-                speculating[k], accepted[k] = counts.speculating, counts.accept_length
+            drafted = counts.pre_rolled / counts.steps / max(1, matching)
+            rates[s, k, x] = counts.seconds / counts.steps / tokens, tokens, drafted
         rates[0, ..., 2] = rates[min(1, len(mixed) - 1), ..., 2]  # of few as of more
         every = np.arange(int(self._requests[-1]) + 1)
 
         def spread(values: np.ndarray) -> np.ndarray:
             return np.interp(every, self._requests, values)
 
-        rates = np.apply_along_axis(spread, 1, rates)
-        return RateTable(
-            self._requests, self._contexts, rates, spread(speculating), spread(accepted), by_knot
-        )
+        return RateTable(self._requests, self._contexts, np.apply_along_axis(spread, 1, rates))
 
     def _measure(self, speculation: Speculation, running: int, cached: float, matching: int) -> StepCounts:
         """Means of some steps, after enough for the selector to have tried its strategies."""
@@ -140,10 +127,4 @@ class Decider:
         speculation.counts = StepCounts()
         for _ in range(measured):
             speculation.step(running, cached, matching)
-        counts, speculation.counts = speculation.counts, StepCounts()
-        return counts
-
-
-def shares(steps: Counter[str]) -> dict[str, float]:
-    """Counts as shares, the largest first."""
-    return {name: count / steps.total() for name, count in steps.most_common()}
+        return speculation.counts

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_tlt.config.sim import SimPreRolloutSection
 
-_GROWTH = 0.65  # exponent of the hazard in the updates between two policies, as measured 1 to 12 apart
+_GROWTH = 0.65  # exponent of the hazard in the updates between two policies, fitted to counts 1 to 12 apart
 _NEVER = 1e-12  # a chance that no response meets
 
 

@@ -83,7 +83,7 @@ def titled(config: SimConfig) -> str:
 def compare(base: Point, point: Point) -> Comparison:
     """How much faster `point` is than `base`."""
     saved = (base.seconds - point.seconds) * base.gpus * 100 / 3600
-    rollout = base.phases["rollout"] / max(point.phases["rollout"], 1e-12)
+    rollout = base.mean.phases["rollout"] / max(point.mean.phases["rollout"], 1e-12)
     return Comparison(base.nodes, point.mode, base.mode, base.seconds / point.seconds, rollout, saved)
 
 

@@ -42,7 +42,10 @@ class SimPreRollouts:
         return taken
 
     def run(self, step: int, table: RateTable, starts: Sequence[float], until: float) -> list[float]:
-        """See `idle.PreRoll`; behind the rollout of `step`. Mutates what is there."""
+        """Pre-rolls behind the rollout of `step`, on replicas from `starts` (inf: never) to `until`.
+
+        Returns when each replica has no request left. Mutates what is there.
+        """
         ahead = [at for at in range(step + 1, step + 1 + _AHEAD) if at <= self._last]
         if not ahead:
             return list(starts)

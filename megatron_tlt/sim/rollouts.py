@@ -39,18 +39,11 @@ _EXACT = 1e-6  # quanta by which a sum may be off
 
 @dataclass(slots=True)
 class ReplicaRollout:
-    """Arrays by event, in order of time; the first is at its start."""
+    """A rollout that is over."""
 
-    times: np.ndarray  # float64 [E], seconds since the rollout began
-    running: np.ndarray  # int64 [E], requests that decode or are to, from then on; the last is 0
+    seconds: float  # until the last response's end; 0 without requests
     lengths: np.ndarray  # int64 [R], ascending
-    accept_length: float = 0.0
     preemptions: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """Until the last response's end; 0 without requests."""
-        return float(self.times[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +158,6 @@ class _Replica:
         self._pre_rolled = None if pre_rolled is None else pre_rolled.in_quanta(lengths, self._quantum)
         self._scheduler.separates_prefill = pre_rolled is not None
         self.now = start
-        self._times: list[float] = []
-        self._running: list[int] = []
-        self._tokens: list[int] = []  # quanta of each step
 
     @property
     def fetched(self) -> list[int]:
@@ -184,9 +174,6 @@ class _Replica:
         """Fetches prompts and computes until the next change. Returns whether the replica goes on."""
         scheduler, table = self._scheduler, self._table
         self._fetch()
-        live = scheduler.num_running + scheduler.num_waiting
-        self._times.append(self.now)
-        self._running.append(live)
         if scheduler.is_idle:
             return False
         batch = scheduler.schedule()
@@ -197,7 +184,6 @@ class _Replica:
         else:
             result = plain_result(batch.num_draws)
             seconds = self._costs.prefill(self._quantum * (batch.num_tokens - decoding))
-            self._tokens.append(len(result.tokens))
             if decoding:
                 context = self._quantum * (float(rows.context_lens[:decoding].mean()) + 0.5)
                 seconds += self._quantum * table.at(decoding, context)[0]
@@ -213,7 +199,8 @@ class _Replica:
         order = [request.order for request in rows.requests]
         whole = rows.output_len[:decoding].astype(np.int64)
         before = np.maximum(self._position[order], whole)
-        end, matching, parted = rows.limit[:decoding].astype(np.float64), np.False_, np.False_
+        end = rows.limit[:decoding].astype(np.float64)
+        matching = parted = np.zeros(decoding, np.bool_)
         if self._pre_rolled is not None:
             there, alike = (tokens[order] for tokens in self._pre_rolled)
             matching, parted = before < alike, (before >= alike) & (before < there)
@@ -229,7 +216,6 @@ class _Replica:
             position = _snapped(before + seconds / each)
             wanted = np.floor(position).astype(np.int64) - whole
         self._position[order] = position
-        self._tokens.append(int(wanted[~matching].sum()))
         return seconds, wanted
 
     def _seconds_a_token(
@@ -237,7 +223,7 @@ class _Replica:
     ) -> np.ndarray | float:
         """Of each running request, float64 [B]; those of `matching` and `parted` have pre-rolled responses."""
         at, drift = self._table.at, self._drift
-        running, alike, behind = self._scheduler.num_running, np.count_nonzero(matching), np.count_nonzero(parted)
+        running, alike, behind = self._scheduler.num_running, int(matching.sum()), int(parted.sum())
         seconds, tokens, drafted = at(running, context, alike + behind)
         if not alike + behind:
             return seconds
@@ -261,15 +247,8 @@ class _Replica:
 
     def result(self) -> ReplicaRollout:
         """The finished rollout."""
-        running = np.array(self._running)
-        busy = np.minimum(running[:-1], self._most)
-        return ReplicaRollout(
-            np.array(self._times),
-            running,
-            np.sort(self._lengths[self.fetched].ravel()),
-            _accept_length(self._table, busy, np.array(self._tokens, np.float64)),
-            self._scheduler.num_preemptions,
-        )
+        lengths = np.sort(self._lengths[self.fetched].ravel())
+        return ReplicaRollout(self.now, lengths, self._scheduler.num_preemptions)
 
 
 def _snapped(quanta: np.ndarray) -> np.ndarray:
@@ -281,11 +260,3 @@ def _snapped(quanta: np.ndarray) -> np.ndarray:
 def quantum_of(max_tokens: int) -> int:
     """Tokens of a quantum in which the scheduler counts."""
     return max(1, max_tokens // _QUANTA)
-
-
-def _accept_length(table: RateTable, running: np.ndarray, tokens: np.ndarray) -> float:
-    """Mean over the engine steps that drafted; `tokens` were emitted at each of `running`."""
-    accepted = table.accept_length[running]
-    drafted = tokens * (accepted > 0) * table.speculating[running]
-    rows = float((drafted[accepted > 0] / accepted[accepted > 0]).sum())
-    return float(drafted.sum()) / rows if rows else 0.0

@@ -18,7 +18,7 @@ class QuantaScheduler(Scheduler):
     """The production scheduler, in steps in which a row may draw less than a quantum: nothing."""
 
     def commit(self, batch: Batch, result: StepResult) -> list[Request]:
-        """See `Scheduler.commit`. Returns the blocks that were opened for rows which drew nothing, too."""
+        """Also returns the blocks that were opened for rows which drew nothing, too."""
         self._reserved = True
         return super().commit(batch, result)
 

@@ -8,8 +8,7 @@ drafts are drawn (`acceptance`, `drift`), and only their costs are a model (`cos
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,24 +28,11 @@ from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 class StepCounts:
     """Counters of decoding steps of one replica."""
 
-    steps: Counter[str] = field(default_factory=Counter)  # by strategy
+    steps: int = 0
     seconds: float = 0.0
     row_steps: int = 0  # without rows whose pre-rolled response matches
     tokens: int = 0  # of these rows
     pre_rolled: int = 0  # tokens that the other rows' drafts had from there
-    draft_seconds: float = 0.0  # of steps with drafts
-    draft_rows: int = 0
-    draft_tokens: int = 0
-
-    @property
-    def accept_length(self) -> float:
-        """Mean tokens of a row in a step that drafted; 0: none did."""
-        return self.draft_tokens / self.draft_rows if self.draft_rows else 0.0
-
-    @property
-    def speculating(self) -> float:
-        """Share of the seconds that were steps with drafts."""
-        return self.draft_seconds / self.seconds if self.seconds else 0.0
 
 
 class Speculation:
@@ -95,7 +81,12 @@ class Speculation:
             )
         if matching:
             self._earlier.record(running, rows, verifying, None if measures else 0.0)
-        self._count(strategy.name if measures else "pre_rollout", drafting + verifying, draft, matching)
+        counts, others = self.counts, emitted[matching:]
+        counts.steps += 1
+        counts.seconds += drafting + verifying
+        counts.row_steps += len(others)
+        counts.tokens += int(others.sum())
+        counts.pre_rolled += 0 if measures else int(draft.counts[:matching].sum())
         return drafting + verifying, emitted
 
     def _draft(
@@ -117,20 +108,6 @@ class Speculation:
         passes = draft.passes if self._trained is None else self._trained.passes(draft.passes)
         seconds = self._costs.draft(strategy.kind, rest, passes, int(draft.counts.sum()))
         return SimDraft(counts, emitted, draft.passes), seconds
-
-    def _count(self, name: str, seconds: float, draft: SimDraft, matching: int) -> None:
-        counts, emitted = self.counts, draft.emitted[matching:]
-        tokens = int(emitted.sum())
-        counts.steps[name] += 1
-        counts.seconds += seconds
-        counts.row_steps += len(emitted)
-        counts.tokens += tokens
-        if name == "pre_rollout":
-            counts.pre_rolled += int(draft.counts[:matching].sum())
-        if name != "none":
-            counts.draft_seconds += seconds
-            counts.draft_rows += len(emitted)
-            counts.draft_tokens += tokens
 
 
 class MatchingRows(PreRollouts):

@@ -59,8 +59,5 @@ def straight(ends: list[float], rate: float = 100.0, requests: int = 4) -> list[
     """Replicas whose requests all run, at `rate` tokens a second each, until `ends`."""
     made = []
     for end in ends:
-        times = np.array([0.0, end])
-        running = np.array([requests, 0])
-        lengths = np.full(requests, int(rate * end))
-        made.append(ReplicaRollout(times, running, lengths))
+        made.append(ReplicaRollout(end, np.full(requests, int(rate * end))))
     return made

@@ -16,5 +16,4 @@ def test_the_cost_model_is_never_much_slower_than_plain_decoding():
         assert gains.min() > 0.85
         if quality:
             assert (gains[table.requests[table.requests > 8] - 1].max(axis=1) > 1.1).all()
-    assert all(sum(counts.steps.values()) == 128 for counts in table.by_knot.values())
     assert (np.diff(table.requests) > 0).all()

@@ -1,15 +1,16 @@
 """Pre-rollouts: tiny cases by hand, no drift at all and nothing but drift, and a fixed point on paper."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from megatron_tlt.idle.policy import Action, IdlePolicy
 from megatron_tlt.sim import pre_rollouts
 from megatron_tlt.sim import simulate as simulate_module
-from megatron_tlt.sim.cost_model import build_costs
 from megatron_tlt.sim.drift import Drift
 from megatron_tlt.sim.idle import IdleTime
-from megatron_tlt.sim.modes import in_mode, simulate
+from megatron_tlt.sim.modes import in_mode
 from megatron_tlt.sim.simulate import Simulation
 from tests.helpers.sim import few_steps, sim_config, straight  # noqa: F401
 
@@ -52,7 +53,7 @@ def test_two_replicas_and_one_long_response(a_second_each):
     assert [record.phases["rollout"] for record in point.steps] == [99.0, 80 / 32 + 19]
     first, second = point.steps
     assert first.pre_rolling_gpu_seconds == 80.0 and second.pre_rolling_gpu_seconds == 0.0
-    assert (first.matching, second.matching) == (0.0, (81 + 20) / 120)
+    assert (first.matching_tokens, second.matching_tokens) == (0, 81 + 20)
 
 
 def test_where_nothing_matches_only_the_window_costs(a_second_each):
@@ -110,7 +111,8 @@ def test_hazard_and_steps_of_a_matching_row():
     assert drift.tokens_matching(31, 1.0) == pytest.approx(sum(0.99**i for i in range(32)))
 
 
-MEASURED = {  # SmolLM2-135M, updates apart: share of equal responses, of tokens before a mismatch; tokens a step by draft
+# SmolLM2-135M, by updates apart: share of equal responses, of tokens before a mismatch; tokens a step by draft length
+MEASURED = {
     1: (163 / 192, 0.92, {3: 3.79, 7: 7.03, 15: 12.14, 31: 18.90}),
     11: (99 / 192, 0.66, {3: 3.25, 7: 5.15, 15: 6.87, 31: 8.18}),
 }
@@ -146,8 +148,8 @@ class PaperCosts:
 
 
 def on_paper(lengths, pre_rolls):
-    """Mean seconds of the last rollouts: replicas with equally many responses each, whose idle time gives all of the next
-    ones the same number of tokens, in batches of 64, but never more than one response can have in the longest window.
+    """Mean seconds of the last rollouts: replicas with equally many responses each, whose idle time gives all of the
+    next ones the same number of tokens, in batches of 64, but no more than one response can have in the longest window.
     """
     costs, there, found = PaperCosts(), 0, []
 
@@ -160,7 +162,7 @@ def on_paper(lengths, pre_rolls):
             done += 4 * np.where(matching, 32, 1)
         return now
 
-    for of_step, after in zip(lengths, lengths[1:], strict=False):
+    for of_step, after in pairwise(lengths):
         ends = np.array([seconds(mine) for mine in of_step])
         found.append(ends.max())
         steps = (ends.max() - ends) / costs.step(64, 64, 0, False)
@@ -175,18 +177,17 @@ def test_the_gain_is_that_of_a_fixed_point_on_paper(monkeypatch):
     monkeypatch.setattr(simulate_module, "build_costs", lambda config: PaperCosts())
     monkeypatch.setattr(pre_rollouts, "_AHEAD", 1)
     config = sim_config(
-        *("cluster.gpus_per_node=16", "rollout.schedule=static", "rollout.samples_per_prompt=1"),
+        *("rollout.schedule=static", "rollout.samples_per_prompt=1"),
         *("rollout.max_tokens=4096", "rollout.max_running_requests=64", "rollout.speculation.selector=fixed"),
-        *("workload.prompts_per_step=256", "workload.steps=6", "pre_rollouts.hazard=0.0", "training.tp=1"),
+        *("workload.prompts_per_step=128", "workload.steps=5", "pre_rollouts.hazard=0.0", "training.tp=1"),
         *("workload.lengths.median=400", "workload.lengths.sigma=1.0", "workload.lengths.prompt_share=0.0"),
     )
     points = {mode: Simulation(in_mode(config, mode, 1)) for mode in ("off", "pre")}
-    lengths = [points["off"]._lengths.of(step).reshape(16, 16, order="F") for step in range(7)]
+    lengths = [points["off"]._lengths.of(step).reshape(8, 16, order="F") for step in range(6)]
     gains = []
     for mode, simulation in points.items():
         steps = simulation.run(mode).steps[2:]
         gains.append(np.mean([record.phases["rollout"] for record in steps]))
     paper = [on_paper(lengths, pre_rolls) for pre_rolls in (False, True)]
-    print(gains, paper)
     assert gains[0] == pytest.approx(paper[0], rel=0.03)
     assert gains[0] / gains[1] == pytest.approx(paper[0] / paper[1], rel=0.15)
