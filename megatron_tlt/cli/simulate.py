@@ -26,7 +26,7 @@ def add_simulate(commands: Any) -> None:
         "--compare",
         metavar="MODES",
         default=_MODES,
-        help=f"some of off, suffix, frozen, tlt; the first is the baseline (default: {_MODES})",
+        help=f"some of off, suffix, frozen, tlt, pre, tlt+pre; the first is the baseline (default: {_MODES})",
     )
     parser.add_argument("--sweep", metavar="nodes=1,2,4", help="numbers of nodes (default: cluster.nodes)")
     parser.add_argument("--out", type=Path, help="also write the result as JSON")

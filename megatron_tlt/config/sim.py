@@ -87,6 +87,18 @@ class SimDraftersSection(Section):
     """The trained drafter."""
 
 
+class SimPreRolloutSection(Section):
+    """How far a pre-rolled response is the next policy's, which draws with the same noise."""
+
+    hazard: float = Field(default=0.001, ge=0, le=1)
+    """Chance of each token up to the first mismatch to be that mismatch: the policy's drift in one update. Fitted to
+    counts of a small model on short responses (docs/guides/simulator.md)."""
+    found: float = Field(default=0.5, ge=0, le=1)
+    """Chance of each token behind a mismatch that the place in the pre-rolled response is found again; 0: never."""
+    found_hazard: float = Field(default=0.12, gt=0, le=1)
+    """As `hazard`, of a place that was found again."""
+
+
 class SimCostSection(Section):
     """Seconds of an engine step: a roofline of model and GPU, or a measured table."""
 
@@ -130,8 +142,6 @@ class SimTrainingSection(Section):
     """Milliseconds of an update that do not depend on its tokens."""
     score_ms: NonNegativeFloat = 200.0
     """Rewards, exchange and logging of one step."""
-    merge_ms: NonNegativeFloat = 20.0
-    """Merging the replicas' drafters, in a step that trained some."""
     push_seconds: NonNegativeFloat | None = None
     """Measured seconds of a weight sync; default: weights over NVLink and, between nodes, the network."""
     micro_step_ms: PositiveFloat | None = None
@@ -164,6 +174,8 @@ class SimConfig(Section):
     """Idle ranks, as in a run."""
     drafters: SimDraftersSection = SimDraftersSection()
     """Acceptance of each drafter."""
+    pre_rollouts: SimPreRolloutSection = SimPreRolloutSection()
+    """Acceptance of pre-rolled responses, where `idle.pre_rollout` is on."""
     costs: SimCostSection = SimCostSection()
     """Seconds of engine steps."""
     training: SimTrainingSection = SimTrainingSection()

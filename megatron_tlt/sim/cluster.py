@@ -1,20 +1,15 @@
-"""Times outside the engines: update, weight sync, barrier, micro-step of drafter training. Torch-free.
+"""Times outside the engines: update, weight sync, exchange, micro-step of drafter training. Torch-free.
 
 Everything here is an estimate by size; each figure can be replaced by a measured one (`config.sim.SimTrainingSection`).
 """
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from megatron_tlt.config.idle import POLL_S
 from megatron_tlt.config.planning.parameters import active_parameters, total_parameters
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.sim.cost_model import ELEMENT, GPUS, trained_drafter
-
-_HOP_US = 50.0  # one hop of a barrier between ranks
 
 
 class Cluster:
@@ -66,16 +61,9 @@ class Cluster:
         network = shard / (cluster.network_gbps * 1e9 / 8) if cluster.nodes > 1 else 0.0
         return links + network
 
-    def barrier(self) -> float:
-        """From the last replica's end to all ranks having received it.
-
-        Two polls, and a hop for each doubling of ranks (measured up to 256 ranks on loopback; a network adds to each
-        hop). The time of a micro-step under way is in `Waits.late`.
-        """
-        if self.gpus == 1:
-            return 0.0
-        hops = math.ceil(math.log2(self.gpus))
-        return 2 * POLL_S + 1e-6 * _HOP_US * hops
+    def exchange(self, size: int) -> float:
+        """So many bytes to every rank."""
+        return size / (self._config.cluster.network_gbps * 1e9 / 8)
 
     def micro_step(self) -> float:
         """One micro-step of drafter training on one replica: 6 operations a token and parameter that a pass reads. A

@@ -18,7 +18,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_tlt.config.drafter_kinds import DRAFTERS, DrafterFacts
 from megatron_tlt.config.model import ArchitectureConfig
@@ -55,21 +55,8 @@ GPUS: dict[str, Gpu] = {
 }
 
 
-class CostModel(Protocol):
-    """Seconds of the parts of an engine step."""
-
-    def step(self, B: int, T: int, C: float, speculating: bool) -> float:
-        """Everything but the draft: schedule, forward, sampling or verification, commit."""
-
-    def draft(self, kind: str, B: int, passes: int, tokens: int) -> float:
-        """Proposing `tokens` tokens in all, `passes` of them one after the other by a trained drafter."""
-
-    def prefill(self, tokens: int) -> float:
-        """A step of prompt tokens only."""
-
-
 class Roofline:
-    """See the module."""
+    """The formula above."""
 
     def __init__(
         self,
@@ -92,7 +79,7 @@ class Roofline:
         self._width = model.num_heads * model.head_dim
 
     def step(self, B: int, T: int, C: float, speculating: bool) -> float:
-        """See `CostModel.step`."""
+        """Seconds of all but the draft: schedule, forward, sampling or verification, commit."""
         attention = 4.0 * self._model.num_layers * self._width * C * (T / max(1, B)) / self._tp
         seconds = self._policy(T, C * self._kv, attention)
         return seconds + 1e-3 * (
@@ -100,7 +87,7 @@ class Roofline:
         )
 
     def draft(self, kind: str, B: int, passes: int, tokens: int) -> float:
-        """See `CostModel.draft`."""
+        """Seconds of proposing `tokens` tokens in all, `passes` of them one after the other by a trained drafter."""
         if kind == "suffix":
             return 1e-6 * self._section.lookup_us * B
         if not passes:
@@ -112,7 +99,7 @@ class Roofline:
         return self._drafter.passes(passes) * one
 
     def prefill(self, tokens: int) -> float:
-        """See `CostModel.prefill`."""
+        """Seconds of a step of prompt tokens only."""
         return self._policy(tokens, 0.0, 0.0) + 1e-3 * self._section.step_ms
 
     def _policy(self, T: int, kv: float, attention: float) -> float:
@@ -163,7 +150,7 @@ class MeasuredCosts:
             raise ConfigError.of("costs.table", str(Path(path).absolute()), allowed) from error
 
     def step(self, B: int, T: int, C: float, speculating: bool) -> float:
-        """See `CostModel.step`."""
+        """As `Roofline.step`."""
         if not speculating:
             c0, per_request, per_cached = self._plain
             return float(c0 + per_request * B + per_cached * C + self._prefill[1] * (T - B))
@@ -171,16 +158,19 @@ class MeasuredCosts:
         return float(c0 + per_request * B + per_row * T + per_cached * C + per_attended * C * T / max(1, B))
 
     def draft(self, kind: str, B: int, passes: int, tokens: int) -> float:
-        """See `CostModel.draft`. Raises ConfigError for a kind that was not measured."""
+        """As `Roofline.draft`. Raises ConfigError for a kind that was not measured."""
         if kind not in self._drafts:
             raise ConfigError.of("costs.table", kind, f"measured were drafters {', '.join(self._drafts)}")
         base, per_request, per_token = self._drafts[kind]
         return float(base + per_request * B + per_token * tokens)
 
     def prefill(self, tokens: int) -> float:
-        """See `CostModel.prefill`."""
+        """As `Roofline.prefill`."""
         base, per_token = self._prefill
         return float(base + per_token * tokens)
+
+
+CostModel = Roofline | MeasuredCosts
 
 
 def kv_bytes(model: ArchitectureConfig) -> int:

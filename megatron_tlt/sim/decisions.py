@@ -11,8 +11,8 @@ Legend: B running requests, K knots of B, X knots of context length.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 
@@ -24,8 +24,10 @@ from megatron_tlt.sim.speculation import Speculation, StepCounts
 
 _SETTLE = 96  # engine steps at a knot until the selector has tried its strategies there
 _MEASURED = 128  # engine steps that a rate is the mean of: some spans of the selector, its trials included
+_MIXED = 24  # of either, where pre-rolled responses match: their choice tries no strategies
 _QUALITIES = 4  # steps of the drafter's quality from 0 to 1 that have a table each
 _CONTEXTS = 3  # context lengths
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the requests whose pre-rolled responses match; evenly spaced
 
 
 def request_knots(most: int) -> np.ndarray:
@@ -40,25 +42,31 @@ def request_knots(most: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class RateTable:
-    """Seconds for each token of every running request, and the decisions, at the knots."""
+    """Seconds for each token of every running request, for every B up to the largest knot.
+
+    S shares of the requests have a pre-rolled response that matches: `_SHARES`, or 0 alone. B = 0 is not used.
+    """
 
     requests: np.ndarray  # int64 [K], ascending
     contexts: np.ndarray  # float64 [X], ascending
-    seconds: np.ndarray  # float64 [B + 1, X] for every B up to the largest knot; row 0 is not used
-    speculating: np.ndarray  # float64 [B + 1], share of the seconds with drafts
-    accept_length: np.ndarray  # float64 [B + 1], of steps with drafts; 0: none
-    by_knot: dict[int, StepCounts]  # steps, at the middle context
+    rates: np.ndarray  # float64 [S, B + 1, X, 3]: see `at`
 
-    def at(self, running: int, context: float) -> float:
-        """Seconds for each token of `running` requests whose mean context is `context` tokens."""
+    def at(self, running: int, context: float, matching: float = 0.0) -> tuple[float, float, float]:
+        """Of steps of `running` requests with a mean context of `context` tokens, `matching` of which match a
+        pre-rolled response: seconds a token and tokens a step of the others, and tokens drafted for each of these.
+        """
         top = len(self.contexts) - 1
-        if top == 0:
-            return self.seconds.item(running, 0)
-        right = min(max(bisect_left(self.contexts, context), 1), top)
-        low, high = self.contexts.item(right - 1), self.contexts.item(right)
-        share = min(max((context - low) / (high - low), 0.0), 2.0)
-        near: float = self.seconds.item(running, right - 1)
-        return near + share * (self.seconds.item(running, right) - near)
+        right, share = 0, 1.0
+        if top:
+            right = min(max(bisect_left(self.contexts, context), 1), top)
+            low, high = self.contexts.item(right - 1), self.contexts.item(right)
+            share = min(max((context - low) / (high - low), 0.0), 2.0)
+        place = matching / running * (len(self.rates) - 1)
+        row = int(place)
+        rates = self.rates[row : row + 2, running]
+        mixed = rates[:, right - 1] + share * (rates[:, right] - rates[:, right - 1])
+        seconds, tokens, drafted = (mixed[0] + (place - row) * (mixed[-1] - mixed[0])).tolist()
+        return seconds, tokens, drafted
 
 
 class Decider:
@@ -85,43 +93,38 @@ class Decider:
         return table
 
     def _make(self, quality: float) -> RateTable:
-        shape = len(self._requests), len(self._contexts)
-        seconds = np.zeros(shape)
-        speculating = np.zeros(shape[0])
-        accepted = np.zeros(shape[0])
-        by_knot: dict[int, StepCounts] = {}
+        mixed = _SHARES if self._config.idle.pre_rollout else _SHARES[:1]
+        shape = len(mixed), len(self._requests), len(self._contexts)
+        rates = np.zeros((*shape, 3))
         speculation = Speculation(self._config, self._costs, (self._config.workload.seed, 2))
         speculation.set_quality(quality)
-        for x, k in product(range(shape[1]), range(shape[0])[::-1]):
+        for x, k, s in product(range(shape[2]), range(shape[1])[::-1], range(shape[0])):
             running = int(self._requests[k])
-            counts = self._measure(speculation, running, running * float(self._contexts[x]))
-            seconds[k, x] = counts.seconds * counts.row_steps / max(1, counts.tokens) / counts.steps.total()
-            if x == shape[1] // 2:
-                by_knot[running] = counts
-                speculating[k], accepted[k] = counts.speculating, counts.accept_length
+            cached = running * float(self._contexts[x])
+            matching = math.ceil(mixed[s] * running)
+            counts = self._measure(speculation, running, cached, matching)
+            # Without other requests, their tokens are taken to be those of the row before.
+            tokens = counts.tokens / counts.row_steps if counts.row_steps else rates[s - 1, k, x, 1]
+            drafted = counts.pre_rolled / counts.steps / max(1, matching)
+            rates[s, k, x] = counts.seconds / counts.steps / tokens, tokens, drafted
+        rates[0, ..., 2] = rates[min(1, len(mixed) - 1), ..., 2]  # of few as of more
         every = np.arange(int(self._requests[-1]) + 1)
 
         def spread(values: np.ndarray) -> np.ndarray:
             return np.interp(every, self._requests, values)
 
-        columns = np.stack([spread(column) for column in seconds.T], axis=1)
-        return RateTable(
-            self._requests, self._contexts, columns, spread(speculating), spread(accepted), by_knot
-        )
+        return RateTable(self._requests, self._contexts, np.apply_along_axis(spread, 1, rates))
 
-    def _measure(self, speculation: Speculation, running: int, cached: float) -> StepCounts:
+    def _measure(self, speculation: Speculation, running: int, cached: float, matching: int) -> StepCounts:
         """Means of some steps, after enough for the selector to have tried its strategies."""
         most = self._config.plain_above
         is_plain = self._config.rollout.speculation.drafter == "none" or (most is not None and running > most)
-        for _ in range(0 if is_plain else _SETTLE):
-            speculation.step(running, cached)
+        settle, measured = (0, 1) if is_plain else (_SETTLE, _MEASURED)
+        if matching:
+            settle = measured = _MIXED
+        for _ in range(settle):
+            speculation.step(running, cached, matching)
         speculation.counts = StepCounts()
-        for _ in range(1 if is_plain else _MEASURED):
-            speculation.step(running, cached)
-        counts, speculation.counts = speculation.counts, StepCounts()
-        return counts
-
-
-def shares(steps: Counter[str]) -> dict[str, float]:
-    """Counts as shares, the largest first."""
-    return {name: count / steps.total() for name, count in steps.most_common()}
+        for _ in range(measured):
+            speculation.step(running, cached, matching)
+        return speculation.counts

@@ -1,11 +1,11 @@
-"""The wait for the slowest replica: which replicas train the drafter, for how long, and its adaptation. Torch-free.
+"""The wait for the slowest replica: which replicas pre-roll and train, for how long, and the drafter's adaptation.
+Torch-free.
 
     replica 0   rollout ====================================|
     replica 1   rollout ===========|  train train train trai|n     the last micro-step may end late: all wait
-    replica 2   rollout ====|idle|  train train train train  |
+    replica 2   rollout ====|idle|  pre-rollout ~~~~~~~~~~~~|
 
-`idle.policy.IdlePolicy` decides: a replica that has waited `idle.min_tail_seconds`, and a micro-step's seconds, trains
-until the slowest is done.
+`idle.policy.IdlePolicy` decides, asked again after some micro-steps or a part of the wait.
 
 How a drafter gets better is a model with two constants (`config.sim.SimTrainingSection`): an update of the policy
 undoes `drift` of its adaptation, and n tokens of training close 1 - exp(-n / tokens_to_adapt) of the gap.
@@ -14,14 +14,19 @@ undoes `drift` of its adaptation, and n tokens of training close 1 - exp(-n / to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_tlt.config.idle import POLL_S
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.idle.policy import Action, IdlePolicy, IdleView
 from megatron_tlt.sim.rollouts import ReplicaRollout
+
+_ASKED = 16  # times that the policy is asked in a window in which it trains
+PreRoll = Callable[[list[float], float], Sequence[float]]
+"""Pre-rolls on replicas from these seconds (inf: never) until those; returns when each has no request left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,38 +35,103 @@ class Waits:
 
     ends: np.ndarray  # float64 [R], of each one's last response
     trains: np.ndarray  # float64 [R], seconds inside micro-steps
+    pre_rolls: np.ndarray  # float64 [R], seconds of pre-rollouts
     micro_steps: int
     done: float  # the slowest replica's last response
-    late: float  # seconds that the last micro-step made all ranks wait
+    late: float  # seconds that the last micro-step or decoding step made all ranks wait
+
+
+@dataclass(slots=True)
+class _Past:
+    """One replica's earlier windows."""
+
+    idle: float = 0.0  # seconds
+    trained: float = 0.0  # seconds
+    windows: int = 0
+
+
+@dataclass(slots=True)
+class _Window:
+    """One replica's."""
+
+    past: _Past
+    end: float  # of its last response
+    samples: int
+    now: float  # until which it has decided
+    can_pre_roll: bool
+    steps: int = 0  # micro-steps
+    pre_rolls: float = 0.0  # seconds
 
 
 class IdleTime:
     """Decides the waits of all replicas with the production policy."""
 
-    def __init__(self, config: SimConfig, micro_step: float):
+    def __init__(self, config: SimConfig, micro_step: float, decode_step: float = 0.0):
+        """Seconds of a micro-step of training and of a decoding step of pre-rollouts."""
         self._policy = IdlePolicy.of(config.idle)
-        self._micro_step = micro_step
+        self._micro_step, self._decode_step = micro_step, decode_step
+        self._past: list[_Past] = []  # of each replica
 
-    def waits(self, rollouts: Sequence[ReplicaRollout]) -> Waits:
+    def waits(self, rollouts: Sequence[ReplicaRollout], pre_roll: PreRoll | None = None) -> Waits:
         """Of one step."""
         ends = np.array([r.seconds for r in rollouts])
-        step = self._micro_step
-        done = float(ends.max())
-        begins = ends + max(self._policy.min_tail_seconds, step)
-        trains = (begins < done) & [self._trains(done - r.seconds, len(r.lengths)) for r in rollouts]
-        running = int(np.count_nonzero(trains))
-        if not running:
-            return Waits(ends, np.zeros(len(ends)), 0, done, 0.0)
-        # The last of so many micro-steps that end evenly spread. A running one is finished.
-        late = step * running / (running + 1)
-        steps = np.where(trains, np.floor(np.maximum(done - begins, 0.0) / step) + 1, 0.0)
-        seconds = np.minimum(steps * step, np.where(trains, done + late - begins, 0.0))
-        return Waits(ends, seconds, int(steps.sum()), done, late)
+        done, step = float(ends.max()), self._micro_step
+        self._past = self._past or [_Past() for _ in rollouts]
+        windows = [
+            _Window(past, r.seconds, len(r.lengths), r.seconds, pre_roll is not None)
+            for past, r in zip(self._past, rollouts, strict=True)
+        ]
+        starts = [window.now if self._comes_to_pre_roll(window, done) else math.inf for window in windows]
+        if pre_roll is not None and min(starts) < done:
+            for window, start, until in zip(windows, starts, pre_roll(starts, done), strict=True):
+                if start < done:
+                    window.now, window.can_pre_roll, window.pre_rolls = until, False, until - start
+                    self._comes_to_pre_roll(window, done)
+        # A running step is finished: the last of so many that end evenly spread.
+        training = sum(window.now > done for window in windows)
+        decoding = sum(window.now == done and window.pre_rolls > 0 for window in windows)
+        late = max(step * training / (training + 1), self._decode_step * decoding / (decoding + 1))
+        trains = [w.steps * step - max(0.0, w.now - done - late) for w in windows]
+        for window, trained in zip(windows, trains, strict=True):
+            past = window.past
+            past.idle += done + late - window.end
+            past.trained += trained
+            past.windows += 1
+        return Waits(
+            ends,
+            np.array(trains),
+            np.array([window.pre_rolls for window in windows]),
+            sum(window.steps for window in windows),
+            done,
+            late,
+        )
 
-    def _trains(self, seconds_idle: float, samples: int) -> bool:
-        """Whether a replica that has waited so long trains, by the production policy."""
-        view = IdleView(seconds_idle, samples_available=samples, step_seconds=self._micro_step)
-        return self._policy.decide(view) is Action.TRAIN
+    def _comes_to_pre_roll(self, window: _Window, done: float) -> bool:
+        """Trains and waits until the policy pre-rolls (True) or all replicas are done. Mutates the window."""
+        step, past, at_once = self._micro_step, window.past, 1
+        if step and not window.can_pre_roll:  # the policy does not look at the share of training then
+            at_once = max(1, int((done - window.end) / _ASKED / step))
+        while window.now < done:
+            idle, trained = window.now - window.end, past.trained + window.steps * step
+            view = IdleView(
+                idle,
+                samples_available=window.samples,
+                steps=window.steps,
+                step_seconds=step,
+                can_pre_roll=window.can_pre_roll,
+                training_share=trained / (past.idle + idle) if past.idle + idle else 0.0,
+                usual_seconds=past.idle / max(1, past.windows),
+            )
+            action = self._policy.decide(view)
+            if action is Action.PRE_ROLL:
+                return True
+            if action is Action.TRAIN:
+                steps = min(at_once, math.ceil((done - window.now) / step))
+                window.steps += steps
+                window.now += steps * step
+            else:
+                window.now = min(done, window.now + max(POLL_S, idle / 4))
+        return False
 
 
 class Adaptation:

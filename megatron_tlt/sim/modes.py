@@ -19,6 +19,8 @@ MODES = {
     "suffix": "drafts from sibling and earlier responses only",
     "frozen": "the file's drafter, never trained during the run",
     "tlt": "the file's drafter, trained in idle time",
+    "pre": "pre-rollouts in idle time, no drafter",
+    "tlt+pre": "pre-rollouts in idle time, and the file's drafter, trained there as the idle policy says",
 }
 
 
@@ -49,7 +51,7 @@ def in_mode(config: SimConfig, mode: str, nodes: int) -> SimConfig:
         raise ConfigError.of("--compare", mode, f"must be some of {', '.join(MODES)}")
     spec = config.rollout.speculation
     trains = False
-    if mode == "off":
+    if mode in ("off", "pre"):
         spec = spec.model_copy(update={"drafter": "none"})
     elif mode == "suffix":
         spec = spec.model_copy(update={"drafter": "suffix"})
@@ -57,11 +59,11 @@ def in_mode(config: SimConfig, mode: str, nodes: int) -> SimConfig:
         allowed = f"must be a trained drafter for --compare {mode}"
         raise ConfigError.of("rollout.speculation.drafter", spec.drafter, allowed)
     else:
-        trains = mode == "tlt"
+        trains = mode != "frozen"
     changed: dict[str, Any] = {
         "cluster": config.cluster.model_copy(update={"nodes": nodes}),
         "rollout": config.rollout.model_copy(update={"speculation": spec}),
-        "idle": config.idle.model_copy(update={"train_drafter": trains}),
+        "idle": config.idle.model_copy(update={"train_drafter": trains, "pre_rollout": mode.endswith("pre")}),
     }
     new = config.model_copy(update=changed)
     if problems := list(check_sim(new)):
@@ -81,7 +83,7 @@ def titled(config: SimConfig) -> str:
 def compare(base: Point, point: Point) -> Comparison:
     """How much faster `point` is than `base`."""
     saved = (base.seconds - point.seconds) * base.gpus * 100 / 3600
-    rollout = base.phases["rollout"] / max(point.phases["rollout"], 1e-12)
+    rollout = base.mean.phases["rollout"] / max(point.mean.phases["rollout"], 1e-12)
     return Comparison(base.nodes, point.mode, base.mode, base.seconds / point.seconds, rollout, saved)
 
 
@@ -117,5 +119,10 @@ def assumptions(config: SimConfig) -> list[str]:
             f"an update of the policy undoes {training.drift:.0%} of the drafter's adaptation; "
             f"{training.tokens_to_adapt:g} tokens of training bring it to 63 %"
         )
+    rolled = config.pre_rollouts
+    lines.append(
+        f"pre-rollouts: an update makes each token another one with a chance of {rolled.hazard:g}; behind a mismatch "
+        f"the place is found with {rolled.found:g} a token, and lost with {rolled.found_hazard:g}"
+    )
     lines.append("drafters estimate the acceptance of each token without error (calibrated)")
     return lines

@@ -1,6 +1,6 @@
 """The result of a simulation, and its form as one JSON document. Torch-free.
 
-    {"schema": "megatron-tlt/simulation/1", "name", "config": {..}, "assumptions": ["..."],
+    {"schema": "megatron-tlt/simulation/2", "name", "config": {..}, "assumptions": ["..."],
      "points": [Point], "comparisons": [Comparison]}
 
 A point is one way of running (`mode`) on one number of nodes. All times are seconds of virtual time, GPU-times are
@@ -14,48 +14,37 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = "megatron-tlt/simulation/1"
-SIM_PHASES = ("rollout", "stop", "score", "logprobs", "update", "merge", "weight_sync", "other")
-"""In order. rollout: until the slowest replica is done; stop: until every rank knows, and training has stopped."""
+SCHEMA = "megatron-tlt/simulation/2"
+SIM_PHASES = ("rollout", "stop", "score", "logprobs", "update", "weight_sync")
+"""In order. rollout: until the slowest replica is done; stop: until training and pre-rollouts have stopped, and every
+rank has these."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One RL step."""
+    """One RL step, or the mean of some."""
 
-    step: int
-    seconds: float
     phases: dict[str, float]
-    """Seconds by phase (`SIM_PHASES`); they add up to `seconds`."""
-    tokens: int
+    """Seconds by phase (`SIM_PHASES`)."""
+    tokens: float
     """Tokens of all responses."""
-    accept_length: float
-    """Mean tokens of a request in an engine step that drafted; 0: none did."""
+    matching_tokens: float
+    """Of these, pre-rolled ones before their response's first mismatch."""
     idle_gpu_seconds: float
-    """GPU-seconds of replicas that waited for slower ones, those trained in included."""
+    """GPU-seconds of replicas that waited for slower ones, those trained or pre-rolled in included."""
     recovered_gpu_seconds: float
     """Of these, inside micro-steps of drafter training."""
-    micro_steps: int
-    """Of drafter training, over all replicas."""
+    pre_rolling_gpu_seconds: float
+    """Of these, in pre-rollouts."""
     quality: float
     """The drafter's at the step's start: 0 never adapted to this policy, 1 adapted to it."""
-    preemptions: int = 0
+    preemptions: float
     """Requests that lost their KV cache and were computed again."""
 
-
-@dataclass(frozen=True, slots=True)
-class Strategy:
-    """The production selector's choices and speed at one number of running requests of a replica."""
-
-    running: int
-    shares: dict[str, float]
-    """Share of engine steps by `DraftStrategy.name`."""
-    tokens_per_second: float
-    """Of the replica."""
-    plain_tokens_per_second: float
-    """The same without drafts."""
-    accept_length: float
-    """Mean tokens of a request in an engine step that drafted; 0: none did."""
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(self.phases.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +54,11 @@ class Point:
     mode: str
     nodes: int
     gpus: int
-    replicas: int
     seconds: float
     """Mean of a step."""
-    phases: dict[str, float]
-    """Mean seconds by phase."""
-    tokens_per_second: float
-    """Responses' tokens of all GPUs, per second of the whole step."""
-    idle_gpu_hours: float
-    """Of all simulated steps."""
-    recovered_gpu_hours: float
-    gpu_hours: float
-    """Of all simulated steps, busy or not."""
-    accept_length: float
+    mean: StepRecord
+    """Of all steps."""
     steps: list[StepRecord]
-    running: list[tuple[float, int]]
-    """Of the last step: (seconds since the rollout's start, running requests of all replicas)."""
-    strategies: list[Strategy]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_tlt.config.rollout import KV_BLOCK
 from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.rollout.batch import StepResult
+from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.scheduler import Scheduler, SchedulerLimits
@@ -14,8 +14,17 @@ from megatron_tlt.sim.cost_model import cache_tokens
 from megatron_tlt.types import SamplingParams
 
 
-def new_scheduler(config: SimConfig, quantum: int, rows: int) -> Scheduler:
-    """The production scheduler of one replica that runs up to `rows` requests, in quanta of `quantum` tokens."""
+class QuantaScheduler(Scheduler):
+    """The production scheduler, in steps in which a row may draw less than a quantum: nothing."""
+
+    def commit(self, batch: Batch, result: StepResult) -> list[Request]:
+        """Also returns the blocks that were opened for rows which drew nothing, too."""
+        self._reserved = True
+        return super().commit(batch, result)
+
+
+def new_scheduler(config: SimConfig, quantum: int, rows: int) -> QuantaScheduler:
+    """The scheduler of one replica that runs up to `rows` requests, in quanta of `quantum` tokens."""
     rollout, prompt = config.rollout, config.workload.prompt_tokens
     context = quanta(prompt, quantum) + quanta(rollout.max_tokens, quantum)
     # Where a quantum is more than a block, four of them are handed out at a time: it saves most of the work.
@@ -25,7 +34,7 @@ def new_scheduler(config: SimConfig, quantum: int, rows: int) -> Scheduler:
     blocks = enough if room is None else min(enough, max(room // (block * quantum), -(-context // block) + 1))
     # In quanta a decoding row would take a whole one of the budget of prompt tokens: it gets that back.
     budget = quanta(rollout.max_batched_tokens, quantum) + (rows if quantum > 1 else 0)
-    return Scheduler(SchedulerLimits(rows, budget, context, 1), BlockManager(blocks, block))
+    return QuantaScheduler(SchedulerLimits(rows, budget, context, 1), BlockManager(blocks, block))
 
 
 def quanta(tokens: int, quantum: int) -> int:

@@ -2,63 +2,56 @@
 
     select -> draft -> record          the order of `rollout.spec.speculator.Speculator`
 
-The selector is `rollout.spec.selector.build_selector`'s own, with virtual seconds; only the drafts are drawn
-(`acceptance`), and only their costs are a model (`cost_model`). Legend: B running rows.
+The selector and the choice of pre-rolled tokens are production's own (`rollout.spec`), with virtual seconds; only the
+drafts are drawn (`acceptance`, `drift`), and only their costs are a model (`cost_model`). Legend: B running rows.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
+from megatron_tlt.models.draft import Draft
+from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.spec.pre_rollouts import LONGEST, PreRollouts
 from megatron_tlt.rollout.spec.selector import StrategySelector, build_selector
-from megatron_tlt.sim.acceptance import AcceptanceModel
+from megatron_tlt.rollout.spec.step_costs import RowCosts
+from megatron_tlt.sim.acceptance import AcceptanceModel, SimDraft
 from megatron_tlt.sim.cost_model import CostModel
+from megatron_tlt.sim.drift import Drift
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
-
-_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
 class StepCounts:
     """Counters of decoding steps of one replica."""
 
-    steps: Counter[str] = field(default_factory=Counter)  # by strategy
+    steps: int = 0
     seconds: float = 0.0
-    row_steps: int = 0
-    tokens: int = 0
-    draft_seconds: float = 0.0  # of steps with drafts
-    draft_rows: int = 0
-    draft_tokens: int = 0
-
-    @property
-    def accept_length(self) -> float:
-        """Mean tokens of a row in a step that drafted; 0: none did."""
-        return self.draft_tokens / self.draft_rows if self.draft_rows else 0.0
-
-    @property
-    def speculating(self) -> float:
-        """Share of the seconds that were steps with drafts."""
-        return self.draft_seconds / self.seconds if self.seconds else 0.0
+    row_steps: int = 0  # without rows whose pre-rolled response matches
+    tokens: int = 0  # of these rows
+    pre_rolled: int = 0  # tokens that the other rows' drafts had from there
 
 
 class Speculation:
-    """The selector of one replica, or none. Mutates its selector and counts."""
+    """The decisions of one replica. Mutates its selector and counts."""
 
     def __init__(self, config: SimConfig, costs: CostModel, seed: tuple[int, ...]):
-        section = config.rollout.speculation
+        section, rollout = config.rollout.speculation, config.rollout
         self._costs, self._trained = costs, section.trained
-        self._rng = np.random.default_rng(seed)
+        self._rng, self._rng_of_mixed = np.random.default_rng(seed), np.random.default_rng((*seed, 1))
         self._selector: StrategySelector | None = None
         if section.drafter != "none":
             self._selector = build_selector(section)
         drafters = config.drafters
         self.acceptance = AcceptanceModel(drafters.trained if section.trained else drafters.suffix)
         self._plain_above = config.plain_above
-        self._most_rows = config.rollout.max_batched_tokens
+        self._most_rows = rollout.max_batched_tokens
+        verified = max(rollout.verify_rows, rollout.max_running_requests * section.rows_each)
+        self._earlier = MatchingRows(config, min(self._most_rows, verified))
+        self._drift = Drift(config.pre_rollouts)
         self.counts = StepCounts()
 
     def set_quality(self, quality: float) -> None:
@@ -66,47 +59,91 @@ class Speculation:
         if self._trained is not None:
             self.acceptance.quality = quality
 
-    def step(self, running: int, cached: float) -> tuple[float, np.ndarray]:
-        """Seconds of a step of `running` requests with `cached` tokens in all, and the tokens int64 [B] emitted."""
+    def step(self, running: int, cached: float, matching: int = 0) -> tuple[float, np.ndarray]:
+        """Seconds of a step of `running` requests with `cached` tokens in all, and the tokens int64 [B] emitted. The
+        first `matching` requests have a pre-rolled response that matches so far.
+        """
         above = self._plain_above
         selector = self._selector if above is None or running <= above else None
-        strategy = NO_DRAFT if selector is None else selector.select(running)
-        if selector is not None and strategy.kind != "none":
-            return self._draft(selector, strategy, running, cached)
-        seconds = self._costs.step(running, running, cached, False)
-        emitted = np.ones(running, np.int64)
+        pre_rolled = self._earlier.propose_for(running, matching) if matching else None
+        measures = pre_rolled is None or not pre_rolled.num_tokens
+        strategy = NO_DRAFT
         if selector is not None:
-            selector.record(StepMeasurement(NO_DRAFT, running, running, 0.0, seconds, running, _NONE, _NONE))
-        self._count("none", seconds, running, emitted, False)
-        return seconds, emitted
-
-    def _draft(
-        self, selector: StrategySelector, strategy: DraftStrategy, running: int, cached: float
-    ) -> tuple[float, np.ndarray]:
-        share = max(0, self._most_rows // running - 1)
-        lengths = np.full(running, min(strategy.draft_len, share), np.int64)
-        draft = self.acceptance.draft(strategy, lengths, self._rng)
-        drafted = int(draft.counts.sum())
-        passes = draft.passes if self._trained is None else self._trained.passes(draft.passes)
-        drafting = self._costs.draft(strategy.kind, running, passes, drafted)
-        emitted, fed = draft.emitted, running + drafted
-        reached, accepted = draft.reached(strategy.draft_len), draft.accepted(strategy.draft_len)
-        verifying = self._costs.step(running, fed, cached, fed > running)
-        tokens = int(emitted.sum())
-        selector.record(
-            StepMeasurement(strategy, running, fed, drafting, verifying, tokens, reached, accepted)
-        )
-        self._count(strategy.name, drafting + verifying, running, emitted, True)
+            strategy = selector.select(running) if measures else selector.usual(running)
+        draft, drafting = self._draft(strategy, running, None if measures else pre_rolled)
+        emitted, rows = draft.emitted, running + int(draft.counts.sum())
+        verifying = self._costs.step(running, rows, cached, rows > running)
+        if selector is not None and measures:
+            reached, accepted = draft.reached(strategy.draft_len), draft.accepted(strategy.draft_len)
+            tokens = int(emitted.sum())
+            selector.record(
+                StepMeasurement(strategy, running, rows, drafting, verifying, tokens, reached, accepted)
+            )
+        if matching:
+            self._earlier.record(running, rows, verifying, None if measures else 0.0)
+        counts, others = self.counts, emitted[matching:]
+        counts.steps += 1
+        counts.seconds += drafting + verifying
+        counts.row_steps += len(others)
+        counts.tokens += int(others.sum())
+        counts.pre_rolled += 0 if measures else int(draft.counts[:matching].sum())
         return drafting + verifying, emitted
 
-    def _count(self, name: str, seconds: float, running: int, emitted: np.ndarray, drafted: bool) -> None:
-        counts = self.counts
-        tokens = int(emitted.sum())
-        counts.steps[name] += 1
-        counts.seconds += seconds
-        counts.row_steps += running
-        counts.tokens += tokens
-        if drafted:
-            counts.draft_seconds += seconds
-            counts.draft_rows += running
-            counts.draft_tokens += tokens
+    def _draft(
+        self, strategy: DraftStrategy, running: int, pre_rolled: Draft | None
+    ) -> tuple[SimDraft, float]:
+        """What the step verifies, and the seconds of the drafter, whose rows are those without a pre-rolled token."""
+        counts, emitted = np.zeros(running, np.int64), np.ones(running, np.int64)
+        rng = self._rng
+        if pre_rolled is not None:
+            counts[:], rng = pre_rolled.counts, self._rng_of_mixed
+            emitted = self._drift.emitted(counts, rng)
+        others = counts == 0
+        rest = int(np.count_nonzero(others))
+        if strategy.kind == "none" or not rest:
+            return SimDraft(counts, emitted, 0), 0.0
+        share = max(0, self._most_rows - running - int(counts.sum())) // rest
+        draft = self.acceptance.draft(strategy, np.full(rest, share), rng)
+        counts[others], emitted[others] = draft.counts, draft.emitted
+        passes = draft.passes if self._trained is None else self._trained.passes(draft.passes)
+        seconds = self._costs.draft(strategy.kind, rest, passes, int(draft.counts.sum()))
+        return SimDraft(counts, emitted, draft.passes), seconds
+
+
+class MatchingRows(PreRollouts):
+    """The production choice of the pre-rolled tokens that a step verifies, with acceptances from a model."""
+
+    def __init__(self, config: SimConfig, most_rows: int):
+        section = config.rollout.speculation
+        self._all_rows = _Rows()
+        costs = RowCosts() if section.selector == "cost_model" else None
+        super().__init__(self._all_rows, most_rows, costs)
+        self._acceptance = Drift(config.pre_rollouts).acceptance(LONGEST)
+        self._matching = 0
+
+    def propose_for(self, running: int, matching: int) -> Draft:
+        """Of a step whose first `matching` of `running` rows have a place. Mutates."""
+        self._all_rows.running, self._matching = running, matching
+        return self.propose()
+
+    def follow(self) -> None:
+        """No tokens are drawn here."""
+
+    def _lengths(self) -> np.ndarray:
+        return LONGEST * (np.arange(self._all_rows.running) < self._matching).astype(np.int32)
+
+    def _draft(self, lengths: np.ndarray) -> Draft:
+        acceptance = np.tile(self._acceptance, self._matching)
+        return Draft(lengths, np.zeros(len(acceptance), np.int32), acceptance)
+
+
+class _Rows(RunningRows):
+    """As many as are set."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, 1, 1, 1)
+        self.running = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.running

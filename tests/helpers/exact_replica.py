@@ -34,23 +34,16 @@ class ExactReplica:
         self.speculation.counts = StepCounts()
         for index, lengths in enumerate(groups):
             add_group(scheduler, index, lengths, self._config.workload.prompt_tokens)
-        events: list[tuple[float, int]] = []
         generated, total = 0, sum(len(g) for g in groups)
         while not scheduler.is_idle:
             batch = scheduler.schedule()
-            live = scheduler.num_running + scheduler.num_waiting
             seconds, result = self._compute(batch)
-            events.append((now, live))
             now += seconds
             generated += len(result.tokens)
             scheduler.commit(batch, result)
-        events.append((now, 0))
-        times, running = (np.array(column) for column in zip(*events, strict=True))
-        counts, lengths = self.speculation.counts, np.sort(np.concatenate(groups))
+        lengths = np.sort(np.concatenate(groups))
         assert len(lengths) == total and generated == int(lengths.sum()), "every response has its length"
-        return ReplicaRollout(
-            times, running, lengths, counts.accept_length, scheduler.num_preemptions - preempted
-        )
+        return ReplicaRollout(now, lengths, scheduler.num_preemptions - preempted)
 
     def _compute(self, batch: Batch) -> tuple[float, StepResult]:
         """Virtual seconds of a step and its result."""

@@ -35,11 +35,12 @@ def few_steps() -> Iterator[None]:
 
 
 def sim_config(*overrides: str, **sections: Any) -> SimConfig:
-    """A 7B model on one node of 8 H100, 32 prompts of 4 samples, responses of about 300 tokens."""
+    """A 7B model on one node of 8 H100, 32 prompts of 4 samples, responses of about 300 tokens; no pre-rollouts."""
     base: dict[str, Any] = {
         "model": MODEL,
         "workload": {"steps": 2, "prompts_per_step": 32, "lengths": {"median": 250, "sigma": 0.8}},
         "rollout": {"samples_per_prompt": 4, "max_tokens": 2048, "max_batched_tokens": 8192},
+        "idle": {"pre_rollout": False},
         "training": {"tp": 2},
     }
     return build_config(base | sections, overrides, SimConfig)
@@ -58,8 +59,5 @@ def straight(ends: list[float], rate: float = 100.0, requests: int = 4) -> list[
     """Replicas whose requests all run, at `rate` tokens a second each, until `ends`."""
     made = []
     for end in ends:
-        times = np.array([0.0, end])
-        running = np.array([requests, 0])
-        lengths = np.full(requests, int(rate * end))
-        made.append(ReplicaRollout(times, running, lengths))
+        made.append(ReplicaRollout(end, np.full(requests, int(rate * end))))
     return made

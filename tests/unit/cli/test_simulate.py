@@ -20,7 +20,7 @@ def test_a_simulation_is_printed_and_written(tmp_path, capsys):
     command += ["--compare", "off,tlt", "--sweep", "nodes=1,2"]
     assert main([*command, "--out", str(out), "--report", str(page)]) == 0
     said = capsys.readouterr().out
-    assert "One replica, mode tlt" in said and str(out) in said
+    assert "Mean steps" in said and str(out) in said
     document = json.loads(out.read_text())
     assert [(p["nodes"], p["mode"]) for p in document["points"]] == [
         (1, "off"),

@@ -12,9 +12,8 @@ def test_the_cost_model_is_never_much_slower_than_plain_decoding():
     plain = Decider(sim_config("rollout.max_tokens=32768"), costs, most).table(0.0)
     for quality in (0.0, 1.0):
         table = Decider(config, costs, most).table(quality)
-        gains = (plain.seconds / table.seconds)[1:]
+        gains = (plain.rates[0, ..., 0] / table.rates[0, ..., 0])[1:]
         assert gains.min() > 0.85
         if quality:
             assert (gains[table.requests[table.requests > 8] - 1].max(axis=1) > 1.1).all()
-    assert all(sum(counts.steps.values()) == 128 for counts in table.by_knot.values())
     assert (np.diff(table.requests) > 0).all()

@@ -81,7 +81,7 @@ def test_the_case_study_of_128_requests():
     }
     config = config.model_copy(update=changed)
     plain, drafted = (
-        Simulation(in_mode(config, mode, 1)).run(mode).phases["rollout"] for mode in ("off", "frozen")
+        Simulation(in_mode(config, mode, 1)).run(mode).mean.phases["rollout"] for mode in ("off", "frozen")
     )
     assert error(plain / drafted, FIGURE14) < 0.15
 

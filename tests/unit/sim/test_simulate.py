@@ -27,10 +27,7 @@ def test_phases_add_up_and_tokens_are_counted():
         assert set(record.phases) == set(SIM_PHASES)
         assert record.seconds == pytest.approx(sum(record.phases.values()))
     assert point.seconds == pytest.approx(sum(r.seconds for r in point.steps) / 2)
-    assert point.gpu_hours == pytest.approx(8 * sum(r.seconds for r in point.steps) / 3600)
-    assert point.running[0][1] == 64 * 4
-    assert point.running[-1][1] == 0
-    assert point.replicas == 8
+    assert point.mean.tokens == (point.steps[0].tokens + point.steps[1].tokens) / 2
 
 
 def test_modes_give_the_same_responses_in_different_times():
@@ -38,13 +35,12 @@ def test_modes_give_the_same_responses_in_different_times():
     off, suffix, frozen, tlt = result.points
     assert len({p.steps[0].tokens for p in result.points}) == 1
     assert tlt.seconds < off.seconds and suffix.seconds < off.seconds
-    assert tlt.recovered_gpu_hours > 0 == off.recovered_gpu_hours == frozen.recovered_gpu_hours
-    assert tlt.recovered_gpu_hours <= tlt.idle_gpu_hours
+    trained = [p.mean.recovered_gpu_seconds for p in result.points]
+    assert trained[:3] == [0, 0, 0] and 0 < trained[3] <= tlt.mean.idle_gpu_seconds
     assert tlt.steps[-1].quality > frozen.steps[-1].quality
     by_mode = {c.mode: c for c in result.comparisons}
     assert set(by_mode) == {"suffix", "frozen", "tlt"}
     assert by_mode["tlt"].e2e == pytest.approx(off.seconds / tlt.seconds)
-    assert off.accept_length == 0.0 and tlt.accept_length > 2
 
 
 def test_more_nodes_take_less_time_and_give_speculation_more_to_gain():

@@ -22,8 +22,6 @@ def test_plain_decoding_takes_a_step_for_every_token_of_the_longest():
     rollout = ExactReplica(config, CountingCosts(), (0,)).run([np.array([5, 9]), np.array([3])])
     assert rollout.seconds == 8.0  # the first token comes with the prompt
     assert rollout.lengths.sum() == 17
-    curve = dict(zip(rollout.times.tolist(), rollout.running.tolist(), strict=True))
-    assert [curve[t] for t in (0.0, 1.0, 2.0, 3.0, 4.0, 7.0, 8.0)] == [3, 3, 2, 2, 1, 1, 0]
 
 
 def test_a_drafter_that_is_always_right_divides_the_steps():
@@ -35,4 +33,3 @@ def test_a_drafter_that_is_always_right_divides_the_steps():
     )
     rollout = ExactReplica(config, CountingCosts(), (0,)).run([np.array([41])])
     assert rollout.seconds == 10.0  # 40 tokens, 4 at a time
-    assert rollout.accept_length == 4.0
