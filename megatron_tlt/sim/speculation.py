@@ -17,7 +17,7 @@ from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.spec.pre_rollouts import LONGEST, PreRollouts
 from megatron_tlt.rollout.spec.selector import StrategySelector, build_selector
-from megatron_tlt.rollout.spec.step_costs import RowCosts
+from megatron_tlt.rollout.spec.step_costs import Expected, RowCosts
 from megatron_tlt.sim.acceptance import AcceptanceModel, SimDraft
 from megatron_tlt.sim.cost_model import CostModel
 from megatron_tlt.sim.drift import Drift
@@ -65,7 +65,8 @@ class Speculation:
         """
         above = self._plain_above
         selector = self._selector if above is None or running <= above else None
-        pre_rolled = self._earlier.propose_for(running, matching) if matching else None
+        usual = Expected() if selector is None else selector.expected(running)
+        pre_rolled = self._earlier.propose_for(running, matching, usual) if matching else None
         measures = pre_rolled is None or not pre_rolled.num_tokens
         strategy = NO_DRAFT
         if selector is not None:
@@ -121,10 +122,10 @@ class MatchingRows(PreRollouts):
         self._acceptance = Drift(config.pre_rollouts).acceptance(LONGEST)
         self._matching = 0
 
-    def propose_for(self, running: int, matching: int) -> Draft:
-        """Of a step whose first `matching` of `running` rows have a place. Mutates."""
+    def propose_for(self, running: int, matching: int, usual: Expected) -> Draft:
+        """Of a step whose first `matching` of `running` rows have a place; `usual` is expected without. Mutates."""
         self._all_rows.running, self._matching = running, matching
-        return self.propose()
+        return self.propose(usual)
 
     def follow(self) -> None:
         """No tokens are drawn here."""
