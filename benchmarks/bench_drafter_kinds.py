@@ -136,7 +136,7 @@ def learn(
     trainer.begin_step(0, lambda: tables)
     for sample in samples:
         trainer.buffer.add(sample)
-    trainer.merge(lambda _: None)  # chooses the vocabulary
+    trainer.merge()  # chooses the vocabulary
     spent = 0.0
     for mark in marks:
         while spent < mark:

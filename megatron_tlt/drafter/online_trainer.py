@@ -1,9 +1,9 @@
 """`OnlineDrafterTrainer`: trains the drafter on one rank while slower ranks roll out, and merges the ranks' drafters.
 
-    begin_step(version, tables)            a rollout by this policy begins; hidden states come in by `buffer.add`
-    train_step() train_step() ...          this rank alone, or with its tensor-parallel group; bounded by tokens
-    merge(...)                             all ranks: one drafter again, or none if no rank trained
-    weights()                              to the engines, behind the policy's own
+    rank 0   rollout ================================== | score .. update | merge | sync policy and drafter
+    rank 1   rollout ============ | train train train . | score .. update | merge | sync policy and drafter
+                     hidden states of finished responses --^     |
+                          or, to the next step's windows, <----- of the responses that it passes (actor.hidden_states)
 
 A *window* is the time from one merge to the next, of one or several steps: a merge that would take more than
 `drafter.online.merge_share` of the seconds trained in it is put off. Gradients exist in micro-steps only. Embedding and
@@ -13,11 +13,12 @@ read through them, too. Legend: R ranks, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,14 +30,23 @@ from megatron_tlt.drafter.buffer import HiddenStateBuffer
 from megatron_tlt.drafter.checkpoint import drafter_entries
 from megatron_tlt.drafter.fp8 import use_fp8
 from megatron_tlt.drafter.kinds.registry import KINDS
+from megatron_tlt.drafter.run_drafter import RunDrafter
+from megatron_tlt.drafter.sharing import HiddenStateSharing
 from megatron_tlt.drafter.trainer import DrafterTrainer, LearningRate
 from megatron_tlt.drafter.training_state import MEAN, STATE_NAMES, TrainingState
+from megatron_tlt.drafter.window import Window
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.drafters import DrafterModel
+from megatron_tlt.observe.reduction import RankMetrics, sums
 from megatron_tlt.types import HiddenStateSample
 
-Tables = Callable[[], tuple[Tensor, Tensor]]  # the engine's embedding and LM head [V, H]
+if TYPE_CHECKING:
+    from megatron_tlt.distributed.world import World
+    from megatron_tlt.drafter.run_drafter import Tables
+    from megatron_tlt.interfaces import RolloutBackend
+
+_log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _WIDTH = 128  # hidden size up to which learning rates are taken as they are
@@ -59,7 +69,7 @@ class MergeReport:
     coverage: float  # share of the tokens of the step's responses that are in the drafter's vocabulary
 
 
-class OnlineDrafterTrainer:
+class OnlineDrafterTrainer(RunDrafter):
     """One rank's drafter in training. Between merges replicas differ; the ranks of a tensor-parallel group never do.
 
     A rank that fails goes back to where the window began, contributes nothing, and trains no more.
@@ -72,6 +82,8 @@ class OnlineDrafterTrainer:
         *,
         temperature: float = 1.0,
         tp: TensorParallel | None = None,
+        world: World | None = None,
+        sharing: HiddenStateSharing | None = None,
         device: torch.device | str = "cpu",
         from_actor: bool = False,
         fresh: bool = False,
@@ -79,13 +91,18 @@ class OnlineDrafterTrainer:
     ):
         """`model` (all of it, no shard) has the starting drafter's weights in fp32; the trainer owns it, moves it to
         `device` in the type of `section` and replaces its linears for `section.online.fp8`: ConfigError where that is
-        not available. `from_actor`: hidden states come in by `take_step`. `fresh`: the drafter is untrained. Its
+        not available. Replicas merge over `world` (None: there is one rank) and exchange responses by `sharing`.
+        `from_actor`: hidden states come in by `take_step`, not from engines. `fresh`: the drafter is untrained. Its
         learning rate begins at `online.start_lr`; a reduced vocabulary is that of the first responses of all ranks, and
         training begins with the merge that has them. `seed`: of the order of the data.
         """
+        sharing = sharing or HiddenStateSharing()
+        super().__init__(replica=sharing.replica)
         online, self._device = section.online, torch.device(device)
         sizes = section.sizes(self._device.type)
         self.model, self._tp = model, tp or TensorParallel()
+        self._world, self._sharing = world, sharing
+        self._ranks: World | TensorParallel = world or TensorParallel()  # that merge
         self._tokens = sizes.micro_step_tokens
         self._draft_steps = section.online_draft_steps(KINDS[model.config.kind].facts)
         by_width = min(1.0, _WIDTH / model.config.policy.hidden_size)
@@ -95,41 +112,33 @@ class OnlineDrafterTrainer:
         window = min(section.max_sequence_tokens, sizes.micro_step_tokens)
         self.buffer = HiddenStateBuffer(int(sizes.buffer_mib * _MIB), window, _MAX_AGE, seed)
         self._read_tables: Tables | None = None  # None: no rollout has begun
-        self.from_actor = from_actor
+        self.actor_layers = model.config.aux_layers if from_actor else None
         start = {name: p.detach() for name, p in model.named_parameters()}
         model.to(self._device, DTYPES[sizes.dtype])
         precision = nullcontext if online.fp8 == "off" else use_fp8(model, self._device)
         self._vocabulary = dict(model.named_buffers())  # of a reduced one; never trained
         self._awaits_vocabulary = fresh and model.config.reduced
         self._state = TrainingState(model, start, self._tp)
-        self._no_table = torch.empty(0, 0, device=self._device)
+        self.window = Window(self._state)
+        no_table = torch.empty(0, 0, device=self._device)
         self._trainer = DrafterTrainer(
             model,
-            self._no_table,
-            self._no_table,
+            no_table,
+            no_table,
             section.model_copy(update={"draft_steps": self._draft_steps}),
             temperature,
             precision=precision,
             state=self._state,
             rate=LearningRate(by_width * online.lr, _WARMUP),
         )
-        self._before: tuple[int, int] | None = None  # steps where the window began, once the state changed
         self.version = 0  # merges that changed the drafter
-        self.window_tokens = 0  # response tokens this rank has trained on since the last merge
-        self.window_seconds = 0.0  # in micro-steps since the last merge
-        self._has_tables = False  # whether the policy's tables are there: from a step's first micro-step on
-        self.merge_seconds = 0.0  # of the last merge that changed the drafter; the exchange that follows is added to it
-        self.failure: str | None = None  # why this rank trains no more
-
-    @property
-    def enabled(self) -> bool:
-        """Whether this rank still trains."""
-        return self.failure is None
+        self._merge_seconds = 0.0  # of the last merge that changed the drafter, and of the exchange that followed
+        self.failure: str | None = None  # why this rank trains no more; `disabled_reason`: why none does
 
     @property
     def trained_steps(self) -> int:
         """Optimizer steps behind the present weights: the most of any replica, summed over windows."""
-        return self._trainer.trained_steps
+        return self._state.steps
 
     # -- a window -------------------------------------------------------------------------------------------
 
@@ -138,9 +147,31 @@ class OnlineDrafterTrainer:
         of the engine that rolls out, which stay as they are until the window ends; collective in a tensor-parallel
         group.
         """
-        if not self.from_actor:
+        if self.actor_layers is None:
             self.buffer.begin_step(policy_version)
         self._read_tables = tables
+
+    @contextmanager
+    def collecting(self, backend: RolloutBackend) -> Iterator[None]:
+        if self.actor_layers is not None or not self._is_training:
+            yield
+            return
+        backend.collect_hidden_states(self.buffer.add)
+        try:
+            yield
+        finally:
+            backend.collect_hidden_states(None)
+
+    @property
+    def _is_training(self) -> bool:
+        """Whether the drafter trains: a failure on any rank ends that on all of them."""
+        return self.failure is None and self.disabled_reason is None
+
+    def num_samples(self) -> int:
+        return len(self.buffer)
+
+    def buffer_metrics(self) -> RankMetrics:
+        return sums({f"drafter/buffer/{name}": value for name, value in self.buffer.metrics().items()})
 
     def take_step(self, samples: Sequence[HiddenStateSample], left_out: int) -> None:
         """Adds responses with hidden states that the actor handed out, on which the next step's windows train;
@@ -159,7 +190,7 @@ class OnlineDrafterTrainer:
         drafter is then what it was when the window began, and `train_step` returns None from then on. Memory that runs
         out in the optimizer step of several ranks, whose collectives the others wait in, is raised as it is.
         """
-        if not self.enabled or self._read_tables is None or self._awaits_vocabulary:
+        if self.failure is not None or self._read_tables is None or self._awaits_vocabulary:
             return None
         sample = self.buffer.sample(self._tokens * self._tp.size)
         if sample is None:
@@ -171,8 +202,7 @@ class OnlineDrafterTrainer:
             self.disable(str(error))
             raise
         # Own share only: the shares of a group's ranks add up to the tokens that their one drafter was trained on.
-        self.window_tokens += sum(s.num_bases for s in self._share(sample))
-        self.window_seconds += time.perf_counter() - started
+        self.window.add(sum(s.num_bases for s in self._share(sample)), time.perf_counter() - started)
         return metrics
 
     def disable(self, reason: str) -> None:
@@ -202,15 +232,12 @@ class OnlineDrafterTrainer:
         metrics: dict[str, float] = dict.fromkeys(names, 0.0)
         failure: DrafterError | None = None
         self._state.free_gradients()
-        if not self._has_tables:
+        if not self._trainer.has_policy:  # in a step's first micro-step
             assert self._read_tables is not None
             self._trainer.set_policy(*self._read_tables())
-            self._has_tables = True
         try:  # nothing in here waits for another rank
             with _memory_errors(f"a drafter micro-step of {self._tokens} tokens"):
-                if self._before is None:
-                    self._state.remember()
-                    self._before = self._state.steps, self.trained_steps
+                self.window.begin()
                 if share:
                     metrics |= self._trainer.backward(collate(share, self._device), counts)
         except DrafterError as error:
@@ -226,64 +253,77 @@ class OnlineDrafterTrainer:
             raise failure
         return metrics
 
-    def _close_window(self) -> None:
-        self._before, self.window_tokens, self.window_seconds = None, 0, 0.0
-        self._free()
-
-    def _free(self) -> None:
-        """Frees what only micro-steps need: gradients, and the tables of a policy that is updated next."""
-        self._state.free_gradients()
-        self._trainer.set_policy(self._no_table, self._no_table)
-        self._has_tables = False
-
     # -- between windows ------------------------------------------------------------------------------------
 
-    def merge(
-        self, all_reduce: Callable[[Tensor], None], rank: int = 0, size: int = 1, at_once: bool = True
-    ) -> MergeReport:
+    def merge(self, at_once: bool = True) -> dict[str, float]:
+        """`merge_replicas`; with a merge that changes the drafter replicas exchange hidden states. Collective. Returns
+        metrics.
+        """
+        version = self.version
+        report = self.merge_replicas(at_once)
+        if (report.rolled_back or report.disabled) and self.disabled_reason is None:
+            self.disabled_reason = self.failure or f"training failed on ranks {report.disabled}"
+            if report.rolled_back and self._ranks.rank == 0:  # a rank's own failure has been logged by that rank
+                _log.warning("drafter training is off for the rest of the run: %s", self.disabled_reason)
+        if self._world is not None and self._is_training and self.version != version:
+            started = time.perf_counter()
+            self._sharing.exchange(self._world, self.buffer, self.version)
+            self._merge_seconds += time.perf_counter() - started
+        return {
+            "drafter/version": float(self.version),
+            "drafter/coverage": report.coverage,
+            "drafter/disabled": float(self._ranks.size if report.rolled_back else len(report.disabled)),
+        }
+
+    def merge_replicas(self, at_once: bool = True) -> MergeReport:
         """Makes one drafter of all ranks' again: all of the state is means, weighted by the tokens trained on.
 
         Without `at_once` it is put off, and the window goes on, where it would cost too much for so little training
         (`drafter.online.merge_share`), by the seconds that merges took before.
 
-        Collective over the `size` ranks; `all_reduce` sums over them in place, with the same bits on every rank (called
-        once if no rank trained, and then nothing changes). Afterwards all ranks hold the same bits. If the drafter of a
-        replica that trained is not finite, all ranks go back to where the window began and train no more.
+        Collective, with one all-reduce if no rank trained, and then nothing changes. Afterwards all ranks hold the same
+        bits. If the drafter of a replica that trained is not finite, all ranks go back to where the window began and
+        train no more.
         """
         if self._awaits_vocabulary:
-            self._choose_vocabulary(all_reduce)
-        state, mine = self._state, self.window_tokens
-        is_broken = self._before is not None and not state.is_finite()
-        counts = (mine, state.steps, self.trained_steps, not self.enabled, is_broken, *self._covered())
-        row = [*map(float, counts), self.window_seconds, self.merge_seconds]
-        table = torch.zeros(size, len(row), dtype=torch.float64, device=self._device)  # each rank fills its row
-        table[rank] = torch.tensor(row, dtype=torch.float64)
-        all_reduce(table)
+            self._choose_vocabulary()
+        state, window, ranks = self._state, self.window, self._ranks
+        is_broken = window.is_begun and not state.is_finite()
+        counts = (window.tokens, state.steps, self.failure is not None, is_broken, *self._covered())
+        row = [*map(float, counts), window.seconds, self._merge_seconds]
+        table = torch.zeros(ranks.size, len(row), dtype=torch.float64, device=self._device)  # each rank fills its row
+        table[ranks.rank] = torch.tensor(row, dtype=torch.float64)
+        ranks.all_reduce(table)
         *columns, training, merging = table.T.tolist()
-        whole = ([int(x) for x in column] for column in columns)
-        tokens, steps, trained, disabled, broken, covered, drawn = whole
-        coverage = sum(covered) / max(1, sum(drawn))
+        tokens, steps, disabled, broken, covered, drawn = ([int(x) for x in column] for column in columns)
         total, rolled_back = sum(tokens), any(broken)
         failed = tuple(r for r, is_disabled in enumerate(disabled) if is_disabled)
-        if not at_once and not rolled_back and max(merging) * size > self._merge_share * sum(training):
+        report = MergeReport(tuple(tokens), failed, rolled_back, sum(covered) / max(1, sum(drawn)))
+        if not at_once and not rolled_back and max(merging) * ranks.size > self._merge_share * sum(training):
             self._free()
-            return MergeReport(tuple(tokens), failed, rolled_back, coverage)
+            return report
         started = time.perf_counter()
         if rolled_back:
             self.disable(self.failure or "a replica's drafter was not finite")
         elif total:
-            first = rank - self._tp.rank  # the ranks of a replica have trained one drafter
-            state.merge(sum(tokens[first : first + self._tp.size]) / total, all_reduce)
-            state.steps, self._trainer.trained_steps = max(steps), max(trained)
+            first = ranks.rank - self._tp.rank  # the ranks of a replica have trained one drafter
+            state.merge(sum(tokens[first : first + self._tp.size]) / total, ranks.all_reduce)
+            state.steps = max(steps)
             self.version += 1
-            self.merge_seconds = time.perf_counter() - started
-        self._close_window()
-        return MergeReport(tuple(tokens), failed, rolled_back, coverage)
+            self._merge_seconds = time.perf_counter() - started
+        window.close()
+        self._free()
+        return report
 
-    def _choose_vocabulary(self, all_reduce: Callable[[Tensor], None]) -> None:
+    def _free(self) -> None:
+        """Frees what only micro-steps need: gradients, and the tables of a policy that is updated next."""
+        self._state.free_gradients()
+        self._trainer.drop_policy()
+
+    def _choose_vocabulary(self) -> None:
         """The vocabulary becomes the most frequent tokens of the step's responses of all ranks, if there are any."""
         counts = self.buffer.token_counts(self.model.config.policy.vocab_size).to(self._device)
-        all_reduce(counts)
+        self._ranks.all_reduce(counts)
         if self._read_tables is None or not bool(counts.any()):
             return
         self.model.choose_vocabulary(self._read_tables()[1], counts)
@@ -299,10 +339,11 @@ class OnlineDrafterTrainer:
 
     def drop_window(self) -> None:
         """This rank's drafter is again what it was when the window began."""
-        if self._before is not None:
-            self._state.restore()
-            self._state.steps, self._trainer.trained_steps = self._before
-        self._close_window()
+        self.window.take_back()
+        self._free()
+
+    def unpublished(self) -> tuple[Mapping[str, Tensor], int] | None:
+        return (self.weights(), self.version) if self.version != self._published else None
 
     def weights(self) -> dict[str, Tensor]:
         """All tensors of the merged drafter (`DrafterConfig.shapes`). Collective in a tensor-parallel group.
@@ -313,16 +354,16 @@ class OnlineDrafterTrainer:
 
     # -- checkpoints ----------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Drafter, moments and versions: copies of tensors in the host's memory, and JSON-able values.
+    def state_dict(self) -> Mapping[str, Any] | None:
+        """Drafter, moments and versions: copies of tensors in the host's memory, and JSON-able values; None on replicas
+        but the first, of which only the first rank gets the tensors.
 
-        Not the buffer's data, and not a failure: a resumed run tries again. Collective in a tensor-parallel group,
-        of which only the first rank gets the tensors.
-
-        Only between merge and the next micro-step: before a merge, ranks have no common state. Else DrafterError.
+        Not the buffer's data, and not a failure: a resumed run tries again. Collective: a merge that was put off is
+        made first (after a signal; other checkpoints follow a merge).
         """
-        if self._before is not None:
-            raise DrafterError("the drafter can be saved after a merge only: replicas differ before it")
+        self.merge_replicas()
+        if self._replica:
+            return None
         kept = self._state.named()
         return {
             **kept,
@@ -332,8 +373,10 @@ class OnlineDrafterTrainer:
             "about": drafter_entries(self.model.config),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Takes what `state_dict` returned. Raises CheckpointError if its tensors do not fit this drafter."""
+        if state is None:
+            return
         for kind in STATE_NAMES:
             if kind not in state:
                 raise CheckpointError(f"the drafter's state has no {kind!r}")
@@ -346,9 +389,9 @@ class OnlineDrafterTrainer:
             if not torch.equal(ids.cpu(), state[MEAN][name].cpu()):
                 raise CheckpointError(f"the drafter's state is of another draft vocabulary ({name})")
         self._state.load(state)
-        self._trainer.trained_steps = int(state["trained_steps"])
-        self.version = int(state["version"])
-        self._close_window()
+        self.version, self._published = int(state["version"]), None
+        self.window.close()
+        self._free()
 
 
 @contextmanager

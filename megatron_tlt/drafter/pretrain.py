@@ -216,14 +216,13 @@ class DrafterPretraining:
         return {
             "weights": {name: tensor.cpu() for name, tensor in self.model.state_dict().items()},
             "training": self._trainer.state.named(),
-            "steps": self._trainer.trained_steps,
             "seconds": self._seconds,
             "points": self._points,
         }
 
     def _load(self, trainer: DrafterTrainer, state: Mapping[str, Any]) -> None:
         trainer.state.load(state["training"])
-        trainer.trained_steps, self._seconds = state["steps"], state["seconds"]
+        self._seconds = state["seconds"]
         self._points = list(state["points"])
         self._print(f"goes on after step {trainer.trained_steps}/{self._section.num_steps}")
 

@@ -68,11 +68,24 @@ class DrafterTrainer:
         self.set_policy(embed, head)
         self.state = TrainingState(model, states=WITHOUT_MEAN) if state is None else state
         self.rate = LearningRate(section.lr, _WARMUP, section.num_steps) if rate is None else rate
-        self.trained_steps = 0
+
+    @property
+    def trained_steps(self) -> int:
+        """Optimizer steps behind the present weights."""
+        return self.state.steps
 
     def set_policy(self, embed: Tensor, head: Tensor) -> None:
         """Sets the embedding and LM head [V, H] through which the next batches are read."""
         self.embed, self.head = embed, head
+
+    def drop_policy(self) -> None:
+        """Lets the policy's tables go, until the next `set_policy`."""
+        self.embed = self.head = self.head.new_empty(0, 0)
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether there are tables to read batches through."""
+        return self.head.numel() > 0
 
     def step(self, batch: DraftBatch) -> dict[str, float]:
         """One optimizer step on one batch. Returns metrics. Mutates weights and optimizer.
@@ -123,5 +136,4 @@ class DrafterTrainer:
         limit = _CLIP / self.model.averaged_positions
         rate = lr_factor * self.rate.at(self.trained_steps)
         self.state.step(rate, torch.clamp(limit / (norm + _NORM_EPS), max=1.0))
-        self.trained_steps += 1
         return {"grad_norm": size, "lr": rate}

@@ -43,7 +43,7 @@ class TrainingState:
         """`start`: the parameters by name as they were before the model was cast; without it its present ones. Only
         `states` are kept: `WITHOUT_MEAN` can step, and no more.
         """
-        self.steps = 0  # that Adam corrects its moments for
+        self.steps = 0  # optimizer steps behind the weights, which Adam corrects its moments for
         self._tp = tp or TensorParallel()
         self._parameters = dict(model.named_parameters())
         sources = self._parameters if start is None else start
@@ -54,6 +54,7 @@ class TrainingState:
                 self._kept[state][name] = _fresh(state, weight, source)
         self._gradients: list[Tensor] = []  # float32 [n] by parameter, of the whole group
         self._host: list[tuple[Tensor, Tensor]] = []  # the tensors that `restore` overwrites, and their copies
+        self._host_steps = 0
 
     def _own(self, whole: Tensor) -> Tensor:
         """This rank's share [n] of a tensor of a parameter's shape, a view."""
@@ -158,6 +159,7 @@ class TrainingState:
 
     def remember(self) -> None:
         """Copies weights, mean and moments to the host (pinned if they are on a GPU), for `restore`."""
+        self._host_steps = self.steps
         if not self._host:
             changing = [tensor for kept in self._kept.values() for tensor in kept.values()]
             is_whole = self._tp.size == 1  # then fp32 parameters are their own masters
@@ -170,6 +172,7 @@ class TrainingState:
 
     def restore(self) -> None:
         """Sets everything back to the last `remember`. No rank waits for another."""
+        self.steps = self._host_steps
         for tensor, copy in self._host:
             tensor.copy_(copy, non_blocking=True)
         _wait_for_copies(self._host)

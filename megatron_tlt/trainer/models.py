@@ -13,7 +13,10 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.trtllm.build import build_trtllm
 from megatron_tlt.backends.vllm.build import build_vllm
 from megatron_tlt.config.checks.pre_rollouts import takes_drafts
+from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, TensorParallel
+from megatron_tlt.drafter.run_drafter import RunDrafter
+from megatron_tlt.drafter.sharing import HiddenStateSharing
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.trainer import device_memory
@@ -38,18 +41,20 @@ _BUILDERS: dict[BackendName, Callable[[EngineOptions], RolloutBackend]] = {
 
 def build_models(
     config: Config, world: World, algorithm: Algorithm, tokenizer: HFTokenizer, tp: TensorParallel
-) -> tuple[MegatronPolicy, OnlineDrafterTrainer | None, RolloutBackend]:
-    """Policy, drafter in training (None: none is trained), engine, in the order of the memory plan. Collective.
+) -> tuple[MegatronPolicy, RunDrafter, RolloutBackend]:
+    """Policy, drafter, engine, in the order of the memory plan. Collective.
 
     The KV cache takes the memory that the plan leaves beside everything else, so the engine comes last.
     """
     policy = _policy(config, world, algorithm)
-    drafter_trainer = _drafter_trainer(config, world, tp)
+    sharing = _sharing(config, world)
+    drafter_trainer = _drafter_trainer(config, world, tp, sharing)
     if world.device.type == "cuda":
         device_memory.open_communicators(policy.communicating(), tp, world.device)
     cache = device_memory.cache_bytes(config, world)
     backend = open_backend(config, world, tokenizer, tp, drafter_trainer, kv_cache_bytes=cache)
-    return policy, drafter_trainer, backend
+    served = RunDrafter(config.rollout.speculation.trained is not None, sharing.replica)
+    return policy, drafter_trainer or served, backend
 
 
 def tensor_parallel(world: World, size: int) -> TensorParallel:
@@ -125,7 +130,9 @@ def _drafter(config: Config, trainer: OnlineDrafterTrainer | None) -> SavedDraft
     return SavedDrafter(model.config, model.state_dict())
 
 
-def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> OnlineDrafterTrainer | None:
+def _drafter_trainer(
+    config: Config, world: World, tp: TensorParallel, sharing: HiddenStateSharing
+) -> OnlineDrafterTrainer | None:
     """This rank's trainer of the drafter; None where it is not trained."""
     if not config.idle.train_drafter:
         return None
@@ -136,11 +143,23 @@ def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> Online
         config.drafter,
         temperature=config.rollout.temperature,
         tp=tp,
+        world=world,
+        sharing=sharing,
         device=world.device,
         from_actor=config.hidden_states_of == "actor",
         fresh=config.rollout.speculation.drafter_path is None,
         seed=config.train.seed,
     )
+
+
+def _sharing(config: Config, world: World) -> HiddenStateSharing:
+    """What replicas of the engine exchange after a merge."""
+    online, tp = config.drafter.online, config.rollout.tp
+    replica, tp_rank = rollout_replica(world.rank, tp)
+    held = config.drafter.sizes(world.device.type).buffer_mib
+    is_own = config.hidden_states_of == "actor"  # the actor spreads its states over replicas
+    shared = 0 if is_own else int(min(online.share_mib, held) * 2**20)
+    return HiddenStateSharing(replica, world.size // tp, tp, shared, tp_rank == 0)
 
 
 def _starting_drafter(config: Config) -> DrafterModel:

@@ -15,10 +15,6 @@ from tests.helpers.online import CONFIG, everything, online_trainer
 from tests.helpers.tiny_drafters import lookup_tables
 
 
-def alone(tensor: torch.Tensor) -> None:
-    """The all-reduce of a world of one rank."""
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_micro_steps_learn_and_are_bounded(dtype: str) -> None:
     t = online_trainer(dtype=dtype)
@@ -29,7 +25,7 @@ def test_micro_steps_learn_and_are_bounded(dtype: str) -> None:
     assert sum(last) > sum(first) + 0.5
     assert seen[0]["lr"] == pytest.approx(1e-3) and seen[-1]["lr"] == 3e-3
     assert t.trained_steps == 36
-    assert t.window_tokens > 0
+    assert t.window.tokens > 0
 
 
 def test_the_rate_falls_from_start_lr_to_lr_as_drafts_get_better() -> None:
@@ -54,7 +50,7 @@ def test_nothing_to_train_on() -> None:
     t = online_trainer(lengths=())
     assert t.train_step() is None
     before = everything(t)
-    report = t.merge(alone)
+    report = t.merge_replicas()
     assert (t.version, report.tokens) == (0, (0,))
     assert torch.equal(everything(t), before)
 
@@ -72,7 +68,7 @@ def test_the_engines_tables_are_read_once_a_window_and_let_go_behind_it() -> Non
         for _ in range(3):
             t.train_step()
             assert torch.equal(t._trainer.head, lookup_tables(CONFIG, seed=version)[1])
-        t.merge(alone)
+        t.merge_replicas()
         assert t._trainer.head.numel() == t._trainer.embed.numel() == 0
     assert reads == [1, 2]
 
@@ -82,30 +78,30 @@ def test_a_merge_alone_keeps_every_bit_and_counts() -> None:
     for _ in range(3):
         t.train_step()
         plain.train_step()
-    report = t.merge(alone)
+    report = t.merge_replicas()
     assert t.version == 1 and not report.rolled_back
-    assert report.tokens == (plain.window_tokens,)
+    assert report.tokens == (plain.window.tokens,)
     assert torch.equal(everything(t), everything(plain))
     assert t.train_step() == plain.train_step()
     for _ in range(2):
-        t.merge(alone)
+        t.merge_replicas()
         assert t.version == 2
 
 
 def test_a_merge_that_takes_longer_than_the_training_is_put_off_and_nothing_is_lost() -> None:
     t, plain, reads = online_trainer(), online_trainer(), []
     t.train_step()
-    t.merge(alone)
-    t.merge_seconds = 1e9
+    t.merge_replicas()
+    t._merge_seconds = 1e9
     for version in (1, 2):
         t.begin_step(version, lambda version=version: reads.append(version) or lookup_tables(CONFIG))
         t.train_step()
-        assert t.merge(alone, at_once=False).tokens == (t.window_tokens,)
-        assert t.version == 1 and t.window_tokens > 0 and t._trainer.head.numel() == 0
+        assert t.merge_replicas(at_once=False).tokens == (t.window.tokens,)
+        assert t.version == 1 and t.window.tokens > 0 and t._trainer.head.numel() == 0
     assert reads == [1, 2], "a policy's tables are read again after its update"
-    t.merge_seconds = 0.0
-    t.merge(alone, at_once=False)
-    assert t.version == 2 and t.window_tokens == 0 and t.merge_seconds > 0
+    t._merge_seconds = 0.0
+    t.merge_replicas(at_once=False)
+    assert t.version == 2 and t.window.tokens == 0 and t._merge_seconds > 0
     plain.train_step()
     for version in (1, 2):
         plain.begin_step(version, lambda: lookup_tables(CONFIG))
@@ -118,7 +114,7 @@ def test_what_is_not_finite_ends_training_where_the_window_began(what: str) -> N
     t = online_trainer()
     for _ in range(2):
         t.train_step()
-    t.merge(alone)
+    t.merge_replicas()
     begun = everything(t)
     t.train_step()
     assert not torch.equal(everything(t), begun)
@@ -130,8 +126,8 @@ def test_what_is_not_finite_ends_training_where_the_window_began(what: str) -> N
     with pytest.raises(DrafterError, match="gradient norm is nan"):
         [t.train_step() for _ in range(20)]
     assert torch.equal(everything(t), begun) and t.trained_steps == 2
-    assert not t.enabled and t.train_step() is None
-    report = t.merge(alone)
+    assert t.failure and t.train_step() is None
+    report = t.merge_replicas()
     assert report.disabled == (0,) and t.version == 1 and torch.equal(everything(t), begun)
 
 
@@ -156,7 +152,7 @@ def test_out_of_memory_is_a_drafter_error_and_a_bug_is_not(monkeypatch, kind: st
         return
     with pytest.raises(DrafterError, match=r"out of memory in a drafter micro-step of 64 tokens"):
         t.train_step()
-    assert t.window_tokens == 0 and not t.enabled
+    assert t.window.tokens == 0 and t.failure
     assert torch.equal(everything(t), everything(online_trainer(lengths=())))
 
 
@@ -172,7 +168,7 @@ def test_out_of_memory_in_a_step_with_collectives_is_not_rolled_back(monkeypatch
     monkeypatch.setattr(TrainingState, method, fail)
     with pytest.raises(error):
         t.train_step()
-    assert t.enabled == (ranks == 2)
+    assert (t.failure is None) == (ranks == 2)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
@@ -183,7 +179,7 @@ def test_what_is_drafted_with_is_the_running_mean(decay: float) -> None:
         t.train_step()
         d = min(decay, n / (n + 9))
         mean = {name: d * mean[name] + (1 - d) * p.detach() for name, p in t.model.named_parameters()}
-    t.merge(alone)
+    t.merge_replicas()
     for name, p in t.model.named_parameters():
         torch.testing.assert_close(t.weights()[name], mean[name])
         assert torch.equal(t.weights()[name], p) == (decay == 0.0)
@@ -195,10 +191,8 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(dtype: str) -> None:
     one, two = online_trainer(dtype=dtype), online_trainer(lengths=(), dtype=dtype)
     for _ in range(4):
         one.train_step()
-    with pytest.raises(DrafterError, match="after a merge only"):
-        one.state_dict()
-    one.merge(alone)
-    state = one.state_dict()
+    assert one.window.is_begun and one.version == 0
+    state = one.state_dict()  # with the merge that is due
     assert {name: tuple(w.shape) for name, w in state["model"].items()} == EagleConfig.of(CONFIG).shapes()
     two.load_state_dict(state)
     assert two.version == 1
@@ -219,7 +213,7 @@ def test_a_dropped_window_leaves_no_trace() -> None:
     """A run that ends in the middle of a step saves the drafter as it was before the step."""
     one = online_trainer()
     one.train_step()
-    one.merge(alone)
+    one.merge_replicas()
     before = {name: w.clone() for name, w in one.weights().items()}
     counts = one.version, one.trained_steps
     for _ in range(3):
@@ -227,7 +221,7 @@ def test_a_dropped_window_leaves_no_trace() -> None:
     one.drop_window()
     state = one.state_dict()
     assert all(torch.equal(state["model"][name], w) for name, w in before.items())
-    assert (one.version, one.trained_steps) == counts and one.window_tokens == 0
+    assert (one.version, one.trained_steps) == counts and one.window.tokens == 0
 
 
 def test_another_drafters_state_is_refused() -> None:
@@ -242,17 +236,18 @@ def test_another_drafters_state_is_refused() -> None:
 
 def test_a_reduced_vocabulary_is_that_of_the_first_responses_of_all_ranks() -> None:
     """Chosen in the first merge, whose other rank's responses all have token 7; a resumed run goes on with it."""
-    trainer = online_trainer(tokens=30)
 
     def add_another_rank(tensor: torch.Tensor) -> None:
         if tensor.shape == (CONFIG.vocab_size,):
             tensor[7] += 1000
 
+    trainer = online_trainer(tokens=30, world=SimpleNamespace(rank=0, size=1, all_reduce=add_another_rank))
+
     assert trainer.train_step() is None
     counts = trainer.buffer.token_counts(CONFIG.vocab_size)
     drawn = torch.cat([e.sequence.token_ids[e.sequence.drawn] for e in trainer.buffer._entries.values()])
     assert torch.equal(counts, torch.bincount(drawn, minlength=CONFIG.vocab_size))
-    report = trainer.merge(add_another_rank)
+    report = trainer.merge_replicas()
     ids = trainer.model.token_ids()
     counts[7] += 1000
     assert ids is not None and 7 in ids
@@ -262,7 +257,7 @@ def test_a_reduced_vocabulary_is_that_of_the_first_responses_of_all_ranks() -> N
     assert report.coverage == pytest.approx(float(counts[ids].sum() / counts.sum())) and report.coverage < 1
     assert trainer.version == 1 and torch.equal(trainer.weights()["d2t"], ids - torch.arange(30))
     assert trainer.train_step() is not None
-    trainer.merge(lambda tensor: None)
+    trainer.merge_replicas()
     resumed = online_trainer(tokens=30)
     resumed.load_state_dict(trainer.state_dict())
     assert torch.equal(resumed.model.token_ids(), ids) and resumed.train_step() is not None

@@ -33,7 +33,7 @@ def test_a_trainers_state_is_of_the_moment_of_the_save_and_holds_only_what_is_tr
     one, two = online_trainer(), online_trainer(lengths=())
     for _ in range(3):
         one.train_step()
-    one.merge(lambda _: None)
+    one.merge()
     write = drafter_state_writer({"drafter": one.state_dict(), "selector": {"rates": [0.5]}})
     saved = everything(one)
     one.train_step()  # while the thread writes

@@ -140,7 +140,7 @@ def window(t: OnlineDrafterTrainer, version: int, steps: int = 30) -> list[dict[
     for seed in range(3):
         t.buffer.add(text(t.model.config, seed=seed))
     seen = [t.train_step() for _ in range(steps)]
-    t.merge(lambda tensor: None)
+    t.merge()
     return seen
 
 
