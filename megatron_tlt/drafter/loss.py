@@ -11,7 +11,7 @@ Legend: M drafted rows, U rows of the policy, J drafted positions, H hidden size
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.drafter import LossWeights
+from megatron_tlt.models.drafters import DraftBatch
 
 _MAX_ELEMENTS = 1 << 25  # of [rows, Vd] at a time: bounds the temporaries of the LM head
 
@@ -50,83 +51,104 @@ class DraftedRows:
         return cls(here(policy), np.append(0, counts.cumsum()), here(at), here(step[order]), here(order))
 
 
-class HeadLoss(torch.autograd.Function):
-    """Sum over drafted rows of scale * (w_ce * CE + w_tv * TV) behind an LM head, with a gradient in the drafter's head
-    where it requires one.
+@dataclass(frozen=True, slots=True)
+class PolicyRows:
+    """The distributions that drafted rows are compared with, and the weights of their losses."""
 
-    The gradients are taken in the forward pass, block of rows by block of rows, so that no [rows, Vd] outlives its
-    block. With g = 1/2 sign(q - p): dTV/dz = q (g - <g, q>) / T, dCE/dz = (q - p) / T.
-    """
+    states: Tensor  # [U, H], the policy's
+    head: Tensor  # [Vd, H], rows of the policy's LM head for the drafter's tokens
+    known: Tensor | None  # bool [U], rows whose next token is one of these; None: all
+    rows: DraftedRows
+    scale: Tensor  # float32 [M]
+    loss: LossWeights
+    temperature: float
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        drafted: Tensor,
-        own: Tensor,
-        policy: tuple[Tensor, Tensor, Tensor | None],
-        rows: DraftedRows,
-        scale: Tensor,
+    @classmethod
+    def of(
+        cls,
+        batch: DraftBatch,
+        targets: Sequence[np.ndarray],
+        weights: Tensor,
+        tables: tuple[Tensor, Tensor | None],
         loss: LossWeights,
         temperature: float,
-        before: Tensor | None = None,
-        bias: Tensor | None = None,
-        num_candidates: int = 0,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """drafted [M, H] float32, sorted as `rows`, and own [Vd, H] of the drafter; of the policy its states [U, H],
-        its LM head's rows of the drafter's tokens [Vd, H], and bool [U], rows whose next token is one of them (None:
-        all); scale [M] -> the sum; CE and 1 - TV of each row [M]; its largest logits and their columns
-        [M, num_candidates]. A Markov head adds before [M, r] times bias [Vd, r] to the logits, and gets gradients in
-        both.
+    ) -> PolicyRows:
+        """`targets`: of each drafted position its rows of the batch, whose losses are multiplied by `weights` [J].
+        `tables`: the policy's LM head [V, H] and the ids [Vd] of the drafter's tokens (None: all). The last H columns
+        of `batch.hidden` are the policy's final hidden state.
         """
-        states, head, known = policy
-        gradient, t = torch.empty_like(drafted), temperature or 1.0
-        of_head = torch.zeros_like(own, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        of_before = None if before is None else torch.empty_like(before)
-        found = drafted.new_zeros(2, len(drafted))
-        best = drafted.new_empty(len(drafted), num_candidates)
-        columns = rows.at.new_empty(best.shape)
-        total = drafted.new_zeros(())
+        (head, ids), rows = tables, DraftedRows.of(targets, weights.device)
+        states, known = batch.hidden[:, -head.shape[1] :].index_select(0, rows.policy), None
+        if ids is not None:
+            head, known = head.index_select(0, ids), torch.isin(batch.tokens.index_select(0, rows.policy + 1), ids)
+        return cls(states, head, known, rows, weights[rows.step], loss, temperature or 1.0)
+
+    def sort(self, drafted: Sequence[Tensor]) -> Tensor:
+        """Float32 [M, W] of the outputs of each drafted position, in the order of the drafted rows."""
+        return torch.cat(list(drafted)).float().index_select(0, self.rows.output)
+
+    def means(self, found: Tensor, weights: Tensor) -> Tensor:
+        """Sums [J] of `found` [M] by drafted position, times `weights` [J]."""
+        return torch.zeros_like(weights).index_add_(0, self.rows.step, found) * weights
+
+    def compare(
+        self, logits: Callable[[slice], Tensor], learn: Callable[[slice, Tensor], None], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The sum over drafted rows of scale * (w_ce * CE + w_tv * TV); CE and 1 - TV of each row [M].
+
+        Block of rows by block of rows, so that no [rows, Vd] outlives its block: `logits` returns the drafter's,
+        float32 [R, Vd], which are overwritten, and `learn` gets the loss's gradient in them, of `dtype`. With
+        g = 1/2 sign(q - p): dTV/dz = q (g - <g, q>) / T, dCE/dz = (q - p) / T.
+        """
+        rows, t, loss = self.rows, self.temperature, self.loss
+        found, total = self.scale.new_zeros(2, len(self.scale)), self.scale.new_zeros(())
         most = int(np.diff(rows.ends).max(initial=1))  # drafted rows of one row of the policy
-        size = max(1, _MAX_ELEMENTS // (most * len(head)))
-        for first in range(0, len(states), size):
-            last = min(first + size, len(states))
+        size = max(1, _MAX_ELEMENTS // (most * len(self.head)))
+        for first in range(0, len(self.states), size):
+            last = min(first + size, len(self.states))
             block = slice(int(rows.ends[first]), int(rows.ends[last]))
             at = rows.at[block]
-            p = (states[first:last].to(head.dtype) @ head.T).float().div_(t).softmax(-1)
-            weight = scale[block] if known is None else scale[block] * known[at]
-            logits = (drafted[block].to(own.dtype) @ own.T).float()
-            if before is not None and bias is not None:
-                logits += before[block].to(bias.dtype) @ bias.T
-            if num_candidates:
-                best[block], columns[block] = logits.topk(num_candidates)
-            log_q = logits.div_(t).log_softmax(-1)
-            del logits
+            p = (self.states[first:last].to(self.head.dtype) @ self.head.T).float().div_(t).softmax(-1)
+            weight = self.scale[block] if self.known is None else self.scale[block] * self.known[at]
+            log_q = logits(block).div_(t).log_softmax(-1)
             if len(at) > last - first:
                 p = p[at - first]
-            by_logit, found[:, block] = _row_losses(p, log_q, weight / t, loss)
-            by_logit = by_logit.to(own.dtype)
+            gradient, found[:, block] = _row_losses(p, log_q, weight / t, loss)
+            gradient = gradient.to(dtype)
+            learn(block, gradient)
+            total += (weight * (loss.ce_weight * found[0, block] + loss.tv_weight * (1 - found[1, block]))).sum()
+        if self.known is not None:
+            found *= self.known[rows.at]
+        return total, found[0], found[1]
+
+
+class HeadLoss(torch.autograd.Function):
+    """`PolicyRows.compare` behind an LM head, with gradients that are taken in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, drafted: Tensor, own: Tensor, policy: PolicyRows) -> tuple[Tensor, Tensor, Tensor]:
+        """drafted [M, H] float32, sorted; the LM head `own` [Vd, H] gets a gradient where it requires one."""
+        gradient = torch.empty_like(drafted)
+        of_head = torch.zeros_like(own, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+
+        def learn(block: slice, by_logit: Tensor) -> None:
             gradient[block] = (by_logit @ own).float()
             if of_head is not None:
-                of_head += by_logit.T @ drafted[block].to(own.dtype)
-            if before is not None and bias is not None and of_before is not None and of_bias is not None:
-                by_bias = by_logit.to(bias.dtype)
-                of_before[block] = (by_bias @ bias).to(before.dtype)
-                of_bias += by_bias.T @ before[block].to(bias.dtype)
-            total += (weight * (loss.ce_weight * found[0, block] + loss.tv_weight * (1 - found[1, block]))).sum()
-        if known is not None:
-            found *= known[rows.at]
-        ctx.save_for_backward(gradient, of_head, of_before, of_bias)
-        ce, accept = found
-        ctx.mark_non_differentiable(ce, accept, best, columns)
-        return total, ce, accept, best, columns
+                of_head.add_(by_logit.T @ drafted[block].to(own.dtype))
+
+        total, ce, accept = policy.compare(lambda b: (drafted[b].to(own.dtype) @ own.T).float(), learn, own.dtype)
+        ctx.save_for_backward(gradient, of_head)
+        ctx.mark_non_differentiable(ce, accept)
+        return total, ce, accept
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Scales the stored gradients."""
-        gradient, *of_others = ctx.saved_tensors
-        by_head, by_before, by_bias = (None if t is None else t * upstream for t in of_others)
-        return gradient * upstream, by_head, None, None, None, None, None, by_before, by_bias, None
+        return *scaled(ctx.saved_tensors, upstream), None
+
+
+def scaled(gradients: Sequence[Tensor | None], upstream: Tensor) -> list[Tensor | None]:
+    """Each gradient times the `upstream` one (0-d)."""
+    return [None if gradient is None else gradient * upstream for gradient in gradients]
 
 
 def _row_losses(p: Tensor, log_q: Tensor, scale: Tensor, loss: LossWeights) -> tuple[Tensor, Tensor]:

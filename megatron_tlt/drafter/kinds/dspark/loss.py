@@ -14,7 +14,7 @@ takes the place of the last (speculators#1006). Its weight is 0.1, that of the p
 has no gradient in x_k and z_k: layers learn as without a selector.
 
 One forward fills all blocks; the Markov head reads the true token before. A batch has about as many slots as it has
-bases, so that each base is covered about once, and every batch draws other anchors. CE and TV: `drafter.loss.HeadLoss`.
+bases, so that each base is covered about once, and every batch draws other anchors. CE and TV: `drafter.loss`.
 
 Legend: N bases, A anchors, H hidden size, V vocabulary, r rank.
 """
@@ -22,6 +22,7 @@ Legend: N bases, A anchors, H hidden size, V vocabulary, r rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from torch.nn.functional import cross_entropy
 from megatron_tlt.config.block_drafters import NUM_CANDIDATES
 from megatron_tlt.config.drafter import LossWeights
 from megatron_tlt.drafter.kinds.base import LossParts
-from megatron_tlt.drafter.loss import DraftedRows, HeadLoss
+from megatron_tlt.drafter.loss import PolicyRows, scaled
 from megatron_tlt.models.drafters import DraftBatch
 from megatron_tlt.models.dspark.model import BlockModel, CandidateSelector
 from megatron_tlt.models.eagle.pairs import PairLayout
@@ -66,43 +67,83 @@ def block_loss(
     The last H columns of `batch.hidden` are the policy's final hidden state; head [V, H] is the policy's. With `counts`
     of the first positions the batch is a share of a larger one, of which its anchors stand for all of its own bases.
     """
-    size, ids = head.shape[1], model.token_ids()
     drafted = range(model.config.num_drafted)
     existing = [layout.existing(k) for k in drafted]
     here = [np.flatnonzero(np.isin(chosen, of_step)) for of_step in existing]  # anchors that have position k
     targets = [layout.base_rows[chosen[at]] + k for k, at in enumerate(here)]
-    rows = DraftedRows.of(targets, head.device)
     own = [len(of_step) for of_step in existing]
     whole = (own if counts is None else list(counts))[: len(own)]
     share = sum(own[: len(whole)]) / max(1, sum(whole))
     whole += own[len(whole) :]  # positions behind `counts` are in no metric
     per_row = [n / max(1, total) / max(1, len(at)) for n, total, at in zip(own, whole, here, strict=True)]
     by_step = torch.tensor(per_row, dtype=torch.float32).to(head.device, non_blocking=True)
+    decay = loss.step_decay ** torch.arange(len(drafted), device=head.device)
+    weights = decay * (share / max(1, sum(map(len, here))))
+    policy = PolicyRows.of(batch, targets, weights, (head, model.token_ids()), loss, temperature)
     anchors = layout.here(layout.base_rows[chosen])
     outputs = [model.output(batch.tokens, (anchors + k).clamp(max=len(batch.tokens) - 1), slots, k) for k in drafted]
     parts = [out.index_select(0, layout.here(at)) for out, at in zip(outputs, here, strict=True)]
-    sorted_rows = torch.cat(parts).float().index_select(0, rows.output)
-    target, known = batch.hidden[:, -size:].index_select(0, rows.policy), None
-    if ids is not None:
-        head, known = head.index_select(0, ids), torch.isin(batch.tokens.index_select(0, rows.policy + 1), ids)
-    decay = loss.step_decay ** torch.arange(len(drafted), device=head.device)
-    scale = (decay * (share / max(1, sum(map(len, here)))))[rows.step]
-    states, before = sorted_rows.tensor_split([size], 1)
-    given = states, head, (target, head, known), rows, scale, loss, temperature
-    markov = (None, None) if model.markov_head is None else (before, model.markov_head.markov_w2.weight)
-    selector = model.candidate_selector
-    candidates = 0 if selector is None else NUM_CANDIDATES
-    total, ce, accept, best, columns = HeadLoss.apply(*given, *markov, candidates)  # type: ignore[no-untyped-call]
+    states, before = policy.sort(parts).tensor_split([head.shape[1]], 1)
+    selector, markov = model.candidate_selector, model.markov_head
+    bias = None if markov is None else markov.markov_w2.weight
+    inputs = states, before if markov else None, bias, policy, NUM_CANDIDATES if selector else 0
+    total, ce, accept, best, columns = BlockLoss.apply(*inputs)  # type: ignore[no-untyped-call]
     if selector is not None:
-        true = batch.tokens.index_select(0, rows.policy + 1).index_select(0, rows.at)
-        of_true = (states.detach() * head.index_select(0, true)).sum(-1)
+        true = batch.tokens.index_select(0, policy.rows.policy + 1).index_select(0, policy.rows.at)
+        of_true = (states.detach() * policy.head.index_select(0, true)).sum(-1)
         selected = _selector_ce(selector, before, best, columns, true, of_true, temperature)
-        total = total + _SELECTOR_WEIGHT * (scale * selected).sum()
+        total = total + _SELECTOR_WEIGHT * (policy.scale * selected).sum()
     by_name: LossParts = {}
     for name, found in {"ce": ce, "accept": accept}.items():
-        means = torch.zeros_like(by_step).index_add_(0, rows.step, found) * by_step
+        means = policy.means(found, by_step)
         by_name[name] = [*means[:steps], *means.new_zeros(max(0, steps - len(drafted)))]
     return total, by_name
+
+
+class BlockLoss(torch.autograd.Function):
+    """`PolicyRows.compare` behind the policy's LM head and what a block drafter adds to its logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        drafted: Tensor,
+        before: Tensor | None,
+        bias: Tensor | None,
+        policy: PolicyRows,
+        num_candidates: int,
+    ) -> tuple[Tensor, ...]:
+        """drafted [M, H] float32, sorted. A Markov head adds before [M, r] times bias [Vd, r], and gets gradients in
+        both. Returns what `compare` does, and each row's largest logits and their columns [M, num_candidates].
+        """
+        head, gradient = policy.head, torch.empty_like(drafted)
+        of_before = None if before is None else torch.empty_like(before)
+        of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        best = drafted.new_empty(len(drafted), num_candidates)
+        columns = policy.rows.at.new_empty(best.shape)
+
+        def logits(block: slice) -> Tensor:
+            found = (drafted[block].to(head.dtype) @ head.T).float()
+            if before is not None and bias is not None:
+                found += before[block].to(bias.dtype) @ bias.T
+            if num_candidates:
+                best[block], columns[block] = found.topk(num_candidates)
+            return found
+
+        def learn(block: slice, by_logit: Tensor) -> None:
+            gradient[block] = (by_logit @ head).float()
+            if before is not None and bias is not None and of_before is not None and of_bias is not None:
+                by_bias = by_logit.to(bias.dtype)
+                of_before[block] = (by_bias @ bias).to(before.dtype)
+                of_bias.add_(by_bias.T @ before[block].to(bias.dtype))
+
+        total, ce, accept = policy.compare(logits, learn, head.dtype)
+        ctx.save_for_backward(gradient, of_before, of_bias)
+        ctx.mark_non_differentiable(ce, accept, best, columns)
+        return total, ce, accept, best, columns
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *scaled(ctx.saved_tensors, upstream), None, None
 
 
 def _selector_ce(

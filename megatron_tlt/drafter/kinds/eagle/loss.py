@@ -7,7 +7,7 @@ eagle3, norm and head of its own, and p, q the softmax of policy and drafter at 
 
 SmoothL1 is a mean over the hidden size. It keeps long drafts on course: without it the drafter reads hidden states of
 its own that no policy has, and acceptance falls from position to position. EAGLE-3 (2503.01840, section 3) leaves it
-out. CE and TV: `drafter.loss.HeadLoss`.
+out. CE and TV: `drafter.loss`.
 
 Legend: N rows, H hidden size, V vocabulary.
 """
@@ -23,7 +23,7 @@ from torch.nn.functional import smooth_l1_loss
 
 from megatron_tlt.config.drafter import LossWeights
 from megatron_tlt.drafter.kinds.base import LossParts
-from megatron_tlt.drafter.loss import DraftedRows, HeadLoss
+from megatron_tlt.drafter.loss import HeadLoss, PolicyRows
 from megatron_tlt.models.drafters import DraftBatch
 from megatron_tlt.models.eagle.model import PairModel
 from megatron_tlt.models.eagle.pairs import PairLayout
@@ -46,26 +46,19 @@ def draft_loss(
     no sequence is long enough for adds nothing. How sequences are packed does not matter: every term is a sum over rows
     divided by their number, or by `counts` where the batch is a share of a larger one.
     """
-    states, ids = batch.hidden[:, -head.shape[1] :], model.token_ids()
     bases = [layout.existing(step) for step in range(len(outputs))]
     targets = [layout.base_rows[of_step] + step for step, of_step in enumerate(bases)]
-    rows = DraftedRows.of(targets, head.device)
     per_row = 1.0 / np.maximum(1, [len(of_step) for of_step in bases] if counts is None else counts[: len(bases)])
     by_step = torch.tensor(per_row, dtype=torch.float32).to(head.device, non_blocking=True)
     decay = loss.step_decay ** torch.arange(len(outputs), device=head.device)
-    drafted = torch.cat([o.index_select(0, layout.here(of_step)) for o, of_step in zip(outputs, bases, strict=True)])
-    sorted_rows = drafted.float().index_select(0, rows.output)
-    target, known = states.index_select(0, rows.policy), None
-    if ids is not None:
-        head, known = head.index_select(0, ids), torch.isin(batch.tokens.index_select(0, rows.policy + 1), ids)
-    policy = target, head, known
-    scale = (decay * by_step)[rows.step]
-    given = model.before_head(sorted_rows), model.own_head(head), policy, rows, scale, loss, temperature
-    total, ce, accept, *_ = HeadLoss.apply(*given)  # type: ignore[no-untyped-call]
+    policy = PolicyRows.of(batch, targets, decay * by_step, (head, model.token_ids()), loss, temperature)
+    drafted = policy.sort([o.index_select(0, layout.here(of)) for o, of in zip(outputs, bases, strict=True)])
+    own = model.own_head(policy.head)
+    total, ce, accept = HeadLoss.apply(model.before_head(drafted), own, policy)  # type: ignore[no-untyped-call]
     of_rows = {"ce": ce, "accept": accept}
     if model.imitates_states:
-        near = smooth_l1_loss(sorted_rows, target[rows.at].float(), reduction="none").mean(-1)
-        total = total + loss.hidden_weight * (scale * near).sum()
+        target = policy.states[policy.rows.at].float()
+        near = smooth_l1_loss(drafted, target, reduction="none").mean(-1)
+        total = total + loss.hidden_weight * (policy.scale * near).sum()
         of_rows = {"hidden": near.detach(), **of_rows}
-    means = {n: torch.zeros_like(by_step).index_add_(0, rows.step, found) * by_step for n, found in of_rows.items()}
-    return total, {name: list(values) for name, values in means.items()}
+    return total, {name: list(policy.means(found, by_step)) for name, found in of_rows.items()}
