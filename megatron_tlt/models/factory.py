@@ -99,7 +99,6 @@ def build_eagle(policy: Decoder, config: DrafterConfig, threads: int = 1) -> Dra
     Under tensor parallelism it is whole on every rank. Raises BackendError for a decoder without a drafter, and
     for one that does not return the states that the drafter reads.
     """
-    config.check_states(policy.aux_layers)
     if isinstance(policy, TorchDecoder):
         from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 
@@ -110,4 +109,5 @@ def build_eagle(policy: Decoder, config: DrafterConfig, threads: int = 1) -> Dra
         raise BackendError(f"there is no eagle drafter for a {policy.kind} decoder")
     from megatron_tlt.models.native.eagle import NativeEagle
 
+    config.check_states(policy.aux_layers)
     return NativeEagle(policy, config, threads)

@@ -149,7 +149,7 @@ class BlockModel(DrafterModel):
             self.norm.weight.copy_(read("model.norm.weight"))
 
     def linears(self) -> list[tuple[nn.Module, str, nn.Linear]]:
-        """See `DrafterModel.linears`: the layers', not `fc` and the Markov head's."""
+        """The layers', not `fc` and the Markov head's."""
         parents = [part for layer in self.blocks for part in (layer.self_attn, layer.mlp)]
         return [(p, n, m) for p in parents for n, m in p.named_children() if isinstance(m, nn.Linear)]
 
@@ -224,11 +224,10 @@ class BlockModel(DrafterModel):
     # -- training
 
     def layout(self, batch: DraftBatch) -> PairLayout:
-        """See `DrafterModel.layout`."""
         return PairLayout(batch)
 
     def unroll(self, embed: Tensor, batch: DraftBatch, layout: PairLayout, steps: int) -> list[Tensor]:
-        """See `DrafterModel.unroll`: outputs [N, H + r] with every base as an anchor. Positions behind the block repeat
+        """Outputs [N, H + r] with every base as an anchor. Positions behind the block repeat
         its last slot.
         """
         slots = self.fill(embed, batch, layout, np.arange(len(layout.base_rows)))
@@ -267,7 +266,7 @@ class BlockModel(DrafterModel):
         return self.final(x).view(-1, slots, h)
 
     def logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
-        """See `DrafterModel.logits`, of outputs [.., H + r]."""
+        """Of outputs [.., H + r]."""
         assert head is not None
         if (ids := self.token_ids()) is not None:
             head = head.index_select(0, ids)

@@ -85,7 +85,6 @@ class Eagle3Model(PairModel):
 
     @property
     def block(self) -> Layer3:
-        """See `PairModel.block`."""
         return self.midlayer
 
     def previous(self, states: Tensor) -> Tensor:
@@ -93,7 +92,7 @@ class Eagle3Model(PairModel):
         return linear(states[:, : 3 * self.config.policy.hidden_size], self.fc.weight)
 
     def join(self, embedded: Tensor, previous: Tensor) -> Tensor:
-        """See `PairModel.join`: [T, 2H]."""
+        """[T, 2H]."""
         left = rms_norm(embedded, self.midlayer.input_layernorm.weight, self.config.layer.rms_norm_eps)
         return torch.cat([left, self._normed(previous)], dim=-1)
 

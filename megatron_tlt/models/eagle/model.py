@@ -122,7 +122,7 @@ class PairModel(DrafterModel):
         """The residual stream [T, H] that attention's output is added to."""
 
     def linears(self) -> list[tuple[nn.Module, str, nn.Linear]]:
-        """See `DrafterModel.linears`: the layer's, not `fc`."""
+        """The layer's, not `fc`."""
         parents = (self.block.self_attn, self.block.mlp)
         return [(p, n, m) for p in parents for n, m in p.named_children() if isinstance(m, nn.Linear)]
 
@@ -138,7 +138,7 @@ class PairModel(DrafterModel):
         return outputs
 
     def logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
-        """See `DrafterModel.logits`, of outputs o [.., H]."""
+        """Of outputs o [.., H]."""
         if head is not None and (ids := self.token_ids()) is not None:
             head = head.index_select(0, ids)
         return linear(self.before_head(outputs), self.own_head(head))
@@ -170,7 +170,6 @@ class PairModel(DrafterModel):
         return out
 
     def layout(self, batch: DraftBatch) -> PairLayout:
-        """See `DrafterModel.layout`."""
         return PairLayout(batch)
 
     def unroll(self, embed: Tensor, batch: DraftBatch, layout: PairLayout, steps: int) -> list[Tensor]:
@@ -239,7 +238,6 @@ class EagleModel(PairModel):
 
     @property
     def block(self) -> DrafterLayer:
-        """See `PairModel.block`."""
         return self.layer
 
     def previous(self, states: Tensor) -> Tensor:

@@ -52,7 +52,6 @@ from megatron_tlt.models.native.parts import (
 
 
 class NativeEagle(DrafterDecoder):
-    """See `DrafterDecoder`."""
 
     kind = "native"
 
@@ -92,7 +91,7 @@ class NativeEagle(DrafterDecoder):
         self._loaded = False
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """See `DrafterDecoder.load_weights`; nothing changes if it raises."""
+        """Nothing changes if it raises."""
         given = dict(named)
         self.config.check(given)
         for name, tensor in given.items():
@@ -137,7 +136,7 @@ class NativeEagle(DrafterDecoder):
         copy_blocks(kv, src, dst, 1)
 
     def feed(self, pairs: Pairs, pages: Tensor, kv: KVCache) -> None:
-        """See `DrafterDecoder.feed`. Raises BackendError for pairs or pages that C could not read."""
+        """Raises BackendError for pairs or pages that C could not read."""
         self.check_pages(pages, kv)
         call = TltPairs(count=len(pairs.tokens), num_blocks=kv.num_blocks, block_size=kv.block_size)
         lengths = [len(getattr(pairs, field.name)) for field in fields(pairs)]
@@ -149,7 +148,7 @@ class NativeEagle(DrafterDecoder):
         self.run(partial(self._lib.tlt_eagle_feed, self.structure, call, self.threads))
 
     def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> NativeRowDrafter:
-        """See `DrafterDecoder.row_drafter`. Raises BackendError for arrays that C could not read."""
+        """Raises BackendError for arrays that C could not read."""
         return NativeRowDrafter(self, kv, rows, pages, catch_up)
 
     def check_pages(self, pages: Tensor, kv: KVCache) -> None:
@@ -209,7 +208,7 @@ class _Drafted:
 
 
 class NativeRowDrafter(RowDrafter):
-    """See `RowDrafter`. C reads all arrays by address; those that a draft writes grow with the largest draft."""
+    """C reads all arrays by address; those that a draft writes grow with the largest draft."""
 
     def __init__(self, eagle: NativeEagle, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int):
         slots, max_blocks = rows.block_tables.shape
@@ -234,13 +233,11 @@ class NativeRowDrafter(RowDrafter):
         self.point_at(kv, pages)
 
     def point_at(self, kv: KVCache, pages: Tensor) -> None:
-        """See `RowDrafter.point_at`."""
         super().point_at(kv, pages)  # keeps them alive
         self._call.pages = pages.data_ptr()
         self._call.kv = kv.data.data_ptr()
 
     def draft(self, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float) -> Draft:
-        """See `RowDrafter.draft`."""
         count, longest = len(wanted), max(wanted.tolist(), default=0)
         if count > self._slots or rates.shape != self._wanted.rates.shape:
             raise BackendError(

@@ -44,7 +44,6 @@ _NEVER = 100.0
 
 
 class DSparkKind(DrafterKind):
-    """See `DrafterKind`."""
 
     facts = DRAFTERS["dspark"]
     title, paper = "DSpark", "DSpark (2607.05147)"
@@ -54,18 +53,15 @@ class DSparkKind(DrafterKind):
     )
 
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> BlockConfig:
-        """See `DrafterKind.fresh`."""
         sizes = section.draft_tokens(policy.vocab_size), section.block_layers, section.block_size
         return BlockConfig.fresh(policy, section.layers, *sizes)
 
     def entries(self, config: DrafterConfig) -> dict[str, Any]:
-        """See `DrafterKind.entries`."""
         assert isinstance(config, BlockConfig)
         layer = config.layer.to_hf() | {"torch_dtype": None} | _layer_entries(config)
         return {**_sizes(config), "draft_vocab_size": config.draft_vocab_size, "layer": layer}
 
     def read_entries(self, about: Mapping[str, Any], policy: ModelConfig) -> BlockConfig:
-        """See `DrafterKind.read_entries`."""
         try:
             shape, size = block_shape(about), int(about["draft_vocab_size"])
         except (KeyError, TypeError, ValueError) as e:
@@ -74,12 +70,11 @@ class DSparkKind(DrafterKind):
         return BlockConfig.of(policy, shape, size, layer)
 
     def build_decoder(self, policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:
-        """See `DrafterKind.build_decoder`: in PyTorch beside either decoder."""
+        """In PyTorch beside either decoder."""
         assert isinstance(config, BlockConfig)
         return TorchBlock(policy, config, candidates_of(policy))
 
     def build_model(self, config: DrafterConfig) -> BlockModel:
-        """See `DrafterKind.build_model`."""
         assert isinstance(config, BlockConfig)
         return BlockModel(config)
 
@@ -93,7 +88,7 @@ class DSparkKind(DrafterKind):
         forward: AbstractContextManager[object],
         counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, LossParts]:
-        """See `DrafterKind.loss`: blocks from random anchors; parts of `section.drafted` positions."""
+        """Blocks from random anchors; parts of `section.drafted` positions."""
         assert isinstance(model, BlockModel)
         layout, (embed, head) = model.layout(batch), tables
         chosen = draw_anchors(model, layout)
@@ -103,7 +98,7 @@ class DSparkKind(DrafterKind):
         return block_loss(model, slots, chosen, batch, layout, head, *of)
 
     def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
-        """See `DrafterKind.engine_files`: DeepSpec's form; z-lab's of a drafter without Markov head."""
+        """DeepSpec's form; z-lab's of a drafter without Markov head."""
         config = drafter.config
         assert isinstance(config, BlockConfig)
         _check_engine(config, engine)
@@ -112,7 +107,7 @@ class DSparkKind(DrafterKind):
         return ExportFiles({"model.safetensors": named}, {"config.json": about})
 
     def engine_tensors(self, config: DrafterConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `DrafterKind.engine_tensors`. Nothing in training keeps tokens outside a reduced vocabulary improbable:
+        """Nothing in training keeps tokens outside a reduced vocabulary improbable:
         one more column of the Markov head takes `_NEVER` squared off their logits.
         """
         named = super().engine_tensors(config, weights)
@@ -127,22 +122,19 @@ class DSparkKind(DrafterKind):
         return named
 
     def was_served_by(self, config: DrafterConfig) -> tuple[Format, ...]:
-        """See `DrafterKind.was_served_by`: of DFlash; on CPUs vLLM has neither DSpark nor DFlash 2."""
+        """Of DFlash; on CPUs vLLM has neither DSpark nor DFlash 2."""
         assert isinstance(config, BlockConfig)
         return () if config.markov_rank or config.selector_rank or config.windows else ("vllm",)
 
     def serving_notes(self, engine: Format) -> str:
-        """See `DrafterKind.serving_notes`."""
         return "Embedding and LM head are the policy's and are not here. "
 
     def serving_options(self, config: DrafterConfig) -> dict[str, Any]:
-        """See `DrafterKind.serving_options`."""
         assert isinstance(config, BlockConfig)
         method, length = "dspark" if config.markov_rank else "dflash", config.num_drafted
         return {"method": method, "length": length, "flags": f"--speculative-num-draft-tokens {config.block_size}"}
 
     def card_rows(self, config: DrafterConfig) -> str:
-        """See `DrafterKind.card_rows`."""
         assert isinstance(config, BlockConfig)
         layers = ", ".join(map(str, config.aux_layers))
         rows = f"| reads the outputs of policy layers | {layers} (from 0) |\n"

@@ -44,11 +44,9 @@ class PairKind(DrafterKind):
     """The common part of EAGLE and EAGLE-3: one layer over pairs, which drafts position by position."""
 
     def build_decoder(self, policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:
-        """See `DrafterKind.build_decoder`."""
         return build_eagle(policy, config, threads)
 
     def build_model(self, config: DrafterConfig) -> PairModel:
-        """See `DrafterKind.build_model`."""
         return build_model(config)
 
     def loss(
@@ -61,7 +59,7 @@ class PairKind(DrafterKind):
         forward: AbstractContextManager[object],
         counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, LossParts]:
-        """See `DrafterKind.loss`: drafts of `section.drafted` positions from every base."""
+        """Drafts of `section.drafted` positions from every base."""
         assert isinstance(model, PairModel)
         layout, (embed, head) = PairLayout(batch), tables
         with forward:
@@ -70,26 +68,21 @@ class PairKind(DrafterKind):
 
 
 class EagleKind(PairKind):
-    """See `DrafterKind`."""
 
     facts = DRAFTERS["eagle"]
     title, paper = "EAGLE", "EAGLE-1"
     loss_parts = ("hidden", "ce", "accept")
 
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> EagleConfig:
-        """See `DrafterKind.fresh`."""
         return EagleConfig.of(policy, section.draft_tokens(policy.vocab_size))
 
     def entries(self, config: DrafterConfig) -> dict[str, Any]:
-        """See `DrafterKind.entries`."""
         return {"draft_vocab_size": config.draft_vocab_size} if config.reduced else {}
 
     def read_entries(self, about: Mapping[str, Any], policy: ModelConfig) -> EagleConfig:
-        """See `DrafterKind.read_entries`."""
         return EagleConfig.of(policy, about.get("draft_vocab_size"))
 
     def serving_notes(self, engine: Format) -> str:
-        """See `DrafterKind.serving_notes`."""
         shared = "Embedding and LM head are the policy's and are not here"
         if engine == "sglang":
             return f"{shared}; `fc.bias` is zero because SGLang gives fc a bias. "
@@ -97,7 +90,6 @@ class EagleKind(PairKind):
         return f"{shared}: run with pipeline parallel size 1. {method} "
 
     def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
-        """See `DrafterKind.engine_files`."""
         policy, named = drafter.config.policy, self.engine_tensors(drafter.config, drafter.weights)
         _check_engine(policy, engine)
         if engine == "sglang":  # its fc always has a bias, and one that the file lacks stays random

@@ -23,7 +23,6 @@ from megatron_tlt.models.eagle.config import Eagle3Config
 
 
 class Eagle3Kind(PairKind):
-    """See `DrafterKind`."""
 
     facts = DRAFTERS["eagle3"]
     title = paper = "EAGLE-3"
@@ -33,11 +32,9 @@ class Eagle3Kind(PairKind):
     )
 
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> Eagle3Config:
-        """See `DrafterKind.fresh`."""
         return Eagle3Config.of(policy, section.layers, section.draft_tokens(policy.vocab_size))
 
     def entries(self, config: DrafterConfig) -> dict[str, Any]:
-        """See `DrafterKind.entries`."""
         assert isinstance(config, Eagle3Config)
         return {
             "eagle3_layers": list(config.aux_layers),
@@ -47,7 +44,6 @@ class Eagle3Kind(PairKind):
         }
 
     def read_entries(self, about: Mapping[str, Any], policy: ModelConfig) -> Eagle3Config:
-        """See `DrafterKind.read_entries`."""
         layers, size, own = about.get("eagle3_layers"), about.get("draft_vocab_size"), about.get("layer")
         if not isinstance(layers, list) or not all(isinstance(i, int) for i in layers):
             raise CheckpointError(f"eagle3_layers = {layers!r} must be a list of three ids")
@@ -57,7 +53,6 @@ class Eagle3Kind(PairKind):
         return Eagle3Config.of(policy, tuple(layers), size, layer, bool(about.get("norm_before_residual")))
 
     def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
-        """See `DrafterKind.engine_files`."""
         config = drafter.config
         assert isinstance(config, Eagle3Config)
         json = {"config.json": _config(config, engine, str(dtype).removeprefix("torch."))}
@@ -66,7 +61,6 @@ class Eagle3Kind(PairKind):
         return ExportFiles({"model.safetensors": cast_tensors(drafter.weights, dtype)}, json)
 
     def card_rows(self, config: DrafterConfig) -> str:
-        """See `DrafterKind.card_rows`."""
         layers, vocab = ", ".join(map(str, config.aux_layers)), config.policy.vocab_size
         rows = f"| reads the outputs of policy layers | {layers} (from 0) |\n"
         return rows + f"| drafts | {config.draft_vocab_size} of the policy's {vocab} tokens |\n"
