@@ -83,6 +83,6 @@ def trtllm_launch(section: TrtllmSection) -> EngineLaunch:
 
 def _write(drafter: SavedDrafter, folder: Path, dtype: torch.dtype) -> Eagle3Files:
     """The drafter as the engine reads it at its start. Raises ConfigError for a form that it does not have."""
-    files = KINDS[drafter.config.kind].engine_files(drafter, "trtllm", dtype)
+    files = KINDS[drafter.config.kind].engine_files(drafter.config, drafter.weights, "trtllm", dtype)
     write_directory(folder, files.tensors, files.json)
     return Eagle3Files(folder, tuple(files.json["speculative.json"]["eagle3_layers_to_capture"]))

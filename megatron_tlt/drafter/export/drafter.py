@@ -54,5 +54,5 @@ def export_files(directory: str | Path, out: str | Path, form: Format, dtype: to
     if form == "hf":
         files = ExportFiles({WEIGHTS: cast_tensors(drafter.weights, dtype)}, {CONFIG: about_of(drafter, dtype)})
     else:
-        files = KINDS[drafter.config.kind].engine_files(drafter, form, dtype)
+        files = KINDS[drafter.config.kind].engine_files(drafter.config, drafter.weights, form, dtype)
     return replace(files, card=model_card(drafter, form, dtype))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from megatron_tlt.models.drafters import DraftBatch, DrafterConfig, DrafterModel
 Format = Literal["hf", "sglang", "trtllm", "vllm"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 ENGINES = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "vllm": "vLLM"}
+
+ConfigT = TypeVar("ConfigT", bound=DrafterConfig)
+ModelT = TypeVar("ModelT", bound=DrafterModel)
 
 LossParts = dict[str, list[Tensor]]  # means by drafted position, 0-d
 
@@ -66,8 +69,8 @@ class PublicForm:
     warnings: Callable[[Path, Mapping[str, Any], ModelConfig, tuple[int, ...] | None], list[str]]
 
 
-class DrafterKind(ABC):
-    """One kind of trained drafter."""
+class DrafterKind(ABC, Generic[ConfigT, ModelT]):
+    """One kind of trained drafter, whose shape is a ConfigT and which is a ModelT in training."""
 
     facts: DrafterFacts
     title: str  # in model cards
@@ -77,27 +80,27 @@ class DrafterKind(ABC):
     # -- its shape, in configurations and in config.json ------------------------------------------------------
 
     @abstractmethod
-    def fresh(self, section: SpeculationSection, policy: ModelConfig) -> DrafterConfig:
+    def fresh(self, section: SpeculationSection, policy: ModelConfig) -> ConfigT:
         """A drafter of `policy`, not trained yet. Raises ConfigError for layers that the policy does not have."""
 
-    def entries(self, config: DrafterConfig) -> dict[str, Any]:
+    def entries(self, config: ConfigT) -> dict[str, Any]:
         """The entries of config.json beside the policy's shape; `read_entries` reads them."""
         return {}
 
     @abstractmethod
-    def read_entries(self, about: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
+    def read_entries(self, about: Mapping[str, Any], policy: ModelConfig) -> ConfigT:
         """The drafter of such entries. Raises ConfigError or CheckpointError for entries that it never returns."""
 
     # -- in rollouts and in training --------------------------------------------------------------------------
 
     @abstractmethod
-    def build_decoder(self, policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:
+    def build_decoder(self, policy: Decoder, config: ConfigT, threads: int = 1) -> DrafterDecoder:
         """The drafter beside the policy's decoder in the rollout engine; load weights next. Raises BackendError for a
         decoder that it does not go with.
         """
 
     @abstractmethod
-    def build_model(self, config: DrafterConfig) -> DrafterModel:
+    def build_model(self, config: ConfigT) -> ModelT:
         """The drafter in training; its weights are not set."""
 
     @property
@@ -108,7 +111,7 @@ class DrafterKind(ABC):
     @abstractmethod
     def loss(
         self,
-        model: DrafterModel,
+        model: ModelT,
         tables: tuple[Tensor, Tensor],
         batch: DraftBatch,
         section: DrafterSection,
@@ -124,10 +127,12 @@ class DrafterKind(ABC):
     # -- exports ----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
+    def engine_files(
+        self, config: ConfigT, weights: Mapping[str, Tensor], engine: Format, dtype: torch.dtype
+    ) -> ExportFiles:
         """The files that `engine` reads. Raises ConfigError where it cannot run such a drafter."""
 
-    def engine_tensors(self, config: DrafterConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def engine_tensors(self, config: ConfigT, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as serving engines name them. The reduced vocabulary of a drafter that has no LM head of its own
         is left out: engines have none for it, and draft through the policy's whole head.
         """
@@ -135,11 +140,11 @@ class DrafterKind(ABC):
         named = {name: tensor for name, tensor in weights.items() if name not in left_out}
         return {n.replace("layer.", "layers.0.", 1) if n.startswith("layer.") else n: t for n, t in named.items()}
 
-    def was_served_by(self, config: DrafterConfig) -> tuple[Format, ...]:
+    def was_served_by(self, config: ConfigT) -> tuple[Format, ...]:
         """Engines that ran an export of such a drafter in a test."""
         return ("vllm",)
 
-    def card_rows(self, config: DrafterConfig) -> str:
+    def card_rows(self, config: ConfigT) -> str:
         """More rows of the table in a model card."""
         return ""
 
@@ -147,10 +152,28 @@ class DrafterKind(ABC):
         """Sentences of a model card on what an export for `engine` shares with the policy, each with a space behind."""
         return ""
 
-    def serving_options(self, config: DrafterConfig) -> dict[str, Any]:
+    def serving_options(self, config: ConfigT) -> dict[str, Any]:
         """Values of a model card's commands: vLLM's `method`, drafted tokens, and options of SGLang."""
         flags = "--speculative-num-steps 4 --speculative-eagle-topk 1 --speculative-num-draft-tokens 5"
         return {"method": config.kind, "length": 4, "flags": flags}
+
+    # -- in rollouts of vLLM ----------------------------------------------------------------------------------
+
+    def vllm_method(self, config: ConfigT) -> str:
+        """The name of its proposer."""
+        return config.kind
+
+    def vllm_files(self, config: ConfigT, weights: Mapping[str, Tensor], dtype: torch.dtype) -> ExportFiles:
+        """The files that a rollout's engine reads at its start. Raises ConfigError for a form that it does not have."""
+        return self.engine_files(config, weights, "vllm", dtype)
+
+    def cached_layers(self, config: ConfigT) -> int:
+        """Layers of which it caches keys and values."""
+        return 1
+
+    def draft_length(self, config: ConfigT) -> int | None:
+        """Tokens of every draft; None: as many as it is asked for."""
+        return None
 
 
 def cast_tensors(named: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

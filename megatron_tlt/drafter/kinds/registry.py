@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_tlt.drafter.kinds.base import DrafterKind
 from megatron_tlt.drafter.kinds.dspark.kind import DSparkKind
 from megatron_tlt.drafter.kinds.eagle.kind import EagleKind
 from megatron_tlt.drafter.kinds.eagle3.kind import Eagle3Kind
 
-KINDS: dict[str, DrafterKind] = {kind.facts.name: kind for kind in (EagleKind(), Eagle3Kind(), DSparkKind())}
+_ALL: tuple[DrafterKind[Any, Any], ...] = EagleKind(), Eagle3Kind(), DSparkKind()
+KINDS = {kind.facts.name: kind for kind in _ALL}

@@ -56,7 +56,10 @@ class NativeEagle(DrafterDecoder):
     kind = "native"
 
     def __init__(self, policy: NativeDecoder, config: DrafterConfig, threads: int = 1):
-        """The policy's embedding and LM head are read where they are, so it must stay alive."""
+        """The policy's embedding and LM head are read where they are, so it must stay alive. Raises BackendError for a
+        decoder that returns other layers.
+        """
+        config.check_states(policy.aux_layers)
         self._lib, self.policy, self.threads = library(), policy, max(1, threads)
         self.config, self.dtype = config, policy.dtype
         h, is_eagle3 = config.policy.hidden_size, isinstance(config, Eagle3Config)

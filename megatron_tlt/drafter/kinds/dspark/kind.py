@@ -23,7 +23,6 @@ from megatron_tlt.drafter.kinds.base import (
     Format,
     LossParts,
     PublicForm,
-    SavedDrafter,
     cast_tensors,
 )
 from megatron_tlt.drafter.kinds.dspark import public as files
@@ -32,7 +31,7 @@ from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafter_decoder import DrafterDecoder
-from megatron_tlt.models.drafters import DraftBatch, DrafterConfig, DrafterModel
+from megatron_tlt.models.drafters import DraftBatch
 from megatron_tlt.models.dspark.config import BlockConfig
 from megatron_tlt.models.dspark.decoder import TorchBlock
 from megatron_tlt.models.dspark.model import BlockModel
@@ -43,7 +42,7 @@ from megatron_tlt.models.hf_fields import known_fields
 _NEVER = 100.0
 
 
-class DSparkKind(DrafterKind):
+class DSparkKind(DrafterKind[BlockConfig, BlockModel]):
 
     facts = DRAFTERS["dspark"]
     title, paper = "DSpark", "DSpark (2607.05147)"
@@ -56,8 +55,7 @@ class DSparkKind(DrafterKind):
         sizes = section.draft_tokens(policy.vocab_size), section.block_layers, section.block_size
         return BlockConfig.fresh(policy, section.layers, *sizes)
 
-    def entries(self, config: DrafterConfig) -> dict[str, Any]:
-        assert isinstance(config, BlockConfig)
+    def entries(self, config: BlockConfig) -> dict[str, Any]:
         layer = config.layer.to_hf() | {"torch_dtype": None} | _layer_entries(config)
         return {**_sizes(config), "draft_vocab_size": config.draft_vocab_size, "layer": layer}
 
@@ -69,18 +67,16 @@ class DSparkKind(DrafterKind):
         layer = ModelConfig.from_hf(known_fields(about["layer"]) | {"sliding_window": None})
         return BlockConfig.of(policy, shape, size, layer)
 
-    def build_decoder(self, policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:
+    def build_decoder(self, policy: Decoder, config: BlockConfig, threads: int = 1) -> DrafterDecoder:
         """In PyTorch beside either decoder."""
-        assert isinstance(config, BlockConfig)
         return TorchBlock(policy, config, candidates_of(policy))
 
-    def build_model(self, config: DrafterConfig) -> BlockModel:
-        assert isinstance(config, BlockConfig)
+    def build_model(self, config: BlockConfig) -> BlockModel:
         return BlockModel(config)
 
     def loss(
         self,
-        model: DrafterModel,
+        model: BlockModel,
         tables: tuple[Tensor, Tensor],
         batch: DraftBatch,
         section: DrafterSection,
@@ -89,7 +85,6 @@ class DSparkKind(DrafterKind):
         counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, LossParts]:
         """Blocks from random anchors; parts of `section.drafted` positions."""
-        assert isinstance(model, BlockModel)
         layout, (embed, head) = model.layout(batch), tables
         chosen = draw_anchors(model, layout)
         with forward:
@@ -97,16 +92,16 @@ class DSparkKind(DrafterKind):
         of = section.drafted(self.facts), section.loss, temperature, counts
         return block_loss(model, slots, chosen, batch, layout, head, *of)
 
-    def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
+    def engine_files(
+        self, config: BlockConfig, weights: Mapping[str, Tensor], engine: Format, dtype: torch.dtype
+    ) -> ExportFiles:
         """DeepSpec's form; z-lab's of a drafter without Markov head."""
-        config = drafter.config
-        assert isinstance(config, BlockConfig)
         _check_engine(config, engine)
-        named = cast_tensors(self.engine_tensors(config, drafter.weights), dtype)
+        named = cast_tensors(self.engine_tensors(config, weights), dtype)
         about = _config(config, str(dtype).removeprefix("torch."))
         return ExportFiles({"model.safetensors": named}, {"config.json": about})
 
-    def engine_tensors(self, config: DrafterConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def engine_tensors(self, config: BlockConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Nothing in training keeps tokens outside a reduced vocabulary improbable:
         one more column of the Markov head takes `_NEVER` squared off their logits.
         """
@@ -121,25 +116,42 @@ class DSparkKind(DrafterKind):
             named[first] = torch.cat([w1, w1.new_full((len(w1), 1), _NEVER)], 1)
         return named
 
-    def was_served_by(self, config: DrafterConfig) -> tuple[Format, ...]:
+    def was_served_by(self, config: BlockConfig) -> tuple[Format, ...]:
         """Of DFlash; on CPUs vLLM has neither DSpark nor DFlash 2."""
-        assert isinstance(config, BlockConfig)
         return () if config.markov_rank or config.selector_rank or config.windows else ("vllm",)
 
     def serving_notes(self, engine: Format) -> str:
         return "Embedding and LM head are the policy's and are not here. "
 
-    def serving_options(self, config: DrafterConfig) -> dict[str, Any]:
-        assert isinstance(config, BlockConfig)
+    def serving_options(self, config: BlockConfig) -> dict[str, Any]:
         method, length = "dspark" if config.markov_rank else "dflash", config.num_drafted
         return {"method": method, "length": length, "flags": f"--speculative-num-draft-tokens {config.block_size}"}
 
-    def card_rows(self, config: DrafterConfig) -> str:
-        assert isinstance(config, BlockConfig)
+    def card_rows(self, config: BlockConfig) -> str:
         layers = ", ".join(map(str, config.aux_layers))
         rows = f"| reads the outputs of policy layers | {layers} (from 0) |\n"
         rows += f"| drafts | {config.num_drafted} tokens at once, {config.block_layers} layers |\n"
         return rows + f"| vocabulary | {config.draft_vocab_size} of the policy's {config.policy.vocab_size} tokens |\n"
+
+    def vllm_method(self, config: BlockConfig) -> str:
+        return "dflash"
+
+    def vllm_files(self, config: BlockConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> ExportFiles:
+        """For the plugin's class (`backends/vllm/plugin/block_drafter.py`)."""
+        if config.selector_rank or config.windows:
+            allowed = "vLLM's first model runner has no DFlash 2 and no sliding windows: use the embedded engine"
+            raise ConfigError.of("rollout.backend", "vllm", allowed)
+        files = self.engine_files(config, weights, "vllm", dtype)
+        read = {"target_layer_ids": list(config.aux_layers), "mask_token_id": config.mask_token_id}
+        more = {"architectures": ["DFlashBlockForCausalLM"], "dflash_config": read}
+        about = {"markov_rank": 0, "sample_from_anchor": False} | files.json["config.json"] | more
+        return ExportFiles(files.tensors, {"config.json": about})
+
+    def cached_layers(self, config: BlockConfig) -> int:
+        return config.block_layers
+
+    def draft_length(self, config: BlockConfig) -> int:
+        return config.num_drafted
 
 
 def _sizes(config: BlockConfig) -> dict[str, Any]:

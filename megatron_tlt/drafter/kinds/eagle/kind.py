@@ -18,40 +18,51 @@ from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.kinds.base import (
     ENGINES,
+    ConfigT,
     DrafterKind,
     ExportFiles,
     Format,
     LossParts,
-    SavedDrafter,
     cast_tensors,
 )
 from megatron_tlt.drafter.kinds.eagle.loss import draft_loss
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafter_decoder import DrafterDecoder
-from megatron_tlt.models.drafters import DraftBatch, DrafterConfig, DrafterModel
+from megatron_tlt.models.drafters import DraftBatch
 from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.eagle.model import PairModel
 from megatron_tlt.models.eagle.pairs import PairLayout
-from megatron_tlt.models.factory import build_eagle
+from megatron_tlt.models.eagle.torch_drafter import TorchEagle
+from megatron_tlt.models.factory import candidates_of
+from megatron_tlt.models.torch.decoder import TorchDecoder
 
 _INSTEAD = "train a drafter of kind eagle3, which every format takes, or use --format"
 
 
-class PairKind(DrafterKind):
+class PairKind(DrafterKind[ConfigT, PairModel]):
     """The common part of EAGLE and EAGLE-3: one layer over pairs, which drafts position by position."""
 
-    def build_decoder(self, policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:
-        return build_eagle(policy, config, threads)
+    def build_decoder(self, policy: Decoder, config: ConfigT, threads: int = 1) -> DrafterDecoder:
+        """In the form of the policy's decoder."""
+        if isinstance(policy, TorchDecoder):
+            return TorchEagle(policy, config, candidates_of(policy))
+        from megatron_tlt.models.native.decoder import NativeDecoder
 
-    def build_model(self, config: DrafterConfig) -> PairModel:
+        if not isinstance(policy, NativeDecoder):
+            raise BackendError(f"there is no eagle drafter for a {policy.kind} decoder")
+        from megatron_tlt.models.native.eagle import NativeEagle
+
+        return NativeEagle(policy, config, threads)
+
+    def build_model(self, config: ConfigT) -> PairModel:
         return build_model(config)
 
     def loss(
         self,
-        model: DrafterModel,
+        model: PairModel,
         tables: tuple[Tensor, Tensor],
         batch: DraftBatch,
         section: DrafterSection,
@@ -60,14 +71,13 @@ class PairKind(DrafterKind):
         counts: Sequence[int] | None = None,
     ) -> tuple[Tensor, LossParts]:
         """Drafts of `section.drafted` positions from every base."""
-        assert isinstance(model, PairModel)
         layout, (embed, head) = PairLayout(batch), tables
         with forward:
             outputs = model.unroll(embed, batch, layout, section.drafted(self.facts))
         return draft_loss(model, outputs, batch, layout, head, section.loss, temperature, counts)
 
 
-class EagleKind(PairKind):
+class EagleKind(PairKind[EagleConfig]):
 
     facts = DRAFTERS["eagle"]
     title, paper = "EAGLE", "EAGLE-1"
@@ -76,7 +86,7 @@ class EagleKind(PairKind):
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> EagleConfig:
         return EagleConfig.of(policy, section.draft_tokens(policy.vocab_size))
 
-    def entries(self, config: DrafterConfig) -> dict[str, Any]:
+    def entries(self, config: EagleConfig) -> dict[str, Any]:
         return {"draft_vocab_size": config.draft_vocab_size} if config.reduced else {}
 
     def read_entries(self, about: Mapping[str, Any], policy: ModelConfig) -> EagleConfig:
@@ -89,13 +99,27 @@ class EagleKind(PairKind):
         method = "`method` must be given, as vLLM otherwise guesses it from the directory's name."
         return f"{shared}: run with pipeline parallel size 1. {method} "
 
-    def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
-        policy, named = drafter.config.policy, self.engine_tensors(drafter.config, drafter.weights)
+    def engine_files(
+        self, config: EagleConfig, weights: Mapping[str, Tensor], engine: Format, dtype: torch.dtype
+    ) -> ExportFiles:
+        policy, named = config.policy, self.engine_tensors(config, weights)
         _check_engine(policy, engine)
         if engine == "sglang":  # its fc always has a bias, and one that the file lacks stays random
             named["fc.bias"] = torch.zeros(policy.hidden_size)
         about = _config(policy, engine, str(dtype).removeprefix("torch."))
         return ExportFiles({"model.safetensors": cast_tensors(named, dtype)}, {"config.json": about})
+
+    def vllm_files(self, config: EagleConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> ExportFiles:
+        """With normalised queries and keys for the plugin's class (`backends/vllm/plugin/eagle_qwen3.py`)."""
+        if not config.layer.qk_norm:
+            return super().vllm_files(config, weights, dtype)
+        about = config.policy.dense_sibling.to_hf(str(dtype).removeprefix("torch.")) | {
+            "architectures": ["Qwen3ForCausalLM"],  # vLLM puts Eagle before it
+            "num_hidden_layers": 1,
+            "tie_word_embeddings": False,  # a drafter without tables shares the policy's
+        }
+        tensors = cast_tensors(self.engine_tensors(config, weights), dtype)
+        return ExportFiles({"model.safetensors": tensors}, {"config.json": about})
 
 
 def _check_engine(policy: ModelConfig, engine: Format) -> None:

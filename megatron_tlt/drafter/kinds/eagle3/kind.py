@@ -10,19 +10,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.drafter.kinds.base import ExportFiles, Format, PublicForm, SavedDrafter, cast_tensors
+from megatron_tlt.drafter.kinds.base import ExportFiles, Format, PublicForm, cast_tensors
 from megatron_tlt.drafter.kinds.eagle.kind import PairKind
 from megatron_tlt.drafter.kinds.eagle3 import public as files
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.config import Eagle3Config
 
 
-class Eagle3Kind(PairKind):
+class Eagle3Kind(PairKind[Eagle3Config]):
 
     facts = DRAFTERS["eagle3"]
     title = paper = "EAGLE-3"
@@ -34,8 +34,7 @@ class Eagle3Kind(PairKind):
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> Eagle3Config:
         return Eagle3Config.of(policy, section.layers, section.draft_tokens(policy.vocab_size))
 
-    def entries(self, config: DrafterConfig) -> dict[str, Any]:
-        assert isinstance(config, Eagle3Config)
+    def entries(self, config: Eagle3Config) -> dict[str, Any]:
         return {
             "eagle3_layers": list(config.aux_layers),
             "draft_vocab_size": config.draft_vocab_size,
@@ -52,15 +51,15 @@ class Eagle3Kind(PairKind):
         layer = None if own is None else ModelConfig.from_hf(own)
         return Eagle3Config.of(policy, tuple(layers), size, layer, bool(about.get("norm_before_residual")))
 
-    def engine_files(self, drafter: SavedDrafter, engine: Format, dtype: torch.dtype) -> ExportFiles:
-        config = drafter.config
-        assert isinstance(config, Eagle3Config)
+    def engine_files(
+        self, config: Eagle3Config, weights: Mapping[str, Tensor], engine: Format, dtype: torch.dtype
+    ) -> ExportFiles:
         json = {"config.json": _config(config, engine, str(dtype).removeprefix("torch."))}
         if engine == "trtllm":
             json["speculative.json"] = {"eagle3_layers_to_capture": list(config.aux_layers)}
-        return ExportFiles({"model.safetensors": cast_tensors(drafter.weights, dtype)}, json)
+        return ExportFiles({"model.safetensors": cast_tensors(weights, dtype)}, json)
 
-    def card_rows(self, config: DrafterConfig) -> str:
+    def card_rows(self, config: Eagle3Config) -> str:
         layers, vocab = ", ".join(map(str, config.aux_layers)), config.policy.vocab_size
         rows = f"| reads the outputs of policy layers | {layers} (from 0) |\n"
         return rows + f"| drafts | {config.draft_vocab_size} of the policy's {vocab} tokens |\n"

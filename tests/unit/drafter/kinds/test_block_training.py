@@ -209,7 +209,7 @@ def published(out: Path, form: str, name: str) -> Path:
     """
     model, config = overfitted(name), CONFIGS[name]
     saved = SavedDrafter(config, model.state_dict())
-    files = KIND.engine_files(saved, "vllm", torch.float32)
+    files = KIND.engine_files(saved.config, saved.weights, "vllm", torch.float32)
     about, tensors = files.json["config.json"], dict(files.tensors["model.safetensors"])
     out.mkdir(parents=True)
     if form == "ours":
@@ -336,7 +336,7 @@ def test_a_reduced_vocabulary_is_read_and_its_export_drafts_no_other_token(tmp_p
     assert (logits[1][:, ~known] < -9000).all() and (logits[0][:, ~known] == float("-inf")).all()
     headless = block_config(POLICY, 40, markov_rank=0, sample_from_anchor=False)
     with pytest.raises(ConfigError, match="would draft tokens outside the vocabulary of 40"):
-        KIND.engine_files(SavedDrafter(headless, random_drafter(headless)), "vllm", torch.float32)
+        KIND.engine_files(headless, random_drafter(headless), "vllm", torch.float32)
     about = {
         "speculators_model_type": "dspark",
         "transformer_layer_config": config.layer.to_hf() | {"num_hidden_layers": 2},
@@ -377,7 +377,7 @@ def test_a_reduced_vocabulary_is_read_and_its_export_drafts_no_other_token(tmp_p
 )
 def test_other_forms_are_refused_by_name(tmp_path: Path, entries: dict, says: str) -> None:
     config = CONFIGS["dspark"]
-    files = KIND.engine_files(SavedDrafter(config, random_drafter(config)), "vllm", torch.float32)
+    files = KIND.engine_files(config, random_drafter(config), "vllm", torch.float32)
     save_file(files.tensors["model.safetensors"], tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(files.json["config.json"] | entries))
     with pytest.raises(CheckpointError, match=says):
@@ -399,4 +399,4 @@ def test_other_forms_are_refused_by_name(tmp_path: Path, entries: dict, says: st
 def test_engines_that_cannot_run_one_are_named(engine: str, more: dict, says: str) -> None:
     config = block_config(POLICY, **more)
     with pytest.raises(ConfigError, match=says):
-        KIND.engine_files(SavedDrafter(config, random_drafter(config)), engine, torch.float32)
+        KIND.engine_files(config, random_drafter(config), engine, torch.float32)

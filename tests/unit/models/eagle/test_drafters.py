@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_tlt.drafter.kinds.registry import KINDS
 from megatron_tlt.errors import BackendError, CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.draft import Draft
 from megatron_tlt.models.drafter_decoder import BUCKETS, DEPTHS, DrafterDecoder
 from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
-from megatron_tlt.models.factory import build_decoder, build_eagle
+from megatron_tlt.models.factory import build_decoder
 from tests.helpers.pairs import ONES, Rows, check_row, of_row, states
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
 from tests.helpers.tiny_drafters import random_drafter
@@ -58,7 +59,7 @@ def loaded(
     drafter = drafter_config(CONFIGS[name])
     policy = build_decoder(CONFIGS[name], dtype=dtype, kernels=kernels, tp=tp, aux_layers=drafter.aux_layers)
     policy.load_weights(random_weights(CONFIGS[name]))
-    eagle = build_eagle(policy, drafter, threads)
+    eagle = KINDS[drafter.kind].build_decoder(policy, drafter, threads)
     assert eagle.kind == kernels
     eagle.load_weights(eagle_weights(CONFIGS[name]))
     return eagle
@@ -209,7 +210,7 @@ def test_tensor_parallel_ranks_draft_what_one_rank_drafts(size: int) -> None:
     def run(kernels: str, tp) -> Draft:
         policy = build_decoder(config, kernels=kernels, tp=tp)
         policy.load_weights(weights[0])
-        eagle = build_eagle(policy, EagleConfig.of(config))
+        eagle = KINDS["eagle"].build_decoder(policy, EagleConfig.of(config))
         eagle.load_weights(weights[1])
         return rows_of(eagle, [21, 33]).draft([5, 3])
 
@@ -260,7 +261,7 @@ def test_copied_blocks_serve_another_row(kernels: str) -> None:
 def test_weights_are_checked_and_replaced_and_a_push_to_the_policy_shows_at_once(kernels: str) -> None:
     config = CONFIGS["llama"]
     policy = build_decoder(config, kernels=kernels)
-    eagle, weights = build_eagle(policy, EagleConfig.of(config)), eagle_weights(config, seed=4)
+    eagle, weights = KINDS["eagle"].build_decoder(policy, EagleConfig.of(config)), eagle_weights(config, seed=4)
     rows = rows_of(eagle, [20])
     for wrong in (
         weights[1:],
@@ -284,7 +285,7 @@ def test_positions_beyond_the_first_rotary_table(kernels: str) -> None:
     config = replace(CONFIGS["qwen3"], max_position_embeddings=9000)
     policy = build_decoder(config, kernels=kernels)
     policy.load_weights(random_weights(config))
-    eagle = build_eagle(policy, EagleConfig.of(config))
+    eagle = KINDS["eagle"].build_decoder(policy, EagleConfig.of(config))
     eagle.load_weights(eagle_weights(config))
     for length in (4094, 4200):
         rows = rows_of(eagle, [length], catch_up=12)
