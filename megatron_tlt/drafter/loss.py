@@ -52,6 +52,20 @@ class DraftedRows:
 
 
 @dataclass(frozen=True, slots=True)
+class LossInputs:
+    """A batch, and what its loss is made of beside the drafter."""
+
+    batch: DraftBatch  # the last H columns of `hidden` are the policy's final hidden state
+    embed: Tensor  # [V, H], the policy's
+    head: Tensor  # [V, H]
+    steps: int  # drafted positions
+    weights: LossWeights
+    temperature: float  # of rollouts, above 0
+    # Rows of each position of a larger batch, of which this one is a share: the losses and parts of all shares add up.
+    counts: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyRows:
     """The distributions that drafted rows are compared with, and the weights of their losses."""
 
@@ -65,23 +79,16 @@ class PolicyRows:
 
     @classmethod
     def of(
-        cls,
-        batch: DraftBatch,
-        targets: Sequence[np.ndarray],
-        weights: Tensor,
-        tables: tuple[Tensor, Tensor | None],
-        loss: LossWeights,
-        temperature: float,
+        cls, given: LossInputs, ids: Tensor | None, targets: Sequence[np.ndarray], weights: Tensor
     ) -> PolicyRows:
         """`targets`: of each drafted position its rows of the batch, whose losses are multiplied by `weights` [J].
-        `tables`: the policy's LM head [V, H] and the ids [Vd] of the drafter's tokens (None: all). The last H columns
-        of `batch.hidden` are the policy's final hidden state.
+        `ids` [Vd]: the drafter's tokens; None: all.
         """
-        (head, ids), rows = tables, DraftedRows.of(targets, weights.device)
+        batch, head, rows = given.batch, given.head, DraftedRows.of(targets, weights.device)
         states, known = batch.hidden[:, -head.shape[1] :].index_select(0, rows.policy), None
         if ids is not None:
             head, known = head.index_select(0, ids), torch.isin(batch.tokens.index_select(0, rows.policy + 1), ids)
-        return cls(states, head, known, rows, weights[rows.step], loss, temperature or 1.0)
+        return cls(states, head, known, rows, weights[rows.step], given.weights, given.temperature)
 
     def sort(self, drafted: Sequence[Tensor]) -> Tensor:
         """Float32 [M, W] of the outputs of each drafted position, in the order of the drafted rows."""

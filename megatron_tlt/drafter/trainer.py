@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafter.kinds.registry import KINDS
+from megatron_tlt.drafter.loss import LossInputs
 from megatron_tlt.drafter.training_state import WITHOUT_MEAN, TrainingState
 from megatron_tlt.errors import DrafterError
 from megatron_tlt.models.base import DTYPES
@@ -107,9 +108,10 @@ class DrafterTrainer:
         dtype = DTYPES[self._section.sizes(device).dtype]
         needs_cast = next(self.model.parameters()).dtype != dtype
         forward = self._forward(device, dtype if needs_cast else None)
-        tables, t = (self.embed, self.head), self._temperature
+        section, steps = self._section, self._section.drafted(self.kind.facts)
+        given = LossInputs(batch, self.embed, self.head, steps, section.loss, self._temperature, counts)
         self.model.trained_steps = self.trained_steps
-        loss, parts = self.kind.loss(self.model, tables, batch, self._section, t, forward, counts)
+        loss, parts = self.kind.loss(self.model, given, forward)
         self.state.free_gradients()
         loss.backward()  # type: ignore[no-untyped-call]
         by_name = {f"{name}/{step}": v for name, values in parts.items() for step, v in enumerate(values, 1)}

@@ -8,7 +8,7 @@ Legend: H hidden size, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,14 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.drafter_kinds import DrafterFacts
 from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.drafter.loss import LossInputs
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafter_decoder import DrafterDecoder
-from megatron_tlt.models.drafters import DraftBatch, DrafterConfig, DrafterModel
+from megatron_tlt.models.drafters import DrafterConfig, DrafterModel
 
 Format = Literal["hf", "sglang", "trtllm", "vllm"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -110,18 +110,10 @@ class DrafterKind(ABC, Generic[ConfigT, ModelT]):
 
     @abstractmethod
     def loss(
-        self,
-        model: ModelT,
-        tables: tuple[Tensor, Tensor],
-        batch: DraftBatch,
-        section: DrafterSection,
-        temperature: float,
-        forward: AbstractContextManager[object],
-        counts: Sequence[int] | None = None,
+        self, model: ModelT, given: LossInputs, forward: AbstractContextManager[object]
     ) -> tuple[Tensor, LossParts]:
-        """The loss (0-d, differentiable) of a batch and its parts by drafted position. `tables`: the policy's embedding
-        and LM head [V, H]. The model's forward runs inside `forward`. `counts` are the rows of each position of a
-        larger batch, of which this one is a share: the losses and parts of all shares add up to that of the whole.
+        """The loss (0-d, differentiable) of a batch and its parts by drafted position. The model's forward runs inside
+        `forward`.
         """
 
     # -- exports ----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from megatron_tlt.config.drafter import LossWeights
 from megatron_tlt.drafter import loss as module
 from megatron_tlt.drafter.batching import DraftSequence, collate
 from megatron_tlt.drafter.kinds.eagle.loss import draft_loss
+from megatron_tlt.drafter.loss import LossInputs
 from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.eagle.eagle3 import Eagle3Model
 from megatron_tlt.models.eagle.model import EagleModel
@@ -68,7 +69,12 @@ def test_loss_and_gradients_equal_a_loop_over_tokens(monkeypatch, weights, t: fl
     _, head = lookup_tables(CONFIG)
     batch = collate(SEQUENCES)
     outputs = drafted(SEQUENCES)
-    got, _ = draft_loss(EagleModel(EagleConfig.of(CONFIG)), outputs, batch, PairLayout(batch), head, weights, t)
+    got, _ = draft_loss(
+        EagleModel(EagleConfig.of(CONFIG)),
+        outputs,
+        PairLayout(batch),
+        LossInputs(batch, head, head, STEPS, weights, t),
+    )
     want, theirs = token_by_token(SEQUENCES, head, weights, t)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     (2.0 * got).backward()
@@ -89,7 +95,12 @@ def test_eagle3_is_taught_over_its_own_vocabulary(monkeypatch, weights, t: float
     sequences = [random_sequence(config, n, p, seed=n) for n, p in ((12, 5), (3, 1), (17, 9))]
     batch = collate(sequences)
     layout = PairLayout(batch)
-    got, parts = draft_loss(model, model.unroll(embed, batch, layout, STEPS), batch, layout, head, weights, t)
+    got, parts = draft_loss(
+        model,
+        model.unroll(embed, batch, layout, STEPS),
+        layout,
+        LossInputs(batch, embed, head, STEPS, weights, t),
+    )
     assert set(parts) == {"ce", "accept"}
     got.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}

@@ -5,7 +5,7 @@ A layer id i means the OUTPUT of policy layer i, from 0, here as in DeepSpec's f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.block_drafters import CONV_GROUP, NUM_CANDIDATES, block_shape
-from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.kinds.base import (
@@ -27,11 +26,11 @@ from megatron_tlt.drafter.kinds.base import (
 )
 from megatron_tlt.drafter.kinds.dspark import public as files
 from megatron_tlt.drafter.kinds.dspark.loss import block_loss, draw_anchors
+from megatron_tlt.drafter.loss import LossInputs
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafter_decoder import DrafterDecoder
-from megatron_tlt.models.drafters import DraftBatch
 from megatron_tlt.models.dspark.config import BlockConfig
 from megatron_tlt.models.dspark.decoder import TorchBlock
 from megatron_tlt.models.dspark.model import BlockModel
@@ -75,22 +74,14 @@ class DSparkKind(DrafterKind[BlockConfig, BlockModel]):
         return BlockModel(config)
 
     def loss(
-        self,
-        model: BlockModel,
-        tables: tuple[Tensor, Tensor],
-        batch: DraftBatch,
-        section: DrafterSection,
-        temperature: float,
-        forward: AbstractContextManager[object],
-        counts: Sequence[int] | None = None,
+        self, model: BlockModel, given: LossInputs, forward: AbstractContextManager[object]
     ) -> tuple[Tensor, LossParts]:
-        """Blocks from random anchors; parts of `section.drafted` positions."""
-        layout, (embed, head) = model.layout(batch), tables
+        """Blocks from random anchors."""
+        layout = model.layout(given.batch)
         chosen = draw_anchors(model, layout)
         with forward:
-            slots = model.fill(embed, batch, layout, chosen)
-        of = section.drafted(self.facts), section.loss, temperature, counts
-        return block_loss(model, slots, chosen, batch, layout, head, *of)
+            slots = model.fill(given.embed, given.batch, layout, chosen)
+        return block_loss(model, slots, chosen, layout, given)
 
     def engine_files(
         self, config: BlockConfig, weights: Mapping[str, Tensor], engine: Format, dtype: torch.dtype

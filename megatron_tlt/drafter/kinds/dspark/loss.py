@@ -21,7 +21,6 @@ Legend: N bases, A anchors, H hidden size, V vocabulary, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,10 +29,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megatron_tlt.config.block_drafters import NUM_CANDIDATES
-from megatron_tlt.config.drafter import LossWeights
 from megatron_tlt.drafter.kinds.base import LossParts
-from megatron_tlt.drafter.loss import PolicyRows, scaled
-from megatron_tlt.models.drafters import DraftBatch
+from megatron_tlt.drafter.loss import LossInputs, PolicyRows, scaled
 from megatron_tlt.models.dspark.model import BlockModel, CandidateSelector
 from megatron_tlt.models.eagle.pairs import PairLayout
 
@@ -52,21 +49,14 @@ def block_loss(
     model: BlockModel,
     slots: Tensor,
     chosen: np.ndarray,
-    batch: DraftBatch,
     layout: PairLayout,
-    head: Tensor,
-    steps: int,
-    loss: LossWeights,
-    temperature: float = 1.0,
-    counts: Sequence[int] | None = None,
+    given: LossInputs,
 ) -> tuple[Tensor, LossParts]:
     """The loss (0-d, differentiable) of blocks `slots` [A, S, H] from the `chosen` bases [A], and its parts, means of
     the first `steps` drafted positions: `ce`, `accept` (1 - TV), 0 behind the block. All positions of a block are
-    trained.
-
-    The last H columns of `batch.hidden` are the policy's final hidden state; head [V, H] is the policy's. With `counts`
-    of the first positions the batch is a share of a larger one, of which its anchors stand for all of its own bases.
+    trained. The anchors of a share stand for all of its own bases.
     """
+    batch, device, steps, counts = given.batch, given.head.device, given.steps, given.counts
     drafted = range(model.config.num_drafted)
     existing = [layout.existing(k) for k in drafted]
     here = [np.flatnonzero(np.isin(chosen, of_step)) for of_step in existing]  # anchors that have position k
@@ -76,14 +66,14 @@ def block_loss(
     share = sum(own[: len(whole)]) / max(1, sum(whole))
     whole += own[len(whole) :]  # positions behind `counts` are in no metric
     per_row = [n / max(1, total) / max(1, len(at)) for n, total, at in zip(own, whole, here, strict=True)]
-    by_step = torch.tensor(per_row, dtype=torch.float32).to(head.device, non_blocking=True)
-    decay = loss.step_decay ** torch.arange(len(drafted), device=head.device)
+    by_step = torch.tensor(per_row, dtype=torch.float32).to(device, non_blocking=True)
+    decay = given.weights.step_decay ** torch.arange(len(drafted), device=device)
     weights = decay * (share / max(1, sum(map(len, here))))
-    policy = PolicyRows.of(batch, targets, weights, (head, model.token_ids()), loss, temperature)
+    policy = PolicyRows.of(given, model.token_ids(), targets, weights)
     anchors = layout.here(layout.base_rows[chosen])
     outputs = [model.output(batch.tokens, (anchors + k).clamp(max=len(batch.tokens) - 1), slots, k) for k in drafted]
     parts = [out.index_select(0, layout.here(at)) for out, at in zip(outputs, here, strict=True)]
-    states, before = policy.sort(parts).tensor_split([head.shape[1]], 1)
+    states, before = policy.sort(parts).tensor_split([given.head.shape[1]], 1)
     selector, markov = model.candidate_selector, model.markov_head
     bias = None if markov is None else markov.markov_w2.weight
     inputs = states, before if markov else None, bias, policy, NUM_CANDIDATES if selector else 0
@@ -91,7 +81,7 @@ def block_loss(
     if selector is not None:
         true = batch.tokens.index_select(0, policy.rows.policy + 1).index_select(0, policy.rows.at)
         of_true = (states.detach() * policy.head.index_select(0, true)).sum(-1)
-        selected = _selector_ce(selector, before, best, columns, true, of_true, temperature)
+        selected = _selector_ce(selector, before, best, columns, true, of_true, given.temperature)
         total = total + _SELECTOR_WEIGHT * (policy.scale * selected).sum()
     by_name: LossParts = {}
     for name, found in {"ce": ce, "accept": accept}.items():
@@ -164,4 +154,4 @@ def _selector_ce(
     last = torch.where(missing, of_true, logits[:, -1])
     scores = torch.cat([logits[:, :-1], last[:, None]], 1) + selector.scores(before, candidates)
     at = (candidates == true[:, None]).int().argmax(1)
-    return cross_entropy(scores / (temperature or 1.0), at, reduction="none")
+    return cross_entropy(scores / temperature, at, reduction="none")

@@ -6,14 +6,13 @@ so names and config keys follow each engine's own loader; `docs/guides/export_dr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafter.kinds.base import (
@@ -26,11 +25,11 @@ from megatron_tlt.drafter.kinds.base import (
     cast_tensors,
 )
 from megatron_tlt.drafter.kinds.eagle.loss import draft_loss
+from megatron_tlt.drafter.loss import LossInputs
 from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.drafter_decoder import DrafterDecoder
-from megatron_tlt.models.drafters import DraftBatch
 from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.eagle.eagle3 import build_model
 from megatron_tlt.models.eagle.model import PairModel
@@ -61,20 +60,13 @@ class PairKind(DrafterKind[ConfigT, PairModel]):
         return build_model(config)
 
     def loss(
-        self,
-        model: PairModel,
-        tables: tuple[Tensor, Tensor],
-        batch: DraftBatch,
-        section: DrafterSection,
-        temperature: float,
-        forward: AbstractContextManager[object],
-        counts: Sequence[int] | None = None,
+        self, model: PairModel, given: LossInputs, forward: AbstractContextManager[object]
     ) -> tuple[Tensor, LossParts]:
-        """Drafts of `section.drafted` positions from every base."""
-        layout, (embed, head) = PairLayout(batch), tables
+        """Drafts from every base."""
+        layout = PairLayout(given.batch)
         with forward:
-            outputs = model.unroll(embed, batch, layout, section.drafted(self.facts))
-        return draft_loss(model, outputs, batch, layout, head, section.loss, temperature, counts)
+            outputs = model.unroll(given.embed, given.batch, layout, given.steps)
+        return draft_loss(model, outputs, layout, given)
 
 
 class EagleKind(PairKind[EagleConfig]):

@@ -21,37 +21,28 @@ import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
-from megatron_tlt.config.drafter import LossWeights
 from megatron_tlt.drafter.kinds.base import LossParts
-from megatron_tlt.drafter.loss import HeadLoss, PolicyRows
-from megatron_tlt.models.drafters import DraftBatch
+from megatron_tlt.drafter.loss import HeadLoss, LossInputs, PolicyRows
 from megatron_tlt.models.eagle.model import PairModel
 from megatron_tlt.models.eagle.pairs import PairLayout
 
 
 def draft_loss(
-    model: PairModel,
-    outputs: Sequence[Tensor],
-    batch: DraftBatch,
-    layout: PairLayout,
-    head: Tensor,
-    loss: LossWeights,
-    temperature: float = 1.0,
-    counts: Sequence[int] | None = None,
+    model: PairModel, outputs: Sequence[Tensor], layout: PairLayout, given: LossInputs
 ) -> tuple[Tensor, LossParts]:
     """The loss (0-d, differentiable) of `PairModel.unroll`'s outputs [N, H], and its parts: `hidden` (SmoothL1, of
     models that imitate states), `ce`, `accept` (1 - TV).
 
-    The last H columns of `batch.hidden` are the policy's final hidden state; head [V, H] is the policy's. A step that
-    no sequence is long enough for adds nothing. How sequences are packed does not matter: every term is a sum over rows
-    divided by their number, or by `counts` where the batch is a share of a larger one.
+    A step that no sequence is long enough for adds nothing. How sequences are packed does not matter: every term is a
+    sum over rows divided by their number.
     """
+    device, loss, counts = given.head.device, given.weights, given.counts
     bases = [layout.existing(step) for step in range(len(outputs))]
     targets = [layout.base_rows[of_step] + step for step, of_step in enumerate(bases)]
     per_row = 1.0 / np.maximum(1, [len(of_step) for of_step in bases] if counts is None else counts[: len(bases)])
-    by_step = torch.tensor(per_row, dtype=torch.float32).to(head.device, non_blocking=True)
-    decay = loss.step_decay ** torch.arange(len(outputs), device=head.device)
-    policy = PolicyRows.of(batch, targets, decay * by_step, (head, model.token_ids()), loss, temperature)
+    by_step = torch.tensor(per_row, dtype=torch.float32).to(device, non_blocking=True)
+    decay = loss.step_decay ** torch.arange(len(outputs), device=device)
+    policy = PolicyRows.of(given, model.token_ids(), targets, decay * by_step)
     drafted = policy.sort([o.index_select(0, layout.here(of)) for o, of in zip(outputs, bases, strict=True)])
     own = model.own_head(policy.head)
     total, ce, accept = HeadLoss.apply(model.before_head(drafted), own, policy)  # type: ignore[no-untyped-call]

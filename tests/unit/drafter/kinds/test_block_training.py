@@ -23,6 +23,7 @@ from megatron_tlt.drafter.export.drafter import export_drafter
 from megatron_tlt.drafter.kinds.base import SavedDrafter
 from megatron_tlt.drafter.kinds.dspark.kind import DSparkKind
 from megatron_tlt.drafter.kinds.dspark.loss import block_loss, draw_anchors
+from megatron_tlt.drafter.loss import LossInputs
 from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.drafter.trainer import DrafterTrainer, LearningRate
 from megatron_tlt.errors import CheckpointError, ConfigError
@@ -71,7 +72,7 @@ def test_loss_and_gradients_equal_a_loop_over_rows(name: str, vocab: int | None,
     assert len(chosen) == -(-len(layout.bases) // 6)
     chosen = np.union1d(chosen, [len(layout.bases) - 1])  # a block of which the text's end leaves one position
     slots = torch.randn(len(chosen), 6, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    got, parts = block_loss(model, slots, chosen, batch, layout, head, 8, weights, t)
+    got, parts = block_loss(model, slots, chosen, layout, LossInputs(batch, head, head, 8, weights, t))
     rows = head if ids is None else head[ids]
     terms: list[list[torch.Tensor]] = [[] for _ in range(8)]
     for i, base in enumerate(layout.base_rows[chosen].tolist()):
@@ -119,8 +120,8 @@ def test_anchors_are_others_in_every_step_and_shares_of_ranks_add_up() -> None:
         layout = t.model.layout(batch)
         chosen = np.arange(len(layout.bases))
         slots = t.model.fill(TABLES[0], batch, layout, chosen)
-        of = TABLES[1], 2, LossWeights(), 1.0, counts
-        return float(block_loss(t.model, slots, chosen, batch, layout, *of)[0].detach())
+        inputs = LossInputs(batch, *TABLES, 2, LossWeights(), 1.0, counts)
+        return float(block_loss(t.model, slots, chosen, layout, inputs)[0].detach())
 
     assert sum(loss([s], counts) for s in sequences) == pytest.approx(loss(sequences), rel=1e-5)
 
