@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.checks.files import note_maker
 from megatron_tlt.config.run import UNFINISHED
-from megatron_tlt.drafter.fingerprint import policy_fingerprint
-from megatron_tlt.drafter.measure import MeasuredAcceptance
-from megatron_tlt.drafter.pretrain import DrafterPretraining, held_out_params
-from megatron_tlt.drafter.state_file import drafter_state_writer, load_drafter_state
+from megatron_tlt.drafters.fingerprint import policy_fingerprint
+from megatron_tlt.drafters.state_file import drafter_state_writer, load_drafter_state
+from megatron_tlt.drafters.training.measure import MeasuredAcceptance
+from megatron_tlt.drafters.training.pretrain import DrafterPretraining, held_out_params
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.batching import DraftSequence
-    from megatron_tlt.drafter.kinds.base import SavedDrafter
+    from megatron_tlt.drafters.base import SavedDrafter
+    from megatron_tlt.drafters.model import DrafterConfig
+    from megatron_tlt.drafters.training.batching import DraftSequence
     from megatron_tlt.interfaces import RolloutBackend
-    from megatron_tlt.models.drafters import DrafterConfig
     from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams, Trajectory
 

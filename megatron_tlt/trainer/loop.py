@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.run_drafter import RunDrafter
+    from megatron_tlt.drafters.training.run_drafter import RunDrafter
     from megatron_tlt.sync.push import BucketedSync
     from megatron_tlt.trainer.batch_assembly import BatchAssembler
     from megatron_tlt.trainer.evaluation import Evaluator

@@ -15,8 +15,8 @@ from megatron_tlt.backends.vllm.build import build_vllm
 from megatron_tlt.config.checks.pre_rollouts import takes_drafts
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, TensorParallel
-from megatron_tlt.drafter.run_drafter import RunDrafter
-from megatron_tlt.drafter.sharing import HiddenStateSharing
+from megatron_tlt.drafters.training.run_drafter import RunDrafter
+from megatron_tlt.drafters.training.sharing import HiddenStateSharing
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.trainer import device_memory
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.kinds.base import SavedDrafter
-    from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
-    from megatron_tlt.models.drafters import DrafterModel
+    from megatron_tlt.drafters.base import SavedDrafter
+    from megatron_tlt.drafters.model import DrafterModel
+    from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 
 _BUILDERS: dict[BackendName, Callable[[EngineOptions], RolloutBackend]] = {
     "embedded": build_backend,
@@ -120,7 +120,7 @@ def _policy(config: Config, world: World, algorithm: Algorithm) -> MegatronPolic
 
 def _drafter(config: Config, trainer: OnlineDrafterTrainer | None) -> SavedDrafter | None:
     """The engine's drafter; None without one."""
-    from megatron_tlt.drafter.kinds.base import SavedDrafter
+    from megatron_tlt.drafters.base import SavedDrafter
 
     if trainer is not None:
         return SavedDrafter(trainer.model.config, trainer.weights())
@@ -136,7 +136,7 @@ def _drafter_trainer(
     """This rank's trainer of the drafter; None where it is not trained."""
     if not config.idle.train_drafter:
         return None
-    from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
+    from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 
     return OnlineDrafterTrainer(
         _starting_drafter(config),
@@ -167,8 +167,8 @@ def _starting_drafter(config: Config) -> DrafterModel:
 
     A policy that starts from a Megatron checkpoint may have no weights in `model.path`: its drafter starts at random.
     """
-    from megatron_tlt.drafter.checkpoint import drafter_shape, load_drafter
-    from megatron_tlt.drafter.kinds.registry import KINDS
+    from megatron_tlt.drafters.checkpoint import drafter_shape, load_drafter
+    from megatron_tlt.drafters.registry import KINDS
     from megatron_tlt.models.loader import weight_reader
 
     shape = ModelConfig.from_hf(config.model.path)

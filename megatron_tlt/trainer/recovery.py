@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.prompts import PromptStream
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.run_drafter import RunDrafter
+    from megatron_tlt.drafters.training.run_drafter import RunDrafter
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.observe.reduction import RankMetrics
     from megatron_tlt.resilience.nonfinite import NonFiniteGuard

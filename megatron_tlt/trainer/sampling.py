@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_tlt.algorithms.base import Algorithm
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.prompt_queue import PromptQueues
-    from megatron_tlt.drafter.run_drafter import RunDrafter
+    from megatron_tlt.drafters.training.run_drafter import RunDrafter
     from megatron_tlt.idle.window import IdleWindow
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.observe.reduction import RankMetrics

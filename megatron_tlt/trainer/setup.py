@@ -17,7 +17,7 @@ from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompt_queue import PromptQueues
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.run_drafter import RunDrafter
+from megatron_tlt.drafters.training.run_drafter import RunDrafter
 from megatron_tlt.envs.build import environment_fingerprint
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
-from megatron_tlt.drafter.sharing import HiddenStateSharing
-from megatron_tlt.drafter.training_state import STATE_NAMES
-from megatron_tlt.models.eagle.config import EagleConfig
-from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.drafters.eagle.config import EagleConfig
+from megatron_tlt.drafters.eagle.model import EagleModel
+from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
+from megatron_tlt.drafters.training.sharing import HiddenStateSharing
+from megatron_tlt.drafters.training.training_state import STATE_NAMES
 from tests.helpers.hidden_states import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables
 

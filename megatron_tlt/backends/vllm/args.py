@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.process import with_more
-from megatron_tlt.drafter.kinds.registry import KINDS
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.base import ENGINE_DTYPES
 from megatron_tlt.rollout.spec.pre_rollouts import LONGEST
 
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection
-    from megatron_tlt.models.drafters import DrafterConfig
+    from megatron_tlt.drafters.model import DrafterConfig
     from megatron_tlt.types import SamplingParams
 
 # Of the GPU, which vLLM wants free before it starts. Nothing reads the share beside `kv_cache_memory_bytes`; the memory

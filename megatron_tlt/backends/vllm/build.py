@@ -21,8 +21,8 @@ from megatron_tlt.backends.vllm.args import (
 )
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.launch import vllm_launch
-from megatron_tlt.drafter.checkpoint import write_directory
-from megatron_tlt.drafter.kinds.registry import KINDS
+from megatron_tlt.drafters.checkpoint import write_directory
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig

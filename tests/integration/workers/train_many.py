@@ -15,7 +15,7 @@ from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.distributed.world import World
-from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
+from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.errors import BackendError, DrafterError
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.trainer.pre_rollouts import PreRollouts

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
-from megatron_tlt.drafter.sharing import HiddenStateSharing
-from megatron_tlt.drafter.trainer import DrafterTrainer
+from megatron_tlt.drafters.training.sharing import HiddenStateSharing
+from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.errors import DrafterError
 from tests.helpers.hidden_states import random_chunk
 from tests.helpers.online import CONFIG, everything, online_trainer

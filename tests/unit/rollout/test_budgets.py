@@ -14,9 +14,9 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
+from megatron_tlt.drafters.eagle.torch_decoder import TorchEagle
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
-from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.models.inputs import DecoderInput, HostLengths
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.engine import Engine, GraphBudget

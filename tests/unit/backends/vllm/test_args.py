@@ -21,10 +21,10 @@ from megatron_tlt.backends.vllm.launch import vllm_launch
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.drafter.kinds.registry import KINDS
+from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.types import SamplingParams
 from tests.helpers.blocks import DFLASH2, block_config
 from tests.helpers.mpi import ROOT

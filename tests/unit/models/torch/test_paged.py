@@ -11,9 +11,9 @@ import os
 import pytest
 import torch
 
-from megatron_tlt.drafter.kinds.registry import KINDS
+from megatron_tlt.drafters.eagle.config import EagleConfig
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.torch.attention import RaggedPlan, StaticPlan
 from megatron_tlt.models.torch.decoder import TorchDecoder

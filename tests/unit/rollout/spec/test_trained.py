@@ -8,11 +8,11 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from megatron_tlt.drafter.kinds.registry import KINDS
+from megatron_tlt.drafters.decoder import DrafterDecoder
+from megatron_tlt.drafters.eagle.config import EagleConfig
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.draft import Draft
-from megatron_tlt.models.drafter_decoder import DrafterDecoder
-from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.rollout.batch import Batch, PrefillChunk
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
