@@ -8,10 +8,9 @@ Legend: H hidden size, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
@@ -22,6 +21,7 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafters.decoder import DrafterDecoder
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.drafters.model import DrafterConfig, DrafterModel
+from megatron_tlt.drafters.published import PublicForm
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
@@ -54,19 +54,6 @@ class ExportFiles:
     tensors: dict[str, dict[str, Tensor]]
     json: dict[str, dict[str, Any]]
     card: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PublicForm:
-    """Directories of a kind as others publish them. All functions get the contents of config.json or the directory."""
-
-    is_one: Callable[[Mapping[str, Any]], bool]
-    # Of config.json, for a policy; with the layers that the configuration names, where the file has none.
-    config: Callable[[Mapping[str, Any], ModelConfig, tuple[int, ...] | None], DrafterConfig]
-    read: Callable[[Path, Any], dict[str, Tensor]]  # all tensors under our names, floating ones in fp32
-    copies: Callable[[Path], dict[str, Tensor]]  # the file's copies of the policy's tables (`published.COPIES`)
-    # What is guessed or not read, for a policy and the layers that the configuration names.
-    warnings: Callable[[Path, Mapping[str, Any], ModelConfig, tuple[int, ...] | None], list[str]]
 
 
 class DrafterKind(ABC, Generic[ConfigT, ModelT]):

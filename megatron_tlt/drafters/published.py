@@ -6,13 +6,17 @@ frozen in training or not: a copy that differs belongs to another policy, or to 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import pickle
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.hf_fields import forward_problems, known_fields
@@ -37,6 +41,52 @@ _ABOUT |= {"speculators_version", "transformer_layer_config", "tie_word_embeddin
 _ABOUT |= {"num_target_layers"}
 _ABOUT |= {"draft_vocab_size", "target_hidden_size", "vocab_size", "embed_requires_grad", "has_lm_head"}
 _ABOUT |= {"quantization_config", "bos_token_id", "eos_token_id", "pad_token_id"}
+
+
+@dataclass(frozen=True, slots=True)
+class PublicForm:
+    """Directories of a kind as others publish them."""
+
+    is_one: Callable[[Mapping[str, Any]], bool]  # by the contents of config.json
+    # Of config.json, for a policy; with the layers that the configuration names, where the file has none.
+    config: Callable[[Mapping[str, Any], ModelConfig, tuple[int, ...] | None], DrafterConfig]
+    # What is guessed or not read, for a policy and the layers that the configuration names.
+    warnings: Callable[[Path, Mapping[str, Any], ModelConfig, tuple[int, ...] | None], list[str]]
+    copied: frozenset[str] = frozenset(COPIES)  # names of a file's copies of the policy's tables
+    not_read: tuple[str, ...] = ()  # beginnings of names
+    layer: str = "layers.0."  # our name of what others call so
+
+    def read(self, directory: Path, config: DrafterConfig) -> dict[str, Tensor]:
+        """All tensors under our names, floating ones in fp32. Raises CheckpointError for a file that cannot be read."""
+        if (directory / "mask_embedding.pt").exists():
+            raise CheckpointError(f"{directory} has a mask outside the policy's embedding, which is not computed here")
+        given = {
+            name.replace("layers.0.", self.layer, 1): read()
+            for name, read in stored_tensors(directory).items()
+            if not (name in self.copied or name.startswith(self.not_read) or name.endswith("rotary_emb.inv_freq"))
+        }
+        return named_weights(given, config.reduced, config.policy.vocab_size)
+
+    def copies(self, directory: Path) -> dict[str, Tensor]:
+        """The file's own copies of the policy's tables."""
+        return {name: read() for name, read in stored_tensors(directory).items() if name in self.copied}
+
+
+def stored_tensors(directory: Path) -> dict[str, Callable[[], Tensor]]:
+    """A function that reads it for each tensor, by its name without `model.`. Raises CheckpointError."""
+    file = directory / "pytorch_model.bin"
+    if file.is_file() and not any(directory.glob("*.safetensors")):
+        try:
+            given = torch.load(file, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError) as e:
+            raise CheckpointError(f"{file} cannot be read: {e}") from e
+        return {name.removeprefix("model."): partial(given.__getitem__, name) for name in given}
+
+    def read(name: str, file: Path) -> Tensor:
+        with open_tensors(file) as tensors:
+            return tensors.get_tensor(name)  # type: ignore[no-any-return]
+
+    return {name.removeprefix("model."): partial(read, name, file) for name, file in weight_files(directory).items()}
 
 
 def layer_entries(

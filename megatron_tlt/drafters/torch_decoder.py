@@ -31,7 +31,7 @@ from megatron_tlt.drafters.decoder import (
     slots_of,
     step_batches,
 )
-from megatron_tlt.drafters.model import DrafterConfig, DrafterModel
+from megatron_tlt.drafters.model import DrafterModel
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.base import Decoder, KVCache
 from megatron_tlt.models.draft import Draft
@@ -47,17 +47,11 @@ class TorchDrafter(DrafterDecoder):
     kind = "torch"
     scratch_blocks = 0  # behind the others, for what padding writes
 
-    def __init__(
-        self,
-        policy: Decoder,
-        config: DrafterConfig,
-        model: DrafterModel,
-        candidates: Candidates,
-        cache_parts: tuple[int, ...],
-    ):
-        """The policy's tables are read from `policy` at every call. `candidates` may overwrite its logits. Raises
-        BackendError for a decoder that returns other layers.
+    def __init__(self, policy: Decoder, model: DrafterModel, candidates: Candidates, cache_parts: tuple[int, ...]):
+        """The policy's tables are read from `policy` at every call. `model` is moved to its device and type;
+        `candidates` may overwrite its logits. Raises BackendError for a decoder that returns other layers.
         """
+        config = model.config
         config.check_states(policy.aux_layers)
         self.policy, self.config, self.candidates = policy, config, candidates
         self.device, self.dtype = policy.device, policy.dtype

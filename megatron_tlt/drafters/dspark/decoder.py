@@ -42,8 +42,9 @@ class TorchBlock(TorchDrafter):
     config: BlockConfig
     model: BlockModel
 
-    def __init__(self, policy: Decoder, config: BlockConfig, candidates: Candidates = best_candidates):
-        super().__init__(policy, config, BlockModel(config), candidates, (config.block_layers, 2))
+    def __init__(self, policy: Decoder, model: BlockModel, candidates: Candidates = best_candidates):
+        config = model.config
+        super().__init__(policy, model, candidates, (config.block_layers, 2))
         attentions = [layer.self_attn for layer in self.model.blocks]
         projections = [p for a in attentions for p in (a.k_proj, a.v_proj)]
         self._kv = joined([p.weight for p in projections])  # of all layers: one product feeds them

@@ -21,15 +21,14 @@ from megatron_tlt.drafters.base import (
     ExportFiles,
     Format,
     LossParts,
-    PublicForm,
     cast_tensors,
 )
 from megatron_tlt.drafters.decoder import DrafterDecoder
-from megatron_tlt.drafters.dspark import public as files
 from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.dspark.decoder import TorchBlock
 from megatron_tlt.drafters.dspark.loss import block_loss, draw_anchors
 from megatron_tlt.drafters.dspark.model import BlockModel
+from megatron_tlt.drafters.dspark.public import FORM
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.base import Decoder
@@ -46,9 +45,7 @@ class DSparkKind(DrafterKind[BlockConfig, BlockModel]):
     facts = DRAFTERS["dspark"]
     title, paper = "DSpark", "DSpark (2607.05147)"
     loss_parts = ("ce", "accept")
-    public = PublicForm(
-        files.is_public, files.public_config, files.read_public, files.public_copies, files.public_warnings
-    )
+    public = FORM
 
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> BlockConfig:
         sizes = section.draft_tokens(policy.vocab_size), section.block_layers, section.block_size
@@ -68,7 +65,7 @@ class DSparkKind(DrafterKind[BlockConfig, BlockModel]):
 
     def build_decoder(self, policy: Decoder, config: BlockConfig, threads: int = 1) -> DrafterDecoder:
         """In PyTorch beside either decoder."""
-        return TorchBlock(policy, config, candidates_of(policy))
+        return TorchBlock(policy, BlockModel(config), candidates_of(policy))
 
     def build_model(self, config: BlockConfig) -> BlockModel:
         return BlockModel(config)

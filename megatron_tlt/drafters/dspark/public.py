@@ -14,29 +14,23 @@ logits, convolutions and selectors of other sizes than all published ones) are r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_tlt.config.block_drafters import CONV_GROUP, NUM_CANDIDATES, block_shape, is_block_drafter
 from megatron_tlt.drafters.dspark.config import BlockConfig
-from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.published import (
-    COPIES,
+    PublicForm,
     draft_vocabulary,
     layer_entries,
-    named_weights,
     section,
+    stored_tensors,
     unknown_entries,
 )
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_files import weight_files
-from megatron_tlt.models.loader import open_tensors
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 _CONFIDENCE = "confidence_head."
@@ -55,9 +49,6 @@ _READ |= {"num_target_layers"}
 # About training, and the confidence head.
 _READ |= {"num_anchors", "max_anchors"}
 _READ |= {"enable_confidence_head", "use_confidence_head", "confidence_head_with_markov", "confidence_head_alpha"}
-
-is_public = is_block_drafter
-
 
 def public_config(about: Mapping[str, Any], policy: ModelConfig, layers: tuple[int, ...] | None = None) -> BlockConfig:
     """The drafter of config.json `about`; `layers` where it names none. Raises CheckpointError or ConfigError."""
@@ -98,40 +89,13 @@ def _family(about: Mapping[str, Any]) -> str:
     raise CheckpointError(f"model_type = {name!r}: layers of {', '.join(_ARCHITECTURES)} only are computed here")
 
 
-def read_public(directory: Path, config: DrafterConfig) -> dict[str, Tensor]:
-    """All tensors under our names, floating ones in fp32. Raises CheckpointError for a file that cannot be read."""
-    if (directory / "mask_embedding.pt").exists():
-        raise CheckpointError(f"{directory} has a mask outside the policy's embedding, which is not computed here")
-    given = {name: read() for name, read in _stored(directory).items() if not _is_left_out(name)}
-    return named_weights(given, config.reduced, config.policy.vocab_size)
-
-
-def public_copies(directory: Path) -> dict[str, Tensor]:
-    """The file's own copies of the policy's tables (`published.COPIES`)."""
-    return {name: read() for name, read in _stored(directory).items() if name in COPIES}
-
-
 def public_warnings(
     directory: Path, about: Mapping[str, Any], policy: ModelConfig, layers: tuple[int, ...] | None
 ) -> list[str]:
     """What the file has and is not read."""
-    if not any(name.startswith(_CONFIDENCE) for name in _stored(directory)):
+    if not any(name.startswith(_CONFIDENCE) for name in stored_tensors(directory)):
         return []
     return ["its confidence head is not read: match rates measured at each slot decide how many tokens are verified"]
 
 
-def _stored(directory: Path) -> dict[str, Callable[[], Tensor]]:
-    """A function that reads it for each tensor, under our names."""
-
-    def reader(stored: str, file: Path) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            with open_tensors(file) as tensors:
-                return tensors.get_tensor(stored)  # type: ignore[no-any-return]
-
-        return read
-
-    return {name.removeprefix("model."): reader(name, file) for name, file in weight_files(directory).items()}
-
-
-def _is_left_out(name: str) -> bool:
-    return name in COPIES or name.startswith(_CONFIDENCE) or name.endswith("rotary_emb.inv_freq")
+FORM = PublicForm(is_block_drafter, public_config, public_warnings, not_read=(_CONFIDENCE,))

@@ -27,10 +27,9 @@ from megatron_tlt.drafters.base import (
 from megatron_tlt.drafters.decoder import DrafterDecoder
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.eagle.loss import draft_loss
-from megatron_tlt.drafters.eagle.model import PairModel
+from megatron_tlt.drafters.eagle.model import EagleModel, PairModel
 from megatron_tlt.drafters.eagle.pairs import PairLayout
 from megatron_tlt.drafters.eagle.torch_decoder import TorchEagle
-from megatron_tlt.drafters.eagle3.model import build_model
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.base import Decoder
@@ -47,7 +46,7 @@ class PairKind(DrafterKind[ConfigT, PairModel]):
     def build_decoder(self, policy: Decoder, config: ConfigT, threads: int = 1) -> DrafterDecoder:
         """In the form of the policy's decoder."""
         if isinstance(policy, TorchDecoder):
-            return TorchEagle(policy, config, candidates_of(policy))
+            return TorchEagle(policy, self.build_model(config), candidates_of(policy))
         from megatron_tlt.models.native.decoder import NativeDecoder
 
         if not isinstance(policy, NativeDecoder):
@@ -55,9 +54,6 @@ class PairKind(DrafterKind[ConfigT, PairModel]):
         from megatron_tlt.drafters.eagle.native_decoder import NativeEagle
 
         return NativeEagle(policy, config, threads)
-
-    def build_model(self, config: ConfigT) -> PairModel:
-        return build_model(config)
 
     def loss(
         self, model: PairModel, given: LossInputs, forward: AbstractContextManager[object]
@@ -77,6 +73,9 @@ class EagleKind(PairKind[EagleConfig]):
 
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> EagleConfig:
         return EagleConfig.of(policy, section.draft_tokens(policy.vocab_size))
+
+    def build_model(self, config: EagleConfig) -> PairModel:
+        return EagleModel(config)
 
     def entries(self, config: EagleConfig) -> dict[str, Any]:
         return {"draft_vocab_size": config.draft_vocab_size} if config.reduced else {}

@@ -19,8 +19,6 @@ from torch.nn.functional import linear
 
 from megatron_tlt.drafters.decoder import DraftingRows
 from megatron_tlt.drafters.eagle.model import PairModel
-from megatron_tlt.drafters.eagle3.model import build_model
-from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.torch_decoder import DraftInputs, TorchDrafter, TorchRowDrafter
 from megatron_tlt.models.base import KVCache
 from megatron_tlt.models.inputs import DecoderInput
@@ -38,12 +36,12 @@ class TorchEagle(TorchDrafter):
     model: PairModel
     scratch_blocks = 1
 
-    def __init__(self, policy: TorchDecoder, config: DrafterConfig, candidates: Candidates = best_candidates):
-        super().__init__(policy, config, build_model(config), candidates, (2,))
+    def __init__(self, policy: TorchDecoder, model: PairModel, candidates: Candidates = best_candidates):
+        super().__init__(policy, model, candidates, (2,))
         attention, mlp = self.model.block.self_attn, self.model.block.mlp
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
         self._qkv = joined([part.weight for part in parts])
-        self._qkv_bias = joined([part.bias for part in parts]) if config.layer.qkv_bias else None
+        self._qkv_bias = joined([part.bias for part in parts]) if model.config.layer.qkv_bias else None
         self._gate_up = joined([mlp.gate_proj.weight, mlp.up_proj.weight])
 
     def _cache(

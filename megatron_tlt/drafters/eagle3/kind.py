@@ -14,10 +14,12 @@ from torch import Tensor
 
 from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.drafters.base import ExportFiles, Format, PublicForm, cast_tensors
+from megatron_tlt.drafters.base import ExportFiles, Format, cast_tensors
 from megatron_tlt.drafters.eagle.config import Eagle3Config
 from megatron_tlt.drafters.eagle.kind import PairKind
-from megatron_tlt.drafters.eagle3 import public as files
+from megatron_tlt.drafters.eagle.model import PairModel
+from megatron_tlt.drafters.eagle3.model import Eagle3Model
+from megatron_tlt.drafters.eagle3.public import FORM
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig
 
@@ -27,12 +29,13 @@ class Eagle3Kind(PairKind[Eagle3Config]):
     facts = DRAFTERS["eagle3"]
     title = paper = "EAGLE-3"
     loss_parts = ("ce", "accept")
-    public = PublicForm(
-        files.is_public, files.public_config, files.read_public, files.public_copies, files.public_warnings
-    )
+    public = FORM
 
     def fresh(self, section: SpeculationSection, policy: ModelConfig) -> Eagle3Config:
         return Eagle3Config.of(policy, section.layers, section.draft_tokens(policy.vocab_size))
+
+    def build_model(self, config: Eagle3Config) -> PairModel:
+        return Eagle3Model(config)
 
     def entries(self, config: Eagle3Config) -> dict[str, Any]:
         return {

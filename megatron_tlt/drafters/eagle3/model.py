@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
-from megatron_tlt.drafters.eagle.model import Attention, EagleModel, Mlp, Norm, PairModel
-from megatron_tlt.drafters.model import DrafterConfig
+from megatron_tlt.drafters.eagle.config import Eagle3Config
+from megatron_tlt.drafters.eagle.model import Attention, Mlp, Norm, PairModel
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.torch.layers import rms_norm
 
@@ -102,11 +101,3 @@ class Eagle3Model(PairModel):
 
     def _normed(self, previous: Tensor) -> Tensor:
         return rms_norm(previous, self.midlayer.hidden_norm.weight, self.config.layer.rms_norm_eps)
-
-
-def build_model(config: DrafterConfig) -> PairModel:
-    """A drafter's weights and arithmetic; the weights are not set."""
-    if isinstance(config, Eagle3Config):
-        return Eagle3Model(config)
-    assert isinstance(config, EagleConfig)
-    return EagleModel(config)

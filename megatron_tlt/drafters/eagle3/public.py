@@ -14,37 +14,26 @@ layers or a hidden size that is not the policy's are refused by name.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from typing import Any
 
 from megatron_tlt.config.block_drafters import layer_ids
 from megatron_tlt.drafters.eagle.config import Eagle3Config, default_layers
-from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.published import (
     COPIES,
+    PublicForm,
     draft_vocabulary,
     flag,
     layer_entries,
-    named_weights,
     section,
     unknown_entries,
 )
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-_FILES = ("model.safetensors", "pytorch_model.bin")  # the first one that is there
 _IDS = "eagle_aux_hidden_state_layer_ids"
-_POLICYS = COPIES.keys() - {"lm_head.weight"}  # an EAGLE-3 drafter's LM head is its own
 _NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 # Entries that change what is computed, with the values that are computed here.
 _COMPUTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
@@ -118,32 +107,6 @@ def _layers(about: Mapping[str, Any]) -> tuple[int, ...]:
     return inner or outer
 
 
-def read_public(directory: Path, config: DrafterConfig) -> dict[str, Tensor]:
-    """All tensors under our names, floating ones in fp32. Raises CheckpointError for a file that cannot be read."""
-    given = {name: tensor for name, tensor in _stored(directory).items() if not _is_left_out(name)}
-    return named_weights(given, config.reduced, config.policy.vocab_size)
-
-
-def public_copies(directory: Path) -> dict[str, Tensor]:
-    """The file's own copies of the policy's tables."""
-    return {name: tensor for name, tensor in _stored(directory).items() if name in _POLICYS}
-
-
-def _stored(directory: Path) -> dict[str, Tensor]:
-    """All tensors, as stored, under our names."""
-    file = next((directory / name for name in _FILES if (directory / name).is_file()), None)
-    if file is None:
-        raise CheckpointError(f"{directory} has none of {', '.join(_FILES)}")
-    try:
-        if file.suffix == ".safetensors":
-            given = load_file(str(file))
-        else:
-            given = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError) as e:
-        raise CheckpointError(f"{file} cannot be read: {e}") from e
-    return {name.removeprefix("model.").replace("layers.0.", "midlayer.", 1): t for name, t in given.items()}
-
-
-def _is_left_out(name: str) -> bool:
-    """Copies of the policy's tables, and rotary tables."""
-    return name in _POLICYS or name.endswith("rotary_emb.inv_freq")
+# An EAGLE-3 drafter's LM head is its own.
+_COPIED = frozenset(COPIES) - {"lm_head.weight"}
+FORM = PublicForm(is_public, public_config, public_warnings, _COPIED, layer="midlayer.")

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.eagle.torch_decoder import TorchEagle
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.inputs import DecoderInput, HostLengths
 from megatron_tlt.models.torch.decoder import TorchDecoder
@@ -141,7 +142,7 @@ def test_a_position_of_a_draft_is_few_launches_and_waits_for_nothing(kind: str) 
     layers = 5 if kind == "eagle3" else 1
     config = replace(CONFIG, num_layers=layers, family=family, qkv_bias=not is_qwen3, qk_norm=is_qwen3)
     shape = Eagle3Config.of(config, draft_vocab_size=2000) if kind == "eagle3" else EagleConfig.of(config)
-    eagle = TorchEagle(decoder_of(config, aux_layers=shape.aux_layers), shape)
+    eagle = TorchEagle(decoder_of(config, aux_layers=shape.aux_layers), KINDS[shape.kind].build_model(shape))
     eagle.model.reserve_positions(512, META)
     kv, batch = eagle.new_kv_cache(8, 16), batch_of([1] * 8)
     hidden = torch.empty(8, config.hidden_size, dtype=torch.bfloat16, device=META)

@@ -147,7 +147,7 @@ def test_the_step_brings_no_value_to_the_host(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(decoder, "_GATHERED_BYTES", 1)
     config, small = CONFIGS[name], [np.zeros((4, 3), np.int32)] + [np.zeros(4, np.int32)] * 3
     policy = build_decoder(config.policy, "meta", kernels="torch", aux_layers=config.aux_layers)
-    drafter = TorchBlock(policy, config, candidates)
+    drafter = TorchBlock(policy, BlockModel(config), candidates)
     tables, *columns = small
     rows = DraftingRows(*columns, tables, tables, np.zeros(4, np.uint64), np.zeros(4, np.float32), *columns[:2])
     steps = drafter.row_drafter(drafter.new_kv_cache(8, 16), rows, torch.empty(128, 64, device="meta"), 8).steps()
@@ -166,7 +166,7 @@ def test_copied_blocks_serve_another_row_and_a_decoder_of_other_layers_is_refuse
     assert of_row(drafted, 0).tokens.tolist() == of_row(drafted, 1).tokens.tolist()
     assert rows.kv.nbytes == rows.kv.num_blocks * rows.drafter.kv_bytes_per_block(16)
     with pytest.raises(BackendError, match=r"a drafter of layers \(0, 2, 5\), a decoder that returns \(\)"):
-        TorchBlock(build_decoder(TIED, kernels="torch"), CONFIGS["dspark"])
+        TorchBlock(build_decoder(TIED, kernels="torch"), BlockModel(CONFIGS["dspark"]))
 
 
 @every

@@ -12,7 +12,7 @@ from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.eagle.model import START_SCALE, EagleModel
 from megatron_tlt.drafters.eagle.pairs import PairLayout
-from megatron_tlt.drafters.eagle3.model import build_model
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training.batching import DraftSequence, collate
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.errors import CheckpointError
@@ -149,7 +149,7 @@ def test_a_policys_layer_with_experts_gives_all_but_the_mlp(kind: str) -> None:
     policy = dict(random_tensors(config.parameter_shapes(), 3))
     made = EagleConfig.of(config)
     three = Eagle3Config(config, made.layer, made.draft_vocab_size, (0, 0, 0))
-    model = build_model(made if kind == "eagle" else three)
+    model = KINDS[kind].build_model(made if kind == "eagle" else three)
     model.initialise(0)
     before = model.block.mlp.up_proj.weight.clone()
     model.start_from_policy(policy.__getitem__)

@@ -15,9 +15,9 @@ from megatron_tlt.drafters.checkpoint import load_drafter, save_drafter
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.eagle.kind import _config
 from megatron_tlt.drafters.eagle.pairs import PairLayout
-from megatron_tlt.drafters.eagle3.model import build_model
 from megatron_tlt.drafters.export.drafter import export_drafter
 from megatron_tlt.drafters.model import DrafterConfig
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training.batching import collate
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.config import ModelConfig, RopeScaling
@@ -55,7 +55,7 @@ CASES = [(name, engine) for name, config in CONFIGS.items() for engine in ENGINE
 def our_logits(config: DrafterConfig, base: int) -> torch.Tensor:
     """[STEPS, V] of a draft from place `base`; -inf for tokens that the drafter does not know."""
     embed, head = lookup_tables(config.policy)
-    model = build_model(config)
+    model = KINDS[config.kind].build_model(config)
     model.load_full(random_drafter(config).items())
     sequence = random_sequence(config, LENGTH, 5, seed=3)
     batch = collate([sequence])

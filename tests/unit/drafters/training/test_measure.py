@@ -31,7 +31,7 @@ STEPS = 4
 def eagle() -> TorchEagle:
     policy = build_decoder(CONFIG, kernels="torch")
     policy.load_weights(random_weights(CONFIG))
-    eagle = TorchEagle(policy, EagleConfig.of(policy.config))
+    eagle = TorchEagle(policy, EagleModel(EagleConfig.of(policy.config)))
     eagle.load_weights(random_drafter(CONFIG).items())
     return eagle
 

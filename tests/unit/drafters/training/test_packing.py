@@ -10,7 +10,7 @@ import torch
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.eagle.pairs import PairLayout
-from megatron_tlt.drafters.eagle3.model import build_model
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from tests.helpers.tiny_drafters import DEEP, FAMILIES, lookup_tables, random_drafter, random_sequence
@@ -27,7 +27,7 @@ def sequences(name: str) -> list[DraftSequence]:
 
 
 def trainer(name: str) -> DrafterTrainer:
-    model = build_model(DRAFTERS[name])
+    model = KINDS[DRAFTERS[name].kind].build_model(DRAFTERS[name])
     model.load_full(random_drafter(DRAFTERS[name], 3).items())
     section = DrafterSection(draft_steps=STEPS)
     return DrafterTrainer(model, *lookup_tables(DRAFTERS[name].policy), section)
