@@ -8,7 +8,7 @@ Part `record`, once a folder W: the policy's responses to prompts of `lib/real.y
 training, and held-out ones at 1 and 0.7, with the states that any kind reads. Part `learn`: the online trainer with its
 default settings on the first N responses, from the policy, one thread; seconds are processor time of training alone.
 `accepted` is the drafted tokens of 7 that are accepted in a row on held-out responses, with the responses' own noise
-(`drafter.measure`), `slots` the share of each slot's drafts that is accepted where the earlier slots were; a sample's
+(`training.measure`), `slots` the share of each slot's drafts that is accepted where the earlier slots were; a sample's
 standard error is that of responses. Part `draft`: seconds of a draft of 7 behind 64 tokens, 3 new ones, for 1, 4 and 16
 requests, over 4,096 and all tokens, best of 5. `--with`: earlier records whose rows go into this one (runs side by
 side write records of their own); the summary has means over seeds.
@@ -41,13 +41,13 @@ from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.batching import DraftSequence
-from megatron_tlt.drafter.kinds.registry import KINDS
-from megatron_tlt.drafter.measure import MeasuredAcceptance, measure
-from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
-from megatron_tlt.drafter.pretrain import lookup_tables
+from megatron_tlt.drafters.model import DrafterConfig, DrafterModel
+from megatron_tlt.drafters.registry import KINDS
+from megatron_tlt.drafters.training.batching import DraftSequence
+from megatron_tlt.drafters.training.measure import MeasuredAcceptance, measure
+from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
+from megatron_tlt.drafters.training.pretrain import lookup_tables
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.drafters import DrafterConfig, DrafterModel
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.loader import iter_weights, weight_reader
 from megatron_tlt.types import GenerateCall, HiddenStateSample, SamplingParams
@@ -136,7 +136,7 @@ def learn(
     trainer.begin_step(0, lambda: tables)
     for sample in samples:
         trainer.buffer.add(sample)
-    trainer.merge(lambda _: None)  # chooses the vocabulary
+    trainer.merge()  # chooses the vocabulary
     spent = 0.0
     for mark in marks:
         while spent < mark:

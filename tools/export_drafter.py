@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED
-from megatron_tlt.drafter.export.drafter import export_files, write_export
-from megatron_tlt.drafter.kinds.base import FORMATS
+from megatron_tlt.drafters.base import FORMATS
+from megatron_tlt.drafters.export.drafter import export_files, write_export
 from megatron_tlt.errors import TltError, printable
 
 if TYPE_CHECKING:

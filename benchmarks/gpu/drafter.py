@@ -17,13 +17,13 @@ from torch import Tensor
 from benchmarks.gpu.check import TINY, Check, reason
 from benchmarks.gpu.result import Result, Row
 from megatron_tlt.config.drafter import DrafterSection
-from megatron_tlt.drafter.batching import DraftSequence, collate
-from megatron_tlt.drafter.fp8 import use_fp8
-from megatron_tlt.drafter.trainer import DrafterTrainer
+from megatron_tlt.drafters.eagle.config import EagleConfig
+from megatron_tlt.drafters.eagle.model import EagleModel
+from megatron_tlt.drafters.training.batching import DraftSequence, collate
+from megatron_tlt.drafters.training.fp8 import use_fp8
+from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import EagleConfig
-from megatron_tlt.models.eagle.model import EagleModel
 
 SEVEN = ModelConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944, qkv_bias=True)  # Qwen2.5-7B
 MODES = ("off", "te")

@@ -22,7 +22,7 @@ from megatron_tlt.backends.vllm.launch import find_python
 from megatron_tlt.config.engine_process import VllmSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
-from megatron_tlt.drafter.checkpoint import load_drafter
+from megatron_tlt.drafters.checkpoint import load_drafter
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights

@@ -23,13 +23,13 @@ from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.distributed.world import World
-from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
+from megatron_tlt.drafters.eagle.config import EagleConfig
+from megatron_tlt.drafters.eagle.model import EagleModel
+from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.idle.coordinator import IdleCoordinator
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import EagleConfig
-from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.trainer.sampling import sampling_params
 from megatron_tlt.types import GenerateCall
 

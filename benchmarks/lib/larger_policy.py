@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
+from megatron_tlt.drafters.checkpoint import load_drafter, save_drafter
+from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.models.loader import iter_weights
 

@@ -45,7 +45,7 @@ def serve(config: Config, policy: Path, drafter: Path, work: Path, python: str) 
 def serve_in_vllm(policy: Path, drafter: Path, prompts: list[list[int]], work: Path, python: str) -> dict[str, Any]:
     """What vLLM's process answers: {"outputs", "accept_length"}."""
     from megatron_tlt.backends.vllm.launch import _ENGINE
-    from megatron_tlt.drafter.checkpoint import load_drafter
+    from megatron_tlt.drafters.checkpoint import load_drafter
 
     exported = work / "vllm-drafter"
     if not exported.is_dir():
@@ -71,7 +71,7 @@ def serve_here(policy: Path, drafter: Path, prompts: list[list[int]]) -> dict[st
     from megatron_tlt.backends.options import EngineOptions
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection
-    from megatron_tlt.drafter.checkpoint import load_drafter
+    from megatron_tlt.drafters.checkpoint import load_drafter
     from megatron_tlt.types import GenerateCall, Prompt, SamplingParams
 
     speculation = {"drafter": load_drafter(drafter).config.kind, "drafter_path": str(drafter), "selector": "fixed"}

@@ -31,7 +31,7 @@ def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: 
     from megatron_tlt.backends.vllm.build import build_vllm
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection, SyncSection
-    from megatron_tlt.drafter.checkpoint import load_drafter
+    from megatron_tlt.drafters.checkpoint import load_drafter
     from megatron_tlt.models.loader import iter_weights
     from megatron_tlt.types import GenerateCall, Prompt, SamplingParams, WeightBucket
 
@@ -172,10 +172,13 @@ def repair_expand() -> None:
 
 def write_vllm_drafter(drafter: Path, folder: Path) -> None:
     """This project's drafter as the engine of `rollout.backend: vllm` reads it."""
-    from megatron_tlt.backends.vllm.args import drafter_files
-    from megatron_tlt.drafter.checkpoint import load_drafter, write_directory
+    import torch
 
-    files = drafter_files(load_drafter(drafter), "fp32")
+    from megatron_tlt.drafters.checkpoint import load_drafter, write_directory
+    from megatron_tlt.drafters.registry import KINDS
+
+    saved = load_drafter(drafter)
+    files = KINDS[saved.config.kind].vllm_files(saved.config, saved.weights, torch.float32)
     write_directory(folder, files.tensors, files.json)
 
 

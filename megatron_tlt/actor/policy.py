@@ -64,7 +64,7 @@ from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.world import World
-from megatron_tlt.drafter.fingerprint import base_fingerprint
+from megatron_tlt.drafters.fingerprint import base_fingerprint
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import weight_reader

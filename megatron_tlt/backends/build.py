@@ -14,8 +14,8 @@ from megatron_tlt.config.checks.rollout import check_positions
 from megatron_tlt.config.checks.speculation import check_speculation
 from megatron_tlt.config.rollout import KV_BLOCK
 from megatron_tlt.distributed.launch import cpu_threads
-from megatron_tlt.drafter.checkpoint import load_drafter
-from megatron_tlt.drafter.kinds.registry import KINDS
+from megatron_tlt.drafters.checkpoint import load_drafter
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES, empty_routed_experts
 from megatron_tlt.models.config import ModelConfig
@@ -33,8 +33,8 @@ from megatron_tlt.sync.served_weights import NO_WEIGHTS, ServedWeights
 
 if TYPE_CHECKING:
     from megatron_tlt.config.rollout import RolloutSection
+    from megatron_tlt.drafters.decoder import DrafterDecoder
     from megatron_tlt.models.base import Decoder
-    from megatron_tlt.models.drafter_decoder import DrafterDecoder
     from megatron_tlt.rollout.sampler import NativeSample
 
 # Of a prompt, the suffix drafter reads the best responses of its last epochs: the policy moves away from older ones.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
-    from megatron_tlt.drafter.kinds.base import SavedDrafter
+    from megatron_tlt.drafters.base import SavedDrafter
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from megatron_tlt.checkpoint.convert.adapted import AdaptedReader
 from megatron_tlt.checkpoint.convert.to_hf import HfConversion
 from megatron_tlt.checkpoint.resume import checkpoint_problems
 from megatron_tlt.distributed.together import Ranks, together
-from megatron_tlt.drafter.checkpoint import read_drafter_config, save_drafter
-from megatron_tlt.drafter.fingerprint import policy_fingerprint
-from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_drafter_state
+from megatron_tlt.drafters.checkpoint import read_drafter_config, save_drafter
+from megatron_tlt.drafters.fingerprint import policy_fingerprint
+from megatron_tlt.drafters.state_file import DRAFTER_STATE, load_drafter_state
 from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig

@@ -6,7 +6,7 @@
       manifest.json                                   model, versions, checksums of all files; under `extra` the loop's
                                                       state (`Job.state_dict`): step, position in the prompts,
                                                       evaluations, selector statistics, mean lengths by prompt
-      drafter.safetensors                             drafter, its mean and moments (`drafter/state_file.py`)
+      drafter.safetensors                             drafter, its mean and moments (`drafters/state_file.py`)
       carried.jsonl                                   responses that the next step continues (`carried_file.py`)
     RUN_DIR/checkpoints/latest                        name of the newest complete one
 """
@@ -21,7 +21,7 @@ from megatron_tlt.actor.checkpoint import SaveHandle
 from megatron_tlt.actor.checkpoint_files import read_latest, step_directory, step_of
 from megatron_tlt.checkpoint.carried_file import CARRIED, carried_writer, read_carried
 from megatron_tlt.checkpoint.resume import find_checkpoint
-from megatron_tlt.drafter.state_file import DRAFTER_STATE, drafter_state_writer, load_drafter_state
+from megatron_tlt.drafters.state_file import DRAFTER_STATE, drafter_state_writer, load_drafter_state
 from megatron_tlt.observe.attempt import note_checkpoint, note_start
 
 if TYPE_CHECKING:

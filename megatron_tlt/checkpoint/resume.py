@@ -10,7 +10,7 @@ from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.actor.checkpoint_files import model_record, training_record
 from megatron_tlt.config.planning.policy import shards_optimizer
 from megatron_tlt.config.root import TrainingConfig
-from megatron_tlt.drafter.fingerprint import base_fingerprint
+from megatron_tlt.drafters.fingerprint import base_fingerprint
 from megatron_tlt.errors import CheckpointError, ConfigProblem
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.kinds.base import SavedDrafter
-    from megatron_tlt.models.drafters import DrafterConfig
+    from megatron_tlt.drafters.base import SavedDrafter
+    from megatron_tlt.drafters.model import DrafterConfig
 
 MEASURED = rb'\{\n  "bases": '  # how the result of `drafter eval` begins
 Body = Callable[["Config", "World", "argparse.Namespace"], int]
@@ -84,7 +84,7 @@ def _train(config: Config, world: World, args: argparse.Namespace) -> int:
 
 
 def _eval(config: Config, world: World, args: argparse.Namespace) -> int:
-    from megatron_tlt.drafter.pretrain import held_out_params
+    from megatron_tlt.drafters.training.pretrain import held_out_params
     from megatron_tlt.trainer.drafter_training import held_out, open_pretraining
     from megatron_tlt.trainer.models import push_policy, tensor_parallel
     from megatron_tlt.trainer.sampling import sampling_params
@@ -111,7 +111,7 @@ def _checked(
     the model.
     """
     from megatron_tlt.config.speculation import SpeculationSection
-    from megatron_tlt.drafter.checkpoint import drafter_shape
+    from megatron_tlt.drafters.checkpoint import drafter_shape
     from megatron_tlt.models.config import ModelConfig
     from megatron_tlt.trainer.preflight import check_on, without_checkpoints
 
@@ -131,7 +131,7 @@ def _load(
     directory: Path, config: Config, wanted: SpeculationSection, world: World, may_be_other: bool
 ) -> SavedDrafter:
     """The drafter in `directory`. Raises ConfigError if it does not fit, or was made for another policy."""
-    from megatron_tlt.drafter.checkpoint import load_drafter, other_policy_problems
+    from megatron_tlt.drafters.checkpoint import load_drafter, other_policy_problems
     from megatron_tlt.models.config import ModelConfig
 
     model = config.model

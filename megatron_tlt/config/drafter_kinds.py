@@ -1,6 +1,6 @@
 """The kinds of trained drafters: their names, and the facts that a configuration needs of each. Torch-free.
 
-`DRAFTERS` is the one table of names. `drafter/kinds/` has the object that builds, trains, reads and exports a kind.
+`DRAFTERS` is the one table of names. `drafters/` has the object that builds, trains, reads and exports a kind.
 
 Legend: H hidden size, V vocabulary, Vd the drafter's. A kind whose sizes follow other formulas overrides the methods.
 """

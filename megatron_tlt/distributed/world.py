@@ -169,6 +169,10 @@ class World:
         """Waits for every rank (gloo or NCCL; sleeps, does not spin)."""
         dist.barrier()
 
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sums over all ranks, in place, with the same bits on every rank. Collective."""
+        dist.all_reduce(tensor)
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Small Python values of every rank, by rank. Collective."""
         gathered: list[Any] = [None] * self.size

@@ -1,4 +1,4 @@
-"""Choosing and building a decoder and its drafter."""
+"""Choosing and building a decoder."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Literal
 import torch
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.errors import BackendError, ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.drafter_decoder import DrafterDecoder
-from megatron_tlt.models.drafters import DrafterConfig
 from megatron_tlt.models.keyed_noise import Candidates, SampleKernel, best_candidates
 from megatron_tlt.models.native.build import find_compiler
 from megatron_tlt.models.torch.decoder import TorchDecoder
@@ -91,23 +89,3 @@ def candidates_of(policy: Decoder) -> Candidates:
     from megatron_tlt.models.torch.kernels.sampling import best_candidates as fused
 
     return fused
-
-
-def build_eagle(policy: Decoder, config: DrafterConfig, threads: int = 1) -> DrafterDecoder:
-    """An empty drafter in the form, precision and place of the policy's decoder; load weights next.
-
-    Under tensor parallelism it is whole on every rank. Raises BackendError for a decoder without a drafter, and
-    for one that does not return the states that the drafter reads.
-    """
-    config.check_states(policy.aux_layers)
-    if isinstance(policy, TorchDecoder):
-        from megatron_tlt.models.eagle.torch_drafter import TorchEagle
-
-        return TorchEagle(policy, config, candidates_of(policy))
-    from megatron_tlt.models.native.decoder import NativeDecoder
-
-    if not isinstance(policy, NativeDecoder):
-        raise BackendError(f"there is no eagle drafter for a {policy.kind} decoder")
-    from megatron_tlt.models.native.eagle import NativeEagle
-
-    return NativeEagle(policy, config, threads)

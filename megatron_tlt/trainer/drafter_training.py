@@ -22,9 +22,9 @@ from megatron_tlt.config.checks.files import note_maker
 from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.responses import read_responses
-from megatron_tlt.drafter.fingerprint import policy_fingerprint
-from megatron_tlt.drafter.pretrain import DrafterPretraining, held_out_params
-from megatron_tlt.drafter.state_file import drafter_state_writer, load_drafter_state
+from megatron_tlt.drafters.fingerprint import policy_fingerprint
+from megatron_tlt.drafters.state_file import drafter_state_writer, load_drafter_state
+from megatron_tlt.drafters.training.pretrain import DrafterPretraining, held_out_params
 from megatron_tlt.errors import CheckpointError, ConfigError, DataError
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.observe.files import sync
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.batching import DraftSequence
-    from megatron_tlt.drafter.kinds.base import SavedDrafter
-    from megatron_tlt.models.drafters import DrafterConfig
+    from megatron_tlt.drafters.base import SavedDrafter
+    from megatron_tlt.drafters.model import DrafterConfig
+    from megatron_tlt.drafters.training.batching import DraftSequence
     from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams, Trajectory
 

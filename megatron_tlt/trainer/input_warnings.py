@@ -53,6 +53,6 @@ def _of_drafter(config: Config) -> list[str]:
     path = config.rollout.speculation.drafter_path
     if path is None or not (Path(path).exists() and (Path(config.model.path) / "config.json").is_file()):
         return []
-    from megatron_tlt.drafter.checkpoint import drafter_warnings  # here, for it needs torch
+    from megatron_tlt.drafters.checkpoint import drafter_warnings  # here, for it needs torch
 
     return drafter_warnings(config.rollout.speculation, ModelConfig.from_hf(config.model.path))

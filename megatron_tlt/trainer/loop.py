@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.controller import OnlineDrafterController
+    from megatron_tlt.drafters.training.run_drafter import RunDrafter
     from megatron_tlt.sync.push import BucketedSync
     from megatron_tlt.trainer.batch_assembly import BatchAssembler
     from megatron_tlt.trainer.evaluation import Evaluator
@@ -42,7 +42,7 @@ class RLTrainer(Job):
     sampler: GroupSampler
     assembler: BatchAssembler
     policy: MegatronPolicy
-    drafter: OnlineDrafterController
+    drafter: RunDrafter
     sync: BucketedSync
     evaluator: Evaluator | None
     recovery: Recovery
@@ -114,12 +114,12 @@ class RLTrainer(Job):
 
         The log-prob pass or the update of a step hands them to the drafter, which trains in the next step's windows.
         """
-        trainer = self.drafter.trainer
-        if trainer is not None and trainer.from_actor:
+        layers = self.drafter.actor_layers
+        if layers is not None:
             section = self.config.drafter
             budget = int(section.sizes(self.world.device.type).buffer_mib * 2**20)
-            dtype, layers = DTYPES[self.config.rollout.dtype], trainer.model.config.aux_layers
-            self.policy.collect_hidden_states(trainer.take_step, budget, dtype, layers, self.config.train.seed)
+            dtype = DTYPES[self.config.rollout.dtype]
+            self.policy.collect_hidden_states(self.drafter.take_step, budget, dtype, layers, self.config.train.seed)
 
     def _maybe_evaluate(self) -> None:
         """Evaluates before the first step, every `eval.every` steps and after the last, once each."""

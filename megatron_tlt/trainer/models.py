@@ -13,7 +13,10 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.trtllm.build import build_trtllm
 from megatron_tlt.backends.vllm.build import build_vllm
 from megatron_tlt.config.checks.pre_rollouts import takes_drafts
+from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, TensorParallel
+from megatron_tlt.drafters.training.run_drafter import RunDrafter
+from megatron_tlt.drafters.training.sharing import HiddenStateSharing
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
@@ -27,9 +30,9 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.drafter.kinds.base import SavedDrafter
-    from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
-    from megatron_tlt.models.drafters import DrafterModel
+    from megatron_tlt.drafters.base import SavedDrafter
+    from megatron_tlt.drafters.model import DrafterModel
+    from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
     from megatron_tlt.resilience.rollout_cache import Weights
 
 _BUILDERS: dict[BackendName, Callable[[EngineOptions], RolloutBackend]] = {
@@ -41,18 +44,20 @@ _BUILDERS: dict[BackendName, Callable[[EngineOptions], RolloutBackend]] = {
 
 def build_models(
     config: Config, world: World, algorithm: Algorithm, tokenizer: HFTokenizer, tp: TensorParallel
-) -> tuple[MegatronPolicy, OnlineDrafterTrainer | None, RolloutBackend]:
-    """Policy, drafter in training (None: none is trained), engine, in the order of the memory plan. Collective.
+) -> tuple[MegatronPolicy, RunDrafter, RolloutBackend]:
+    """Policy, drafter, engine, in the order of the memory plan. Collective.
 
     The KV cache takes the memory that the plan leaves beside everything else, so the engine comes last.
     """
     policy = _policy(config, world, algorithm)
-    drafter_trainer = _drafter_trainer(config, world, tp)
+    sharing = _sharing(config, world)
+    drafter_trainer = _drafter_trainer(config, world, tp, sharing)
     if world.device.type == "cuda":
         device_memory.open_communicators(policy.communicating(), tp, world.device)
     cache = device_memory.cache_bytes(config, world)
     backend = open_backend(config, world, tokenizer, tp, drafter_trainer, kv_cache_bytes=cache)
-    return policy, drafter_trainer, backend
+    served = RunDrafter(config.rollout.speculation.trained is not None, sharing.replica)
+    return policy, drafter_trainer or served, backend
 
 
 def tensor_parallel(world: World, size: int) -> TensorParallel:
@@ -127,7 +132,7 @@ def _policy(config: Config, world: World, algorithm: Algorithm) -> MegatronPolic
 
 def _drafter(config: Config, trainer: OnlineDrafterTrainer | None) -> SavedDrafter | None:
     """The engine's drafter; None without one."""
-    from megatron_tlt.drafter.kinds.base import SavedDrafter
+    from megatron_tlt.drafters.base import SavedDrafter
 
     if trainer is not None:
         return SavedDrafter(trainer.model.config, trainer.weights())
@@ -137,17 +142,21 @@ def _drafter(config: Config, trainer: OnlineDrafterTrainer | None) -> SavedDraft
     return SavedDrafter(model.config, model.state_dict())
 
 
-def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> OnlineDrafterTrainer | None:
+def _drafter_trainer(
+    config: Config, world: World, tp: TensorParallel, sharing: HiddenStateSharing
+) -> OnlineDrafterTrainer | None:
     """This rank's trainer of the drafter; None where it is not trained."""
     if not config.idle.train_drafter:
         return None
-    from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
+    from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 
     return OnlineDrafterTrainer(
         _starting_drafter(config),
         config.drafter,
         temperature=config.rollout.temperature,
         tp=tp,
+        world=world,
+        sharing=sharing,
         device=world.device,
         from_actor=config.hidden_states_of == "actor",
         fresh=config.rollout.speculation.drafter_path is None,
@@ -155,13 +164,23 @@ def _drafter_trainer(config: Config, world: World, tp: TensorParallel) -> Online
     )
 
 
+def _sharing(config: Config, world: World) -> HiddenStateSharing:
+    """What replicas of the engine exchange after a merge."""
+    online, tp = config.drafter.online, config.rollout.tp
+    replica, tp_rank = rollout_replica(world.rank, tp)
+    held = config.drafter.sizes(world.device.type).buffer_mib
+    is_own = config.hidden_states_of == "actor"  # the actor spreads its states over replicas
+    shared = 0 if is_own else int(min(online.share_mib, held) * 2**20)
+    return HiddenStateSharing(replica, world.size // tp, tp, shared, tp_rank == 0)
+
+
 def _starting_drafter(config: Config) -> DrafterModel:
     """The configured drafter, or, where none is named, one made from the policy's weights: the same on every rank.
 
     A policy that starts from a Megatron checkpoint may have no weights in `model.path`: its drafter starts at random.
     """
-    from megatron_tlt.drafter.checkpoint import drafter_shape, load_drafter
-    from megatron_tlt.drafter.kinds.registry import KINDS
+    from megatron_tlt.drafters.checkpoint import drafter_shape, load_drafter
+    from megatron_tlt.drafters.registry import KINDS
     from megatron_tlt.models.loader import weight_reader
 
     shape = ModelConfig.from_hf(config.model.path)

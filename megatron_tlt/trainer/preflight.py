@@ -239,7 +239,7 @@ def _drafter_problems(
     """A trained drafter that does not fit the model of `shape` in `model`, or was made for another one."""
     if section.trained is None:
         return []
-    from megatron_tlt.drafter.checkpoint import drafter_problems  # here, for it needs torch
+    from megatron_tlt.drafters.checkpoint import drafter_problems  # here, for it needs torch
 
     return drafter_problems(section, shape, model)
 

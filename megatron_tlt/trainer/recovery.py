@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from megatron_tlt.checkpoint.manager import CheckpointManager
     from megatron_tlt.data.prompts import PromptStream
-    from megatron_tlt.drafter.controller import OnlineDrafterController
+    from megatron_tlt.drafters.training.run_drafter import RunDrafter
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.observe.reduction import RankMetrics
     from megatron_tlt.resilience.nonfinite import NonFiniteGuard
@@ -39,7 +39,7 @@ class Recovery:
     prompts: PromptStream
     carried: CarriedGroups
     backend: RolloutBackend
-    drafter: OnlineDrafterController
+    drafter: RunDrafter
     checkpoints: CheckpointManager
     rollout_cache: RolloutCache
     nonfinite: NonFiniteGuard

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_tlt.algorithms.base import Algorithm
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.prompt_queue import PromptQueues
-    from megatron_tlt.drafter.controller import OnlineDrafterController
+    from megatron_tlt.drafters.training.run_drafter import RunDrafter
     from megatron_tlt.idle.window import IdleWindow
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.observe.reduction import RankMetrics
@@ -63,7 +63,7 @@ class GroupSampler:
     queues: PromptQueues
     backend: RolloutBackend
     recovery: Recovery
-    drafter: OnlineDrafterController
+    drafter: RunDrafter
     idle_window: IdleWindow
     rewards: RewardPool
     environments: Environments | None = None
@@ -86,7 +86,7 @@ class GroupSampler:
         section, num_prompts = self.config.algorithm, self.config.train.prompts_per_step
         kept: list[SampleGroup] = []
         rounds, dropped = 0, Dropped()
-        self.drafter.begin_step(self.backend.policy_version)
+        self.drafter.begin_step(self.backend.policy_version, self.backend.lookup_tables)
         for _ in range(section.max_sampling_rounds if section.dynamic_sampling else 1):
             rounds += 1
             groups = self.carried.take(self._rollout(step, self._next_prompts(step, num_prompts)))
@@ -158,7 +158,7 @@ class GroupSampler:
         begun, waiting = self.carried.responses()
         first = [group.prompt for group in self.carried.groups]
         queue = self.queues.open([*first, *self.backend.ordered(prompts)], num_samples)
-        with turns_of(self.environments) as turns, self.drafter.collecting():
+        with turns_of(self.environments) as turns, self.drafter.collecting(self.backend):
             params, have = step_params(self.config), waiting.keys()
             drafts = {} if self.pre_rollouts is None else self.pre_rollouts.take(prompts)
             call = GenerateCall(queue, params, num_samples, self._report, have, begun=begun, turns=turns, drafts=drafts)

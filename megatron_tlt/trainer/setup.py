@@ -13,13 +13,11 @@ import torch
 
 from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.checks.pre_rollouts import why_no_eval_drafts, why_no_pre_rollouts
-from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompt_queue import PromptQueues
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.controller import OnlineDrafterController
-from megatron_tlt.drafter.sharing import HiddenStateSharing
+from megatron_tlt.drafters.training.run_drafter import RunDrafter
 from megatron_tlt.envs.build import environment_fingerprint
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
@@ -81,14 +79,12 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     rewards.warm_up()  # the workers import while this rank builds its engine
 
     tp = tensor_parallel(world, config.rollout.tp)
-    policy, drafter_trainer, backend = build_models(config, world, algorithm, tokenizer, tp)
+    policy, drafter, backend = build_models(config, world, algorithm, tokenizer, tp)
     state = TrainState()
     turns_of = None if environments is None else environments.turns_of
     metrics = RunMetrics(config, world, state, _traced_drafts(config, world, backend), turns_of)
 
     # Around rollout and update.
-    shared, has_drafter = _sharing(config, world), config.rollout.speculation.trained is not None
-    drafter = OnlineDrafterController(world, backend, drafter_trainer, shared, has_drafter)
     queues = prompt_queues(config, world, tp)
     carried = CarriedGroups(world, prompts, config.rollout)
     recovery = Recovery(
@@ -169,15 +165,6 @@ def build_evaluator(
     return Evaluator(prompts, config.eval, params, backend, rewards, queues, environments, draft_bytes)
 
 
-def _sharing(config: Config, world: World) -> HiddenStateSharing:
-    online, tp = config.drafter.online, config.rollout.tp
-    replica, tp_rank = rollout_replica(world.rank, tp)
-    held = config.drafter.sizes(world.device.type).buffer_mib
-    is_own = config.hidden_states_of == "actor"  # the actor spreads its states over replicas
-    shared = 0 if is_own else int(min(online.share_mib, held) * 2**20)
-    return HiddenStateSharing(replica, world.size // tp, tp, shared, tp_rank == 0)
-
-
 def _pre_rollouts(
     config: Config, prompts: PromptStream, queues: PromptQueues, backend: RolloutBackend
 ) -> PreRollouts | None:
@@ -203,7 +190,7 @@ def _idle_window(
     config: Config,
     world: World,
     tp: TensorParallel,
-    drafter: OnlineDrafterController,
+    drafter: RunDrafter,
     metrics: RunMetrics,
 ) -> IdleWindow:
     """The idle windows of this rank, with their coordinator. Collective."""

@@ -20,7 +20,7 @@ from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data.completions import encoded_records
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import sum_over_replicas
-from megatron_tlt.drafter.fingerprint import policy_fingerprint
+from megatron_tlt.drafters.fingerprint import policy_fingerprint
 from megatron_tlt.errors import CheckpointError, DataError
 from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.resilience.run_lock import lock_run_dir

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.drafter.checkpoint import drafter_problems, drafter_warnings, load_drafter, save_drafter
-from megatron_tlt.drafter.export.drafter import export_drafter
+from megatron_tlt.drafters.checkpoint import drafter_problems, drafter_warnings, load_drafter, save_drafter
+from megatron_tlt.drafters.dspark.config import BlockConfig
+from megatron_tlt.drafters.eagle.config import Eagle3Config
+from megatron_tlt.drafters.export.drafter import export_drafter
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.config import EMBED, HEAD
-from megatron_tlt.models.dspark.config import BlockConfig
-from megatron_tlt.models.eagle.config import Eagle3Config
 from megatron_tlt.models.hf_writer import save_hf
 from tests.helpers.tiny_drafters import DEEP, random_drafter
 from tests.helpers.tiny_models import random_weights

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from megatron_tlt.config.block_drafters import BlockShape
+from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.dspark.config import BlockConfig
 from megatron_tlt.models.torch.layers import rope_table
 
 

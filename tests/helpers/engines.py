@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.drafter.kinds.registry import KINDS
+from megatron_tlt.drafters.eagle.config import EagleConfig
+from megatron_tlt.drafters.model import DrafterConfig
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.base import Decoder
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.drafters import DrafterConfig
-from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.native.decoder import keyed_sample

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
-from megatron_tlt.drafter.training_state import STATE_NAMES
-from megatron_tlt.models.eagle.config import EagleConfig
-from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.drafters.eagle.config import EagleConfig
+from megatron_tlt.drafters.eagle.model import EagleModel
+from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
+from megatron_tlt.drafters.training.sharing import HiddenStateSharing
+from megatron_tlt.drafters.training.training_state import STATE_NAMES
 from tests.helpers.hidden_states import random_chunk
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables
 
@@ -30,6 +32,8 @@ def online_trainer(
     fresh: bool = True,
     warmup: int = 3,
     mean_decay: float | None = None,
+    world: Any = None,
+    sharing: HiddenStateSharing | None = None,
     **online,
 ) -> OnlineDrafterTrainer:
     """A trainer whose buffer holds responses of policy version 0; `online` are options, `tokens` the size of a
@@ -39,7 +43,8 @@ def online_trainer(
     model.initialise(0)
     options = {"lr": 3e-3, "start_lr": 3e-3, "draft_steps": 3, "micro_step_tokens": 64} | online
     section = DrafterSection(dtype=dtype, online=options)
-    trainer = OnlineDrafterTrainer(model, section, tp=tp, from_actor=from_actor, fresh=fresh)
+    places = {"tp": tp, "world": world, "sharing": sharing}
+    trainer = OnlineDrafterTrainer(model, section, **places, from_actor=from_actor, fresh=fresh)
     trainer._trainer.rate = replace(trainer._trainer.rate, warmup=warmup)
     if mean_decay is not None:
         trainer._decay = mean_decay

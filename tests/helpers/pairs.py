@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.draft import Draft
-from megatron_tlt.models.drafter_decoder import (
+from megatron_tlt.drafters.decoder import (
     BUCKET_WIDTH,
     BUCKETS,
     DEPTHS,
@@ -17,7 +15,9 @@ from megatron_tlt.models.drafter_decoder import (
     DraftingRows,
     Pairs,
 )
-from megatron_tlt.models.drafters import DrafterConfig
+from megatron_tlt.drafters.model import DrafterConfig
+from megatron_tlt.models.base import KVCache
+from megatron_tlt.models.draft import Draft
 from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.keys import row_keys
 from megatron_tlt.models.torch.layers import rope_table

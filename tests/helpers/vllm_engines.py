@@ -17,8 +17,8 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import BanditSection, SpeculationSection
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.checkpoint import load_drafter
-from megatron_tlt.drafter.kinds.base import SavedDrafter
+from megatron_tlt.drafters.base import SavedDrafter
+from megatron_tlt.drafters.checkpoint import load_drafter
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.types import Prompt

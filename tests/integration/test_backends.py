@@ -18,7 +18,7 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.checkpoint import load_drafter
+from megatron_tlt.drafters.checkpoint import load_drafter
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.sync.buckets import checksum

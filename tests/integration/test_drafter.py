@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_tlt.drafter.checkpoint import load_drafter, read_about
-from megatron_tlt.drafter.export.drafter import export_drafter
+from megatron_tlt.drafters.checkpoint import load_drafter, read_about
+from megatron_tlt.drafters.export.drafter import export_drafter
 from megatron_tlt.models.config import ModelConfig
 from tests.helpers import engine_drafters
 from tests.helpers.mpi import run_ranks

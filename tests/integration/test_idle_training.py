@@ -6,7 +6,7 @@ import pytest
 import torch
 from make_demo_policy import write_experts
 
-from megatron_tlt.drafter.state_file import DRAFTER_STATE, load_drafter_state
+from megatron_tlt.drafters.state_file import DRAFTER_STATE, load_drafter_state
 from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.jsonl import read_rows
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE

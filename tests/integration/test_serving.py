@@ -17,15 +17,15 @@ from megatron_tlt.backends.vllm.launch import _ENGINE, find_python
 from megatron_tlt.config.block_drafters import BlockShape
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.engine_process import VllmSection
-from megatron_tlt.drafter.batching import DraftSequence, collate, epoch
-from megatron_tlt.drafter.checkpoint import save_drafter
-from megatron_tlt.drafter.export.drafter import export_drafter
-from megatron_tlt.drafter.kinds.registry import KINDS
-from megatron_tlt.drafter.trainer import DrafterTrainer, LearningRate
+from megatron_tlt.drafters.checkpoint import save_drafter
+from megatron_tlt.drafters.dspark.config import BlockConfig
+from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
+from megatron_tlt.drafters.export.drafter import export_drafter
+from megatron_tlt.drafters.model import DrafterConfig, DrafterModel
+from megatron_tlt.drafters.registry import KINDS
+from megatron_tlt.drafters.training.batching import DraftSequence, collate, epoch
+from megatron_tlt.drafters.training.trainer import DrafterTrainer, LearningRate
 from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
-from megatron_tlt.models.drafters import DrafterConfig, DrafterModel
-from megatron_tlt.models.dspark.config import BlockConfig
-from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.types import SamplingParams
 from tests.helpers.engines import generate_all, make_engine, speculating_engine

@@ -27,16 +27,16 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.batching import DraftSequence, collate, epoch
-from megatron_tlt.drafter.checkpoint import load_drafter
-from megatron_tlt.drafter.kinds.base import SavedDrafter
-from megatron_tlt.drafter.kinds.registry import KINDS
-from megatron_tlt.drafter.trainer import DrafterTrainer, LearningRate
+from megatron_tlt.drafters.base import SavedDrafter
+from megatron_tlt.drafters.checkpoint import load_drafter
+from megatron_tlt.drafters.dspark.config import BlockConfig
+from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
+from megatron_tlt.drafters.model import DrafterConfig
+from megatron_tlt.drafters.registry import KINDS
+from megatron_tlt.drafters.training.batching import DraftSequence, collate, epoch
+from megatron_tlt.drafters.training.trainer import DrafterTrainer, LearningRate
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.drafters import DrafterConfig
-from megatron_tlt.models.dspark.config import BlockConfig
-from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.models.loader import weight_reader
 from megatron_tlt.types import (

@@ -17,7 +17,7 @@ from megatron_tlt.config.drafter_kinds import DrafterName
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.checkpoint import load_drafter
+from megatron_tlt.drafters.checkpoint import load_drafter
 from megatron_tlt.types import GenerateCall, HiddenStateSample, Sample, SamplingParams, SpeculationStats
 from tests.helpers.vllm_engines import DRAFTER, MODEL, NEEDS_VLLM, RUNNING, SHAPE, demo_prompts, start_vllm
 from tests.integration.test_vllm import assert_same_states, push

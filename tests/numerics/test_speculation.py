@@ -12,9 +12,9 @@ from megatron_tlt.config.block_drafters import BlockShape
 from megatron_tlt.config.load import load_config
 from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.checkpoint import load_drafter
+from megatron_tlt.drafters.checkpoint import load_drafter
+from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.dspark.config import BlockConfig
 from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.models.native.decoder import keyed_sample

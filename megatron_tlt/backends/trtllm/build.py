@@ -15,8 +15,8 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.process import EngineLaunch, EngineProcess
 from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
-from megatron_tlt.drafter.checkpoint import write_directory
-from megatron_tlt.drafter.kinds.registry import KINDS
+from megatron_tlt.drafters.checkpoint import write_directory
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
@@ -24,7 +24,7 @@ from megatron_tlt.sync.served_weights import ServedWeights
 
 if TYPE_CHECKING:
     from megatron_tlt.config.engine_process import TrtllmSection
-    from megatron_tlt.drafter.kinds.base import SavedDrafter
+    from megatron_tlt.drafters.base import SavedDrafter
 
 _VERSIONS = re.compile(r"1\.[23]\.\d+(rc\d+)?(\.post\d+)?")
 _PACKAGE = "tlt_backends"  # the name of backends/ in the other environment
@@ -83,6 +83,6 @@ def trtllm_launch(section: TrtllmSection) -> EngineLaunch:
 
 def _write(drafter: SavedDrafter, folder: Path, dtype: torch.dtype) -> Eagle3Files:
     """The drafter as the engine reads it at its start. Raises ConfigError for a form that it does not have."""
-    files = KINDS[drafter.config.kind].engine_files(drafter, "trtllm", dtype)
+    files = KINDS[drafter.config.kind].engine_files(drafter.config, drafter.weights, "trtllm", dtype)
     write_directory(folder, files.tensors, files.json)
     return Eagle3Files(folder, tuple(files.json["speculative.json"]["eagle3_layers_to_capture"]))

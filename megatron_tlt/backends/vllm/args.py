@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.process import with_more
-from megatron_tlt.drafter.kinds.base import ExportFiles, SavedDrafter, cast_tensors
-from megatron_tlt.drafter.kinds.registry import KINDS
-from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.base import DTYPES, ENGINE_DTYPES
-from megatron_tlt.models.dspark.config import BlockConfig
+from megatron_tlt.drafters.registry import KINDS
+from megatron_tlt.models.base import ENGINE_DTYPES
 from megatron_tlt.rollout.spec.pre_rollouts import LONGEST
 
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection
-    from megatron_tlt.models.drafters import DrafterConfig
+    from megatron_tlt.drafters.model import DrafterConfig
     from megatron_tlt.types import SamplingParams
 
 # Of the GPU, which vLLM wants free before it starts. Nothing reads the share beside `kv_cache_memory_bytes`; the memory
@@ -28,8 +25,8 @@ TOKEN_PROPOSER = "megatron_tlt.backends.vllm.plugin.token_drafts.TokenProposer"
 
 def longest_draft(rollout: RolloutSection, drafter: DrafterConfig | None, takes_drafts: bool) -> int:
     """The most tokens that vLLM's proposer drafts for a request: all of a block, whatever of it is verified."""
-    if isinstance(drafter, BlockConfig):
-        return drafter.num_drafted
+    if drafter is not None and (fixed := KINDS[drafter.kind].draft_length(drafter)) is not None:
+        return fixed
     own = 0 if rollout.speculation.drafter == "none" else rollout.speculation.longest_draft
     return max(own, LONGEST) if takes_drafts else own
 
@@ -40,7 +37,7 @@ def speculative_config(
     directory: Path | None = None,
     takes_drafts: bool = False,
 ) -> dict[str, Any] | None:
-    """vLLM's `speculative_config`; None without speculation. `directory`: that of `drafter_files`. `takes_drafts`:
+    """vLLM's `speculative_config`; None without speculation. `directory`: that of the drafter's files. `takes_drafts`:
     requests may bring earlier responses.
 
     The plugin decides how much each step drafts; vLLM gets the longest draft. With a range of batch sizes, one for all,
@@ -54,7 +51,7 @@ def speculative_config(
     if drafter is None:
         return {"method": "custom_class", "model": TOKEN_PROPOSER, **count}
     return {
-        "method": "dflash" if isinstance(drafter, BlockConfig) else drafter.kind,
+        "method": KINDS[drafter.kind].vllm_method(drafter),
         "model": str(directory),
         "draft_load_config": {"load_format": "safetensors"},
         **count,
@@ -130,28 +127,3 @@ def request_args(params: SamplingParams, eos_token_ids: Iterable[int]) -> dict[s
         "stop": list(params.stop),
         "sampling": [params.temperature, params.top_k, params.top_p, params.min_p],
     }
-
-
-def drafter_files(drafter: SavedDrafter, dtype: str) -> ExportFiles:
-    """The drafter as vLLM reads it at its start: as it is exported; of an EAGLE-1 drafter whose attention normalises
-    queries and keys, and of a block drafter, for the plugin's class. Raises ConfigError for a form that neither has.
-    """
-    config, policy = drafter.config, drafter.config.policy
-    if isinstance(config, BlockConfig):
-        if config.selector_rank or config.windows:
-            allowed = "vLLM's first model runner has no DFlash 2 and no sliding windows: use the embedded engine"
-            raise ConfigError.of("rollout.backend", "vllm", allowed)
-        files = KINDS[config.kind].engine_files(drafter, "vllm", DTYPES[dtype])
-        read = {"target_layer_ids": list(config.aux_layers), "mask_token_id": config.mask_token_id}
-        more = {"architectures": ["DFlashBlockForCausalLM"], "dflash_config": read}
-        about = {"markov_rank": 0, "sample_from_anchor": False} | files.json["config.json"] | more
-        return ExportFiles(files.tensors, {"config.json": about})
-    if not drafter.config.layer.qk_norm:
-        return KINDS[drafter.config.kind].engine_files(drafter, "vllm", DTYPES[dtype])
-    about = policy.dense_sibling.to_hf(ENGINE_DTYPES[dtype]) | {
-        "architectures": ["Qwen3ForCausalLM"],  # vLLM puts Eagle before it
-        "num_hidden_layers": 1,
-        "tie_word_embeddings": False,  # a drafter without tables shares the policy's
-    }
-    tensors = cast_tensors(KINDS[config.kind].engine_tensors(config, drafter.weights), DTYPES[dtype])
-    return ExportFiles({"model.safetensors": tensors}, {"config.json": about})

@@ -14,7 +14,6 @@ from megatron_tlt.backends.devices import visible_device
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.process import HEARTBEAT_S, EngineProcess
 from megatron_tlt.backends.vllm.args import (
-    drafter_files,
     engine_args,
     launcher_variables,
     longest_draft,
@@ -22,11 +21,11 @@ from megatron_tlt.backends.vllm.args import (
 )
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.launch import vllm_launch
-from megatron_tlt.drafter.checkpoint import write_directory
+from megatron_tlt.drafters.checkpoint import write_directory
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.base import DTYPES
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.dspark.config import BlockConfig
 from megatron_tlt.models.experts import route_type
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.sync.served_weights import ServedWeights
@@ -97,15 +96,17 @@ def _arguments(options: EngineOptions, folder: Path) -> dict[str, Any]:
     device = torch.device(options.device)
     policy = ModelConfig.from_hf(model.path)
     cached = policy.num_layers * policy.num_kv_heads * policy.head_dim // rollout.tp
+    is_block = False
     if drafter is not None:
-        files, made = drafter_files(drafter, rollout.dtype), drafter.config
+        made, kind = drafter.config, KINDS[drafter.config.kind]
+        files = kind.vllm_files(made, drafter.weights, DTYPES[rollout.dtype])
         write_directory(folder, files.tensors, files.json)
-        layers = made.block_layers if isinstance(made, BlockConfig) else 1
-        cached += layers * made.layer.num_kv_heads * made.layer.head_dim // rollout.tp
+        is_block = kind.draft_length(made) is not None
+        cached += kind.cached_layers(made) * made.layer.num_kv_heads * made.layer.head_dim // rollout.tp
     # Drafts lie behind the last token; vLLM verifies zeros for all requests in a step where those of one do not fit.
     # It counts a block's anchor, too.
     shape = None if drafter is None else drafter.config
-    behind = longest_draft(rollout, shape, options.takes_drafts) + isinstance(shape, BlockConfig)
+    behind = longest_draft(rollout, shape, options.takes_drafts) + is_block
     context = min(model.max_context + behind, policy.max_position_embeddings)
     block_bytes = 2 * cached * DTYPES[rollout.dtype].itemsize * _BLOCK
     blocks = choose_num_blocks(

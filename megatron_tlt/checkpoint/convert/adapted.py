@@ -15,7 +15,7 @@ from megatron_tlt.actor.hf_names import Slot, adapter_slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.config.model import ModelSection
-from megatron_tlt.drafter.fingerprint import base_fingerprint
+from megatron_tlt.drafters.fingerprint import base_fingerprint
 from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_writer import write_tensors

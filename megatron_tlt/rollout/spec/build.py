@@ -18,7 +18,7 @@ from megatron_tlt.rollout.spec.suffix import SuffixDrafter
 from megatron_tlt.rollout.spec.trained import TrainedDrafter
 
 if TYPE_CHECKING:
-    from megatron_tlt.models.drafter_decoder import DrafterDecoder
+    from megatron_tlt.drafters.decoder import DrafterDecoder
     from megatron_tlt.rollout.model_runner import ModelRunner
     from megatron_tlt.rollout.spec.history import ResponseHistory
 

@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.draft import Draft
-from megatron_tlt.models.drafter_decoder import (
+from megatron_tlt.drafters.decoder import (
     BUCKET_WIDTH,
     BUCKETS,
     DEPTHS,
@@ -25,6 +23,8 @@ from megatron_tlt.models.drafter_decoder import (
     DraftingRows,
     Pairs,
 )
+from megatron_tlt.models.base import KVCache
+from megatron_tlt.models.draft import Draft
 from megatron_tlt.rollout.batch import Batch, PrefillChunk
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request

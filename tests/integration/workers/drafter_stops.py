@@ -15,7 +15,7 @@ from megatron_tlt.cli.drafter import _train
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.distributed.world import World
-from megatron_tlt.drafter.trainer import DrafterTrainer
+from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.resilience.rollout_cache import ResponseWriter
 from megatron_tlt.resilience.signals import StopSignals
 from megatron_tlt.rollout import engine

@@ -15,7 +15,7 @@ from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.distributed.world import World
-from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
+from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.errors import BackendError, DrafterError
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.trainer.pre_rollouts import PreRollouts
@@ -67,11 +67,11 @@ def body(world: World) -> None:
             break_it(fault, world)
         trainer = build_trainer(load_config(path, overrides, Config), world)
         trainer.run()
-        if trainer.drafter.trainer is not None:  # one drafter: the same bits on every rank
-            parts = WEIGHTS(trainer.drafter.trainer).values()
+        if isinstance(trainer.drafter, OnlineDrafterTrainer):  # one drafter: the same bits on every rank
+            parts = WEIGHTS(trainer.drafter).values()
             mine = torch.cat([p.flatten() for p in parts]).numpy().tobytes()
             assert len(set(world.all_gather_object(mine))) == 1
-            assert trainer.sampler.backend.drafter_version == trainer.drafter.trainer.version, "the last one serves"
+            assert trainer.sampler.backend.drafter_version == trainer.drafter.version, "the last one serves"
         trainer.close()
         world.barrier()
 

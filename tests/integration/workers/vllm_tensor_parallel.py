@@ -13,7 +13,7 @@ from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.distributed.world import World
-from megatron_tlt.drafter.checkpoint import load_drafter
+from megatron_tlt.drafters.checkpoint import load_drafter
 from megatron_tlt.trainer.setup import tensor_parallel
 from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, SamplingParams, WeightBucket
 from tests.helpers.fake_turns import FakeTurns

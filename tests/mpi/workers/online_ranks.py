@@ -8,9 +8,8 @@ import torch.distributed as dist
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
-from megatron_tlt.drafter.controller import OnlineDrafterController
-from megatron_tlt.drafter.sharing import HiddenStateSharing
-from megatron_tlt.drafter.trainer import DrafterTrainer
+from megatron_tlt.drafters.training.sharing import HiddenStateSharing
+from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.errors import DrafterError
 from tests.helpers.hidden_states import random_chunk
 from tests.helpers.online import CONFIG, everything, online_trainer
@@ -25,8 +24,7 @@ def assert_same(world: World, tensor: torch.Tensor) -> None:
 
 def merge(world: World) -> None:
     """Windows in which ranks train unequally long: all, some, one, none, and with a failed one."""
-    t = online_trainer(first_prompt=100 * world.rank)
-    options = {"rank": world.rank, "size": world.size}
+    t = online_trainer(first_prompt=100 * world.rank, world=world)
     version, rate_steps = 0, 0
     everyone = range(world.size)
     windows = [
@@ -37,9 +35,9 @@ def merge(world: World) -> None:
     for steps in [*windows, [0] * world.size, windows[0]]:
         for _ in range(steps[world.rank]):
             t.train_step()
-        parts = world.all_gather_object((t.window_tokens, everything(t), t.trained_steps))
+        parts = world.all_gather_object((t.window.tokens, everything(t), t.trained_steps))
         before = everything(t)
-        report = t.merge(dist.all_reduce, **options)
+        report = t.merge_replicas()
         total = sum(tokens for tokens, _, _ in parts)
         assert report.tokens == tuple(tokens for tokens, _, _ in parts)
         assert not report.disabled and not report.rolled_back
@@ -53,12 +51,12 @@ def merge(world: World) -> None:
         assert t.version == version
         assert t.trained_steps == t._state.steps == rate_steps
         assert_same(world, everything(t))
-    fail(world, t, options)
-    spoil(world, t, options)
+    fail(world, t)
+    spoil(world, t)
     print(f"merged as it should on rank {world.rank}\n", end="", flush=True)
 
 
-def fail(world: World, t, options) -> None:
+def fail(world: World, t) -> None:
     """The last rank trains, then fails: the merge is that of the others."""
     last = world.size - 1
     begun = everything(t)
@@ -66,18 +64,18 @@ def fail(world: World, t, options) -> None:
     if world.rank == last:
         t.disable("made to fail")
         assert torch.equal(everything(t), begun)
-    parts = world.all_gather_object((t.window_tokens, everything(t)))
-    report = t.merge(dist.all_reduce, **options)
+    parts = world.all_gather_object((t.window.tokens, everything(t)))
+    report = t.merge_replicas()
     assert report.disabled == (last,) and report.tokens[last] == 0
     total = sum(tokens for tokens, _ in parts)
     if total:
         mean = sum(state.double() * tokens for tokens, state in parts) / total
         torch.testing.assert_close(everything(t), mean.float(), **CLOSE)
     assert_same(world, everything(t))
-    assert t.enabled == (world.rank != last)
+    assert (t.failure is None) == (world.rank != last)
 
 
-def spoil(world: World, t, options) -> None:
+def spoil(world: World, t) -> None:
     """Rank 0's weights overflow in the mean: all ranks are where they were, and stop."""
     t.failure = None
     begun = everything(t)
@@ -85,10 +83,10 @@ def spoil(world: World, t, options) -> None:
     if world.rank == 0:
         with torch.no_grad():
             next(t.model.parameters())[0, 0] = torch.inf
-    report = t.merge(dist.all_reduce, **options)
+    report = t.merge_replicas()
     assert report.rolled_back
     assert torch.equal(everything(t), begun)
-    assert not t.enabled and t.train_step() is None
+    assert t.failure and t.train_step() is None
     assert_same(world, everything(t))
 
 
@@ -98,7 +96,7 @@ def group(world: World) -> None:
     pair = GroupTensorParallel(groups[world.rank // 2])
     replica = world.rank // 2
     options = {"first_prompt": 100 * replica, "lr": 1e-3}
-    together = online_trainer(pair, micro_step_tokens=64, **options)
+    together = online_trainer(pair, micro_step_tokens=64, world=world, **options)
     single = online_trainer(micro_step_tokens=128, **options)
     single.buffer._window = 64  # the same windows
     for _ in range(6 + replica):
@@ -107,8 +105,8 @@ def group(world: World) -> None:
         for name, value in a.items():
             assert abs(value - b[name]) <= 1e-5 * max(1.0, abs(b[name])), (name, value, b[name])
     torch.testing.assert_close(everything(together), everything(single), atol=2e-6, rtol=0)  # lr is 1e-3
-    report = together.merge(dist.all_reduce, world.rank, world.size)
-    tokens = world.all_gather_object(single.window_tokens)
+    report = together.merge_replicas()
+    tokens = world.all_gather_object(single.window.tokens)
     assert sum(report.tokens) == sum(tokens[::2]), "shares of a group add up to its sample"
     assert_same(world, everything(together))
     fail_together(together, world)
@@ -132,7 +130,7 @@ def fail_together(t, world: World) -> None:
         assert torch.equal(everything(t), begun)
     else:
         raise AssertionError("a group went on without a rank")
-    assert t.merge(dist.all_reduce, world.rank, world.size).disabled == tuple(range(world.size))
+    assert t.merge_replicas().disabled == tuple(range(world.size))
 
 
 def share(world: World) -> None:
@@ -140,16 +138,15 @@ def share(world: World) -> None:
     ranks = 2 if world.size == 4 else 1
     replica, replicas = world.rank // ranks, world.size // ranks
     lengths = [(60, 8, 9), (30, 20, 10)][replica % 2]
-    trainer = online_trainer(lengths=lengths, first_prompt=100 * replica)
     is_leader = world.rank % ranks == 0
     sharing = HiddenStateSharing(replica, replicas, ranks, 1 << 20, is_leader)
-    controller = OnlineDrafterController(world, None, trainer, sharing)
+    trainer = online_trainer(lengths=lengths, first_prompt=100 * replica, world=world, sharing=sharing)
     responses = {r: [100 * r + i for i in range(3)] for r in range(replicas)}
-    controller.merge()
+    trainer.merge()
     assert held(trainer) == sorted(responses[replica]), "no rank has trained"
     for merges in range(1, replicas + 1):
         trainer.train_step()
-        controller.merge()
+        trainer.merge()
         given = {merge % replicas for merge in range(1, merges + 1)} if replicas > 1 else set()
         assert held(trainer) == sorted(p for r in given | {replica} for p in responses[r]), (
             "one sender at a time"
@@ -162,10 +159,8 @@ def share(world: World) -> None:
         trainer.disable("made to fail")
     trainer.buffer.add(random_chunk(CONFIG, 70, 1000 + replica, 1))
     before = held(trainer)
-    controller.merge()
-    assert held(trainer) == before and controller._active_trainer is None, (
-        "nothing is shared once training has ended"
-    )
+    trainer.merge()
+    assert held(trainer) == before and trainer.disabled_reason, "nothing is shared once training has ended"
     print(f"shared on rank {world.rank}\n", end="", flush=True)
 
 

@@ -18,10 +18,10 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.drafter.kinds.base import SavedDrafter
+from megatron_tlt.drafters.base import SavedDrafter
+from megatron_tlt.drafters.eagle.config import EagleConfig
+from megatron_tlt.drafters.eagle.model import EagleModel
 from megatron_tlt.errors import ConfigError, SyncError
-from megatron_tlt.models.eagle.config import EagleConfig
-from megatron_tlt.models.eagle.model import EagleModel
 from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits

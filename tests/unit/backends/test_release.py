@@ -13,9 +13,9 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.drafter.kinds.base import SavedDrafter
-from megatron_tlt.models.eagle.config import EagleConfig
-from megatron_tlt.models.eagle.model import EagleModel
+from megatron_tlt.drafters.base import SavedDrafter
+from megatron_tlt.drafters.eagle.config import EagleConfig
+from megatron_tlt.drafters.eagle.model import EagleModel
 from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, SamplingParams
 from tests.helpers.mpi import run_one
 from tests.helpers.tiny_models import TINY

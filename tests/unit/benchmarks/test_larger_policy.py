@@ -10,7 +10,7 @@ from demo_traces import generate
 
 from benchmarks.lib.larger_policy import deepen, widen, widen_drafter
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.drafter.checkpoint import load_drafter
+from megatron_tlt.drafters.checkpoint import load_drafter
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.loader import iter_weights
 from megatron_tlt.types import SamplingParams

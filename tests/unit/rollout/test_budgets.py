@@ -14,9 +14,10 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
+from megatron_tlt.drafters.eagle.torch_decoder import TorchEagle
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
-from megatron_tlt.models.eagle.torch_drafter import TorchEagle
 from megatron_tlt.models.inputs import DecoderInput, HostLengths
 from megatron_tlt.models.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.engine import Engine, GraphBudget
@@ -48,11 +49,13 @@ class CountingTp:
         return tensor.new_empty(self.size, *tensor.shape)
 
 
-def decoder_of(config: ModelConfig, tp: CountingTp | None = None) -> TorchDecoder:
+def decoder_of(
+    config: ModelConfig, tp: CountingTp | None = None, aux_layers: tuple[int, ...] = ()
+) -> TorchDecoder:
     from megatron_tlt.models.torch.kernels.attention import attend
     from megatron_tlt.models.torch.kernels.layers import FUSED
 
-    decoder = TorchDecoder(config, META, torch.bfloat16, tp, paged=attend, ops=FUSED)
+    decoder = TorchDecoder(config, META, torch.bfloat16, tp, paged=attend, ops=FUSED, aux_layers=aux_layers)
     decoder.load_weights(
         (name, torch.empty(shape, device=META)) for name, shape in config.parameter_shapes().items()
     )
@@ -139,7 +142,7 @@ def test_a_position_of_a_draft_is_few_launches_and_waits_for_nothing(kind: str) 
     layers = 5 if kind == "eagle3" else 1
     config = replace(CONFIG, num_layers=layers, family=family, qkv_bias=not is_qwen3, qk_norm=is_qwen3)
     shape = Eagle3Config.of(config, draft_vocab_size=2000) if kind == "eagle3" else EagleConfig.of(config)
-    eagle = TorchEagle(decoder_of(config), shape)
+    eagle = TorchEagle(decoder_of(config, aux_layers=shape.aux_layers), KINDS[shape.kind].build_model(shape))
     eagle.model.reserve_positions(512, META)
     kv, batch = eagle.new_kv_cache(8, 16), batch_of([1] * 8)
     hidden = torch.empty(8, config.hidden_size, dtype=torch.bfloat16, device=META)

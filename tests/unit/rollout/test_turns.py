@@ -11,7 +11,7 @@ import torch
 
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.models.drafter_decoder import Pairs
+from megatron_tlt.drafters.decoder import Pairs
 from megatron_tlt.rollout import engine as engine_module
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector

@@ -8,10 +8,10 @@ import shlex
 import export_drafter
 import pytest
 
-from megatron_tlt.drafter.checkpoint import load_drafter, save_drafter
-from megatron_tlt.drafter.kinds.base import FORMATS
+from megatron_tlt.drafters.base import FORMATS
+from megatron_tlt.drafters.checkpoint import load_drafter, save_drafter
+from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import EagleConfig
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_drafters import FAMILIES, random_drafter
 

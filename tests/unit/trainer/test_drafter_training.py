@@ -9,7 +9,7 @@ import pytest
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.run import UNFINISHED
-from megatron_tlt.drafter.state_file import drafter_state_writer
+from megatron_tlt.drafters.state_file import drafter_state_writer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.trainer.drafter_training import _STATE, training_settings, unfinished_state
 

@@ -10,10 +10,10 @@ from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.distributed.together import SingleProcess
-from megatron_tlt.drafter.checkpoint import save_drafter
+from megatron_tlt.drafters.checkpoint import save_drafter
+from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import EagleConfig
 from megatron_tlt.models.hf_files import INDEX
 from megatron_tlt.models.hf_writer import save_hf
 from megatron_tlt.trainer.preflight import (

@@ -22,9 +22,9 @@ from megatron_tlt.config.load import build_config
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.drafter.kinds.base import SavedDrafter
+from megatron_tlt.drafters.base import SavedDrafter
+from megatron_tlt.drafters.eagle.config import Eagle3Config
 from megatron_tlt.errors import BackendError, ConfigError
-from megatron_tlt.models.eagle.config import Eagle3Config
 from megatron_tlt.observe.gpu import index_of
 from megatron_tlt.trainer.preflight import missing_files
 from megatron_tlt.types import WeightBucket

@@ -12,7 +12,6 @@ import torch
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.process import EngineProcess
 from megatron_tlt.backends.vllm.args import (
-    drafter_files,
     engine_args,
     request_args,
     speculative_config,
@@ -22,11 +21,10 @@ from megatron_tlt.backends.vllm.launch import vllm_launch
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.drafter.kinds.base import SavedDrafter
-from megatron_tlt.drafter.kinds.registry import KINDS
+from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.types import SamplingParams
 from tests.helpers.blocks import DFLASH2, block_config
 from tests.helpers.mpi import ROOT
@@ -110,7 +108,7 @@ def test_a_drafter_is_written_as_vllm_or_the_plugin_reads_it() -> None:
             {"midlayer.hidden_norm.weight", "lm_head.weight"},
         ),
     ):
-        files = drafter_files(SavedDrafter(config, random_drafter(config)), "bf16")
+        files = KINDS[config.kind].vllm_files(config, random_drafter(config), torch.bfloat16)
         about, tensors = files.json["config.json"], files.tensors["model.safetensors"]
         assert about["architectures"] == [architecture]
         assert (about["num_hidden_layers"], about["torch_dtype"]) == (1, "bfloat16")
@@ -123,7 +121,7 @@ def test_a_block_drafter_is_written_for_the_plugins_class(more: dict) -> None:
     """The tensors that a weight sync brings later are those of the file."""
     config = block_config(replace(ModelConfig.from_hf(MODEL.path), num_layers=8), **more)
     weights = random_drafter(config)
-    files = drafter_files(SavedDrafter(config, weights), "fp32")
+    files = KINDS[config.kind].vllm_files(config, weights, torch.float32)
     about, tensors = files.json["config.json"], files.tensors["model.safetensors"]
     assert about["architectures"] == ["DFlashBlockForCausalLM"] and about["num_hidden_layers"] == 2
     assert about["dflash_config"] == {"target_layer_ids": list(config.aux_layers), "mask_token_id": 7}
@@ -135,7 +133,7 @@ def test_a_block_drafter_is_written_for_the_plugins_class(more: dict) -> None:
         assert tensors["markov_head.markov_w2.weight"].shape == (config.policy.vocab_size, rank)
     config = block_config(config.policy, **DFLASH2)
     with pytest.raises(ConfigError, match="has no DFlash 2"):
-        drafter_files(SavedDrafter(config, random_drafter(config)), "fp32")
+        KINDS[config.kind].vllm_files(config, random_drafter(config), torch.float32)
 
 
 def test_the_process_needs_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,13 @@ from torch import Tensor
 from megatron_tlt.config.block_drafters import BlockShape
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.planning import drafter as plan
-from megatron_tlt.drafter import training_state
-from megatron_tlt.drafter.checkpoint import drafter_shape
-from megatron_tlt.drafter.kinds.registry import KINDS
-from megatron_tlt.drafter.online_trainer import OnlineDrafterTrainer
-from megatron_tlt.models import drafters
+from megatron_tlt.drafters.checkpoint import drafter_shape
+from megatron_tlt.drafters.dspark.config import BlockConfig
+from megatron_tlt.drafters.model import DraftBatch
+from megatron_tlt.drafters.registry import KINDS
+from megatron_tlt.drafters.training import training_state
+from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.drafters import DraftBatch
-from megatron_tlt.models.dspark.config import BlockConfig
 from tests.helpers.meta_memory import MetaMemory
 
 GIB = 1 << 30
@@ -50,7 +49,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def rope_on_meta(monkeypatch) -> None:
-    monkeypatch.setattr(drafters, "rope_table", lambda c, count, device=None: meta(count, c.head_dim))
+    monkeypatch.setattr("megatron_tlt.drafters.model.rope_table", lambda c, count, device=None: meta(count, c.head_dim))
 
 
 CASES = [*((name, "eagle") for name in MODELS), ("7b", "eagle3"), ("32b", "eagle3")]

@@ -18,7 +18,7 @@ from megatron_tlt.config.planning.parameters import (
 )
 from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.drafter import loss
+from megatron_tlt.drafters import loss
 from megatron_tlt.rollout import sampler
 
 CONFIGS = Path(__file__).parents[4] / "configs"

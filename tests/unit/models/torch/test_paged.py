@@ -11,9 +11,9 @@ import os
 import pytest
 import torch
 
+from megatron_tlt.drafters.eagle.config import EagleConfig
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.eagle.config import EagleConfig
-from megatron_tlt.models.factory import build_eagle
 from megatron_tlt.models.inputs import DecoderInput
 from megatron_tlt.models.torch.attention import RaggedPlan, StaticPlan
 from megatron_tlt.models.torch.decoder import TorchDecoder
@@ -160,4 +160,4 @@ def test_a_decoder_and_its_drafter_compute_the_same_without_gathering(run):
         driver.step([(0, list(range(40))), (1, [3])])
         outputs.append(driver.step([(0, [7]), (1, list(range(50))), (2, [9, 8])]))
     torch.testing.assert_close(outputs[0].logits, outputs[1].logits, atol=2e-5, rtol=1e-5)
-    assert build_eagle(decoder, EagleConfig.of(decoder.config)).policy.paged is decoder.paged
+    assert KINDS["eagle"].build_decoder(decoder, EagleConfig.of(decoder.config)).policy.paged is decoder.paged

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_tlt.config.block_drafters import BlockShape
+from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.models.draft import Draft
-from megatron_tlt.models.dspark.config import BlockConfig
 from megatron_tlt.rollout.batch import StepResult
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.rows import RunningRows

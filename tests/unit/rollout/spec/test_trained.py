@@ -8,11 +8,12 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from megatron_tlt.drafters.decoder import DrafterDecoder
+from megatron_tlt.drafters.eagle.config import EagleConfig
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.draft import Draft
-from megatron_tlt.models.drafter_decoder import DrafterDecoder
-from megatron_tlt.models.eagle.config import EagleConfig
-from megatron_tlt.models.factory import build_decoder, build_eagle
+from megatron_tlt.models.factory import build_decoder
 from megatron_tlt.rollout.batch import Batch, PrefillChunk
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Prefill, Request
@@ -30,7 +31,7 @@ CHAIN = DraftStrategy("trained", 5)
 def make_decoder(kernels: str = "native", dtype: torch.dtype = torch.float32) -> DrafterDecoder:
     policy = build_decoder(CONFIG, dtype=dtype, kernels=kernels)
     policy.load_weights(random_weights(CONFIG))
-    decoder = build_eagle(policy, EagleConfig.of(policy.config))
+    decoder = KINDS["eagle"].build_decoder(policy, EagleConfig.of(policy.config))
     decoder.load_weights(random_drafter(CONFIG).items())
     return decoder
 

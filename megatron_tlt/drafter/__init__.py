@@ -1,1 +1,0 @@
-"""Training the drafter: losses, batches, the trainer and its files."""

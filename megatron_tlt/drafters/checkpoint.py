@@ -1,0 +1,226 @@
+"""A drafter directory: `drafter.safetensors` and `config.json`.
+
+config.json is that of the policy, with the drafter's entries before it: `drafter` (its kind), `policy_version`,
+`trained_steps`, `policy_fingerprint`, and the entries of its kind. Directories as others publish them are read as well
+(`PublicForm`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_tlt.config.drafter_kinds import DRAFTERS
+from megatron_tlt.config.json_reader import read_object
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.drafters.base import PublicForm, SavedDrafter, cast_tensors
+from megatron_tlt.drafters.fingerprint import other_policy_problem
+from megatron_tlt.drafters.model import DrafterConfig
+from megatron_tlt.drafters.published import table_problems
+from megatron_tlt.drafters.registry import KINDS
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
+from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf_fields import known_fields
+from megatron_tlt.models.hf_writer import write_tensors
+from megatron_tlt.observe.files import replace_files
+
+WEIGHTS, CONFIG = "drafter.safetensors", "config.json"
+
+
+def about_of(drafter: SavedDrafter, dtype: torch.dtype) -> dict[str, Any]:
+    """The contents of config.json; `dtype` is that of the weights beside it."""
+    name = str(dtype).removeprefix("torch.")
+    origin = {"policy_version": drafter.policy_version, "trained_steps": drafter.trained_steps}
+    made_for = {"policy_fingerprint": {"embedding": drafter.fingerprint}}
+    return {**drafter_entries(drafter.config), **origin, **made_for, **drafter.config.policy.to_hf(name)}
+
+
+def drafter_entries(config: DrafterConfig) -> dict[str, Any]:
+    """The entries of config.json and of checkpoints for a drafter, beside its policy's shape."""
+    return {"drafter": config.kind, **KINDS[config.kind].entries(config)}
+
+
+def read_drafter_config(about: Mapping[str, Any], policy: ModelConfig) -> DrafterConfig:
+    """The drafter of such entries. Raises ConfigError or CheckpointError for entries that `drafter_entries` never
+    returns.
+    """
+    return KINDS[about["drafter"]].read_entries(about, policy)
+
+
+def drafter_shape(section: SpeculationSection, policy: ModelConfig) -> DrafterConfig:
+    """Of a fresh drafter. Raises ConfigError for a section that names no trained drafter, and for layers or a
+    vocabulary that the policy does not have.
+    """
+    if section.trained is None:
+        allowed = f"names no drafter that is trained: {', '.join(map(repr, DRAFTERS))}"
+        raise ConfigError.of("rollout.speculation.drafter", section.drafter, allowed)
+    return KINDS[section.drafter].fresh(section, policy)
+
+
+def save_drafter(
+    directory: str | Path,
+    config: DrafterConfig,
+    weights: Mapping[str, Tensor],
+    *,
+    policy_version: int = 0,
+    trained_steps: int = 0,
+    fingerprint: str = "",
+) -> None:
+    """Writes a drafter directory in fp32; see `SavedDrafter`. An older drafter there is replaced.
+
+    Raises CheckpointError for wrong tensors, before anything is written, and for a disk that is full.
+    """
+    drafter = SavedDrafter(config, weights, policy_version, trained_steps, fingerprint)
+    config.check(weights)
+    tensors, about = cast_tensors(weights, torch.float32), about_of(drafter, torch.float32)
+    write_directory(Path(directory), {WEIGHTS: tensors}, {CONFIG: about})
+
+
+def load_drafter(
+    directory: str | Path, policy: ModelConfig | None = None, wanted: SpeculationSection | None = None
+) -> SavedDrafter:
+    """Reads a drafter directory, of a policy of shape `policy` and as `wanted`, where those are given; a public one
+    needs the policy.
+
+    Raises CheckpointError for a directory that is none, and one that names every tensor that does not fit.
+    """
+    root = Path(directory)
+    about = read_about(root)
+    config = _config_of(about, root, policy, wanted)
+    if (public := _public_form(about)) is not None:
+        weights = public.read(root, config)
+    else:
+        try:
+            weights = load_file(str(root / WEIGHTS))
+        except (OSError, SafetensorError) as e:
+            raise CheckpointError(f"{root / WEIGHTS} cannot be read: {e}") from e
+    try:
+        config.check(weights)
+    except CheckpointError as e:
+        raise CheckpointError(f"{root}: {e}") from e
+    version, steps = int(about.get("policy_version", 0)), int(about.get("trained_steps", 0))
+    return SavedDrafter(config, weights, version, steps, _fingerprint(about))
+
+
+def _fingerprint(about: Mapping[str, Any]) -> str:
+    return str(about.get("policy_fingerprint", {}).get("embedding", ""))
+
+
+def drafter_problems(speculation: SpeculationSection, policy: ModelConfig, model: str | Path) -> list[ConfigProblem]:
+    """Problems of the policy in `model`, of shape `policy`, with the configured drafter, which is read."""
+    at, path = "rollout.speculation.drafter_path", speculation.drafter_path
+    if speculation.trained is None:
+        return []
+    if path is None:
+        try:
+            drafter_shape(speculation, policy)
+        except ConfigError as error:
+            return list(error.problems)
+        return []
+    try:
+        drafter = load_drafter(path, policy, speculation)
+    except CheckpointError as error:
+        return [ConfigProblem(at, path, str(error))]
+    return [] if speculation.allow_other_policy else other_policy_problems(at, path, drafter, model)
+
+
+def other_policy_problems(
+    field: str, path: str | Path, drafter: SavedDrafter, model: str | Path
+) -> list[ConfigProblem]:
+    """Problems at `field` where the drafter in `path` was made for another policy than `model`, by its fingerprint or,
+    of a published one, by its own copies of the policy's tables.
+    """
+    if (public := _public_form(read_about(Path(path)))) is None:
+        problem = other_policy_problem(field, path, drafter.fingerprint, model)
+        return [] if problem is None else [problem]
+    offsets = drafter.weights.get("d2t")
+    ids = None if offsets is None else torch.arange(len(offsets)) + offsets
+    found = table_problems(public.copies(Path(path)), ids, drafter.config.policy, Path(model))
+    why = "made for another policy, or with tables of its own, which are not computed here"
+    accepts = "rollout.speculation.allow_other_policy=true drafts with the policy's"
+    return [ConfigProblem(field, str(path), f"{text}: {why}; {accepts}") for text in found]
+
+
+def drafter_warnings(speculation: SpeculationSection, policy: ModelConfig) -> list[str]:
+    """What of the configured drafter is guessed, not read, or not checked."""
+    path = speculation.drafter_path
+    if speculation.trained is None or path is None:
+        return []
+    about = read_about(Path(path))
+    if (public := _public_form(about)) is not None:
+        found = public.warnings(Path(path), about, policy, speculation.layers)
+        is_checked = bool(public.copies(Path(path)))
+    else:
+        found, is_checked = [], bool(_fingerprint(about))
+    if not is_checked:
+        found.append("has nothing of the policy that it was made for: not checked")
+    return [f"rollout.speculation.drafter_path = {path}: {text}" for text in found]
+
+
+def read_about(directory: Path) -> dict[str, Any]:
+    """config.json of a drafter directory. Raises CheckpointError for any other directory."""
+    file = directory / CONFIG
+    about = read_object(file)
+    name = about.get("drafter")
+    if name not in KINDS and _public_form(about) is None:
+        allowed = f"must be {' or '.join(map(repr, KINDS))}, or the architecture a published drafter's"
+        raise CheckpointError(f"{file} describes no drafter: drafter = {name!r} {allowed}")
+    return about
+
+
+def _public_form(about: Mapping[str, Any]) -> PublicForm | None:
+    """The form of a directory that others made; None for our own."""
+    return next((k.public for k in KINDS.values() if k.public is not None and k.public.is_one(about)), None)
+
+
+def _config_of(
+    about: Mapping[str, Any], root: Path, policy: ModelConfig | None, wanted: SpeculationSection | None
+) -> DrafterConfig:
+    """The drafter that config.json describes. Raises CheckpointError where it is not the one that is wanted."""
+    file = root / CONFIG
+    try:
+        if (public := _public_form(about)) is None:
+            config = read_drafter_config(about, policy or ModelConfig.from_hf(known_fields(about)))
+        elif policy is None:
+            raise CheckpointError("has no shape of the policy: it must be given")
+        else:
+            config = public.config(about, policy, None if wanted is None else wanted.layers)
+    except (CheckpointError, ConfigError) as e:
+        raise CheckpointError(f"{file}: {e}") from e
+    if wanted is None:
+        return config
+    found = {"drafter": config.kind, "layers": config.aux_layers, "draft_vocab_size": config.draft_vocab_size}
+    found |= {name: getattr(config, name) for name in ("block_size", "block_layers") if hasattr(config, name)}
+    for name, value in found.items():
+        given = getattr(wanted, name)
+        if given is not None and given != value:
+            raise CheckpointError(
+                f"{file} has {name} = {value}, but rollout.speculation.{name} = {given}; without a directory "
+                "(drafter_path=null, or no --drafter) a new drafter starts from the policy"
+            )
+    return config
+
+
+def write_directory(
+    out: Path, tensors: Mapping[str, dict[str, Tensor]], texts: Mapping[str, dict[str, Any] | str]
+) -> None:
+    """Writes safetensors files, and JSON or text files, into `out`, which may exist. Raises CheckpointError.
+
+    A crash leaves the old directory or one that is refused (`replace_files`).
+    """
+    try:
+        with replace_files(out, CONFIG) as scratch:
+            for name, value in texts.items():
+                text = value if isinstance(value, str) else json.dumps(value, indent=2) + "\n"
+                (scratch / name).write_text(text, encoding="utf-8")
+            for name, named in tensors.items():
+                write_tensors(scratch / name, named, {"format": "pt"})
+    except OSError as e:
+        raise CheckpointError(f"{out} cannot be written: {e}") from e

@@ -1,0 +1,1 @@
+"""Training of drafters, during RL and from recorded responses."""

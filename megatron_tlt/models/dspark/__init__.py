@@ -1,1 +1,0 @@
-"""The block drafter (DSpark, DFlash, DFlash 2): shapes, model, rollout form."""

@@ -1,1 +1,0 @@
-"""EAGLE drafters: models, and the PyTorch drafting steps."""

@@ -1,0 +1,211 @@
+"""Exported drafters, read back as each engine reads them, draft what our models draft."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_tlt.drafters.base import FORMATS, Format
+from megatron_tlt.drafters.checkpoint import load_drafter, save_drafter
+from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
+from megatron_tlt.drafters.eagle.kind import _config
+from megatron_tlt.drafters.eagle.pairs import PairLayout
+from megatron_tlt.drafters.export.drafter import export_drafter
+from megatron_tlt.drafters.model import DrafterConfig
+from megatron_tlt.drafters.registry import KINDS
+from megatron_tlt.drafters.training.batching import collate
+from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.models.config import ModelConfig, RopeScaling
+from tests.helpers import engine_drafters
+from tests.helpers.tiny_drafters import (
+    DEEP,
+    FAMILIES,
+    LAYERS,
+    layer_outputs,
+    lookup_tables,
+    random_drafter,
+    random_sequence,
+)
+
+STEPS, LENGTH = 4, 20
+SCALED = {"rope_theta": 5000.0, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8)}
+EAGLE = {
+    "llama": FAMILIES["llama"],
+    "llama3": replace(FAMILIES["llama"], **SCALED, tie_word_embeddings=True),
+    "wide": replace(FAMILIES["llama"], head_dim=24),  # unrelated to hidden size / heads
+    "qwen2": FAMILIES["qwen2"],
+}
+CONFIGS: dict[str, DrafterConfig] = {f"eagle {name}": EagleConfig.of(policy) for name, policy in EAGLE.items()} | {
+    "eagle reduced": EagleConfig.of(EAGLE["llama"], 40),
+    "eagle3 qwen2": Eagle3Config.of(DEEP["qwen2"]),
+    "eagle3 qwen3": Eagle3Config.of(DEEP["qwen3"], draft_vocab_size=40),
+    "eagle3 llama": Eagle3Config.of(DEEP["llama"], draft_vocab_size=64),
+    "eagle3 llama3": Eagle3Config.of(replace(DEEP["llama"], **SCALED)),
+    "eagle3 own layers": Eagle3Config.of(replace(DEEP["qwen3"], tie_word_embeddings=True), (0, 2, 6), 40),
+}
+ENGINES = {"eagle": engine_drafters.EAGLE, "eagle3": engine_drafters.EAGLE3}
+CASES = [(name, engine) for name, config in CONFIGS.items() for engine in ENGINES[config.kind]]
+
+
+def our_logits(config: DrafterConfig, base: int) -> torch.Tensor:
+    """[STEPS, V] of a draft from place `base`; -inf for tokens that the drafter does not know."""
+    embed, head = lookup_tables(config.policy)
+    model = KINDS[config.kind].build_model(config)
+    model.load_full(random_drafter(config).items())
+    sequence = random_sequence(config, LENGTH, 5, seed=3)
+    batch = collate([sequence])
+    with torch.no_grad():
+        outputs = model.unroll(embed, batch, PairLayout(batch), STEPS)
+        return model.full_logits(torch.stack([o[base - sequence.first_base] for o in outputs]), head)
+
+
+def engine_logits(engine: engine_drafters.Drafter, config: DrafterConfig, base: int) -> torch.Tensor:
+    """The engine collects the layers that it reads from the export."""
+    embed, head = lookup_tables(config.policy)
+    sequence = random_sequence(config, LENGTH, 5, seed=3)
+    features = sequence.hidden
+    if config.kind == "eagle3":
+        outputs = layer_outputs(config.policy, LENGTH)
+        features = torch.cat([outputs[i] for i in engine.aux_layers(LAYERS)], -1)
+    return engine_drafters.chain(engine, sequence.token_ids, features, embed, head, base, STEPS)
+
+
+def export(tmp_path: Path, config: DrafterConfig, kind: Format, dtype: torch.dtype = torch.float32) -> Path:
+    save_drafter(tmp_path / "drafter", config, random_drafter(config), policy_version=7, trained_steps=30)
+    export_drafter(tmp_path / "drafter", tmp_path / "out", kind, dtype)
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_the_engine_drafts_what_the_model_drafts(kind: Format, name: str, tmp_path) -> None:
+    config = CONFIGS[name]
+    engine = ENGINES[config.kind][kind](export(tmp_path, config, kind))
+    if config.kind == "eagle3":
+        assert engine.aux_layers(LAYERS) == list(config.aux_layers)
+    for base in (4, 11, 15):
+        want = our_logits(config, base)
+        scale = float(want[want.isfinite()].abs().max())
+        got = engine_logits(engine, config, base)
+        if config.kind == "eagle":  # engines draft through the policy's whole head
+            assert got.isfinite().all()
+            want = torch.where(want.isfinite(), want, got)
+        torch.testing.assert_close(got, want, atol=1e-5 * scale, rtol=1e-5)
+
+
+def tensors_of(config: DrafterConfig, kind: Format) -> set[str]:
+    """Their names in an export."""
+    mlp = [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
+    layer = [*mlp, *(f"self_attn.{p}_proj.weight" for p in "qkvo"), "post_attention_layernorm.weight"]
+    if config.kind == "eagle":
+        layer += [f"self_attn.{p}_proj.bias" for p in "qkv"]
+        return {"fc.weight", *(f"layers.0.{n}" for n in layer)} | ({"fc.bias"} if kind == "sglang" else set())
+    layer += ["hidden_norm.weight", "input_layernorm.weight"]
+    own = {"fc.weight", "norm.weight", "lm_head.weight"} | ({"d2t", "t2d"} if config.reduced else set())
+    return own | {f"midlayer.{n}" for n in layer}
+
+
+@pytest.mark.parametrize(("name", "kind"), [c for c in CASES if c[0].endswith(("qwen2", "eagle3 qwen3"))])
+def test_exactly_these_tensors_and_files(name: str, kind: Format, tmp_path) -> None:
+    config = CONFIGS[name]
+    out = export(tmp_path, config, kind, torch.bfloat16)
+    more = ["speculative.json"] if kind == "trtllm" else []
+    assert sorted(p.name for p in out.iterdir()) == ["README.md", "config.json", "model.safetensors", *more]
+    tensors = load_file(out / "model.safetensors")
+    assert set(tensors) == tensors_of(config, kind)
+    dtypes = {"d2t": torch.int64, "t2d": torch.bool}
+    assert all(t.dtype == dtypes.get(n, torch.bfloat16) for n, t in tensors.items())
+    raw = json.loads((out / "config.json").read_text())
+    assert not {"norm_output", "norm_before_residual", "fc_norm", "target_hidden_size"} & set(raw)
+    if config.kind == "eagle3":
+        assert (raw["model_type"], raw["draft_vocab_size"]) == ("llama", config.draft_vocab_size)
+    else:
+        assert (raw["rope_theta"], raw["rope_scaling"], raw["torch_dtype"]) == (10000.0, None, "bfloat16")
+    card = (out / "README.md").read_text()
+    assert "has not been run" in card and "| optimizer steps | 30 |" in card
+
+
+def test_hf_is_a_drafter_directory_with_a_card(tmp_path) -> None:
+    config = EagleConfig.of(FAMILIES["qwen3"])
+    out = export(tmp_path, config, "hf")
+    assert sorted(p.name for p in out.iterdir()) == ["README.md", "config.json", "drafter.safetensors"]
+    saved = load_drafter(out, config.policy)
+    assert (saved.policy_version, saved.trained_steps) == (7, 30)
+    given = random_drafter(config)
+    assert saved.weights.keys() == given.keys()
+    assert all(torch.equal(saved.weights[n], given[n]) for n in given)
+    assert "a drafter directory of Megatron-TLT" in (out / "README.md").read_text()
+    assert {"hf", *ENGINES["eagle3"]} == set(FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "says"),
+    [
+        ("trtllm", "llama", r"format = 'trtllm': TensorRT-LLM.* runs EAGLE-3 drafters only.*kind eagle3"),
+        ("sglang", "qwen3", r"format = 'sglang': SGLang has no EAGLE-1 drafter whose attention normalises"),
+        ("vllm", "qwen3", r"format = 'vllm': vLLM has no EAGLE-1 drafter .*or use --format hf"),
+    ],
+)
+def test_what_an_engine_cannot_run_is_refused_and_nothing_written(kind, policy, says, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        export(tmp_path, EagleConfig.of(FAMILIES[policy]), kind)
+    assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
+
+
+EAGLE3_WEIGHTS = random_drafter(CONFIGS["eagle3 qwen3"])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"midlayer.hidden_norm.weight": None}, r"midlayer\.hidden_norm\.weight is missing"),
+        ({"embed_tokens.weight": torch.zeros(1)}, r"embed_tokens\.weight is not part"),
+        ({"fc.weight": torch.zeros(64, 128)}, r"fc\.weight has shape \(64, 128\), the policy needs \(64, 192\)"),
+        ({"d2t": EAGLE3_WEIGHTS["d2t"] + 1}, r"d2t\[i\] \+ i does not name"),
+        ({"d2t": EAGLE3_WEIGHTS["d2t"].int()}, "must be int64 and bool"),
+    ],
+)
+def test_weights_of_another_form_are_not_saved(change: dict, says: str, tmp_path) -> None:
+    given = {n: t for n, t in (EAGLE3_WEIGHTS | change).items() if t is not None}
+    with pytest.raises(CheckpointError, match=says):
+        save_drafter(tmp_path / "x", CONFIGS["eagle3 qwen3"], given)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"drafter": "medusa"}, "drafter = 'medusa' must be"),
+        ({"eagle3_layers": [1, 3, 7]}, r"\[1, 3, 7\]: must be three ascending layers of 0 .. 6"),
+        ({"eagle3_layers": None}, "eagle3_layers = None must be a list"),
+    ],
+)
+def test_what_is_no_drafter_is_not_exported(change: dict, says: str, tmp_path) -> None:
+    out = export(tmp_path, CONFIGS["eagle3 qwen3"], "hf")
+    (out / "config.json").write_text(json.dumps(json.loads((out / "config.json").read_text()) | change))
+    with pytest.raises(CheckpointError, match=says):
+        export_drafter(out, tmp_path / "x", "hf")
+    assert not (tmp_path / "x").exists()
+
+
+def test_values_beyond_the_type_are_named(tmp_path) -> None:
+    config = EagleConfig.of(FAMILIES["llama"])
+    huge = random_drafter(config)
+    huge["fc.weight"][0, 0] = 1e6
+    save_drafter(tmp_path / "drafter", config, huge)
+    with pytest.raises(CheckpointError, match=r"fc\.weight has values that are not finite in float16"):
+        export_drafter(tmp_path / "drafter", tmp_path / "out", "vllm", torch.float16)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_drafter_of_a_mixture_of_experts_is_dense() -> None:
+    policy = ModelConfig(
+        "qwen2_moe", 64, 32, 2, 4, 2, 8, 48, qkv_bias=True, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16, moe_layers=(0, 1),
+    )  # fmt: skip
+    written = _config(policy, "sglang", "float32")
+    assert ModelConfig.from_hf(written | {"architectures": ["Qwen2ForCausalLM"]}).num_experts == 0
