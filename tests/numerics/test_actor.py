@@ -233,6 +233,14 @@ def test_adam_equals_one_rank(name: str, kind: str) -> None:
     assert outcome["weights"] <= 2e-4, outcome
 
 
+@pytest.mark.parametrize("kind", LORA_KINDS)
+@pytest.mark.parametrize("variant", ["adam", "lora_adam"])
+def test_a_sharded_optimizer_with_overlap_gives_the_same_bits(kind: str, variant: str) -> None:
+    wanted = {"case": "overlap", "kind": kind, "variant": variant}
+    outcome = next(r for r in run(2) if wanted.items() <= r.items())
+    assert outcome["names"] > 10 and outcome["same"]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_group_that_sends_is_among_those_that_are_opened_at_the_start(ranks: int) -> None:
     unopened = {str(r["layout"]): r["unopened"] for r in run(ranks) if r["case"] == "layout"}

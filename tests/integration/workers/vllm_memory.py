@@ -37,14 +37,16 @@ def sleep(arguments: str) -> Any:
     CPUWorker.wake_up = lambda self, tags=None: calls.append(["wake_up", tags])  # type: ignore[method-assign]
     CPUWorker.discard = lambda self, tags: calls.append(["discard", list(tags)])  # type: ignore[method-assign]
     engine = adapter.start_engine(json.loads(arguments), records_routers=False)
-    engine.collective_rpc("tlt_install", args=(0, 64, 2, {"drafter": "none"}, None))
+    engine.collective_rpc("tlt_install", args=(0, 64, 2, {"drafter": "none"}, None, None))
     seen = {}
 
     def steps(name: str) -> None:
         params = SamplingParams(max_tokens=2, detokenize=False, extra_args={"tlt": [7, 1.0, 0, 1.0, 0.0, 0]})
         engine.add_request(name, {"prompt_token_ids": [1, 2, 3]}, params)
-        outputs = [engine.step() for _ in range(4)]
-        seen[name] = sum(len(o.outputs[0].token_ids) for step in outputs for o in step if o.finished)
+        ended: list[Any] = []
+        while not ended:  # as the server: no step behind the last response
+            ended = [output for output in engine.step() if output.finished]
+        seen[name] = len(ended[0].outputs[0].token_ids)
 
     steps("before")
     adapter.sleep_cache(engine)

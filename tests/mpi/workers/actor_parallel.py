@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
-from tests.mpi.workers.actor_common import Exploding, relative_error, say, sequences, share, train_batch
+from tests.mpi.workers.actor_common import LORA_KINDS, Exploding, relative_error, say, sequences, share, train_batch
 from tests.mpi.workers.actor_hidden_states import hidden_states
 from tests.mpi.workers.actor_scenario import copy_of, make_policy, run_scenario, scenario_policy
 from tests.mpi.workers.actor_zero_advantages import zero_advantages
@@ -87,6 +87,21 @@ def skip_everywhere(world: World, root: Path) -> None:
     say(world, case="skip", views=world.all_gather_object([out.skipped, untouched]))
 
 
+def overlap_changes_nothing(world: World, root: Path) -> None:
+    """A sharded optimizer leaves the gathering of weights to the forwards of the modules that own them: some parameters
+    are read elsewhere (adapters, experts, a tied head). With the gather in the forwards and without: the same bits.
+    """
+    for kind in LORA_KINDS:
+        for variant in ("adam", "lora_adam"):
+            weights = []
+            for overlap in ("on", "off"):
+                policy = scenario_policy(world, root / kind, variant, distributed_optimizer="on", overlap=overlap)
+                weights.append(run_scenario(policy)["weights"])
+            same = all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+            views = world.all_gather_object(same)
+            say(world, case="overlap", kind=kind, variant=variant, same=all(views), names=len(weights[0]))
+
+
 def main() -> None:
     """All triples, in order (neighbours of one layout share its process groups)."""
     world = World.start(DistributedSection(device="cpu"), threads=1)
@@ -96,6 +111,8 @@ def main() -> None:
     skip_everywhere(world, root)
     zero_advantages(world, root)
     hidden_states(world, root)
+    if world.size == 2:
+        overlap_changes_nothing(world, root)
     world.close()
 
 

@@ -60,12 +60,12 @@ def make_policy(
 def scenario_policy(world: Any, directory: Path, variant: str, **layout: Any) -> MegatronPolicy:
     """The scenario with "sgd", with "adam", or with "gspo": SGD, a loss that reads whole responses, and short ones.
 
-    "routed": SGD, replayed experts, and the routers' losses; "replayed": without these. "lora": SGD on adapters, which
-    start from the PEFT directory beside the model.
+    "routed": SGD, replayed experts, and the routers' losses; "replayed": without these. "lora", "lora_adam": adapters,
+    which start from the PEFT directory beside the model.
     """
-    if variant == "lora":
+    if variant.startswith("lora"):
         lora = {**LORA, "adapter_path": f"{directory}-adapter"}
-        return make_policy(world, directory, SGD, lora=lora, **layout)
+        return make_policy(world, directory, SGD if variant == "lora" else ADAM, lora=lora, **layout)
     if variant in ("routed", "replayed"):
         return make_policy(world, directory, SGD, **(ROUTED if variant == "routed" else REPLAYED), **layout)
     if variant != "gspo":

@@ -24,6 +24,7 @@ SIGNATURES = (
     ("v1.worker.gpu_model_runner", "GPUModelRunner._sample", "self logits spec_decode_metadata"),
     ("v1.worker.gpu_model_runner", "GPUModelRunner.get_model", "self"),
     ("v1.worker.gpu_worker", "Worker.get_draft_model", "self"),
+    ("v1.core.sched.interface", "SchedulerInterface.has_requests", "self"),
     (
         "v1.spec_decode.llm_base_proposer",
         "SpecDecodeBaseProposer._sample_draft_tokens",
@@ -154,6 +155,12 @@ def first_ranks(value: T) -> T:
 
     first: T = get_tp_group().broadcast_object(value)
     return first
+
+
+def has_requests(engine: Any) -> bool:
+    """Whether the scheduler of an engine in this process still has requests, or counts some that have ended."""
+    has: bool = engine.engine_core.engine_core.scheduler.has_requests()
+    return has
 
 
 # Remove when CPU workers of an external launcher get names of their own for shared memory.
