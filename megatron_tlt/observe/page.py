@@ -178,8 +178,6 @@ class Page:
     subtitle: str = ""
     headline: str = ""
     """The result in a sentence or two."""
-    tone: str = ""
-    """Of the headline: "good", "bad" or neither."""
     warnings: Sequence[str] = ()
     """Parts that the page lacks, with the reason, one sentence each."""
     stats: list[Stat] = field(default_factory=list)

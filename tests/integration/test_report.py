@@ -68,16 +68,16 @@ def look(page: Path, width: int, charts: int) -> str:
     return found["text"]
 
 
-def made(tmp_path: Path, *runs: Path) -> Path:
+def made(tmp_path: Path, run: Path) -> Path:
     out = tmp_path / "report.html"
-    assert main(["report", *map(str, runs), "-o", str(out)]) == 0
+    assert main(["report", str(run), "-o", str(out)]) == 0
     return out
 
 
 @pytest.mark.parametrize("width", [1280, pytest.param(500, marks=pytest.mark.nightly)])
 def test_a_run_loads_and_is_whole(tmp_path, width):
     page = made(tmp_path, write_run(tmp_path / "run", ranks=3, steps=6))
-    look(page, width, 14)
+    look(page, width, 6)
 
 
 @pytest.mark.nightly
@@ -90,13 +90,10 @@ def test_controls_work(tmp_path):
 
 
 @pytest.mark.nightly
-def test_two_runs_and_a_run_in_progress_with_nothing_extra(tmp_path):
+def test_a_run_in_progress_with_nothing_extra(tmp_path):
     bare = {"speculation": False, "idle_training": False, "evals": False, "samples": False}
     a = write_run(tmp_path / "plain", steps=2, num_steps=9, pace=2.0, **bare)
-    text = look(made(tmp_path, a), 500, 7)
-    assert "2 of 9 steps" in text
-    text = look(made(tmp_path, a, write_run(tmp_path / "tlt", steps=7)), 1280, 10)
-    assert "Same responses and rewards in all 2 common steps. tlt is " in text
+    assert "2 of 9 steps" in look(made(tmp_path, a), 500, 5)
 
 
 @pytest.mark.nightly

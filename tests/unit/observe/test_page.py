@@ -14,7 +14,7 @@ def test_text_from_data_cannot_become_markup():
     chart = Chart(evil, [bar(evil, [evil], [2], "red")], evil, evil, evil, {evil: [], "b": []})
     samples = Samples([{"facts": evil, "prompt": evil, "answer": evil, "parts": [(evil, [("accepted", evil)])]}])
     section = PageSection(evil, [chart, Table([evil], [[evil]], evil, evil), samples], evil)
-    page = Page(evil, evil, evil, "good", [evil], [Stat(evil, evil, evil)], [section], evil)
+    page = Page(evil, evil, evil, [evil], [Stat(evil, evil, evil)], [section], evil)
     assert "<script>alert" not in page.html()
 
 
