@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_tlt.observe import colours
 from megatron_tlt.observe.page import Chart, Trace, bar, line
-from megatron_tlt.observe.runfiles import JsonRow, RunData, chosen_steps
+from megatron_tlt.observe.runfiles import JsonRow, RunData
 
 # Phases in the order of a step, each with its colour; others are red.
 PHASE_COLOURS = {
@@ -33,10 +33,8 @@ STATES = {
     "TRAINING": colours.AMBER,
     "IDLE": colours.GREY,
 }
-_STEPS = 12  # steps to choose from
 _GRID = 160  # moments at which the ranks' curves are added up
 _LANE, _LANES = 26, 700  # pixels of one rank's lane, and of all lanes at most
-_SINCE = "seconds since the start of the step's rollout"
 
 
 def charts_of(run: RunData) -> list[Chart]:
@@ -93,7 +91,7 @@ def _lengths(run: RunData) -> Iterator[Chart]:
     names = {"length/median": "median", "length/mean": "mean", "length/p95": "95 %", "length/max": "longest"}
     if traces := _lines(run, names):
         note = "The longest responses decide how long a rollout takes."
-        yield Chart("Response length", traces, "step", "tokens", note, wide=True, log_switch=True)
+        yield Chart("Response length", traces, "step", "tokens", note, wide=True)
 
 
 @dataclass
@@ -108,26 +106,14 @@ class StepView:
     drafting: dict[int, tuple[float, float, list[float]]] = field(default_factory=dict)
     """By rank: start, end, and for each of equal parts between them the share of its time in which steps drafted."""
 
-    @property
-    def name(self) -> str:
-        """In the menu of steps."""
-        return f"step {self.step + 1}"
 
-    @property
-    def seconds(self) -> float:
-        """The end of the last response."""
-        rows = [row for of_rank in self.states.values() for row in of_rank]
-        return max((start + seconds for name, start, seconds in rows if name == "BUSY"), default=0.0)
-
-
-def step_views(run: RunData) -> list[StepView]:
-    """Detailed views of some steps of a run, by step. Reads the events of every rank once."""
-    wanted = chosen_steps(run, _STEPS)
-    by_step: dict[int, dict[int, list[JsonRow]]] = {step: {} for step in wanted}
-    for rank in run.ranks if wanted else ():
-        for step, rows in run.events_of_steps(rank, wanted).items():
-            by_step[step][rank] = rows
-    return [_view(step, by_rank) for step, by_rank in by_step.items() if by_rank]
+def longest_rollout(run: RunData) -> StepView | None:
+    """The view of the step with the longest rollout; None before the first step. Reads the events of every rank."""
+    if not run.steps:
+        return None
+    longest = max(run.steps, key=lambda row: (row.get("time/rollout") or 0) + (row.get("time/idle") or 0))
+    step = longest["step"] - 1
+    return _view(step, {rank: run.events_of_steps(rank, [step]).get(step, []) for rank in run.ranks})
 
 
 def _view(step: int, by_rank: Mapping[int, Sequence[JsonRow]]) -> StepView:
@@ -147,19 +133,17 @@ def _view(step: int, by_rank: Mapping[int, Sequence[JsonRow]]) -> StepView:
 
 
 def _rollouts(run: RunData) -> Iterator[Chart]:
-    """Running requests over time, and the states of the ranks; of a step to choose, the longest first."""
-    views = step_views(run)
-    chosen = max(views, key=lambda view: view.seconds).name if views else ""
-    curves = {view.name: _curve_traces(view) for view in views if view.curves}
-    if curves:
+    """Running requests over time, and the states of the ranks, of the step with the longest rollout."""
+    view = longest_rollout(run)
+    if view is None:
+        return
+    x, wide = f"seconds since the start of the rollout of step {view.step + 1}, the longest", True
+    if view.curves:
         note = "Shaded: share of the running ranks whose steps draft."
         layout: dict[str, Any] = {"yaxis2": {"tickformat": ".0%", "range": [0, 1.02], "tickvals": [0, 0.5, 1]}}
-        unit = "requests, all ranks"
-        yield Chart(
-            "Running requests", (), _SINCE, unit, note, curves, chosen, layout=layout, wide=True, log_switch=True
-        )
-    bars = {view.name: _state_bars(view) for view in views if view.states}
-    if bars:
+        traces = _curve_traces(view)
+        yield Chart("Running requests", traces, x, "requests, all ranks", note, layout=layout, wide=wide)
+    if view.states:
         note = (
             "BUSY: the rank has requests. WAITING: all of them wait for their environments. IDLE: it has none left, "
             "other ranks have. PRE_ROLLING: idle, decodes the next two steps' prompts. TRAINING: trains the drafter."
@@ -168,9 +152,8 @@ def _rollouts(run: RunData) -> Iterator[Chart]:
         axis = {"autorange": "reversed", "rangemode": "normal", "showgrid": False, **ticks}
         layout = {"barmode": "overlay", "bargap": 0.2, "hovermode": "closest", "yaxis": axis}
         height = 130 + min(_LANES, _LANE * len(run.ranks))
-        yield Chart(
-            "State of each rank", (), _SINCE, "rank", note, bars, chosen, layout=layout, height=height, wide=True
-        )
+        title, bars = "State of each rank", _state_bars(view)
+        yield Chart(title, bars, x, "rank", note, layout=layout, height=height, wide=wide)
 
 
 def _at(points: Sequence[tuple[float, int]], moments: np.ndarray) -> np.ndarray:

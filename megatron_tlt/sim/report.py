@@ -115,4 +115,4 @@ def _rollout(points: Sequence[Point]) -> list[Part]:
         for p in largest(points)
     ]
     axis = "seconds since the rollout began"
-    return [Chart("Running requests", traces, axis, "requests", log_switch=True, wide=True)]
+    return [Chart("Running requests", traces, axis, "requests", wide=True)]

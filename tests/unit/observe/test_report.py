@@ -10,7 +10,7 @@ import pytest
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.page import Chart, Samples
 from megatron_tlt.observe.report import run_page, stretches
-from megatron_tlt.observe.report_charts import step_views
+from megatron_tlt.observe.report_charts import longest_rollout
 from megatron_tlt.observe.report_compare import comparison, equality, phase_rows
 from megatron_tlt.observe.runfiles import read_run
 from tests.helpers.synthetic_run import SLOW_RANK, write_run
@@ -38,10 +38,13 @@ def test_charts_have_points_and_those_without_data_are_left_out(tmp_path, option
     )
 
 
-def test_the_curve_is_the_sum_of_the_ranks(tmp_path):
+def test_the_curve_is_the_sum_of_the_ranks_in_the_longest_rollout(tmp_path):
     run = read_run(write_run(tmp_path / "r", ranks=3, steps=2))
-    total, drafting = charts(run_page(run))["Running requests"].choices["step 2"]
-    curves = step_views(run)[1].curves
+    total, drafting = charts(run_page(run))["Running requests"].traces
+    view = longest_rollout(run)
+    seconds = {row["step"]: row["time/rollout"] + row["time/idle"] for row in run.steps}
+    assert seconds[view.step + 1] == max(seconds.values())
+    curves = view.curves
     assert total["y"][0] == 3 * 64 and total["y"][-1] == 0 and len(curves) == 3
     for at, running in list(zip(total["x"], total["y"], strict=True))[::10]:
         begun = [[running for moment, running in points if moment <= at] for points in curves.values()]
@@ -95,7 +98,7 @@ def test_trajectories_are_shown_by_turn(tmp_path, speculation, expected):
 
 
 def test_waits_for_environments_are_a_lane(tmp_path):
-    states = charts(run_page(read_run(write_run(tmp_path / "r", turns=True))))["State of each rank"].choices["step 1"]
+    states = charts(run_page(read_run(write_run(tmp_path / "r", turns=True))))["State of each rank"].traces
     assert [trace["name"] for trace in states] == ["BUSY", "WAITING", "PRE_ROLLING", "TRAINING", "IDLE"]
     busy, waiting = states[:2]
     assert sum(waiting["x"]) == pytest.approx(0.4 * sum(busy["x"]))
@@ -136,8 +139,7 @@ def test_hundreds_of_ranks_in_little_time_and_space(tmp_path):
     size = len(page.html())
     assert time.process_time() - started < 30
     assert size < len(run_page(read_run(write_run(tmp_path / "small", steps=1))).html()) + 1_500_000
-    assert 11 <= len(charts(page)["Running requests"].choices) <= 12
-    busy = charts(page)["State of each rank"].choices["step 14"][0]
+    busy = charts(page)["State of each rank"].traces[0]
     assert sorted(busy["y"]) == list(range(512)) and max(busy["x"]) == busy["x"][busy["y"].index(SLOW_RANK)]
 
 
