@@ -15,12 +15,12 @@ from types import FrameType
 from typing import TypeVar
 
 import torch
+from inspection import Difference, Opened, is_saved_again, weights_digest
 
 from megatron_tlt.actor.checkpoint_files import record_of
 from megatron_tlt.actor.hf_names import slots
 from megatron_tlt.checkpoint.atomic import gib, problem_of
 from megatron_tlt.checkpoint.convert.hf_dir import dtype_name
-from megatron_tlt.checkpoint.convert.inspection import Difference, Opened, is_saved_again, weights_digest
 from megatron_tlt.checkpoint.convert.to_hf import HfConversion
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED

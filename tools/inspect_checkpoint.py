@@ -12,15 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import conversion as command
+from inspection import Opened, check_same_model, compare_weights, is_saved_again, open_checkpoint
 
 from megatron_tlt.actor.checkpoint_files import damage_of
-from megatron_tlt.checkpoint.convert.inspection import (
-    Opened,
-    check_same_model,
-    compare_weights,
-    is_saved_again,
-    open_checkpoint,
-)
 from megatron_tlt.cli.exit_codes import FAILED, OK
 from megatron_tlt.data.hub import fetch_argument
 from megatron_tlt.distributed.together import Ranks

@@ -33,8 +33,8 @@ def uses_distributed_optimizer(actor: ActorSection, section: OptimizerSection) -
 def ddp_config(actor: ActorSection, distributed: bool, replicas: int) -> DistributedDataParallelConfig:
     """Gradients collect in fp32 buffers and are summed over replicas once a step: behind backward or with `overlap`.
 
-    megatron awaits a gathered weight where the module that owns it runs forward. Adapters never do, the product of their
-    layer reads them: their weights, which are small, are gathered behind the optimizer's step.
+    megatron awaits a gathered weight where the module that owns it runs forward. Adapters never do, for the product of
+    their layer reads them: their weights, which are small, are gathered behind the optimizer's step.
     """
     overlap = replicas > 1 and (HAS_CUDA if actor.overlap == "auto" else actor.overlap == "on")
     return DistributedDataParallelConfig(

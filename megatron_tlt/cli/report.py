@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.exit_codes import OK
 from megatron_tlt.config.checks.files import output_file_problems
-from megatron_tlt.errors import ConfigError, ConfigProblem, printable
+from megatron_tlt.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     import argparse
@@ -19,10 +19,10 @@ TRACE = rb'\{"displayTimeUnit":"ms","traceEvents":'  # how a timeline begins, un
 
 def add_report(commands: Any) -> None:
     """Adds the two commands to the parser."""
-    text = "write a run's report, or the comparison of two runs, as one HTML file"
+    text = "write a run's report as one HTML file, or print the comparison of two runs"
     report = commands.add_parser("report", help=text, description=text)
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="one run, or two to compare")
-    report.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="default: report.html")
+    report.add_argument("-o", "--out", type=Path, help="of one run's page (default: report.html)")
     report.set_defaults(run=_report)
     text = "write what every rank did as a trace for ui.perfetto.dev or chrome://tracing"
     timeline = commands.add_parser("timeline", help=text, description=text)
@@ -37,17 +37,22 @@ def add_report(commands: Any) -> None:
 def _report(args: argparse.Namespace) -> int:
     from megatron_tlt.observe.page import page_begins
     from megatron_tlt.observe.report import run_page
-    from megatron_tlt.observe.report_compare import compare_page
+    from megatron_tlt.observe.report_compare import comparison
     from megatron_tlt.observe.runfiles import read_run
 
-    problems = output_file_problems("--out", args.out, page_begins())
     if len(args.runs) > 2:
-        value = [str(run) for run in args.runs]
-        problems.append(ConfigProblem("RUN_DIR", value, "must be one run, or two to compare"))
-    if problems:
+        raise ConfigError.of("RUN_DIR", [str(run) for run in args.runs], "must be one run, or two to compare")
+    if len(args.runs) == 2:
+        if args.out is not None:
+            raise ConfigError.of("--out", str(args.out), "is the page of one run: a comparison is printed")
+        runs = [read_run(run) for run in args.runs]
+        _warn([warning for run in runs for warning in run.warnings])
+        print(printable(comparison(*runs)), flush=True)
+        return OK
+    args.out = args.out or Path("report.html")
+    if problems := output_file_problems("--out", args.out, page_begins()):
         raise ConfigError(problems)
-    runs = [read_run(run) for run in args.runs]
-    page = run_page(*runs) if len(runs) == 1 else compare_page(*runs)
+    page = run_page(read_run(args.runs[0]))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(page.html(), encoding="utf-8")
     _warn(page.warnings)

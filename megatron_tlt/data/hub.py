@@ -13,11 +13,9 @@ cache, its file locks let one of them write a file.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import shutil
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -35,8 +33,6 @@ from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError, printable
 
 if TYPE_CHECKING:
-    from huggingface_hub import DryRunFileInfo
-
     from megatron_tlt.distributed.together import Ranks
     from megatron_tlt.distributed.world import World
 
@@ -148,10 +144,10 @@ def fetch(names: Sequence[Named], ranks: Ranks, recorded: dict[str, str] | None 
 
 
 def cached(config: RootT) -> tuple[RootT, list[str], list[ConfigProblem]]:
-    """For `check`: downloads nothing but the cards of data sets, and works without a network.
+    """For `check`: downloads only cards of data sets and config.json of models, and works without a network.
 
     Returns the configuration with a directory for every name whose files are all in the cache, a line for each of the
-    others with its size, and a problem for each name that the hub refuses, or that is all there is of the model.
+    others, and a problem for each name that the hub refuses, or that is all there is of the model.
     """
     lines: list[str] = []
     problems: list[ConfigProblem] = []
@@ -159,19 +155,17 @@ def cached(config: RootT) -> tuple[RootT, list[str], list[ConfigProblem]]:
     recorded = _recorded(config)
     for named in names_of(config):
         unknown: list[ConfigProblem] = []
-        size = ""
         with _explained(named, problems, unknown):
             commit = _commit(named, recorded)
-            files, missing = _look(named, commit)
-            if missing:
-                size = _size_of(missing, commit)
+            directory = _cached(named, commit, _files(named, commit))
+            if directory is None:
+                lines.append(f"to be fetched from {endpoint()}: {named.text} (commit {commit[:12]})")
             else:
-                directories[named.field] = _snapshot(named, commit, files)
+                directories[named.field] = directory
         if unknown and named.field == "model.path" and config.model.architecture is None:
             problems += unknown  # nothing says what is planned
-        elif size or unknown:
-            size = size or f"size unknown: {unknown[0].allowed}"
-            lines.append(f"to be fetched from {endpoint()}: {named.field} = {named.value} ({size})")
+        elif unknown:
+            lines.append(f"to be fetched from {endpoint()}: {named.text} ({unknown[0].allowed})")
     return _with_values(config, directories), lines, problems
 
 
@@ -223,49 +217,35 @@ def _download_all(
     """This node's directories, by field, and why a name has none. Every name is looked at before one is fetched."""
     directories: dict[str, str] = {}
     problems: list[ConfigProblem] = []
-    looked = {}
+    files: dict[Named, list[str]] = {}
     for named in names:
         with _explained(named, problems):
-            looked[named] = _look(named, commits[named.field])
-    for named, (files, missing) in looked.items():
+            files[named] = _files(named, commits[named.field])
+    for named, patterns in files.items() if not problems else ():
         with _explained(named, problems):
-            if missing and not problems:
-                _announce(named, commits[named.field], missing)
-            if not problems:
-                directories[named.field] = _snapshot(named, commits[named.field], files)
+            commit = commits[named.field]
+            directory = _cached(named, commit, patterns)
+            if directory is None:
+                _say(f"fetching {named.text} (commit {commit[:12]}) from {endpoint()}")
+                directory = _snapshot(named, commit, patterns)
+            directories[named.field] = directory
     return directories, problems
 
 
-def _look(named: Named, commit: str) -> tuple[list[str], list[DryRunFileInfo]]:
-    """Patterns of the needed files, and the files that the cache lacks. Raises an error of huggingface_hub."""
-    return hub_answers.answer(endpoint(), named.text, lambda: _look_now(named, commit), hub_answers.FILES_S)
-
-
-def _look_now(named: Named, commit: str) -> tuple[list[str], list[DryRunFileInfo]]:
-    from huggingface_hub.errors import DryRunError
-
-    files = _files(named, commit)
-    if hub_answers.is_silent(endpoint()):
-        _snapshot(named, commit, files)
-        return files, []
-    try:
-        found = _snapshot(named, commit, files, dry_run=True)
-    except DryRunError:  # the hub is silent
-        _snapshot(named, commit, files, local_files_only=True)
-        found = []
-    return files, [info for info in found if info.will_download]
-
-
 def _files(named: Named, commit: str) -> list[str]:
-    """Patterns of the files that are needed. Of a data set its card is fetched to know them. Raises DataError."""
-    if named.content == "companions":
-        return [*_COMPANIONS]
-    if named.content == "model":
-        return [*_COMPANIONS, "*.safetensors"]
+    """Patterns of the needed files. Fetches one small file, with which huggingface_hub lists the repository; of a data
+    set the card, which names the files. Raises DataError, or an error of huggingface_hub.
+    """
+
+    def first() -> str:
+        return _snapshot(named, commit, [CARD if named.content == "rows" else "config.json"])
+
+    folder = Path(hub_answers.answer(endpoint(), named.text, first, hub_answers.FILES_S))
+    if named.content != "rows":
+        return [*_COMPANIONS, *["*.safetensors"] * (named.content == "model")]
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    folder = Path(_snapshot(named, commit, [CARD]))
     try:
         there = [entry.path for entry in get_cached_repo_tree(**named.repository, revision=commit)]
     except CachedRepoTreeNotFoundError:  # a cache that another version filled
@@ -273,29 +253,22 @@ def _files(named: Named, commit: str) -> list[str]:
     return [CARD, *choose_files(there, folder / CARD, named.subset, named.split, named.value)]
 
 
-def _snapshot(named: Named, commit: str, files: list[str], **how: bool) -> Any:
-    how.setdefault("local_files_only", hub_answers.is_silent(endpoint()))
+def _cached(named: Named, commit: str, files: list[str]) -> str | None:
+    """The directory of a name whose files are all in the cache."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return _snapshot(named, commit, files, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _snapshot(named: Named, commit: str, files: list[str], local_files_only: bool = False) -> str:
+    """The directory of a name, with files that match the patterns `files`; fetches what the cache lacks."""
     ignored = None if named.content == "rows" else [*_OTHER_FORMS]
-    return _api().snapshot_download(
-        **named.repository, revision=commit, allow_patterns=files, ignore_patterns=ignored, **how
-    )
-
-
-def _announce(named: Named, commit: str, missing: Sequence[DryRunFileInfo]) -> None:
-    """Says what is fetched. Raises OSError where the disk has no room for it."""
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE)
-    existing = next(path for path in (cache, *cache.absolute().parents) if path.exists())
-    total, free = sum(info.file_size or 0 for info in missing), shutil.disk_usage(existing).free
-    if total > free:
-        raise OSError(errno.ENOSPC, f"needs {_bytes(total)}, {_bytes(free)} are free")
-    _say(f"fetching {named.field} = {named.value} ({_size_of(missing, commit)}) from {endpoint()} to {cache}")
-
-
-def _size_of(missing: Sequence[DryRunFileInfo], commit: str) -> str:
-    total = sum(info.file_size or 0 for info in missing)
-    return f"{_bytes(total)} in {len(missing)} file{'s' * (len(missing) > 1)}, commit {commit[:12]}"
+    only = {"allow_patterns": files, "ignore_patterns": ignored}
+    is_local = local_files_only or hub_answers.is_silent(endpoint())
+    return str(_api().snapshot_download(**named.repository, revision=commit, local_files_only=is_local, **only))
 
 
 def _wait_for_leaders(
@@ -347,7 +320,7 @@ def _is_unreachable(error: Exception) -> bool:
 
     if isinstance(error, errors.HfHubHTTPError):
         return error.response.status_code >= 500
-    silent = (errors.HTTPError, errors.RevisionResolutionError, errors.OfflineModeIsEnabled, errors.DryRunError)
+    silent = (errors.HTTPError, errors.RevisionResolutionError, errors.OfflineModeIsEnabled)
     return isinstance(error, (*silent, errors.LocalEntryNotFoundError))
 
 
@@ -398,14 +371,6 @@ def endpoint() -> str:
     from huggingface_hub import constants
 
     return constants.ENDPOINT
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:.2f} GiB"
 
 
 def _say(text: str) -> None:

@@ -76,58 +76,32 @@ class Stat:
 
 @dataclass
 class Chart:
-    """One figure: `traces`, and those of one of the `choices` (label to traces), which the reader selects in a menu."""
+    """One figure."""
 
     title: str
     traces: Sequence[Trace] = ()
     x: str = ""
     y: str = ""
     note: str = ""
-    choices: Mapping[str, Sequence[Trace]] = field(default_factory=dict)
-    chosen: str = ""
-    """The choice shown first; default: the first one."""
     layout: dict[str, Any] = field(default_factory=dict)
     """plotly layout on top of the page's own."""
     height: int = 300
     """Pixels."""
     wide: bool = False
-    log_switch: bool = False
-    """Whether a button changes the y axis between linear and logarithmic."""
     kind: ClassVar = "chart"
 
     @property
     def figure(self) -> Figure:
         """The plotly figure. Raises ValueError for a trace or layout that plotly does not know."""
-        figure = Figure([*self.traces, *(trace for traces in self.choices.values() for trace in traces)])
+        figure = Figure(list(self.traces))
         figure.update_layout(_LAYOUT, height=self.height, xaxis_title_text=self.x, yaxis_title_text=self.y)
         figure.update_layout(self.layout)
-        menus = []
-        if self.choices:
-            names = list(self.choices)
-            shown = names.index(self.chosen) if self.chosen else 0
-            owners = [None] * len(self.traces) + [name for name in names for _ in self.choices[name]]
-            visible = {name: [owner in (None, name) for owner in owners] for name in names}
-            for trace, is_visible in zip(figure.data, visible[names[shown]], strict=True):
-                trace.visible = is_visible
-            arguments = {name: {"visible": visible[name]} for name in names}
-            menus.append(_menu("restyle", arguments, type="dropdown", active=shown, x=1, xanchor="right"))
-        if self.log_switch:
-            scales = {scale: {"yaxis.type": scale} for scale in ("linear", "log")}
-            menus.append(_menu("relayout", scales, type="buttons", direction="right", x=0, xanchor="left"))
-        if menus:
-            figure.update_layout(updatemenus=menus, margin_t=40)
         return figure
 
     def html(self) -> Markup:
         """The figure as a <div> and the <script> that draws it."""
         config = {"displayModeBar": False, "responsive": True}
         return Markup(to_html(self.figure, config, include_plotlyjs=False, full_html=False))
-
-
-def _menu(method: str, arguments: Mapping[str, Mapping[str, Any]], **look: Any) -> dict[str, Any]:
-    """A plotly menu above the chart: for each label the arguments of plotly.js's `method`. `look`: its other keys."""
-    buttons = [{"label": label, "method": method, "args": [args]} for label, args in arguments.items()]
-    return {"buttons": buttons, "y": 1, "yanchor": "bottom", "font": {"size": 11}} | look
 
 
 @dataclass
@@ -178,8 +152,6 @@ class Page:
     subtitle: str = ""
     headline: str = ""
     """The result in a sentence or two."""
-    tone: str = ""
-    """Of the headline: "good", "bad" or neither."""
     warnings: Sequence[str] = ()
     """Parts that the page lacks, with the reason, one sentence each."""
     stats: list[Stat] = field(default_factory=list)

@@ -6,10 +6,8 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatron_tlt.observe import report_charts as charts
 from megatron_tlt.observe.page import Page, PageSection, Samples, Stat, Table
-from megatron_tlt.observe.report_rollout import rollout
-from megatron_tlt.observe.report_speculation import speculation
+from megatron_tlt.observe.report_charts import charts_of
 from megatron_tlt.observe.runfiles import JsonRow, RunData, chosen_steps, require_metrics
 
 _VALUE_CHARACTERS = 90  # of a setting
@@ -28,25 +26,14 @@ def run_page(run: RunData) -> Page:
         before = f" Evaluated before the first step: {accuracy(run, 0)}." if run.evals else ""
         page.headline = f"No step is done yet: charts appear with the first one.{before}"
     page.sections = [
-        charts.learning([run]),
-        charts.time(run),
-        rollout(run),
-        speculation([run]),
-        charts.drafter([run]),
-        charts.lengths([run]),
-        charts.carried([run]),
-        charts.idle([run]),
+        PageSection("Charts", charts_of(run)),
         _samples(run),
         PageSection("Settings", [Table(["field", "value"], list(settings(run).items()), wide=True)]),
     ]
     page.warnings = run.warnings
-    page.footer = f"{run.run_dir.resolve()} · {written_now()}"
+    now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    page.footer = f"{run.run_dir.resolve()} · written {now} by megatron-tlt report"
     return page
-
-
-def written_now() -> str:
-    """The end of a report: when it was written, and by which command."""
-    return f"written {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by megatron-tlt report"
 
 
 def state_of(run: RunData) -> str:
@@ -111,6 +98,10 @@ def _stats(run: RunData) -> Iterator[Stat]:
         used = run.total("env/recovered_seconds")
         note = f"all ranks; the drafter trained in {seconds_text(used)} of it"
         yield Stat("waiting for environments", seconds_text(parked), note)
+    if unfinished := run.column("carry_over/unfinished")[1]:
+        age = run.mean("carry_over/token_age")
+        note = f"responses after the last step; trained tokens are {age:.2f} updates old"
+        yield Stat("carried over", f"{unfinished[-1]:.0f}", note)
     yield from _tail(run)
 
 

@@ -1,13 +1,16 @@
-"""Charts of metrics by step, of one run or two: learning, time, response lengths, idle time, drafter. Torch-free."""
+"""The six charts of a run: learning, acceptance, time, running requests, states of ranks, lengths. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from megatron_tlt.observe import colours
-from megatron_tlt.observe.page import Chart, PageSection, Part, bar, line
-from megatron_tlt.observe.runfiles import RunData
+from megatron_tlt.observe.page import Chart, Trace, bar, line
+from megatron_tlt.observe.runfiles import JsonRow, RunData
 
 # Phases in the order of a step, each with its colour; others are red.
 PHASE_COLOURS = {
@@ -23,49 +26,48 @@ PHASE_COLOURS = {
     "log": colours.RED,
     "checkpoint": colours.RED,
 }
+STATES = {
+    "BUSY": colours.BLUE,
+    "WAITING": colours.PURPLE,
+    "PRE_ROLLING": colours.GREEN,
+    "TRAINING": colours.AMBER,
+    "IDLE": colours.GREY,
+}
+_GRID = 160  # moments at which the ranks' curves are added up
+_LANE, _LANES = 26, 700  # pixels of one rank's lane, and of all lanes at most
 
 
-def labelled(runs: Sequence[RunData]) -> list[tuple[RunData, str, str]]:
-    """(run, end of its labels, dash of its lines): of two runs, A has solid lines and B dotted ones."""
-    if len(runs) == 1:
-        return [(runs[0], "", "solid")]
-    return [(runs[0], ", A", "solid"), (runs[1], ", B", "dot")]
+def charts_of(run: RunData) -> list[Chart]:
+    """The charts that the run has data for."""
+    return [*_learning(run), *_acceptance(run), *_time(run), *_rollouts(run), *_lengths(run)]
 
 
-def metric_chart(
-    runs: Sequence[RunData], title: str, unit: str, metrics: Mapping[str, str], note: str = "", **more: Any
-) -> list[Part]:
-    """A chart by step of metrics (name to label) of one or two runs; nothing if they have none of them."""
-    lines = [
-        line(label + end, *run.column(name), "", line={"color": colour, "dash": dash})
-        for (name, label), colour in zip(metrics.items(), colours.CYCLE, strict=False)
-        for run, end, dash in labelled(runs)
-        if run.column(name)[0]
-    ]
-    return [Chart(title, lines, "step", unit, note, **more)] if lines else []
+def _lines(run: RunData, metrics: Mapping[str, str], first: int = 0, **more: Any) -> list[Trace]:
+    """A line by step of each metric (name to label) that the run has, in the colours from `first` on."""
+    pairs = zip(metrics.items(), colours.CYCLE[first:], strict=False)
+    return [line(label, *run.column(name), colour, **more) for (name, label), colour in pairs if run.column(name)[0]]
 
 
-def learning(runs: Sequence[RunData]) -> PageSection:
-    """Reward and accuracy, by step and held out."""
-    metrics = {"reward/mean": "reward", "reward/accuracy": "accuracy"}
-    parts = metric_chart(runs, "Reward and accuracy of the rollouts", "mean over responses", metrics)
-    parts += metric_chart(runs, "Reverse KL to the teacher", "nats a token", {"policy/teacher_kl": "teacher KL"})
-    names = {name for run in runs for row in run.evals for name in row if name.startswith("eval/pass@")}
-    traces = []
-    for at, name in enumerate(sorted(names, key=lambda name: (len(name), name))):
-        for run, end, dash in labelled(runs):
-            label, style = (
-                name.removeprefix("eval/") + end,
-                {"color": colours.CYCLE[at % len(colours.CYCLE)], "dash": dash},
-            )
-            traces.append(line(label, *run.column(name, run.evals), "", line=style))
-            if name == "eval/pass@1":
-                traces[-1]["error_y"] = {"type": "data", "array": run.column("eval/stderr", run.evals)[1]}
+def _learning(run: RunData) -> Iterator[Chart]:
+    traces = _lines(run, {"reward/mean": "reward", "reward/accuracy": "accuracy"})
+    if run.evals:
+        errors = {"error_y": {"type": "data", "array": run.column("eval/stderr", run.evals)[1]}}
+        traces.append(line("held out", *run.column("eval/pass@1", run.evals), colours.BLUE, **errors))
     if traces:
-        note = "Bars: one standard error. Every evaluation has the same held-out prompts."
-        parts.append(Chart("Held-out accuracy", traces, "steps done", "share of prompts", note))
-    text = "Where both runs have the same responses, the lines of A and B coincide." if len(runs) > 1 else ""
-    return PageSection("Learning", parts, text)
+        note = "Reward and accuracy of the rollouts, pass@1 of the same held-out prompts with its standard error."
+        yield Chart("Learning", traces, "step", "mean over responses", note)
+
+
+def _acceptance(run: RunData) -> Iterator[Chart]:
+    traces = _lines(run, {"spec/accept_length": "accepted length"})
+    traces += _lines(run, {"drafter/accept/1_mean": "1 − TV (right)"}, 1, yaxis="y2")
+    if traces:
+        note = (
+            "Tokens that a request gains in a speculative step, the policy's own included: 1 is no gain. 1 − TV (total "
+            "variation distance) between drafter and policy at the first drafted token, on the responses of training."
+        )
+        layout: dict[str, Any] = {"yaxis2": {"range": [0, 1.02]}}
+        yield Chart("Acceptance of drafts", traces, "step", "tokens", note, layout=layout)
 
 
 def phases_of(run: RunData) -> dict[str, list[float]]:
@@ -76,69 +78,122 @@ def phases_of(run: RunData) -> dict[str, list[float]]:
     return {name: [row.get(f"time/{name}") or 0.0 for row in run.steps] for name in ordered}
 
 
-def time(run: RunData) -> PageSection:
-    """Seconds of a step by phase."""
+def _time(run: RunData) -> Iterator[Chart]:
     steps = [row["step"] for row in run.steps]
-    bars = [
-        bar(name, steps, seconds, PHASE_COLOURS.get(name, colours.RED)) for name, seconds in phases_of(run).items()
-    ]
-    note = "Idle: the rank has no request left, while other ranks still generate."
-    title, unit, layout = "Step time by phase", "seconds, mean of the ranks", {"barmode": "stack"}
-    chart = Chart(title, bars, "step", unit, note, layout=layout, wide=True, height=340)
-    return PageSection("Time", [chart] if bars else [])
+    bars = [bar(name, steps, s, PHASE_COLOURS.get(name, colours.RED)) for name, s in phases_of(run).items()]
+    if bars:
+        note = "Idle: the rank has no request left, while other ranks still generate."
+        title, unit, layout = "Step time by phase", "seconds, mean of the ranks", {"barmode": "stack"}
+        yield Chart(title, bars, "step", unit, note, layout=layout, wide=True, height=340)
 
 
-def lengths(runs: Sequence[RunData]) -> PageSection:
-    """How long responses are, by step."""
-    metrics = {
-        "length/median": "median",
-        "length/mean": "mean",
-        "length/p95": "95 %",
-        "length/max": "longest",
-    }
-    parts = metric_chart(runs, "Response length", "tokens", metrics, wide=True, log_switch=True)
-    return PageSection("Response lengths", parts, "The longest responses decide how long a rollout takes.")
+def _lengths(run: RunData) -> Iterator[Chart]:
+    names = {"length/median": "median", "length/mean": "mean", "length/p95": "95 %", "length/max": "longest"}
+    if traces := _lines(run, names):
+        note = "The longest responses decide how long a rollout takes."
+        yield Chart("Response length", traces, "step", "tokens", note, wide=True)
 
 
-def carried(runs: Sequence[RunData]) -> PageSection:
-    """Responses that steps leave unfinished, and the ages of trained tokens; nothing without `rollout.carry_over`."""
-    counts = {"unfinished": "unfinished responses", "waiting_groups": "waiting groups", "new_prompts": "new prompts"}
-    parts = metric_chart(
-        runs, "Carried over", "at the end of the step", {f"carry_over/{name}": label for name, label in counts.items()}
-    )
-    ages = {"carry_over/token_age": "mean", "carry_over/token_age_max": "oldest", "carry_over/off_policy": "share > 0"}
-    note = "Updates between the policy that drew a token and the one that is trained."
-    parts += metric_chart(runs, "Age of trained tokens", "updates", ages, note)
-    text = "A response gets rollout.carry_over tokens a step; a group is trained when its last member has ended."
-    return PageSection("Partial rollouts", parts, text)
+@dataclass
+class StepView:
+    """The events of one step's rollouts. Seconds count from the first rank's start."""
+
+    step: int
+    states: dict[int, list[tuple[str, float, float]]] = field(default_factory=dict)
+    """By rank: (state, start, seconds)."""
+    curves: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    """By rank: (second, running requests from then on)."""
+    drafting: dict[int, tuple[float, float, list[float]]] = field(default_factory=dict)
+    """By rank: start, end, and for each of equal parts between them the share of its time in which steps drafted."""
 
 
-def idle(runs: Sequence[RunData]) -> PageSection:
-    """Idle seconds and the parts of them that were used; of a single run, also by rank."""
-    if not any(run.total("idle/seconds") for run in runs):
-        return PageSection("Idle time")
-    metrics = {"idle/seconds": "idle", "idle/recovered_seconds": "trained the drafter"}
-    metrics |= {"pre_rollout/seconds": "pre-rolled"}
-    parts = metric_chart(runs, "Idle and recovered seconds", "seconds, sum of the ranks", metrics)
-    note = "Tokens that an idle replica had decoded in the step before, and that the step's policy drew again."
-    shares = {"pre_rollout/drafted_share": "accepted pre-rolled tokens"}
-    parts += metric_chart(runs, "Tokens that were pre-rolled", "share of a step's tokens", shares, note)
-    idle_by_rank = runs[0].idle_by_rank() if len(runs) == 1 else {}
-    if len(idle_by_rank) > 1:
-        note = "The rank with the least idle time has the longest responses or the slowest machine."
-        bars = [bar("idle", list(idle_by_rank), list(idle_by_rank.values()), colours.BLUE)]
-        layout = {"xaxis": {"type": "category"}}
-        parts.append(Chart("Idle seconds by rank", bars, "rank", "seconds, all steps", note, layout=layout))
-    return PageSection("Idle time", parts)
+def longest_rollout(run: RunData) -> StepView | None:
+    """The view of the step with the longest rollout; None before the first step. Reads the events of every rank."""
+    if not run.steps:
+        return None
+    longest = max(run.steps, key=lambda row: (row.get("time/rollout") or 0) + (row.get("time/idle") or 0))
+    step = longest["step"] - 1
+    return _view(step, {rank: run.events_of_steps(rank, [step]).get(step, []) for rank in run.ranks})
 
 
-def drafter(runs: Sequence[RunData]) -> PageSection:
-    """Loss and acceptance of the drafter's training."""
-    loss = {"drafter/loss_mean": "loss"}
-    parts = metric_chart(runs, "Drafter loss", "loss, mean of the ranks", loss)
-    note = (
-        "1 − total variation distance between drafter and policy at the first drafted token: the acceptance rate of "
-        "rejection sampling, on the responses of the training."
-    )
-    parts += metric_chart(runs, "1 − TV", "share", {"drafter/accept/1_mean": "1 − TV"}, note)
-    return PageSection("Drafter", parts, "Trained in idle time, on the rollouts of the step.")
+def _view(step: int, by_rank: Mapping[int, Sequence[JsonRow]]) -> StepView:
+    view = StepView(step)
+    every = [row for rows in by_rank.values() for row in rows]
+    origin = min((r["ts"] for r in every if r["kind"] == "state" or r["name"] == "rollout"), default=0.0)
+    for rank, rows in by_rank.items():
+        states = [(r["name"], r["ts"] - origin, r["dur"]) for r in rows if r["name"] in STATES]
+        if states:
+            view.states[rank] = states
+        for attrs in (row["attrs"] for row in rows if row["name"] == "curve"):
+            start = attrs["start"] - origin
+            view.curves[rank] = [(start + ms / 1e3, running) for ms, running in attrs["running"]]
+            if "drafting" in attrs:
+                view.drafting[rank] = (start, view.curves[rank][-1][0], attrs["drafting"])
+    return view
+
+
+def _rollouts(run: RunData) -> Iterator[Chart]:
+    """Running requests over time, and the states of the ranks, of the step with the longest rollout."""
+    view = longest_rollout(run)
+    if view is None:
+        return
+    x, wide = f"seconds since the start of the rollout of step {view.step + 1}, the longest", True
+    if view.curves:
+        note = "Shaded: share of the running ranks whose steps draft."
+        layout: dict[str, Any] = {"yaxis2": {"tickformat": ".0%", "range": [0, 1.02], "tickvals": [0, 0.5, 1]}}
+        traces = _curve_traces(view)
+        yield Chart("Running requests", traces, x, "requests, all ranks", note, layout=layout, wide=wide)
+    if view.states:
+        note = (
+            "BUSY: the rank has requests. WAITING: all of them wait for their environments. IDLE: it has none left, "
+            "other ranks have. PRE_ROLLING: idle, decodes the next two steps' prompts. TRAINING: trains the drafter."
+        )
+        ticks: dict[str, Any] = {"dtick": 1} if len(run.ranks) <= _LANES // _LANE else {}
+        axis = {"autorange": "reversed", "rangemode": "normal", "showgrid": False, **ticks}
+        layout = {"barmode": "overlay", "bargap": 0.2, "hovermode": "closest", "yaxis": axis}
+        height = 130 + min(_LANES, _LANE * len(run.ranks))
+        title, bars = "State of each rank", _state_bars(view)
+        yield Chart(title, bars, x, "rank", note, layout=layout, height=height, wide=wide)
+
+
+def _at(points: Sequence[tuple[float, int]], moments: np.ndarray) -> np.ndarray:
+    """Requests that a rank runs at each moment; 0 before its first."""
+    times, running = zip(*points, strict=True)
+    found: np.ndarray = np.array([0, *running])[np.searchsorted(times, moments, side="right")]
+    return found
+
+
+def _curve_traces(view: StepView) -> list[Trace]:
+    grid = np.linspace(0, max(points[-1][0] for points in view.curves.values()), _GRID)
+    total = np.sum([_at(points, grid) for points in view.curves.values()], axis=0)
+    traces = [line("all ranks", grid, total, colours.BLUE, mode="lines")]
+    if view.drafting:
+        fill = {"fill": "tozeroy", "fillcolor": "rgba(209, 112, 42, 0.15)", "hovertemplate": "%{y:.0%}"}
+        shares = _drafting_share(view, grid)
+        traces.append(line("drafting", grid, shares, colours.ORANGE, mode="lines", yaxis="y2", **fill))
+    return traces
+
+
+def _drafting_share(view: StepView, grid: np.ndarray) -> np.ndarray:
+    """At each moment, the mean over the ranks that still run of the share of their steps that draft."""
+    total, running = np.zeros(len(grid)), np.zeros(len(grid))
+    for start, end, parts in view.drafting.values():
+        part = ((grid - start) / max(1e-9, end - start) * len(parts)).astype(int)
+        runs = (start <= grid) & (grid <= end)
+        total += np.where(runs, np.array(parts)[np.clip(part, 0, len(parts) - 1)], 0.0)
+        running += runs
+    return total / np.maximum(1, running)
+
+
+def _state_bars(view: StepView) -> list[Trace]:
+    """For each state, a bar of each stretch of time that a rank was in it."""
+    stretches = [(rank, *row) for rank, rows in view.states.items() for row in rows]
+    traces = []
+    for state, colour in STATES.items():
+        found = [(rank, start, seconds) for rank, name, start, seconds in stretches if name == state]
+        seconds = [row[2] for row in found]
+        hover = f"rank %{{y}}: {state} for %{{customdata:.3f}} s<extra></extra>"
+        trace = bar(state, seconds, [row[0] for row in found], colour, orientation="h", hovertemplate=hover)
+        trace["marker"]["line"] = {"width": 0}
+        traces.append(trace | {"base": [row[1] for row in found], "customdata": seconds})
+    return traces

@@ -1,79 +1,58 @@
-"""`megatron-tlt report A B`: two runs side by side. Same responses? How much faster, and where? Torch-free."""
+"""`megatron-tlt report A B`: two runs as text. Same responses? How much faster, and where? Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_tlt.observe import report_charts as charts
-from megatron_tlt.observe.page import Page, PageSection, Part, Table
-from megatron_tlt.observe.report import seconds_text, settings, state_of, subtitle, written_now
+from megatron_tlt.errors import aligned
+from megatron_tlt.observe.report import accuracy, seconds_text, settings, state_of, subtitle
 from megatron_tlt.observe.report_charts import phases_of
-from megatron_tlt.observe.report_speculation import speculation
 from megatron_tlt.observe.runfiles import JsonRow, RunData, require_metrics
 
 Pair = tuple[RunData, RunData]
-Names = tuple[str, str]
 
 _EQUAL = 0.02  # relative difference of step times up to which they are called equal
 _UNEQUAL_MACHINES = 1.25  # ratio of the times of the same update from which the machines were not comparable
 _SHORTEST = 1e-3  # seconds a step from which a phase has a ratio
 
 
-def equality(a: Sequence[JsonRow], b: Sequence[JsonRow]) -> tuple[str, str]:
-    """Compares the digests of rows of rollouts.jsonl: ("good" for equal, "bad", or "" for not known; a sentence)."""
+def equality(a: Sequence[JsonRow], b: Sequence[JsonRow]) -> tuple[bool, str]:
+    """Compares the digests of rows of rollouts.jsonl: whether they are known to be equal, and a sentence."""
     first = {row["step"]: row for row in a}
     pairs = [(first[row["step"]], row) for row in b if row["step"] in first]
     if not pairs:
-        return (
-            "",
-            "The runs share no step with a digest, so it is not known whether their responses are the same.",
-        )
+        return False, "The runs share no step with a digest, so it is not known whether their responses are the same."
     steps = f"all {len(pairs)} common steps" if len(pairs) > 1 else "the common step"
     differ = {
         name: [one["step"] for one, two in pairs if one.get(name) != two.get(name)]
         for name in ("responses", "rewards")
     }
     if at := differ["responses"]:
-        return "bad", f"Not the same responses: they differ from step {min(at)} on (of {steps})."
+        return False, f"Not the same responses: they differ from step {min(at)} on (of {steps})."
     if at := differ["rewards"]:
-        return "bad", f"Same responses in {steps}, but other rewards from step {min(at)} on."
-    return "good", f"Same responses and rewards in {steps}."
+        return False, f"Same responses in {steps}, but other rewards from step {min(at)} on."
+    return True, f"Same responses and rewards in {steps}."
 
 
-def common(a: RunData, b: RunData) -> Pair:
-    """Both runs with only the steps that both have made: later steps are often slower."""
-    shared = {row["step"] for row in a.steps} & {row["step"] for row in b.steps}
-    one, two = (replace(run, steps=[row for row in run.steps if row["step"] in shared]) for run in (a, b))
-    return one, two
-
-
-def compare_page(a: RunData, b: RunData) -> Page:
+def comparison(a: RunData, b: RunData) -> str:
     """The report of two runs. Raises ConfigError where none of the metrics of one can be read."""
     require_metrics(a)
     require_metrics(b)
-    tone, same = equality(a.rollouts, b.rollouts)
-    both = common(a, b)
+    is_same, said = equality(a.rollouts, b.rollouts)
+    # Times of the steps that both have made: later steps are often slower.
+    shared = {row["step"] for row in a.steps} & {row["step"] for row in b.steps}
+    one, two = (replace(run, steps=[row for row in run.steps if row["step"] in shared]) for run in (a, b))
     names = (a.name, b.name) if a.name != b.name else (str(a.run_dir), str(b.run_dir))
-    page = Page(f"{names[0]} against {names[1]}", f"A: {subtitle(a)} — B: {subtitle(b)}")
-    caution = _caution(both) if tone == "good" else ""
-    page.headline = f"{same} {_speed(both, names)}{caution}"
-    page.tone = tone
-    page.warnings = a.warnings + b.warnings
-    page.sections = [
-        PageSection(
-            "Differences in the settings", [Table(["field", *names], _differences(a, b), wide=True)]
-        ),
-        charts.learning([a, b]),
-        _time(both, names),
-        speculation([a, b]),
-        charts.drafter([a, b]),
-        charts.lengths([a, b]),
-        charts.carried([a, b]),
-        charts.idle([a, b]),
-    ]
-    page.footer = written_now()
-    return page
+    caution = _caution((one, two)) if is_same else ""
+    parts = [f"{said} {_speed((one, two), names)}{caution}", f"A: {subtitle(a)}\nB: {subtitle(b)}"]
+    tables = {
+        "Settings that differ:": [("field", *names), *_differences(a, b)],
+        f"Seconds a step, of {len(shared)} steps:": [("phase", *names, "B - A", "A / B"), *_times((one, two))],
+        "Results:": [("", *names), *_results(a, b)],
+    }
+    parts += ["\n".join([title, *aligned(rows)]) for title, rows in tables.items() if len(rows) > 1]
+    return "\n\n".join(parts)
 
 
 def phase_rows(runs: Pair) -> list[tuple[str, float, float]]:
@@ -86,7 +65,7 @@ def phase_rows(runs: Pair) -> list[tuple[str, float, float]]:
     return sorted(rows, key=lambda row: -abs(row[1] - row[2]))
 
 
-def _speed(runs: Pair, names: Names) -> str:
+def _speed(runs: Pair, names: tuple[str, str]) -> str:
     """How much faster, and where? Of runs cut to common steps."""
     a, b = (run.mean("time/step") for run in runs)
     if not a or not b:
@@ -124,15 +103,16 @@ def _differences(a: RunData, b: RunData) -> list[tuple[str, str, str]]:
     return [*(row for row in rows if row[1] != row[2]), ("state", state_of(a), state_of(b))]
 
 
-def _time(runs: Pair, names: Names) -> PageSection:
-    if not runs[0].steps:
-        return PageSection("Time")
-    rows = phase_rows(runs)
-    rows.append(("whole step", runs[0].mean("time/step"), runs[1].mean("time/step")))
-    cells = [(name, x, y, y - x, f"{x / y:.2f}×" if min(x, y) > _SHORTEST else "") for name, x, y in rows]
-    head, title = ["phase", *names, "B − A", "A / B"], "Seconds a step, largest difference first"
-    parts: list[Part] = [
-        Table(head, cells, title, wide=True),
-        *charts.metric_chart(runs, "Step time", "seconds", {"time/step": "step"}),
-    ]
-    return PageSection("Time", parts, f"The {len(runs[0].steps)} steps that both have made.")
+def _times(runs: Pair) -> Iterator[tuple[str, ...]]:
+    whole = [("whole step", *(run.mean("time/step") for run in runs))] if runs[0].steps else []
+    for name, x, y in [*phase_rows(runs), *whole]:
+        yield name, f"{x:.3f}", f"{y:.3f}", f"{y - x:+.3f}", f"{x / y:.2f}" if min(x, y) > _SHORTEST else ""
+
+
+def _results(a: RunData, b: RunData) -> Iterator[tuple[str, ...]]:
+    """Of all steps of each run."""
+    if a.evals or b.evals:
+        yield "held-out accuracy, last", *(accuracy(run, -1) if run.evals else "" for run in (a, b))
+    for name in ("reward/mean", "length/mean", "spec/accept_length", "drafter/accept/1_mean", "idle/seconds"):
+        if a.column(name)[1] or b.column(name)[1]:
+            yield f"{name}, mean of steps", *(f"{run.mean(name):.3f}" for run in (a, b))

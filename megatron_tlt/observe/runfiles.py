@@ -91,13 +91,6 @@ class RunData:
         values = self.column(name)[1]
         return sum(values) / len(values) if values else 0.0
 
-    def idle_by_rank(self) -> dict[int, float]:
-        """Seconds that each rank waited, over all steps; by rank, where steps have them."""
-        prefix = "idle/rank"
-        names = {name for row in self.steps for name in row if name.startswith(prefix)}
-        ranks = sorted((int(name.removeprefix(prefix)), name) for name in names)
-        return {rank: self.total(name) for rank, name in ranks}
-
     def seconds_some_rank_waits(self) -> float:
         """Seconds of the rollouts in which at least one rank had no request left, over all steps."""
         waits = ([v for name, v in row.items() if name.startswith("idle/rank")] for row in self.steps)

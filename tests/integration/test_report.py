@@ -37,24 +37,10 @@ LOOK = """() => ({
   text: document.body.innerText,
 })"""
 USE = """async () => {
-  const node = [...document.querySelectorAll('.plotly-graph-div')].find(
-    n => n.closest('figure').textContent.includes('Running requests'));
-  const button = text => [...node.querySelectorAll('.updatemenu-button, .updatemenu-dropdown-button')].find(
-    b => b.textContent === text);
-  const shown = () => node.data.map(trace => trace.visible !== false).indexOf(true);
-  const click = async element => {
-    element.dispatchEvent(new MouseEvent('click'));
-    await new Promise(resolve => setTimeout(resolve, 500));
-  };
-  const first = shown();
-  await click(button('log'));
-  node.querySelector('.updatemenu-header').dispatchEvent(new MouseEvent('click'));
-  await click(button('step 1'));
   const refused = () => getComputedStyle(document.querySelector('article .refused')).display;
   const hidden = refused();
   document.getElementById('refused').click();
-  return { scale: node.layout.yaxis.type, first, then: shown(), hidden, visible: refused(),
-           markup: document.querySelectorAll('pre b, pre i').length };
+  return { hidden, visible: refused(), markup: document.querySelectorAll('pre b, pre i').length };
 }"""
 
 
@@ -68,35 +54,31 @@ def look(page: Path, width: int, charts: int) -> str:
     return found["text"]
 
 
-def made(tmp_path: Path, *runs: Path) -> Path:
+def made(tmp_path: Path, run: Path) -> Path:
     out = tmp_path / "report.html"
-    assert main(["report", *map(str, runs), "-o", str(out)]) == 0
+    assert main(["report", str(run), "-o", str(out)]) == 0
     return out
 
 
 @pytest.mark.parametrize("width", [1280, pytest.param(500, marks=pytest.mark.nightly)])
 def test_a_run_loads_and_is_whole(tmp_path, width):
     page = made(tmp_path, write_run(tmp_path / "run", ranks=3, steps=6))
-    look(page, width, 14)
+    look(page, width, 6)
 
 
 @pytest.mark.nightly
-def test_controls_work(tmp_path):
+def test_refused_drafts_are_shown_on_demand(tmp_path):
     assert PROGRAM is not None
     page = made(tmp_path, write_run(tmp_path / "run", ranks=3, steps=3, pace=2.0))
     found = run_in_page(PROGRAM, page, 1280, USE)
-    assert found["scale"] == "log" and found["first"] > 0 and found["then"] == 0
     assert (found["hidden"], found["visible"], found["markup"]) == ("none", "inline", 0)
 
 
 @pytest.mark.nightly
-def test_two_runs_and_a_run_in_progress_with_nothing_extra(tmp_path):
+def test_a_run_in_progress_with_nothing_extra(tmp_path):
     bare = {"speculation": False, "idle_training": False, "evals": False, "samples": False}
     a = write_run(tmp_path / "plain", steps=2, num_steps=9, pace=2.0, **bare)
-    text = look(made(tmp_path, a), 500, 7)
-    assert "2 of 9 steps" in text
-    text = look(made(tmp_path, a, write_run(tmp_path / "tlt", steps=7)), 1280, 10)
-    assert "Same responses and rewards in all 2 common steps. tlt is " in text
+    assert "2 of 9 steps" in look(made(tmp_path, a), 500, 5)
 
 
 @pytest.mark.nightly

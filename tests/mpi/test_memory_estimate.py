@@ -1,4 +1,6 @@
-"""`check`'s estimate of memory against the bytes that PyTorch allocates, on CPU: within 10 %, by phase and part."""
+"""`check`'s estimate of memory against the bytes that PyTorch allocates on CPU: no phase or part is missing (2 % are
+ids, masks and tables), none is 15 % too much.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # fields of the model, o
 }
 
 
-def test_the_estimate_is_within_a_tenth_of_what_is_allocated(tmp_path):
+def test_the_estimate_bounds_what_is_allocated(tmp_path):
     arguments = str(tmp_path), json.dumps(list(CASES.values()))
     found = results(run_ranks(2, "tests/mpi/workers/memory_estimate.py", *arguments).stdout)
     wrong = {}
@@ -36,6 +38,6 @@ def test_the_estimate_is_within_a_tenth_of_what_is_allocated(tmp_path):
             for part, counted in made["counted"].items():
                 ratio = made["estimate"][part] / counted
                 print(f"{name}, rank {rank}: {part} {counted / 2**20:.1f} MiB, estimate {ratio:.3f} of it")
-                if not 0.9 < ratio < 1.1:
+                if not 0.98 < ratio < 1.15:
                     wrong[name, rank, part] = ratio
     assert not wrong

@@ -1,1 +1,1 @@
-"""Checkpoints from Hugging Face to Megatron and back, and their inspection."""
+"""Checkpoints from Hugging Face to Megatron and back."""

@@ -20,6 +20,7 @@ from megatron_tlt.config.checks.pre_rollouts import why_no_eval_drafts, why_no_p
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning import drafter, engine, graphs, policy
+from megatron_tlt.config.planning.activations import activation_bytes
 from megatron_tlt.config.planning.parameters import (
     GIB,
     MIB,
@@ -114,7 +115,7 @@ def _policy_parts(
         "optimizer": policy.optimizer_bytes(config, *trained, dims, device),
         "rotations": policy.rotation_bytes(config, shape, dims, device),
         "dummy gradients": policy.dummy_gradient_bytes(config, shape, dims, stage, device),
-        "activations": policy.activation_bytes(config, shape, dims, stage, device),
+        "activations": activation_bytes(config, shape, dims, stage, device),
     }
 
 

@@ -17,12 +17,9 @@ Of experts d is the number of ranks that hold the same ones: those of a pipeline
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.config.planning.activations import Slice, forward_bytes, update_bytes
 from megatron_tlt.config.planning.parameters import MIB, element_bytes
 from megatron_tlt.config.root import Config, TrainingConfig
 
@@ -69,43 +66,6 @@ def dummy_gradient_bytes(
 def micro_batch_tokens(config: TrainingConfig) -> int:
     """T: the packing budget, or one longest sequence when that is more, split over context parallel ranks."""
     return -(-max(config.actor.micro_batch_tokens, config.longest_sequence) // config.actor.cp)
-
-
-def activation_bytes(
-    config: TrainingConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device = "cpu"
-) -> int:
-    """Bytes that an update takes on one rank of a stage beside its state; see `activations.py`.
-
-    Where only the run will show whether there is Transformer Engine, the more of both forms of context parallelism.
-    """
-    actor = config.actor
-    engines = {actor.layer_spec != "local", actor.layer_spec == "transformer_engine"} if device == "cuda" else {False}
-    forms = {actor.cp_comm(engine) for engine in engines}
-    per_stage = shape.num_layers / dims.pp
-    sparse = sum(layer // per_stage == stage for layer in shape.moe_layers)
-    at = Slice(
-        tokens=micro_batch_tokens(config),
-        element=element_bytes(actor.dtype),
-        tp=dims.tp,
-        sequence=dims.tp if actor.sequence_parallel else 1,
-        layers=per_stage - sparse,
-        expert_layers=sparse,
-        in_flight=dims.pp - stage,
-        is_last=stage == dims.pp - 1,
-        device=device,
-        cp=dims.cp,
-        longest=config.longest_sequence,
-        merged=merged_bytes(config, shape, dims),
-    )
-    modules = actor.recompute_modules
-    needed = [update_bytes(shape, replace(at, comm=form), actor.recompute, modules) for form in forms]
-    frozen = config.frozen_shape(shape)
-    if frozen is not None and frozen is not shape:
-        per_stage = frozen.num_layers / dims.pp
-        sparse = sum(layer // per_stage == stage for layer in frozen.moe_layers)
-        at = replace(at, layers=per_stage - sparse, expert_layers=sparse)
-        needed += [forward_bytes(frozen, replace(at, comm=form)) for form in forms]
-    return max(needed)
 
 
 def rotation_rows(max_context: int, tp: int, cp: int) -> int:

@@ -16,7 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
-from tests.mpi.workers.actor_common import LORA_KINDS, Exploding, relative_error, say, sequences, share, train_batch
+from tests.mpi.workers.actor_common import (
+    LORA_KINDS,
+    Exploding,
+    relative_error,
+    say,
+    sequences,
+    share,
+    train_batch,
+)
 from tests.mpi.workers.actor_hidden_states import hidden_states
 from tests.mpi.workers.actor_scenario import copy_of, make_policy, run_scenario, scenario_policy
 from tests.mpi.workers.actor_zero_advantages import zero_advantages

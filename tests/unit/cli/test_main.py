@@ -79,6 +79,14 @@ def test_an_output_that_is_a_directory_is_refused_before_any_work(tmp_path, caps
     assert f"--out = '{tmp_path}': is a directory" in capsys.readouterr().err
 
 
+def test_two_runs_are_printed_and_have_no_page(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1, "time/step": 2.0}\n')
+    command = ["report", str(tmp_path), str(tmp_path)]
+    assert main(command) == 0 and "They are equally fast: 2.0 s" in capsys.readouterr().out
+    assert main([*command, "-o", str(tmp_path / "r.html")]) == 2
+    assert "a comparison is printed" in capsys.readouterr().err and not (tmp_path / "r.html").exists()
+
+
 def test_an_error_of_the_system_is_one_line_without_a_traceback(tmp_path, capsys, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")

@@ -11,10 +11,10 @@ from megatron_tlt.observe.page import Chart, Page, PageSection, Samples, Stat, T
 
 def test_text_from_data_cannot_become_markup():
     evil = "<script>alert('x')</script>&\"</style>"
-    chart = Chart(evil, [bar(evil, [evil], [2], "red")], evil, evil, evil, {evil: [], "b": []})
+    chart = Chart(evil, [bar(evil, [evil], [2], "red")], evil, evil, evil)
     samples = Samples([{"facts": evil, "prompt": evil, "answer": evil, "parts": [(evil, [("accepted", evil)])]}])
     section = PageSection(evil, [chart, Table([evil], [[evil]], evil, evil), samples], evil)
-    page = Page(evil, evil, evil, "good", [evil], [Stat(evil, evil, evil)], [section], evil)
+    page = Page(evil, evil, evil, [evil], [Stat(evil, evil, evil)], [section], evil)
     assert "<script>alert" not in page.html()
 
 
@@ -28,20 +28,6 @@ def test_cells_are_rounded_and_columns_of_numbers_aligned_to_the_right():
         (" class=number", "share"),
         (" class=number", "n"),
     ]
-
-
-def test_a_menu_shows_the_traces_of_one_choice_beside_those_of_all():
-    trace = bar("a", [1], [2], "red")
-    figure = Chart(
-        "c", [trace], choices={"x": [trace, trace], "y": [trace]}, chosen="y", log_switch=True
-    ).figure
-    assert [bool(shown.visible) for shown in figure.data] == [True, False, False, True]
-    steps, scale = figure.layout.updatemenus
-    assert [button.args[0]["visible"] for button in steps.buttons] == [
-        [True, True, True, False],
-        [True, False, False, True],
-    ]
-    assert steps.active == 1 and scale.buttons[1].args[0] == {"yaxis.type": "log"}
 
 
 def test_a_misspelt_field_of_plotly_is_an_error():

@@ -52,8 +52,8 @@ def first_ranks(value: T) -> T:
 
 def sleep_cache(engine: Any) -> None:
     """Gives back the memory of the KV cache and of hidden states, and drops the prefix cache; only without requests.
-    vLLM asks for a pause first, which ends when all memory is there again. Its scheduler counts a request that has ended
-    until the step behind it.
+    vLLM asks for a pause first, which ends when all memory is there again. Its scheduler counts a request that has
+    ended until the step behind it.
     """
     while compat.has_requests(engine):
         engine.step()

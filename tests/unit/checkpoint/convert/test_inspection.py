@@ -14,12 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from megatron_tlt.actor.checkpoint_files import MANIFEST, Manifest, read_manifest, record_of
 from megatron_tlt.checkpoint.atomic import gib
-from megatron_tlt.checkpoint.convert.inspection import (
-    compare_weights,
-    is_saved_again,
-    open_checkpoint,
-    weights_digest,
-)
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import CheckpointError
@@ -31,6 +25,7 @@ import convert_hf_to_megatron
 import convert_megatron_to_hf
 import inspect_checkpoint
 from conversion import checksum_report, comparison_report, description
+from inspection import compare_weights, is_saved_again, open_checkpoint, weights_digest
 
 
 @pytest.fixture(scope="module")

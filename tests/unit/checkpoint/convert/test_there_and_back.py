@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
-from megatron_tlt.checkpoint.convert.inspection import compare_weights, open_checkpoint
 from megatron_tlt.checkpoint.convert.to_hf import HfConversion
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.distributed.together import SingleProcess
@@ -18,6 +18,10 @@ from megatron_tlt.models.config import ModelConfig
 from megatron_tlt.models.hf_files import weight_files
 from megatron_tlt.models.loader import iter_weights
 from tests.helpers.converted import FAMILIES, logits, make_model, naive_megatron, save_foreign
+from tests.helpers.mpi import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+from inspection import compare_weights, open_checkpoint
 
 
 @pytest.fixture(scope="module")
