@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_tlt.observe.page import Page, PageSection, Samples, Stat, Table
 from megatron_tlt.observe.report_charts import charts_of
-from megatron_tlt.observe.runfiles import JsonRow, RunData, chosen_steps, require_metrics
+from megatron_tlt.observe.runfiles import JsonRow, RunData, require_metrics
 
 _VALUE_CHARACTERS = 90  # of a setting
 _TEXT_CHARACTERS = 6000  # of a prompt or a response
@@ -139,9 +139,10 @@ def _fields(value: object, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _samples(run: RunData) -> PageSection:
-    """Responses of the first and the last steps, and of some between; the last ones first."""
-    steps = chosen_steps(run, _SAMPLE_STEPS)
-    rows = [row | _shown(row) for row in reversed(run.samples) if row["step"] - 1 in steps]
+    """Responses of steps at equal distances, those of the last step first."""
+    every = sorted({row["step"] for row in run.samples}, reverse=True)
+    steps = every[:: len(every) // _SAMPLE_STEPS + 1]
+    rows = [row | _shown(row) for row in reversed(run.samples) if row["step"] in steps]
     text = "The best and the worst response of the first prompts of a step: the update learns from their contrast."
     title = "Samples"
     if any("turns" in row for row in rows):

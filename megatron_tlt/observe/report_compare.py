@@ -46,7 +46,7 @@ def comparison(a: RunData, b: RunData) -> str:
     names = (a.name, b.name) if a.name != b.name else (str(a.run_dir), str(b.run_dir))
     caution = _caution((one, two)) if is_same else ""
     parts = [f"{said} {_speed((one, two), names)}{caution}", f"A: {subtitle(a)}\nB: {subtitle(b)}"]
-    tables = {
+    tables: dict[str, list[tuple[str, ...]]] = {
         "Settings that differ:": [("field", *names), *_differences(a, b)],
         f"Seconds a step, of {len(shared)} steps:": [("phase", *names, "B - A", "A / B"), *_times((one, two))],
         "Results:": [("", *names), *_results(a, b)],
@@ -104,8 +104,10 @@ def _differences(a: RunData, b: RunData) -> list[tuple[str, str, str]]:
 
 
 def _times(runs: Pair) -> Iterator[tuple[str, ...]]:
-    whole = [("whole step", *(run.mean("time/step") for run in runs))] if runs[0].steps else []
-    for name, x, y in [*phase_rows(runs), *whole]:
+    rows = phase_rows(runs)
+    if runs[0].steps:
+        rows.append(("whole step", runs[0].mean("time/step"), runs[1].mean("time/step")))
+    for name, x, y in rows:
         yield name, f"{x:.3f}", f"{y:.3f}", f"{y - x:+.3f}", f"{x / y:.2f}" if min(x, y) > _SHORTEST else ""
 
 
@@ -115,4 +117,4 @@ def _results(a: RunData, b: RunData) -> Iterator[tuple[str, ...]]:
         yield "held-out accuracy, last", *(accuracy(run, -1) if run.evals else "" for run in (a, b))
     for name in ("reward/mean", "length/mean", "spec/accept_length", "drafter/accept/1_mean", "idle/seconds"):
         if a.column(name)[1] or b.column(name)[1]:
-            yield f"{name}, mean of steps", *(f"{run.mean(name):.3f}" for run in (a, b))
+            yield f"{name}, mean of steps", *(f"{run.mean(name):.3f}" if run.column(name)[1] else "" for run in (a, b))

@@ -178,13 +178,3 @@ def ranks_of(run_dir: Path) -> list[int]:
     """Ranks that have an event log."""
     names = (path.stem.removeprefix("rank-") for path in (run_dir / "events").glob("rank-*.jsonl"))
     return sorted(int(name) for name in names if name.isdigit())
-
-
-def chosen_steps(run: RunData, most: int) -> list[int]:
-    """At most `most` steps (0 is the first) to show in detail: first, last, the longest rollout, others evenly."""
-    every = [row["step"] - 1 for row in run.steps]
-    if len(every) <= most:
-        return every
-    longest = max(run.steps, key=lambda row: row.get("time/rollout", 0.0))["step"] - 1
-    spread = [every[round(i * (len(every) - 1) / (most - 2))] for i in range(most - 1)]
-    return sorted({*spread, longest})

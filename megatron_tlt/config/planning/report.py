@@ -115,12 +115,11 @@ def _evaluations(config: Config) -> str:
 
 
 def _without_effect(config: Config) -> list[str]:
-    """Settings that an engine does not need, which a recipe may have for another one."""
-    rollout = config.rollout
-    reasons = {}
-    if not CAPABILITIES[rollout.backend].logprobs and config.algorithm.importance_cap > 0:
-        reasons["algorithm.importance_cap"] = "the actor scores the responses"
-    return [f"  no effect with {rollout.backend}: {name}: {why}" for name, why in reasons.items()]
+    """A setting that the engine does not need, which a recipe may have for another one."""
+    backend = config.rollout.backend
+    if CAPABILITIES[backend].logprobs or config.algorithm.importance_cap == 0:
+        return []
+    return [f"  no effect with {backend}: algorithm.importance_cap: the actor scores the responses"]
 
 
 def _memory(
