@@ -153,6 +153,8 @@ class GenerateCall:
     """Asked between two steps, on the first rank of an engine. Once true `generate` ends and also returns the
     unfinished responses that have a token, with finish reason "abort"; the engine is idle.
     """
+    most_running: int | None = None
+    """Prompts are taken while fewer requests than these run or wait; None: as long as the engine has room."""
     turns: TurnSource | None = None
     """The environments: each drawn turn goes to one, and its answer continues the response. Of the ranks of one engine
     the first one's are used; the others pass theirs all the same.

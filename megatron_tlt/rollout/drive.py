@@ -148,13 +148,17 @@ class Drive:
 
     def _fill(self) -> bool:
         """Begins the samples of further prompts while the engine has room. Whether any request is left."""
-        while self._engine.has_room and (prompt := next(self._prompts, None)) is not None:
+        while self._has_room() and (prompt := next(self._prompts, None)) is not None:
             without, begun = self._without[prompt.prompt_id], self._begun[prompt.prompt_id]
             if self._turns is not None:
                 self._turns.add(prompt)
             indices = [i for i in range(self._call.num_samples) if i not in without]
             self._engine.begin(prompt, self._call.params, indices, begun, self._turns is not None)
         return self._engine.has_work or bool(self._parked)
+
+    def _has_room(self) -> bool:
+        engine, most = self._engine, self._call.most_running
+        return engine.has_room and (most is None or engine.num_running + engine.num_waiting < most)
 
     def _continue_turns(self, is_busy: bool) -> list[Request]:
         """Continues requests with what their environments have returned; returns those that have ended.

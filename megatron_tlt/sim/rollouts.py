@@ -77,7 +77,7 @@ class Rollouts:
         pulls = rollout.schedule == "pull"
         room = rollout.max_running_requests if pulls else None
         share = first_share(num_prompts, self._num_replicas, samples, room)
-        most = min(rollout.max_running_requests, -(-num_prompts // self._num_replicas) * samples)
+        most = self._most(num_prompts, samples)
         starts = [0.0] * self._num_replicas
         replicas = self._drive(lengths, range(num_prompts), table, share, most, starts, math.inf, pre_rolled)
         return [replica.result() for replica in replicas]
@@ -95,13 +95,18 @@ class Rollouts:
 
         Returns tokens int64 [P, n], the replica that decoded each int64 [P], -1 for none, and when each one ends.
         """
-        most = self._config.rollout.max_running_requests
+        most = self._most(self._config.workload.prompts_per_step, lengths.shape[1])
         replicas = self._drive(lengths, order, table, 0, most, starts, until, pre_rolled)
         tokens, owner = np.zeros(lengths.shape, np.int64), np.full(len(lengths), -1)
         for i, replica in enumerate(replicas):
             for prompt in replica.fetched:
                 tokens[prompt], owner[prompt] = replica.tokens_of(prompt), i
         return tokens, owner, [min(replica.now, until) for replica in replicas]
+
+    def _most(self, num_prompts: int, samples: int) -> int:
+        """Requests that a replica has at once: its share of a step, as far as the engine holds them."""
+        share = -(-num_prompts // self._num_replicas) * samples
+        return min(self._config.rollout.max_running_requests, share)
 
     def _drive(
         self,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -172,11 +172,13 @@ class PreRollouts:
         return tokens
 
     def _generate(self, queue_of: Callable[[Sequence[Prompt]], PromptQueue], until: Callable[[], bool]) -> list[Sample]:
-        """Responses to those of the next prompts that this replica fetches."""
+        """Responses to those of the next prompts that this replica fetches: at once no more than its share of a step, or
+        the first idle replicas would hold all prompts, in batches that are too large to get far.
+        """
         queue = queue_of(self._next_prompts())
-        return self.backend.generate(
-            GenerateCall(queue, self.params, self.num_samples, self._report, drafts=self._drafts, until=until)
-        )
+        share = -(-self.num_prompts // self.queues.num_replicas) * self.num_samples
+        call = GenerateCall(queue, self.params, self.num_samples, self._report, drafts=self._drafts, until=until)
+        return self.backend.generate(replace(call, most_running=share))
 
     def _next_prompts(self) -> list[Prompt]:
         """Those of the next step, then of the one after it; of each first those without whole responses."""
