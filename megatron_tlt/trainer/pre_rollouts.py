@@ -172,8 +172,9 @@ class PreRollouts:
         return tokens
 
     def _generate(self, queue_of: Callable[[Sequence[Prompt]], PromptQueue], until: Callable[[], bool]) -> list[Sample]:
-        """Responses to those of the next prompts that this replica fetches, at once no more than its share of a step. With
-        more the first idle replicas would hold all prompts, in batches that are too large to get far.
+        """Responses to those of the next prompts that this replica fetches, at once no more than its share of a step.
+
+        With more the first idle replicas would hold all prompts, in batches that are too large to get far.
         """
         queue = queue_of(self._next_prompts())
         share = -(-self.num_prompts // self.queues.num_replicas) * self.num_samples
