@@ -148,4 +148,4 @@ def _native_sample(decoder: Decoder, threads: int) -> NativeSample | None:
         return None
     from megatron_tlt.models.native.decoder import keyed_sample
 
-    return partial(keyed_sample, threads=threads)
+    return partial(keyed_sample, threads=threads, bf16=decoder.dtype == torch.bfloat16)

@@ -91,9 +91,10 @@ class Scheduler:
 
     @property
     def queue_fits(self) -> bool:
-        """Whether blocks are left behind the queued prompts and the first block of each of their samples."""
-        need = sum(self.blocks.blocks_for(len(p.tokens)) - len(p.blocks) + len(p.children) for p in self._waiting)
-        return need < self.blocks.num_free
+        """Whether free blocks remain once all prompts have theirs, and each of their samples its first one."""
+        need = sum(self.blocks.blocks_for(len(p.tokens)) - len(p.blocks) for p in self._waiting)
+        started = sum(len(p.children) for queue in (self._waiting, self._prefilling, self._ready) for p in queue)
+        return need + started < self.blocks.num_free
 
     def add(self, prefill: Prefill) -> None:
         """Queues the samples of one prompt. Raises BackendError if they could never run."""

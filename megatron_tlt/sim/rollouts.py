@@ -244,6 +244,8 @@ class _Replica:
         if scheduler.has_queue and self._pre_rolled is None:
             return
         while scheduler.num_running + scheduler.num_waiting < self._most:
+            if self._pre_rolled is not None and not scheduler.queue_fits:
+                return
             prompt = next(self._prompts, None)
             if prompt is None:
                 return

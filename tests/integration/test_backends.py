@@ -128,7 +128,7 @@ def test_responses_are_complete_in_order_and_counted(served: Served) -> None:
         assert 1 <= len(s.token_ids) <= PARAMS.max_tokens
     assert len({tuple(s.token_ids) for s in samples}) > len(ids), "the temperature is not ignored"
     assert max(running for running, _, _ in seen) <= served.most_running
-    assert len(samples) >= sum(seen[0][:2]) > sum(seen[-1][:2])
+    assert len(samples) >= sum(seen[0][:2]) >= sum(seen[-1][:2]), "reports come by time: there may be one"
     assert max(sum(figures[:2]) for figures in seen) <= len(samples), "in flight; a fetched prompt adds to it"
     assert all(a[2] <= b[2] for a, b in pairwise(seen)), "tokens"
     stats, tokens = backend.take_stats(), sum(len(s.token_ids) for s in samples)

@@ -45,7 +45,7 @@ class NativeDecoder:
     """See `base.Decoder`. `threads` is the size of the team of one forward; between forwards it sleeps. A forked child
     has no team and must not decode with several threads.
 
-    A process has one team: forwards of several decoders in threads of one process take turns, so
+    A library has one team: forwards of several decoders in threads of one process take turns, so
     tensor-parallel ranks must be processes (in one process the second rank would wait for the first one's
     all-reduce for ever).
     """
@@ -188,13 +188,14 @@ def _numbers(values: Numbers) -> np.ndarray:
 
 
 def keyed_sample(
-    logits: Tensor, temperature: Tensor, seed_keys: Tensor, threads: int = 1
+    logits: Tensor, temperature: Tensor, seed_keys: Tensor, threads: int = 1, bf16: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Draws one token per row by keyed Gumbel noise (`csrc/sample.c`); the result ignores batch and threads.
 
     logits [R, V] float32, rows contiguous; temperature [R] float32 (0: greedy); seed_keys [R] uint64 or
     int64 (bits); returns (token [R] int32, logprob [R] float32). logprob is log_softmax(logits / (T or 1))[token].
-    Raises BackendError on other types or row counts.
+    `bf16`: by that library, which the policy has loaded; the result is the same. Raises BackendError on other types or
+    row counts.
     """
     rows, vocab = logits.shape
     token, logprob = torch.empty(rows, dtype=torch.int32), torch.empty(rows)
@@ -210,6 +211,6 @@ def keyed_sample(
             )
     inputs = (logits.data_ptr(), rows, vocab, logits.stride(0), temperature.data_ptr(), seed_keys.data_ptr())
     outputs = (token.data_ptr(), logprob.data_ptr())
-    if code := library().tlt_keyed_sample(*inputs, *outputs, max(1, threads)):
+    if code := library(bf16).tlt_keyed_sample(*inputs, *outputs, max(1, threads)):
         raise BackendError(f"keyed_sample: {ERRORS[code]}")
     return token, logprob

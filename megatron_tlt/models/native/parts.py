@@ -177,7 +177,7 @@ class Forward:
     def __init__(
         self, config: ModelConfig, shard: Shard, tp: TensorParallel | None, layers: PackedLayers
     ):
-        self._tp = tp
+        self._tp, dtype = tp, layers.extra.dtype
         self._keep: list[Any] = [layers]  # owners of the memory that the structures point into
         self.reduce_error: BaseException | None = None  # why the last all-reduce failed
         self.all_reduce = AllReduce(self._reduce) if shard.size > 1 else AllReduce()
@@ -201,10 +201,10 @@ class Forward:
             resid=self.buffer(h),
             part=self._part.data_ptr(),
             qkv_out=self.buffer(pad((shard.heads + 2 * shard.kv_heads) * c.head_dim)),
-            x=self.buffer(h),
-            q=self.buffer(shard.heads * padded),
-            att=self.buffer(pad(shard.heads * c.head_dim)),
-            mid=self.buffer(pad(max(shard.inter, shard.shared_inter))),
+            x=self.buffer(h, dtype),
+            q=self.buffer(shard.heads * padded, dtype),
+            att=self.buffer(pad(shard.heads * c.head_dim), dtype),
+            mid=self.buffer(pad(max(shard.inter, shard.shared_inter)), dtype),
             units=self.buffer(3),
         )
         if c.num_experts:
@@ -226,10 +226,10 @@ class Forward:
         for name in ("starts", "active"):
             setattr(model, name, self.buffer(-(-(c.num_experts + 1) // MAX_ROWS)))
 
-    def buffer(self, columns: int) -> int:
+    def buffer(self, columns: int, dtype: torch.dtype = torch.float32) -> int:
         """Address of MAX_ROWS zeroed rows, which live as long as this object."""
-        # 16 columns to spare: vector stores of the last row may run over
-        self._keep.append(torch.zeros(MAX_ROWS * columns + 16))
+        # 64 columns to spare: vector stores of the last row may run over
+        self._keep.append(torch.zeros(MAX_ROWS * columns + 64, dtype=dtype))
         return int(self._keep[-1].data_ptr())
 
     def _reduce(self, _address: int, count: int) -> int:

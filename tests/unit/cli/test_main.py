@@ -51,7 +51,7 @@ def test_check_needs_a_model_or_its_architecture(capsys):
     assert main(["check", "configs/quickstart.yaml", "model.path=not/here"]) == 2
     assert "model.path = 'not/here'" in capsys.readouterr().err
     assert main(["check", "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml", "model.path=not/here"]) == 0
-    assert ": model.path = not/here (size unknown: is no path here, and no whole model in" in capsys.readouterr().out
+    assert ": model.path = not/here (is no path here, and no whole model in" in capsys.readouterr().out
 
 
 def test_check_reports_and_shows_the_configuration_where_it_is_asked_to(capsys, monkeypatch):

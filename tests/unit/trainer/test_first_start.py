@@ -59,7 +59,7 @@ def test_long_silent_work_is_announced(
     work: Callable[[], object], said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(build, "_compile", lambda compiler, target: target.touch())
+    monkeypatch.setattr(build, "_compile", lambda compiler, options, target: target.touch())
     with caplog.at_level(logging.INFO, "megatron_tlt"):
         work()
     messages = [record.getMessage() for record in caplog.records]

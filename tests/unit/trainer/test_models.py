@@ -28,7 +28,7 @@ def test_the_kv_cache_is_sized_after_policy_drafter_and_communicators(monkeypatc
     monkeypatch.setattr(models.device_memory, "open_communicators", part("communicators"))
     monkeypatch.setattr(models.device_memory, "cache_bytes", part("size", 7))
     monkeypatch.setattr(models, "open_backend", part("engine", "backend"))
-    config, world = build_config({"model": {"path": "m"}}), SimpleNamespace(device=torch.device(device))
+    config, world = build_config({"model": {"path": "m"}}), SimpleNamespace(device=torch.device(device), rank=0, size=1)
     assert models.build_models(config, world, None, None, None) == (policy, trainer, "backend")
     order = ["policy", "drafter", "communicators", "size", "engine"]
     assert [name for name, _ in done] == [name for name in order if device == "cuda" or name != "communicators"]

@@ -48,7 +48,7 @@ def make(**sections) -> Config:
 def test_a_sound_config_reports_without_its_files():
     report = check_report(make(), 4)
     assert "Ranks: 4" in report
-    assert ": model.path = not/here (size unknown: is no path here, and no whole model in" in report.splitlines()[-1]
+    assert ": model.path = not/here (is no path here, and no whole model in" in report.splitlines()[-1]
 
 
 def test_a_kl_term_without_gradient_is_a_warning_of_check():

@@ -44,6 +44,9 @@ class Ranks:
         self.shown: list[tuple[int, int, int]] = []
         self.history: list[PastResponse] = []
 
+    def lookup_tables(self) -> Any:
+        """No drafter reads them."""
+
     def new_counter(self) -> Any:
         return lambda more: len(PROMPTS)
 
@@ -107,7 +110,7 @@ def sampler_of(ranks: Ranks, rounds: int = 1, wanted: int = 3, carry_over: int |
         queues=PromptQueues(ranks, 1, lambda ticket: ticket, None),
         backend=ranks,
         drafter=SimpleNamespace(
-            collecting=nullcontext, begin_step=lambda version: None, train_step=None, disabled_reason=None
+            collecting=nullcontext, begin_step=lambda version, tables: None, train_step=None, disabled_reason=None
         ),
         idle_window=SimpleNamespace(begin=lambda: None, run=lambda step_fn, pre_roll: None),
         rewards=Rewards(),

@@ -55,7 +55,7 @@ def sleep_cache(engine: Any) -> None:
     vLLM asks for a pause first, which ends when all memory is there again. Its scheduler counts a request that has
     ended until the step behind it.
     """
-    while compat.has_requests(engine):
+    if compat.has_requests(engine):
         engine.step()
     engine.collective_rpc("tlt_release")
     engine.sleep(level=0)

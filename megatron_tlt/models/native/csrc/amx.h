@@ -4,7 +4,7 @@
 
 #include "numbers.h"
 
-#if defined(TLT_BF16) && (defined(__AMX_BF16__) || defined(TLT_EMULATE))
+#if defined(TLT_BF16) && VW == 16 && (defined(__AMX_BF16__) || defined(TLT_EMULATE))
 #define TLT_AMX 1
 #else
 #define TLT_AMX 0
@@ -33,6 +33,7 @@ INLINE void configure_tiles(long first, long others) {
         c.bytes[i] = 64;
         c.rows[i] = (uint8_t)(i > 5 ? TILE_CELLS : i == 2 || i == 3 || i == 5 ? (others ? others : 1) : first);
     }
+    __asm__ volatile("" : : "r"(&c) : "memory"); /* GCC 12 takes all but the first 8 bytes for unread, and leaves them out */
     _tile_loadconfig(&c);
 }
 

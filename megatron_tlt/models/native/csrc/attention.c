@@ -1,7 +1,8 @@
 /* Paged attention with fixed order.
  *
- * The cache is made of tiles of 16 positions. A key tile is [D][16] cells: a product with a query gives 16 scores at once and
- * needs no horizontal sums. A value tile is [16][D] cells. (A cell of bf16 is a pair of dimensions, or of positions.) Both are read once for all query heads of a kv head and for several
+ * The cache is made of tiles of 16 positions. A key tile is [D][16]: a product with a query gives 16 scores at once and
+ * needs no horizontal sums. A value tile is [16][D]. In bf16 a cell (numbers.h) has two dimensions of a key, [D / 2][16][2],
+ * and two positions of a value, [8][D][2]. Both are read once for all query heads of a kv head and for several
  * rows of a prefill chunk.
  *
  * A row's result depends on its own query and the cache up to its position only: the context is walked in chunks
@@ -75,9 +76,9 @@ INLINE void score_kernel(const int M, const int NT, Work *w, long t, long dim) {
 }
 
 #if PER == 2
-/* The cells at `column` without a position that shares them, but is not to be read: its weight is 0, and what lies there may
- * be anything. */
-INLINE void without(const int V, const cell **column, cell keep, cell *copy) {
+/* Points `column` at copies of its cells without a position that shares them, but is not to be read: its weight is 0, and
+ * what lies there may be anything. */
+INLINE void mask_cells(const int V, const cell **column, cell keep, cell *copy) {
     ALL for (int v = 0; v < V; v++) {
         for (int i = 0; i < VW; i++) copy[v * VW + i] = column[v][i] & keep;
         column[v] = copy + v * VW;
@@ -104,8 +105,8 @@ INLINE void value_kernel(const int M, const int NC, Work *w, long first, long di
             }
 #if PER == 2
             cell copy[MAX_V * VW];
-            if (done == begin && from % PER) without(NC, column, 0xffff0000u, copy);
-            if (done == last - 1 && count % PER) without(NC, column, 0x0000ffffu, copy);
+            if (done == begin && from % PER) mask_cells(NC, column, 0xffff0000u, copy);
+            if (done == last - 1 && count % PER) mask_cells(NC, column, 0x0000ffffu, copy);
 #endif
             attend_step(M, NC, acc, p, CHUNK / PER, column);
         }

@@ -64,6 +64,7 @@ static void norms_unit(void *arg, long row) {
     widen(m->embed + r->s->token_ids[r->first + row] * n, n, tmp);
     tlt_rms_norm(r, tmp, m->layer[0].input_norm, g->e->pair + at, NULL);
     tlt_rms_norm(r, resid, g->e->hidden_norm, g->e->pair + at + n, g->e->norm_before_residual ? resid : NULL);
+    memset(g->e->pair + at + 2 * n, 0, K_STEP * sizeof(num)); /* where features were */
 }
 
 /* A row's output, before the norm of the head, if it has one. */

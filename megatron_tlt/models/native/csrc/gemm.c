@@ -1,6 +1,6 @@
 /* Packed matrix product for 1 to a few hundred rows.
  *
- * A weight W[N][K] is stored as panels of NR columns: [N/NR][K][NR] cells (numbers.h). A kernel keeps M rows x NP panels of sums in registers and walks K once, so each output is one chain of
+ * A weight W[N][K] is stored as panels of NR columns, [N/NR][K][NR]; in bf16 of cells (numbers.h), [N/NR][K/2][NR][2]. A kernel keeps M rows x NP panels of sums in registers and walks K once, so each output is one chain of
  * multiply-adds in ascending k, whatever M, NP, the number of rows or of threads: batch invariance by design.
  * Few rows take several panels at once (to hide the latency of the multiply-add), many rows take one.
  *
@@ -222,6 +222,11 @@ static void silu_block(const Gemm *g, const RowBlock *rows, long panel, long np)
                 silu_store(g, rows->first + i, (panel + p + q) / 2 * NR, gate, gate + NR);
             }
     }
+#if K_STEP > 1
+    const long width = g->n / 2, end = (width + K_STEP - 1) / K_STEP * K_STEP; /* up to which the next product reads */
+    for (long i = 0; (panel + np) * NR >= g->n && i < rows->count; i++)
+        memset((num *)g->out + (rows->first + i) * g->out_stride + width, 0, (size_t)(end - width) * sizeof(num));
+#endif
 }
 
 /* Rows times panels [panel, panel+np). */

@@ -14,7 +14,7 @@
 #define PER 2 /* numbers of a cell */
 typedef uint32_t cell;
 typedef vu vc; /* VW cells */
-#define K_STEP 32 /* packed weights and rows are zero up to a multiple of it: AMX takes 16 cells at once */
+#define K_STEP 32 /* packed weights and rows go up to a multiple of it, with zeros: AMX takes 16 cells at once */
 #else
 #define PER 1
 typedef float cell;
