@@ -221,7 +221,9 @@ def _download_all(
     for named in names:
         with _explained(named, problems):
             files[named] = _files(named, commits[named.field])
-    for named, patterns in files.items() if not problems else ():
+    for named, patterns in files.items():
+        if problems:
+            break
         with _explained(named, problems):
             commit = commits[named.field]
             directory = _cached(named, commit, patterns)

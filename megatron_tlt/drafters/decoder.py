@@ -1,5 +1,5 @@
-"""Interface of a trained drafter in rollouts, in PyTorch (`torch/drafter.py`) or C (`native/eagle.py`, no block
-drafters).
+"""Interface of a trained drafter in rollouts, in PyTorch (`torch_decoder.py`) or C
+(`eagle/native_decoder.py`, no block drafters).
 
 A drafter of kind eagle or eagle3 reads pairs: at position s, the token there and a part of the policy's state
 (`models.base.Decoder`) of position s - 1. Its output at s gives the distribution of the token at s + 1 and stands in

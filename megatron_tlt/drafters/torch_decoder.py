@@ -184,12 +184,14 @@ class TorchRowDrafter(RowDrafter):
         active = self._starting(np.flatnonzero(wanted > 0))
         wanted = wanted[active]
         wanted = np.minimum(wanted, recorder.reachable(self._longest(int(wanted.max(initial=0)))))
-        if not wanted.any():
+        if not len(active):
             return recorder.result()
         self._drafter.refresh_head()
         pairs = missing_pairs(rows, active, self._catch_up_limit, self._size, self.steps_cache)
         if pairs is not None:
             self._drafter.feed(pairs, self._pages, self._kv)
+        if not wanted.any():
+            return recorder.result()
         results = self._run(active, wanted).cpu().numpy()  # the draft's one wait for the device
         at = np.arange(len(active))  # of the drafts that go on
         for number, (scores, candidates) in enumerate(results[: int(wanted.max())]):

@@ -1,4 +1,4 @@
-"""How a metric of one rank is reduced over ranks: said where the metric is made."""
+"""How a metric of one rank is reduced over ranks. The place that makes a metric says how."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ def sums(values: Mapping[str, float]) -> RankMetrics:
 
 
 def reduced(rows: Sequence[Mapping[str, Metric]]) -> RankMetrics:
-    """Metrics of several windows or ranks as one; names may be missing. A mean of no values is 0.
-
-    Means are sums over all values, divided once: they do not depend on which rank generated which response.
-    """
+    """Metrics of several windows or ranks as one; names may be missing."""
     result = {}
     for name in sorted({name for row in rows for name in row}):
         found = [row[name] for row in rows if name in row]
         (how,) = {metric.reduce for metric in found}
         value = (max if how is Reduce.MAX else sum)(metric.value for metric in found)
-        result[name] = Metric(value / max(1.0, sum(m.count for m in found)) if how is Reduce.MEAN else value, how)
+        result[name] = Metric(value, how, sum(metric.count for metric in found))
     return result
 
 
 def values_of(rows: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """The values of all ranks' metrics, `reduced`."""
-    return {name: metric.value for name, metric in reduced(rows).items()}
+    """The values of all ranks' metrics, `reduced`. A mean of no values is 0.
+
+    A mean is the sum of all values, divided once: it does not depend on which rank generated which response.
+    """
+    whole = reduced(rows).items()
+    return {name: m.value / max(1.0, m.count) if m.reduce is Reduce.MEAN else m.value for name, m in whole}

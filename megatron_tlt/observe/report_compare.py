@@ -49,7 +49,7 @@ def comparison(a: RunData, b: RunData) -> str:
     tables: dict[str, list[tuple[str, ...]]] = {
         "Settings that differ:": [("field", *names), *_differences(a, b)],
         f"Seconds a step, of {len(shared)} steps:": [("phase", *names, "B - A", "A / B"), *_times((one, two))],
-        "Results:": [("", *names), *_results(a, b)],
+        "Results:": [("", *names), *_results(a, b, (one, two))],
     }
     parts += ["\n".join([title, *aligned(rows)]) for title, rows in tables.items() if len(rows) > 1]
     return "\n\n".join(parts)
@@ -111,10 +111,10 @@ def _times(runs: Pair) -> Iterator[tuple[str, ...]]:
         yield name, f"{x:.3f}", f"{y:.3f}", f"{y - x:+.3f}", f"{x / y:.2f}" if min(x, y) > _SHORTEST else ""
 
 
-def _results(a: RunData, b: RunData) -> Iterator[tuple[str, ...]]:
-    """Of all steps of each run."""
+def _results(a: RunData, b: RunData, common: Pair) -> Iterator[tuple[str, ...]]:
+    """The last evaluation of each run, and means over the `common` steps."""
     if a.evals or b.evals:
         yield "held-out accuracy, last", *(accuracy(run, -1) if run.evals else "" for run in (a, b))
     for name in ("reward/mean", "length/mean", "spec/accept_length", "drafter/accept/1_mean", "idle/seconds"):
-        if a.column(name)[1] or b.column(name)[1]:
-            yield f"{name}, mean of steps", *(f"{run.mean(name):.3f}" if run.column(name)[1] else "" for run in (a, b))
+        if any(run.column(name)[1] for run in common):
+            yield f"{name}, mean of steps", *(f"{run.mean(name):.3f}" if run.column(name)[1] else "" for run in common)

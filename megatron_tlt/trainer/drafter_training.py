@@ -69,12 +69,13 @@ class DrafterJob(Job):
     ):
         """`settings`: see `training_settings`; `start` opens the training and its engine. Collective.
 
-        Raises ConfigError for responses that cannot be read and for an unfinished training with other settings,
-        CheckpointError for a damaged one.
+        Raises ConfigError for responses that cannot be read and for an unfinished training with other settings, or a
+        damaged one.
         """
         self.config, self.world, self.num_steps = config, world, config.drafter.num_steps
         self._out, self._settings = out, settings
         self._found = None if config.checkpoint.resume == "never" else unfinished_state(out, settings)
+        self._done_before = 0 if self._found is None else int(self._found["training"]["steps"])
         self._given = given_responses(config)
         self._prompts = training_prompts(config) if self._given is None else []
         self._held_out = held_out(config)
@@ -90,17 +91,17 @@ class DrafterJob(Job):
 
     @property
     def done(self) -> int:
-        return self._training.steps_done
+        return max(self._done_before, self._training.steps_done)
 
     def saved(self) -> State | None:
         return self._found
 
     def load(self, state: State | None) -> None:
-        """The engine gets the policy's weights; the drafter goes on from `state` in `begin`, behind the responses."""
-        push_policy(self.config, self.world, self._backend, self._cache.fingerprint)
+        """The drafter goes on from `state` in `begin`, behind the responses."""
 
     def begin(self) -> bool:
-        """Reads the responses, or generates those that the cache lacks."""
+        """Gives the engine the policy's weights; reads the responses, or generates those that the cache lacks."""
+        push_policy(self.config, self.world, self._backend, self._cache.fingerprint)
         self.shutdown.sync_after_step()  # a signal may have come while everything was loaded
         self._cache.start(0)
         self.world.enter("drafter rollout")
@@ -210,12 +211,15 @@ def training_settings(config: Config, drafter: Path | None, num_ranks: int) -> d
 def unfinished_state(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """The state of a training in OUT that was stopped; None where there is none.
 
-    Raises ConfigError for one with other settings, CheckpointError for a damaged file.
+    Raises ConfigError for one with other settings, and for a damaged file.
     """
     file = out / UNFINISHED / _STATE
     if not file.is_file():
         return None
-    state = load_drafter_state(file)
+    try:
+        state = load_drafter_state(file)
+    except CheckpointError as error:
+        raise ConfigError.of("--out", str(out), f"{error}: remove {out / UNFINISHED} to begin again") from error
     old = state["settings"]
     names = [name for name in settings if old.get(name) != settings[name]]
     if names:

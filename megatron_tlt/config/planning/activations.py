@@ -66,7 +66,7 @@ def activation_bytes(
         kept = part.stream(shape) if actor.recompute == "full" else part.layer(shape, redone, has_experts)
         total += count * kept
         again = max(again, layer - kept * (actor.recompute != "full") + part.backward(shape, has_experts))
-    needed = (dims.pp - stage) * total + max(again, part.head(shape))
+    needed = (dims.pp - stage) * (total + part.masks) + max(again, part.head(shape))
     frozen = config.frozen_shape(shape)
     if frozen is not None and frozen is not shape:
         layers = [part.layer(frozen, (), has_experts) for has_experts in {bool(frozen.moe_layers), False}]
@@ -118,7 +118,7 @@ class _Part:
 
     def backward(self, shape: ArchitectureConfig, has_experts: bool) -> float:
         """Temporaries of one layer's way back: gradients of the MLP or of the experts, with their rows on the way to
-        their ranks and back; context parallel attention's, masks, and a merged weight.
+        their ranks and back; context parallel attention's, and a merged weight.
         """
         wide = 2 * self.stream(shape) + self.element * self.tokens * 2 * shape.intermediate_size / self.tp
         if has_experts:
@@ -126,8 +126,13 @@ class _Part:
         if self.cp == 1:
             return max(wide, self.merged)
         heads = 6 * self.cp * shape.num_kv_heads if self.gathers else self.cp * shape.num_heads + 8 * shape.num_kv_heads
-        masks = self.mask_rows**2 * (2 * self.cp + 1) * self.element * self.gathers
-        return max(wide, self.tokens * self.element * heads * shape.head_dim / self.tp, self.merged) + masks
+        return max(wide, self.tokens * self.element * heads * shape.head_dim / self.tp, self.merged)
+
+    @property
+    def masks(self) -> float:
+        """Of a micro-batch's gathering attention, all the while; kernels on CUDA need none."""
+        rows = self.mask_rows * (self.cp > 1 and self.gathers and self.device == "cpu")
+        return rows**2 * (2 * self.cp + 1) * self.element
 
     def head(self, shape: ArchitectureConfig) -> float:
         """Final norm, LM head and loss, forward and backward; 0 on other stages than the last."""

@@ -7,7 +7,7 @@ import pytest
 from megatron_tlt.observe.reduction import Metric, Reduce, reduced, sums, values_of
 
 
-def test_a_metric_is_reduced_as_it_says() -> None:
+def test_each_kind_of_metric() -> None:
     ranks = [
         {
             **sums({"idle/seconds": 1, "a_max": 3}),
@@ -24,7 +24,7 @@ def test_a_metric_is_reduced_as_it_says() -> None:
         {},
     ]
     assert values_of(ranks) == {"a_max": 5.0, "idle/seconds": 3.0, "loss": 1.5, "peak": 4.0, "reward": 2.0}
-    assert reduced([reduced(ranks)]) == reduced(ranks)
+    assert values_of([reduced([*ranks, *ranks[:1]]), ranks[1]]) == values_of([*ranks, *ranks[:2]]), "first of windows"
     assert values_of([{"reward": Metric(0.0, Reduce.MEAN, 0)}]) == {"reward": 0.0}
 
 

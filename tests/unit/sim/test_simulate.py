@@ -1,6 +1,5 @@
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -53,8 +52,8 @@ def test_more_nodes_take_less_time_and_give_speculation_more_to_gain():
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_1024_gpus_for_100_steps_in_a_minute_and_a_gib():
-    """512 engines of 2 GPUs; CPU seconds, because tests share their machine; its own process, for its memory."""
+def test_1024_gpus_for_100_steps_in_a_gib():
+    """512 engines of 2 GPUs, in a process of its own for its memory."""
     script = "from tests.unit.sim.test_simulate import simulate_1024; simulate_1024()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -71,8 +70,6 @@ def simulate_1024():
     paper = ("workload.lengths.median=1200", "workload.lengths.sigma=1.2", "rollout.max_tokens=32768")
     size = ("cluster.nodes=128", "workload.steps=100", "workload.prompts_per_step=1024", "rollout.tp=2")
     config = sim_config(*EAGLE, *paper, *size, "idle.train_drafter=true")
-    started = time.process_time()
     point = Simulation(config).run("tlt")
-    assert time.process_time() - started < 60
     assert _peak_bytes() < 2**30
     assert point.gpus == 1024 and len(point.steps) == 100
