@@ -55,7 +55,8 @@ set_srun_words() {
     all="${SLURM_CPUS_ON_NODE:-${all%%[!0-9]*}}" # salloc sets the second only
     if [ -z "$cpus" ] && [ -z "$all" ]; then cpus="<CPUs of the node / $tasks>"; fi # a dry run
     [ -n "$cpus" ] || cpus=$((all > tasks ? all / tasks : 1))
-    srun_words=(--mpi="${MPI:-pmi2}" --kill-on-bad-exit=1 --cpus-per-task="$cpus" --cpu-bind=cores)
+    srun_words=(--mpi="${MPI:-pmi2}" --kill-on-bad-exit=1 --cpus-per-task="$cpus" --cpu-bind=cores
+        --distribution=block:block) # neighbours on one socket, beside the GPUs of their numbers
     if [ -n "${CONTAINER:-}" ]; then
         srun_words+=(--container-image="$CONTAINER" --container-workdir="$PWD" --no-container-mount-home)
         srun_words+=(--container-mounts="$root:$root,$PWD:$PWD${attempt:+,$attempt:$attempt}${MOUNTS:+,$MOUNTS}")

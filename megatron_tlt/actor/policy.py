@@ -94,6 +94,8 @@ class MegatronPolicy:
         copy of the starting weights for KL terms, with LoRA those that there are, or in their place the model in the
         directory `teacher`, in the same layout and type. Raises ConfigError, CheckpointError.
         """
+        # cuDNN's attention builds a plan for each new number and length of sequences, and a step has hundreds.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.world, self.actor, self.optimizer_section, self.loss = world, actor, optimizer, loss
         self.dims = Dims.fit(world.size, actor.tp, actor.pp, actor.cp, actor.ep)
         self.config = ModelConfig.from_hf(model.path)

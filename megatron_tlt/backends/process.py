@@ -54,10 +54,9 @@ class EngineLaunch:
 
 
 def child_environment(ours: Mapping[str, str], package: str, more: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the engine's process: ours without launcher and Python, and `more`. Pure."""
-    kept = {
-        name: value for name, value in ours.items() if not name.startswith(_LAUNCHER) and name not in _PYTHON
-    }
+    """The environment of the engine's process: ours without launcher, Python and Megatron's; and `more`. Pure."""
+    dropped = (*_PYTHON, "CUDA_DEVICE_MAX_CONNECTIONS")  # the engine's kernels need more than one hardware queue
+    kept = {name: value for name, value in ours.items() if not name.startswith(_LAUNCHER) and name not in dropped}
     return {**kept, "PYTHONPATH": package, **more}
 
 

@@ -87,7 +87,7 @@ def held_out_prompts(
 def file_prompts(
     path: Path, tokenizer: HFTokenizer, chat: bool, env: EnvPrompts = NO_ENV, seed: int = 0
 ) -> list[Prompt]:
-    """All prompts of a JSONL file, in its order; a record may have `token_ids` in place of `prompt`.
+    """All prompts of a JSONL file, in its order, named PATH:LINE; a record may have `token_ids` in place of `prompt`.
 
     `chat`: in the chat template. Seeds of environments come from `seed`. Raises DataError naming file and line,
     EnvError for a prompt that the environment refuses.
@@ -97,7 +97,8 @@ def file_prompts(
     source = FileSource(config, path, records, lambda row: f"{path}:{lines[row]}", takes_tokens=True)
     stream = PromptStream(source, tokenizer, seed=seed, shuffle=False, chat=chat, system=None, max_prompt_tokens=whole,
                           long_prompts="error", env=env)  # fmt: skip
-    return stream.next_batch(len(records))
+    prompts = stream.next_batch(len(records))
+    return [replace(prompt, dataset_id=f"{path}:{line}") for prompt, line in zip(prompts, lines, strict=True)]
 
 
 def env_seed(seed: int, prompt_id: int) -> int:

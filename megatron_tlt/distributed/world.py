@@ -42,6 +42,11 @@ _REFUSE_S = 5.0  # for the other ranks to find the same problems
 _STORE_S = 10.0  # for rank 0 to answer
 _SRUN_REMEDY = "try --mpi=pmi2 for the mpich wheel, --mpi=pmix for a site's MPI"
 _MPIEXEC_REMEDY = "use the mpiexec of the MPI that mpi4py has, beside python for the mpich wheel; `doctor` names it"
+_DEVICE_FILES = Path("/dev")
+_UNSEEN_GPU = (
+    "distributed.device = 'auto': this machine has a GPU that torch does not see. Its driver may be too old (CUDA 13.0 "
+    "needs 580), or this torch is a CPU build: `megatron-tlt doctor` tells. With 'cpu' the run is on CPUs"
+)
 _OPEN_FILES, _FEWEST_FILES = 65536, 256  # of a rank; two ranks with a drafter have some 150
 _ABORT_S = 20.0  # for the launcher to end a rank after another one's MPI_Abort
 
@@ -342,6 +347,8 @@ def _choose_device(wanted: str, local_rank: int) -> torch.device:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     use_cuda = torch.cuda.is_available() if wanted == "auto" else wanted == "cuda"
     if not use_cuda:
+        if wanted == "auto" and any(_DEVICE_FILES.glob("nvidia[0-9]*")):
+            raise DistributedError(_UNSEEN_GPU)
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise DistributedError("distributed.device = 'cuda', but torch sees no CUDA device")

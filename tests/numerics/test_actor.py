@@ -115,6 +115,10 @@ def test_non_finite_gradients_are_refused() -> None:
     assert found["skipped_steps"] == 1
 
 
+def test_attention_builds_no_plan_for_each_length() -> None:
+    assert not case("guards")["cudnn"], "PyTorch prefers cuDNN on GPUs unless it is told not to"
+
+
 def test_gradients_are_clipped() -> None:
     found = case("guards")
     assert found["grad_norm"] > 1

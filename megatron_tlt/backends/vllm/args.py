@@ -108,8 +108,12 @@ def _tensor_parallel(size: int) -> dict[str, Any]:
 
 
 def launcher_variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """How a process of one of `size` ranks on this machine finds the others, by torch's names."""
+    """How a process of one of `size` ranks on this machine finds the others, by torch's names. Each sees one GPU, so
+    reductions that open the others' memory are off.
+    """
     return {
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
         "RANK": str(rank),
         "LOCAL_RANK": "0",
         "WORLD_SIZE": str(size),

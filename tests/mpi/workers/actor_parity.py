@@ -172,6 +172,7 @@ def guards(world: World, root: Path) -> None:
     say(
         world,
         case="guards",
+        cudnn=torch.backends.cuda.cudnn_sdp_enabled(),
         skipped=out.skipped,
         version=out.policy_version,
         skipped_steps=out.metrics["skipped_steps"],

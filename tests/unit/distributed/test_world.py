@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megatron_tlt.distributed.world import _choose_device, _reachable_address
+from megatron_tlt.errors import DistributedError
 
 
 def test_a_host_name_that_resolves_is_taken(monkeypatch):
@@ -40,3 +41,15 @@ def test_a_gpus_context_is_made_with_one_hardware_queue(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: found.append((index, os.environ.get(name))))
     assert _choose_device("auto", 9) == torch.device("cuda", 1)
     assert found == [(1, already or "1")]
+
+
+def test_auto_does_not_fall_to_the_cpu_beside_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """A driver that is too old for this torch: the job would run for days on CPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("megatron_tlt.distributed.world._DEVICE_FILES", tmp_path)
+    (tmp_path / "nvidiactl").touch()
+    assert _choose_device("auto", 0).type == "cpu"
+    (tmp_path / "nvidia0").touch()
+    with pytest.raises(DistributedError, match="580"):
+        _choose_device("auto", 0)
+    assert _choose_device("cpu", 0).type == "cpu"

@@ -34,7 +34,8 @@ SHOWN = r"--partition=long --account=our\ group --qos=high --job-name=x --exclus
     [
         (["train", "--quick"], {}, f"{QUOTED}/benchmarks/bench_train.py --quick\n"),
         (["train", "--quick"], {}, "--mpi=none"),
-        (["train", "--quick"], {}, " --cpus-per-task=<CPUs of the node / 1> --cpu-bind"),
+        (["train", "--quick"], {}, " --cpus-per-task=<CPUs of the node / 1> --cpu-bind=cores"),
+        (["train", "--quick"], {}, " --cpu-bind=cores --distribution=block:block"),
         (["-c9", "train"], {}, " --cpus-per-task=9 "),
         (["train"], {"SLURM_CPUS_ON_NODE": "6"}, " --cpus-per-task=6 "),
         (["train"], {"SLURM_GPUS_PER_NODE": "h100:4"}, "4 GPUs each, for at most 1:00:00: 4 GPU-hours"),

@@ -113,6 +113,7 @@ def test_without_shared_memory_no_child_is_started(tmp_path: Path, monkeypatch: 
 
 def test_the_child_inherits_nothing_of_the_launcher_or_of_our_python() -> None:
     ours = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         **dict.fromkeys(("PMI_RANK", "PMIX_ID", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID"), "1"),
         **dict.fromkeys(("HYDI_CONTROL_FD", "MPICH_X", "PMI2_X", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"), "1"),
         "PATH": "/bin",
