@@ -8,7 +8,9 @@ drafts are drawn (`acceptance`, `drift`), and only their costs are a model (`cos
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -65,7 +67,7 @@ class Speculation:
         """
         above = self._plain_above
         selector = self._selector if above is None or running <= above else None
-        usual = Expected() if selector is None else selector.expected(running)
+        usual = Expected if selector is None else partial(selector.expected, running)
         pre_rolled = self._earlier.propose_for(running, matching, usual) if matching else None
         measures = pre_rolled is None or not pre_rolled.num_tokens
         strategy = NO_DRAFT
@@ -122,8 +124,8 @@ class MatchingRows(PreRollouts):
         self._acceptance = Drift(config.pre_rollouts).acceptance(LONGEST)
         self._matching = 0
 
-    def propose_for(self, running: int, matching: int, usual: Expected) -> Draft:
-        """Of a step whose first `matching` of `running` rows have a place; `usual` is expected without. Mutates."""
+    def propose_for(self, running: int, matching: int, usual: Callable[[], Expected]) -> Draft:
+        """Of a step whose first `matching` of `running` rows have a place; `usual()` is expected without. Mutates."""
         self._all_rows.running, self._matching = running, matching
         return self.propose(usual)
 

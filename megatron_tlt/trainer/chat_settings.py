@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.together import Ranks
 
 
-
 def template_settings(config: TrainingConfig) -> TemplateSettings:
     """For the tokenizer of a run."""
     section = config.chat

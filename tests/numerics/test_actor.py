@@ -116,7 +116,7 @@ def test_non_finite_gradients_are_refused() -> None:
 
 
 def test_attention_builds_no_plan_for_each_length() -> None:
-    assert not case("guards")["cudnn"], "PyTorch prefers cuDNN on GPUs unless it is told not to"
+    assert not case("guards")["cudnn"], "cuDNN is PyTorch's default on GPUs"
 
 
 def test_gradients_are_clipped() -> None:

@@ -41,6 +41,7 @@ _NEVER = 100.0
 
 
 class DSparkKind(DrafterKind[BlockConfig, BlockModel]):
+    """A block of tokens in one forward."""
 
     facts = DRAFTERS["dspark"]
     title, paper = "DSpark", "DSpark (2607.05147)"

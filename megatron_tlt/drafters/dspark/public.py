@@ -50,6 +50,7 @@ _READ |= {"num_target_layers"}
 _READ |= {"num_anchors", "max_anchors"}
 _READ |= {"enable_confidence_head", "use_confidence_head", "confidence_head_with_markov", "confidence_head_alpha"}
 
+
 def public_config(about: Mapping[str, Any], policy: ModelConfig, layers: tuple[int, ...] | None = None) -> BlockConfig:
     """The drafter of config.json `about`; `layers` where it names none. Raises CheckpointError or ConfigError."""
     nested = section(about, "dflash_config")

@@ -66,6 +66,7 @@ class PairKind(DrafterKind[ConfigT, PairModel]):
 
 
 class EagleKind(PairKind[EagleConfig]):
+    """EAGLE-1: drafts from a token and a hidden state."""
 
     facts = DRAFTERS["eagle"]
     title, paper = "EAGLE", "EAGLE-1"

@@ -51,6 +51,7 @@ from megatron_tlt.models.native.parts import (
 
 
 class NativeEagle(DrafterDecoder):
+    """EAGLE and EAGLE-3 in C."""
 
     kind = "native"
 

@@ -24,7 +24,7 @@ Legend: B running rows, S slots, W output width, N drafted tokens, m rows that t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,9 +110,9 @@ class PreRollouts:
             state[slot] = 0
         self._rest = 0
 
-    def propose(self, usual: Expected) -> Draft:
+    def propose(self, usual: Callable[[], Expected]) -> Draft:
         """The tokens of earlier responses that the next step verifies; none where the step that the selector chose,
-        which is expected to bring `usual`, is faster. Mutates.
+        which is expected to bring `usual()`, is faster. Most steps need not ask. Mutates.
         """
         self._rest -= 1
         if self._rest >= 0:
@@ -137,13 +137,13 @@ class PreRollouts:
         lengths: np.ndarray = np.where(is_good, np.clip(left, 0, self._longest), 0)
         return lengths
 
-    def _chosen(self, draft: Draft, usual: Expected) -> np.ndarray:
+    def _chosen(self, draft: Draft, usual: Callable[[], Expected]) -> np.ndarray:
         """Which of the draft's tokens [N] are verified, bool [N]."""
         acceptance = draft.cumulative_acceptance.astype(np.float64)
         order = (-acceptance).argsort(kind="stable")[: max(0, self.most_rows - self._rows.num_rows)]
         best = len(order)
         if self._costs is not None:
-            best = self._best(self._costs, acceptance[order], draft.positions[order] == 0, usual)
+            best = self._best(self._costs, acceptance[order], draft.positions[order] == 0, usual())
         chosen = np.zeros(len(acceptance), np.bool_)
         chosen[order[:best]] = True
         return chosen

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -142,7 +143,7 @@ class Speculator:
         """How the present step drafts, on rank 0. Mutates the places in earlier responses."""
         running = self._rows.num_rows
         if self._earlier is not None and self._tp.rank == 0:
-            draft = self._earlier.propose(self.selector.expected(running))
+            draft = self._earlier.propose(partial(self.selector.expected, running))
             if draft.num_tokens:
                 return _Step(self.selector.usual(running), draft)
         return _Step(self.selector.select(running))

@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,8 @@ class StepDrafting:
         return self._strategy.draft_len
 
     def _choose(self) -> _Choice:
-        earlier = None if self.tokens is None else self.tokens.propose_earlier(self._selector.expected(self._rows))
+        usual = partial(self._selector.expected, self._rows)
+        earlier = None if self.tokens is None else self.tokens.propose_earlier(usual)
         if earlier is None:
             return self._selector.select(self._rows), None
         return (NO_DRAFT if earlier.counts.all() else self._selector.usual(self._rows)), earlier

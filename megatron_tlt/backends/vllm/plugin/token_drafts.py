@@ -164,9 +164,9 @@ class TokenDrafts:
 
     # -- what is drafted --------------------------------------------------------------------------------------
 
-    def propose_earlier(self, usual: Expected) -> Draft | None:
-        """The tokens of earlier responses that the next step verifies, by row; None: none. `usual`: of a step without
-        them. Mutates their places.
+    def propose_earlier(self, usual: Callable[[], Expected]) -> Draft | None:
+        """The tokens of earlier responses that the next step verifies, by row; None: none. `usual()`: what a step
+        without them brings. Mutates their places.
         """
         draft = self._pre_rollouts.propose(usual) if self._earlier and self._names else None
         return draft if draft is not None and draft.num_tokens else None

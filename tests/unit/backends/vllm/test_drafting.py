@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import mode
 from types import SimpleNamespace
 
@@ -131,7 +132,7 @@ def test_steps_with_earlier_responses_teach_their_costs_and_not_the_selector() -
     made = iter([earlier(2, 0), earlier(1, 1), None])
 
     class Tokens:
-        def propose_earlier(self, usual: Expected) -> Draft | None:
+        def propose_earlier(self, usual: Callable[[], Expected]) -> Draft | None:
             now[0] += 1.0
             return next(made)
 

@@ -26,7 +26,7 @@ def make(drafter: str = "suffix", longest: int = 5, verify_rows: int = 64) -> To
 
 def propose(b: TokenDrafts, strategy: DraftStrategy = THREE) -> list[list[int]]:
     """Of a batch of four rows."""
-    return b.propose(strategy, b.propose_earlier(Expected()), [[] for _ in range(4)])
+    return b.propose(strategy, b.propose_earlier(Expected), [[] for _ in range(4)])
 
 
 def note(
@@ -115,7 +115,7 @@ def test_rows_draft_from_their_own_earlier_responses_each_as_far_as_it_goes() ->
     for name in "bcde":
         b.finish(name)
     note(b, "f", [0], [TEXT[0]])
-    assert b.propose_earlier(Expected()) is None
+    assert b.propose_earlier(Expected) is None
 
 
 def test_a_place_behind_a_mismatch_is_found_again() -> None:
