@@ -47,9 +47,9 @@ from megatron_tlt.drafters.training.batching import DraftSequence
 from megatron_tlt.drafters.training.measure import MeasuredAcceptance, measure
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.drafters.training.pretrain import lookup_tables
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.factory import build_decoder
-from megatron_tlt.models.loader import iter_weights, weight_reader
+from megatron_tlt.models.decoders.factory import build_decoder
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.loader import iter_weights, weight_reader
 from megatron_tlt.types import GenerateCall, HiddenStateSample, SamplingParams
 from tests.helpers.pairs import Rows as DraftRows
 

@@ -39,8 +39,8 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.data.packing import pack_by_budget
 from megatron_tlt.distributed.world import World
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.types import TrainBatch, TrainSequence, Trajectory
 
 MODELS = {

@@ -39,7 +39,7 @@ from lib.training_runs import Rows, train
 from torch.backends.cpu import get_cpu_capability
 
 sys.path.insert(0, str(ROOT))
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 
 CONFIG = ROOT / "benchmarks/lib/proof.yaml"
 POLICY = ROOT / "assets/demo-policy"

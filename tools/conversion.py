@@ -27,8 +27,8 @@ from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.distributed.together import Ranks, SingleProcess, together
 from megatron_tlt.errors import ConfigError, TltError, printable, shortened
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import stored_names
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.writer import stored_names
 
 Todo = TypeVar("Todo")
 _LAYER = re.compile(r"\.layers\.\d+\.")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_tlt.backends.embedded import EmbeddedBackend
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.prompts import PromptStream
-    from megatron_tlt.models.draft import Draft
+    from megatron_tlt.models.decoders.draft import Draft
     from megatron_tlt.rollout.rows import RunningRows
     from megatron_tlt.types import DraftedBy, DraftStrategy, Prompt, StepMeasurement
 

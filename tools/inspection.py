@@ -20,8 +20,8 @@ from megatron_tlt.checkpoint.atomic import gib
 from megatron_tlt.checkpoint.convert.hf_dir import HfDir, dtype_name
 from megatron_tlt.checkpoint.convert.to_hf import config_beside
 from megatron_tlt.errors import CheckpointError, ConfigError, shortened
-from megatron_tlt.models.config import ARCHITECTURES, ModelConfig
-from megatron_tlt.models.hf_files import INDEX, SINGLE
+from megatron_tlt.models.hf.config import ARCHITECTURES, ModelConfig
+from megatron_tlt.models.hf.files import INDEX, SINGLE
 
 _BLOCK = 1 << 22  # numbers compared at once: bounds the fp64 copies
 

@@ -26,9 +26,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_tlt.config.checks.files import note_maker, output_directory_problems
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import save_hf
-from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.loader import iter_weights
+from megatron_tlt.models.hf.writer import save_hf
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.models.decoders.inputs import DecoderInput
 
 BLOCK = 16
 

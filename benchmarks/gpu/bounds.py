@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class Shape(Protocol):
-    """Fields of a model that the bounds read (`megatron_tlt.models.config.ModelConfig` has them)."""
+    """Fields of a model that the bounds read (`megatron_tlt.models.hf.config.ModelConfig` has them)."""
 
     vocab_size: int
     hidden_size: int

@@ -15,8 +15,8 @@ import torch
 from benchmarks.gpu.bounds import Device, data_sheet
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.writer import save_hf
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "assets/demo-policy"

@@ -25,8 +25,8 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import KV_BLOCK, RolloutSection
-from megatron_tlt.models.factory import sample_kernel
-from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.models.decoders.factory import sample_kernel
+from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.types import SamplingParams

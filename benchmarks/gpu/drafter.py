@@ -23,7 +23,7 @@ from megatron_tlt.drafters.training.batching import DraftSequence, collate
 from megatron_tlt.drafters.training.fp8 import use_fp8
 from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 
 SEVEN = ModelConfig("qwen2", 152064, 3584, 28, 28, 4, 128, 18944, qkv_bias=True)  # Qwen2.5-7B
 MODES = ("off", "te")

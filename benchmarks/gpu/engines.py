@@ -24,8 +24,8 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.drafters.checkpoint import load_drafter
 from megatron_tlt.interfaces import RolloutBackend
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.types import GenerateCall, WeightBucket
 
 ENGINES: dict[str, Callable[[EngineOptions], RolloutBackend]] = {"embedded": build_backend, "vllm": build_vllm}

@@ -19,11 +19,11 @@ from benchmarks.gpu.check import Check
 from benchmarks.gpu.kernels import LIMITS, distance
 from benchmarks.gpu.result import Result, Row
 from megatron_tlt.config.rollout import RolloutSection
-from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.factory import build_decoder
-from megatron_tlt.models.loader import iter_weights
-from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.models.decoders.base import KVCache
+from megatron_tlt.models.decoders.factory import build_decoder
+from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 
 CONTEXT = 256

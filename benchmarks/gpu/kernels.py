@@ -20,12 +20,12 @@ from torch import Tensor
 from benchmarks.gpu.batches import BLOCK, blocks_for, chains
 from benchmarks.gpu.check import TINY, Check, reason
 from benchmarks.gpu.result import Result
-from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.keyed_noise import best_candidates, gumbel_noise, key_tensor
-from megatron_tlt.models.torch.attention import RaggedPlan
-from megatron_tlt.models.torch.decoder import TorchDecoder
-from megatron_tlt.models.torch.layers import PLAIN
-from megatron_tlt.models.torch.paged import PagedPlan
+from megatron_tlt.models.decoders.inputs import DecoderInput
+from megatron_tlt.models.decoders.keyed_noise import best_candidates, gumbel_noise, key_tensor
+from megatron_tlt.models.decoders.torch.attention import RaggedPlan
+from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
+from megatron_tlt.models.decoders.torch.layers import PLAIN
+from megatron_tlt.models.decoders.torch.paged import PagedPlan
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 6, 128  # Qwen2.5-1.5B's attention
@@ -50,7 +50,7 @@ def distance(got: Tensor, want: Tensor) -> float:
 
 def attention(check: Check, sequences: int, tokens: int, context: int, dtype: torch.dtype) -> Found:
     """Triton's paged attention against gathered attention in float64."""
-    from megatron_tlt.models.torch.kernels.attention import attend
+    from megatron_tlt.models.decoders.torch.kernels.attention import attend
 
     if check.smoke:
         context = min(context, 40)
@@ -73,8 +73,8 @@ def _cache(check: Check, sequences: int, tokens: int, context: int, dtype: torch
 
 def decoder(check: Check, dtype: torch.dtype, tokens: int, static: bool) -> Found:
     """The whole decoder with all kernels of a rollout, against float32 on the CPU without Triton."""
-    from megatron_tlt.models.torch.kernels.attention import attend
-    from megatron_tlt.models.torch.kernels.layers import FUSED
+    from megatron_tlt.models.decoders.torch.kernels.attention import attend
+    from megatron_tlt.models.decoders.torch.kernels.layers import FUSED
 
     dtype = dtype if check.is_cuda else FP32
     config, sequences, context = TINY, 2, 7  # the interpreter takes milliseconds a program
@@ -110,7 +110,7 @@ def _before(batch: DecoderInput, sequences: int, context: int, vocab: int) -> De
 
 def experts(check: Check, rows: int, dtype: torch.dtype) -> Found:
     """A layer's experts against float32 on the CPU; rows that choose others than there count as errors of 1 each."""
-    from megatron_tlt.models.torch.kernels.layers import FUSED
+    from megatron_tlt.models.decoders.torch.kernels.layers import FUSED
 
     dtype = dtype if check.is_cuda else FP32
     hidden, width, count, k = (1024, 384, 32, 8) if check.is_cuda else (64, 24, 6, 2)
@@ -157,7 +157,7 @@ def noise(check: Check) -> Found:
 
 def sampled(check: Check, masked: bool) -> Found:
     """Share of rows whose token differs from what PyTorch draws on the CPU."""
-    from megatron_tlt.models.torch.kernels.sampling import draw
+    from megatron_tlt.models.decoders.torch.kernels.sampling import draw
 
     rng, (rows, vocab) = np.random.default_rng(1), (256, 1000) if check.is_cuda else (9, 300)
     logits = torch.from_numpy(rng.normal(size=(rows, vocab)).astype(np.float32) * 3)
@@ -177,7 +177,7 @@ def sampled(check: Check, masked: bool) -> Found:
 
 def candidates(check: Check) -> Found:
     """A drafter's best tokens against PyTorch's on the CPU: scores, and the share of rows with other tokens."""
-    from megatron_tlt.models.torch.kernels.sampling import best_candidates as best_here
+    from megatron_tlt.models.decoders.torch.kernels.sampling import best_candidates as best_here
 
     rng, (rows, vocab) = np.random.default_rng(2), (64, 5000) if check.is_cuda else (5, 300)
     logits = torch.from_numpy(rng.normal(size=(rows, vocab)).astype(np.float32) * 3)
@@ -212,7 +212,7 @@ CASES: dict[str, Callable[[Check], Found]] = {
 
 def attention_speed(check: Check) -> dict[str, float]:
     """Bytes of keys and values a second that attention of one layer reads, as a share of the device's bandwidth."""
-    from megatron_tlt.models.torch.kernels.attention import attend
+    from megatron_tlt.models.decoders.torch.kernels.attention import attend
 
     summary, bandwidth = {}, check.peaks().bandwidth
     for sequences, context in ((1, 8000), (32, 2000), (128, 2000)) if check.is_cuda else ((2, 64),):

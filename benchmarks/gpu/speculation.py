@@ -20,7 +20,7 @@ from benchmarks.gpu.decode import open_engine, pool_of
 from benchmarks.gpu.result import Result, Row
 from benchmarks.lib.larger_policy import widen, widen_drafter
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.types import GenerateCall, Prompt, SamplingParams
 
 DRAFTER = ROOT / "assets/demo-drafter"

@@ -29,7 +29,7 @@ from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.idle.coordinator import IdleCoordinator
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.trainer.sampling import sampling_params
 from megatron_tlt.types import GenerateCall
 

@@ -14,9 +14,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_tlt.drafters.checkpoint import load_drafter, save_drafter
 from megatron_tlt.drafters.eagle.config import EagleConfig
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import save_hf
-from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.loader import iter_weights
+from megatron_tlt.models.hf.writer import save_hf
 
 Fill = Callable[[str, tuple[int, ...], Tensor | None], Tensor]
 """A tensor of the larger policy from its name, its shape and the small policy's tensor, where that has one."""

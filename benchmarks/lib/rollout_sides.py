@@ -32,7 +32,7 @@ def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: 
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection, SyncSection
     from megatron_tlt.drafters.checkpoint import load_drafter
-    from megatron_tlt.models.loader import iter_weights
+    from megatron_tlt.models.hf.loader import iter_weights
     from megatron_tlt.types import GenerateCall, Prompt, SamplingParams, WeightBucket
 
     speculation = {"drafter": kind, "drafter_path": None if kind == "none" else drafter}
@@ -82,7 +82,7 @@ def vllm(
     os.environ["HF_HUB_OFFLINE"] = "1"
     from vllm import LLM, SamplingParams
 
-    from megatron_tlt.models.base import ENGINE_DTYPES
+    from megatron_tlt.models.decoders.base import ENGINE_DTYPES
 
     if speculation is not None and is_repaired:
         repair_expand()

@@ -30,9 +30,9 @@ from megatron_tlt.actor.weights import mark_partial, mark_shards
 from megatron_tlt.config.actor import ActorSection, LoraSection
 from megatron_tlt.config.planning.policy import rotation_rows
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.torch.layers import inverse_frequencies
+from megatron_tlt.models.decoders.base import DTYPES
+from megatron_tlt.models.decoders.torch.layers import inverse_frequencies
+from megatron_tlt.models.hf.config import ModelConfig
 
 # isort: split
 # megatron comes after compat.

@@ -37,7 +37,7 @@ from megatron_tlt.actor.weights import trainable
 from megatron_tlt.distributed.together import together
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 
 # isort: split
 # megatron comes after compat.

@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.errors import CheckpointError, shortened
-from megatron_tlt.models.config import MOE_FIELDS, ModelConfig
+from megatron_tlt.models.hf.config import MOE_FIELDS, ModelConfig
 from megatron_tlt.observe.files import sync, write_atomically
 
 MANIFEST = "manifest.json"

@@ -21,7 +21,7 @@ from megatron_tlt.actor.elementwise import swiglu
 from megatron_tlt.actor.hf_names import expert_fields
 from megatron_tlt.actor.lora import AdaptedWeight, Adapter
 from megatron_tlt.config.actor import LoraSection
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 
 # isort: split
 # megatron comes after compat.

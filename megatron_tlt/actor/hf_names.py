@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.actor import LoraSection
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 
 Kind = Literal["replicated", "vocab", "columns", "qkv", "rows", "experts"]
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from megatron_tlt.actor.compat import current_device
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.microbatch import MicroBatch, response_len
-from megatron_tlt.models.torch.transfer import HostCopies, HostCopy
+from megatron_tlt.models.decoders.torch.transfer import HostCopies, HostCopy
 from megatron_tlt.types import HiddenStateSample, TrainSequence
 
 # isort: split

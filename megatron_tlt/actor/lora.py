@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from megatron_tlt.actor.compat import current_device
 from megatron_tlt.actor.hf_names import Slot
 from megatron_tlt.config.actor import LoraSection
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.peft import peft_reader
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.peft import peft_reader
 
 # isort: split
 # megatron comes after compat.

@@ -10,7 +10,7 @@ import torch
 
 from megatron_tlt.actor.compat import HAS_CUDA, cpu_as_cuda, give_sgd_a_state_function
 from megatron_tlt.config.actor import ADAM_EPS, ActorSection, OptimizerSection
-from megatron_tlt.models.base import DTYPES
+from megatron_tlt.models.decoders.base import DTYPES
 
 # isort: split
 # megatron comes after compat.

@@ -66,8 +66,8 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.drafters.fingerprint import base_fingerprint
 from megatron_tlt.errors import CheckpointError
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.loader import weight_reader
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.loader import weight_reader
 from megatron_tlt.observe.log import announced
 from megatron_tlt.types import TrainBatch, TrainOutput, TrainSequence
 

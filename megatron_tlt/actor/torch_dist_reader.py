@@ -45,8 +45,8 @@ from megatron_tlt.actor.checkpoint_files import (
 )
 from megatron_tlt.actor.hf_names import Slot, slots, unshard
 from megatron_tlt.errors import CheckpointError, shortened
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_files import prefix_hint
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.files import prefix_hint
 
 TRACKER = "latest_checkpointed_iteration.txt"
 BACKEND = "metadata.json"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.hf_names import Slot, shard, slots, unshard
 from megatron_tlt.errors import CheckpointError
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 
 
 def load_weights(

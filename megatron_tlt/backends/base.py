@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import BackendError
-from megatron_tlt.rollout.spec.history import ResponseHistory
+from megatron_tlt.rollout.speculation.history import ResponseHistory
 
 if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
-    from megatron_tlt.models.config import ModelConfig
+    from megatron_tlt.models.hf.config import ModelConfig
     from megatron_tlt.sync.served_weights import ServedWeights
     from megatron_tlt.types import PastResponse, Prompt, Sample
 

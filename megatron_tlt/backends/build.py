@@ -17,24 +17,24 @@ from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.drafters.checkpoint import load_drafter
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.base import DTYPES, empty_routed_experts
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.factory import build_decoder, sample_kernel
-from megatron_tlt.models.loader import iter_weights
-from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.models.decoders.base import DTYPES, empty_routed_experts
+from megatron_tlt.models.decoders.factory import build_decoder, sample_kernel
+from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.rollout.paged_hidden_states import page_bytes
 from megatron_tlt.rollout.scheduler import SchedulerLimits
-from megatron_tlt.rollout.spec.build import Drafting
-from megatron_tlt.rollout.spec.history import ResponseHistory
-from megatron_tlt.rollout.spec.pre_rollouts import LONGEST
+from megatron_tlt.rollout.speculation.build import Drafting
+from megatron_tlt.rollout.speculation.history import ResponseHistory
+from megatron_tlt.rollout.speculation.pre_rollouts import LONGEST
 from megatron_tlt.sync.served_weights import NO_WEIGHTS, ServedWeights
 
 if TYPE_CHECKING:
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.drafters.decoder import DrafterDecoder
-    from megatron_tlt.models.base import Decoder
+    from megatron_tlt.models.decoders.base import Decoder
     from megatron_tlt.rollout.sampler import NativeSample
 
 # Of a prompt, the suffix drafter reads the best responses of its last epochs: the policy moves away from older ones.
@@ -146,6 +146,6 @@ def _native_sample(decoder: Decoder, threads: int) -> NativeSample | None:
     """The C sampler, where the decoder is the native one (its library is built already)."""
     if decoder.kind != "native":
         return None
-    from megatron_tlt.models.native.decoder import keyed_sample
+    from megatron_tlt.models.decoders.native.decoder import keyed_sample
 
     return partial(keyed_sample, threads=threads, bf16=decoder.dtype == torch.bfloat16)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from megatron_tlt.rollout.engine import Engine
     from megatron_tlt.rollout.request import Request
-    from megatron_tlt.rollout.spec.history import ResponseHistory
-    from megatron_tlt.rollout.spec.speculator import Speculator
+    from megatron_tlt.rollout.speculation.history import ResponseHistory
+    from megatron_tlt.rollout.speculation.speculator import Speculator
     from megatron_tlt.sync.served_weights import ServedWeights
 
 _SHOWN_TOKENS = 1000  # of a response, in `drafts_of`

@@ -11,8 +11,8 @@ from megatron_tlt.backends.base import BaseBackend
 from megatron_tlt.backends.transport import by_cuda_ipc, in_shared_memory
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import BackendError, SyncError, shortened
-from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.config import EMBED, HEAD
+from megatron_tlt.models.decoders.base import DTYPES
+from megatron_tlt.models.hf.config import EMBED, HEAD
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import WeightBucket
 

@@ -21,9 +21,9 @@ from megatron_tlt.drafters.checkpoint import read_drafter_config, save_drafter
 from megatron_tlt.drafters.fingerprint import policy_fingerprint
 from megatron_tlt.drafters.state_file import DRAFTER_STATE, load_drafter_state
 from megatron_tlt.errors import ConfigProblem
-from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.decoders.base import DTYPES
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.writer import save_hf
 
 if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy

@@ -16,7 +16,7 @@ from megatron_tlt.errors import CheckpointError, ConfigProblem
 if TYPE_CHECKING:
     from megatron_tlt.config.checks.layout import Device
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.models.config import ModelConfig
+    from megatron_tlt.models.hf.config import ModelConfig
 
 _log = logging.getLogger(__name__)
 

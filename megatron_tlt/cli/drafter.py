@@ -112,7 +112,7 @@ def _checked(
     """
     from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.drafters.checkpoint import drafter_shape
-    from megatron_tlt.models.config import ModelConfig
+    from megatron_tlt.models.hf.config import ModelConfig
     from megatron_tlt.trainer.preflight import check_on, without_checkpoints
 
     speculation = config.rollout.speculation
@@ -132,7 +132,7 @@ def _load(
 ) -> SavedDrafter:
     """The drafter in `directory`. Raises ConfigError if it does not fit, or was made for another policy."""
     from megatron_tlt.drafters.checkpoint import load_drafter, other_policy_problems
-    from megatron_tlt.models.config import ModelConfig
+    from megatron_tlt.models.hf.config import ModelConfig
 
     model = config.model
     try:

@@ -179,8 +179,8 @@ def _checked_tokenizer(
     from megatron_tlt.data.chat_template import TemplateSettings
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.envs.build import environment_warning
-    from megatron_tlt.models.config import ModelConfig
-    from megatron_tlt.models.hf_files import model_warnings
+    from megatron_tlt.models.hf.config import ModelConfig
+    from megatron_tlt.models.hf.files import model_warnings
     from megatron_tlt.trainer.chat_checks import generation_chat_problems, unread_warnings
     from megatron_tlt.trainer.preflight import generation_problems
     from megatron_tlt.trainer.token_checks import embedding_problems, warnings_of
@@ -270,7 +270,7 @@ def generate_file(
 
 def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: Path) -> int:
     """Tokens of the longest prompt and its response. Raises DataError, ConfigError if the model has fewer positions."""
-    from megatron_tlt.models.config import ModelConfig
+    from megatron_tlt.models.hf.config import ModelConfig
 
     limit = ModelConfig.from_hf(model_dir).max_position_embeddings
     longest = max(prompts, key=lambda p: len(p.token_ids))

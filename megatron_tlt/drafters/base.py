@@ -23,8 +23,8 @@ from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.drafters.model import DrafterConfig, DrafterModel
 from megatron_tlt.drafters.published import PublicForm
 from megatron_tlt.errors import CheckpointError
-from megatron_tlt.models.base import Decoder
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.decoders.base import Decoder
+from megatron_tlt.models.hf.config import ModelConfig
 
 Format = Literal["hf", "sglang", "trtllm", "vllm"]
 FORMATS: tuple[Format, ...] = get_args(Format)

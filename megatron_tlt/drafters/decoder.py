@@ -2,7 +2,7 @@
 (`eagle/native_decoder.py`, no block drafters).
 
 A drafter of kind eagle or eagle3 reads pairs: at position s, the token there and a part of the policy's state
-(`models.base.Decoder`) of position s - 1. Its output at s gives the distribution of the token at s + 1 and stands in
+(`decoders.base.Decoder`) of position s - 1. Its output at s gives the distribution of the token at s + 1 and stands in
 for the state of s: the next pair is (that token, that output). Keys and values of pair s are
 cached in slot s of the policy's block tables (samples of a prompt share its blocks); slot 0 is never read. There is one
 layer, so a cached pair costs the projections to its key and value and nothing else. What a pair means to a drafter of
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.drafters.model import DrafterConfig
-from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.draft import Draft
+from megatron_tlt.models.decoders.base import KVCache
+from megatron_tlt.models.decoders.draft import Draft
 
 RunStep = Callable[[Hashable, Callable[[], object]], object]
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_tlt.errors import CheckpointError, ConfigProblem
-from megatron_tlt.models.config import EMBED
-from megatron_tlt.models.hf_files import weight_files
-from megatron_tlt.models.loader import open_tensors
+from megatron_tlt.models.hf.config import EMBED
+from megatron_tlt.models.hf.files import weight_files
+from megatron_tlt.models.hf.loader import open_tensors
 
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection

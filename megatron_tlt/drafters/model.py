@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_tlt.errors import BackendError, CheckpointError, ConfigError, shortened
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.torch.layers import rope_table
+from megatron_tlt.models.decoders.torch.layers import rope_table
+from megatron_tlt.models.hf.config import ModelConfig
 
 _FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.errors import CheckpointError, shortened
-from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
-from megatron_tlt.models.hf_fields import forward_problems, known_fields
-from megatron_tlt.models.hf_files import weight_files
-from megatron_tlt.models.loader import open_tensors
+from megatron_tlt.models.hf.config import EMBED, HEAD, ModelConfig
+from megatron_tlt.models.hf.fields import forward_problems, known_fields
+from megatron_tlt.models.hf.files import weight_files
+from megatron_tlt.models.hf.loader import open_tensors
 
 NORM = "model.norm.weight"
 COPIES = {  # names in published files, without `model.` -> the policy's tensor

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_tlt.errors import CheckpointError
-from megatron_tlt.models.hf_writer import write_tensors
+from megatron_tlt.models.hf.writer import write_tensors
 
 DRAFTER_STATE = "drafter.safetensors"  # in a checkpoint's directory
 

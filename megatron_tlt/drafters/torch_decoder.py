@@ -33,12 +33,12 @@ from megatron_tlt.drafters.decoder import (
 )
 from megatron_tlt.drafters.model import DrafterModel
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.base import Decoder, KVCache
-from megatron_tlt.models.draft import Draft
-from megatron_tlt.models.keyed_noise import Candidates
-from megatron_tlt.models.keys import row_keys
-from megatron_tlt.models.torch.decoder import TorchDecoder
-from megatron_tlt.models.torch.transfer import upload
+from megatron_tlt.models.decoders.base import Decoder, KVCache
+from megatron_tlt.models.decoders.draft import Draft
+from megatron_tlt.models.decoders.keyed_noise import Candidates
+from megatron_tlt.models.decoders.keys import row_keys
+from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
+from megatron_tlt.models.decoders.torch.transfer import upload
 
 
 class TorchDrafter(DrafterDecoder):

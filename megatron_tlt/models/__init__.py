@@ -1,1 +1,1 @@
-"""Decoder models of the rollout engine: configuration, weights, forward passes."""
+"""Language models: their files (`hf`) and the decoders of the rollout engine (`decoders`)."""

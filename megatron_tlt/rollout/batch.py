@@ -13,7 +13,7 @@ import numpy as np
 from megatron_tlt.rollout.request import Prefill, Request
 
 if TYPE_CHECKING:
-    from megatron_tlt.rollout.spec.verify import Accepted
+    from megatron_tlt.rollout.speculation.verify import Accepted
 
 
 @dataclass(slots=True)

@@ -24,16 +24,16 @@ from megatron_tlt.rollout.model_runner import ModelRunner
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.sampler import NativeSample, Sampler
 from megatron_tlt.rollout.scheduler import Scheduler, SchedulerLimits
-from megatron_tlt.rollout.spec.build import Drafting, build_speculator
+from megatron_tlt.rollout.speculation.build import Drafting, build_speculator
 from megatron_tlt.rollout.stops import StopStringFinder
 from megatron_tlt.types import EngineStats, FinishReason, Prompt, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
-    from megatron_tlt.models.base import Decoder
-    from megatron_tlt.models.keyed_noise import SampleKernel
-    from megatron_tlt.models.torch.decoder import TorchDecoder
-    from megatron_tlt.rollout.spec.speculator import Speculator
+    from megatron_tlt.models.decoders.base import Decoder
+    from megatron_tlt.models.decoders.keyed_noise import SampleKernel
+    from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
+    from megatron_tlt.rollout.speculation.speculator import Speculator
     from megatron_tlt.types import Sample
 
 _REPORT_EVERY_S = 0.02  # a report must not slow the steps down

@@ -5,7 +5,7 @@ verifying). Strategies that verify equally many tokens share graphs, and context
 set of input buffers, write one set of output buffers and share one pool of temporary memory, since one runs at a
 time. They are captured at the engine's start, as many as the budget has room for (`config/planning/graphs.py`), and
 stay: weights and cache keep their addresses, also when the cache's memory is freed between rollouts
-(`models/torch/fixed_memory.py`). Ranks of one engine capture the same steps, with their collectives. On CPU the same
+(`decoders/torch/fixed_memory.py`). Ranks of one engine capture the same steps, with their collectives. On CPU the same
 static forwards run without a graph.
 
     host arrays --pad--> pinned buffer --one copy--> device buffers --graph--> output buffers --rows--> fresh tensors
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.planning.graphs import ROWS_EACH, batch_buckets, captured_shapes, round_up
-from megatron_tlt.models.base import KVCache, empty_routed_experts
-from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
-from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.models.decoders.base import KVCache, empty_routed_experts
+from megatron_tlt.models.decoders.inputs import DecoderInput, DecoderOutput
+from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.graph_capture import (
     CudaCapturer,
     EagerCapturer,

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from megatron_tlt.models.torch.transfer import HostCopy
+from megatron_tlt.models.decoders.torch.transfer import HostCopy
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.types import HiddenStateSample, Trajectory

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.models.base import Decoder, empty_routed_experts
-from megatron_tlt.models.draft import Draft
-from megatron_tlt.models.inputs import DecoderInput, DecoderOutput, HostLengths
-from megatron_tlt.models.keys import row_keys
-from megatron_tlt.models.torch.transfer import upload
+from megatron_tlt.models.decoders.base import Decoder, empty_routed_experts
+from megatron_tlt.models.decoders.draft import Draft
+from megatron_tlt.models.decoders.inputs import DecoderInput, DecoderOutput, HostLengths
+from megatron_tlt.models.decoders.keys import row_keys
+from megatron_tlt.models.decoders.torch.transfer import upload
 from megatron_tlt.rollout.batch import Batch, PrefillChunk, StepResult
 from megatron_tlt.rollout.graph_pool import GraphPool
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
-from megatron_tlt.rollout.spec.verify import accept_matches
+from megatron_tlt.rollout.speculation.verify import accept_matches
 
 _NOTHING = StepResult(np.empty(0, np.int32), np.empty(0, np.float32))
 

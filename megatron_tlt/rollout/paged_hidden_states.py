@@ -1,4 +1,4 @@
-"""Paged hidden states: the state (`models.base.Decoder`) of every cached token, in pages as its keys and values.
+"""Paged hidden states: the state (`decoders.base.Decoder`) of every cached token, in pages as its keys and values.
 
 The state of the token fed at position p of a request lies at the slot of p, in the same block
 tables as the KV cache. So samples share those of their prompt, forks copy them, and recomputation writes them again.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_tlt.models.torch.transfer import HostCopies, HostCopy, indices
+from megatron_tlt.models.decoders.torch.transfer import HostCopies, HostCopy, indices
 
 
 class PagedHiddenStates:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_tlt.models.keys import request_key
+from megatron_tlt.models.decoders.keys import request_key
 from megatron_tlt.types import Drawn, FinishReason, SamplingParams, Span
 
 if TYPE_CHECKING:

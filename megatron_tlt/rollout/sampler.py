@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_tlt.models.keyed_noise import SampleKernel, gumbel_noise, key_tensor
-from megatron_tlt.models.torch.transfer import upload
+from megatron_tlt.models.decoders.keyed_noise import SampleKernel, gumbel_noise, key_tensor
+from megatron_tlt.models.decoders.torch.transfer import upload
 from megatron_tlt.rollout.masks import apply_masks
 
 _ELEMENTS_AT_ONCE = 1 << 23  # of [rows, V]: bounds the temporaries of the torch path

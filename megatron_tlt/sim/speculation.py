@@ -1,9 +1,9 @@
 """A decoding step with the production selector: its decision, seconds and emitted tokens. Torch-free.
 
-    select -> draft -> record          the order of `rollout.spec.speculator.Speculator`
+    select -> draft -> record          the order of `rollout.speculation.speculator.Speculator`
 
-The selector and the choice of pre-rolled tokens are production's own (`rollout.spec`), with virtual seconds; only the
-drafts are drawn (`acceptance`, `drift`), and only their costs are a model (`cost_model`). Legend: B running rows.
+The selector and the choice of pre-rolled tokens are production's own (`rollout.speculation`), with virtual
+seconds; only the drafts are drawn (`acceptance`, `drift`), and only their costs are a model (`cost_model`). Legend: B running rows.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from functools import partial
 import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.models.draft import Draft
+from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.pre_rollouts import LONGEST, PreRollouts
-from megatron_tlt.rollout.spec.selector import StrategySelector, build_selector
-from megatron_tlt.rollout.spec.step_costs import Expected, RowCosts
+from megatron_tlt.rollout.speculation.pre_rollouts import LONGEST, PreRollouts
+from megatron_tlt.rollout.speculation.selector import StrategySelector, build_selector
+from megatron_tlt.rollout.speculation.step_costs import Expected, RowCosts
 from megatron_tlt.sim.acceptance import AcceptanceModel, SimDraft
 from megatron_tlt.sim.cost_model import CostModel
 from megatron_tlt.sim.drift import Drift

@@ -17,7 +17,7 @@ from megatron_tlt.sync.buckets import checksum
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_tlt.models.config import ModelConfig
+    from megatron_tlt.models.hf.config import ModelConfig
     from megatron_tlt.types import WeightBucket
 
 NO_WEIGHTS = -1  # policy version of an engine that no weight sync has reached

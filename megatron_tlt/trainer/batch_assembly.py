@@ -16,7 +16,7 @@ import numpy as np
 from megatron_tlt.algorithms.base import RewardTable
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import gather_columns, redistribute, sum_over_replicas
-from megatron_tlt.rollout.spec.history import readable_tokens
+from megatron_tlt.rollout.speculation.history import readable_tokens
 from megatron_tlt.types import (
     PastResponse,
     SampleGroup,

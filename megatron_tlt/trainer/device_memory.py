@@ -14,7 +14,7 @@ from megatron_tlt.config.planning.engine import kv_cache_bytes
 from megatron_tlt.config.planning.memory import KV, RESERVE, beside_cache, estimate_memory
 from megatron_tlt.config.planning.parameters import GIB
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.rollout.kv_cache import total_memory
 
 if TYPE_CHECKING:

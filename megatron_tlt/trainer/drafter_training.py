@@ -26,7 +26,7 @@ from megatron_tlt.drafters.fingerprint import policy_fingerprint
 from megatron_tlt.drafters.state_file import drafter_state_writer, load_drafter_state
 from megatron_tlt.drafters.training.pretrain import DrafterPretraining, held_out_params
 from megatron_tlt.errors import CheckpointError, ConfigError, DataError
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.observe.files import sync
 from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.resilience.shutdown import GracefulShutdown

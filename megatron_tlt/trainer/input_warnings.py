@@ -13,9 +13,9 @@ from megatron_tlt.data.long_prompts import long_prompt_warnings
 from megatron_tlt.data.prompts import open_source
 from megatron_tlt.data.sources import FileSource, unread_warning
 from megatron_tlt.envs.build import environment_warning
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_files import model_warnings
-from megatron_tlt.models.peft import adapter_warning
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.files import model_warnings
+from megatron_tlt.models.hf.peft import adapter_warning
 from megatron_tlt.rewards.build import answer_warning
 from megatron_tlt.trainer.chat_checks import chat_warnings
 from megatron_tlt.trainer.token_checks import tokenizer_here, tokenizer_warnings

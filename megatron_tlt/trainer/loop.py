@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_tlt.models.base import DTYPES
+from megatron_tlt.models.decoders.base import DTYPES
 from megatron_tlt.trainer.job import Job, State
 from megatron_tlt.types import TrainOutput
 

@@ -18,8 +18,8 @@ from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, Tensor
 from megatron_tlt.drafters.training.run_drafter import RunDrafter
 from megatron_tlt.drafters.training.sharing import HiddenStateSharing
 from megatron_tlt.interfaces import RolloutBackend
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import device_memory
 from megatron_tlt.types import BackendName
@@ -181,7 +181,7 @@ def _starting_drafter(config: Config) -> DrafterModel:
     """
     from megatron_tlt.drafters.checkpoint import drafter_shape, load_drafter
     from megatron_tlt.drafters.registry import KINDS
-    from megatron_tlt.models.loader import weight_reader
+    from megatron_tlt.models.hf.loader import weight_reader
 
     shape = ModelConfig.from_hf(config.model.path)
     path = config.rollout.speculation.drafter_path

@@ -24,9 +24,9 @@ from megatron_tlt.data.sources import errors_at
 from megatron_tlt.envs.build import environment_problems
 from megatron_tlt.envs.check import episode_problems
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError, printable, shortened
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_files import model_problems
-from megatron_tlt.models.peft import peft_problems
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.files import model_problems
+from megatron_tlt.models.hf.peft import peft_problems
 from megatron_tlt.observe.metrics import wandb_problems
 from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.trainer.chat_checks import Renderer, chat_problems, prompt_renderer
@@ -288,7 +288,7 @@ def _render_each_form(render: Renderer, rows: Sequence[Completion], places: Sequ
 
 def _machine_problems(config: Config) -> list[ConfigProblem]:
     """Parts of the embedded engine that are compiled on this machine, which has no C compiler."""
-    from megatron_tlt.models.native.build import find_compiler
+    from megatron_tlt.models.decoders.native.build import find_compiler
 
     rollout, problems = config.rollout, []
     if rollout.backend != "embedded" or find_compiler() is not None:

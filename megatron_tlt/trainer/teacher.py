@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_tlt.config.root import Config
 from megatron_tlt.data.tokenizer import HFTokenizer, has_tokenizer
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 
 if TYPE_CHECKING:
     from megatron_tlt.data.hub import RootT

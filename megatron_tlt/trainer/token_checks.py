@@ -13,7 +13,7 @@ from megatron_tlt.data.tokenizer import HFTokenizer, has_tokenizer, read_tokeniz
 from megatron_tlt.data.turn_form import PROMPT, TURN, read_turn_form
 from megatron_tlt.envs.build import environment_tools
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.trainer.chat_settings import template_settings
 from megatron_tlt.trainer.environments import turn_tokens
 

@@ -18,8 +18,8 @@ from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.eagle.config import Eagle3Config
 from megatron_tlt.drafters.export.drafter import export_drafter
 from megatron_tlt.errors import CheckpointError
-from megatron_tlt.models.config import EMBED, HEAD
-from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.hf.config import EMBED, HEAD
+from megatron_tlt.models.hf.writer import save_hf
 from tests.helpers.tiny_drafters import DEEP, random_drafter
 from tests.helpers.tiny_models import random_weights
 

@@ -22,10 +22,10 @@ from megatron_tlt.cli.generate import generate_file
 from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.errors import BackendError, CheckpointError, ConfigError
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_files import INDEX, SINGLE, model_problems, model_warnings
-from megatron_tlt.models.loader import iter_weights
-from megatron_tlt.models.peft import ADAPTER_CONFIG, adapter_warning, peft_problems, peft_reader
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.files import INDEX, SINGLE, model_problems, model_warnings
+from megatron_tlt.models.hf.loader import iter_weights
+from megatron_tlt.models.hf.peft import ADAPTER_CONFIG, adapter_warning, peft_problems, peft_reader
 from megatron_tlt.types import Prompt, SamplingParams
 from tests.helpers.converted import naive_megatron, save_foreign
 from tests.helpers.tiny_models import hf_model

@@ -19,8 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.torch.paged import PagedPlan
+from megatron_tlt.models.decoders.inputs import DecoderInput
+from megatron_tlt.models.decoders.torch.paged import PagedPlan
 from tests.helpers.launches import Launch, noted_launches
 
 _TYPES = {
@@ -94,7 +94,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _launch_sampling(rows: int, vocab: int) -> None:
-    from megatron_tlt.models.torch.kernels.sampling import best_candidates, draw
+    from megatron_tlt.models.decoders.torch.kernels.sampling import best_candidates, draw
 
     numbers, counts, keys = (empty(rows, dtype=t) for t in (torch.float32, torch.int32, torch.int64))
     for is_masked in (False, True):
@@ -103,7 +103,7 @@ def _launch_sampling(rows: int, vocab: int) -> None:
 
 
 def _launch_layers(rows: int, hidden: int, width: int, heads: int, kv_heads: int, d: int) -> None:
-    from megatron_tlt.models.torch.kernels.layers import FUSED
+    from megatron_tlt.models.decoders.torch.kernels.layers import FUSED
 
     slots, rope = empty(rows, dtype=torch.int64), empty(rows, d)
     for dtype in (torch.float32, torch.bfloat16):
@@ -121,7 +121,7 @@ def _launch_layers(rows: int, hidden: int, width: int, heads: int, kv_heads: int
 
 def _launch_experts() -> None:
     """Decoding and prefill, at the shapes of Qwen3-30B-A3B."""
-    from megatron_tlt.models.torch.kernels.experts import mix_experts, route
+    from megatron_tlt.models.decoders.torch.kernels.experts import mix_experts, route
 
     hidden, width, count, k = 2048, 768, 128, 8
     for rows, dtype in ((64, torch.bfloat16), (600, torch.bfloat16), (4096, torch.bfloat16), (4096, torch.float32)):
@@ -132,7 +132,7 @@ def _launch_experts() -> None:
 
 def _launch_attention(sequences: int, heads: int, kv_heads: int, d: int) -> None:
     """Decoding, verification, the drafter's window, split, and prefill, whose tiles have one query head."""
-    from megatron_tlt.models.torch.kernels.attention import attend
+    from megatron_tlt.models.decoders.torch.kernels.attention import attend
 
     low, bf16 = empty(sequences, dtype=torch.int32), torch.bfloat16
     forms = [(bf16, 1, None, 1), (bf16, 1, low, 64), (bf16, 8, None, 1), (bf16, 512, None, 1)]

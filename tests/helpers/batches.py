@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.inputs import DecoderInput
+from megatron_tlt.models.decoders.base import KVCache
+from megatron_tlt.models.decoders.inputs import DecoderInput
 
 
 def rows_input(

@@ -10,8 +10,8 @@ from torch.nn.functional import silu
 
 from megatron_tlt.config.block_drafters import BlockShape
 from megatron_tlt.drafters.dspark.config import BlockConfig
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.torch.layers import rope_table
+from megatron_tlt.models.decoders.torch.layers import rope_table
+from megatron_tlt.models.hf.config import ModelConfig
 
 
 def block_config(policy: ModelConfig, vocab: int | None = None, layer: ModelConfig | None = None, **more):

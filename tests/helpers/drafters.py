@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_tlt.models.draft import Draft
+from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.speculator import Speculator
+from megatron_tlt.rollout.speculation.speculator import Speculator
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 from tests.helpers.engines import Responses
 

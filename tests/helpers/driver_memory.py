@@ -10,8 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_tlt.models.native.build import find_compiler
-from megatron_tlt.models.torch.fixed_memory import FixedMemory
+from megatron_tlt.models.decoders.native.build import find_compiler
+from megatron_tlt.models.decoders.torch.fixed_memory import FixedMemory
 
 DEVICE = torch.device("xla", 1)  # any second device that PyTorch does nothing with
 _SOURCE = Path(__file__).with_suffix(".c")

@@ -14,16 +14,16 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.registry import KINDS
-from megatron_tlt.models.base import Decoder
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.factory import build_decoder
-from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
-from megatron_tlt.models.native.decoder import keyed_sample
+from megatron_tlt.models.decoders.base import Decoder
+from megatron_tlt.models.decoders.factory import build_decoder
+from megatron_tlt.models.decoders.keyed_noise import gumbel_noise, key_tensor
+from megatron_tlt.models.decoders.native.decoder import keyed_sample
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.rollout.scheduler import SchedulerLimits
-from megatron_tlt.rollout.spec.build import Drafting
+from megatron_tlt.rollout.speculation.build import Drafting
 from megatron_tlt.types import SamplingParams
 from tests.helpers.tiny_drafters import random_drafter
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.errors import DataError
-from megatron_tlt.models.inputs import DecoderInput, DecoderOutput
+from megatron_tlt.models.decoders.inputs import DecoderInput, DecoderOutput
 
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 

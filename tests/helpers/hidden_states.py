@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.types import HiddenStateSample, Trajectory
 
 

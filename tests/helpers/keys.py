@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_tlt.models.keys import request_key, row_keys
+from megatron_tlt.models.decoders.keys import request_key, row_keys
 
 
 def row_key(seed: int, prompt_id: int, sample_index: int, position: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_tlt.models.torch.transfer import HostCopy
+from megatron_tlt.models.decoders.torch.transfer import HostCopy
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 
 

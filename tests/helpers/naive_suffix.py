@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_tlt.models.keys import TOKEN_STEP, mix, row_keys
+from megatron_tlt.models.decoders.keys import TOKEN_STEP, mix, row_keys
 
 NEGLIGIBLE = 0.0313
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_tlt.models.torch.paged import PagedPlan
+from megatron_tlt.models.decoders.torch.paged import PagedPlan
 
 
 def attend_rows(q: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan) -> Tensor:

@@ -16,11 +16,11 @@ from megatron_tlt.drafters.decoder import (
     Pairs,
 )
 from megatron_tlt.drafters.model import DrafterConfig
-from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.draft import Draft
-from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
-from megatron_tlt.models.keys import row_keys
-from megatron_tlt.models.torch.layers import rope_table
+from megatron_tlt.models.decoders.base import KVCache
+from megatron_tlt.models.decoders.draft import Draft
+from megatron_tlt.models.decoders.keyed_noise import gumbel_noise, key_tensor
+from megatron_tlt.models.decoders.keys import row_keys
+from megatron_tlt.models.decoders.torch.layers import rope_table
 
 ONES = np.ones((DEPTHS, BUCKETS), np.float32)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_tlt.rollout.spec.selector import FixedSelector
+from megatron_tlt.rollout.speculation.selector import FixedSelector
 from megatron_tlt.types import DraftStrategy, StepMeasurement
 
 

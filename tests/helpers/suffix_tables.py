@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from megatron_tlt.config.speculation import SuffixSection
-from megatron_tlt.models.draft import Draft
-from megatron_tlt.models.native.abi import library
-from megatron_tlt.models.native.suffix_abi import STEPS
+from megatron_tlt.models.decoders.draft import Draft
+from megatron_tlt.models.decoders.native.abi import library
+from megatron_tlt.models.decoders.native.suffix_abi import STEPS
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.history import ResponseHistory
-from megatron_tlt.rollout.spec.suffix import SuffixDrafter
+from megatron_tlt.rollout.speculation.history import ResponseHistory
+from megatron_tlt.rollout.speculation.suffix import SuffixDrafter
 from megatron_tlt.types import DraftStrategy, SamplingParams
 from tests.helpers.naive_suffix import NaiveCounts, distribution, ranking
 

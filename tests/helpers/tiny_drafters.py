@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.training.batching import DraftSequence
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.types import HiddenStateSample
 from tests.helpers.hidden_states import trajectory
 from tests.helpers.tiny_models import random_tensors

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_tlt.models.base import Decoder, KVCache
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.inputs import DecoderOutput
+from megatron_tlt.models.decoders.base import Decoder, KVCache
+from megatron_tlt.models.decoders.inputs import DecoderOutput
+from megatron_tlt.models.hf.config import ModelConfig
 from tests.helpers.batches import rows_input
 
 _SHAPE: dict[str, Any] = {

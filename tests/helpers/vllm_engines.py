@@ -19,8 +19,8 @@ from megatron_tlt.config.speculation import BanditSection, SpeculationSection
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafters.base import SavedDrafter
 from megatron_tlt.drafters.checkpoint import load_drafter
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.types import Prompt
 from tests.helpers.mpi import ROOT
 

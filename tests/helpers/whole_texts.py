@@ -14,7 +14,7 @@ from tests.helpers.batches import rows_input
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_tlt.models.base import Decoder
+    from megatron_tlt.models.decoders.base import Decoder
 
 
 def read_hidden_states(

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from megatron_tlt.cli.main import main
-from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.models.hf.loader import iter_weights
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import write_config
 

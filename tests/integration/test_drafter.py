@@ -11,7 +11,7 @@ import torch
 
 from megatron_tlt.drafters.checkpoint import load_drafter, read_about
 from megatron_tlt.drafters.export.drafter import export_drafter
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 from tests.helpers import engine_drafters
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import TINY_WARM_UP, make_model, run_drafter, write_config

@@ -25,7 +25,7 @@ from megatron_tlt.drafters.model import DrafterConfig, DrafterModel
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training.batching import DraftSequence, collate, epoch
 from megatron_tlt.drafters.training.trainer import DrafterTrainer, LearningRate
-from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
+from megatron_tlt.models.hf.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.types import SamplingParams
 from tests.helpers.engines import generate_all, make_engine, speculating_engine

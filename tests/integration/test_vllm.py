@@ -36,9 +36,9 @@ from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training.batching import DraftSequence, collate, epoch
 from megatron_tlt.drafters.training.trainer import DrafterTrainer, LearningRate
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import save_hf
-from megatron_tlt.models.loader import weight_reader
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.loader import weight_reader
+from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.types import (
     GenerateCall,
     HiddenStateSample,

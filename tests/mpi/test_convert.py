@@ -19,10 +19,10 @@ from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import CheckpointError
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import save_hf
-from megatron_tlt.models.loader import iter_weights
-from megatron_tlt.models.peft import peft_problems
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.loader import iter_weights
+from megatron_tlt.models.hf.peft import peft_problems
+from megatron_tlt.models.hf.writer import save_hf
 from tests.helpers.mpi import run_ranks
 from tests.mpi.workers.actor_common import KINDS, LORA, results, save_model
 

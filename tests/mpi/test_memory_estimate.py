@@ -1,5 +1,5 @@
-"""`check`'s estimate of memory against the bytes that PyTorch allocates on CPU: no phase or part is missing, none is 15 %
-too much. Up to 5 % are ids, masks, tables and what gloo's threads release late: a reduced tensor of `tp`'s case is 1 %.
+"""`check`'s estimate of memory against the bytes that PyTorch allocates on CPU: no phase or part is missing, none is
+15 % too much. Up to 5 % are ids, masks, tables and what gloo's threads release late.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_tlt.models.base import Decoder
-from megatron_tlt.models.factory import build_decoder
-from megatron_tlt.models.native import abi
+from megatron_tlt.models.decoders.base import Decoder
+from megatron_tlt.models.decoders.factory import build_decoder
+from megatron_tlt.models.decoders.native import abi
 from tests.helpers.tiny_models import Driver, random_weights
 from tests.numerics.test_invariance import CONFIGS, tokens
 
@@ -29,7 +29,7 @@ def on_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     assert emulated.tlt_form() == b"AMX"
     with monkeypatch.context() as patch:
         for module in ("decoder", "parts"):
-            patch.setattr(f"megatron_tlt.models.native.{module}.library", lambda bf16: emulated)
+            patch.setattr(f"megatron_tlt.models.decoders.native.{module}.library", lambda bf16: emulated)
         return make(name)
 
 

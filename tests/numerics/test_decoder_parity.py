@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.decoders.factory import build_decoder
 from tests.helpers.tiny_models import MOE_FAMILIES, Driver, hf_model, model_config, named_weights
 
 FAMILIES = ("qwen2", "qwen3", "llama")

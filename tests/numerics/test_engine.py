@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.types import SamplingParams
 from tests.helpers.engines import (
     Job,

@@ -12,10 +12,10 @@ import torch
 from torch.nn.functional import linear
 
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.base import Decoder
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.factory import build_decoder
-from megatron_tlt.models.torch import invariant
+from megatron_tlt.models.decoders.base import Decoder
+from megatron_tlt.models.decoders.factory import build_decoder
+from megatron_tlt.models.decoders.torch import invariant
+from megatron_tlt.models.hf.config import ModelConfig
 from tests.helpers.tiny_models import Driver, moe_config, random_weights
 
 CONFIGS = {
@@ -127,7 +127,7 @@ def test_a_library_that_rounds_by_place_is_refused(monkeypatch: pytest.MonkeyPat
         return out
 
     driver = Driver(make("torch", "gqa3"))
-    monkeypatch.setattr("megatron_tlt.models.torch.decoder.linear", by_place)
+    monkeypatch.setattr("megatron_tlt.models.decoders.torch.decoder.linear", by_place)
     with pytest.raises(BackendError, match="by their place"):
         driver.step([(0, [1])])
 

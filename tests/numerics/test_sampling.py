@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from megatron_tlt.models.keys import request_key, row_keys
-from megatron_tlt.models.native.decoder import keyed_sample
+from megatron_tlt.models.decoders.keys import request_key, row_keys
+from megatron_tlt.models.decoders.native.decoder import keyed_sample
 from megatron_tlt.rollout.masks import apply_masks
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows, gumbel_noise
 from tests.helpers.engines import CountingSampler

@@ -14,10 +14,10 @@ from megatron_tlt.data.prompts import build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafters.checkpoint import load_drafter
 from megatron_tlt.drafters.dspark.config import BlockConfig
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.factory import build_decoder
-from megatron_tlt.models.loader import iter_weights
-from megatron_tlt.models.native.decoder import keyed_sample
+from megatron_tlt.models.decoders.factory import build_decoder
+from megatron_tlt.models.decoders.native.decoder import keyed_sample
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import SamplingParams

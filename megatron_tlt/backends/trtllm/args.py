@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.process import with_more
 from megatron_tlt.backends.trtllm.server import CLASS
-from megatron_tlt.models.base import ENGINE_DTYPES
+from megatron_tlt.models.decoders.base import ENGINE_DTYPES
 
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection

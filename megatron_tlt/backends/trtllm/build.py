@@ -18,8 +18,8 @@ from megatron_tlt.backends.trtllm.backend import TrtllmBackend
 from megatron_tlt.drafters.checkpoint import write_directory
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.decoders.base import DTYPES
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.sync.served_weights import ServedWeights
 
 if TYPE_CHECKING:

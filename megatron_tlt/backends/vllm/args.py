@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.process import with_more
 from megatron_tlt.drafters.registry import KINDS
-from megatron_tlt.models.base import ENGINE_DTYPES
-from megatron_tlt.rollout.spec.pre_rollouts import LONGEST
+from megatron_tlt.models.decoders.base import ENGINE_DTYPES
+from megatron_tlt.rollout.speculation.pre_rollouts import LONGEST
 
 if TYPE_CHECKING:
     from megatron_tlt.config.model import ModelSection

@@ -24,9 +24,9 @@ from megatron_tlt.backends.vllm.launch import vllm_launch
 from megatron_tlt.drafters.checkpoint import write_directory
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.experts import route_type
+from megatron_tlt.models.decoders.base import DTYPES
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.experts import route_type
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.sync.served_weights import ServedWeights
 

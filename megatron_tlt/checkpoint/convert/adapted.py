@@ -17,10 +17,10 @@ from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.drafters.fingerprint import base_fingerprint
 from megatron_tlt.errors import CheckpointError, shortened
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import write_tensors
-from megatron_tlt.models.loader import weight_reader
-from megatron_tlt.models.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, stored_factors
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.loader import weight_reader
+from megatron_tlt.models.hf.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, stored_factors
+from megatron_tlt.models.hf.writer import write_tensors
 
 
 class AdaptedReader:

@@ -13,10 +13,10 @@ from torch import Tensor
 from megatron_tlt.actor.hf_names import Slot
 from megatron_tlt.config.json_reader import read_object
 from megatron_tlt.errors import CheckpointError, ConfigError
-from megatron_tlt.models.base import DTYPES
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_files import check_weights, model_problems, stored_shapes
-from megatron_tlt.models.loader import open_tensors, tensor_reader
+from megatron_tlt.models.decoders.base import DTYPES
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.files import check_weights, model_problems, stored_shapes
+from megatron_tlt.models.hf.loader import open_tensors, tensor_reader
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 

@@ -22,8 +22,8 @@ from megatron_tlt.checkpoint.convert.hf_dir import choose_dtype, config_with_dty
 from megatron_tlt.config.json_reader import read_object
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import TensorFile, split_into_files, weight_file_name, write_index
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.writer import TensorFile, split_into_files, weight_file_name, write_index
 
 COMMAND = "convert_megatron_to_hf"
 

@@ -39,7 +39,7 @@ from megatron_tlt.checkpoint.convert.hf_dir import (
     dtype_name,
 )
 from megatron_tlt.distributed.together import Ranks, together
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.observe.files import sync
 
 COMMAND = "convert_hf_to_megatron"

@@ -9,8 +9,8 @@ from megatron_tlt.config.rollout import KV_BLOCK
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem, Problems
 
-_NATIVE_HEAD_DIM = 256  # most of the native decoder (models/native/parts.py)
-_GROUPED_BYTES = 16  # of a matrix's row, by which it must be divisible (models/torch/experts.py)
+_NATIVE_HEAD_DIM = 256  # most of the native decoder (models/decoders/native/parts.py)
+_GROUPED_BYTES = 16  # of a matrix's row, by which it must be divisible (models/decoders/torch/experts.py)
 
 
 def check_rollout(

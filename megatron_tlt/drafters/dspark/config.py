@@ -22,8 +22,8 @@ from megatron_tlt.config.block_drafters import (
 from megatron_tlt.drafters.eagle.config import checked_size
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.base import MOST_AUX_LAYERS
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.decoders.base import MOST_AUX_LAYERS
+from megatron_tlt.models.hf.config import ModelConfig
 
 _AT = "rollout.speculation"
 

@@ -28,10 +28,10 @@ from megatron_tlt.drafters.decoder import DraftingRows
 from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.dspark.model import BlockLayer, BlockModel
 from megatron_tlt.drafters.torch_decoder import DraftInputs, TorchDrafter, TorchRowDrafter
-from megatron_tlt.models.base import Decoder, KVCache
-from megatron_tlt.models.keyed_noise import Candidates, best_candidates
-from megatron_tlt.models.torch.attention import gather_heads, table_slots
-from megatron_tlt.models.torch.layers import joined, rms_norm, rotate
+from megatron_tlt.models.decoders.base import Decoder, KVCache
+from megatron_tlt.models.decoders.keyed_noise import Candidates, best_candidates
+from megatron_tlt.models.decoders.torch.attention import gather_heads, table_slots
+from megatron_tlt.models.decoders.torch.layers import joined, rms_norm, rotate
 
 _GATHERED_BYTES = 1 << 26  # of keys and values gathered at a time, of so many rows as fit, or one
 

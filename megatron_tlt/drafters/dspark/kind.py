@@ -31,10 +31,10 @@ from megatron_tlt.drafters.dspark.model import BlockModel
 from megatron_tlt.drafters.dspark.public import FORM
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.errors import CheckpointError, ConfigError
-from megatron_tlt.models.base import Decoder
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.factory import candidates_of
-from megatron_tlt.models.hf_fields import known_fields
+from megatron_tlt.models.decoders.base import Decoder
+from megatron_tlt.models.decoders.factory import candidates_of
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.fields import known_fields
 
 # Of a token outside the drafter's vocabulary: its square is far above any logit, and finite in fp16.
 _NEVER = 100.0

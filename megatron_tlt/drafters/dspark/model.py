@@ -34,7 +34,7 @@ from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.eagle.model import Attention, Mlp, Norm, gated
 from megatron_tlt.drafters.eagle.pairs import PairLayout, PrefixAttention, take
 from megatron_tlt.drafters.model import DraftBatch, DrafterModel
-from megatron_tlt.models.torch.layers import rms_norm, rotate
+from megatron_tlt.models.decoders.torch.layers import rms_norm, rotate
 
 
 class BlockConvolution(nn.Module):

@@ -30,7 +30,7 @@ from megatron_tlt.drafters.published import (
     unknown_entries,
 )
 from megatron_tlt.errors import CheckpointError
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 
 _ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 _CONFIDENCE = "confidence_head."

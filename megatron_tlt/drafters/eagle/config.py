@@ -16,7 +16,7 @@ from typing import Self
 
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,10 @@ from megatron_tlt.drafters.eagle.pairs import PairLayout
 from megatron_tlt.drafters.eagle.torch_decoder import TorchEagle
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.errors import BackendError, ConfigError
-from megatron_tlt.models.base import Decoder
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.factory import candidates_of
-from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.models.decoders.base import Decoder
+from megatron_tlt.models.decoders.factory import candidates_of
+from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
+from megatron_tlt.models.hf.config import ModelConfig
 
 _INSTEAD = "train a drafter of kind eagle3, which every format takes, or use --format"
 
@@ -47,7 +47,7 @@ class PairKind(DrafterKind[ConfigT, PairModel]):
         """In the form of the policy's decoder."""
         if isinstance(policy, TorchDecoder):
             return TorchEagle(policy, self.build_model(config), candidates_of(policy))
-        from megatron_tlt.models.native.decoder import NativeDecoder
+        from megatron_tlt.models.decoders.native.decoder import NativeDecoder
 
         if not isinstance(policy, NativeDecoder):
             raise BackendError(f"there is no eagle drafter for a {policy.kind} decoder")

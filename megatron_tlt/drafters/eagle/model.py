@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.eagle.pairs import PairLayout, attend_pairs, take
 from megatron_tlt.drafters.model import DraftBatch, DrafterConfig, DrafterModel
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.torch.layers import rms_norm, rotate
+from megatron_tlt.models.decoders.torch.layers import rms_norm, rotate
+from megatron_tlt.models.hf.config import ModelConfig
 
 START_SCALE = 0.3  # of the output projections of a policy's layer in a drafter made from it
 

@@ -29,9 +29,9 @@ from megatron_tlt.drafters.decoder import (
 from megatron_tlt.drafters.eagle.config import Eagle3Config
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models.base import KVCache, Shard
-from megatron_tlt.models.draft import Draft
-from megatron_tlt.models.native.abi import (
+from megatron_tlt.models.decoders.base import KVCache, Shard
+from megatron_tlt.models.decoders.draft import Draft
+from megatron_tlt.models.decoders.native.abi import (
     ERRORS,
     TltDraft,
     TltEagle,
@@ -39,8 +39,8 @@ from megatron_tlt.models.native.abi import (
     library,
     point_at_arrays,
 )
-from megatron_tlt.models.native.decoder import NativeDecoder, Numbers, copy_blocks
-from megatron_tlt.models.native.parts import (
+from megatron_tlt.models.decoders.native.decoder import NativeDecoder, Numbers, copy_blocks
+from megatron_tlt.models.decoders.native.parts import (
     Forward,
     PackedLayers,
     Packer,

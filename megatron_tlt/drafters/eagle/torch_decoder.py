@@ -20,13 +20,13 @@ from torch.nn.functional import linear
 from megatron_tlt.drafters.decoder import DraftingRows
 from megatron_tlt.drafters.eagle.model import PairModel
 from megatron_tlt.drafters.torch_decoder import DraftInputs, TorchDrafter, TorchRowDrafter
-from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.keyed_noise import Candidates, best_candidates
-from megatron_tlt.models.torch.attention import AttentionPlan, StaticPlan
-from megatron_tlt.models.torch.decoder import TorchDecoder
-from megatron_tlt.models.torch.layers import joined
-from megatron_tlt.models.torch.paged import PagedPlan
+from megatron_tlt.models.decoders.base import KVCache
+from megatron_tlt.models.decoders.inputs import DecoderInput
+from megatron_tlt.models.decoders.keyed_noise import Candidates, best_candidates
+from megatron_tlt.models.decoders.torch.attention import AttentionPlan, StaticPlan
+from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
+from megatron_tlt.models.decoders.torch.layers import joined
+from megatron_tlt.models.decoders.torch.paged import PagedPlan
 
 
 class TorchEagle(TorchDrafter):

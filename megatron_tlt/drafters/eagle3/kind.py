@@ -21,7 +21,7 @@ from megatron_tlt.drafters.eagle.model import PairModel
 from megatron_tlt.drafters.eagle3.model import Eagle3Model
 from megatron_tlt.drafters.eagle3.public import FORM
 from megatron_tlt.errors import CheckpointError, ConfigError
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 
 
 class Eagle3Kind(PairKind[Eagle3Config]):

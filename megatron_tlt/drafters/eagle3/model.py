@@ -21,8 +21,8 @@ from torch.nn.functional import linear
 
 from megatron_tlt.drafters.eagle.config import Eagle3Config
 from megatron_tlt.drafters.eagle.model import Attention, Mlp, Norm, PairModel
-from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
-from megatron_tlt.models.torch.layers import rms_norm
+from megatron_tlt.models.decoders.torch.layers import rms_norm
+from megatron_tlt.models.hf.config import EMBED, HEAD, ModelConfig
 
 
 class Layer3(nn.Module):

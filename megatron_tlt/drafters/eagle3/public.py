@@ -31,7 +31,7 @@ from megatron_tlt.drafters.published import (
     unknown_entries,
 )
 from megatron_tlt.errors import CheckpointError, ConfigError
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")

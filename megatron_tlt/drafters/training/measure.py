@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_tlt.drafters.model import DrafterModel
 from megatron_tlt.drafters.training.batching import DraftSequence, collate, group_by_length, windows
-from megatron_tlt.models.keyed_noise import gumbel_noise, key_tensor
-from megatron_tlt.models.keys import row_keys
+from megatron_tlt.models.decoders.keyed_noise import gumbel_noise, key_tensor
+from megatron_tlt.models.decoders.keys import row_keys
 
 _MAX_ELEMENTS = 1 << 23  # of [R, V] at a time: bounds the temporaries
 _COLUMNS = ("rows", "overlap", "reached", "matched")

@@ -37,7 +37,7 @@ from megatron_tlt.drafters.training.trainer import DrafterTrainer, LearningRate
 from megatron_tlt.drafters.training.training_state import MEAN, STATE_NAMES, TrainingState
 from megatron_tlt.drafters.training.window import Window
 from megatron_tlt.errors import CheckpointError, DrafterError
-from megatron_tlt.models.base import DTYPES
+from megatron_tlt.models.decoders.base import DTYPES
 from megatron_tlt.observe.reduction import RankMetrics, sums
 from megatron_tlt.types import HiddenStateSample
 

@@ -34,8 +34,8 @@ from megatron_tlt.drafters.training.measure import MeasuredAcceptance, measure
 from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.interfaces import RolloutBackend
-from megatron_tlt.models.config import EMBED, HEAD, ModelConfig
-from megatron_tlt.models.loader import iter_weights, weight_reader
+from megatron_tlt.models.hf.config import EMBED, HEAD, ModelConfig
+from megatron_tlt.models.hf.loader import iter_weights, weight_reader
 from megatron_tlt.observe.progress import ProgressDisplay, build_progress
 from megatron_tlt.types import GenerateCall, Trajectory
 

@@ -16,7 +16,7 @@ from megatron_tlt.drafters.model import DraftBatch, DrafterModel
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training.training_state import WITHOUT_MEAN, TrainingState
 from megatron_tlt.errors import DrafterError
-from megatron_tlt.models.base import DTYPES
+from megatron_tlt.models.decoders.base import DTYPES
 
 _CLIP = 1.0  # gradient norm to clip to
 _WARMUP = 20  # optimizer steps of linear warm-up

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_tlt.actor import attention, build
 from megatron_tlt.distributed.world import World
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.writer import save_hf
 from tests.helpers.tiny_models import random_weights
 from tests.mpi.workers.actor_common import WeightedNll, say, sequences, train_batch
 from tests.mpi.workers.actor_scenario import make_policy

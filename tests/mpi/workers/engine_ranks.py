@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
 from megatron_tlt.distributed.world import World
-from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.graph_capture import Captured, EagerCapturer, StaticStep
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes

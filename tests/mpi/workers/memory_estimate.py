@@ -19,8 +19,8 @@ from megatron_tlt.config.planning.memory import estimate_memory
 from megatron_tlt.config.root import SftConfig
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.types import TrainSequence, Trajectory
 from tests.helpers.live_bytes import live_bytes
 from tests.helpers.tiny_models import random_weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_tlt.actor.hf_names import shard, slots, unshard
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

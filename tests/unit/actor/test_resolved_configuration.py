@@ -17,7 +17,7 @@ import torch
 from megatron_tlt.actor import build, experts, optimizer
 from megatron_tlt.actor.compat import keep_one_table
 from megatron_tlt.config.load import load_config
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 
 # isort: split
 from megatron.core.extensions import transformer_engine_spec_provider as provider

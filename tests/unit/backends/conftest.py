@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.hf.writer import save_hf
 from tests.helpers.tiny_models import TINY, random_weights
 
 

@@ -13,7 +13,7 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits
-from megatron_tlt.rollout.spec.build import Drafting
+from megatron_tlt.rollout.speculation.build import Drafting
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, Sample, SamplingParams
 from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder

@@ -22,7 +22,7 @@ from megatron_tlt.drafters.base import SavedDrafter
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.eagle.model import EagleModel
 from megatron_tlt.errors import ConfigError, SyncError
-from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.sync.served_weights import ServedWeights

@@ -16,7 +16,7 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.errors import BackendError
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits
-from megatron_tlt.rollout.spec.build import Drafting
+from megatron_tlt.rollout.speculation.build import Drafting
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams
 from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder

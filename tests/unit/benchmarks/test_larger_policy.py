@@ -11,8 +11,8 @@ from demo_traces import generate
 from benchmarks.lib.larger_policy import deepen, widen, widen_drafter
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafters.checkpoint import load_drafter
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.types import SamplingParams
 from tests.helpers.engines import speculating_engine
 from tests.helpers.mpi import ROOT

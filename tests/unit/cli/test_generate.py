@@ -11,7 +11,7 @@ from megatron_tlt.cli.generate import generate_file
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.data.prompts import EnvPrompts, file_prompts
 from megatron_tlt.errors import DataError
-from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.types import SamplingParams
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.tiny_models import TINY, random_weights

@@ -20,7 +20,7 @@ from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.prompts import EnvPrompts, build_prompts, source_problems
 from megatron_tlt.data.sources import Row
 from megatron_tlt.errors import ConfigError, DataError
-from megatron_tlt.models.keys import request_key
+from megatron_tlt.models.decoders.keys import request_key
 from megatron_tlt.types import Prompt
 
 TASKS = PromptSourceConfig(tasks=(TaskConfig(name="chain_sum"),))

@@ -15,7 +15,7 @@ from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.fingerprint import policy_fingerprint
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import CheckpointError
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_drafters import DEEP, FAMILIES, random_drafter
 
@@ -53,7 +53,7 @@ def test_a_crash_leaves_the_old_drafter_or_a_refused_directory(tmp_path, monkeyp
     def fail(*_, **__):
         raise OSError("disk full")
 
-    for name, is_whole in (("models.hf_writer.save_file", True), ("observe.files.os.replace", False)):
+    for name, is_whole in (("models.hf.writer.save_file", True), ("observe.files.os.replace", False)):
         with monkeypatch.context() as patch:
             patch.setattr(f"megatron_tlt.{name}", fail)
             with pytest.raises(CheckpointError, match="cannot be written: disk full"):

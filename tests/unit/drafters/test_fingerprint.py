@@ -14,7 +14,7 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafters.checkpoint import drafter_problems, drafter_warnings, load_drafter, save_drafter
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.fingerprint import policy_fingerprint
-from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.hf.writer import save_hf
 from tests.helpers.tiny_drafters import FAMILIES, random_drafter
 from tests.helpers.tiny_models import random_weights
 

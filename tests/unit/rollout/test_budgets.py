@@ -17,9 +17,9 @@ from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.eagle.torch_decoder import TorchEagle
 from megatron_tlt.drafters.registry import KINDS
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.inputs import DecoderInput, HostLengths
-from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.models.decoders.inputs import DecoderInput, HostLengths
+from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.graph_capture import Captured, EagerCapturer
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
@@ -52,8 +52,8 @@ class CountingTp:
 def decoder_of(
     config: ModelConfig, tp: CountingTp | None = None, aux_layers: tuple[int, ...] = ()
 ) -> TorchDecoder:
-    from megatron_tlt.models.torch.kernels.attention import attend
-    from megatron_tlt.models.torch.kernels.layers import FUSED
+    from megatron_tlt.models.decoders.torch.kernels.attention import attend
+    from megatron_tlt.models.decoders.torch.kernels.layers import FUSED
 
     decoder = TorchDecoder(config, META, torch.bfloat16, tp, paged=attend, ops=FUSED, aux_layers=aux_layers)
     decoder.load_weights(
@@ -154,7 +154,7 @@ def test_a_position_of_a_draft_is_few_launches_and_waits_for_nothing(kind: str) 
 
 @pytest.mark.nightly
 def test_drawing_tokens_is_one_kernel_and_one_copy_that_writes_nothing_of_a_logit() -> None:
-    from megatron_tlt.models.torch.kernels.sampling import draw
+    from megatron_tlt.models.decoders.torch.kernels.sampling import draw
 
     rows, vocab = 256, 152064
     how = SamplingRows(

@@ -21,11 +21,11 @@ from megatron_tlt.config.planning.graphs import (
 )
 from megatron_tlt.distributed import world
 from megatron_tlt.errors import BackendError
-from megatron_tlt.models import base
-from megatron_tlt.models.base import KVCache
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.inputs import DecoderInput
-from megatron_tlt.models.torch.decoder import TorchDecoder
+from megatron_tlt.models.decoders import base
+from megatron_tlt.models.decoders.base import KVCache
+from megatron_tlt.models.decoders.inputs import DecoderInput
+from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.graph_capture import Captured
 from megatron_tlt.rollout.graph_pool import GraphKey, GraphPool, PoolSizes

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.scheduler import SchedulerLimits

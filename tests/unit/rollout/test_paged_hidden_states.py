@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.models.torch import transfer
+from megatron_tlt.models.decoders.torch import transfer
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates, page_bytes
 from tests.helpers.budget import cost
 

@@ -17,7 +17,7 @@ from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.scheduler import SchedulerLimits
-from megatron_tlt.rollout.spec.trained import TrainedDrafter
+from megatron_tlt.rollout.speculation.trained import TrainedDrafter
 from megatron_tlt.rollout.turns import TurnExchange
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, SamplingParams, Trajectory

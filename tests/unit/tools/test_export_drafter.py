@@ -11,7 +11,7 @@ import pytest
 from megatron_tlt.drafters.base import FORMATS
 from megatron_tlt.drafters.checkpoint import load_drafter, save_drafter
 from megatron_tlt.drafters.eagle.config import EagleConfig
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_drafters import FAMILIES, random_drafter
 

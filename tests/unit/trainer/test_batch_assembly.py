@@ -13,7 +13,7 @@ from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.observe.rollouts import rank_row
-from megatron_tlt.rollout.spec.history import ResponseHistory
+from megatron_tlt.rollout.speculation.history import ResponseHistory
 from megatron_tlt.trainer import batch_assembly
 from megatron_tlt.trainer.batch_assembly import (
     BatchAssembler,

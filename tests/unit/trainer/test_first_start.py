@@ -13,7 +13,7 @@ import torch
 
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.backends.process import EngineProcess
-from megatron_tlt.models.native import build
+from megatron_tlt.models.decoders.native import build
 from megatron_tlt.rollout.engine import Engine
 
 

@@ -13,9 +13,9 @@ from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.drafters.checkpoint import save_drafter
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_files import INDEX
-from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.files import INDEX
+from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.trainer.preflight import (
     check_report,
     input_problems,

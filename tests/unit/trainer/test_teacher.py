@@ -8,8 +8,8 @@ from tokenizers import Tokenizer
 
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.trainer.preflight import check_report
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_models import random_weights

@@ -31,10 +31,10 @@ from torch import Tensor
 
 from megatron_tlt.backends.vllm.plugin.token_drafts import Lists, TokenDrafts
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.models.draft import Draft
-from megatron_tlt.rollout.spec.counters import SpeculationCounters
-from megatron_tlt.rollout.spec.pre_rollouts import PRE_ROLLED
-from megatron_tlt.rollout.spec.selector import build_selector
+from megatron_tlt.models.decoders.draft import Draft
+from megatron_tlt.rollout.speculation.counters import SpeculationCounters
+from megatron_tlt.rollout.speculation.pre_rollouts import PRE_ROLLED
+from megatron_tlt.rollout.speculation.selector import build_selector
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 _Choice = tuple[DraftStrategy, Draft | None]  # the drafter's strategy, and drafts by earlier responses

@@ -22,13 +22,13 @@ from torch import Tensor
 from megatron_tlt.backends.vllm.plugin import compat
 from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting, chains
 from megatron_tlt.backends.vllm.plugin.token_drafts import Began
-from megatron_tlt.models.factory import sample_kernel
-from megatron_tlt.models.keys import row_keys
-from megatron_tlt.models.native.build import find_compiler
-from megatron_tlt.models.native.decoder import keyed_sample
-from megatron_tlt.models.torch.transfer import upload
+from megatron_tlt.models.decoders.factory import sample_kernel
+from megatron_tlt.models.decoders.keys import row_keys
+from megatron_tlt.models.decoders.native.build import find_compiler
+from megatron_tlt.models.decoders.native.decoder import keyed_sample
+from megatron_tlt.models.decoders.torch.transfer import upload
 from megatron_tlt.rollout.sampler import NativeSample, Sampler, SamplingRows
-from megatron_tlt.rollout.spec.verify import accept_matches
+from megatron_tlt.rollout.speculation.verify import accept_matches
 
 # Elements of [rows, V] that are drawn from at a time: 441 rows of 152k tokens, 256 MiB in fp32, so that plain decoding
 # is one chunk. The memory plan counts it (`config.planning.engine`); a test compares.

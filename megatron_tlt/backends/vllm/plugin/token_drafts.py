@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.models.draft import Draft
+from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.spec.base import Drafter, NoDrafter
-from megatron_tlt.rollout.spec.pre_rollouts import LONGEST, PreRollouts
-from megatron_tlt.rollout.spec.step_costs import Expected, RowCosts
-from megatron_tlt.rollout.spec.suffix import SuffixDrafter
+from megatron_tlt.rollout.speculation.base import Drafter, NoDrafter
+from megatron_tlt.rollout.speculation.pre_rollouts import LONGEST, PreRollouts
+from megatron_tlt.rollout.speculation.step_costs import Expected, RowCosts
+from megatron_tlt.rollout.speculation.suffix import SuffixDrafter
 from megatron_tlt.types import DraftStrategy, SamplingParams
 
 Lists = list[list[int]]

@@ -24,7 +24,7 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import BackendError, ConfigError
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.types import SamplingParams
 from tests.helpers.blocks import DFLASH2, block_config
 from tests.helpers.mpi import ROOT

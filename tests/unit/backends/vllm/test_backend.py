@@ -17,7 +17,7 @@ from megatron_tlt.config.engine_process import VllmSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.errors import BackendError, SyncError
-from megatron_tlt.models.config import EMBED, HEAD
+from megatron_tlt.models.hf.config import EMBED, HEAD
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import GenerateCall, Prompt, SamplingParams, WeightBucket
 

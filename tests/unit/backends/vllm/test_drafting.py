@@ -12,8 +12,8 @@ import torch
 
 from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.models.draft import Draft
-from megatron_tlt.rollout.spec.step_costs import Expected
+from megatron_tlt.models.decoders.draft import Draft
+from megatron_tlt.rollout.speculation.step_costs import Expected
 from megatron_tlt.types import NO_DRAFT, DraftStrategy
 
 PLAIN_S, ROW_S, DRAFT_S = 10.0, 0.8, 0.2  # seconds of a step, of each row beyond eight, of drafting a token

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_tlt.backends.vllm.plugin.token_drafts import Began, TokenDrafts
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.models.native.build import find_compiler
-from megatron_tlt.rollout.spec.step_costs import Expected
+from megatron_tlt.models.decoders.native.build import find_compiler
+from megatron_tlt.rollout.speculation.step_costs import Expected
 from megatron_tlt.types import NO_DRAFT, DraftStrategy
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler: no suffix drafter")

@@ -19,7 +19,7 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
-from megatron_tlt.models.keys import request_key
+from megatron_tlt.models.decoders.keys import request_key
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.scheduler import SchedulerLimits

@@ -10,8 +10,8 @@ from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.checkpoint.export import write_run
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.together import SingleProcess
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.writer import save_hf
 from tests.helpers.live_bytes import live_bytes
 from tests.helpers.tiny_models import random_weights
 

@@ -14,9 +14,9 @@ from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.convert.to_hf import HfConversion
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.distributed.together import SingleProcess
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.hf_files import weight_files
-from megatron_tlt.models.loader import iter_weights
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.files import weight_files
+from megatron_tlt.models.hf.loader import iter_weights
 from tests.helpers.converted import FAMILIES, logits, make_model, naive_megatron, save_foreign
 from tests.helpers.mpi import ROOT
 

@@ -20,7 +20,7 @@ from megatron_tlt.drafters.model import DraftBatch
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training import training_state
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
-from megatron_tlt.models.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig
 from tests.helpers.meta_memory import MetaMemory
 
 GIB = 1 << 30

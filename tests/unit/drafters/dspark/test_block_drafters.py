@@ -16,10 +16,10 @@ from megatron_tlt.drafters.dspark.kind import DSparkKind
 from megatron_tlt.drafters.dspark.model import BlockModel
 from megatron_tlt.drafters.training.batching import collate
 from megatron_tlt.errors import BackendError, ConfigError
-from megatron_tlt.models.draft import Draft
-from megatron_tlt.models.factory import build_decoder
-from megatron_tlt.models.keyed_noise import best_candidates, gumbel_noise, key_tensor
-from megatron_tlt.models.keys import row_keys
+from megatron_tlt.models.decoders.draft import Draft
+from megatron_tlt.models.decoders.factory import build_decoder
+from megatron_tlt.models.decoders.keyed_noise import best_candidates, gumbel_noise, key_tensor
+from megatron_tlt.models.decoders.keys import row_keys
 from tests.helpers.blocks import DFLASH2, block_config, expected_logits, expected_slots
 from tests.helpers.pairs import ONES, Rows, of_row, states
 from tests.helpers.tiny_drafters import DEEP, lookup_tables, random_drafter, random_sequence

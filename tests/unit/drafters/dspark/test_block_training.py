@@ -29,8 +29,8 @@ from megatron_tlt.drafters.training.batching import DraftSequence, bases_by_step
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.drafters.training.trainer import DrafterTrainer, LearningRate
 from megatron_tlt.errors import CheckpointError, ConfigError
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.decoders.factory import build_decoder
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.types import HiddenStateSample
 from tests.helpers.blocks import DFLASH2, block_config
 from tests.helpers.hidden_states import trajectory

@@ -14,9 +14,9 @@ from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import BackendError, CheckpointError
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.draft import Draft
-from megatron_tlt.models.factory import build_decoder
+from megatron_tlt.models.decoders.draft import Draft
+from megatron_tlt.models.decoders.factory import build_decoder
+from megatron_tlt.models.hf.config import ModelConfig
 from tests.helpers.pairs import ONES, Rows, check_row, of_row, states
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
 from tests.helpers.tiny_drafters import random_drafter

@@ -16,8 +16,8 @@ from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training.batching import DraftSequence, collate
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.errors import CheckpointError
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.torch.layers import rms_norm
+from megatron_tlt.models.decoders.torch.layers import rms_norm
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.types import HiddenStateSample, Trajectory
 from tests.helpers.pairs import expected
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence

@@ -20,7 +20,7 @@ from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training.batching import collate
 from megatron_tlt.errors import CheckpointError, ConfigError
-from megatron_tlt.models.config import ModelConfig, RopeScaling
+from megatron_tlt.models.hf.config import ModelConfig, RopeScaling
 from tests.helpers import engine_drafters
 from tests.helpers.tiny_drafters import (
     DEEP,

@@ -16,9 +16,9 @@ from megatron_tlt.drafters.eagle.torch_decoder import TorchEagle
 from megatron_tlt.drafters.eagle3.model import Eagle3Model
 from megatron_tlt.drafters.training.batching import DraftSequence, collate, windows
 from megatron_tlt.drafters.training.measure import MeasuredAcceptance, measure
-from megatron_tlt.models.config import ModelConfig
-from megatron_tlt.models.factory import build_decoder
-from megatron_tlt.models.keys import request_key
+from megatron_tlt.models.decoders.factory import build_decoder
+from megatron_tlt.models.decoders.keys import request_key
+from megatron_tlt.models.hf.config import ModelConfig
 from tests.helpers.pairs import expected
 from tests.helpers.tiny_drafters import DEEP, FAMILIES, lookup_tables, random_drafter, random_sequence
 from tests.helpers.tiny_models import random_weights

@@ -9,7 +9,7 @@ from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.drafters.training.training_state import TrainingState
 from megatron_tlt.errors import CheckpointError, DrafterError
-from megatron_tlt.models.base import DTYPES
+from megatron_tlt.models.decoders.base import DTYPES
 from tests.helpers.hidden_states import random_chunk
 from tests.helpers.online import CONFIG, everything, online_trainer
 from tests.helpers.tiny_drafters import lookup_tables

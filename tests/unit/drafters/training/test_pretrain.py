@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_tlt.drafters.training.pretrain import lookup_tables
-from megatron_tlt.models.hf_writer import save_hf
+from megatron_tlt.models.hf.writer import save_hf
 from tests.helpers.tiny_drafters import FAMILIES
 from tests.helpers.tiny_models import random_weights
 

@@ -1,0 +1,91 @@
+"""Choosing and building a decoder."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Literal
+
+import torch
+
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.models.decoders.base import Decoder
+from megatron_tlt.models.decoders.keyed_noise import Candidates, SampleKernel, best_candidates
+from megatron_tlt.models.decoders.native.build import find_compiler
+from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
+from megatron_tlt.models.hf.config import ModelConfig
+
+_log = logging.getLogger(__name__)
+
+Kernels = Literal["auto", "native", "torch"]
+Numerics = Literal["default", "invariant"]
+
+
+def build_decoder(
+    config: ModelConfig,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    kernels: Kernels = "auto",
+    threads: int = 1,
+    tp: TensorParallel | None = None,
+    numerics: Numerics = "default",
+    aux_layers: tuple[int, ...] = (),
+) -> Decoder:
+    """An empty decoder; load weights next. Its `kind` is "native" or "torch".
+
+    "auto" is the native one on CPU when there is a C compiler, else PyTorch; on CUDA PyTorch with Triton's
+    kernels, which "torch" leaves out. `threads` is used by the native decoder only; `aux_layers`: see `Decoder`.
+    "invariant" numerics: a row's bits do not depend on its batch (always so in the native decoder). Warns on CUDA
+    without Triton. Raises ConfigError for a choice that does not exist or cannot run on `device`, BackendError when
+    `kernels` is "native" and cannot be built.
+    """
+    device = torch.device(device)
+    if kernels not in ("auto", "native", "torch"):
+        raise ConfigError(ConfigProblem("rollout.kernels", kernels, "must be 'auto', 'native' or 'torch'"))
+    if kernels == "native" and device.type != "cpu":
+        raise ConfigError(ConfigProblem("rollout.kernels", kernels, f"runs on CPU only, not on {device}"))
+    if kernels == "native" and dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError.of("rollout.kernels", kernels, f"computes float32 and bfloat16, not {dtype}")
+    can_native = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and find_compiler() is not None
+    if kernels == "native" or (kernels == "auto" and can_native):
+        from megatron_tlt.models.decoders.native.decoder import NativeDecoder
+
+        return NativeDecoder(config, threads, tp, aux_layers, dtype)
+    is_invariant, has_triton = numerics == "invariant", _has_triton(kernels, device)
+    if kernels == "auto" and device.type == "cuda" and not has_triton:
+        _log.warning("no triton here: attention gathers keys and values, sampling takes some 50 kernels a step")
+    if is_invariant or not has_triton:
+        return TorchDecoder(config, device, dtype, tp, is_invariant, aux_layers=aux_layers)
+    from megatron_tlt.models.decoders.torch.kernels.attention import attend
+    from megatron_tlt.models.decoders.torch.kernels.layers import FUSED
+
+    return TorchDecoder(config, device, dtype, tp, paged=attend, aux_layers=aux_layers, ops=FUSED)
+
+
+def sample_kernel(kernels: Kernels, device: torch.device) -> SampleKernel | None:
+    """The kernel that draws tokens (`rollout.sampler`); None: PyTorch draws them."""
+    if not _has_triton(kernels, device):
+        return None
+    from megatron_tlt.models.decoders.torch.kernels.sampling import draw
+
+    return draw
+
+
+def _has_triton(kernels: Kernels, device: torch.device) -> bool:
+    """Whether Triton's kernels run: CUDA builds of PyTorch bring it on Linux. Then their compiling is logged."""
+    if kernels != "auto" or device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    from megatron_tlt.models.decoders.torch.kernels.compile_log import log_compiles
+
+    log_compiles()
+    return True
+
+
+def candidates_of(policy: Decoder) -> Candidates:
+    """The function with which a drafter in PyTorch finds its best candidates: one kernel where the policy has some."""
+    if not isinstance(policy, TorchDecoder) or policy.paged is None or not _has_triton("auto", policy.device):
+        return best_candidates
+    from megatron_tlt.models.decoders.torch.kernels.sampling import best_candidates as fused
+
+    return fused

@@ -1,0 +1,112 @@
+"""Paged attention in PyTorch: gathers keys and values by block table, then `scaled_dot_product_attention`.
+
+Keys of a row are the cached positions before its sequence's first row, by block table, and the sequence's rows of the
+batch up to itself, by their slots.
+
+Legend: T packed rows, S sequences, Q rows of one sequence, C longest context, K keys gathered for a sequence,
+Hq/Hkv query and kv heads, D head size, M blocks of a static table.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_tlt.models.decoders.inputs import DecoderInput
+
+_SHARED_ROWS = 64  # sequences with at most so many rows share a padded call with others of equal length
+
+
+class AttentionPlan(Protocol):
+    """Attention of the rows of one batch; made once a forward, used by every layer."""
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """q [T, Hq, D], keys and values [slots, Hkv, D] (one layer's cache, flat) -> [T, Hq, D]."""
+
+
+class RaggedPlan:
+    """A ragged batch as static ones.
+
+    Sequences with equally few rows (decoding, verification) share one; each longer one (a prefill chunk) has its own.
+    """
+
+    def __init__(self, batch: DecoderInput, block_size: int):
+        starts, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
+        counts = [b - a for a, b in pairwise(starts)]
+        groups: dict[int, list[int]] = defaultdict(list)
+        for s, n in enumerate(counts):
+            groups[n if n <= _SHARED_ROWS else -s - 1].append(s)
+        groups.pop(0, None)
+        self._parts: list[tuple[Tensor, StaticPlan]] = []  # rows of the batch, and their attention
+        device = batch.positions.device
+        for group in groups.values():
+            each = counts[group[0]]
+            at = torch.tensor(group, device=device)
+            first = torch.tensor([starts[s] for s in group], device=device)
+            rows = (first[:, None] + torch.arange(each, device=device)).flatten()
+            blocks = -(-(max(contexts[s] for s in group) - each) // block_size)
+            part = replace(
+                batch,
+                positions=batch.positions[rows],
+                slot_mapping=batch.slot_mapping[rows],
+                context_lens=batch.context_lens[at],
+                block_tables=batch.block_tables[at, :blocks],
+            )
+            self._parts.append((rows, StaticPlan(part, block_size, each)))
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See `AttentionPlan.attend`."""
+        out = torch.empty_like(q)
+        for rows, plan in self._parts:
+            out[rows] = plan.attend(q[rows], keys, values)
+        return out
+
+
+class StaticPlan:
+    """The same for a batch of one shape: S sequences of Q rows each over tables of M blocks, M * block_size long.
+
+    Everything is computed on the device from the batch's tensors, without a value coming to the host, so that a
+    CUDA graph of it can be replayed on other values. The longest context may be M * block_size + Q.
+    """
+
+    def __init__(
+        self, batch: DecoderInput, block_size: int, rows_each: int, first_visible: Tensor | None = None
+    ):
+        """`first_visible` [S]: no row sees a cached position before it."""
+        sequences = batch.context_lens.shape[0]
+        assert batch.positions.shape[0] == sequences * rows_each, "a static batch is full"
+        first = batch.positions.view(sequences, rows_each)[:, 0]
+        length = batch.block_tables.shape[1] * block_size
+        among = torch.ones(rows_each, rows_each, dtype=torch.bool, device=first.device).tril()[None]
+        own = batch.slot_mapping.view(sequences, rows_each).long()
+        self._slots = torch.cat([table_slots(batch.block_tables, length, block_size), own], 1)
+        at = torch.arange(length, device=first.device)
+        before = at < first[:, None, None]
+        if first_visible is not None:
+            before = before & (at >= first_visible[:, None, None])
+        shape = (sequences, rows_each, -1)
+        self._mask = torch.cat([before.expand(shape), among.expand(shape)], -1)[:, None]  # [S, 1, Q, keys]
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See `AttentionPlan.attend`."""
+        query = q.view(len(self._slots), -1, *q.shape[1:]).transpose(1, 2)
+        k, v = gather_heads(keys, self._slots), gather_heads(values, self._slots)
+        attended = scaled_dot_product_attention(query, k, v, attn_mask=self._mask, enable_gqa=True)
+        return attended.transpose(1, 2).reshape(q.shape)
+
+
+def table_slots(tables: Tensor, length: int, block_size: int) -> Tensor:
+    """Slots of positions 0 .. length-1 by block tables [S, blocks] -> [S, length] int64."""
+    at = torch.arange(length, device=tables.device)
+    return tables.long()[:, at // block_size] * block_size + at % block_size
+
+
+def gather_heads(cache: Tensor, slots: Tensor) -> Tensor:
+    """Rows `slots` [S, K] of one layer's cache [slots, Hkv, D] -> [S, Hkv, K, D]."""
+    return cache.index_select(0, slots.reshape(-1)).view(*slots.shape, *cache.shape[1:]).transpose(1, 2)

@@ -1,0 +1,1 @@
+"""Files of Hugging Face: configurations, weights, adapters, in and out."""

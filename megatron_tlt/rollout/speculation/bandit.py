@@ -1,0 +1,103 @@
+"""TLT's bucketed epsilon-greedy bandit over speculation strategies (arXiv 2511.16665, section 5.3).
+
+Two differences from its published code: a bucket has several arms, and the reward is the tokens per second of the step
+itself, not an accept length measured at another time. Torch-free, no clock of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from math import inf
+from statistics import median
+from typing import Any
+
+from megatron_tlt.rollout.speculation.step_costs import Expected
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
+
+
+class BucketedEpsilonGreedy:
+    """Plays the arm with the highest median of tokens per second in the bucket of running requests.
+
+    Arms without rewards come first, in their order; of equal medians the arm named first is played. With probability
+    epsilon, which decays with every step of the bucket, an arm is drawn at random.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[DraftStrategy],
+        thresholds: Sequence[int],
+        epsilon: float = 0.1,
+        decay: float = 0.995,
+        window: int = 50,
+        seed: int = 0,
+    ):
+        """`thresholds`: running requests at which buckets begin, rising; fewer belong to the first bucket."""
+        self.arms = {arm.name: arm for arm in arms}
+        self._thresholds = list(thresholds)
+        self._epsilon, self._decay, self._window = epsilon, decay, window
+        self._random = random.Random(seed)
+        self._rewards = [{name: deque[float](maxlen=window) for name in self.arms} for _ in thresholds]
+        self._scores = [dict.fromkeys(self.arms, inf) for _ in thresholds]  # medians of the rewards; inf: none yet
+        self._steps = [0 for _ in thresholds]
+
+    def _bucket(self, num_running: int) -> int:
+        return max(0, bisect_right(self._thresholds, num_running) - 1)
+
+    def epsilon(self, num_running: int) -> float:
+        """Present share of exploring steps in the bucket of `num_running` requests."""
+        return float(self._epsilon * self._decay ** self._steps[self._bucket(num_running)])
+
+    def select(self, num_running: int) -> DraftStrategy:
+        """See `StrategySelector.select`. Mutates the random state."""
+        best, scores = self.usual(num_running), self._scores[self._bucket(num_running)]
+        if scores[best.name] != inf and self._random.random() < self.epsilon(num_running):
+            best = self.arms[self._random.choice(list(self.arms))]
+        return best
+
+    def usual(self, num_running: int) -> DraftStrategy:
+        """See `StrategySelector.usual`."""
+        scores = self._scores[self._bucket(num_running)]
+        return self.arms[max(scores, key=scores.__getitem__)]
+
+    def expected(self, num_running: int) -> Expected:
+        """See `StrategySelector.expected`: scores are no seconds."""
+        return Expected()
+
+    def record(self, measurement: StepMeasurement) -> None:
+        """See `StrategySelector.record`. The reward is the step's tokens per second."""
+        name = measurement.strategy.name
+        bucket = self._bucket(measurement.num_running)
+        rewards = self._rewards[bucket][name]
+        rewards.append(measurement.num_emitted / (measurement.draft_seconds + measurement.step_seconds))
+        self._scores[bucket][name] = median(rewards)
+        self._steps[bucket] += 1
+
+    def drafter_changed(self) -> None:
+        """See `StrategySelector.drafter_changed`: arms that draft are unplayed again."""
+        for rewards, scores in zip(self._rewards, self._scores, strict=True):
+            for name in self.arms.keys() - {NO_DRAFT.name}:
+                rewards[name].clear()
+                scores[name] = inf
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rewards by bucket and arm, steps by bucket."""
+        return {
+            "selector": "beg_mab",
+            "thresholds": self._thresholds,
+            "rewards": [{name: list(recent) for name, recent in bucket.items()} for bucket in self._rewards],
+            "steps": self._steps[:],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`; ignores that of another selector or of other buckets. New arms start unplayed."""
+        if state.get("selector") != "beg_mab" or state["thresholds"] != self._thresholds:
+            return
+        self._steps = list(state["steps"])
+        for bucket, saved in enumerate(state["rewards"]):
+            for name in self.arms.keys() & saved.keys():
+                rewards = deque[float](saved[name], maxlen=self._window)
+                self._rewards[bucket][name] = rewards
+                self._scores[bucket][name] = median(rewards) if rewards else inf

@@ -1,0 +1,70 @@
+"""Builds an engine's speculator from its configuration."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.rollout.scheduler import Scheduler
+from megatron_tlt.rollout.speculation.base import Drafter, NoDrafter
+from megatron_tlt.rollout.speculation.pre_rollouts import PreRollouts
+from megatron_tlt.rollout.speculation.selector import build_selector
+from megatron_tlt.rollout.speculation.speculator import Speculator
+from megatron_tlt.rollout.speculation.step_costs import RowCosts
+from megatron_tlt.rollout.speculation.suffix import SuffixDrafter
+from megatron_tlt.rollout.speculation.trained import TrainedDrafter
+
+if TYPE_CHECKING:
+    from megatron_tlt.drafters.decoder import DrafterDecoder
+    from megatron_tlt.rollout.model_runner import ModelRunner
+    from megatron_tlt.rollout.speculation.history import ResponseHistory
+
+
+_CATCH_UP = 256  # positions a request that a trained drafter which starts late reads in one step
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Configuration and parts of an engine that speculates."""
+
+    section: SpeculationSection
+    decoder: DrafterDecoder | None = None  # the trained drafter, where the configuration names one
+    history: ResponseHistory | None = None  # earlier responses, for the suffix drafter
+    catch_up: int = _CATCH_UP
+    verify_rows: int | None = None  # most rows of a step with pre-rollouts; None: as many as any step's
+
+
+def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Speculator:
+    """The speculator of an engine. The runner keeps hidden states if the drafter reads them.
+
+    Raises ConfigError if the drafter needs a part that is missing.
+    """
+    section, rows = drafting.section, scheduler.rows
+    trained = _trained(drafting, scheduler, runner) if section.trained else None
+    drafter: Drafter = trained or NoDrafter()
+    if section.drafter == "suffix":
+        drafter = SuffixDrafter(section.suffix, rows, drafting.history)
+    most_rows = len(rows.token_ids)
+    if drafting.verify_rows is not None:
+        most_rows = min(most_rows, max(drafting.verify_rows, scheduler.limits.max_running * section.rows_each))
+    costs = RowCosts() if section.selector == "cost_model" else None
+    pre_rollouts = PreRollouts(rows, most_rows, costs)
+    # On CPU strategies are compared by this thread's own time, however busy the machine is.
+    clock = time.thread_time if runner.device.type == "cpu" else time.perf_counter
+    selector = build_selector(section)
+    return Speculator(drafter, selector, rows, scheduler.reserve, runner.tp, trained, clock, pre_rollouts)
+
+
+def _trained(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> TrainedDrafter:
+    """The trained drafter; its steps run by the policy's pool where there is one."""
+    section, decoder = drafting.section, drafting.decoder
+    if decoder is None:
+        raise ConfigError.of("rollout.speculation.drafter", section.drafter, "the engine got no drafter")
+    trained = TrainedDrafter(decoder, scheduler.rows, runner.keep_pages(), drafting.catch_up)
+    if runner.pool is not None:
+        decoder.use_graphs(runner.pool.graphs.run)
+    return trained
+

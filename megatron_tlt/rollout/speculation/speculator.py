@@ -1,0 +1,260 @@
+"""Speculation in the engine: proposes drafts and records their results.
+
+    schedule -> propose (select, reserve, draft) -> verify -> truncate -> record -> commit
+
+Where rows have a place in an earlier response (`pre_rollouts`), and that pays, these draft from there, and the other
+rows by the drafter's usual strategy. The selector chooses and measures all other steps.
+
+Responses do not depend on any decision here (docs/design/numerics.md): a draft only chooses which tokens the policy is
+fed.
+
+Legend: B running rows, N drafted tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.models.decoders.draft import Draft
+from megatron_tlt.rollout.batch import Batch, StepResult
+from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.speculation.base import Drafter
+from megatron_tlt.rollout.speculation.counters import SpeculationCounters
+from megatron_tlt.rollout.speculation.pre_rollouts import PRE_ROLLED
+from megatron_tlt.rollout.speculation.trace import DraftTrace
+from megatron_tlt.rollout.speculation.verify import Accepted
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_tlt.rollout.speculation.pre_rollouts import PreRollouts
+    from megatron_tlt.rollout.speculation.selector import StrategySelector
+    from megatron_tlt.rollout.speculation.trained import TrainedDrafter
+
+_NO_POSITIONS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """How a step drafts."""
+
+    strategy: DraftStrategy  # of the drafter's rows: those without a token of `pre_rolled`
+    pre_rolled: Draft | None = None  # by earlier responses; None: the selector measures the step
+
+
+_PLAIN = _Step(NO_DRAFT)
+
+
+class Speculator:
+    """Proposes drafts. All ranks of a tensor-parallel group propose alike: rank 0's clock and draft decide."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        selector: StrategySelector,
+        rows: RunningRows,
+        reserve: Callable[[np.ndarray], np.ndarray],
+        tp: TensorParallel,
+        trained: TrainedDrafter | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        pre_rollouts: PreRollouts | None = None,
+    ):
+        """`reserve`: see `Scheduler.reserve`. `trained` is the drafter where that is trained.
+
+        `clock`: seconds that strategies are compared by.
+        """
+        self.drafter, self.selector, self.trained = drafter, selector, trained
+        self.pre_rollouts = pre_rollouts
+        self.trace: DraftTrace | None = None  # drafts for some responses, for the report
+        self.counters = SpeculationCounters()
+        self._rows, self._reserve, self._tp, self._clock = rows, reserve, tp, clock
+        self._max_tokens = len(rows.token_ids)
+        self._step = _PLAIN  # the present one
+        self._draft_seconds = self._own_seconds = 0.0  # of the present step; of them, for its pre-rolled part
+        self._proposed = 0.0  # the clock when the present step's proposal was ready
+
+    def begin(self, earlier: Mapping[tuple[int, int], np.ndarray]) -> None:
+        """A call with these `GenerateCall.drafts` begins, while the engine is idle. Mutates."""
+        if self.pre_rollouts is not None:
+            self.pre_rollouts.begin(earlier)
+
+    def end_generate(self) -> None:
+        """The engine is idle: frees the state of the call. Mutates."""
+        self.drafter.end_generate()
+        if self.pre_rollouts is not None:
+            self.pre_rollouts.end_generate()
+
+    @property
+    def _earlier(self) -> PreRollouts | None:
+        """The earlier responses, where the call has any."""
+        return None if self.pre_rollouts is None or self.pre_rollouts.is_empty else self.pre_rollouts
+
+    @property
+    def has_earlier(self) -> bool:
+        """Whether the call has earlier responses to draft from."""
+        return self._earlier is not None
+
+    @property
+    def _is_off(self) -> bool:
+        """Whether this call can only decode plainly."""
+        return self.drafter.kind == "none" and self._earlier is None
+
+    def propose(self, batch: Batch) -> Draft | None:
+        """The draft that the step of `batch` verifies; None for plain decoding, and for a batch with prefill chunks.
+
+        Mutates drafter and block tables.
+        """
+        if self._is_off:
+            return None
+        for request in batch.started:
+            self.drafter.start(request)
+            if self._earlier is not None:
+                self._earlier.start(request)
+        if batch.copies and self.trained is not None:
+            self.trained.copy_blocks(batch.copies)
+        if not batch.is_decode:
+            return None
+        last_kind, started = self._step.strategy.kind, self._clock()
+        self._step = step = self._tp.broadcast_object(self._choose())
+        draft, lengths = self._reserved(step)
+        self._own_seconds = 0.0 if draft is None else self._clock() - started
+        self._draft_seconds = self._own_seconds
+        if step.strategy.kind != "none":
+            started = self._clock()
+            self.drafter.sync_context(self._rows)
+            if step.strategy.kind != last_kind:  # reading earlier steps' tokens is a cost of the switch
+                started = self._clock()
+            other = self._tp.broadcast_object(self.drafter.propose(self._rows, lengths, step.strategy))
+            other = other.likely(step.strategy.min_cumulative_acceptance)
+            draft = other if draft is None else draft.join(other)
+            self._draft_seconds += self._clock() - started
+        self._proposed = self._clock()
+        return draft if draft is not None and draft.num_tokens else None
+
+    def _choose(self) -> _Step:
+        """How the present step drafts, on rank 0. Mutates the places in earlier responses."""
+        running = self._rows.num_rows
+        if self._earlier is not None and self._tp.rank == 0:
+            draft = self._earlier.propose(partial(self.selector.expected, running))
+            if draft.num_tokens:
+                return _Step(self.selector.usual(running), draft)
+        return _Step(self.selector.select(running))
+
+    def _reserved(self, step: _Step) -> tuple[Draft | None, np.ndarray]:
+        """The pre-rolled draft, and the most tokens of each of the drafter's rows, int32 [B]: as blocks allow.
+
+        A response's last token is never drafted. Mutates block tables.
+        """
+        rows, running, pre_rolled = self._rows, self._rows.num_rows, step.pre_rolled
+        counts = np.zeros(running, np.int32) if pre_rolled is None else pre_rolled.counts
+        longest = np.zeros_like(counts)
+        if step.strategy.draft_len:
+            most_rows = self._max_tokens if self.pre_rollouts is None else self.pre_rollouts.most_rows
+            room = most_rows - running - int(counts.sum())
+            share = max(0, room) // max(1, int(np.count_nonzero(counts == 0)))
+            left = rows.limit[:running] - rows.output_len[:running] - 1
+            longest = np.where(counts, 0, np.minimum(left, min(step.strategy.draft_len, share)))
+        if not longest.any() and pre_rolled is None:
+            return None, longest
+        lengths = self._reserve(longest + counts)
+        if pre_rolled is not None:
+            pre_rolled = pre_rolled.select(pre_rolled.positions < lengths[pre_rolled.row_of])
+        return pre_rolled, np.where(counts, 0, lengths)
+
+    def record(self, batch: Batch, draft: Draft | None, result: StepResult) -> None:
+        """The step of `batch` gave `result`, truncated and not yet committed. Mutates drafter, selector and counters.
+
+        Steps with prefill chunks are not measured.
+        """
+        if batch.chunks and self.trained is not None:
+            self.trained.feed_chunks(batch)
+        if not batch.is_decode or self._is_off:
+            return
+        step_seconds, step = self._clock() - self._proposed, self._step
+        strategy = step.strategy if step.pre_rolled is None else PRE_ROLLED
+        drafted, reached, accepted = 0, _NO_POSITIONS, _NO_POSITIONS
+        if draft is not None:
+            assert result.accepted is not None
+            verified, longest = result.accepted, strategy.draft_len
+            drafted, at = draft.num_tokens, draft.positions
+            reached = np.bincount(at[verified.reached], minlength=longest)
+            accepted = np.bincount(at[verified.accepted], minlength=longest)
+            self._observe(draft, verified)
+            if self.trace is not None:
+                self.trace.add(draft, verified, self._rows)
+        measurement = StepMeasurement(
+            strategy,
+            num_running=batch.num_decode,
+            num_rows=batch.num_decode + drafted,
+            draft_seconds=self._draft_seconds,
+            step_seconds=step_seconds,
+            num_emitted=len(result.tokens),
+            reached=reached,
+            accepted=accepted,
+        )
+        if step.pre_rolled is None:
+            self.selector.record(measurement)
+        if self._earlier is not None:
+            own_seconds = None if step.pre_rolled is None else self._own_seconds
+            self._earlier.record(batch.num_decode, measurement.num_rows, step_seconds, own_seconds)
+        self.counters.add(measurement, draft)
+
+    def _observe(self, draft: Draft, verified: Accepted) -> None:
+        """The drafter learns from its own tokens of a verified draft. Mutates it, and the counters."""
+        pre_rolled, reached, accepted = self._step.pre_rolled, verified.reached, verified.accepted
+        if pre_rolled is None:
+            self.drafter.observe(draft, reached, accepted)
+            return
+        is_earlier = pre_rolled.counts[draft.row_of] > 0
+        self.counters.add_pre_rolled(draft.select(is_earlier), accepted[is_earlier])
+        if not is_earlier.all():
+            self.drafter.observe(draft.select(~is_earlier), reached[~is_earlier], accepted[~is_earlier])
+
+    def load_drafter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads the trained drafter's tensors: what was measured of the former ones counts little from now on.
+
+        Raises CheckpointError if they do not fit.
+        """
+        assert self.trained is not None
+        self.trained.decoder.load_weights(weights)
+        self.trained.weights_changed()
+        self.selector.drafter_changed()
+
+    def start_trace(self, prompt_ids: Collection[int]) -> None:
+        """Starts a new `trace`, of the drafts for responses to these prompts."""
+        self.trace = DraftTrace(prompt_ids)
+
+    def release(self) -> None:
+        """Frees the drafter's cache until `resume`, after the runner's."""
+        if self.trained is not None:
+            self.trained.release()
+
+    def resume(self) -> None:
+        """Allocates the drafter's cache again, after the runner's."""
+        if self.trained is not None:
+            self.trained.resume()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of selectors and calibrations."""
+        state = {
+            "drafter": self.drafter.kind,
+            "selector": self.selector.state_dict(),
+            "calibration": self.drafter.state_dict(),
+        }
+        return state if self.pre_rollouts is None else state | {"pre_rollouts": self.pre_rollouts.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`, if it is of this kind of drafter; that of pre-rollouts, where there is one."""
+        if state["drafter"] == self.drafter.kind:
+            self.selector.load_state_dict(state["selector"])
+            self.drafter.load_state_dict(state["calibration"])
+        if self.pre_rollouts is not None and "pre_rollouts" in state:
+            self.pre_rollouts.load_state_dict(state["pre_rollouts"])

@@ -1,0 +1,265 @@
+"""What the decoders promise besides numbers: strict weights, cache copies, tensor parallelism, errors, building."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_tlt.errors import BackendError, CheckpointError, ConfigError
+from megatron_tlt.models.decoders.base import Shard
+from megatron_tlt.models.decoders.factory import build_decoder
+from megatron_tlt.models.decoders.inputs import DecoderInput
+from megatron_tlt.models.hf.config import ModelConfig
+from tests.helpers.mpi import run_one, start_one
+from tests.helpers.thread_ranks import ThreadRank, on_ranks
+from tests.helpers.tiny_models import Driver, moe_config, random_weights
+
+CONFIG = ModelConfig("qwen2", 101, 64, 2, 4, 2, 16, 96, qkv_bias=True, max_position_embeddings=128)
+EXPERTS = moe_config("qwen2_moe", 101)
+KERNELS = ("native", "torch")
+FORMS = [(kernels, dtype) for kernels in KERNELS for dtype in (torch.float32, torch.bfloat16)]
+
+
+def loaded(kernels: str, config: ModelConfig = CONFIG, **kwargs):
+    decoder = build_decoder(config, kernels=kernels, **kwargs)
+    decoder.load_weights(random_weights(config))
+    return decoder
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_weights_are_checked_strictly(kernels: str) -> None:
+    decoder, weights = build_decoder(CONFIG, kernels=kernels), random_weights(CONFIG)
+    with pytest.raises(CheckpointError, match="not part of"):
+        decoder.load_weights([("model.layers.9.mlp.up_proj.weight", torch.zeros(1))])
+    with pytest.raises(CheckpointError, match="shape"):
+        decoder.load_weights([("model.norm.weight", torch.zeros(1))])
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        decoder.load_weights(weights[:-1])
+    with pytest.raises(BackendError, match="before all weights"):
+        Driver(decoder).step([(0, [1])])
+    decoder.load_weights(weights[-1:], partial=True)
+    assert Driver(decoder).step([(0, [1])]).logits.shape == (1, 101)
+
+
+@pytest.mark.parametrize(("kernels", "dtype"), FORMS)
+def test_a_push_replaces_every_weight(kernels: str, dtype: torch.dtype) -> None:
+    """Old weights leave no trace, whatever the pushed tensors' type and strides."""
+    new = random_weights(CONFIG, seed=9)
+    decoder = loaded(kernels, dtype=dtype)
+    decoder.load_weights((n, w.t().contiguous().t() if w.ndim == 2 else w.double()) for n, w in new)
+    fresh = build_decoder(CONFIG, kernels=kernels, dtype=dtype)
+    fresh.load_weights(new)
+    a, b = (Driver(d).step([(0, list(range(20)))]).logits for d in (decoder, fresh))
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("kernels", "dtype"), FORMS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_and_head_are_shown_and_copied_only_where_packed(
+    kernels: str, dtype: torch.dtype, tied: bool
+) -> None:
+    config = replace(CONFIG, tie_word_embeddings=tied)
+    decoder, weights = loaded(kernels, config, dtype=dtype), dict(random_weights(config))
+    embed, head = decoder.lookup_tables()
+    wanted = weights["model.embed_tokens.weight"].to(dtype)
+    assert torch.equal(embed, wanted)
+    assert torch.equal(head, wanted if tied else weights["lm_head.weight"].to(dtype))
+    decoder.load_weights(random_weights(config, seed=9))
+    assert not torch.equal(embed, wanted), "the decoder's own memory"
+    assert torch.equal(head, decoder.lookup_tables()[1]) == (tied or kernels == "torch")
+
+
+def test_a_sharded_head_is_put_together() -> None:
+    weights = dict(random_weights(CONFIG))
+
+    def work(rank: ThreadRank):
+        decoder = build_decoder(CONFIG, kernels="torch", tp=rank)
+        decoder.load_weights(weights.items())
+        return decoder.lookup_tables()
+
+    for embed, head in on_ranks(2, work):  # 101 rows: the second shard is padded
+        assert torch.equal(embed, weights["model.embed_tokens.weight"])
+        assert torch.equal(head, weights["lm_head.weight"])
+
+
+@pytest.mark.parametrize(("kernels", "dtype"), FORMS)
+def test_copied_blocks_serve_a_forked_sequence(kernels: str, dtype: torch.dtype) -> None:
+    decoder = loaded(kernels, dtype=dtype)
+    driver = Driver(decoder)
+    driver.step([(0, list(range(40)))])
+    driver.tables[1] = [driver.free.pop() for _ in driver.tables[0]]
+    decoder.copy_blocks(driver.kv, driver.tables[0], driver.tables[1])
+    driver.done[1] = 40
+    out = driver.step([(0, [5]), (1, [5])]).logits
+    assert torch.equal(out[0], out[1])
+
+
+def test_positions_beyond_the_first_rotary_table() -> None:
+    config = ModelConfig("llama", 50, 32, 1, 2, 1, 16, 32, max_position_embeddings=9000)
+    ids = torch.randint(0, 50, (5000,), generator=torch.Generator().manual_seed(0)).tolist()
+    got = []
+    for kernels in KERNELS:
+        driver = Driver(loaded(kernels, config), num_blocks=350)
+        driver.step([(0, ids[:4990])], all_rows=False)
+        got.append(driver.step([(0, ids[4990:])]).logits)
+    torch.testing.assert_close(*got, atol=1e-4, rtol=1e-4)
+
+
+def test_strongly_closed_gates_are_closed() -> None:
+    """silu(x) for x far below -88, where e^-x does not fit float32, is 0 and not x."""
+    weights = [(n, w * (400 if "gate_proj" in n else 1)) for n, w in random_weights(CONFIG)]
+    got = []
+    for kernels in KERNELS:
+        decoder = build_decoder(CONFIG, kernels=kernels)
+        decoder.load_weights(weights)
+        got.append(Driver(decoder).step([(0, list(range(40)))]).logits)
+    torch.testing.assert_close(*got, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
+def test_torch_tensor_parallel_equals_one_rank(config: ModelConfig) -> None:
+    """101 tokens do not divide: the last shard is short."""
+    batch = [(0, list(range(30)))]
+    want = Driver(loaded("torch", config)).step(batch).logits
+    got = on_ranks(2, lambda rank: Driver(loaded("torch", config, tp=rank)).step(batch).logits)
+    for logits in got:
+        torch.testing.assert_close(logits, want, atol=1e-5, rtol=1e-5)
+        assert torch.equal(logits, got[0])
+
+
+NATIVE_RANK = """
+import sys, torch, torch.distributed as dist
+from megatron_tlt.models.decoders.factory import build_decoder
+from tests.helpers.tiny_models import Driver, random_weights
+from tests.unit.models.decoders.test_decoders import CONFIG, EXPERTS
+rank, size, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=size)
+class Group:
+    def all_reduce(self, t): dist.all_reduce(t)
+    def all_gather(self, t):
+        out = torch.empty(size, *t.shape); dist.all_gather(list(out.unbind()), t); return out
+tp = Group(); tp.rank, tp.size = rank, size
+def run(config, tp):
+    d = build_decoder(config, kernels="native", threads=2, tp=tp)
+    d.load_weights(random_weights(config))
+    driver = Driver(d)
+    return torch.cat([driver.step([(0, list(range(30))), (1, [4])]).logits, driver.step([(1, [3])]).logits])
+for config in CONFIG, EXPERTS:
+    torch.testing.assert_close(run(config, tp), run(config, None), atol=1e-5, rtol=1e-5)
+"""
+
+
+def test_native_tensor_parallel_over_processes(tmp_path) -> None:
+    ranks = [start_one("-c", NATIVE_RANK, rank, 2, tmp_path / "store") for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stdout
+
+
+def test_a_failing_all_reduce_is_reported_with_its_cause() -> None:
+    class Broken:
+        rank, size = 0, 2
+
+        def all_reduce(self, tensor):
+            raise RuntimeError("peer is gone")
+
+        def all_gather(self, tensor):
+            return torch.stack([tensor, tensor])
+
+    decoder = loaded("native", tp=Broken())
+    with pytest.raises(BackendError, match="all-reduce failed") as caught:
+        Driver(decoder).step([(0, [1, 2])])
+    assert "peer is gone" in str(caught.value.__cause__)
+
+
+def test_shapes_that_cannot_be_sharded_are_refused() -> None:
+    with pytest.raises(ConfigError, match="must divide the model's query heads 4"):
+        Shard(CONFIG, 0, 3)
+    with pytest.raises(ConfigError, match="key/value heads 3"):
+        Shard(ModelConfig("llama", 10, 24, 1, 12, 3, 2, 24), 0, 2)
+    with pytest.raises(ConfigError, match="shared expert's width 71, experts' width 41"):
+        Shard(replace(EXPERTS, moe_intermediate_size=41, shared_expert_intermediate_size=71), 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "word"),
+    [
+        ("token_ids", [1, 101], "token id"),
+        ("token_ids", [-1, 1], "token id"),
+        ("positions", [0, 128], "position"),
+        ("slot_mapping", [0, 32], "slot"),
+        ("block_tables", [[2]], "block table"),
+        ("block_tables", [[-1]], "block table"),
+        ("positions", [0, 16], "block table"),
+        ("logit_rows", [2], "logit row"),
+        ("query_start", [0, 1], "query_start"),
+        ("query_start", [0], "query_start must be .* of 2 rows"),
+        ("positions", [0], "positions must be .* of 2 rows"),
+        ("slot_mapping", [0], "slots must be .* of 2 rows"),
+        ("context_lens", [2, 2], "query_start must be .* of 3 rows"),
+        ("block_tables", [[0], [0]], "block_tables must be .* of 1 rows"),
+    ],
+)
+def test_input_that_would_leave_memory_is_refused(field: str, value: list, word: str) -> None:
+    fields = {
+        "token_ids": [1, 2],
+        "positions": [0, 1],
+        "slot_mapping": [0, 1],
+        "query_start": [0, 2],
+        "context_lens": [2],
+        "block_tables": [[0]],
+        "logit_rows": [1],
+    }
+    decoder = loaded("native")
+    tensors = {k: torch.tensor(v, dtype=torch.int32) for k, v in (fields | {field: value}).items()}
+    batch = DecoderInput(**tensors)
+    with pytest.raises(BackendError, match=word):
+        decoder.forward(batch, decoder.new_kv_cache(2, 16))
+
+
+def test_wrong_types_and_choices_are_refused() -> None:
+    decoder = loaded("native")
+    with pytest.raises(AssertionError, match="multiple of 16"):
+        decoder.new_kv_cache(4, 8)
+    kv = decoder.new_kv_cache(4, 16)
+    with pytest.raises(BackendError, match="copy_blocks"):
+        decoder.copy_blocks(kv, [0], [4])
+    ints = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(BackendError, match="int32"):
+        decoder.forward(DecoderInput(ints, ints, ints, ints, ints, ints[None], ints), kv)
+    for choice, word in (
+        ({"kernels": "fast"}, "kernels"),
+        ({"kernels": "native", "device": "cuda"}, "CPU only"),
+        ({"kernels": "native", "dtype": torch.float64}, "float32 and bfloat16"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            build_decoder(CONFIG, **choice)
+
+
+def test_many_processes_build_once(tmp_path) -> None:
+    code = "from megatron_tlt.models.decoders.native import abi, build as b; "
+    code += "b.FLAGS = ('-O0', *b.FLAGS[2:]); abi.library()"
+    ranks = [start_one("-c", code, MEGATRON_TLT_CACHE=str(tmp_path)) for _ in range(4)]
+    assert [rank.wait() for rank in ranks] == [0] * 4, ranks[0].stdout
+    assert len(list(tmp_path.glob("*.so"))) == 1 and not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_builds_for_other_instruction_sets_compute_the_same(dtype: str, close: float, tmp_path) -> None:
+    """Those of this CPU below its own, which every other test has."""
+    code = (
+        "import sys, torch; from megatron_tlt.models.decoders.native import build as b; b.FLAGS = "
+        "tuple(sys.argv[1:]) + b.FLAGS[3:];"
+        "from tests.unit.models.decoders.test_decoders import *;"
+        f"d, close = torch.{dtype}, {close};"
+        "n, t = (Driver(loaded(k, dtype=d)).step([(0, list(range(60)))]).logits for k in ('native', 'torch'));"
+        "assert (n - t).abs().mean() <= close * t.abs().mean(), (n - t).abs().mean() / t.abs().mean()"
+    )
+    if os.uname().machine != "x86_64":
+        pytest.skip("instruction sets of x86")
+    sets = {"haswell": "avx2", "skylake-avx512": "avx512bw", "cooperlake": "avx512_bf16"}
+    has = Path("/proc/cpuinfo").read_text().split()
+    for arch in ["x86-64", *(arch for arch, flag in sets.items() if flag in has)]:
+        run_one("-c", code, "-std=gnu99", "-O1", f"-march={arch}", MEGATRON_TLT_CACHE=str(tmp_path))

@@ -1,0 +1,163 @@
+"""Paged attention: the plan against gathered attention (always), and the Triton kernel against both.
+
+The kernel runs on a GPU, or in Triton's interpreter: where there is no GPU, these tests set TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from megatron_tlt.drafters.eagle.config import EagleConfig
+from megatron_tlt.drafters.registry import KINDS
+from megatron_tlt.models.decoders.inputs import DecoderInput
+from megatron_tlt.models.decoders.torch.attention import RaggedPlan, StaticPlan
+from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
+from megatron_tlt.models.decoders.torch.paged import PagedPlan
+from megatron_tlt.models.hf.config import ModelConfig
+from tests.helpers.paged import attend_rows
+from tests.helpers.tiny_models import Driver, random_weights
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels' module is imported
+
+
+def runs():
+    """The kernel where there is triton, and what it must compute."""
+    kernel = pytest.param(
+        "kernel",
+        marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    )
+    return pytest.mark.parametrize("run", ["rows", kernel])
+
+
+def run_of(name: str):
+    if name == "rows":
+        return attend_rows
+    from megatron_tlt.models.decoders.torch.kernels.attention import attend
+
+    return attend
+
+
+def ragged(contexts: list[tuple[int, int]], block_size: int, seed: int = 0) -> DecoderInput:
+    """Chains: (cached positions before, rows) of each sequence, in shuffled blocks."""
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(seed)).tolist()
+    width = -(-max(a + n for a, n in contexts) // block_size)
+    tables = [[order.pop() for _ in range(width)] for _ in contexts]
+    starts, positions, slots = [0], [], []
+    for (first, n), table in zip(contexts, tables, strict=True):
+        starts.append(starts[-1] + n)
+        for p in range(first, first + n):
+            positions.append(p)
+            slots.append(table[p // block_size] * block_size + p % block_size)
+    ends = [a + n for a, n in contexts]
+    data = (positions, positions, slots, starts, ends, tables, list(range(len(positions))))
+    return DecoderInput.of([torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in data])
+
+
+def cache_and_queries(rows: int, heads: int, kv_heads: int, d: int, slots: int, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    made = [
+        torch.randn(n, h, d, generator=generator)
+        for n, h in ((rows, heads), (slots, kv_heads), (slots, kv_heads))
+    ]
+    return [t.to(DEVICE, dtype) for t in made]
+
+
+# Sequences (cached positions, rows), splits, heads, kv heads, head size: G 2, 7 and 1; sizes that are no power of two.
+RAGGED = [(0, 1), (130, 1), (63, 5), (0, 40), (17, 35)]
+STATIC, SINGLE = [(70, 5), (0, 5), (33, 5)], [(150, 1), (63, 1), (40, 1)]
+CASES = [
+    ("ragged", RAGGED, 1, 4, 2, 16),
+    ("ragged", RAGGED, 4, 7, 1, 24),
+    ("ragged", RAGGED, 1, 6, 6, 40),
+    ("static", STATIC, None, 6, 2, 32),
+    ("visible", SINGLE, 1, 4, 2, 16),
+    ("visible", SINGLE, 2, 4, 2, 16),
+]
+
+
+@runs()
+@pytest.mark.parametrize(("kind", "contexts", "splits", "heads", "kv_heads", "d"), CASES)
+def test_paged_attention_equals_gathered_attention(run, kind, contexts, splits, heads, kv_heads, d):
+    """Static batches have tables wider than any context, as a graph's bucket is, with padding that names a scratch
+    block. With a first visible position, as the drafter needs it, a row sees itself and nothing before that position.
+    """
+    batch, visible, rows_each = ragged(contexts, 16), None, None
+    if kind != "ragged":
+        rows_each = contexts[0][1]
+    if kind == "static":
+        scratch = torch.full((3, 8), 64, dtype=torch.int32, device=DEVICE)
+        scratch[:, : batch.block_tables.shape[1]] = batch.block_tables
+        batch.block_tables = scratch
+    if kind == "visible":
+        visible = torch.tensor([100, 99, 1]).to(DEVICE)
+    q, keys, values = cache_and_queries(len(batch.positions), heads, kv_heads, d, 65 * 16)
+    gathered = RaggedPlan(batch, 16) if rows_each is None else StaticPlan(batch, 16, rows_each, visible)
+    paged = PagedPlan(run_of(run), batch, 16, (kv_heads, heads // kv_heads), rows_each, visible, splits)
+    want = gathered.attend(q, keys, values)
+    torch.testing.assert_close(paged.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
+
+
+# Heads and kv heads of Qwen2.5 0.5B (and of 7B over TP 2), 1.5B, 7B, and of 7B over TP 4.
+@pytest.mark.parametrize("heads", [(14, 2), (12, 2), (28, 4), (7, 1)])
+@pytest.mark.parametrize("batch_size", [1, 8, 128])
+def test_splits_fill_the_processors_and_are_no_more(heads, batch_size, monkeypatch):
+    """132 processors, contexts of up to 4096 positions: without splits where sequences fill them, else a program each
+    (half of them with one kv head), at most two.
+    """
+    monkeypatch.setattr("megatron_tlt.models.decoders.torch.paged._processors", lambda device: 132)
+    (query_heads, kv_heads), row = heads, torch.zeros(batch_size, dtype=torch.int32, device=DEVICE)
+    starts, tables = torch.arange(batch_size + 1, device=DEVICE), row.new_zeros(batch_size, 256)
+    batch = DecoderInput.of([row, row, row, starts, row, tables, row])
+    splits = PagedPlan(attend_rows, batch, 16, (kv_heads, query_heads // kv_heads), rows_each=1).splits
+    programs = batch_size * kv_heads
+    if programs >= 132:
+        assert splits == 1
+    else:
+        assert (64 if programs == 1 else 128) <= programs * splits <= 2 * 132
+
+
+@runs()
+def test_half_precision_stays_within_its_rounding(run):
+    """bf16 on a GPU; Triton's interpreter has no bf16 products, so fp16 there."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    batch = ragged([(200, 1), (90, 3)], 16)
+    q, keys, values = cache_and_queries(4, 8, 2, 64, 64 * 16, dtype)
+    exact = RaggedPlan(batch, 16).attend(q.float(), keys.float(), values.float())
+    got = PagedPlan(run_of(run), batch, 16, (2, 4), splits=2).attend(q, keys, values)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), exact, atol=4e-3, rtol=1.6e-2)
+
+
+@runs()
+def test_what_no_row_may_see_is_not_read(run):
+    """Everything behind a context, and the scratch block, is NaN: nothing of it may reach a result."""
+    batch = ragged([(37, 2), (5, 1)], 16)
+    q, keys, values = cache_and_queries(3, 4, 2, 16, 65 * 16)
+    seen = torch.zeros(65 * 16, dtype=torch.bool)
+    for s, end in enumerate(batch.context_lens.tolist()):
+        for p in range(end):
+            seen[int(batch.block_tables[s, p // 16]) * 16 + p % 16] = True
+    keys[~seen], values[~seen] = float("nan"), float("nan")
+    got = PagedPlan(run_of(run), batch, 16, (2, 2)).attend(q, keys, values)
+    assert got.isfinite().all()
+
+
+@runs()
+def test_a_decoder_and_its_drafter_compute_the_same_without_gathering(run):
+    config = ModelConfig("qwen3", 101, 64, 2, 6, 2, 16, 96, qk_norm=True, max_position_embeddings=256)
+    outputs = []
+    for paged in (None, run_of(run)):
+        decoder = TorchDecoder(config, DEVICE, paged=paged)
+        decoder.load_weights(random_weights(config))
+        driver = Driver(decoder)
+        driver.step([(0, list(range(40))), (1, [3])])
+        outputs.append(driver.step([(0, [7]), (1, list(range(50))), (2, [9, 8])]))
+    torch.testing.assert_close(outputs[0].logits, outputs[1].logits, atol=2e-5, rtol=1e-5)
+    assert KINDS["eagle"].build_decoder(decoder, EagleConfig.of(decoder.config)).policy.paged is decoder.paged

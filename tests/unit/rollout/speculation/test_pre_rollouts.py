@@ -1,0 +1,334 @@
+"""Places in earlier responses, and responses that do not depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_tlt.config.block_drafters import BlockShape
+from megatron_tlt.drafters.dspark.config import BlockConfig
+from megatron_tlt.models.decoders.draft import Draft
+from megatron_tlt.rollout.batch import StepResult
+from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.speculation.pre_rollouts import LONGEST, PreRollouts
+from megatron_tlt.rollout.speculation.step_costs import Expected, RowCosts
+from megatron_tlt.types import Prompt, SamplingParams, SpeculationStats
+from tests.helpers.engines import Job, Responses, generate_all, random_jobs, small_config, speculating_engine
+from tests.helpers.suffix_tables import make_request
+from tests.helpers.tiny_models import random_weights
+
+VOCAB = 131
+Drafts = dict[tuple[int, int], np.ndarray]
+FIXED = {"drafter": "none", "selector": "fixed"}
+
+
+# -- places
+
+
+class Place:
+    """One row with the earlier response `tokens`, whose new tokens are given."""
+
+    def __init__(self, tokens: list[int], first: list[int], costs: RowCosts | None = None) -> None:
+        self.rows = RunningRows(2, 16, 40, 1000, max_output=600)
+        self.source = PreRollouts(self.rows, 64, costs)
+        self.source.begin({(0, 0): np.array(tokens, np.int32)})
+        request = make_request(0, [1, 2], first)
+        request.params = SamplingParams(max_tokens=500)
+        self.rows.start(request, [0], 2, 2)
+        self.source.start(request)
+        self.emit([])
+
+    def emit(self, tokens: list[int]) -> None:
+        for token in tokens:
+            self.rows.advance(np.array([token], np.int32), np.zeros(1, np.float32))
+        self.source.follow()
+
+    def draft(self, length: int = 5) -> list[int]:
+        return self.source.propose(Expected).tokens.tolist()[:length]
+
+
+def test_a_place_moves_on_and_ends_with_the_response():
+    place = Place(list(range(10, 20)), [10])
+    assert place.draft() == [11, 12, 13, 14, 15]
+    place.emit([11, 12, 13, 14, 15, 16])
+    assert place.draft() == [17, 18, 19]
+    place.emit([17, 18, 19])
+    assert place.draft() == []
+
+
+def test_a_later_turn_does_not_draft_from_an_earlier_response_that_ended_before_it():
+    earlier = [10, 11, 12, 13, 14]
+    for end, drafted in ((3, [13, 14]), (5, [])):
+        place = Place(earlier, [10])
+        request = place.rows.requests[0]
+        place.rows.stop(request)
+        request.output, request.logprobs = [*earlier[:end], 50, 11, 12], [0.0] * (end + 3)
+        request.given = ((end, end + 1),)  # the environment's token
+        place.rows.start(request, [0], 2, 2)
+        place.source.start(request)
+        place.emit([])
+        assert place.draft() == drafted
+
+
+def test_behind_a_mismatch():
+    """Another token, tokens left out, tokens put in: drafts go on where the last tokens are."""
+    earlier = list(range(10, 90))
+    place = Place(earlier, [10])
+    place.emit([11, 700])
+    assert place.draft() == [], "the last token is nowhere"
+    place.emit([13])
+    assert place.draft(2) == [14, 15], "one token beside the response"
+    place.emit([14, 15, 30])
+    assert place.draft() == []
+    place.emit([31])
+    assert place.draft(3) == [32, 33, 34], "two tokens elsewhere"
+    place.emit([701, 702, 703, 32, 33])
+    assert place.draft(3) == [34, 35, 36]
+
+
+def test_the_nearest_place_of_the_longest_match():
+    earlier = [1, 2, 3, 50, 8, 9, 51, *range(60, 70), 8, 9, 52, *range(70, 80), 7, 8, 9, 53]
+    place = Place(earlier, [1])
+    place.emit([2, 99, 8, 9])
+    assert place.draft(1) == [51]
+    place.emit([98, 7, 8, 9])
+    assert place.draft(1) == [53], "three tokens, farther away"
+
+
+def test_a_foreign_response_is_given_up():
+    place = Place(list(range(10, 400)), [900])
+    place.emit([901 + i % 50 for i in range(200)])
+    place.emit([300, 301, 302, 303])
+    assert place.draft() == []
+
+
+@pytest.mark.parametrize(("tokens", "drafted"), [([10, 11, 12, 1000, 13], [11, 12]), ([10, -1, 12], []), ([], [])])
+def test_tokens_of_another_vocabulary_end_it(tokens, drafted):
+    assert Place(tokens, [10]).draft() == drafted
+
+
+def test_acceptance_falls_along_a_draft_and_is_learnt_from_every_token():
+    place, lengths = Place(list(range(10, 90)), [10]), np.array([20], np.int32)
+    draft = place.source._draft(lengths)
+    assert (np.diff(draft.cumulative_acceptance) < 0).all() and draft.cumulative_acceptance[0] > 0.9
+    foreign = Place(list(range(10, 90)), [10]).source
+    for start in range(10, 80, 7):
+        place.source.begin({(0, 0): np.arange(start, start + 90, dtype=np.int32)})
+        place.source.start(place.rows.requests[0])
+        place.rows.output_len[0] = 1
+        place.rows.outputs[0, 0] = start
+        place.rows.write_at[0] = 1
+        place.emit([])
+        place.emit([700])
+    place.source.state_dict()  # rates are brought up to date
+    foreign.load_state_dict(place.source.state_dict())
+    assert foreign.state_dict() == place.source.state_dict()
+    assert not foreign._lengths().any(), "they seldom match"
+
+
+def measured(place: Place, per_row: float, verifying: float) -> Callable[[int], float]:
+    """The seconds of a step that verifies so many tokens, which `place` has measured."""
+
+    def seconds(drafted: int) -> float:
+        return 1.0 + per_row * (1 + drafted) + verifying * (drafted > 0)
+
+    for drafted in (0, 1, 3, 7, 15, 31) * 20:
+        place.source.record(1, 1 + drafted, seconds(drafted), 0.0 if drafted else None)
+    return seconds
+
+
+@pytest.mark.parametrize(("per_row", "verifying"), [(0.0, 0.5), (0.1, 0.0), (0.4, 0.1), (2.0, 0.0), (0.1, 50.0)])
+def test_a_step_verifies_as_many_tokens_as_pay(per_row: float, verifying: float):
+    """The number of the most likely tokens that gives most tokens a second, by trying every number."""
+    place = Place(list(range(10, 200)), [10], RowCosts())
+    seconds = measured(place, per_row, verifying)
+    acceptance = place.source._draft(np.array([LONGEST], np.int32)).cumulative_acceptance.astype(float)
+    speeds = [(1 + acceptance[:n].sum()) / seconds(n) for n in range(LONGEST + 1)]
+    best = int(np.argmax(speeds))
+    assert len(place.draft(LONGEST)) == pytest.approx(best, abs=1)
+    assert (best == 0) == (verifying == 50.0)
+
+
+@pytest.mark.parametrize("usual", [Expected(), Expected(4.0, 5.0, 1.0), Expected(6.0, 7.0, 0.5), Expected(30.0, 31.0)])
+def test_rows_without_tokens_from_here_decode_as_the_selector_chose(usual: Expected):
+    """By trying every number: the first token of the row takes the drafter's tokens away, a fast drafter wins."""
+    place = Place(list(range(10, 200)), [10], RowCosts())
+    seconds = measured(place, 0.1, 0.0)
+    acceptance = place.source._draft(np.array([LONGEST], np.int32)).cumulative_acceptance.astype(float)
+    speeds = [usual.tokens / (seconds(usual.rows - 1) + usual.draft_seconds)]
+    speeds += [(1 + acceptance[:n].sum()) / seconds(n) for n in range(1, LONGEST + 1)]
+    best = int(np.argmax(speeds))
+    assert len(place.source.propose(lambda: usual).tokens) == pytest.approx(best, abs=1)
+    assert (best == 0) == (usual.tokens == 30.0)
+
+
+def test_drafts_that_do_not_pay_are_tried_again():
+    """Trials lose 1 % of the plain steps' seconds."""
+    place, drafted = Place(list(range(10, 600)), [10], RowCosts()), 0
+    seconds = measured(place, 0.1, 50.0)
+    for token in range(11, 111):
+        drafted += bool(place.draft())
+        place.source.record(1, 1, seconds(0), None)
+        place.emit([token])
+    assert drafted == 0
+    for _ in range(5000):
+        place.source.record(1, 1, seconds(0), None)
+    for _ in range(9):
+        drafted += bool(place.draft())
+    assert drafted > 0
+
+
+# -- responses
+
+
+def run(engine: Engine, jobs: list[Job], drafts: Mapping[tuple[int, int], np.ndarray]) -> Responses:
+    assert engine.speculator is not None
+    engine.speculator.begin(drafts)
+    responses = generate_all(engine, jobs)
+    engine.speculator.end_generate()
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+    return responses
+
+
+def kinds_of_drafts(right: Drafts) -> dict[str, Drafts]:
+    rng = np.random.default_rng(0)
+    names = list(right)
+    return {
+        "right": right,
+        "partial": {name: tokens[: len(tokens) // 2] for name, tokens in list(right.items())[::2]},
+        "of another request": {name: right[names[i - 1]] for i, name in enumerate(names)},
+        "shifted": {name: np.concatenate((tokens[3:], tokens[:3])) for name, tokens in right.items()},
+        "spoiled": {n: np.where(rng.random(len(t)) < 0.1, 5, t).astype(np.int32) for n, t in right.items()},
+        "foreign": {n: np.concatenate((t[: len(t) // 2], [VOCAB, -4, 1 << 30], t)) for n, t in right.items()},
+        "too long": {name: np.tile(np.append(tokens, 7), 300) for name, tokens in right.items()},
+    }
+
+
+def plain(family: str, jobs: list[Job]) -> tuple[Responses, Drafts, Any]:
+    config = small_config(family)
+    weights = random_weights(config, seed=5)
+    expected = generate_all(speculating_engine(config, weights, speculation={"drafter": "none"}), jobs)
+    return expected, {name: np.array(tokens, np.int32) for name, (tokens, _) in expected.items()}, weights
+
+
+def stats_of(engine: Engine) -> SpeculationStats:
+    return engine.take_stats().speculation
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "none": FIXED,
+    "none cost": {"drafter": "none"},
+    "suffix": {"drafter": "suffix", "selector": "fixed", "draft_len": 5},
+    "eagle": {"drafter": "eagle", "selector": "fixed", "draft_len": 4, "catch_up": 16},
+    "eagle cost": {"drafter": "eagle"},
+    "dspark": {"drafter": "dspark", "selector": "fixed", "draft_len": 4},
+    "bandit": {"drafter": "suffix", "selector": "beg_mab"},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [*(("qwen2", name) for name in DRAFTERS), ("qwen2_moe", "none"), ("qwen2_moe", "eagle")]
+)
+def test_equal_whatever_was_pre_rolled(family: str, name: str):
+    """Ample memory, and so little that requests are preempted and drafts find no blocks."""
+    jobs = random_jobs(VOCAB, 5, seed=3, longest=28)
+    expected, right, weights = plain(family, jobs)
+    config, shape = small_config(family), None
+    if name == "dspark":
+        shape = BlockConfig.of(config, BlockShape(2, (0,), 6, 0, 7, False, 8, (0, 9)))
+    for blocks in (200, 10):
+        engine = speculating_engine(
+            config, weights, speculation=DRAFTERS[name], shape=shape, num_blocks=blocks
+        )
+        for kind, drafts in kinds_of_drafts(right).items():
+            assert run(engine, jobs, drafts) == expected, kind
+            stats = stats_of(engine)
+            assert "cost" in name or stats.pre_rolled_rows > 0, kind
+            assert stats.pre_rolled_accepted <= stats.pre_rolled_drafted <= stats.drafted_tokens
+        assert run(engine, jobs, {}) == expected
+        assert stats_of(engine).pre_rolled_rows == 0
+
+
+def long_jobs(count: int = 3) -> list[Job]:
+    params = SamplingParams(max_tokens=160, ignore_eos=True, seed=3)
+    return [(i, list(range(1 + i, 20)), params, 2) for i in range(count)]
+
+
+def test_right_drafts_are_accepted_in_the_longest_blocks():
+    jobs = long_jobs()
+    expected, right, weights = plain("llama", jobs)
+    engine = speculating_engine(small_config("llama"), weights, speculation=FIXED, max_running=4)
+    assert run(engine, jobs, right) == expected
+    stats = stats_of(engine)
+    assert stats.pre_rolled_accepted == stats.pre_rolled_drafted
+    assert stats.pre_rolled_accept_length > 0.8 * (LONGEST + 1)
+
+
+def test_a_call_with_drafts_takes_as_many_prompts_as_memory_has_room_for():
+    """Other replicas take the rest."""
+    config = small_config("llama")
+    engine = speculating_engine(config, random_weights(config), speculation=FIXED, num_blocks=20, max_running=64)
+    assert engine.speculator is not None
+    engine.speculator.begin({(0, 0): np.array([1, 2], np.int32)})
+    tokens, taken = tuple(range(1, 2 * engine.blocks.block_size + 1)), 0
+    while engine.has_room:
+        engine.begin(Prompt(taken, "q", tokens, ""), SamplingParams(max_tokens=4), [0], {}, False)
+        taken += 1
+    assert taken == 7, "two blocks each, and one for the first sample"
+
+
+def test_rows_are_bounded():
+    """Many requests: fewer rows each, all together no more than a step has room for."""
+    jobs = long_jobs(8)
+    expected, right, weights = plain("llama", jobs)
+    engine = speculating_engine(small_config("llama"), weights, speculation=FIXED, max_running=16, budget=40)
+    assert engine.speculator is not None
+    fed, verify = [], engine.runner.verify
+
+    def counted(draft: Draft) -> StepResult:
+        fed.append(draft.num_tokens + len(draft.counts))
+        return verify(draft)
+
+    engine.runner.verify = counted  # type: ignore[method-assign]
+    assert run(engine, jobs, right) == expected
+    assert max(fed) <= 40
+
+
+def test_the_cost_model_learns_without_a_drafter():
+    """By a clock after which all steps take as long, the longest drafts; what it learnt is in the state."""
+    jobs = long_jobs(4)
+    expected, right, weights = plain("llama", jobs)
+
+    def engine_by_steps() -> Engine:
+        engine = speculating_engine(small_config("llama"), weights, speculation={"drafter": "none"}, max_running=2)
+        assert engine.speculator is not None
+        engine.speculator._clock = count().__next__
+        return engine
+
+    engine, other = engine_by_steps(), engine_by_steps()
+    for _ in range(2):
+        assert run(engine, jobs, right) == expected
+    assert stats_of(engine).pre_rolled_accept_length > 15
+    assert engine.speculator is not None and other.speculator is not None
+    state = engine.speculator.state_dict()
+    other.speculator.load_state_dict(state)
+    assert other.speculator.state_dict() == state
+    assert run(other, jobs, right) == expected
+    assert stats_of(other).pre_rolled_accept_length > 15
+
+
+def test_both_sources_in_one_step():
+    """Requests without an earlier response draft by the drafter beside those that have one."""
+    jobs = long_jobs(4)
+    expected, right, weights = plain("llama", jobs)
+    some = {name: tokens for name, tokens in right.items() if name[0] % 2}
+    engine = speculating_engine(small_config("llama"), weights, speculation=DRAFTERS["suffix"])
+    assert run(engine, jobs, some) == expected
+    stats = stats_of(engine)
+    assert 0 < stats.pre_rolled_drafted < stats.drafted_tokens
+    assert stats.pre_rolled_accepted == stats.pre_rolled_drafted

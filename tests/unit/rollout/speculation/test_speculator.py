@@ -1,0 +1,100 @@
+"""What the selector learns of each step, and when drafters read new tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.models.decoders.draft import Draft
+from megatron_tlt.rollout.batch import Batch, StepResult
+from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.speculation.speculator import Speculator
+from megatron_tlt.rollout.speculation.verify import Accepted
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams, StepMeasurement
+from tests.helpers.suffix_tables import make_request
+
+CHAIN = DraftStrategy("slow", 3, min_cumulative_acceptance=0.5)
+
+
+class World:
+    """A clock, and a drafter and a selector that take their time by it."""
+
+    kind = "slow"
+
+    def __init__(self) -> None:
+        self.now, self.syncs = 0.0, 0
+        self.strategy = NO_DRAFT
+        self.recorded: list[StepMeasurement] = []
+        self.rows = RunningRows(4, 16, 4, 50, max_output=64)
+        self.speculator = Speculator(
+            self, self, self.rows, lambda nodes: nodes, TensorParallel(), clock=lambda: self.now
+        )
+        request = make_request(0, [1, 2], [3])
+        request.params = SamplingParams(max_tokens=40)
+        self.rows.start(request, [0], 2, 2)
+
+    def select(self, num_running: int) -> DraftStrategy:
+        self.now += 1.0
+        return self.strategy
+
+    def record(self, measurement: StepMeasurement) -> None:
+        self.recorded.append(measurement)
+
+    def sync_context(self, rows: RunningRows) -> None:
+        self.syncs += 1
+        self.now += 50.0
+
+    def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
+        self.now += 3.0
+        three = np.arange(1, 4, dtype=np.int32)
+        return Draft(np.array([3], np.int32), three, np.array([0.9, 0.8, 0.4], np.float32), three)
+
+    def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
+        pass
+
+    def step(self, strategy: DraftStrategy) -> None:
+        self.strategy = strategy
+        batch = Batch(1)
+        draft = self.speculator.propose(batch)
+        assert (draft is not None) == (strategy is CHAIN)
+        self.now += 10.0
+        result = StepResult(np.ones(1, np.int32), np.zeros(1, np.float32))
+        if draft is not None:  # two nodes are left, of which the first is emitted
+            two = np.ones(2, np.int32)
+            is_emitted = np.array([True, False])
+            accepted = Accepted(np.array([2], np.int32), np.arange(2, dtype=np.int32), is_emitted, two > 0)
+            result = StepResult(two, np.zeros(2, np.float32), accepted.counts, accepted)
+        self.speculator.record(batch, draft, result)
+
+
+def test_drafters_read_nothing_while_steps_are_plain() -> None:
+    world = World()
+    for _ in range(20):
+        world.step(NO_DRAFT)
+    assert world.syncs == 0
+    world.step(CHAIN)
+    world.step(CHAIN)
+    assert world.syncs == 2
+
+
+def test_every_decoding_step_is_measured() -> None:
+    """What a drafter missed during plain steps is read outside of the measured seconds; what a draft added is not."""
+    world = World()
+    for strategy in (NO_DRAFT, CHAIN, CHAIN, NO_DRAFT, CHAIN):
+        world.step(strategy)
+    seconds = [(m.strategy, m.draft_seconds, m.step_seconds) for m in world.recorded]
+    assert seconds == [
+        (NO_DRAFT, 0.0, 10.0),
+        (CHAIN, 3.0, 10.0),
+        (CHAIN, 53.0, 10.0),
+        (NO_DRAFT, 0.0, 10.0),
+        (CHAIN, 3.0, 10.0),
+    ]
+    plain, drafted = world.recorded[:2]
+    assert (plain.num_running, plain.num_rows, plain.num_emitted, len(plain.reached)) == (1, 1, 1, 0)
+    assert (drafted.num_running, drafted.num_rows, drafted.num_emitted) == (1, 3, 2)
+    assert drafted.reached.tolist() == [1, 1, 0] and drafted.accepted.tolist() == [1, 0, 0]
+
+
+def test_the_state_of_another_drafter_is_ignored() -> None:
+    World().speculator.load_state_dict({"drafter": "other"})  # without selector and calibration, which are not read
