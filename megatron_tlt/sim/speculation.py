@@ -3,7 +3,8 @@
     select -> draft -> record          the order of `rollout.speculation.speculator.Speculator`
 
 The selector and the choice of pre-rolled tokens are production's own (`rollout.speculation`), with virtual
-seconds; only the drafts are drawn (`acceptance`, `drift`), and only their costs are a model (`cost_model`). Legend: B running rows.
+seconds; only the drafts are drawn (`acceptance`, `drift`), and only their costs are a model (`cost_model`).
+Legend: B running rows.
 """
 
 from __future__ import annotations
