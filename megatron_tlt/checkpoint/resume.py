@@ -78,7 +78,7 @@ def resume_problems(
     if wrong := files.model_differences({**found.model, **found.training}, wanted):
         allowed = (
             f"the checkpoint of step {found.step} does not fit this run: {'; '.join(wrong)} "
-            "(restore these settings, or start anew with never or in another directory)"
+            "(restore these settings, or start anew with checkpoint.resume=never or in another directory)"
         )
         problems.append(ConfigProblem("checkpoint.resume", resume, allowed))
     if config.records is not None and found.step > config.records.num_steps:

@@ -33,7 +33,7 @@ def columns_hint(record: Mapping[str, Any], wanted: str) -> str:
     """The columns that there are, and the one whose name is nearest to `wanted`, for an error."""
     if wanted in record:
         return ": it is null"
-    close = difflib.get_close_matches(wanted, record, n=1)
+    close = difflib.get_close_matches(wanted, record, n=1) if len(record) > 1 else []
     hint = f", did you mean {close[0]!r}?" if close else ""
     return f"; there are {', '.join(map(repr, sorted(record))) or 'none'}{hint}"
 

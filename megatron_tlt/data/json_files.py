@@ -110,9 +110,12 @@ def _numbered(file: IO[bytes], path: Path, decoder: json.JSONDecoder) -> Iterato
                 return
             yield decoder.decode(text), number
         except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
-            place = number + (error.lineno - 1 if is_list and isinstance(error, json.JSONDecodeError) else 0)
+            place, reason = number, str(error)
+            if isinstance(error, json.JSONDecodeError):  # its own line counts from `number` on
+                place += error.lineno - 1 if is_list else 0
+                reason = f"{error.msg} at character {error.colno}"
             nul = "; it has NUL bytes" if b"\0" in line else ""
-            raise DataError(f"{path}:{place}: not a JSON object: {error}{nul} ({_FORM}, in UTF-8)") from error
+            raise DataError(f"{path}:{place}: not a JSON object: {reason}{nul} ({_FORM}, in UTF-8)") from error
         is_first = False
 
 

@@ -17,12 +17,12 @@ _UNEQUAL_MACHINES = 1.25  # ratio of the times of the same update from which the
 _SHORTEST = 1e-3  # seconds a step from which a phase has a ratio
 
 
-def equality(a: Sequence[JsonRow], b: Sequence[JsonRow]) -> tuple[bool, str]:
-    """Compares the digests of rows of rollouts.jsonl: whether they are known to be equal, and a sentence."""
+def equality(a: Sequence[JsonRow], b: Sequence[JsonRow]) -> tuple[bool | None, str]:
+    """Compares the digests of rows of rollouts.jsonl: whether they are equal (None: not known), and a sentence."""
     first = {row["step"]: row for row in a}
     pairs = [(first[row["step"]], row) for row in b if row["step"] in first]
     if not pairs:
-        return False, "The runs share no step with a digest, so it is not known whether their responses are the same."
+        return None, "The runs share no step with a digest, so it is not known whether their responses are the same."
     steps = f"all {len(pairs)} common steps" if len(pairs) > 1 else "the common step"
     differ = {
         name: [one["step"] for one, two in pairs if one.get(name) != two.get(name)]
@@ -44,8 +44,8 @@ def comparison(a: RunData, b: RunData) -> str:
     shared = {row["step"] for row in a.steps} & {row["step"] for row in b.steps}
     one, two = (replace(run, steps=[row for row in run.steps if row["step"] in shared]) for run in (a, b))
     names = (a.name, b.name) if a.name != b.name else (str(a.run_dir), str(b.run_dir))
-    caution = _caution((one, two)) if is_same else ""
-    parts = [f"{said} {_speed((one, two), names)}{caution}", f"A: {subtitle(a)}\nB: {subtitle(b)}"]
+    speed = _speed_by_tokens((one, two), names) if is_same is False else _speed((one, two), names)
+    parts = [f"{said} {speed}{_caution((one, two)) if is_same else ''}", f"A: {subtitle(a)}\nB: {subtitle(b)}"]
     tables: dict[str, list[tuple[str, ...]]] = {
         "Settings that differ:": [("field", *names), *_differences(a, b)],
         f"Seconds a step, of {len(shared)} steps:": [("phase", *names, "B - A", "A / B"), *_times((one, two))],
@@ -80,6 +80,17 @@ def _speed(runs: Pair, names: tuple[str, str]) -> str:
         where = f", most of it in {name}: {seconds_text(x)} against {seconds_text(y)}"
     faster = names[1] if a > b else names[0]
     return f"{faster} is {max(a / b, b / a):.2f}× as fast ({each}{where})."
+
+
+def _speed_by_tokens(runs: Pair, names: tuple[str, str]) -> str:
+    """How much faster where the responses differ: their steps are other amounts of work."""
+    tokens = [sum(row.get("length/mean", 0.0) * row.get("rollout/samples", 0.0) for row in run.steps) for run in runs]
+    if not all(tokens):
+        return "Their steps are other work, of which the tokens are not known."
+    a, b = (1000 * sum(run.column("time/step")[1]) / count for run, count in zip(runs, tokens, strict=True))
+    each = f"{seconds_text(a)} against {seconds_text(b)} for 1,000 response tokens"
+    faster = names[1] if a > b else names[0]
+    return f"So their steps are other work: {faster} is {max(a / b, b / a):.2f}× as fast by {each}."
 
 
 def _caution(runs: Pair) -> str:

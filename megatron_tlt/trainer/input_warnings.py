@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import platform
+import re
 from pathlib import Path
 
+from megatron_tlt.config.actor import ActorSection
+from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.checks.learning import kl_estimator_warning
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.long_prompts import long_prompt_warnings
@@ -21,12 +25,24 @@ from megatron_tlt.trainer.chat_checks import chat_warnings
 from megatron_tlt.trainer.token_checks import tokenizer_here, tokenizer_warnings
 
 
-def input_warnings(config: TrainingConfig) -> list[str]:
-    """Every warning, one line each, of a configuration without problems. Reads files on this machine, no tensor."""
+def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
+    """Every warning, one line each, of a configuration without problems. Reads files on this machine, no tensor.
+
+    `device`: of this machine's ranks; None if that is not known.
+    """
     found = model_warnings(config.model.path) if config.model.megatron_path is None else []
-    adapter = adapter_warning(config.actor.lora, config.model.path)
-    found += [*filter(None, [adapter]), *chat_warnings(config), *tokenizer_warnings(config)]
+    own = [adapter_warning(config.actor.lora, config.model.path), _slow_update(config.actor, device)]
+    found += [*filter(None, own), *chat_warnings(config), *tokenizer_warnings(config)]
     return [*found, *(() if config.rl is None else _of_rl(config.rl))]
+
+
+def _slow_update(actor: ActorSection, device: Device | None) -> str | None:
+    """Of an update in bf16 by a processor that has no products of it: PyTorch converts each number."""
+    if actor.dtype != "bf16" or device != "cpu" or platform.machine() != "x86_64":
+        return None
+    if re.search(r"\b(amx_bf16|avx512_bf16)\b", Path("/proc/cpuinfo").read_text(encoding="utf-8")):
+        return None
+    return "actor.dtype = bf16: this processor has no products of bf16, its updates take some 5 times those of fp32"
 
 
 def _of_rl(config: Config) -> list[str]:

@@ -77,7 +77,7 @@ def check_report(config: TrainingConfig, ranks: int | None) -> str:
     model, _ = read_model("model.path", config.model.path)
     shape = None if model is None else model.architecture
     played = [] if prompt is None else ["Environment: a scripted episode was the same three times, in two processes"]
-    warnings = [f"warning: {text}" for text in input_warnings(config)]
+    warnings = [f"warning: {text}" for text in input_warnings(config, resolve_device(config, None))]
     if resolve_device(config, None) is None:
         positions = None if model is None else model.max_position_embeddings
         on_cpu = find_problems(config, shape, num_ranks, "cpu", positions)
@@ -95,7 +95,7 @@ def check_on(config: TrainingConfig, world: World, found_before: Sequence[Config
     if problems:
         raise ConfigError(problems)
     if world.is_main:
-        for text in input_warnings(config):
+        for text in input_warnings(config, device):
             _log.warning(text)
 
 

@@ -127,7 +127,7 @@ class SftTrainer(Job):
             if state.get("sft") != self._fingerprint:
                 changed = "other records, another order of them (sft.seed, sft.tokens_per_step) or another model"
                 problem = f"the checkpoint of step {state['step']} is of {changed}"
-                raise CheckpointError(f"{problem}: restore them, or start anew with never")
+                raise CheckpointError(f"{problem}: restore them, or start anew with checkpoint.resume=never")
             self.done = state["step"]
             self.note(f"resumes after step {self.done} of {self.num_steps}")
 

@@ -135,7 +135,7 @@ def _memory(
             rows.append([f"in the {phase}", *[f"{stage.of_phase(phase) / GIB:.2f}" for stage in stages]])
     rows.append(["at most", *[f"{stage.total / GIB:.2f}" for stage in stages]])
     limit = config.cluster.memory_gib
-    of_limit = "" if limit is None else f", {limit:g} there"
+    of_limit = "" if limit is None else f", of {limit:g} that it has"
     lines = [f"Memory of a rank, estimated, GiB{of_limit} ({total_parameters(shape):.3g} parameters)"]
     header = ["", *[f"stage {stage.stage}" for stage in stages]]
     lines += _table(header, rows)

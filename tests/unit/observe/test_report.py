@@ -179,6 +179,21 @@ def test_two_runs_with_the_same_responses_are_compared_in_speed_and_settings(tmp
     assert results[2][:3] == ["held-out", "accuracy,", "last"] and results[2].count("±") == 2
 
 
+def test_runs_of_other_responses_are_compared_by_tokens(tmp_path):
+    runs = []
+    for name, length, pace in (("short", 100.0, 1.0), ("long", 400.0, 2.0)):
+        folder = write_run(tmp_path / name, pace=pace, responses=name)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [{**row, "length/mean": length, "rollout/samples": 10.0} for row in rows]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        runs.append(read_run(folder))
+    a, b = (sum(run.column("time/step")[1]) / (len(run.steps) * n) for run, n in zip(runs, (1, 4), strict=True))
+    assert a > b, "a step of the long responses takes longer, and a token of them does not"
+    text = comparison(*runs)
+    assert f"long is {a / b:.2f}× as fast by" in text and "1,000 response tokens" in text
+    assert "× as fast (" not in text
+
+
 def test_runs_without_digests_are_compared_in_speed_alone(tmp_path):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
     (b / "rollouts.jsonl").unlink()
