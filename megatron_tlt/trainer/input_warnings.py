@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import platform
-import re
 from pathlib import Path
 
 from megatron_tlt.config.actor import ActorSection
@@ -16,6 +14,7 @@ from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.long_prompts import long_prompt_warnings
 from megatron_tlt.data.prompts import open_source
 from megatron_tlt.data.sources import FileSource, unread_warning
+from megatron_tlt.distributed.processors import has_bf16_products
 from megatron_tlt.envs.build import environment_warning
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.files import model_warnings
@@ -38,9 +37,7 @@ def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
 
 def _slow_update(actor: ActorSection, device: Device | None) -> str | None:
     """Of an update in bf16 by a processor that has no products of it: PyTorch converts each number."""
-    if actor.dtype != "bf16" or device != "cpu" or platform.machine() != "x86_64":
-        return None
-    if re.search(r"\b(amx_bf16|avx512_bf16)\b", Path("/proc/cpuinfo").read_text(encoding="utf-8")):
+    if actor.dtype != "bf16" or device != "cpu" or has_bf16_products():
         return None
     return "actor.dtype = bf16: this processor has no products of bf16, its updates take some 5 times those of fp32"
 

@@ -21,6 +21,7 @@ from megatron_tlt.data.hub import cached, is_name, names_of
 from megatron_tlt.data.long_prompts import long_prompt_problems
 from megatron_tlt.data.prompts import open_source, source_problems
 from megatron_tlt.data.sources import errors_at
+from megatron_tlt.distributed.processors import mixed_processors, processor
 from megatron_tlt.envs.build import environment_problems
 from megatron_tlt.envs.check import episode_problems
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError, printable, shortened
@@ -94,8 +95,9 @@ def check_on(config: TrainingConfig, world: World, found_before: Sequence[Config
     problems += world.broadcast_object(_problems_of_large_files(config, device) if world.is_main else [])
     if problems:
         raise ConfigError(problems)
+    mixed = mixed_processors(world.all_gather_object(processor(world.device)))
     if world.is_main:
-        for text in input_warnings(config, device):
+        for text in [*input_warnings(config, device), *([] if mixed is None else [mixed])]:
             _log.warning(text)
 
 

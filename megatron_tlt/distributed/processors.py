@@ -1,0 +1,47 @@
+"""What the ranks compute on: a result has other last bits on another kind of processor."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # those that products are chosen by
+
+
+def cpu_sets() -> list[str]:
+    """Instruction sets of this CPU that choose how numbers are multiplied; empty where the system does not say."""
+    about = Path("/proc/cpuinfo")
+    text = about.read_text(encoding="utf-8") if about.is_file() else ""
+    return [name for name in _SETS if re.search(rf"^(flags|Features)\s*:.*\b{name}\b", text, re.MULTILINE)]
+
+
+def has_bf16_products() -> bool:
+    """Whether this CPU multiplies bf16 without a conversion."""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpu_sets())
+
+
+def processor(device: torch.device) -> str:
+    """The kind of this rank's processor: equal kinds give equal bits."""
+    if device.type == "cuda":
+        import torch  # `check` reads this module without it
+
+        return torch.cuda.get_device_name(device)
+    return " ".join([platform.machine(), *cpu_sets()])
+
+
+def mixed_processors(kinds: Sequence[str]) -> str | None:
+    """A warning where ranks differ; `kinds` by rank."""
+    if len(set(kinds)) == 1:
+        return None
+    ranks = {kind: [str(rank) for rank, of in enumerate(kinds) if of == kind] for kind in kinds}
+    said = "; ".join(f"{kind}: rank {', '.join(at[:8])}{' ..' if len(at) > 8 else ''}" for kind, at in ranks.items())
+    return (
+        f"the ranks have different processors ({said}): a response then depends on which rank decodes it, and TLT on "
+        "and off, or a run and its repetition, need not give the same bits"
+    )
