@@ -68,7 +68,8 @@ def _run(body: Body, args: argparse.Namespace) -> int:
     unfinished = args.out / UNFINISHED if args.action == "train" else None
 
     def start(world: World) -> int:
-        return body(with_date(on_this_machine(config, world), world, unfinished), world, args)
+        here = on_this_machine(config, world, state_dir=unfinished)
+        return body(with_date(here, world, unfinished), world, args)
 
     return run_on_every_rank(config.distributed, cpu_threads(), start)
 

@@ -104,13 +104,14 @@ def names_of(config: TrainingConfig, weights: bool = True) -> list[Named]:
     return found
 
 
-def on_this_machine(config: RootT, ranks: Ranks, weights: bool = True) -> RootT:
+def on_this_machine(config: RootT, ranks: Ranks, weights: bool = True, state_dir: Path | None = None) -> RootT:
     """The configuration with a directory in place of every name; fetches what the cache lacks. Collective.
 
-    A run that goes on uses the commits that its config.json records. Without `weights` only descriptions and
-    tokenizers of models are fetched. Raises ConfigError, on every rank, with a line for each name that cannot be had.
+    A run that goes on uses the commits that the config.json in its `state_dir` records (default: the run's). Without
+    `weights` only descriptions and tokenizers of models are fetched. Raises ConfigError, on every rank, with a line for
+    each name that cannot be had.
     """
-    directories = fetch(names_of(config, weights), ranks, _recorded(config))
+    directories = fetch(names_of(config, weights), ranks, _recorded(config, state_dir))
     return _with_values(config, {field: str(directory) for field, directory in directories.items()})
 
 
@@ -152,7 +153,7 @@ def cached(config: RootT) -> tuple[RootT, list[str], list[ConfigProblem]]:
     lines: list[str] = []
     problems: list[ConfigProblem] = []
     directories: dict[str, str] = {}
-    recorded = _recorded(config)
+    recorded = _recorded(config, None)
     for named in names_of(config):
         unknown: list[ConfigProblem] = []
         with _explained(named, problems, unknown):
@@ -175,12 +176,12 @@ def with_names(config: RootT) -> RootT:
     return _with_values(config, {field: f"{m[1]}/{m[2]}@{m[3]}" for field, m in found.items() if m})
 
 
-def _recorded(config: TrainingConfig) -> dict[str, str]:
+def _recorded(config: TrainingConfig, state_dir: Path | None) -> dict[str, str]:
     """Commits by name that the run's config.json records; none where no run goes on."""
     if config.checkpoint.resume == "never":
         return {}
     try:
-        text = (config.state_dir / "config.json").read_text(encoding="utf-8")
+        text = ((state_dir or config.state_dir) / "config.json").read_text(encoding="utf-8")
         before = type(config).model_validate(json.loads(text))
     except (OSError, ValueError):  # no run yet, or one of another version
         return {}

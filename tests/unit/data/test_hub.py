@@ -193,6 +193,8 @@ def test_a_run_that_goes_on_uses_the_commits_of_its_first_start(
         hub.repositories[key] = Repository({**hub.repositories[key].files, "config.json": b"{}"})
     again = on_this_machine(configured(settings), ALONE)
     assert (again.model.path, again.data) == (local.model.path, local.data)
+    (tmp_path / "run").rename(tmp_path / "unfinished")  # as a drafter's training has it
+    assert on_this_machine(configured(settings), ALONE, state_dir=tmp_path / "unfinished").model == local.model
     anew = on_this_machine(configured([*settings, "checkpoint.resume=never"]), ALONE)
     assert anew.model.path.endswith(hub.repositories["models/a/policy"].commit)
 
