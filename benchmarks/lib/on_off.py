@@ -1,7 +1,7 @@
 """Jobs of one workload with TLT on and off: their phases and steps as rows, their ratios, and the table of both.
 
-A job's row: {"mode", "phases" (mean seconds of a step), "steps" (see `step_row`), "responses", "rewards", "weights"
-(digests)}. `ON` is the demo drafter, trained in idle time; `OFF` nothing.
+A job's row: {"mode", "last_step", "phases" (mean seconds of a step), "steps" (see `step_row`), "responses",
+"rewards", "weights" (digests)}. `ON` is the demo drafter, trained in idle time; `OFF` nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WAIT = ("rollout", "idle")  # their sum is the slowest rank's rollout, on every 
 
 def job_row(mode: str, timed: Rows, folder: Path, steps: int) -> dict[str, Any]:
     """The row of a job in `folder` whose timed steps gave these metrics; `steps`: of its last checkpoint."""
-    row = {"mode": mode, "phases": phases(timed), "steps": [step_row(step) for step in timed]}
+    row = {"mode": mode, "last_step": steps, "phases": phases(timed), "steps": [step_row(step) for step in timed]}
     return {**row, **digests(folder, steps)}
 
 
@@ -83,7 +83,9 @@ def mean_phases(rows: Rows) -> dict[str, float]:
 def summarize(rows: Rows) -> dict[str, float]:
     """Ratios of one workload's jobs, those of on and off in pairs."""
     of = {mode: [row for row in rows if row["mode"] == mode] for mode in MODES}
-    kinds = [len({row[key] for row in rows}) for key in ("responses", "rewards", "weights")]
+    ends = {row["last_step"] for row in rows}
+    by_end = [[row for row in rows if row["last_step"] == end] for end in ends]
+    kinds = [len({row[key] for row in of_end}) for of_end in by_end for key in ("responses", "rewards", "weights")]
     figures = {"identical": float(max(kinds) == 1)}
     for mode in (mode for mode in MODES if mode != "off"):
         name = "" if mode == "on" else f"{mode}_"

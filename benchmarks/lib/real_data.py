@@ -1,8 +1,8 @@
 """Worked solutions for the cold start of `real.py`: the tasks that a run's configuration names, solved in sentences.
 
 A response of the cold-started policy has one line a term of a sum, so that sums of 12 terms make the long tail of its
-lengths; word problems have the steps that gsm_symbolic gives. Both end with `<answer>..</answer>`, as the rewards of
-`real.yaml` ask for.
+lengths; one that counts letters spells the words, a line each; word problems have the steps that gsm_symbolic gives.
+All end with `<answer>..</answer>`, as the rewards of `real.yaml` ask for.
 """
 
 from __future__ import annotations
@@ -44,7 +44,21 @@ def worked_word_problem(entry: Entry) -> str:
     return f"{steps}\n<answer>{entry['answer']}</answer>"
 
 
-SOLUTIONS = {"chain_sum": worked_sum, "gsm_symbolic": worked_word_problem}
+def worked_count(entry: Entry) -> str:
+    """The solution of a `letter_counting` entry: each word spelled, and the letters found so far.
+
+    Raises ValueError if the entry's answer is not their number.
+    """
+    letter, found, lines = entry["metadata"]["target_letter"], 0, []
+    for word in entry["metadata"]["span"]:
+        found += word.lower().count(letter)
+        lines.append(f"{' '.join(word.lower())}: {found}")
+    if str(found) != entry["answer"]:
+        raise ValueError(f"{found} times {letter!r} in {entry['metadata']['span']}, and not {entry['answer']}")
+    return "\n".join([*lines, f"<answer>{found}</answer>"])
+
+
+SOLUTIONS = {"chain_sum": worked_sum, "letter_counting": worked_count, "gsm_symbolic": worked_word_problem}
 
 
 def write_solutions(source: PromptSourceConfig, count: int, path: Path, seed: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from lib.bench_record import ROOT
 
 Rows = list[dict[str, Any]]
-QUIET = ["checkpoint.resume=never", "eval.every=0", "observe.tensorboard=false", "observe.progress=none"]
+QUIET = ["eval.every=0", "observe.tensorboard=false", "observe.progress=none"]
 
 
 def launch(ranks: int, command: list[str], shows: bool = False) -> str:
@@ -43,13 +43,22 @@ def launch(ranks: int, command: list[str], shows: bool = False) -> str:
 
 
 def train(
-    folder: Path, config: Path, steps: int, ranks: int, options: list[str], *, every: int = 0, shows: bool = False
+    folder: Path,
+    config: Path,
+    steps: int,
+    ranks: int,
+    options: list[str],
+    *,
+    every: int = 0,
+    shows: bool = False,
+    goes_on: bool = False,
 ) -> Rows:
-    """A run of `steps` steps into `folder`, a checkpoint each `every` of them; all its rows of metrics.
+    """A run of `steps` steps into `folder`, a checkpoint each `every` of them; its rows of metrics, one a step.
 
-    `shows`: prints a line a step.
+    `shows`: prints a line a step. `goes_on`: from the checkpoint that is there, not anew.
     """
-    shutil.rmtree(folder, ignore_errors=True)
+    if not goes_on:
+        shutil.rmtree(folder, ignore_errors=True)
     overrides = [
         f"train.num_steps={steps}",
         f"train.run_dir={folder}",
@@ -57,6 +66,7 @@ def train(
         f"cluster.ranks_per_node={ranks}",
         *QUIET,
         *options,
+        f"checkpoint.resume={'auto' if goes_on else 'never'}",
     ]
     if shows:
         overrides.append("observe.progress=plain")

@@ -72,7 +72,7 @@ def test_a_quick_run_of_a_real_model(tmp_path: Path):
     words += ["--options", "rollout.speculation.draft_vocab_size=null"]
     record = run(tmp_path, "real", *words, "--parts", "model", "drafter", "grpo", "plain", "eval")
     assert record["summary"]["identical"] == 1
-    assert {"rollout", "e2e", "plain_cost", "reward_after", "accept_frozen"} <= record["summary"].keys()
+    assert {"rollout", "e2e", "plain_cost", "accuracy_after", "accept_frozen"} <= record["summary"].keys()
     assert (tmp_path / "p.svg").read_text().startswith("<svg")
 
 
