@@ -19,8 +19,7 @@ from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.speculation.build import Drafting
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams
-from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
-from tests.helpers.fake_turns import FakeTurns
+from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder, FakeTurns
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
 from tests.unit.backends.vllm.test_turns import EngineProcess, make_backend
 

@@ -26,8 +26,7 @@ from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.sampler import SamplingRows, _upload
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import SamplingParams
-from tests.helpers.budget import Cost, cost
-from tests.helpers.host_operations import host_operations
+from tests.helpers.budget import Cost, cost, host_operations
 from tests.helpers.tiny_models import random_weights
 
 META = torch.device("meta")

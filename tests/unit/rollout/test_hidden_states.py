@@ -16,18 +16,19 @@ from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import HiddenStateSample, SamplingParams
-from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
 from tests.helpers.engines import (
     Job,
+    OracleDrafter,
+    RandomSelector,
+    attach,
+    delay_reads,
     generate_all,
     make_engine,
     random_jobs,
     small_config,
     speculating_engine,
 )
-from tests.helpers.late_copies import delay_reads
-from tests.helpers.tiny_models import random_weights
-from tests.helpers.whole_texts import read_hidden_states
+from tests.helpers.tiny_models import random_weights, read_hidden_states
 
 CONFIG = small_config("qwen3")
 WEIGHTS = random_weights(CONFIG, seed=5)

@@ -15,7 +15,7 @@ from megatron_tlt.rollout.sampler import gumbel_noise
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import SamplingParams
 from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder, context_logits
-from tests.helpers.keys import row_key
+from tests.helpers.tiny_models import row_key
 
 V = 50
 Job = tuple[int, list[int], SamplingParams, int]  # prompt id, prompt, params, samples

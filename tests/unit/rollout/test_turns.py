@@ -22,10 +22,15 @@ from megatron_tlt.rollout.turns import TurnExchange
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, SamplingParams, Trajectory
 from tests.helpers import engines
-from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
-from tests.helpers.fake_turns import FakeTurns, Trajectories, run_turns, turn_by_turn
-from tests.helpers.tiny_models import random_weights
-from tests.helpers.whole_texts import read_hidden_states
+from tests.helpers.fake_decoder import (
+    CharTokenizer,
+    FakeDecoder,
+    FakeTurns,
+    Trajectories,
+    run_turns,
+    turn_by_turn,
+)
+from tests.helpers.tiny_models import random_weights, read_hidden_states
 
 V = 50
 SIZES = {"num_blocks": 400, "max_running": 8, "budget": 64, "block_size": 4}

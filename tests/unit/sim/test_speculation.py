@@ -1,7 +1,6 @@
 import numpy as np
 
-from tests.helpers.exact_replica import ExactReplica
-from tests.helpers.sim import sim_config
+from tests.helpers.sim import ExactReplica, sim_config
 
 
 class CountingCosts:

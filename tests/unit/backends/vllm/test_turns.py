@@ -25,8 +25,7 @@ from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, Sample, SamplingParams
-from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
-from tests.helpers.fake_turns import FakeTurns
+from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder, FakeTurns
 
 V, SEED, SAMPLES, RUNNING = 50, 5, 3, 7
 PROMPTS = [Prompt(i, f"q{i}", tuple(range(3, 6 + i)), f"text {i}") for i in range(6)]

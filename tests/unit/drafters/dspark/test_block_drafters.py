@@ -20,8 +20,16 @@ from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.decoders.keyed_noise import best_candidates, gumbel_noise, key_tensor
 from megatron_tlt.models.decoders.keys import row_keys
-from tests.helpers.blocks import DFLASH2, block_config, expected_logits, expected_slots
-from tests.helpers.pairs import ONES, Rows, of_row, states
+from tests.helpers.pairs import (
+    DFLASH2,
+    ONES,
+    Rows,
+    block_config,
+    expected_logits,
+    expected_slots,
+    of_row,
+    states,
+)
 from tests.helpers.tiny_drafters import DEEP, lookup_tables, random_drafter, random_sequence
 from tests.helpers.tiny_models import random_weights
 

@@ -32,10 +32,8 @@ from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.types import HiddenStateSample
-from tests.helpers.blocks import DFLASH2, block_config
-from tests.helpers.hidden_states import trajectory
-from tests.helpers.pairs import Rows
-from tests.helpers.tiny_drafters import DEEP, lookup_tables, random_drafter, random_sequence
+from tests.helpers.pairs import DFLASH2, Rows, block_config
+from tests.helpers.tiny_drafters import DEEP, lookup_tables, random_drafter, random_sequence, trajectory
 from tests.helpers.tiny_models import random_weights
 
 POLICY = DEEP["qwen3"]

@@ -7,8 +7,15 @@ import random
 import pytest
 
 from megatron_tlt.types import DraftStrategy
-from tests.helpers.naive_suffix import NaiveCounts
-from tests.helpers.suffix_tables import Pool, Table, V, check_against_naive, make_request, repetitive
+from tests.helpers.suffix_tables import (
+    NaiveCounts,
+    Pool,
+    Table,
+    V,
+    check_against_naive,
+    make_request,
+    repetitive,
+)
 
 
 @pytest.mark.parametrize("seed", range(6))
