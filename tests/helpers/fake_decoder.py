@@ -7,16 +7,23 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_tlt.backends.embedded import EmbeddedBackend
+from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import DataError
 from megatron_tlt.models.decoders.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.rollout.drive import Drive
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.request import Prefill, Request
+from megatron_tlt.rollout.scheduler import SchedulerLimits
+from megatron_tlt.rollout.speculation.build import Drafting
+from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams, TurnResult
 
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -81,16 +88,6 @@ class FakeDecoder:
         return DecoderOutput(torch.from_numpy(out), torch.zeros(len(logits), 4))
 
 
-class NullDecoder(FakeDecoder):
-    """Costs nothing: what is left of a step is the engine's own time."""
-
-    def forward(self, batch: DecoderInput, kv: np.ndarray) -> DecoderOutput:
-        rows = len(batch.logit_rows)
-        if rows not in (known := self.__dict__.setdefault("_outputs", {})):
-            known[rows] = DecoderOutput(torch.randn(rows, self.vocab_size), torch.zeros(rows, 4))
-        return known[rows]
-
-
 class CharTokenizer:
     """Token i is the i-th character; token 0 ends a response."""
 
@@ -129,6 +126,30 @@ class CharTokenizer:
         return "".join(self.alphabet[i] for i in token_ids if i)
 
 
+def fake_engine(
+    num_blocks: int = 400,
+    max_running: int = 8,
+    budget: int = 64,
+    block_size: int = 4,
+    *,
+    tokenizer: CharTokenizer | None = CharTokenizer(),  # noqa: B008
+    eos: tuple[int, ...] = (0,),
+    drafter: str | None = None,
+    tp: TensorParallel | None = None,
+) -> Engine:
+    """An engine around a `FakeDecoder`; `drafter` needs no weights ("none", "suffix"), and drafts in every step."""
+    drafting = None if drafter is None else Drafting(SpeculationSection(drafter=drafter, selector="fixed"))  # type: ignore[arg-type]
+    limits = SchedulerLimits(max_running, budget, 128, 50)
+    sizes = (limits, num_blocks, block_size)
+    return Engine(FakeDecoder(50), *sizes, tokenizer, eos_token_ids=eos, drafting=drafting, tp=tp)
+
+
+def fake_backend(**options: Any) -> EmbeddedBackend:
+    """The embedded backend around `fake_engine`."""
+    return EmbeddedBackend(fake_engine(**options), ServedWeights({}, version=0))
+
+
+PROMPTS = [Prompt(i, f"q{i}", tuple(range(3, 6 + i)), f"text {i}") for i in range(6)]
 Trajectories = dict[tuple[int, int], tuple]
 
 
