@@ -164,7 +164,7 @@ def expected(
 
     embedded = p["model.embed_tokens.weight"][tokens]
     if is_eagle:
-        fed = x = torch.cat([embedded, hidden], -1) @ e["fc.weight"].T
+        fed = x = torch.cat([embedded, hidden], -1) @ e["fc.weight"].T + e.get("fc.bias", 0.0)
     else:
         normed = norm(hidden, at + "hidden_norm")
         fed = torch.cat([norm(embedded, at + "input_layernorm"), normed], -1)
@@ -177,7 +177,7 @@ def expected(
     scores = turn(q) @ k.transpose(1, 2) / d**0.5
     scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
     out = (scores.softmax(-1) @ v).transpose(0, 1).reshape(n, -1)
-    x = x + out @ e[f"{at}self_attn.o_proj.weight"].T
+    x = x + out @ e[f"{at}self_attn.o_proj.weight"].T + e.get(f"{at}self_attn.o_proj.bias", 0.0)
     y = norm(x, at + "post_attention_layernorm")
     gate, up = (y @ e[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
     x = x + (silu(gate) * up) @ e[f"{at}mlp.down_proj.weight"].T
