@@ -194,7 +194,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit() -> None:
 def overfitted(name: str) -> BlockModel:
     model = BlockModel(CONFIGS[name])
     model.initialise(1)
-    section = DrafterSection(draft_steps=6, lr=5e-3, num_steps=150)
+    section = DrafterSection(draft_steps=6, lr=8e-3, num_steps=80)
     t = DrafterTrainer(model, *TABLES, section)
     batch = collate([DraftSequence.of(text(model.config))])
     for _ in range(section.num_steps):

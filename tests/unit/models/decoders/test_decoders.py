@@ -100,12 +100,12 @@ def test_copied_blocks_serve_a_forked_sequence(kernels: str, dtype: torch.dtype)
 
 def test_positions_beyond_the_first_rotary_table() -> None:
     config = ModelConfig("llama", 50, 32, 1, 2, 1, 16, 32, max_position_embeddings=9000)
-    ids = torch.randint(0, 50, (5000,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = torch.randint(0, 50, (4110,), generator=torch.Generator().manual_seed(0)).tolist()
     got = []
     for kernels in KERNELS:
-        driver = Driver(loaded(kernels, config), num_blocks=350)
-        driver.step([(0, ids[:4990])], all_rows=False)
-        got.append(driver.step([(0, ids[4990:])]).logits)
+        driver = Driver(loaded(kernels, config), num_blocks=260)
+        driver.step([(0, ids[:4090])], all_rows=False)
+        got.append(driver.step([(0, ids[4090:])]).logits)
     torch.testing.assert_close(*got, atol=1e-4, rtol=1e-4)
 
 

@@ -67,6 +67,15 @@ def test_follows_a_change_within_the_window():
     assert Counter(play(selector, 4, changed, rng, 100))[NAMES[1]] < 20
 
 
+def test_one_outlier_changes_no_median():
+    selector = bandit(epsilon=0.0)
+    play(selector, 4, {**EQUAL, NAMES[2]: 0.8}, times=40)
+    selector.record(measured(ARMS[0], 4, 4, np.full(4, 2, np.int32), 0.0, 1e-9))
+    selector.record(measured(ARMS[0], 4, 4, np.full(4, 2, np.int32), 0.0, 1.0))
+    selector.record(measured(ARMS[0], 4, 4, np.full(4, 2, np.int32), 0.0, 1.0))
+    assert selector.select(4) == ARMS[2]
+
+
 def test_reward_is_the_steps_own_tokens():
     """An arm that emits more in the same time wins, however fast its bare steps are."""
     selector = bandit(epsilon=0.0)
