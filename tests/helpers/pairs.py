@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -101,6 +102,37 @@ def of_row(drafted: Draft, row: int) -> Draft:
     return Draft(drafted.counts[row : row + 1], *(getattr(drafted, name)[at] for name in names))
 
 
+def rows_of(drafter: DrafterDecoder, lengths: list[int], **more) -> Rows:
+    """Row i has the same content whatever the other rows are."""
+    generators = [torch.Generator().manual_seed(n) for n in lengths]
+    tokens = [torch.randint(0, 70, (n,), generator=g).tolist() for n, g in zip(lengths, generators, strict=True)]
+    return Rows(drafter, tokens, [states(n - 1, drafter.config, n) for n in lengths], **more)
+
+
+def check_tokens(
+    drafted: Draft, rows: Rows, row: int, logits: Callable[[int, int], Tensor], rates: np.ndarray, atol: float
+) -> None:
+    """A row's draft has, token by token, the largest of logits / T + the noise of its position. `logits` [V] of a step
+    behind a token; their gaps are right within `atol`.
+    """
+    own, r, before = of_row(drafted, row), rows.rows, rows.tokens[row][-1]
+    acceptance, t = np.float32(1), float(r.temperature[row])
+    for step, token in enumerate(own.tokens.tolist()):
+        scores = logits(step, before)
+        if t > 0:
+            key = row_keys(r.keys[row : row + 1], r.output_len[row : row + 1] + step)
+            scores = scores / t + gumbel_noise(key_tensor(key), len(scores))[0]
+        best = scores.topk(2)
+        assert token == int(best.indices[0]), step
+        gap = float(best.values[0] - best.values[1])
+        depth, bucket = divmod(int(own.feature[step]), BUCKETS)
+        near = {min(BUCKETS - 1, int((gap + d) // BUCKET_WIDTH)) for d in (-atol, 0, atol)}
+        assert depth == min(step, DEPTHS - 1) and bucket in near
+        acceptance *= rates[depth, bucket]
+        np.testing.assert_allclose(own.cumulative_acceptance[step], acceptance, rtol=1e-6)
+        before = token
+
+
 def check_row(
     drafted: Draft,
     rows: Rows,
@@ -111,30 +143,34 @@ def check_row(
     atol: float = 2e-4,
 ) -> None:
     """A row's draft is what `expected` and the sampler's noise give, token by token."""
-    own, r = of_row(drafted, row), rows.rows
-    first = int(r.first[r.slot[row]])
-    tokens = rows.tokens[row][first:]
+    first = int(rows.rows.first[rows.rows.slot[row]])
+    tokens = rows.tokens[row][first:-1]
     states = rows.pages[rows.slots(row, np.arange(first - 1, len(rows.tokens[row]) - 1))].float()
     if rows.drafter.config.kind == "eagle3":
         fc = dict(drafter)["fc.weight"]
         states = states[:, : fc.shape[1]] @ fc.T
-    acceptance, t = np.float32(1), float(r.temperature[row])
-    for step, token in enumerate(own.tokens.tolist()):
-        logits, hidden = expected(rows.drafter.config, policy, drafter, tokens, states, first)
-        scores = logits[-1]
-        if t > 0:
-            key = row_keys(r.keys[row : row + 1], r.output_len[row : row + 1] + step)
-            scores = scores / t + gumbel_noise(key_tensor(key), len(scores))[0]
-        best = scores.topk(2)
-        assert token == int(best.indices[0])
-        gaps = (best.values[0] - best.values).numpy()
-        depth, bucket = divmod(int(own.feature[step]), BUCKETS)
-        assert depth == min(step, DEPTHS - 1)
-        near = {min(BUCKETS - 1, int((gaps[1] + d) // BUCKET_WIDTH)) for d in (-atol, 0, atol)}
-        assert bucket in near
-        acceptance *= rates[depth, bucket]
-        np.testing.assert_allclose(own.cumulative_acceptance[step], acceptance, rtol=1e-6)
-        tokens, states = [*tokens, token], torch.cat([states, hidden[-1:]])
+    fed = [states]
+
+    def logits(step: int, before: int) -> Tensor:
+        tokens.append(before)
+        found, hidden = expected(rows.drafter.config, policy, drafter, tokens, torch.cat(fed), first)
+        fed.append(hidden[-1:])
+        return found[-1]
+
+    check_tokens(drafted, rows, row, logits, rates, atol)
+
+
+def check_block(
+    drafted: Draft, rows: Rows, row: int, policy: list, drafter: Mapping[str, Tensor], rates: np.ndarray = ONES
+) -> None:
+    """The same of a block drafter, by `expected_slots` and `expected_logits`."""
+    p, config, place = dict(policy), rows.drafter.config, len(rows.tokens[row]) - 1
+    embed, first = p["model.embed_tokens.weight"], int(rows.rows.first[rows.rows.slot[row]]) - 1
+    seen = rows.pages[rows.slots(row, np.arange(place))].float()
+    slots = expected_slots(config, embed, drafter, rows.tokens[row][-1], seen, first)
+    head = p.get("lm_head.weight", embed)
+    logits = partial(expected_logits, config, head, drafter, slots)
+    check_tokens(drafted, rows, row, logits, rates, 1e-3)
 
 
 def expected(
