@@ -20,7 +20,7 @@ from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.trainer.preflight import check_report
 from megatron_tlt.trainer.sft import read_records
-from tests.helpers.tiny_tokenizers import save_sentencepiece
+from tests.helpers.chat_models import save_sentencepiece
 
 DEMO_POLICY = Path(__file__).resolve().parents[2] / "assets/demo-policy"
 ROWS = 288  # of its embedding

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from megatron_tlt.models.decoders.inputs import DecoderInput
 from megatron_tlt.models.decoders.torch.paged import PagedPlan
-from tests.helpers.launches import Launch, noted_launches
+from tests.helpers.budget import Launch, noted_launches
 
 _TYPES = {
     torch.float32: "fp32",

@@ -1,15 +1,56 @@
-"""What a forward would cost on a GPU, counted on meta tensors: launches, bytes written, waits for the device."""
+"""What a step costs: launches, bytes written and waits of a GPU on meta tensors; operations of the host."""
 
 from __future__ import annotations
 
+import dis
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.helpers.launches import Launch, noted_launches
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+
+@dataclass
+class Launch:
+    """One launch: its kernel (of either class), grid and arguments by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+
+@contextmanager
+def noted_launches() -> Iterator[list[Launch]]:
+    launches: list[Launch] = []
+
+    def note(self, *args, grid, warmup, **kwargs):
+        named = dict(zip(self.arg_names, args, strict=False))
+        launches.append(Launch(self, grid, named | kwargs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (InterpretedFunction, JITFunction):
+            patch.setattr(kind, "run", note)
+        yield launches
+
 
 _ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided"}
 _VIEWS = {
@@ -55,3 +96,34 @@ def cost():
     with noted_launches() as kernels, Cost() as counted:
         counted.kernels = kernels
         yield counted
+
+
+# Calls of functions, of numpy and of torch, and what numpy writes with operators and brackets. Names of 3.11 and 3.12.
+_COUNTED = {
+    "CALL", "CALL_FUNCTION_EX", "BINARY_OP", "COMPARE_OP", "UNARY_NEGATIVE", "UNARY_INVERT",
+    "BINARY_SUBSCR", "STORE_SUBSCR", "BINARY_SLICE", "STORE_SLICE",
+}  # fmt: skip
+
+
+def host_operations(work: Callable[[], object]) -> Counter[str]:
+    """Runs `work`; operations by "file:function", those of libraries written in Python included."""
+    counts: Counter[str] = Counter()
+    known: dict[CodeType, tuple[str, set[int]]] = {}
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if code not in known:
+            places = {i.offset for i in dis.get_instructions(code) if i.opname in _COUNTED}
+            known[code] = f"{Path(code.co_filename).stem}:{code.co_name}", places
+        name, places = known[code]
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            counts[name] += frame.f_lasti in places
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return counts

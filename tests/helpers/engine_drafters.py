@@ -1,208 +1,146 @@
 """How three engines read a drafter directory, rewritten from their loaders' rules: names, shapes, config keys.
 
-Nothing of the package is used here. As in the engines, parameters start random, a tensor that the loader does not know
-is skipped or refused as that engine does it, and one that the file lacks stays random. Sources and their versions:
-docs/guides/export_drafter.md.
+As in the engines, parameters start random, a tensor that the loader does not know is skipped or refused as that engine
+does it, and one that the file lacks stays random. What is computed with them is `pairs.expected`, which all three have
+in common. Sources and their versions: docs/guides/export_drafter.md.
 
-Legend: n pairs of one sequence, H hidden size, D head size, V vocabulary, Vd the drafter's, L policy layers.
+Legend: H hidden size, V vocabulary, Vd the drafter's, L policy layers.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from torch import Tensor
+from transformers import AutoConfig
+
+from megatron_tlt.models.hf.config import ModelConfig, RopeScaling
+from tests.helpers.pairs import expected
+from tests.helpers.tiny_models import random_tensors
+
+_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-class Attention(nn.Module):
-    def __init__(self, raw: dict[str, Any], inputs: int, head_dim: int, qkv_bias: bool, o_bias: bool):
-        super().__init__()
-        heads, kv = raw["num_attention_heads"], raw["num_key_value_heads"]
-        self.head_dim, self.group = head_dim, heads // kv
-        self.q_proj = nn.Linear(inputs, heads * head_dim, bias=qkv_bias)
-        self.k_proj, self.v_proj = (nn.Linear(inputs, kv * head_dim, bias=qkv_bias) for _ in range(2))
-        self.o_proj = nn.Linear(heads * head_dim, raw["hidden_size"], bias=o_bias)
-        # The keys that engines before transformers 5 read.
-        rope = {"rope_type": "default"} | (raw["rope_scaling"] or {}) | {"rope_theta": raw["rope_theta"]}
-        config = LlamaConfig(
-            hidden_size=raw["hidden_size"],
-            num_attention_heads=heads,
-            head_dim=head_dim,
-            max_position_embeddings=raw["max_position_embeddings"],
-            rope_parameters=rope,
-        )
-        self.rotary = LlamaRotaryEmbedding(config)
+class Drafter:
+    """What the engines have in common: sizes from config.json, tensors by name."""
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)[None]
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = apply_rotary_pos_emb(q, k, *self.rotary(x, positions[None]))
-        k, v = (t.repeat_interleave(self.group, dim=1) for t in (k, v))
-        out = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(out[0].transpose(0, 1).flatten(1))
-
-
-class Layer(nn.Module):
-    """Both kinds: `wide` is EAGLE-3's first layer, which reads [norm(embedding) ; norm(hidden)]."""
-
-    def __init__(self, raw: dict[str, Any], wide: bool, head_dim: int, qkv_bias: bool, o_bias: bool):
-        super().__init__()
-        h, eps = raw["hidden_size"], raw["rms_norm_eps"]
-        self.self_attn = Attention(raw, 2 * h if wide else h, head_dim, qkv_bias, o_bias)
-        self.mlp = LlamaMLP(LlamaConfig(hidden_size=h, intermediate_size=raw["intermediate_size"]))
-        self.post_attention_layernorm = nn.RMSNorm(h, eps)
-        if wide:
-            self.input_layernorm, self.hidden_norm = nn.RMSNorm(h, eps), nn.RMSNorm(h, eps)
-
-    def forward(self, x: Tensor, residual: Tensor, positions: Tensor) -> Tensor:
-        residual = residual + self.self_attn(x, positions)
-        return residual + self.mlp(self.post_attention_layernorm(residual))
-
-
-class Drafter(nn.Module):
-    """What the three have in common. `policy_head` [V, H] is what an engine shares with the drafter."""
-
-    weights_file = "model.safetensors"
+    architectures: tuple[str, ...]
+    at: str  # what `expected` calls the layer
+    has_own_head = False
 
     def __init__(self, directory: Path):
-        super().__init__()
-        self.raw = json.loads((directory / "config.json").read_text())
+        raw = self.raw = json.loads((directory / "config.json").read_text())
         AutoConfig.from_pretrained(directory)  # every engine opens it with transformers
-        (self.architecture,) = self.raw["architectures"]
-        assert self.raw["num_hidden_layers"] == 1
-        assert not self.raw["tie_word_embeddings"], "the engine would tie or delete the drafter's head"
-        torch.manual_seed(0)
-        self.build(self.raw)
-        for parameter in self.parameters():
-            nn.init.normal_(parameter)
-        for name, tensor in load_file(directory / self.weights_file).items():
+        (self.architecture,) = raw["architectures"]
+        if self.architecture not in self.architectures:
+            raise ValueError(f"{self.architecture} is not supported")
+        assert raw["num_hidden_layers"] == 1
+        assert not raw["tie_word_embeddings"], "the engine would tie or delete the drafter's head"
+        self.offsets: Tensor | None = None
+        self.draft_vocab = raw["draft_vocab_size"] if self.has_own_head else raw["vocab_size"]
+        self.weights = dict(random_tensors(self.shapes(*self.sizes()), seed=99))
+        for name, tensor in load_file(directory / "model.safetensors").items():
             self.load(name, tensor)
-        self.requires_grad_(False)
 
-    def build(self, raw: dict[str, Any]) -> None:
+    def sizes(self) -> tuple[int, bool, bool, bool]:
+        """Head size; whether q, k, v, whether o and whether fc have biases."""
         raise NotImplementedError
 
     def load(self, name: str, tensor: Tensor) -> None:
         raise NotImplementedError
-
-    def put(self, name: str, tensor: Tensor) -> bool:
-        """Into the parameter of that name; whether there is one. A wrong shape raises."""
-        parameter = dict(self.named_parameters()).get(name)
-        if parameter is None:
-            return False
-        if tensor.shape != parameter.shape:
-            raise RuntimeError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(parameter.shape)}")
-        parameter.data.copy_(tensor)
-        return True
-
-    def combine(self, features: Tensor) -> Tensor:
-        """What a policy's features [n, ..] are when the drafter reads them."""
-        return features
 
     def aux_layers(self, num_layers: int) -> list[int]:
         """Policy layers (counted from 0) whose OUTPUT the engine collects."""
         raise NotImplementedError
 
-    def run(self, embedded: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """n pairs -> (what the head reads, what the next step is fed), [n, H] each."""
-        raise NotImplementedError
+    def shapes(self, head_dim: int, qkv_bias: bool, o_bias: bool, fc_bias: bool) -> dict[str, tuple[int, ...]]:
+        """Of all parameters. The layer's first product reads [norm(embedding) ; norm(hidden)] in EAGLE-3."""
+        raw, h = self.raw, self.raw["hidden_size"]
+        q, kv = (raw[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
+        rope = raw["rope_scaling"]  # the keys that engines before transformers 5 read
+        scaling = RopeScaling(*(rope[name] for name in _ROPE)) if rope else None
+        heads = (raw["num_attention_heads"], raw["num_key_value_heads"], head_dim, raw["intermediate_size"])
+        self.layer = ModelConfig(
+            *("llama", raw["vocab_size"], h, 1, *heads),
+            rope_theta=raw["rope_theta"],
+            rope_scaling=scaling,
+            rms_norm_eps=raw["rms_norm_eps"],
+        )
+        wide, width = self.has_own_head, raw["intermediate_size"]
+        found: dict[str, tuple[int, ...]] = {"fc.weight": (h, 3 * h if wide else 2 * h)}
+        found |= {"fc.bias": (h,)} if fc_bias else {}
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            found[f"{self.at}self_attn.{name}_proj.weight"] = (rows, 2 * h if wide else h)
+            found |= {f"{self.at}self_attn.{name}_proj.bias": (rows,)} if qkv_bias else {}
+        found[f"{self.at}self_attn.o_proj.weight"] = (h, q)
+        found |= {f"{self.at}self_attn.o_proj.bias": (h,)} if o_bias else {}
+        found |= {f"{self.at}mlp.{name}_proj.weight": (width, h) for name in ("gate", "up")}
+        found |= {f"{self.at}mlp.down_proj.weight": (h, width), f"{self.at}post_attention_layernorm.weight": (h,)}
+        if wide:
+            found |= {f"{self.at}{name}.weight": (h,) for name in ("input_layernorm", "hidden_norm")}
+            found |= {"norm.weight": (h,), "lm_head.weight": (self.draft_vocab, h)}
+        return found
 
-    def logits(self, hidden: Tensor, policy_head: Tensor) -> Tensor:
-        """[V] of one row [H]."""
-        raise NotImplementedError
+    def put(self, name: str, tensor: Tensor) -> bool:
+        """Into the parameter of that name; whether there is one. A wrong shape raises."""
+        name = name.replace("layers.0.", self.at)
+        if name not in self.weights:
+            return False
+        if tensor.shape != self.weights[name].shape:
+            raise RuntimeError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(self.weights[name].shape)}")
+        self.weights[name] = tensor
+        return True
 
 
 class Eagle1(Drafter):
     """`fc` and `layers.0`; embedding and head are the policy's."""
 
-    def run(self, embedded: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.model["fc"](torch.cat([embedded, hidden], -1))
-        out = self.model["layers"][0](x, x, positions)
-        return out, out
-
-    def logits(self, hidden: Tensor, policy_head: Tensor) -> Tensor:
-        return policy_head @ hidden
+    at = "layer."
 
 
 class SglangEagle1(Eagle1):
-    def build(self, raw: dict[str, Any]) -> None:
-        h, heads = raw["hidden_size"], raw["num_attention_heads"]
+    architectures = ("Qwen2ForCausalLMEagle", "LlamaForCausalLMEagle")
+
+    def sizes(self) -> tuple[int, bool, bool, bool]:
+        usual = self.raw["hidden_size"] // self.raw["num_attention_heads"]
         if self.architecture == "Qwen2ForCausalLMEagle":
-            layer = Layer(raw, False, h // heads, qkv_bias=True, o_bias=False)
-        elif self.architecture == "LlamaForCausalLMEagle":
-            bias = raw.get("attention_bias", False) or raw.get("bias", False)
-            layer = Layer(raw, False, raw.get("head_dim", h // heads), bias, bias)
-        else:
-            raise ValueError(f"Model architectures {self.architecture} are not supported")
-        fc = nn.Linear(2 * h, h)
-        self.model = nn.ModuleDict({"fc": fc, "layers": nn.ModuleList([layer])})
+            return usual, True, False, True
+        bias = self.raw.get("attention_bias", False) or self.raw.get("bias", False)
+        return self.raw.get("head_dim", usual), bias, bias, True
 
     def load(self, name: str, tensor: Tensor) -> None:
-        if "lm_head" not in name:
-            self.put("model." + name, tensor)  # unknown: a warning in the log
+        self.put(name, tensor)  # unknown: a warning in the log
 
 
 class VllmEagle1(Eagle1):
-    def build(self, raw: dict[str, Any]) -> None:
-        if f"Eagle{self.architecture}" != "EagleLlamaForCausalLM":
-            raise ValueError(f"Eagle{self.architecture} is not supported")
-        h, heads = raw["hidden_size"], raw["num_attention_heads"]
-        o_bias = raw.get("attention_bias", False) or raw.get("bias", False)
-        qkv_bias = raw.get("qkv_bias", o_bias)
-        layer = Layer(raw, False, raw.get("head_dim") or h // heads, qkv_bias, o_bias)
-        fc = nn.Linear(2 * h, h, bias=False)
-        self.model = nn.ModuleDict({"fc": fc, "layers": nn.ModuleList([layer])})
+    architectures = ("LlamaForCausalLM",)  # it puts Eagle before it
+
+    def sizes(self) -> tuple[int, bool, bool, bool]:
+        raw = self.raw
+        bias = raw.get("attention_bias", False) or raw.get("bias", False)
+        usual = raw["hidden_size"] // raw["num_attention_heads"]
+        return raw.get("head_dim") or usual, raw.get("qkv_bias", bias), bias, False
 
     def load(self, name: str, tensor: Tensor) -> None:
-        if not self.put("model." + name, tensor):
+        if not self.put(name, tensor):
             raise ValueError(f"There is no module or parameter named {name}")
 
 
 class Eagle3(Drafter):
     """`fc` over three layers' outputs, `midlayer`, `norm`, own `lm_head` over Vd tokens, `d2t` offsets."""
 
-    def build(self, raw: dict[str, Any]) -> None:
-        self.check_architecture()
-        h, heads = raw["hidden_size"], raw["num_attention_heads"]
-        self.draft_vocab = raw["draft_vocab_size"]
-        bias = raw["attention_bias"]
-        layer = Layer(raw, True, raw.get("head_dim") or h // heads, bias, bias)
-        fc = nn.Linear(3 * h, h, bias=raw.get("bias", False))
-        norm = nn.RMSNorm(h, raw["rms_norm_eps"])
-        self.model = nn.ModuleDict({"fc": fc, "midlayer": layer, "norm": norm})
-        self.lm_head = nn.Linear(h, self.draft_vocab, bias=False)
-        self.offsets: Tensor | None = None
+    architectures = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+    at, has_own_head = "midlayer.", True
 
-    def check_architecture(self) -> None:
-        if self.architecture not in ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"):
-            raise ValueError(f"{self.architecture} is not supported")
-
-    def combine(self, features: Tensor) -> Tensor:
-        return self.model["fc"](features)
-
-    def run(self, embedded: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        layer = self.model["midlayer"]
-        x = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], -1)
-        out = layer(x, hidden, positions)
-        return self.model["norm"](out), out
-
-    def logits(self, hidden: Tensor, policy_head: Tensor) -> Tensor:
-        own = self.lm_head(hidden)
-        if self.offsets is None:
-            assert len(own) == len(policy_head)
-            return own
-        out = torch.full((len(policy_head),), float("-inf"))
-        out[torch.arange(self.draft_vocab) + self.offsets] = own
-        return out
+    def sizes(self) -> tuple[int, bool, bool, bool]:
+        raw = self.raw
+        usual, bias = raw["hidden_size"] // raw["num_attention_heads"], raw["attention_bias"]
+        return raw.get("head_dim") or usual, bias, bias, raw.get("bias", False)
 
     def default_layers(self, num_layers: int) -> list[int]:
         if num_layers <= 5:
@@ -211,19 +149,17 @@ class Eagle3(Drafter):
 
 
 class SglangEagle3(Eagle3):
-    def check_architecture(self) -> None:
-        if self.architecture != "LlamaForCausalLMEagle3":
-            raise ValueError(f"{self.architecture} is not supported")
+    architectures = ("LlamaForCausalLMEagle3",)
 
     def load(self, name: str, tensor: Tensor) -> None:
         if "d2t" in name:
             self.offsets = tensor
         elif "t2d" not in name:
-            _ = self.put(name, tensor) or self.put("model." + name, tensor)  # unknown: skipped without a word
+            self.put(name, tensor)  # unknown: skipped without a word
 
     def aux_layers(self, num_layers: int) -> list[int]:
         given = self.raw.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-        inputs = [i + 1 for i in given] if given else [i + 1 for i in self.default_layers(num_layers)]
+        inputs = [i + 1 for i in given or self.default_layers(num_layers)]
         return [i - 1 for i in inputs]  # it collects what enters layer i
 
 
@@ -235,14 +171,11 @@ class VllmEagle3(Eagle3):
             if self.draft_vocab == self.raw["vocab_size"]:
                 raise ValueError("d2t of a drafter with the whole vocabulary")
             self.offsets = tensor
-            return
-        name = name.replace("midlayer.", "layers.0.").replace("layers.0.", "midlayer.")
-        if not self.put(name if "lm_head" in name else "model." + name, tensor):
+        elif not self.put(name, tensor):
             raise KeyError(name)
 
     def aux_layers(self, num_layers: int) -> list[int]:
-        config = self.raw.get("eagle_config") or {}
-        key = "eagle_aux_hidden_state_layer_ids"
+        key, config = "eagle_aux_hidden_state_layer_ids", self.raw.get("eagle_config") or {}
         given = self.raw.get(key) or config.get(key)
         after = sorted(set(given)) if given else [i + 1 for i in self.default_layers(num_layers)]
         return [k - 1 for k in after]  # it collects the stream after k layers
@@ -251,22 +184,18 @@ class VllmEagle3(Eagle3):
 class TrtllmEagle3(Eagle3):
     """Layer ids are the caller's argument there: the export has them in `speculative.json`."""
 
+    architectures = ("LlamaForCausalLMEagle3",)  # without Eagle3, and with EAGLE3 before it
+
     def __init__(self, directory: Path):
         super().__init__(directory)
-        self.arguments = json.loads((directory / "speculative.json").read_text())
-
-    def check_architecture(self) -> None:
-        if "EAGLE3" + self.architecture.replace("Eagle3", "") != "EAGLE3LlamaForCausalLM":
-            raise ValueError(f"{self.architecture} is not supported")
+        self.arguments: dict[str, Any] = json.loads((directory / "speculative.json").read_text())
 
     def load(self, name: str, tensor: Tensor) -> None:
         if name == "d2t":
             if self.draft_vocab != self.raw["vocab_size"]:
                 self.offsets = tensor.to(torch.int32)
-        elif name == "lm_head.weight":
-            assert self.put(name, tensor)
-        else:
-            self.put("model." + name, tensor)  # modules it does not have are not looked at
+        elif not self.put(name, tensor):
+            assert name != "lm_head.weight"  # modules it does not have are not looked at
 
     def aux_layers(self, num_layers: int) -> list[int]:
         given = self.arguments.get("eagle3_layers_to_capture")
@@ -274,23 +203,26 @@ class TrtllmEagle3(Eagle3):
 
 
 def chain(
-    engine: Drafter,
-    tokens: Tensor,
-    features: Tensor,
-    embed: Tensor,
-    head: Tensor,
-    base: int,
-    steps: int,
+    engine: Drafter, tokens: Tensor, features: Tensor, embed: Tensor, head: Tensor, base: int, steps: int
 ) -> Tensor:
     """Logits [steps, V] of a draft from place `base` that is fed `tokens`.
 
     As in the engines, the pair of token i and the policy's features [T, ..] of place i - 1 is at position i - 1.
     """
-    hidden, out = engine.combine(features[:base]), []
+    e, out, is_wide = dict(engine.weights), [], engine.has_own_head
+    e |= {} if engine.offsets is None else {"d2t": engine.offsets}
+    policy = [("model.embed_tokens.weight", embed), ("lm_head.weight", head)]
+    form = SimpleNamespace(
+        kind="eagle3" if is_wide else "eagle",
+        layer=engine.layer,
+        policy=SimpleNamespace(vocab_size=len(head)),
+        draft_vocab_size=engine.draft_vocab,
+        norm_before_residual=False,
+    )
+    hidden = features[:base] @ e["fc.weight"].T + e.get("fc.bias", 0.0) if is_wide else features[:base]
     for step in range(steps):
-        count = base + step
-        read, fed = engine.run(embed[tokens[1 : count + 1]], hidden, torch.arange(count))
-        out.append(engine.logits(read[-1], head))
+        logits, fed = expected(form, policy, list(e.items()), tokens[1 : base + step + 1].tolist(), hidden, 0)  # type: ignore[arg-type]
+        out.append(logits[-1])
         hidden = torch.cat([hidden, fed[-1:]])
     return torch.stack(out)
 

@@ -1,12 +1,14 @@
-"""Small engines around real decoders, and requests for them."""
+"""Small engines around real decoders, requests for them, and stand-ins for drafters, selectors, graphs and copies."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,16 +17,22 @@ from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.decoders.base import Decoder
+from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.decoders.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.decoders.native.decoder import keyed_sample
+from megatron_tlt.models.decoders.torch.transfer import HostCopy
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.rollout.engine import Engine
+from megatron_tlt.rollout.graph_capture import Captured
+from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
+from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.speculation.build import Drafting
-from megatron_tlt.types import SamplingParams
+from megatron_tlt.rollout.speculation.speculator import Speculator
+from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams, StepMeasurement
 from tests.helpers.tiny_drafters import random_drafter
 
 Job = tuple[int, list[int], SamplingParams, int]  # prompt id, prompt, params, samples
@@ -169,3 +177,142 @@ def generate_all(engine: Engine, jobs: list[Job]) -> Responses:
 
 def collect(requests: list[Request]) -> Responses:
     return {(r.prompt_id, r.sample_index): (r.output, r.logprobs) for r in requests}
+
+
+class OracleDrafter:
+    """Proposes the known response of each request, each token spoiled with probability `spoil`."""
+
+    kind = "oracle"
+
+    def __init__(self, responses: Responses, vocab: int, spoil: float, seed: int = 0):
+        self.responses, self.vocab, self.spoil = responses, vocab, spoil
+        self.random = random.Random(seed)
+        self.live: dict[int, list[int]] = {}  # Request.order -> tokens so far
+
+    def start(self, request: Request) -> None:
+        seen = self.live.get(request.order, [])
+        assert request.output[: len(seen)] == seen  # it may have been preempted
+        self.live[request.order] = list(request.output)
+
+    def sync_context(self, rows: RunningRows) -> None:
+        for request in rows.requests:
+            seen = self.live[request.order]
+            drawn = rows.outputs[request.slot, : int(rows.output_len[request.row])].tolist()
+            assert drawn[: len(seen)] == seen
+            self.live[request.order] = drawn
+
+    def finish(self, request: Request) -> None:
+        seen = self.live.pop(request.order, [])
+        assert seen == request.output[: len(seen)]
+        known = self.responses.get((request.prompt_id, request.sample_index))
+        assert known is None or request.output == known[0][: len(request.output)]
+
+    def end_generate(self) -> None:
+        assert not self.live
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
+        counts, tokens, likely = [], [], []
+        for row, length in enumerate(lengths.tolist()):
+            request = rows.requests[row]
+            done = int(rows.output_len[row])
+            assert self.live[request.order] == rows.outputs[request.slot, :done].tolist()
+            known = self.responses.get((request.prompt_id, request.sample_index), ([], []))[0][done:]
+            drafted = [self._token(known, at) for at in range(length)]
+            counts.append(length)
+            tokens += drafted
+            likely += [0.7**at for at in range(1, length + 1)]
+        return Draft(np.array(counts, np.int32), np.array(tokens, np.int32), np.array(likely, np.float32))
+
+    def _token(self, truth: list[int], at: int) -> int:
+        if at < len(truth) and self.random.random() >= self.spoil:
+            return truth[at]
+        return self.random.randrange(self.vocab)
+
+    def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
+        assert len(reached) == len(accepted) == draft.num_tokens
+        assert not (accepted & ~reached).any()
+
+
+class RandomSelector:
+    """Any length and any least acceptance, at random; sometimes plain decoding."""
+
+    def __init__(self, kind: str, longest: int, seed: int = 0):
+        self.kind, self.longest = kind, longest
+        self.random = random.Random(seed)
+        self.emitted = self.rows = 0
+
+    def select(self, num_running: int) -> DraftStrategy:
+        if self.random.random() < 0.2:
+            return NO_DRAFT
+        return DraftStrategy(self.kind, self.random.randint(1, self.longest), self.random.choice((0.0, 0.3)))
+
+    def record(self, measurement: StepMeasurement) -> None:
+        assert measurement.num_emitted >= measurement.num_running
+        assert (measurement.accepted <= measurement.reached).all()
+        self.emitted += measurement.num_emitted
+        self.rows += measurement.num_running
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def attach(engine: Engine, drafter, selector) -> Speculator:
+    """Makes a plain engine speculate with these parts."""
+    scheduler = engine.scheduler
+    speculator = Speculator(drafter, selector, scheduler.rows, scheduler.reserve, engine.runner.tp)
+    engine.speculator = speculator
+    return speculator
+
+
+class SizedCapturer:
+    """A capturer with given sizes: each step's temporary memory and each graph's own."""
+
+    def __init__(self, temporary: dict[str, int] | int = 0, own: int = 0, unforeseen: int = 0):
+        self.pool_bytes = 0
+        self.temporary, self.own, self.unforeseen = temporary, own, unforeseen
+        self.warmed = self.captured = 0
+        self._needed = 0
+
+    def warm_up(self, step) -> int:
+        self.warmed += 1
+        step()
+        self._needed = self.temporary if isinstance(self.temporary, int) else self.temporary[step.__name__]
+        return self._needed
+
+    def capture(self, step):
+        self.captured += 1
+        self.pool_bytes = max(self.pool_bytes, self._needed + self.unforeseen)
+        return Captured(step, self.own)
+
+
+class Late:
+    """A CUDA event that is done after `polls` queries; `on_wait` gets the queries left where one waits for it."""
+
+    def __init__(self, polls: int, on_wait: Callable[[int], None]):
+        self.polls, self._on_wait = polls, on_wait
+
+    def query(self) -> bool:
+        self.polls -= 1
+        return self.polls < 0
+
+    def synchronize(self) -> None:
+        self._on_wait(self.polls)
+
+
+def delay_reads(monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[int], None]) -> None:
+    """From now on a read of `count` positions is done after `count % 4` queries."""
+    start = PagedHiddenStates.start_read
+
+    def late(pages: PagedHiddenStates, blocks: list[int], count: int) -> HostCopy:
+        return HostCopy(start(pages, blocks, count).wait(), Late(count % 4, on_wait))
+
+    monkeypatch.setattr(PagedHiddenStates, "start_read", late)

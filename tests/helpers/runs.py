@@ -1,16 +1,22 @@
-"""A tiny RL run for tests: a random two-layer policy, the demo tokenizer, a reward that can be learned."""
+"""A tiny RL run for tests: a random two-layer policy, the demo tokenizer, a reward that can be learned; and commands of
+a page, run as printed.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import yaml
 
-from tests.helpers.mpi import ROOT, run_ranks
+from tests.helpers.mpi import ROOT, forking_python, rank_environment, run_ranks
 
 TOKENIZER = ROOT / "assets" / "demo-policy"
 
@@ -89,7 +95,7 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
         },
         "rewards": {
             "workers": 1,
-            "functions": [{"name": "python", "path": "tests.helpers.vowels:reward", "threshold": 0.2}],
+            "functions": [{"name": "python", "path": "tests.helpers.rewards:vowels", "threshold": 0.2}],
         },
         "train": {"num_steps": 4, "prompts_per_step": 8, "run_dir": str(folder / "run")},
         "eval": {"every": 2, "num_prompts": 8, "samples_per_prompt": 2},
@@ -165,3 +171,60 @@ def rollout_digests(run_dir: Path) -> list[tuple[int, str, str]]:
     """Of each step the number of responses, and the digests of responses and rewards."""
     lines = (run_dir / "rollouts.jsonl").read_text().splitlines()
     return [(row["samples"], row["responses"], row["rewards"]) for row in map(json.loads, lines)]
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def once(run: Callable[P, T]) -> Callable[P, T]:
+    """`functools.cache` that keeps a failure, too: the tests of a failed run fail at once, none tries it again."""
+
+    @functools.cache
+    def outcome(*args: Any, **kwargs: Any) -> tuple[T | None, Exception | None]:
+        try:
+            return run(*args, **kwargs), None
+        except Exception as error:  # noqa: BLE001  (raised again below)
+            return None, error
+
+    @functools.wraps(run)
+    def shared(*args: P.args, **kwargs: P.kwargs) -> T:
+        value, error = outcome(*args, **kwargs)
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    return shared
+
+
+_LINKED = (".venv", "assets", "configs", "examples", "launch", "megatron_tlt", "slurm", "tools")
+
+
+def commands(text: str) -> list[str]:
+    """The indented blocks of a Markdown text, one shell command each."""
+    lines = [line[4:] for line in text.splitlines() if line.startswith("    ")]
+    return re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines()
+
+
+def make_folder(folder: Path) -> Path:
+    """Links the repository's parts into `folder`, from which the commands run."""
+    for name in _LINKED:
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def run_as_printed(folder: Path, printed: list[str]) -> None:
+    """Runs every command in `folder`; ranks of `launch/local.sh` are forks. Fails with the failing command's output."""
+    environment = rank_environment() | {"PYTHON": str(forking_python(folder))}
+    for command in printed:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}"

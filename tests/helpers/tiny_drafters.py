@@ -1,18 +1,25 @@
-"""Random drafters and responses for tests of trained drafters."""
+"""Random drafters, responses with hidden states, and online trainers for tests of trained drafters."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.drafters.eagle.config import EagleConfig
+from megatron_tlt.drafters.eagle.model import EagleModel
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.training.batching import DraftSequence
+from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
+from megatron_tlt.drafters.training.sharing import HiddenStateSharing
+from megatron_tlt.drafters.training.training_state import STATE_NAMES
 from megatron_tlt.models.hf.config import ModelConfig
-from megatron_tlt.types import HiddenStateSample
-from tests.helpers.hidden_states import trajectory
+from megatron_tlt.types import HiddenStateSample, Trajectory
 from tests.helpers.tiny_models import random_tensors
 
 FAMILIES = {
@@ -67,3 +74,62 @@ def lookup_tables(config: ModelConfig, seed: int = 5) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shape = (config.vocab_size, config.hidden_size)
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator) * 0.3
+
+
+def random_chunk(
+    config: ModelConfig, length: int, prompt_id: int = 0, version: int = 0, prompt_len: int = 3
+) -> HiddenStateSample:
+    """Made-up tokens and hidden states, a function of the arguments."""
+    length = int(length)
+    generator = torch.Generator().manual_seed(length * 1000 + prompt_id)
+    tokens = torch.randint(0, config.vocab_size, (length,), generator=generator)
+    hidden = torch.randn(length - 1, config.hidden_size, generator=generator)
+    return HiddenStateSample(trajectory(tokens.numpy(), prompt_len, prompt_id, version), hidden)
+
+
+def trajectory(token_ids: np.ndarray, prompt_len: int, prompt_id: int = 0, version: int = 0) -> Trajectory:
+    """These tokens, all drawn behind the prompt's."""
+    logprobs = np.zeros(len(token_ids) - prompt_len, np.float32)
+    return Trajectory(prompt_id, 0, token_ids.astype(np.int32), logprobs, policy_version=version)
+
+
+CONFIG = FAMILIES["qwen2"]
+LENGTHS = (40, 12, 25, 33, 60, 18, 22, 51)
+
+
+def online_trainer(
+    tp: TensorParallel | None = None,
+    lengths: tuple[int, ...] = LENGTHS,
+    first_prompt: int = 0,
+    dtype: str = "fp32",
+    from_actor: bool = False,
+    tokens: int | None = None,
+    fresh: bool = True,
+    warmup: int = 3,
+    mean_decay: float | None = None,
+    world: Any = None,
+    sharing: HiddenStateSharing | None = None,
+    **online,
+) -> OnlineDrafterTrainer:
+    """A trainer whose buffer holds responses of policy version 0; `online` are options, `tokens` the size of a
+    vocabulary to be chosen.
+    """
+    model = EagleModel(EagleConfig.of(CONFIG, tokens))
+    model.initialise(0)
+    options = {"lr": 3e-3, "start_lr": 3e-3, "draft_steps": 3, "micro_step_tokens": 64} | online
+    section = DrafterSection(dtype=dtype, online=options)
+    places = {"tp": tp, "world": world, "sharing": sharing}
+    trainer = OnlineDrafterTrainer(model, section, **places, from_actor=from_actor, fresh=fresh)
+    trainer._trainer.rate = replace(trainer._trainer.rate, warmup=warmup)
+    if mean_decay is not None:
+        trainer._decay = mean_decay
+    trainer.begin_step(0, lambda: lookup_tables(CONFIG))
+    for i, length in enumerate(lengths):
+        trainer.buffer.add(random_chunk(CONFIG, length, first_prompt + i))
+    return trainer
+
+
+def everything(trainer: OnlineDrafterTrainer) -> Tensor:
+    """Weights, their mean and moments, flat, before or after a merge. Collective in a tensor-parallel group."""
+    state = trainer._state
+    return torch.cat([whole.flatten().clone() for kind in STATE_NAMES for _, whole in state._gathered(kind)])

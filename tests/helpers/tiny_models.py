@@ -1,21 +1,23 @@
-"""Tiny random models of every family, and ragged batches over shuffled KV blocks.
+"""Tiny random models of every family, ragged batches over shuffled KV blocks, and one plain pass over whole texts.
 
-Legend: T packed rows, S sequences.
+Legend: T packed rows, S sequences, L tokens of a text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_tlt.models.decoders.base import Decoder, KVCache
-from megatron_tlt.models.decoders.inputs import DecoderOutput
+from megatron_tlt.models.decoders.inputs import DecoderInput, DecoderOutput
+from megatron_tlt.models.decoders.keys import request_key, row_keys
 from megatron_tlt.models.hf.config import ModelConfig
-from tests.helpers.batches import rows_input
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 131,
@@ -186,3 +188,68 @@ class Driver:
 TINY = ModelConfig(
     "qwen3", 51, 32, 2, 2, 1, 16, 48, qk_norm=True, tie_word_embeddings=True, max_position_embeddings=256
 )
+
+
+def rows_input(
+    rows: Sequence[Sequence[int]],
+    firsts: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    block_size: int = 16,
+    device: torch.device | str = "cpu",
+) -> DecoderInput:
+    """Sequence s feeds the tokens `rows[s]` at positions `firsts[s]`, ... of its block table; logits of every row."""
+    tokens: list[int] = []
+    positions, slots, starts, contexts = [], [], [0], []
+    for ids, first, table in zip(rows, firsts, tables, strict=True):
+        at = range(first, first + len(ids))
+        positions += at
+        slots += [table[p // block_size] * block_size + p % block_size for p in at]
+        tokens += ids
+        starts.append(len(tokens))
+        contexts.append(first + len(ids))
+    width = max(map(len, tables))
+    padded = [list(t) + [0] * (width - len(t)) for t in tables]
+    data = (tokens, positions, slots, starts, contexts, padded, list(range(len(tokens))))
+    return DecoderInput.of([torch.tensor(x, dtype=torch.int32, device=device) for x in data])
+
+
+def copy_of(kv: KVCache) -> KVCache:
+    """The same cache in other memory."""
+    return KVCache(kv.num_blocks, kv.block_size, kv.data.clone())
+
+
+
+
+def read_hidden_states(
+    decoder: Decoder, texts: Iterable[Sequence[int]], block_size: int, max_tokens: int
+) -> Iterator[Tensor]:
+    """`DecoderOutput.hidden` of each text, [L, ..] on the CPU, in the decoder's type.
+
+    Texts share forwards of at most `max_tokens` rows; a longer one has a forward of its own.
+    """
+    group: list[Sequence[int]] = []
+    for text in texts:
+        if group and sum(map(len, group)) + len(text) > max_tokens:
+            yield from _hidden_of_group(decoder, group, block_size)
+            group = []
+        group.append(text)
+    if group:
+        yield from _hidden_of_group(decoder, group, block_size)
+
+
+def _hidden_of_group(decoder: Decoder, texts: Sequence[Sequence[int]], size: int) -> Iterator[Tensor]:
+    counts = [len(t) for t in texts]
+    blocks = [-(-n // size) for n in counts]
+    tables = [range(sum(blocks[:i]), sum(blocks[: i + 1])) for i in range(len(blocks))]
+    batch = rows_input(texts, [0] * len(texts), tables, size, decoder.device)
+    one_row = batch.query_start[1:2] - 1  # of logits: the least that every decoder computes
+    batch = replace(batch, logit_rows=one_row, all_hidden=True)
+    hidden = decoder.forward(batch, decoder.new_kv_cache(sum(blocks), size)).hidden
+    assert hidden is not None, "asked for"
+    yield from hidden.cpu().split(counts)
+
+
+def row_key(seed: int, prompt_id: int, sample_index: int, position: int) -> int:
+    """The key of one output position (0-based)."""
+    keys = np.array([request_key(seed, prompt_id, sample_index)], np.uint64)
+    return int(row_keys(keys, np.array([position]))[0])

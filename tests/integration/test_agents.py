@@ -21,7 +21,7 @@ def test_late_tools_drafts_ranks_and_a_kill_change_no_trajectory_and_no_weight(t
         tmp_path,
         env={"path": "tests.helpers.late_environments:LateEnvironments", **limits},
         rollout={"samples_per_prompt": 4, "max_tokens": 60},
-        rewards={"functions": [{"name": "python", "path": "tests.helpers.vowels:reward"}, {"name": "env"}]},
+        rewards={"functions": [{"name": "python", "path": "tests.helpers.rewards:vowels"}, {"name": "env"}]},
         train={"num_steps": STEPS, "prompts_per_step": 8},
         eval={"every": 0},
     )

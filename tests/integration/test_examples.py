@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.mpi import ROOT
-from tests.helpers.printed import commands, make_folder, run_as_printed
+from tests.helpers.runs import commands, make_folder, run_as_printed
 
 FOLDERS = sorted(path.parent for path in (ROOT / "examples").glob("*/README.md"))
 NOT_HERE = re.compile(r"sbatch -N|squeue|megatron-tlt (status|report) runs/slurm-7b|vllm serve")  # GPUs, a server

@@ -270,7 +270,7 @@ def test_too_many_of_them_end_the_run_and_it_resumes_from_before(whole, train, t
 
 
 def test_rewards_that_raise_hang_gobble_and_exit_cost_their_samples_unless_they_are_all(tmp_path):
-    functions = [{"name": "python", "path": "tests.helpers.bad_rewards:reward"}]
+    functions = [{"name": "python", "path": "tests.helpers.rewards:bad"}]
     rewards = {"workers": 2, "timeout_s": 2.0, "functions": functions}
     size = {"num_steps": 1, "prompts_per_step": 12, "run_dir": str(tmp_path / "run")}
     rollout = {"samples_per_prompt": 2, "max_tokens": 8}

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.mpi import ROOT
-from tests.helpers.printed import commands, make_folder, run_as_printed
-from tests.helpers.runs import rows
+from tests.helpers.runs import commands, make_folder, rows, run_as_printed
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 

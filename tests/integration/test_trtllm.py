@@ -29,7 +29,7 @@ def test_a_run_trains_on_an_engine_in_another_process(tmp_path: Path) -> None:
         train={"num_steps": 3},
         sync={"verify": True},  # the engine holds the bytes that were pushed, the drafter's, too
         checkpoint={"every": 0},
-        rewards={"functions": [{"name": "python", "path": "tests.helpers.vowels:reward", "threshold": 0.0}]},
+        rewards={"functions": [{"name": "python", "path": "tests.helpers.rewards:vowels", "threshold": 0.0}]},
     )
     make_model(tmp_path / "model", num_layers=4)  # EAGLE-3 reads three layers below the last
     train_many(config, {"run": []})

@@ -48,7 +48,7 @@ from megatron_tlt.types import (
     SpeculationStats,
     WeightBucket,
 )
-from tests.helpers.fake_turns import FakeTurns
+from tests.helpers.fake_decoder import FakeTurns
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import moe_config, random_weights
 from tests.helpers.vllm_engines import (

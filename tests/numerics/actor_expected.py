@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_tlt.types import TrainSequence
 from tests.helpers.mpi import run_ranks
-from tests.helpers.once import once
+from tests.helpers.runs import once
 from tests.mpi.workers.actor_common import (
     EXPERTS,
     KINDS,

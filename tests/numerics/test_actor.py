@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.mpi import run_ranks
-from tests.helpers.once import once
+from tests.helpers.runs import once
 from tests.mpi.workers.actor_common import HIDDEN, KINDS, LORA_KINDS, MOE_KINDS, ZERO_ADVANTAGES, results
 from tests.numerics.actor_expected import expected_root, one_rank_results
 

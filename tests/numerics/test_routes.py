@@ -10,8 +10,14 @@ import torch
 
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.scheduler import SchedulerLimits
-from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
-from tests.helpers.engines import generate_all, make_engine, random_jobs
+from tests.helpers.engines import (
+    OracleDrafter,
+    RandomSelector,
+    attach,
+    generate_all,
+    make_engine,
+    random_jobs,
+)
 from tests.helpers.tiny_models import hf_model, model_config, named_weights
 
 JOBS = random_jobs(131, 6, seed=4)

@@ -19,7 +19,7 @@ from megatron_tlt.models.decoders.native.decoder import keyed_sample
 from megatron_tlt.rollout.masks import apply_masks
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows, gumbel_noise
 from tests.helpers.engines import CountingSampler
-from tests.helpers.keys import row_key
+from tests.helpers.tiny_models import row_key
 
 CPU = torch.device("cpu")
 MASKS = [(0, 1.0, 0.0), (8, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (12, 0.9, 0.05)]

@@ -21,10 +21,12 @@ from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import SamplingParams
-from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
 from tests.helpers.engines import (
+    OracleDrafter,
+    RandomSelector,
     Responses,
     assert_scored,
+    attach,
     generate_all,
     make_engine,
     random_jobs,

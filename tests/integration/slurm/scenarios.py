@@ -18,7 +18,7 @@ from tests.integration.slurm.cluster import Cluster
 
 PATIENCE_S = 900  # a job takes 20 s; on a machine with fifty others, minutes
 SLURM = ROOT / "slurm"
-REWARD = [{"name": "python", "path": "tests.helpers.slow_vowels:reward", "threshold": 0.2}]
+REWARD = [{"name": "python", "path": "tests.helpers.rewards:slow_vowels", "threshold": 0.2}]
 ONE_NODE = ("-N1", "--ntasks-per-node=2", "--gpus-per-node=0", "--time=20")
 TWO_NODES = ("-N2", "--ntasks-per-node=1", "--gpus-per-node=0", "--time=20")
 # In place of Python: says how it was called, and ends as it is told to, which it notes like the real ranks.

@@ -16,7 +16,7 @@ from megatron_tlt.distributed.world import World
 from megatron_tlt.drafters.checkpoint import load_drafter
 from megatron_tlt.trainer.setup import tensor_parallel
 from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, SamplingParams, WeightBucket
-from tests.helpers.fake_turns import FakeTurns
+from tests.helpers.fake_decoder import FakeTurns
 from tests.helpers.vllm_engines import ANY_LENGTH, DRAFTER, MODEL, RUNNING, SHAPE, demo_prompts, demo_weights
 
 

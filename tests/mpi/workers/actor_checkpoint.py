@@ -29,7 +29,7 @@ from megatron_tlt.actor.checkpoint_files import read_manifest
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
-from tests.helpers.live_bytes import live_bytes
+from tests.helpers.memory import live_bytes
 from tests.mpi.workers.actor_common import WeightedNll, relative_error, say, sequences, share, train_batch
 from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy
 

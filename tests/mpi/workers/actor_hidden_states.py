@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.loader import iter_weights
-from tests.helpers.whole_texts import read_hidden_states
+from tests.helpers.tiny_models import read_hidden_states
 from tests.mpi.workers.actor_common import HIDDEN, WeightedNll, say, sequences, share, train_batch
 from tests.mpi.workers.actor_scenario import copy_of, make_policy
 

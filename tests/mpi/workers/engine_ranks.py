@@ -35,9 +35,8 @@ from tests.helpers.engines import (
     small_config,
     speculating_engine,
 )
-from tests.helpers.fake_turns import FakeTurns, run_turns
-from tests.helpers.tiny_models import random_weights
-from tests.helpers.whole_texts import read_hidden_states
+from tests.helpers.fake_decoder import FakeTurns, run_turns
+from tests.helpers.tiny_models import random_weights, read_hidden_states
 
 DRAFTING: dict[str, dict[str, Any]] = {
     "none": {"drafter": "none"},

@@ -22,7 +22,7 @@ from megatron_tlt.distributed.world import World
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.types import TrainSequence, Trajectory
-from tests.helpers.live_bytes import live_bytes
+from tests.helpers.memory import live_bytes
 from tests.helpers.tiny_models import random_weights
 from tests.mpi.workers.actor_common import WeightedNll, say, train_batch
 

@@ -11,9 +11,7 @@ from megatron_tlt.distributed.world import World
 from megatron_tlt.drafters.training.sharing import HiddenStateSharing
 from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.errors import DrafterError
-from tests.helpers.hidden_states import random_chunk
-from tests.helpers.online import CONFIG, everything, online_trainer
-from tests.helpers.tiny_drafters import lookup_tables
+from tests.helpers.tiny_drafters import CONFIG, everything, lookup_tables, online_trainer, random_chunk
 
 CLOSE = {"atol": 1e-6, "rtol": 1e-5}
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
+import torch
 
 from megatron_tlt.algorithms import advantages as adv
 from megatron_tlt.algorithms.base import RewardTable
 from megatron_tlt.algorithms.build import ALGORITHMS, build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup, TrainSequence, Trajectory
+from tests.helpers.thread_ranks import ThreadRank, on_ranks
 
 PROMPT = np.array([1, 1, 1, 5, 5, 9])
 REWARD = np.array([1.0, 0.0, 0.5, 2.0, 2.0, 7.0])
@@ -127,27 +127,21 @@ def test_reinforce_pp_with_kl_in_the_reward_whitens_over_ranks() -> None:
     returns = {row: REWARD[row] - 0.5 * later[row] for row in rows}
     flat = np.concatenate([returns[row] for row in rows])
 
-    barrier, slots = threading.Barrier(3), [np.zeros(0)] * 3
     results: dict[int, np.ndarray] = {}
 
-    def rank(index: int) -> None:
+    def work(rank: ThreadRank) -> None:
+        mine = shares[rank.rank]
+        sequences, algorithm = sequences_of(table(), mine), build_algorithm(config, 10)
+
         def reduce_sum(values: np.ndarray) -> np.ndarray:
-            slots[index] = values
-            barrier.wait(5)
-            total = np.sum(slots, axis=0)
-            barrier.wait(5)
-            return total
+            total = torch.from_numpy(values.copy())
+            rank.all_reduce(total)
+            return total.numpy()
 
-        sequences = sequences_of(table(), shares[index])
-        algorithm = build_algorithm(config, 10)
-        algorithm.assign(sequences, table(), [kl[row] for row in shares[index]], reduce_sum)
-        results.update({row: s.advantages for row, s in zip(shares[index], sequences, strict=True)})
+        algorithm.assign(sequences, table(), [kl[row] for row in mine], reduce_sum)
+        results.update({row: s.advantages for row, s in zip(mine, sequences, strict=True)})
 
-    threads = [threading.Thread(target=rank, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    on_ranks(3, work)
     for row in rows:
         expected = (returns[row] - flat.mean()) / (flat.std() + config.advantage_eps)
         np.testing.assert_allclose(results[row], expected, rtol=1e-5, atol=1e-6)

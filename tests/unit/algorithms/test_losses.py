@@ -41,6 +41,7 @@ class Response:
     ref: Tensor
     entropy: Tensor
     kl: list[float] = field(default_factory=list)  # KL in the reward: k1 of the sampling policy
+    given: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.logp)
@@ -160,7 +161,7 @@ def make_table(responses: list[Response]) -> RewardTable:
         sample_index=np.array([a.index for a in responses]),
         reward=np.array([a.reward for a in responses]),
         correct=np.array([a.reward == 1 for a in responses]),
-        length=np.array([len(a) for a in responses]),
+        length=np.array([len(a) - sum(end - begin for begin, end in a.given) for a in responses]),
         truncated=np.array([a.truncated for a in responses]),
         aborted=np.zeros(len(responses), np.bool_),
         kl_sum=np.array([sum(a.kl) for a in responses]),
@@ -170,7 +171,7 @@ def make_table(responses: list[Response]) -> RewardTable:
 def make_sequences(responses: list[Response]) -> list[TrainSequence]:
     return [
         TrainSequence.of(
-            Trajectory(a.prompt, a.index, np.zeros(2 + len(a), np.int32), np.zeros(len(a), np.float32))
+            Trajectory(a.prompt, a.index, np.zeros(2 + len(a), np.int32), np.zeros(len(a), np.float32), a.given)
         )
         for a in responses
     ]

@@ -18,12 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_tlt.algorithms.base import LossInputs, RewardTable
 from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
-from megatron_tlt.types import TrainSequence, Trajectory
 from tests.helpers.mpi import ROOT
 from tests.helpers.peer_losses import Batch, nemo, openrlhf, trl, trl_advantages, verl
+from tests.unit.algorithms.test_losses import Response, production_loss
 
 MAX_TOKENS = 12
 DAPO, GSPO = (0.2, 0.28), (3e-4, 4e-4)
@@ -55,70 +54,31 @@ def random_batch(seed: int, multi_turn: bool, drift: float = 0.3) -> Batch:
 
 
 def ours(b: Batch, name: str, settings: dict[str, Any]) -> Tensor:
-    """Through the production path: table, `assign`, one packed micro-batch, divisor."""
+    """Through the production path: table, `assign`, packed micro-batches, divisor."""
+    responses = []
+    for i, length in enumerate(b.lengths.tolist()):
+        columns = (column[i, :length] for column in (b.logp, b.old, b.rollout, b.ref))
+        about = (int(b.prompt[i]), i, float(b.reward[i]), bool(b.truncated[i]))
+        of = Response(*about, *columns, entropy=torch.zeros(length).double())
+        of.kl = ((b.old - b.ref) * b.mask)[i, :length].tolist()
+        of.given = tuple((t, t + 1) for t in range(length) if not b.mask[i, t])
+        responses.append(of)
     algorithm = build_algorithm(AlgorithmSection(name=name, **settings), MAX_TOKENS)
-    drawn, lengths = b.mask.numpy() > 0, b.lengths.tolist()
-    kl = (((b.old - b.ref) * b.mask)[i, :length].numpy() for i, length in enumerate(lengths))
-    token_kl = list(kl) if algorithm.needs_token_kl else None
-    table = RewardTable(
-        prompt_id=b.prompt.numpy(),
-        sample_index=np.arange(len(drawn)),
-        reward=b.reward.numpy(),
-        correct=b.reward.numpy() == 1,
-        length=drawn.sum(1),
-        truncated=b.truncated.numpy(),
-        aborted=np.zeros(len(drawn), np.bool_),
-        kl_sum=np.array([0.0 if token_kl is None else token_kl[i].sum() for i in range(len(drawn))]),
-    )
-    sequences = []
-    for i, length in enumerate(lengths):
-        given = tuple((t, t + 1) for t in range(length) if not drawn[i, t])
-        key = int(table.prompt_id[i]), i
-        sequences.append(
-            TrainSequence.of(Trajectory(*key, np.zeros(2 + length, np.int32), np.zeros(length, np.float32), given))
-        )
-    algorithm.assign(sequences, table, token_kl, lambda x: x)
-
-    def packed(columns: Tensor) -> Tensor:
-        return torch.cat([columns[i, :length] for i, length in enumerate(lengths)])
-
-    def joined(arrays: list[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).double()
-
-    inputs = LossInputs(
-        logprobs=packed(b.logp),
-        old_logprobs=packed(b.old),
-        rollout_logprobs=packed(b.rollout),
-        ref_logprobs=packed(b.ref),
-        entropy=None,
-        advantages=joined([s.advantages for s in sequences]),
-        mask=joined([s.loss_mask for s in sequences]),
-        weights=joined([np.full(len(s.loss_mask), s.weight) for s in sequences]),
-        segments=torch.repeat_interleave(torch.arange(len(sequences)), b.lengths),
-        num_segments=len(sequences),
-    )
-    return algorithm.loss(inputs)[0] / algorithm.denominator(table, np.arange(len(drawn)))
+    return production_loss(algorithm, responses, set(b.prompt.tolist()), garbage=False)
 
 
+VERL_GRPO = partial(verl, estimator="grpo", aggregation="seq-mean-token-mean")
+NEMO_GRPO = partial(nemo, estimator="grpo", token_level=False)
+BY_SEQUENCE = {"sequence_ratio": True, "clip": GSPO}
 # (ours, peer, our settings, the peer's loss)
 CASES: list[tuple[str, str, dict[str, Any], Callable[[Batch], Tensor]]] = [
     ("grpo", "trl", TRL, partial(trl, loss_type="grpo")),
     ("grpo", "trl-kl", TRL | {"kl_coef": 0.1}, partial(trl, loss_type="grpo", beta=0.1)),
     ("grpo", "trl-vllm", TRL | TIS, partial(trl, loss_type="grpo", cap=2.0)),
-    ("grpo", "verl", VERL, partial(verl, estimator="grpo", aggregation="seq-mean-token-mean")),
-    (
-        "grpo",
-        "verl-kl",
-        VERL | {"kl_coef": 0.1},
-        partial(verl, estimator="grpo", aggregation="seq-mean-token-mean", kl_coef=0.1),
-    ),
-    ("grpo", "nemo", VERL, partial(nemo, estimator="grpo", token_level=False)),
-    (
-        "grpo",
-        "nemo-truncated",
-        VERL | {"mask_truncated": True},
-        partial(nemo, estimator="grpo", token_level=False, drop_truncated=True),
-    ),
+    ("grpo", "verl", VERL, VERL_GRPO),
+    ("grpo", "verl-kl", VERL | {"kl_coef": 0.1}, partial(VERL_GRPO, kl_coef=0.1)),
+    ("grpo", "nemo", VERL, NEMO_GRPO),
+    ("grpo", "nemo-truncated", VERL | {"mask_truncated": True}, partial(NEMO_GRPO, drop_truncated=True)),
     ("grpo", "openrlhf", OPENRLHF, partial(openrlhf, estimator="group_norm", token_level=False)),
     ("dapo", "trl", TRL, partial(trl, loss_type="dapo", clip=DAPO)),
     ("dapo", "verl", VERL, partial(verl, estimator="grpo", aggregation="token-mean", clip=DAPO)),
@@ -131,19 +91,9 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[Batch], Tensor]]] = [
     ),
     ("dapo", "openrlhf", OPENRLHF, partial(openrlhf, estimator="group_norm", token_level=True, clip=DAPO)),
     ("gspo", "trl", TRL, partial(trl, loss_type="grpo", level="sequence", clip=GSPO)),
-    (
-        "gspo",
-        "verl",
-        VERL,
-        partial(verl, estimator="grpo", aggregation="seq-mean-token-mean", sequence_ratio=True, clip=GSPO),
-    ),
-    ("gspo", "nemo", VERL, partial(nemo, estimator="grpo", token_level=False, sequence_ratio=True, clip=GSPO)),
-    (
-        "gspo",
-        "openrlhf",
-        OPENRLHF,
-        partial(openrlhf, estimator="group_norm", token_level=False, sequence_ratio=True, clip=GSPO),
-    ),
+    ("gspo", "verl", VERL, partial(VERL_GRPO, **BY_SEQUENCE)),
+    ("gspo", "nemo", VERL, partial(NEMO_GRPO, **BY_SEQUENCE)),
+    ("gspo", "openrlhf", OPENRLHF, partial(openrlhf, estimator="group_norm", token_level=False, **BY_SEQUENCE)),
     ("dr_grpo", "trl", EXACT, partial(trl, loss_type="dr_grpo", max_tokens=MAX_TOKENS)),
     (
         "dr_grpo",

@@ -9,31 +9,21 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.backends.base import BaseBackend
-from megatron_tlt.backends.embedded import EmbeddedBackend
-from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.rollout.engine import Engine
-from megatron_tlt.rollout.scheduler import SchedulerLimits
-from megatron_tlt.rollout.speculation.build import Drafting
-from megatron_tlt.sync.served_weights import ServedWeights
-from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, Sample, SamplingParams
-from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
+from megatron_tlt.types import GenerateCall, HiddenStateSample, Sample, SamplingParams
+from tests.helpers.fake_decoder import PROMPTS, fake_backend
 from tests.unit.backends.vllm.test_turns import EngineProcess, make_backend
 
-V, SAMPLES = 50, 3
-PROMPTS = [Prompt(i, f"q{i}", tuple(range(3, 6 + i)), f"text {i}") for i in range(6)]
+SAMPLES = 3
 MASKED = SamplingParams(max_tokens=40, temperature=0.7, top_k=5, stop_token_ids=(7, 8), seed=5)
 STOPS = SamplingParams(max_tokens=25, stop=("ab", "xyz", "c"), temperature=1.5, seed=5)
 
 
-def embedded(folder: Path, drafts: bool = False) -> EmbeddedBackend:
-    limits = SchedulerLimits(8, 64, 128, V)
-    drafting = Drafting(SpeculationSection(drafter="suffix", selector="fixed")) if drafts else None
-    engine = Engine(FakeDecoder(V), limits, 400, 4, CharTokenizer(), eos_token_ids=(0,), drafting=drafting)
-    return EmbeddedBackend(engine, ServedWeights({}, version=0))
+def embedded(folder: Path) -> BaseBackend:
+    return fake_backend()
 
 
-def drafting(folder: Path) -> EmbeddedBackend:
-    return embedded(folder, drafts=True)
+def drafting(folder: Path) -> BaseBackend:
+    return fake_backend(drafter="suffix")
 
 
 def remote(folder: Path) -> BaseBackend:

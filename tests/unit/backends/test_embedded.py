@@ -23,9 +23,6 @@ from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.eagle.model import EagleModel
 from megatron_tlt.errors import ConfigError, SyncError
 from megatron_tlt.models.hf.writer import save_hf
-from megatron_tlt.rollout.engine import Engine
-from megatron_tlt.rollout.scheduler import SchedulerLimits
-from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import (
     GenerateCall,
     HiddenStateSample,
@@ -34,7 +31,7 @@ from megatron_tlt.types import (
     SamplingParams,
     WeightBucket,
 )
-from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
+from tests.helpers.fake_decoder import CharTokenizer, fake_backend
 from tests.helpers.tiny_models import TINY, random_weights
 
 PROMPTS = [Prompt(3, "q3", (4, 5, 6), "def"), Prompt(1, "q1", (7, 8), "gh")]
@@ -189,13 +186,8 @@ def test_prompts_are_fetched_when_there_is_room_and_two_engines_give_the_respons
     rng, params = random.Random(seed), SamplingParams(max_tokens=24, seed=3, stop=("ab",))
     prompts = [Prompt(10 + i, f"q{i}", tuple(range(1, 3 + 2 * i)), "?") for i in range(8)]
 
-    def backend(max_running: int, num_blocks: int = 400) -> EmbeddedBackend:
-        limits = SchedulerLimits(max_running, 64, 128, 50)
-        engine = Engine(FakeDecoder(50), limits, num_blocks, 4, tokenizer=CharTokenizer(), eos_token_ids=(0,))
-        return EmbeddedBackend(engine, ServedWeights({}, version=0))
-
-    whole = backend(64).generate(GenerateCall(prompts, params, 5))
-    first, others, seen = backend(4, rng.choice((18, 30, 400))), [], []
+    whole = fake_backend(max_running=64).generate(GenerateCall(prompts, params, 5))
+    first, others, seen = fake_backend(max_running=4, num_blocks=rng.choice((18, 30, 400))), [], []
 
     def fetched() -> Iterator[Prompt]:
         for prompt in prompts:
@@ -209,5 +201,5 @@ def test_prompts_are_fetched_when_there_is_room_and_two_engines_give_the_respons
     mine = first.generate(GenerateCall(fetched(), params, 5))
     assert max(seen) < 4 and len(seen) == len(prompts)
     assert first.engine.blocks.num_free == first.engine.blocks.num_blocks
-    theirs = backend(3).generate(GenerateCall(others, params, 5))
+    theirs = fake_backend(max_running=3).generate(GenerateCall(others, params, 5))
     assert sorted([*mine, *theirs], key=lambda s: (s.prompt_id, s.sample_index)) == whole

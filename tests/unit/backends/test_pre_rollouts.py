@@ -11,33 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_tlt.backends.embedded import EmbeddedBackend
-from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.errors import BackendError
-from megatron_tlt.rollout.engine import Engine
-from megatron_tlt.rollout.scheduler import SchedulerLimits
-from megatron_tlt.rollout.speculation.build import Drafting
-from megatron_tlt.sync.served_weights import ServedWeights
-from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams
-from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
-from tests.helpers.fake_turns import FakeTurns
+from megatron_tlt.types import GenerateCall, Sample, SamplingParams
+from tests.helpers.fake_decoder import PROMPTS, CharTokenizer, FakeTurns, fake_backend
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
 from tests.unit.backends.vllm.test_turns import EngineProcess, make_backend
 
 V, SAMPLES = 50, 3
-PROMPTS = [Prompt(i, f"q{i}", tuple(range(3, 6 + i)), f"text {i}") for i in range(6)]
 PARAMS = SamplingParams(max_tokens=40, temperature=0.7, top_k=5, stop=("ab", "c"), seed=5)
 CALL = GenerateCall(PROMPTS, PARAMS, SAMPLES)
 DRAFTERS = ["none", "suffix"]
-
-
-def make(drafter: str = "none", num_blocks: int = 400, tp: ThreadRank | None = None) -> EmbeddedBackend:
-    limits = SchedulerLimits(8, 64, 128, V)
-    drafting = Drafting(SpeculationSection(drafter=drafter, selector="fixed"))  # type: ignore[arg-type]
-    engine = Engine(
-        FakeDecoder(V), limits, num_blocks, 4, CharTokenizer(), eos_token_ids=(0,), drafting=drafting, tp=tp
-    )
-    return EmbeddedBackend(engine, ServedWeights({}, version=0))
 
 
 def after(steps: int, call: GenerateCall = CALL) -> GenerateCall:
@@ -51,9 +34,9 @@ def drafts_of(samples: list[Sample]) -> dict[tuple[int, int], np.ndarray]:
 
 @pytest.mark.parametrize(("drafter", "num_blocks"), [("none", 400), ("suffix", 400), ("none", 16)])
 def test_a_call_ends_between_two_steps_with_what_is_there(drafter: str, num_blocks: int):
-    whole = make().generate(CALL)
+    whole = fake_backend(drafter="none").generate(CALL)
     by_name = {(s.prompt_id, s.sample_index): s for s in whole}
-    backend, finished = make(drafter, num_blocks), list[Sample]()
+    backend, finished = fake_backend(drafter=drafter, num_blocks=num_blocks), list[Sample]()
     for steps in (0, 1, 2, 5, 17, 10000):
         finished.clear()
         samples = backend.generate(replace(after(steps), on_response=finished.append))
@@ -76,9 +59,9 @@ def test_a_call_ends_between_two_steps_with_what_is_there(drafter: str, num_bloc
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_begun_response_goes_on_by_its_draft(drafter: str):
-    whole = make().generate(CALL)
+    whole = fake_backend(drafter="none").generate(CALL)
     call, begun = replace(CALL, params=replace(PARAMS, max_call_tokens=5), drafts=drafts_of(whole)), {}
-    backend, done = make(drafter), dict[tuple[int, int], Sample]()
+    backend, done = fake_backend(drafter=drafter), dict[tuple[int, int], Sample]()
     while len(done) < len(whole):
         for sample in backend.generate(replace(call, begun=begun, have=done)):
             (begun if sample.finish_reason == "carry" else done)[sample.prompt_id, sample.sample_index] = sample
@@ -90,15 +73,15 @@ def test_a_begun_response_goes_on_by_its_draft(drafter: str):
 def test_turns_draft_by_the_first_one(drafter: str):
     params = SamplingParams(max_tokens=60, max_turn_tokens=9, seed=17)
     call = GenerateCall(PROMPTS, params, SAMPLES)
-    first_turns = make().generate(replace(call, params=replace(params, max_tokens=9)))
+    first_turns = fake_backend(drafter="none").generate(replace(call, params=replace(params, max_tokens=9)))
     found = []
     for drafts in ({}, drafts_of(first_turns)):
-        backend = make(drafter)
+        backend = fake_backend(drafter=drafter)
         found.append(backend.generate(replace(call, turns=FakeTurns(V, delay=Random(3)), drafts=drafts)))
         assert bool(backend.take_stats().speculation.pre_rolled_accepted) == bool(drafts)
     assert found[0] == found[1]
     turns = FakeTurns(V, delay=Random(3))
-    samples = make(drafter).generate(replace(after(12, call), turns=turns))
+    samples = fake_backend(drafter=drafter).generate(replace(after(12, call), turns=turns))
     assert not turns.live and {s.finish_reason for s in samples} >= {"abort"}
 
 
@@ -106,7 +89,7 @@ def test_ranks_of_an_engine_end_together():
     """The first rank is asked."""
 
     def work(tp: ThreadRank) -> list[Sample]:
-        backend = make(tp=tp)
+        backend = fake_backend(drafter="none", tp=tp)
         call = after(3) if tp.rank == 0 else replace(CALL, until=lambda: pytest.fail("asked on another rank"))
         samples = backend.generate(call)
         assert backend.engine.is_idle and 8 < backend.take_stats().steps <= 3 * backend.engine.common_every
@@ -117,7 +100,7 @@ def test_ranks_of_an_engine_end_together():
 
 
 def test_a_call_of_an_engine_in_a_process_ends_with_what_is_there_and_its_drafts_get_there(tmp_path: Path):
-    whole = {(s.prompt_id, s.sample_index): replace(s, logprobs=[]) for s in make().generate(CALL)}
+    whole = {by_name(s): replace(s, logprobs=[]) for s in fake_backend(drafter="none").generate(CALL)}
     for polls in (0, 1, 9, 10000):
         process, finished = EngineProcess(tmp_path), list[Sample]()
         backend = make_backend(process)
@@ -147,7 +130,7 @@ def test_first_turns_get_to_an_engine_in_a_process_with_first_turns_only(tmp_pat
             brought.append((message["start"], "earlier" in message))
             super().send(message)
 
-    expected = make().generate(replace(CALL, turns=FakeTurns()))
+    expected = fake_backend(drafter="none").generate(replace(CALL, turns=FakeTurns()))
     samples = make_backend(Watched(tmp_path)).generate(replace(CALL, turns=FakeTurns(), drafts=drafts))
     assert samples == [replace(sample, logprobs=[]) for sample in expected]
     assert {start == 0 for start, is_first in brought if is_first} == {True}

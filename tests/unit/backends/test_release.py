@@ -55,24 +55,16 @@ def held(backend: EmbeddedBackend) -> int:
 def test_responses_are_the_same_with_the_cache_released_between_rollouts(model_dir, kernels, drafter):
     kept, released = (backend_of(model_dir, on, kernels, drafter) for on in (False, True))
     assert held(released) == 0 < held(kept)
+    found: list[list[HiddenStateSample]] = [[], []]
     for _ in range(2):
+        for backend, states in zip((kept, released), found, strict=True):
+            backend.collect_hidden_states(states.append if drafter == "none" else None)
         assert responses(released) == responses(kept)
         assert held(released) == 0
+    assert [len(states) for states in found] == [24 * (drafter == "none")] * 2
+    assert all(torch.equal(a.hidden, b.hidden) for a, b in zip(*found, strict=True))
     if drafter != "none":
         assert released.take_stats().speculation.drafted_tokens > 0
-
-
-def test_hidden_states_are_collected_as_before(model_dir):
-    found: list[list[HiddenStateSample]] = [[], []]
-    for on, chunks in zip((False, True), found, strict=True):
-        backend = backend_of(model_dir, on)
-        for _ in range(2):
-            backend.collect_hidden_states(chunks.append)
-            responses(backend)
-            backend.collect_hidden_states(None)
-    assert len(found[0]) == len(found[1]) == 24
-    for kept, released in zip(*found, strict=True):
-        assert torch.equal(kept.hidden, released.hidden)
 
 
 def test_the_memory_really_goes_back_to_the_system(model_dir):

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_tlt.drafters.state_file import drafter_state_writer, load_drafter_state
 from megatron_tlt.errors import CheckpointError
-from tests.helpers.online import everything, online_trainer
+from tests.helpers.tiny_drafters import everything, online_trainer
 
 STATE = {
     "model": {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(7, dtype=torch.int64)},

@@ -24,7 +24,7 @@ from megatron_tlt.resilience.rollout_cache import (
     read_responses,
 )
 from megatron_tlt.types import CAPABILITIES, GenerateCall, Prompt, Sample, SamplingParams
-from tests.helpers.keys import row_key
+from tests.helpers.tiny_models import row_key
 
 PARAMS, SAMPLES = SamplingParams(seed=3), 4
 KEY = {"weights": "abc", "stop": ["x"], "temperature": 1.0}

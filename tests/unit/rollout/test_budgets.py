@@ -26,8 +26,7 @@ from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.sampler import SamplingRows, _upload
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import SamplingParams
-from tests.helpers.budget import Cost, cost
-from tests.helpers.host_operations import host_operations
+from tests.helpers.budget import Cost, cost, host_operations
 from tests.helpers.tiny_models import random_weights
 
 META = torch.device("meta")
@@ -135,6 +134,7 @@ def test_a_ragged_step_waits_for_nothing(counts: list[int]) -> None:
         assert 64 in {a["M"] // a["FOLD"] for a in tiles}, "a prefill tile carries 64 query rows"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["eagle of qwen2", "eagle of qwen3", "eagle3"])
 def test_a_position_of_a_draft_is_few_launches_and_waits_for_nothing(kind: str) -> None:
     is_qwen3 = kind == "eagle of qwen3"

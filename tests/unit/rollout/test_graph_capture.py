@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_tlt.rollout.graph_capture import CudaCapturer, GraphCache
-from tests.helpers.graphs import Fake
+from tests.helpers.engines import SizedCapturer
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
 
 
@@ -36,7 +36,7 @@ def test_steps_are_captured_while_the_budget_has_room_and_else_run_as_they_are(
     names: str, sizes: dict, budget: int, captured: str, nbytes: int
 ) -> None:
     made, ran = steps(*names.split())
-    cache = GraphCache(Fake(**sizes), budget_bytes=budget, fixed_bytes=50)
+    cache = GraphCache(SizedCapturer(**sizes), budget_bytes=budget, fixed_bytes=50)
     kept = [name for name in made if cache.capture(name, made[name])]
     assert kept == cache.keys == captured.split() and cache.memory_bytes == nbytes
     ran.clear()
@@ -55,7 +55,7 @@ def test_ranks_whose_allocators_differ_capture_the_same_graphs() -> None:
         made, _ = steps(*names)
         rank = tp.rank
         sizes = {"a": 10 + 60 * rank, "b": 90 - 50 * rank, "c": 40, "d": 100, "huge": 150 + 300 * rank, "e": 5}
-        fake = Fake(temporary=sizes, own=20 + 25 * rank)
+        fake = SizedCapturer(temporary=sizes, own=20 + 25 * rank)
         cache = GraphCache(fake, budget_bytes=270, tp=tp if agreed else None)
         for name in names:
             cache.capture(name, made[name])

@@ -31,12 +31,10 @@ from megatron_tlt.rollout.graph_capture import Captured
 from megatron_tlt.rollout.graph_pool import GraphKey, GraphPool, PoolSizes
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import SamplingParams
-from tests.helpers.batches import copy_of, rows_input
 from tests.helpers.driver_memory import HostMemory, build_driver
-from tests.helpers.engines import make_engine, small_config
-from tests.helpers.graphs import Fake
-from tests.helpers.meta_memory import MetaMemory
-from tests.helpers.tiny_models import Driver, random_weights
+from tests.helpers.engines import SizedCapturer, make_engine, small_config
+from tests.helpers.memory import MetaMemory
+from tests.helpers.tiny_models import Driver, copy_of, random_weights, rows_input
 
 CONFIG = ModelConfig("qwen2", 101, 64, 2, 6, 2, 16, 96, qkv_bias=True, max_position_embeddings=256)
 SIZES = PoolSizes(max_batch=12, max_context=200, block_size=16, verify_rows=96)
@@ -112,7 +110,7 @@ def test_invariant_numerics_have_no_static_forward(setup) -> None:
         GraphPool(decoder, driver.kv, SIZES).run(batch_of(driver, lengths, [3], [[1]]))
 
 
-class ByAddress(Fake):
+class ByAddress(SizedCapturer):
     """Records the memory that a step reads and writes, as CUDA does, and never calls the step again."""
 
     def __init__(self, decoder: TorchDecoder):
@@ -224,7 +222,7 @@ def test_graphs_are_gone_before_the_groups_whose_collectives_they_hold(monkeypat
         engine = make_engine(small_config("qwen2"), random_weights(small_config("qwen2")), kernels="torch")
         runner, graphs = engine.runner, weakref.WeakSet()
 
-        class Graphs(Fake):
+        class Graphs(SizedCapturer):
             def capture(self, step):
                 captured = super().capture(step)
                 graphs.add(captured.replay)  # noqa: B023
@@ -258,7 +256,7 @@ def test_keys_are_the_buckets_that_fit_the_buffers() -> None:
 
 def test_a_drafters_steps_share_pool_and_budget(setup) -> None:
     decoder, driver, _ = setup
-    fake = Fake(temporary=500)
+    fake = SizedCapturer(temporary=500)
     pool, ran = GraphPool(decoder, driver.kv, SIZES, capturer=fake), []
     pool.capture(1, [(("draft", n), lambda: ran.append(1)) for n in (12, 4)])
     assert pool.graphs.keys[1:3] == [("draft", 12), ("draft", 4)], "behind the largest forward"

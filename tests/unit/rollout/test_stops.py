@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron_tlt.errors import BackendError
-from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.request import Request
-from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.stops import StopStringFinder
 from megatron_tlt.types import SamplingParams
-from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
+from tests.helpers.fake_decoder import CharTokenizer, fake_engine
 
 
 class ByteTokenizer(CharTokenizer):
@@ -76,14 +74,8 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(tokenizer, tokens
     assert watch(tokenizer, tokens, *stops) == (taken, text)
 
 
-def engine_with(tokenizer: CharTokenizer | None, eos: tuple[int, ...] = (0,)) -> Engine:
-    return Engine(
-        FakeDecoder(50), SchedulerLimits(8, 64, 128, 50), 100, 4, tokenizer=tokenizer, eos_token_ids=eos
-    )
-
-
 def run_one(params: SamplingParams, eos: tuple[int, ...] = (0,)) -> tuple[Request, str]:
-    engine = engine_with(CharTokenizer(), eos)
+    engine = fake_engine(eos=eos)
     engine.add([1, 2, 3], params, 0)
     (request,) = engine.run()
     return request, engine.text_of(request)
@@ -119,4 +111,4 @@ def test_stop_tokens_limits_and_ignore_eos():
 
 def test_stop_strings_need_a_tokenizer():
     with pytest.raises(BackendError, match="need a tokenizer"):
-        engine_with(None).add([1], SamplingParams(stop=("x",)), 0)
+        fake_engine(tokenizer=None).add([1], SamplingParams(stop=("x",)), 0)

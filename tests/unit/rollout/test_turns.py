@@ -9,33 +9,28 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.drafters.decoder import Pairs
 from megatron_tlt.rollout import engine as engine_module
-from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.request import Request
-from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.speculation.trained import TrainedDrafter
 from megatron_tlt.rollout.turns import TurnExchange
-from megatron_tlt.sync.served_weights import ServedWeights
-from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, SamplingParams, Trajectory
+from megatron_tlt.types import GenerateCall, HiddenStateSample, SamplingParams, Trajectory
 from tests.helpers import engines
-from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
-from tests.helpers.fake_turns import FakeTurns, Trajectories, run_turns, turn_by_turn
-from tests.helpers.tiny_models import random_weights
-from tests.helpers.whole_texts import read_hidden_states
+from tests.helpers.fake_decoder import (
+    PROMPTS,
+    CharTokenizer,
+    FakeTurns,
+    Trajectories,
+    fake_backend,
+    fake_engine,
+    run_turns,
+    turn_by_turn,
+)
+from tests.helpers.tiny_models import random_weights, read_hidden_states
 
 V = 50
-SIZES = {"num_blocks": 400, "max_running": 8, "budget": 64, "block_size": 4}
-
-
-def make_engine(num_blocks: int, max_running: int, budget: int, block_size: int) -> Engine:
-    limits = SchedulerLimits(max_running, budget, 128, V)
-    return Engine(
-        FakeDecoder(V), limits, num_blocks, block_size, tokenizer=CharTokenizer(), eos_token_ids=(0,)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +41,8 @@ def jobs():
         params = SamplingParams(
             temperature=rng.choice([0.0, 0.7, 1.0]),
             top_k=rng.choice([0, 0, 5]),
+            top_p=rng.choice([1.0, 1.0, 0.8]),
+            min_p=rng.choice([0.0, 0.0, 0.05]),
             max_tokens=rng.randint(1, 70),
             max_turn_tokens=rng.choice([0, 1, 12]),
             stop=rng.choice([(), (), ("a", "xy")]),
@@ -58,19 +55,25 @@ def jobs():
 
 @pytest.fixture(scope="module")
 def reference(jobs) -> Trajectories:
-    expected = turn_by_turn(make_engine(**SIZES), jobs, FakeTurns())
+    expected = turn_by_turn(fake_engine(), jobs, FakeTurns())
     assert {t[-1] for t in expected.values()} == {"env", "abort", "length"}
     assert max(len(t[3]) for t in expected.values()) == 4
     return expected
 
 
-@pytest.mark.parametrize("delay", [None, 1, 2])
 @pytest.mark.parametrize(
-    "sizes", [{}, {"max_running": 1}, {"max_running": 3, "budget": 4}, {"max_running": 64, "block_size": 1}]
+    ("sizes", "delay"),
+    [
+        ({}, None),
+        ({}, 1),
+        ({"max_running": 1}, 2),
+        ({"max_running": 3, "budget": 4}, 1),
+        ({"max_running": 64, "block_size": 1}, 2),
+    ],
 )
 def test_no_batch_and_no_delay_shows(jobs, reference: Trajectories, sizes: dict, delay: int | None):
     source = FakeTurns(delay=None if delay is None else random.Random(delay))
-    assert run_turns(make_engine(**SIZES | sizes), jobs, source) == reference
+    assert run_turns(fake_engine(**sizes), jobs, source) == reference
     assert all(text == CharTokenizer().decode(tokens) for tokens, text in source.seen)
 
 
@@ -81,7 +84,7 @@ def test_no_memory_pressure_shows(jobs, reference: Trajectories, block_size: int
     preempted = 0
     for extra in (0, 1, 5, 12):
         sizes = {"num_blocks": smallest + extra, "block_size": block_size, "budget": 24}
-        engine = make_engine(**SIZES | sizes)
+        engine = fake_engine(**sizes)
         assert run_turns(engine, jobs, FakeTurns(delay=random.Random(extra))) == reference
         preempted += engine.take_stats().preemptions
     assert preempted > 10
@@ -91,7 +94,7 @@ def test_most_steps_may_draft():
     """64 trajectories, short answers: a step with prefill drafts nothing, so answers gather for one of their own."""
     params = SamplingParams(max_tokens=120, max_turn_tokens=25, ignore_eos=True, seed=5)
     jobs = [(i, list(range(1, 9)), params, 4) for i in range(16)]
-    engine = make_engine(num_blocks=4000, max_running=64, budget=512, block_size=4)
+    engine = fake_engine(num_blocks=4000, max_running=64, budget=512, block_size=4)
     steps, schedule = [], engine.scheduler.schedule
 
     def counted():
@@ -106,15 +109,8 @@ def test_most_steps_may_draft():
     assert engine.take_stats().prefill_steps == sum(not decoding for decoding, _ in steps)
 
 
-PROMPTS = [Prompt(i, f"q{i}", (3, 4, 5 + i), f"text {i}") for i in range(6)]
-
-
-def make_backend(**sizes: int) -> EmbeddedBackend:
-    return EmbeddedBackend(make_engine(**SIZES | sizes), ServedWeights({}, version=0))
-
-
 def test_a_call_with_environments_counts_their_turns():
-    backend, source, seen = make_backend(), FakeTurns(delay=random.Random(1)), []
+    backend, source, seen = fake_backend(), FakeTurns(delay=random.Random(1)), []
     params = SamplingParams(max_tokens=60, max_turn_tokens=12, seed=5)
     samples = backend.generate(GenerateCall(PROMPTS, params, 3, turns=source, on_response=seen.append))
     assert sorted(seen, key=lambda s: (s.prompt_id, s.sample_index)) == samples and len(samples) == 18
@@ -136,7 +132,7 @@ def test_a_call_with_environments_counts_their_turns():
 
 
 def test_other_work_is_done_while_all_wait_and_only_then():
-    backend, source = make_backend(), FakeTurns(delay=random.Random(2))
+    backend, source = fake_backend(), FakeTurns(delay=random.Random(2))
     calls: list[float] = []
     progress: list[tuple[int, ...]] = []
 
@@ -173,7 +169,7 @@ def test_a_wait_begins_when_nothing_is_left_to_compute():
 
 
 def test_a_rollout_that_is_cut_short_closes_all_environments(monkeypatch: pytest.MonkeyPatch):
-    backend, source = make_backend(), FakeTurns(delay=random.Random(3))
+    backend, source = fake_backend(), FakeTurns(delay=random.Random(3))
     params = SamplingParams(max_tokens=60, max_turn_tokens=12, seed=5)
 
     def stop(running: int, waiting: int, tokens: int) -> None:
@@ -192,7 +188,6 @@ WEIGHTS = random_weights(CONFIG, seed=5)
 DRAFTERS = [
     {"drafter": "suffix", "selector": "fixed", "draft_len": 5},
     {"drafter": "eagle", "selector": "fixed", "draft_len": 4, "catch_up": 16},
-    {"drafter": "eagle", "selector": "beg_mab"},
 ]
 
 

@@ -9,8 +9,7 @@ import pytest
 from megatron_tlt.sim.cost_model import build_costs
 from megatron_tlt.sim.decisions import Decider
 from megatron_tlt.sim.rollouts import Rollouts
-from tests.helpers.exact_replica import ExactReplica
-from tests.helpers.sim import groups_of, sim_config
+from tests.helpers.sim import ExactReplica, groups_of, sim_config
 
 SELECTORS = {
     "plain": ("rollout.speculation.drafter=none", 0.02),

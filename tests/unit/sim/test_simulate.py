@@ -43,8 +43,8 @@ def test_modes_give_the_same_responses_in_different_times():
 
 
 def test_more_nodes_take_less_time_and_give_speculation_more_to_gain():
-    config = sim_config(*BULK, *EAGLE, QUICK, "workload.prompts_per_step=256")
-    result = simulate(config, ["off", "tlt"], [1, 16])
+    config = sim_config(*BULK, *EAGLE, QUICK, "workload.prompts_per_step=128")
+    result = simulate(config, ["off", "tlt"], [1, 8])
     gains = [c.e2e for c in result.comparisons]
     seconds = [p.seconds for p in result.points if p.mode == "tlt"]
     assert gains[0] < gains[1] and seconds[0] > seconds[1]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.sync.fingerprint import WeightFingerprint, device_sum
-from tests.helpers.meta_memory import MetaMemory
+from tests.helpers.memory import MetaMemory
 
 
 def weights(change: str = "") -> list[tuple[str, Tensor]]:

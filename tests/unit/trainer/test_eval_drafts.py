@@ -20,7 +20,7 @@ from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.trainer.evaluation import EvalResult, Evaluator
 from megatron_tlt.types import GenerateCall, Prompt, RewardResult, Sample, SampleGroup, SamplingParams
 from tests.helpers.engines import small_config, speculating_engine
-from tests.helpers.fake_turns import FakeTurns
+from tests.helpers.fake_decoder import FakeTurns
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
 from tests.helpers.tiny_models import random_weights
 

@@ -22,9 +22,9 @@ from megatron_tlt.trainer.preflight import (
     missing_files,
     tokenizer_problems,
 )
+from tests.helpers.chat_models import remove_tokenizer, save_letters
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
-from tests.helpers.tiny_tokenizers import remove_tokenizer, save_letters
 
 ENVIRONMENTS = Path(__file__).parents[1] / "envs/user_envs.py"
 ARCHITECTURE = {

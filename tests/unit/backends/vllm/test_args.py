@@ -26,8 +26,8 @@ from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.types import SamplingParams
-from tests.helpers.blocks import DFLASH2, block_config
 from tests.helpers.mpi import ROOT
+from tests.helpers.pairs import DFLASH2, block_config
 from tests.helpers.tiny_drafters import random_drafter
 
 MODEL = ModelSection(path=str(ROOT / "assets/demo-policy"), max_context=512)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from megatron_tlt.backends import remote_weights
 from megatron_tlt.backends.options import EngineOptions
@@ -76,40 +76,15 @@ def toy_backend(process: ToyProcess, most: int) -> tuple[VllmBackend, ToyProcess
     return VllmBackend(process, weights, EngineOptions(rollout, MODEL, drafter=drafter)), process  # type: ignore[arg-type]
 
 
-class KeepingProcess(ToyProcess):
-    """Its responses have hidden states in files of `folder`; when it aborts, it has served everything."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-
-    def next_response(self, wait_s: float | None = None) -> dict[str, Any]:
-        response = super().next_response()
-        path = self.folder / str(response["id"])
-        save_file({"hidden": torch.zeros(2, 1)}, path)
-        return {**response, "kept": str(path)}
-
-    def call(self, kind: str) -> None:
-        assert kind == "abort"
-        while self.requests:
-            self.responses.append(self.next_response())
-        raise BackendError("could not abort")
-
-
-@pytest.mark.parametrize("kind", ["length", "unknown"])
-def test_an_interrupted_rollout_leaves_no_queue_no_response_and_no_file(tmp_path: Path, kind: str) -> None:
-    backend, process = toy_backend(KeepingProcess(tmp_path), 2)
-
-    def interrupt(*_: int) -> None:
-        raise KeyboardInterrupt
-
-    ended = {"finish_reason": kind}
+def test_an_end_of_an_unknown_kind_ends_the_rollout() -> None:
+    """What an interrupted one leaves: test_turns.py and ../test_pre_rollouts.py."""
+    backend, process = toy_backend(ToyProcess(), 2)
     response = process.next_response
-    process.next_response = lambda wait_s=None: response() | ended  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt if kind == "length" else BackendError):
-        backend.generate(GenerateCall([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), 9, interrupt))
+    process.next_response = lambda wait_s=None: response() | {"finish_reason": "unknown"}  # type: ignore[method-assign]
+    process.call = lambda kind: process.requests.clear()  # type: ignore[attr-defined]
+    with pytest.raises(BackendError):
+        backend.generate(GenerateCall([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), 9))
     assert not process.requests and not process.responses
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_engine_without_the_requests_that_wait_ends_the_rollout() -> None:

@@ -118,15 +118,6 @@ def test_rows_draft_from_their_own_earlier_responses_each_as_far_as_it_goes() ->
     assert b.propose_earlier(Expected) is None
 
 
-def test_a_place_behind_a_mismatch_is_found_again() -> None:
-    b = make("none")
-    note(b, "a", [0], [TEXT[0]], earlier={"a": TEXT})
-    note(b, "a", [1], [1])
-    for t, token in enumerate(TEXT[1:5]):
-        note(b, "a", [2 + t], [token])
-    assert propose(b, NO_DRAFT)[0] == TEXT[5:10]
-
-
 def test_neither_the_last_token_nor_more_rows_than_a_step_has_are_drafted() -> None:
     b = make("none", longest=31)
     long = list(range(2, 32))

@@ -14,32 +14,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.models.decoders.keys import request_key
-from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.request import Prefill, Request
-from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.sync.served_weights import ServedWeights
-from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, Sample, SamplingParams
-from tests.helpers.fake_decoder import CharTokenizer, FakeDecoder
-from tests.helpers.fake_turns import FakeTurns
+from megatron_tlt.types import GenerateCall, HiddenStateSample, Sample, SamplingParams
+from tests.helpers.fake_decoder import PROMPTS, CharTokenizer, FakeTurns, fake_backend, fake_engine
 
-V, SEED, SAMPLES, RUNNING = 50, 5, 3, 7
-PROMPTS = [Prompt(i, f"q{i}", tuple(range(3, 6 + i)), f"text {i}") for i in range(6)]
+SEED, SAMPLES, RUNNING = 5, 3, 7
 PARAMS = [
     SamplingParams(max_tokens=60, max_turn_tokens=12, seed=SEED),
     SamplingParams(max_tokens=25, stop_token_ids=(7, 8, 9), seed=SEED),
     SamplingParams(max_tokens=60, stop=("a", "xy"), temperature=0.7, top_k=5, seed=SEED),
 ]
-
-
-def make_engine() -> Engine:
-    limits = SchedulerLimits(8, 64, 128, V)
-    return Engine(FakeDecoder(V), limits, 400, 4, tokenizer=CharTokenizer(), eos_token_ids=(0,))
 
 
 class EngineProcess:
@@ -50,7 +40,7 @@ class EngineProcess:
 
     def __init__(self, folder: Path, own_beats: int = 0) -> None:
         """`own_beats` seeds when a heartbeat of this process alone comes, or nothing in time."""
-        self.folder, self.engine = folder, make_engine()
+        self.folder, self.engine = folder, fake_engine()
         self.random, self.beats = random.Random(1), random.Random(own_beats)
         self.requests: list[dict[str, Any]] = []
         self.responses: list[dict[str, Any]] = []
@@ -116,7 +106,7 @@ def make_backend(process: EngineProcess, tp: Any = None) -> VllmBackend:
 
 @pytest.mark.parametrize("params", PARAMS)
 def test_trajectories_and_their_states_are_the_embedded_engines(tmp_path: Path, params: SamplingParams) -> None:
-    embedded = EmbeddedBackend(make_engine(), ServedWeights({}, version=0))
+    embedded = fake_backend()
     expected = embedded.generate(GenerateCall(PROMPTS, params, SAMPLES, turns=FakeTurns()))
     process, source = EngineProcess(tmp_path), FakeTurns(delay=random.Random(2))
     backend, seen, states = make_backend(process), [], []  # type: ignore[var-annotated]

@@ -12,7 +12,7 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.writer import save_hf
-from tests.helpers.live_bytes import live_bytes
+from tests.helpers.memory import live_bytes
 from tests.helpers.tiny_models import random_weights
 
 

@@ -21,7 +21,7 @@ from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training import training_state
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.models.hf.config import ModelConfig
-from tests.helpers.meta_memory import MetaMemory
+from tests.helpers.memory import MetaMemory
 
 GIB = 1 << 30
 QWEN = {"qkv_bias": True, "max_position_embeddings": 32768}

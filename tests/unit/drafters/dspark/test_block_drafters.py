@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.drafters.decoder import BUCKET_WIDTH, BUCKETS, DEPTHS, DraftingRows
+from megatron_tlt.drafters.decoder import BUCKETS, DEPTHS, DraftingRows
 from megatron_tlt.drafters.dspark import decoder
 from megatron_tlt.drafters.dspark.config import BlockConfig, spread_layers
 from megatron_tlt.drafters.dspark.decoder import TorchBlock
@@ -16,12 +16,17 @@ from megatron_tlt.drafters.dspark.kind import DSparkKind
 from megatron_tlt.drafters.dspark.model import BlockModel
 from megatron_tlt.drafters.training.batching import collate
 from megatron_tlt.errors import BackendError, ConfigError
-from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.models.decoders.factory import build_decoder
-from megatron_tlt.models.decoders.keyed_noise import best_candidates, gumbel_noise, key_tensor
-from megatron_tlt.models.decoders.keys import row_keys
-from tests.helpers.blocks import DFLASH2, block_config, expected_logits, expected_slots
-from tests.helpers.pairs import ONES, Rows, of_row, states
+from megatron_tlt.models.decoders.keyed_noise import best_candidates
+from tests.helpers.pairs import (
+    DFLASH2,
+    block_config,
+    check_block,
+    expected_logits,
+    expected_slots,
+    of_row,
+    rows_of,
+)
 from tests.helpers.tiny_drafters import DEEP, lookup_tables, random_drafter, random_sequence
 from tests.helpers.tiny_models import random_weights
 
@@ -49,38 +54,6 @@ def loaded(name: str, kernels: str = "torch") -> TorchBlock:
     return made
 
 
-def rows_of(drafter: TorchBlock, lengths: list[int], **more) -> Rows:
-    """Row i has the same content whatever the other rows are."""
-    generators = [torch.Generator().manual_seed(n) for n in lengths]
-    tokens = [torch.randint(0, 70, (n,), generator=g).tolist() for n, g in zip(lengths, generators, strict=True)]
-    return Rows(drafter, tokens, [states(n - 1, drafter.config, n) for n in lengths], **more)
-
-
-def check(drafted: Draft, rows: Rows, row: int, policy: list, rates: np.ndarray = ONES, atol: float = 1e-3) -> None:
-    """A row's draft has, token by token, the largest of logits / T + the noise of its position."""
-    own, r, config = of_row(drafted, row), rows.rows, rows.drafter.config
-    p, e, place = dict(policy), random_drafter(config), len(rows.tokens[row]) - 1
-    head = p.get("lm_head.weight", p["model.embed_tokens.weight"])
-    before, first = rows.tokens[row][-1], int(r.first[r.slot[row]]) - 1
-    seen = rows.pages[rows.slots(row, np.arange(place))].float()
-    slots = expected_slots(config, p["model.embed_tokens.weight"], e, before, seen, first)
-    acceptance, t = np.float32(1), float(r.temperature[row])
-    for k, token in enumerate(own.tokens.tolist()):
-        scores = expected_logits(config, head, e, slots, k, before)
-        if t > 0:
-            key = row_keys(r.keys[row : row + 1], r.output_len[row : row + 1] + k)
-            scores = scores / t + gumbel_noise(key_tensor(key), len(scores))[0]
-        best = scores.topk(2)
-        assert token == int(best.indices[0]), k
-        gap = float(best.values[0] - best.values[1])
-        depth, bucket = divmod(int(own.feature[k]), BUCKETS)
-        near = {min(BUCKETS - 1, int((gap + d) // BUCKET_WIDTH)) for d in (-atol, 0, atol)}
-        assert depth == min(k, DEPTHS - 1) and bucket in near
-        acceptance *= rates[depth, bucket]
-        np.testing.assert_allclose(own.cumulative_acceptance[k], acceptance, rtol=1e-6)
-        before = token
-
-
 @both
 @every
 def test_drafts_equal_plain_pytorch(kernels: str, name: str) -> None:
@@ -93,8 +66,9 @@ def test_drafts_equal_plain_pytorch(kernels: str, name: str) -> None:
     rates = np.linspace(0.95, 0.6, DEPTHS * BUCKETS, dtype=np.float32).reshape(DEPTHS, BUCKETS)
     drafted = rows.draft([9, 2, 3, 0, 4], rates)
     assert drafted.counts.tolist() == [most, 2, 3, 0, min(4, most)]
+    weights = random_weights(rows.drafter.config.policy), random_drafter(CONFIGS[name])
     for row in range(5):
-        check(drafted, rows, row, random_weights(rows.drafter.config.policy), rates)
+        check_block(drafted, rows, row, *weights, rates)
     assert of_row(rows.draft(2), 0).tokens.tolist() == of_row(drafted, 0).tokens[:2].tolist(), "nothing was left behind"
 
 
@@ -106,7 +80,7 @@ def test_a_weight_sync_of_the_policy_shows_at_once(name: str, kernels: str) -> N
     synced = random_weights(CONFIGS[name].policy, seed=9)
     drafter.policy.load_weights(synced)
     rows = rows_of(drafter, [40, 18])
-    check(rows.draft(6), rows, 1, synced)
+    check_block(rows.draft(6), rows, 1, synced, random_drafter(CONFIGS[name]))
 
 
 def test_only_the_last_missing_features_are_caught_up_with() -> None:
@@ -115,7 +89,7 @@ def test_only_the_last_missing_features_are_caught_up_with() -> None:
     rows.pages[rows.slots(0, np.arange(30))] = float("nan")
     drafted = rows.draft(4)
     assert rows.rows.first[rows.rows.slot].tolist() == [32, 52, 1]
-    check(drafted, rows, 0, random_weights(TIED))
+    check_block(drafted, rows, 0, random_weights(TIED), random_drafter(CONFIGS["dspark"]))
 
 
 def test_a_draft_waits_for_the_device_once_and_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:

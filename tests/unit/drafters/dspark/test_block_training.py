@@ -32,10 +32,8 @@ from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.types import HiddenStateSample
-from tests.helpers.blocks import DFLASH2, block_config
-from tests.helpers.hidden_states import trajectory
-from tests.helpers.pairs import Rows
-from tests.helpers.tiny_drafters import DEEP, lookup_tables, random_drafter, random_sequence
+from tests.helpers.pairs import DFLASH2, Rows, block_config
+from tests.helpers.tiny_drafters import DEEP, lookup_tables, random_drafter, random_sequence, trajectory
 from tests.helpers.tiny_models import random_weights
 
 POLICY = DEEP["qwen3"]
@@ -196,7 +194,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit() -> None:
 def overfitted(name: str) -> BlockModel:
     model = BlockModel(CONFIGS[name])
     model.initialise(1)
-    section = DrafterSection(draft_steps=6, lr=5e-3, num_steps=150)
+    section = DrafterSection(draft_steps=6, lr=8e-3, num_steps=80)
     t = DrafterTrainer(model, *TABLES, section)
     batch = collate([DraftSequence.of(text(model.config))])
     for _ in range(section.num_steps):

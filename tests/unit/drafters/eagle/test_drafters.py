@@ -17,7 +17,7 @@ from megatron_tlt.errors import BackendError, CheckpointError
 from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.hf.config import ModelConfig
-from tests.helpers.pairs import ONES, Rows, check_row, of_row, states
+from tests.helpers.pairs import ONES, Rows, check_row, of_row, rows_of
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
@@ -63,15 +63,6 @@ def loaded(
     assert eagle.kind == kernels
     eagle.load_weights(eagle_weights(CONFIGS[name]))
     return eagle
-
-
-def rows_of(eagle: DrafterDecoder, lengths: list[int], **more) -> Rows:
-    """Row i has the same content whatever the other rows are."""
-    generators = [torch.Generator().manual_seed(n) for n in lengths]
-    tokens = [
-        torch.randint(0, 70, (n,), generator=g).tolist() for n, g in zip(lengths, generators, strict=True)
-    ]
-    return Rows(eagle, tokens, [states(n - 1, eagle.config, n) for n in lengths], **more)
 
 
 def check(drafted: Draft, rows: Rows, name: str, **more) -> None:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.eagle.model import START_SCALE, EagleModel
 from megatron_tlt.drafters.eagle.pairs import PairLayout
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training.batching import DraftSequence, collate
-from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.decoders.torch.layers import rms_norm
 from megatron_tlt.models.hf.config import ModelConfig
-from megatron_tlt.types import HiddenStateSample, Trajectory
 from tests.helpers.pairs import expected
 from tests.helpers.tiny_drafters import FAMILIES, lookup_tables, random_drafter, random_sequence
 from tests.helpers.tiny_models import moe_config, random_tensors
@@ -98,32 +94,6 @@ def test_projections_of_a_real_models_layer_read_states_of_their_own_size(width:
     for part in ("q_proj", "k_proj", "v_proj"):
         want = inputs @ policy[f"model.layers.1.self_attn.{part}.weight"].T
         torch.testing.assert_close(getattr(model.layer.self_attn, part)(states), want, atol=1e-3, rtol=1e-3)
-
-
-def test_a_drafter_of_a_real_models_width_learns_a_cycle_of_tokens_in_a_few_steps() -> None:
-    """States are those behind a final norm of a real model's scale, with one large dimension."""
-    config, policy = real_policy(576)
-    head, vocab = policy["lm_head.weight"], config.vocab_size
-    generator = torch.Generator().manual_seed(0)
-    follows = torch.randperm(vocab, generator=generator)
-    sequences = []
-    for _ in range(16):
-        ids = [int(torch.randint(vocab, (1,), generator=generator))]
-        while len(ids) < 32:
-            ids.append(int(follows[ids[-1]]))
-        states = head[follows[ids]] + torch.tensor([2.0] + [0.0] * 575)
-        hidden = rms_norm(states, policy["model.norm.weight"], 0.0)
-        sequences.append(DraftSequence(torch.tensor(ids), hidden, np.arange(32) >= 8, 8))
-    model = EagleModel(EagleConfig.of(config))
-    model.initialise(0)
-    model.start_from_policy(policy.__getitem__)
-    trainer = OnlineDrafterTrainer(model, DrafterSection(), fresh=True)
-    trainer.begin_step(0, lambda: (policy["model.embed_tokens.weight"], head))
-    for number, sequence in enumerate(sequences):
-        trajectory = Trajectory(number, 0, sequence.token_ids.numpy(), np.zeros(24, np.float32))
-        trainer.buffer.add(HiddenStateSample(trajectory, sequence.hidden[:-1]))
-    overlaps = [(trainer.train_step() or {})["accept/1"] for _ in range(25)]
-    assert sum(overlaps[-5:]) / 5 > 0.85
 
 
 def real_policy(width: int) -> tuple[ModelConfig, dict[str, torch.Tensor]]:

@@ -97,34 +97,15 @@ def test_the_engine_drafts_what_the_model_drafts(kind: Format, name: str, tmp_pa
         torch.testing.assert_close(got, want, atol=1e-5 * scale, rtol=1e-5)
 
 
-def tensors_of(config: DrafterConfig, kind: Format) -> set[str]:
-    """Their names in an export."""
-    mlp = [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
-    layer = [*mlp, *(f"self_attn.{p}_proj.weight" for p in "qkvo"), "post_attention_layernorm.weight"]
-    if config.kind == "eagle":
-        layer += [f"self_attn.{p}_proj.bias" for p in "qkv"]
-        return {"fc.weight", *(f"layers.0.{n}" for n in layer)} | ({"fc.bias"} if kind == "sglang" else set())
-    layer += ["hidden_norm.weight", "input_layernorm.weight"]
-    own = {"fc.weight", "norm.weight", "lm_head.weight"} | ({"d2t", "t2d"} if config.reduced else set())
-    return own | {f"midlayer.{n}" for n in layer}
-
-
-@pytest.mark.parametrize(("name", "kind"), [c for c in CASES if c[0].endswith(("qwen2", "eagle3 qwen3"))])
-def test_exactly_these_tensors_and_files(name: str, kind: Format, tmp_path) -> None:
-    config = CONFIGS[name]
-    out = export(tmp_path, config, kind, torch.bfloat16)
+@pytest.mark.parametrize(("name", "kind"), [("eagle qwen2", "sglang"), ("eagle3 qwen3", "trtllm")])
+def test_exactly_these_files_of_this_type(name: str, kind: Format, tmp_path) -> None:
+    out = export(tmp_path, CONFIGS[name], kind, torch.bfloat16)
     more = ["speculative.json"] if kind == "trtllm" else []
     assert sorted(p.name for p in out.iterdir()) == ["README.md", "config.json", "model.safetensors", *more]
-    tensors = load_file(out / "model.safetensors")
-    assert set(tensors) == tensors_of(config, kind)
     dtypes = {"d2t": torch.int64, "t2d": torch.bool}
+    tensors = load_file(out / "model.safetensors")
     assert all(t.dtype == dtypes.get(n, torch.bfloat16) for n, t in tensors.items())
-    raw = json.loads((out / "config.json").read_text())
-    assert not {"norm_output", "norm_before_residual", "fc_norm", "target_hidden_size"} & set(raw)
-    if config.kind == "eagle3":
-        assert (raw["model_type"], raw["draft_vocab_size"]) == ("llama", config.draft_vocab_size)
-    else:
-        assert (raw["rope_theta"], raw["rope_scaling"], raw["torch_dtype"]) == (10000.0, None, "bfloat16")
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
     card = (out / "README.md").read_text()
     assert "has not been run" in card and "| optimizer steps | 30 |" in card
 

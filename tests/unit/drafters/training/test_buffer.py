@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megatron_tlt.drafters.training.buffer import HiddenStateBuffer
-from tests.helpers.hidden_states import random_chunk
-from tests.helpers.tiny_drafters import FAMILIES
+from tests.helpers.tiny_drafters import FAMILIES, random_chunk
 
 CONFIG = FAMILIES["llama"]
 BYTES = 8 + 4 * CONFIG.hidden_size  # of a token; the last has no hidden state

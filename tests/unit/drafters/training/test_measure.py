@@ -19,7 +19,6 @@ from megatron_tlt.drafters.training.measure import MeasuredAcceptance, measure
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.decoders.keys import request_key
 from megatron_tlt.models.hf.config import ModelConfig
-from tests.helpers.pairs import expected
 from tests.helpers.tiny_drafters import DEEP, FAMILIES, lookup_tables, random_drafter, random_sequence
 from tests.helpers.tiny_models import random_weights
 
@@ -112,21 +111,6 @@ def test_matches_are_those_of_real_drafts(eagle: TorchEagle, temperature: float,
     np.testing.assert_array_equal(got.sums[:, 3], matched)
     assert got.accepted_length == pytest.approx(matched.sum() / bases)
     assert got.coupled == pytest.approx((matched / reached).tolist())
-
-
-def test_overlap_by_hand() -> None:
-    temperature = 0.8
-    (s,) = responses((20, 5))
-    got = run([s], temperature)
-    _, head = tables()
-    sums = np.zeros(2)
-    for base in range(s.first_base, s.length - 1):
-        pairs = s.token_ids[1 : base + 1].tolist(), s.hidden[:base]
-        weights = random_weights(CONFIG), [*random_drafter(CONFIG).items()]
-        logits = expected(EagleConfig.of(CONFIG), *weights, *pairs, 1)[0][-1]
-        q, p = (logits / temperature).softmax(0), (head @ s.hidden[base] / temperature).softmax(0)
-        sums += [1, 1 - 0.5 * float((p - q).abs().sum())]
-    np.testing.assert_allclose(got.sums[0, :2], sums, rtol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

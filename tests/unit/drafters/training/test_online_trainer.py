@@ -10,9 +10,7 @@ from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.drafters.training.training_state import TrainingState
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.decoders.base import DTYPES
-from tests.helpers.hidden_states import random_chunk
-from tests.helpers.online import CONFIG, everything, online_trainer
-from tests.helpers.tiny_drafters import lookup_tables
+from tests.helpers.tiny_drafters import CONFIG, everything, lookup_tables, online_trainer, random_chunk
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -9,7 +9,6 @@ import torch
 
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
-from megatron_tlt.drafters.eagle.pairs import PairLayout
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafters.training.trainer import DrafterTrainer
@@ -53,31 +52,3 @@ def test_packed_equals_one_at_a_time(drafter: str) -> None:
     total["tokens"] = packed["tokens"]
     assert total == pytest.approx(packed, rel=1e-5, abs=1e-5)
     torch.testing.assert_close(summed, wanted, atol=1e-5, rtol=1e-5)
-
-
-def test_sequences_do_not_see_each_other_and_prompts_are_no_targets() -> None:
-    """Another neighbour changes no output; another future changes no output before it; prompts have no rows."""
-    data, t = sequences("qwen3"), trainer("qwen3")
-    embed = t.embed
-
-    def outputs(given: list[DraftSequence]) -> tuple[torch.Tensor, PairLayout]:
-        batch = collate(given)
-        layout = PairLayout(batch)
-        return torch.stack(t.model.unroll(embed, batch, layout, STEPS)), layout
-
-    whole, layout = outputs(data)
-    other = [replace(random_sequence(t.model.config.policy, 40, 5, seed=9)), *data[1:]]
-    changed, _ = outputs(other)
-    torch.testing.assert_close(changed[:, -18:], whole[:, -18:], atol=1e-6, rtol=1e-5)
-    starts, row = collate(data).starts, 0
-    for start, s in zip(starts, data, strict=False):
-        rows = layout.bases[row : row + s.num_bases] - start
-        assert rows.tolist() == list(range(max(1, s.response_start - 1), s.length - 1))
-        row += s.num_bases
-    long = data[2]
-    later = replace(long, hidden=torch.cat([long.hidden[:30], torch.randn(30, long.hidden.shape[1])]))
-    before, _ = outputs([long])
-    after, _ = outputs([later])
-    # Step 0 at base s reads hidden states up to s - 1: bases 1 .. 30 know nothing of state 30.
-    torch.testing.assert_close(after[0, :30], before[0, :30])
-    assert not torch.allclose(after[0, 30], before[0, 30])

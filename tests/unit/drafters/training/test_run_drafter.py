@@ -10,9 +10,7 @@ import torch
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.drafters.training.run_drafter import RunDrafter
 from megatron_tlt.errors import DrafterError
-from tests.helpers.hidden_states import random_chunk
-from tests.helpers.online import CONFIG, online_trainer
-from tests.helpers.tiny_drafters import lookup_tables
+from tests.helpers.tiny_drafters import CONFIG, lookup_tables, online_trainer, random_chunk
 
 
 class Backend:

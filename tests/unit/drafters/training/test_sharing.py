@@ -10,8 +10,7 @@ import torch
 
 from megatron_tlt.drafters.training.buffer import HiddenStateBuffer
 from megatron_tlt.drafters.training.sharing import HiddenStateSharing
-from tests.helpers.hidden_states import random_chunk
-from tests.helpers.tiny_drafters import FAMILIES
+from tests.helpers.tiny_drafters import FAMILIES, random_chunk
 
 CONFIG = FAMILIES["llama"]
 MIB = 1 << 20

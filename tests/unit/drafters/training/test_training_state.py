@@ -112,32 +112,6 @@ def test_ranks_of_a_group_keep_a_share_each_and_train_one_drafter(dtype: torch.d
         assert other.steps == 5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_merge_is_the_weighted_mean(dtype: torch.dtype) -> None:
-    def trained(rank: int) -> tuple[TrainingState, nn.Module]:
-        net = model(dtype)
-        state = TrainingState(net)
-        take_steps(state, net, range(10 * rank, 10 * rank + 3))
-        return state, net
-
-    both = [trained(rank) for rank in range(2)]
-
-    def work(rank: ThreadRank):
-        state, net = both[rank.rank]
-        state.merge((0.25, 0.75)[rank.rank], rank.all_reduce)
-        return state.named(), [p.detach() for p in net.parameters()]
-
-    one, two = (trained(rank)[0].named() for rank in range(2))
-    merged = on_ranks(2, work)
-    for named, weights in merged:
-        for kind in STATE_NAMES:
-            for name in named[kind]:
-                mean = 0.25 * one[kind][name] + 0.75 * two[kind][name]
-                torch.testing.assert_close(named[kind][name], mean, atol=1e-6, rtol=1e-5)
-                assert torch.equal(named[kind][name], merged[0][0][kind][name])
-        assert all(torch.equal(w, r.to(dtype)) for w, r in zip(weights, named["raw"].values(), strict=True))
-
-
 def test_what_is_not_finite_is_found_and_undone() -> None:
     net = model()
     state = TrainingState(net)

@@ -100,12 +100,12 @@ def test_copied_blocks_serve_a_forked_sequence(kernels: str, dtype: torch.dtype)
 
 def test_positions_beyond_the_first_rotary_table() -> None:
     config = ModelConfig("llama", 50, 32, 1, 2, 1, 16, 32, max_position_embeddings=9000)
-    ids = torch.randint(0, 50, (5000,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = torch.randint(0, 50, (4110,), generator=torch.Generator().manual_seed(0)).tolist()
     got = []
     for kernels in KERNELS:
-        driver = Driver(loaded(kernels, config), num_blocks=350)
-        driver.step([(0, ids[:4990])], all_rows=False)
-        got.append(driver.step([(0, ids[4990:])]).logits)
+        driver = Driver(loaded(kernels, config), num_blocks=260)
+        driver.step([(0, ids[:4090])], all_rows=False)
+        got.append(driver.step([(0, ids[4090:])]).logits)
     torch.testing.assert_close(*got, atol=1e-4, rtol=1e-4)
 
 
@@ -241,21 +241,21 @@ def test_wrong_types_and_choices_are_refused() -> None:
 def test_many_processes_build_once(tmp_path) -> None:
     code = "from megatron_tlt.models.decoders.native import abi, build as b; "
     code += "b.FLAGS = ('-O0', *b.FLAGS[2:]); abi.library()"
-    ranks = [start_one("-c", code, MEGATRON_TLT_CACHE=str(tmp_path)) for _ in range(4)]
-    assert [rank.wait() for rank in ranks] == [0] * 4, ranks[0].stdout
+    ranks = [start_one("-c", code, MEGATRON_TLT_CACHE=str(tmp_path)) for _ in range(3)]
+    assert [rank.wait() for rank in ranks] == [0] * 3, ranks[0].stdout
     assert len(list(tmp_path.glob("*.so"))) == 1 and not list(tmp_path.glob("*.tmp"))
 
 
-@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-5), ("bfloat16", 2e-2)])
-def test_builds_for_other_instruction_sets_compute_the_same(dtype: str, close: float, tmp_path) -> None:
+def test_builds_for_other_instruction_sets_compute_the_same(tmp_path) -> None:
     """Those of this CPU below its own, which every other test has."""
     code = (
         "import sys, torch; from megatron_tlt.models.decoders.native import build as b; b.FLAGS = "
         "tuple(sys.argv[1:]) + b.FLAGS[3:];"
         "from tests.unit.models.decoders.test_decoders import *;"
-        f"d, close = torch.{dtype}, {close};"
-        "n, t = (Driver(loaded(k, dtype=d)).step([(0, list(range(60)))]).logits for k in ('native', 'torch'));"
-        "assert (n - t).abs().mean() <= close * t.abs().mean(), (n - t).abs().mean() / t.abs().mean()"
+        "of = lambda d: (Driver(loaded(k, dtype=d)).step([(0, list(range(60)))]).logits for k in ('native', 'torch'));"
+        "off = lambda n, t: float((n - t).abs().mean() / t.abs().mean());"
+        "found = off(*of(torch.float32)), off(*of(torch.bfloat16));"
+        "assert found[0] <= 1e-5 and found[1] <= 2e-2, found"
     )
     if os.uname().machine != "x86_64":
         pytest.skip("instruction sets of x86")

@@ -1,6 +1,5 @@
 """The bandit: unseen arms first, the best arm of each bucket in the end, decaying exploration, state."""
 
-import json
 from collections import Counter
 
 import numpy as np
@@ -95,16 +94,3 @@ def test_exploration_decays_with_the_steps_of_its_own_bucket():
     ]
     assert 0.25 * 2000 < len(explored) < 0.35 * 2000  # a quarter of the draws falls on the best arm
     assert set(explored) == set(NAMES[1:])
-
-
-def test_state_survives_a_round_trip_through_json():
-    selector, other = (bandit(epsilon=0.3, window=10) for _ in range(2))
-    rng = np.random.default_rng(0)
-    play(selector, 4, EQUAL, rng, 30)
-    other.load_state_dict(json.loads(json.dumps(selector.state_dict())))
-    assert other.state_dict() == selector.state_dict()
-    assert other.epsilon(4) == selector.epsilon(4) and other.select(40) == ARMS[0]
-    for saved in ({"selector": "cost_model"}, {**selector.state_dict(), "thresholds": [1, 4]}):
-        fresh = bandit()
-        fresh.load_state_dict(saved)
-        assert fresh.select(4) == ARMS[0]

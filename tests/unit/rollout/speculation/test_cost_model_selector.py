@@ -42,7 +42,7 @@ def best_fixed(name, running):
     return max(fixed_speeds(running, LENGTHS, **WORLDS[name]).values())
 
 
-@pytest.mark.parametrize(("name", "running"), [*((n, r) for n in WORLDS for r in (1, 16)), ("cpu", 4), ("gpu", 64)])
+@pytest.mark.parametrize(("name", "running"), [*((name, 16) for name in WORLDS), ("cpu", 1), ("gpu", 64)])
 def test_within_five_percent_of_the_best_fixed_draft_length(name, running):
     selector, world = CostModelSelector("trained", 8), SpecWorld(seed=3, **WORLDS[name])
     world.run(selector, 1000, running)
@@ -78,40 +78,9 @@ def test_trials_of_losing_drafts_become_rare_with_their_budget():
     assert 0 < shares[0.002] < 0.5 * shares[0.02] < 0.5 * 0.035
 
 
-def test_whole_rollouts_with_a_long_tail():
-    """About 40 steps in each bucket of each rollout."""
-    lengths = np.clip(np.random.default_rng(0).lognormal(4.2, 0.7, (12, 64)), 10, 256).astype(int)
-    for world, least in ((GPU, 2.5), ({"quality": 0.02}, 0.96)):
-        selector, engine = CostModelSelector("trained", 8), SpecWorld(**world)
-        for at, responses in enumerate(lengths):
-            if at == 4:
-                engine.clock, plain = 0.0, 0.0
-            engine.start(responses)
-            while len(engine.lengths):
-                engine.step(selector)
-            if at >= 4:
-                running = (responses[:, None] > np.arange(responses.max())).sum(0)
-                plain += sum(float(engine.step_seconds(B, B)) for B in running)
-        assert plain / engine.clock > least
-
-
-def test_finding_out_that_drafts_lose_costs_a_long_tailed_rollout_little():
-    """Its first trial is in the largest batch, before any loss can be predicted."""
-    lengths = np.clip(np.random.default_rng(0).lognormal(4.0, 0.7, (4, 64)), 10, 400).astype(int)
-    shares = []
-    for seed, responses in enumerate(lengths):
-        selector, world = CostModelSelector("trained", 11), SpecWorld(seed=seed, quality=0.02)
-        world.start(responses)
-        while len(world.lengths):
-            world.step(selector)
-        running = (responses[:, None] > np.arange(responses.max())).sum(0)
-        shares.append(sum(float(world.step_seconds(B, B)) for B in running) / world.clock)
-    assert np.mean(shares) > 0.88
-
-
-def rollouts(qualities, world, changes=True):
+def rollouts(qualities, world, changes=True, longest=8):
     """Speed over that of plain decoding, by rollout; a new drafter of each quality comes before each rollout."""
-    selector, world, shares = CostModelSelector("trained", 8), SpecWorld(**world), []
+    selector, world, shares = CostModelSelector("trained", longest), SpecWorld(**world), []
     rng = np.random.default_rng(0)
     for quality in qualities:
         world.quality, world.clock = quality, 0.0
@@ -124,6 +93,13 @@ def rollouts(qualities, world, changes=True):
         running = (lengths[:, None] > np.arange(lengths.max())).sum(0)
         shares.append(sum(float(world.step_seconds(B, B)) for B in running) / world.clock)
     return shares
+
+
+def test_whole_rollouts_with_a_long_tail():
+    """About 40 steps in each bucket of each rollout. The first trial of drafts that lose is in the largest batch."""
+    assert np.mean(rollouts([0.8] * 8, GPU, changes=False)[4:]) > 2.5
+    assert np.mean(rollouts([0.02] * 8, {}, changes=False)[4:]) > 0.96
+    assert np.mean([rollouts([0.02], {"seed": seed}, longest=11) for seed in range(4)]) > 0.88
 
 
 def test_a_drafter_that_has_improved_is_used_in_the_next_rollout():
@@ -173,22 +149,13 @@ def test_equal_inputs_give_equal_decisions_and_states_survive_json():
     for selector in selectors:
         world = SpecWorld(seed=9, **GPU)
         for running in (40, 5, 1):
-            world.run(selector, 500, running)
+            world.run(selector, 300, running)
     assert selectors[0].state_dict() == selectors[1].state_dict()
     other = CostModelSelector("trained", 8)
     other.load_state_dict(json.loads(json.dumps(selectors[0].state_dict())))
     assert other.state_dict() == selectors[0].state_dict()
     speeds = [SpecWorld(seed=2, **GPU).run(s, 50, 1) for s in (other, CostModelSelector("trained", 8))]
     assert speeds[0] > 1.2 * speeds[1]  # it knows what the other must find out
-
-
-def test_the_state_of_another_selector_or_draft_length_is_ignored():
-    trained = CostModelSelector("trained", 8)
-    SpecWorld(**GPU).run(trained, 100, 2)
-    for length, saved in ((6, trained.state_dict()), (8, {"selector": "beg_mab"})):
-        other = CostModelSelector("trained", length)
-        other.load_state_dict(saved)
-        assert other.state_dict() == CostModelSelector("trained", length).state_dict()
 
 
 def test_a_drafter_of_one_pass_is_used_at_its_full_length():

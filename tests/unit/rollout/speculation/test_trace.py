@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.drafters import OracleDrafter, RandomSelector, attach
-from tests.helpers.engines import generate_all, make_engine, random_jobs, small_config
+from tests.helpers.engines import (
+    OracleDrafter,
+    RandomSelector,
+    attach,
+    generate_all,
+    make_engine,
+    random_jobs,
+    small_config,
+)
 from tests.helpers.tiny_models import random_weights
 
 

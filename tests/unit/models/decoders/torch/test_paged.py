@@ -1,47 +1,28 @@
-"""Paged attention: the plan against gathered attention (always), and the Triton kernel against both.
-
-The kernel runs on a GPU, or in Triton's interpreter: where there is no GPU, these tests set TRITON_INTERPRET=1.
-"""
+"""Paged attention by the Triton kernel against gathered attention, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+pytest.importorskip("triton", reason="triton is not installed")
 
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.decoders.inputs import DecoderInput
 from megatron_tlt.models.decoders.torch.attention import RaggedPlan, StaticPlan
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
+from megatron_tlt.models.decoders.torch.kernels.attention import attend
 from megatron_tlt.models.decoders.torch.paged import PagedPlan
 from megatron_tlt.models.hf.config import ModelConfig
-from tests.helpers.paged import attend_rows
 from tests.helpers.tiny_models import Driver, random_weights
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels' module is imported
-
-
-def runs():
-    """The kernel where there is triton, and what it must compute."""
-    kernel = pytest.param(
-        "kernel",
-        marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-    )
-    return pytest.mark.parametrize("run", ["rows", kernel])
-
-
-def run_of(name: str):
-    if name == "rows":
-        return attend_rows
-    from megatron_tlt.models.decoders.torch.kernels.attention import attend
-
-    return attend
 
 
 def ragged(contexts: list[tuple[int, int]], block_size: int, seed: int = 0) -> DecoderInput:
@@ -82,9 +63,8 @@ CASES = [
 ]
 
 
-@runs()
 @pytest.mark.parametrize(("kind", "contexts", "splits", "heads", "kv_heads", "d"), CASES)
-def test_paged_attention_equals_gathered_attention(run, kind, contexts, splits, heads, kv_heads, d):
+def test_paged_attention_equals_gathered_attention(kind, contexts, splits, heads, kv_heads, d):
     """Static batches have tables wider than any context, as a graph's bucket is, with padding that names a scratch
     block. With a first visible position, as the drafter needs it, a row sees itself and nothing before that position.
     """
@@ -99,7 +79,7 @@ def test_paged_attention_equals_gathered_attention(run, kind, contexts, splits, 
         visible = torch.tensor([100, 99, 1]).to(DEVICE)
     q, keys, values = cache_and_queries(len(batch.positions), heads, kv_heads, d, 65 * 16)
     gathered = RaggedPlan(batch, 16) if rows_each is None else StaticPlan(batch, 16, rows_each, visible)
-    paged = PagedPlan(run_of(run), batch, 16, (kv_heads, heads // kv_heads), rows_each, visible, splits)
+    paged = PagedPlan(attend, batch, 16, (kv_heads, heads // kv_heads), rows_each, visible, splits)
     want = gathered.attend(q, keys, values)
     torch.testing.assert_close(paged.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
 
@@ -115,7 +95,7 @@ def test_splits_fill_the_processors_and_are_no_more(heads, batch_size, monkeypat
     (query_heads, kv_heads), row = heads, torch.zeros(batch_size, dtype=torch.int32, device=DEVICE)
     starts, tables = torch.arange(batch_size + 1, device=DEVICE), row.new_zeros(batch_size, 256)
     batch = DecoderInput.of([row, row, row, starts, row, tables, row])
-    splits = PagedPlan(attend_rows, batch, 16, (kv_heads, query_heads // kv_heads), rows_each=1).splits
+    splits = PagedPlan(attend, batch, 16, (kv_heads, query_heads // kv_heads), rows_each=1).splits
     programs = batch_size * kv_heads
     if programs >= 132:
         assert splits == 1
@@ -123,20 +103,18 @@ def test_splits_fill_the_processors_and_are_no_more(heads, batch_size, monkeypat
         assert (64 if programs == 1 else 128) <= programs * splits <= 2 * 132
 
 
-@runs()
-def test_half_precision_stays_within_its_rounding(run):
+def test_half_precision_stays_within_its_rounding():
     """bf16 on a GPU; Triton's interpreter has no bf16 products, so fp16 there."""
     dtype = torch.bfloat16 if ON_GPU else torch.float16
     batch = ragged([(200, 1), (90, 3)], 16)
     q, keys, values = cache_and_queries(4, 8, 2, 64, 64 * 16, dtype)
     exact = RaggedPlan(batch, 16).attend(q.float(), keys.float(), values.float())
-    got = PagedPlan(run_of(run), batch, 16, (2, 4), splits=2).attend(q, keys, values)
+    got = PagedPlan(attend, batch, 16, (2, 4), splits=2).attend(q, keys, values)
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), exact, atol=4e-3, rtol=1.6e-2)
 
 
-@runs()
-def test_what_no_row_may_see_is_not_read(run):
+def test_what_no_row_may_see_is_not_read():
     """Everything behind a context, and the scratch block, is NaN: nothing of it may reach a result."""
     batch = ragged([(37, 2), (5, 1)], 16)
     q, keys, values = cache_and_queries(3, 4, 2, 16, 65 * 16)
@@ -145,15 +123,14 @@ def test_what_no_row_may_see_is_not_read(run):
         for p in range(end):
             seen[int(batch.block_tables[s, p // 16]) * 16 + p % 16] = True
     keys[~seen], values[~seen] = float("nan"), float("nan")
-    got = PagedPlan(run_of(run), batch, 16, (2, 2)).attend(q, keys, values)
+    got = PagedPlan(attend, batch, 16, (2, 2)).attend(q, keys, values)
     assert got.isfinite().all()
 
 
-@runs()
-def test_a_decoder_and_its_drafter_compute_the_same_without_gathering(run):
+def test_a_decoder_and_its_drafter_compute_the_same_without_gathering():
     config = ModelConfig("qwen3", 101, 64, 2, 6, 2, 16, 96, qk_norm=True, max_position_embeddings=256)
     outputs = []
-    for paged in (None, run_of(run)):
+    for paged in (None, attend):
         decoder = TorchDecoder(config, DEVICE, paged=paged)
         decoder.load_weights(random_weights(config))
         driver = Driver(decoder)

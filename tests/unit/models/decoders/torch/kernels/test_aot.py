@@ -35,6 +35,7 @@ _REGISTERS = {  # a thread; what a kernel takes now, and a little more
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_compile_for_sm_90_within_registers_and_shared_memory() -> None:
     """In a process of its own: this one may have imported triton for its interpreter."""

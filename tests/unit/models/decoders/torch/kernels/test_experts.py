@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from megatron_tlt.models.decoders.torch.kernels import experts
 from megatron_tlt.models.decoders.torch.kernels.layers import FUSED
 from megatron_tlt.models.decoders.torch.layers import PLAIN
-from tests.helpers.launches import noted_launches
+from tests.helpers.budget import noted_launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # rows, hidden, experts, chosen, width: no expert without and some without rows; sizes that no tile divides; many rows

@@ -1,18 +1,22 @@
-"""`MetaMemory`: bytes of tensors on the meta device, counted as storages come and go, in place of a GPU's allocator.
+"""Bytes of tensors, counted: on the meta device in place of a GPU's allocator, and by PyTorch's CPU allocator.
 
-Values that code reads of such tensors are ones, and large tensors of the host are on meta, too, without being counted:
-so real code runs with the shapes of a 70B model in milliseconds. The allocator's rounding is not counted.
+Values that code reads of tensors on meta are ones, and large tensors of the host are on meta, too, without being
+counted: so real code runs with the shapes of a 70B model in milliseconds. The allocator's rounding is not counted.
 """
 
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -117,3 +121,25 @@ class _Allocations(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._memory.count(tensor.untyped_storage(), is_host)
         return out
+
+
+@dataclass
+class LiveBytes:
+    """What one block took: bytes in use at its end and at its highest, both since its start."""
+
+    end: int = 0
+    peak: int = 0
+
+
+@contextmanager
+def live_bytes() -> Iterator[LiveBytes]:
+    """Counts allocations inside the block, also those inside of operators and in backward."""
+    counted = LiveBytes()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+        torch.zeros(1)
+        yield counted
+    events = recorded.profiler.kineto_results.events()
+    memory = [e for e in events if e.name() == "[memory]" and e.device_type() == DeviceType.CPU]
+    for event in sorted(memory, key=lambda e: e.start_ns()):
+        counted.end += event.nbytes()
+        counted.peak = max(counted.peak, counted.end)
