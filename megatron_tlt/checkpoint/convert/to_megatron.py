@@ -127,7 +127,7 @@ def _save(value: Any, index: dcp.MetadataIndex, stream: IO[bytes], name: str) ->
 
 
 def _extra_state_keys(config: ModelConfig) -> list[str]:
-    """Keys of the modules' extra states (FP8 scales of Transformer Engine), which a reader of the checkpoint expects."""
+    """Keys of the modules' extra states (FP8 scales of Transformer Engine), which a reader of the files expects."""
     total, found = config.num_layers, ["decoder.final_layernorm._extra_state/shard_0_1"]
     for layer in range(total):
         modules = ["self_attention.linear_proj", "self_attention.linear_qkv"]
