@@ -131,11 +131,9 @@ def _extra_state_keys(config: ModelConfig) -> list[str]:
     total, found = config.num_layers, ["decoder.final_layernorm._extra_state/shard_0_1"]
     for layer in range(total):
         modules = ["self_attention.linear_proj", "self_attention.linear_qkv"]
-        if config.qk_norm:
-            modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
+        modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if config.qk_norm else []
         has_experts = layer in config.moe_layers
-        if has_experts:
-            modules.append("pre_mlp_layernorm")
+        modules += ["pre_mlp_layernorm"] if has_experts else []
         if not has_experts or config.shared_expert_intermediate_size:
             mlp = "mlp.shared_experts" if has_experts else "mlp"
             modules += [f"{mlp}.linear_fc1", f"{mlp}.linear_fc2"]
@@ -157,8 +155,7 @@ def _metadata(todo: MegatronConversion) -> dcp.Metadata:
         new = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=todo.dtype), size, [])
         place = dcp.ChunkStorageMetadata(torch.Size(_offsets(stored, whole)), torch.Size((*lead, *whole.shape)))
         tensors.setdefault(stored.key, new).chunks.append(place)
-    states = {key: dcp.BytesStorageMetadata() for key in _extra_state_keys(config)}
-    return dcp.Metadata({**tensors, **states})
+    return dcp.Metadata({**tensors, **{key: dcp.BytesStorageMetadata() for key in _extra_state_keys(config)}})
 
 
 def _write_small_files(todo: MegatronConversion, scratch: Path, shards: dict[str, FileRecord]) -> None:
