@@ -154,8 +154,8 @@ def transformer_config(config: ModelConfig, actor: ActorSection) -> TransformerC
 
 # Checkpoints carry the names of Transformer Engine's layers with the norm in the product, so any spec can load them.
 _NAMES_IN_CHECKPOINTS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
 
 
@@ -194,13 +194,12 @@ def _engine_layer(config: ModelConfig, actor: ActorSection) -> ModuleSpec:
     """Transformer Engine's layer. To recompute norms, or to adapt the products that follow, norms must be modules: it
     has them in these products.
     """
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_norm)
     redoes_norms = actor.recompute == "selective" and "layernorm" in actor.recompute_modules
     if redoes_norms or actor.lora is not None:
-        backend = TESpecProvider()
+        backend = _engine_modules()
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = backend.layer_norm()
         parts.self_attention.submodules.linear_qkv = backend.column_parallel_linear()
@@ -216,7 +215,8 @@ def _decoder_spec(config: ModelConfig, actor: ActorSection, stage: int) -> Any:
         return _dense_layer(config, actor)
     per_stage = config.num_layers // actor.pp
     layers = [_layer(config, actor, number) for number in range(stage * per_stage, (stage + 1) * per_stage)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_engine_norm() if engine else RMSNorm)
+    norm = _engine_modules().layer_norm() if engine else RMSNorm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _layer(config: ModelConfig, actor: ActorSection, number: int) -> ModuleSpec:
@@ -226,11 +226,9 @@ def _layer(config: ModelConfig, actor: ActorSection, number: int) -> ModuleSpec:
         return layer
     submodules = layer.submodules.mlp.submodules
     if uses_transformer_engine(actor):  # as a module: the router reads its output, too
-        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-        layer.submodules.pre_mlp_layernorm = _engine_norm()
+        layer.submodules.pre_mlp_layernorm = _engine_modules().layer_norm()
         if actor.lora is None:
-            submodules.linear_fc1 = TESpecProvider().column_parallel_linear()
+            submodules.linear_fc1 = _engine_modules().column_parallel_linear()
     shared = ModuleSpec(module=SharedExpertMLP, submodules=submodules)
     redone = actor.recompute_modules if actor.recompute == "selective" else ()
     layer.module = RoutedLayer
@@ -246,7 +244,8 @@ def _layer(config: ModelConfig, actor: ActorSection, number: int) -> ModuleSpec:
             router=Router,
         ),
     )
-    layer.submodules.sharded_state_dict_keys_map = {"input_layernorm.": _NAMES_IN_CHECKPOINTS["input_layernorm."]}
+    kept = "input_layernorm.weight"
+    layer.submodules.sharded_state_dict_keys_map = {kept: _NAMES_IN_CHECKPOINTS[kept]}
     return layer
 
 
@@ -273,10 +272,10 @@ def _adapt(layer: ModuleSpec, lora: LoraSection) -> None:
     mlp.linear_fc1, mlp.linear_fc2 = column("gate_proj", "up_proj"), row("down_proj")
 
 
-def _engine_norm() -> Any:
+def _engine_modules() -> Any:
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-    return TESpecProvider().layer_norm()
+    return TESpecProvider()
 
 
 class PolicyModel:

@@ -47,6 +47,8 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
+# Layers' FP8 scales: written for other programs and never read, since layers of another kind have others.
+_EXTRA_STATE = "_extra_state"
 # Without torch's own text, which recommends to try again without the protection.
 _REFUSED = "checkpoint {} holds more than numbers (weights_only would not open it): nothing of it was run"
 
@@ -153,7 +155,8 @@ def sharded_state(
     optimizer_shards.describe_in_place(optimizer, read)
     frozen = {name for name, _ in module.named_parameters()} - trainable(module).keys()
     whole = module.sharded_state_dict(metadata=metadata)
-    model = {name: part for name, part in whole.items() if name not in frozen}
+    kept = {name for name in whole if not (loading and name.endswith(_EXTRA_STATE))} - frozen
+    model = {name: part for name, part in whole.items() if name in kept}
     state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
     for part in nested_values(extract_sharded_tensors_and_factories(state)[0]):
         part.data = read(part.data)
@@ -221,8 +224,7 @@ def load_model(world: World, module: Any, groups: ActorGroups, path: str, config
     with cpu_as_cuda():
         keys = {"non_homogeneous_layers": source.has_tensor_a_layer}
         wanted = module.sharded_state_dict(metadata=_metadata(groups, module.config) | keys)
-        # Layers' extra state (FP8 scales) is not used, and the checkpoint may have none; adapters come later.
-        left = ("_extra_state", *FACTORS)
+        left = (_EXTRA_STATE, *FACTORS)  # adapters come later
         weights = {name: part for name, part in wanted.items() if not name.endswith(left)}
         state = dist_checkpointing.load({"model": weights}, str(directory))
         left_out = module.load_state_dict(state["model"], strict=False)

@@ -199,7 +199,7 @@ def keep_one_table(rotary: Any, rows: int) -> None:
 def load_numbers_only() -> Iterator[None]:
     """Inside, `torch.load` opens with `weights_only` whatever the caller passes: UnpicklingError for anything else.
 
-    megatron-core passes False for common.pt and layers' extra state. Use from one thread. Remove when it passes True.
+    megatron-core passes False for common.pt and stored objects. Use from one thread. Remove when it passes True.
     """
     load = torch.load
 

@@ -112,16 +112,24 @@ def run_ranks(
     timeout: float = 300,
     check: bool = True,
     env: dict[str, str] | None = None,
+    first_path: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python -m mpi4py SCRIPT args` on `ranks` ranks; returns its output, stdout and stderr together.
 
-    `script` is a path relative to the repository, or a list such as ["-m", "megatron_tlt"].
+    `script` is a path relative to the repository, or a list such as ["-m", "megatron_tlt"]. `first_path` comes first on
+    the ranks' sys.path, and they are no forks then: what it has may have to be there when megatron is imported.
     With `check`, a non-zero exit fails the test and shows the output.
     """
     target = [str(ROOT / script)] if isinstance(script, str) else script
+    settings = rank_environment()
+    if first_path is None:
+        start = launcher(ranks)
+    else:
+        start = [str(MPIEXEC), "-n", str(ranks), sys.executable, "-m", "mpi4py"]
+        settings["PYTHONPATH"] = os.pathsep.join([str(first_path), settings["PYTHONPATH"]])
     done = subprocess.run(
-        [*launcher(ranks), *target, *args],
-        env={**rank_environment(), **(env or {})},
+        [*start, *target, *args],
+        env={**settings, **(env or {})},
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -129,7 +137,8 @@ def run_ranks(
         timeout=timeout,
         check=False,
     )
-    stub.settle(server())
+    if first_path is None:
+        stub.settle(server())
     if check and done.returncode:
         raise AssertionError(
             f"{ranks} ranks of {target} ended with {done.returncode}:\n{done.stdout[-6000:]}"

@@ -111,7 +111,7 @@ def test_keys_and_shapes_are_those_that_megatron_writes(
         return {k for k in source.metadata.state_dict_metadata if "_extra_state" in k}
 
     assert weights(run) == weights(mine)
-    assert objects(run) == objects(mine) and objects(run)
+    assert objects(run) <= objects(mine) and objects(run)  # Transformer Engine's norms have some, too
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -45,9 +45,6 @@ from megatron_tlt.observe.files import sync
 COMMAND = "convert_hf_to_megatron"
 RELEASE = "release"
 
-# Layers of megatron save an (empty) extra state, which Transformer Engine fills with FP8 scales; a reader expects it.
-_EXTRA_STATES = ("self_attention.linear_proj", "self_attention.linear_qkv")
-
 
 @dataclass(frozen=True)
 class MegatronConversion:
@@ -130,13 +127,18 @@ def _save(value: Any, index: dcp.MetadataIndex, stream: IO[bytes], name: str) ->
 
 
 def _extra_state_keys(config: ModelConfig) -> list[str]:
-    total, found = config.num_layers, []
+    """Keys of the modules' extra states (FP8 scales of Transformer Engine), which a reader of the files expects."""
+    total, found = config.num_layers, ["decoder.final_layernorm._extra_state/shard_0_1"]
     for layer in range(total):
-        mlp = "mlp" if layer not in config.moe_layers else "mlp.shared_experts"
-        is_dense = layer not in config.moe_layers or config.shared_expert_intermediate_size
-        for module in (*_EXTRA_STATES, *((f"{mlp}.linear_fc1", f"{mlp}.linear_fc2") if is_dense else ())):
-            mixed, common = f"{layer}.{module}._extra_state", f"{module}._extra_state/shard_{layer}_{total}"
-            found.append(f"decoder.layers.{mixed if config.has_mixed_layers else common}")
+        modules = ["self_attention.linear_proj", "self_attention.linear_qkv"]
+        modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if config.qk_norm else []
+        has_experts = layer in config.moe_layers
+        modules += ["pre_mlp_layernorm"] if has_experts else []
+        if not has_experts or config.shared_expert_intermediate_size:
+            mlp = "mlp.shared_experts" if has_experts else "mlp"
+            modules += [f"{mlp}.linear_fc1", f"{mlp}.linear_fc2"]
+        layers, shard = (f"layers.{layer}", "0_1") if config.has_mixed_layers else ("layers", f"{layer}_{total}")
+        found += [f"decoder.{layers}.{module}._extra_state/shard_{shard}" for module in modules]
     return found
 
 
@@ -153,9 +155,7 @@ def _metadata(todo: MegatronConversion) -> dcp.Metadata:
         new = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=todo.dtype), size, [])
         place = dcp.ChunkStorageMetadata(torch.Size(_offsets(stored, whole)), torch.Size((*lead, *whole.shape)))
         tensors.setdefault(stored.key, new).chunks.append(place)
-    states = {key: dcp.BytesStorageMetadata() for key in _extra_state_keys(config)}
-    held: dict[str, dcp.STORAGE_TYPES] = {**tensors, **states}
-    return dcp.Metadata(held)
+    return dcp.Metadata({**tensors, **{key: dcp.BytesStorageMetadata() for key in _extra_state_keys(config)}})
 
 
 def _write_small_files(todo: MegatronConversion, scratch: Path, shards: dict[str, FileRecord]) -> None:

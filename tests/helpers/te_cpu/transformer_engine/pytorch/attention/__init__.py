@@ -1,0 +1,1 @@
+"""Where megatron-core looks for `rope`."""
