@@ -1,7 +1,8 @@
 """The embedded engine and vLLM with the same policy and drafter: tokens a second, plain and with drafts.
 
 The policy is that of part `speculation`. vLLM runs in its own environment (`rollout.vllm.python`); without one this
-part says so and compares nothing. Whichever engine a GPU finds faster may become the default there.
+part says so and compares nothing, nor does it with a vLLM for another device. Whichever engine a GPU finds faster may
+become the default there.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from benchmarks.gpu.speculation import SAMPLES, SMOKE_SAMPLES, open_prompts, pol
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.build import build_vllm
-from megatron_tlt.backends.vllm.launch import find_python
+from megatron_tlt.backends.vllm.launch import find_python, setup_hint
 from megatron_tlt.config.engine_process import VllmSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.drafters.checkpoint import load_drafter
+from megatron_tlt.errors import BackendError
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.types import GenerateCall, WeightBucket
 
-ENGINES: dict[str, Callable[[EngineOptions], RolloutBackend]] = {"embedded": build_backend, "vllm": build_vllm}
+ENGINES: dict[str, Callable[[EngineOptions], RolloutBackend]] = {"vllm": build_vllm, "embedded": build_backend}
 MODES: dict[str, dict[str, Any]] = {"off": {"drafter": "none"}, "on": {"drafter": "eagle", "selector": "cost_model"}}
 CONTEXT = 512
 
@@ -36,13 +38,17 @@ CONTEXT = 512
 def run(check: Check, found: Result) -> None:
     """One engine after the other at each batch size: both do not fit beside each other on a small GPU."""
     if find_python(VllmSection()) is None:
-        found.note({"skipped": "no vLLM: name its Python in rollout.vllm.python, or make setup-vllm"})
+        found.note({"skipped": f"no vLLM: {setup_hint(check.device.type)}"})
         return
     batches, rounds = ([1, 4], 1) if check.smoke else ([1, 32, 256], 3)
     policy, drafter = policy_and_drafter(check)
     for engine in ENGINES:
         for mode in MODES:
-            backend = open_side(check, engine, mode, (policy, drafter), max(batches))
+            try:
+                backend = open_side(check, engine, mode, (policy, drafter), max(batches))
+            except BackendError as error:  # a build of vLLM for another device is one
+                found.fail(str(error).partition("\n")[0])
+                return
             for batch in batches:
                 rate = tokens_per_second(check, backend, policy, batch, rounds)
                 found.add_row({"engine": engine, "mode": mode, "batch": batch, "tokens_per_s": rate})
