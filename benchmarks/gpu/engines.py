@@ -7,11 +7,14 @@ become the default there.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.result import Result
@@ -33,6 +36,12 @@ from megatron_tlt.types import GenerateCall, WeightBucket
 ENGINES: dict[str, Callable[[EngineOptions], RolloutBackend]] = {"vllm": build_vllm, "embedded": build_backend}
 MODES: dict[str, dict[str, Any]] = {"off": {"drafter": "none"}, "on": {"drafter": "eagle", "selector": "cost_model"}}
 CONTEXT = 512
+MOST_MIB = 16384  # of a cache: 256 responses
+
+
+def cache_mib(free: int) -> int:
+    """MiB of an engine's cache where so many bytes of the device are free: half of them at most."""
+    return min(MOST_MIB, free // 2**21)
 
 
 def run(check: Check, found: Result) -> None:
@@ -53,6 +62,10 @@ def run(check: Check, found: Result) -> None:
                 rate = tokens_per_second(check, backend, policy, batch, rounds)
                 found.add_row({"engine": engine, "mode": mode, "batch": batch, "tokens_per_s": rate})
             backend.close()
+            del backend
+            gc.collect()
+            if check.is_cuda:
+                torch.cuda.empty_cache()  # the next engine may be another process's
     for batch in batches:
         rates = {(r["engine"], r["mode"]): r["tokens_per_s"] for r in found.rows if r["batch"] == batch}
         found.note({f"embedded_over_vllm_{m}_{batch}": rates["embedded", m] / rates["vllm", m] for m in MODES})
@@ -69,7 +82,7 @@ def open_side(check: Check, engine: str, mode: str, folders: tuple[Path, Path], 
             "dtype": check.dtype_name,
             "max_running_requests": batch,
             "max_batched_tokens": 8192 if check.is_cuda else 256,
-            "kv_cache_mib": 16384 if check.is_cuda else 64,
+            "kv_cache_mib": cache_mib(torch.cuda.mem_get_info(check.device)[0]) if check.is_cuda else 64,
             "speculation": speculation,
         }
     )

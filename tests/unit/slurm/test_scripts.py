@@ -107,7 +107,8 @@ def test_a_container_gets_the_caches_of_models_and_kernels(tmp_path):
     line = srun_line(run("slurm/bench.sbatch", "--dry-run", "train", HF_HOME="/models/hub", **given))
     for place in ("/models/hub", "/local/triton", f"{tmp_path}/.cache/vllm"):
         assert rf"\,{place}:{place}" in line
-    own = {"HOME": str(tmp_path)} | dict.fromkeys(("HF_HOME", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME"), "")
+    names = ("HF_HOME", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
+    own = {"HOME": str(tmp_path)} | dict.fromkeys(names, "")
     line = srun_line(run("slurm/bench.sbatch", "--dry-run", "train", CONTAINER="image", **own))
     for place in (".cache/huggingface", ".triton/cache", ".cache/vllm"):
         assert rf"\,{tmp_path}/{place}:{tmp_path}/{place}" in line
@@ -133,7 +134,7 @@ def test_a_container_gets_its_image_directory_and_mounts(tmp_path):
     made = {name: f"{tmp_path}/{name}" for name in ("HF_HOME", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")}
     caches = " ".join(f"{name}={path}" for name, path in made.items())
     given = f"root='/r s' attempt=/log CONTAINER=image MOUNTS=/data:/data SLURM_NTASKS_PER_NODE=2 {caches}; cd /tmp"
-    shown = f"printf '%s\\n' \"${{srun_words[@]}}\" && env"
+    shown = "printf '%s\\n' \"${srun_words[@]}\" && env"
     words = in_common(f"{given}; set_srun_words; {shown}").splitlines()
     assert {"--container-image=image", "--container-workdir=/tmp", "--no-container-mount-home"} <= set(words)
     places = ",".join(f"{path}:{path}" for path in made.values())
