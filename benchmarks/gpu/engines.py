@@ -71,7 +71,9 @@ def run(check: Check, found: Result) -> None:
         found.note({f"embedded_over_vllm_{m}_{batch}": rates["embedded", m] / rates["vllm", m] for m in MODES})
 
 
-def open_side(check: Check, engine: str, mode: str, folders: tuple[Path, Path], batch: int) -> RolloutBackend:
+def open_side(
+    check: Check, engine: str, mode: str, folders: tuple[Path, Path], batch: int, release_cache: bool = False
+) -> RolloutBackend:
     """An engine with the weights of the policy."""
     policy, drafter = folders
     shape = ModelConfig.from_hf(policy)
@@ -84,15 +86,21 @@ def open_side(check: Check, engine: str, mode: str, folders: tuple[Path, Path], 
             "max_batched_tokens": 8192 if check.is_cuda else 256,
             "kv_cache_mib": cache_mib(torch.cuda.mem_get_info(check.device)[0]) if check.is_cuda else 64,
             "speculation": speculation,
+            "release_cache": release_cache,
         }
     )
     section = ModelSection(path=str(policy), max_context=CONTEXT)
     given = load_drafter(drafter, shape) if mode == "on" else None
     backend = ENGINES[engine](EngineOptions(rollout, section, device=check.device, drafter=given))
-    backend.begin_update(0)
-    backend.update_weights(WeightBucket(0, list(iter_weights(policy, shape))))
-    backend.finish_update()
+    push(backend, policy, 0)
     return backend
+
+
+def push(backend: RolloutBackend, policy: Path, version: int) -> None:
+    """Syncs the policy's weights. Mutates."""
+    backend.begin_update(version)
+    backend.update_weights(WeightBucket(version, list(iter_weights(policy, ModelConfig.from_hf(policy)))))
+    backend.finish_update()
 
 
 def tokens_per_second(check: Check, backend: RolloutBackend, policy: Path, batch: int, rounds: int) -> float:
