@@ -1,11 +1,11 @@
 # An image for GPU nodes: this project with its pinned requirements, Transformer Engine, and vLLM in an environment of its own.
 #
-#   docker build -t megatron-tlt:0.1.0 .                               # Transformer Engine compiles for half an hour
+#   docker build -t megatron-tlt:0.1.0 .                               # Transformer Engine compiles for some minutes
 #   docker build -t megatron-tlt:0.1.0 --build-arg WITH_VLLM=0 .
 #   CONTAINER=megatron-tlt:0.1.0 sbatch -N 4 slurm/train.sbatch CONFIG # pyxis (docs/guides/slurm.md)
 #
 # Never built or run by this project's tests, which have no GPU: `make gpu-check` inside it comes first.
-ARG BASE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
+ARG BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 FROM ${BASE}
 ARG WITH_VLLM=1
 
@@ -16,11 +16,14 @@ RUN apt-get update \
 
 WORKDIR /opt/megatron-tlt
 RUN python3 -m venv .venv
-ENV PATH=/opt/megatron-tlt/.venv/bin:${PATH} PIP_NO_CACHE_DIR=1
+# The base has no cuDNN: Transformer Engine is built and loaded with the one that torch brings, since two versions in one
+# process fail.
+ENV PATH=/opt/megatron-tlt/.venv/bin:${PATH} PIP_NO_CACHE_DIR=1 \
+    CUDNN_HOME=/opt/megatron-tlt/.venv/lib/python3.12/site-packages/nvidia/cudnn
 
 # Requirements first: a change of the source keeps these layers.
 COPY requirements.txt requirements-gpu.txt ./
-RUN pip install -r requirements.txt ninja pybind11
+RUN pip install -r requirements.txt ninja pybind11 wheel
 RUN NVTE_FRAMEWORK=pytorch MAX_JOBS=8 pip install --no-build-isolation -r requirements-gpu.txt
 RUN if [ "$WITH_VLLM" = 1 ]; then \
         python3 -m venv .venv/vllm && .venv/vllm/bin/pip install vllm==0.32.0; \

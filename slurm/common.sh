@@ -4,6 +4,7 @@
 #   PYTHON      interpreter of the ranks (default: .venv of this repository; in a container: python3)
 #   MPI         srun's plugin: pmi2 (default) for the mpich wheel, pmix for most sites' own MPI; a wrong pair is refused
 #   CONTAINER   image for pyxis, e.g. nvcr.io#nvidia/pytorch:25.06-py3; MOUNTS: more mounts, SRC:DST[,SRC:DST...]
+#   HF_HOME, TRITON_CACHE_DIR, VLLM_CACHE_ROOT   caches, mounted in a container, too (default: those below the home)
 #   IFACE       network interface between nodes (default: the one of the default route; lo on a single node)
 #   LOGS        where logs/ goes (default: the directory of submission)
 #   REQUEUE     0: never requeue, only pass the exit code on (for chains of jobs)
@@ -58,11 +59,25 @@ set_srun_words() {
     srun_words=(--mpi="${MPI:-pmi2}" --kill-on-bad-exit=1 --cpus-per-task="$cpus" --cpu-bind=cores
         --distribution=block:block) # neighbours on one socket, beside the GPUs of their numbers
     if [ -n "${CONTAINER:-}" ]; then
+        set_caches
         srun_words+=(--container-image="$CONTAINER" --container-workdir="$PWD" --no-container-mount-home)
-        srun_words+=(--container-mounts="$root:$root,$PWD:$PWD${attempt:+,$attempt:$attempt}${MOUNTS:+,$MOUNTS}")
+        srun_words+=(--container-mounts="$root:$root,$PWD:$PWD${attempt:+,$attempt:$attempt}$caches${MOUNTS:+,$MOUNTS}")
     fi
     # shellcheck disable=SC2206  # SRUN_ARGS is a list of words
     srun_words+=(${SRUN_ARGS:-})
+}
+
+# The home is not mounted in a container, so these are: models of the hub, and kernels that Triton and vLLM have compiled,
+# where ranks outside a container have them. Sets `caches`, mounts behind others; makes what is not there, in a job.
+set_caches() {
+    local folder home="${XDG_CACHE_HOME:-$HOME/.cache}"
+    export HF_HOME="${HF_HOME:-$home/huggingface}" VLLM_CACHE_ROOT="${VLLM_CACHE_ROOT:-$home/vllm}"
+    export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$HOME/.triton/cache}"
+    caches=""
+    for folder in "$HF_HOME" "$TRITON_CACHE_DIR" "$VLLM_CACHE_ROOT"; do
+        [ -z "${SLURM_JOB_ID:-}" ] || mkdir -p "$folder"
+        caches+=",$folder:$folder"
+    done
 }
 
 # A configuration in the working directory, else one of the repository, whose relative paths count from its root.

@@ -1,8 +1,8 @@
 """How fast decoding could be: what a step must read, and what it must compute. Pure functions; torch-free.
 
 One decoding step of B sequences with C cached tokens each reads every weight once and every cached key and value once,
-and multiplies each of B rows with every matrix. It takes at least the longer of bytes / bandwidth and operations /
-peak; B tokens come out of it. Left out, so the bound is not reached: activations, norms, sampling, launches.
+and takes at least bytes / bandwidth; B tokens come out of it. Left out, so the bound is not reached: activations,
+norms, sampling, launches.
 
 Legend: B sequences, C context, L layers, H hidden, F intermediate, V vocabulary, A / K query and kv heads, d head size.
 """
@@ -71,31 +71,11 @@ def step_bytes(shape: Shape, batch: int, context: float, element: int) -> float:
     return float(element * (matrix_elements(shape) + batch * context * cached + rows))
 
 
-def step_flops(shape: Shape, batch: int, context: float) -> float:
-    """Operations of one step: a multiplication and an addition each, attention's two products included."""
-    attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * context
-    return float(2 * batch * (matrix_elements(shape) + attention))
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """Tokens a second that no engine exceeds."""
-
-    by_bandwidth: float
-    by_compute: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """The lower of both."""
-        return min(self.by_bandwidth, self.by_compute)
-
-
-def bound(shape: Shape, device: Device, batch: int, context: float, element: int) -> Bound:
-    """Of plain decoding by `batch` sequences with `context` cached tokens each, on average over the run."""
-    return Bound(
-        batch * device.bandwidth / step_bytes(shape, batch, context, element),
-        batch * device.flops / step_flops(shape, batch, context),
-    )
+def bound(shape: Shape, device: Device, batch: int, context: float, element: int) -> float:
+    """Tokens a second that no engine exceeds: of plain decoding by `batch` sequences with `context` cached tokens each,
+    on average over the run, by what the device reads in a second.
+    """
+    return batch * device.bandwidth / step_bytes(shape, batch, context, element)
 
 
 def mean_context(prompt: int, new_tokens: int) -> float:

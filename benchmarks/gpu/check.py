@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.bounds import Device, data_sheet
 from megatron_tlt.config.load import load_config
@@ -62,9 +63,10 @@ class Check:
         layout = {"qk_norm": wanted.family == "qwen3", "qkv_bias": wanted.family == "qwen2"}
         return ModelConfig(**fields, **layout, max_position_embeddings=MAX_POSITIONS)
 
-    def random_policy(self) -> Path:
-        """A Hugging Face directory with random weights of `shape()` and a tokenizer of its vocabulary."""
-        folder, config = self.work / "policy", self.shape()
+    def random_policy(self, of: ModelConfig | None = None) -> Path:
+        """A Hugging Face directory with random weights of `shape()`, or `of`, and a tokenizer of its vocabulary."""
+        config = of or self.shape()
+        folder = self.work / f"policy-{config.family}"
         if (folder / "config.json").is_file():
             return folder
         generator = torch.Generator(self.device).manual_seed(0)
@@ -84,6 +86,15 @@ class Check:
         """Waits for the device."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
+
+    def events(self, call: Callable[[], object]) -> list[str]:
+        """Names of the kernels that a call launches, and of CUDA's functions; on a CPU of operators."""
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.is_cuda else [])
+        with profile(activities=activities) as profiled:
+            call()
+            self.synchronize()
+        wanted = "CUDA" if self.is_cuda else "CPU"
+        return [e.name for e in profiled.events() if str(e.device_type).endswith(wanted) or e.name.startswith("cuda")]
 
     def seconds(self, call: Callable[[], object], repeats: int = 10, warm_up: int = 3) -> list[float]:
         """Seconds of each of `repeats` calls, the device waited for, after `warm_up` calls."""

@@ -25,6 +25,7 @@ from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import KV_BLOCK, RolloutSection
+from megatron_tlt.drafters.base import SavedDrafter
 from megatron_tlt.models.decoders.factory import sample_kernel
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
@@ -32,7 +33,9 @@ from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.types import SamplingParams
 
 
-def open_engine(check: Check, policy: Any, batch: int, context: int, **speculation: Any) -> EmbeddedBackend:
+def open_engine(
+    check: Check, policy: Any, batch: int, context: int, given: SavedDrafter | None = None, **speculation: Any
+) -> EmbeddedBackend:
     """An engine whose decoding and verifying steps go through a graph pool, without graphs on a CPU."""
     rollout = RolloutSection.model_validate(
         {
@@ -45,7 +48,7 @@ def open_engine(check: Check, policy: Any, batch: int, context: int, **speculati
         }
     )
     section = ModelSection(path=str(policy), max_context=context)
-    backend = build_backend(EngineOptions(rollout, section, device=check.device, load_weights=True))
+    backend = build_backend(EngineOptions(rollout, section, device=check.device, load_weights=True, drafter=given))
     runner = backend.engine.runner
     if runner.pool is None:
         assert isinstance(runner.decoder, TorchDecoder)
@@ -78,8 +81,8 @@ def run(check: Check, found: Result) -> None:
     for batch in batches:
         row = measure(check, backend, batch, prompt, tokens, repeats)
         limit = bound(config, peaks, batch, mean_context(prompt, tokens), check.dtype.itemsize)
-        row |= {"of_bandwidth": row["tokens_per_s"] / limit.by_bandwidth}
-        row |= {"forward_of_bandwidth": batch / (row["forward_ms"] / 1e3) / limit.by_bandwidth}
+        row |= {"of_bandwidth": row["tokens_per_s"] / limit}
+        row |= {"forward_of_bandwidth": batch / (row["forward_ms"] / 1e3) / limit}
         found.add_row(row)
         found.note({f"tokens_per_s_{batch}": row["tokens_per_s"]})
         found.note({f"of_bandwidth_bound_{batch}": row["of_bandwidth"]})

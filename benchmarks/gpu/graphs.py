@@ -12,7 +12,6 @@ import statistics
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.batches import BLOCK, blocks_for, chains
 from benchmarks.gpu.check import Check
@@ -98,14 +97,9 @@ def launches(check: Check, decoder: TorchDecoder, kv: KVCache) -> dict[str, floa
     """Kernels of an eager decoding forward of one sequence; on a CPU, where nothing is launched, operators."""
     moved = chains(1, 1, CONTEXT, decoder.config.vocab_size, check.device)
     decoder.forward_static(moved, kv, 1)
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if check.is_cuda else [])
-    with profile(activities=activities) as profiled:
-        decoder.forward_static(moved, kv, 1)
-        check.synchronize()
-    wanted = "CUDA" if check.is_cuda else "CPU"
-    count = sum(str(event.device_type).endswith(wanted) for event in profiled.events())
-    layers = decoder.config.num_layers
-    return {"launches": float(count), "launches_per_layer": count / layers}
+    names = check.events(lambda: decoder.forward_static(moved, kv, 1))
+    count = sum(not name.startswith("cuda") for name in names)
+    return {"launches": float(count), "launches_per_layer": count / decoder.config.num_layers}
 
 
 def graph_memory(decoder: TorchDecoder, kv: KVCache, batches: list[int], name: str) -> dict[str, Any]:

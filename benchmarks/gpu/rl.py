@@ -96,7 +96,7 @@ def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return joined
 
 
-def launch(check: Check, folder: Path, steps: int, changes: dict[str, Any]) -> None:
+def launch(check: Check, folder: Path, steps: int, changes: dict[str, Any], ranks: int = 1) -> None:
     """One job. Raises RuntimeError with its last lines if it fails."""
     folder.mkdir(parents=True)
     lines = [{"prompt": f"{WORDS[i % 4]} {i} {i * 7 % 13} {i * 3 % 11}", "answer": str(i)} for i in range(256)]
@@ -107,6 +107,8 @@ def launch(check: Check, folder: Path, steps: int, changes: dict[str, Any]) -> N
     threads = os.environ.get("OMP_NUM_THREADS", "1" if not check.is_cuda else "4")
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": threads}
     command = [sys.executable, "-m", "megatron_tlt", "train", str(config)]
+    if ranks > 1:
+        command = [str(ROOT / "launch/local.sh"), "-n", str(ranks), str(config)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr, flush=True)  # into the part's log
     if done.returncode:

@@ -1,8 +1,8 @@
 """The engine's child process on the rank's side: start, messages, liveness, end.
 
 The rank listens on a Unix socket in a directory that only this user may enter; the child connects, sends its engine's
-version, and then a heartbeat every few seconds. A dead or silent child, or one that sends anything but whole messages,
-is killed with its process group and reported with the end of its log.
+version and type of device, and then a heartbeat every few seconds. A dead or silent child, or one that sends anything
+but whole messages, is killed with its process group and reported with the end of its log.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class EngineLaunch:
     module: str
     python: str
     environment: Mapping[str, str]  # more variables
+    device: str = "cuda"  # type of device that the engine must compute on
+    remedy: str = "there is no other"  # how to get an engine for that type
 
 
 def child_environment(ours: Mapping[str, str], package: str, more: Mapping[str, str]) -> dict[str, str]:
@@ -93,7 +95,7 @@ class EngineProcess:
         self._child: subprocess.Popen[bytes] | None = None
         try:
             self._socket = self._connect(variables)
-            self._check_version(self._next(START_S))
+            self._check_hello(self._next(START_S))
         except BaseException:
             self._end()
             raise
@@ -137,10 +139,13 @@ class EngineProcess:
                 f"{launch.section}.python = {launch.python!r} cannot be started: {error}"
             ) from error
 
-    def _check_version(self, hello: Message) -> None:
-        launch, engine = self.launch, str(hello.get("engine"))
+    def _check_hello(self, hello: Message) -> None:
+        launch, engine, device = self.launch, str(hello.get("engine")), hello.get("device")
         if hello["type"] != "hello" or launch.versions.fullmatch(engine) is None:
             raise self.failure(f"is {launch.name} {engine}, must be {launch.versions_text}: {launch.section}.python")
+        if device != launch.device:
+            python = f"{launch.section}.python; {launch.remedy}"
+            raise self.failure(f"computes on {device}, this rank on {launch.device}: {python}")
         self.engine_version = engine
 
     def start(self, **arguments: Any) -> None:

@@ -23,6 +23,15 @@ LIBRARIES = ("megatron-core", "mpi4py", "transformers", "numpy", "pydantic")
 TRANSFORMER_ENGINE = "2.9", "2.12"  # from and below: the extra "dev" of megatron-core 0.16.1's metadata
 _DISK_GIB, _SHM_GIB, _OPEN_FILES = 10.0, 1.0, 1024  # two ranks need some 150 files
 _TWO_RANKS_S = 120.0  # for two ranks to start and meet
+_CUDNN = r"""
+import importlib, re, torch
+try:
+    importlib.import_module("transformer_engine.pytorch")
+except Exception:
+    pass  # a finding of its own names what is installed
+folders = re.findall(r"(/.*)/libcudnn[^/]*\n", open("/proc/self/maps").read())
+print("cudnn", torch.backends.cudnn.version(), *sorted(set(folders)), sep="\t")
+"""
 
 
 class Finding(NamedTuple):
@@ -89,6 +98,8 @@ def check_software(has_gpu: bool) -> Iterator[Finding]:
     yield Finding("C compiler", "ok" if compiler else "warning", compiler or "no cc, gcc or clang", hint)
     yield check_torch(has_gpu)
     yield check_transformer_engine(has_gpu)
+    if has_gpu:
+        yield check_cudnn()
 
 
 def check_torch(has_gpu: bool) -> Finding:
@@ -101,7 +112,7 @@ def check_torch(has_gpu: bool) -> Finding:
         hint = "pip install -r requirements.txt on the GPU machine: its wheel is the CUDA build"
         return Finding("torch", "FAILED", f"{detail}, but there is a GPU, which needs CUDA and NCCL", hint)
     sees = not has_gpu or torch.cuda.is_available()
-    hint = f"the driver is too old for CUDA {cuda}, or CUDA_VISIBLE_DEVICES hides all GPUs; see nvidia-smi"
+    hint = f"the driver is too old for CUDA {cuda} (13 needs 580 or newer), or CUDA_VISIBLE_DEVICES hides all GPUs"
     return Finding("torch", "ok" if sees else "FAILED", detail if sees else f"{detail}, but it sees no GPU", hint)
 
 
@@ -114,6 +125,15 @@ def check_transformer_engine(has_gpu: bool) -> Finding:
         return Finding("Transformer Engine", "ok", str(version))
     lacking = version or "not installed: local layers, no FP8"
     return Finding("Transformer Engine", "warning" if has_gpu or version else "absent", lacking, hint)
+
+
+def check_cudnn() -> Finding:
+    """cuDNN's version, and the folders that a process with torch and Transformer Engine has loaded it from."""
+    code, lines = _run([sys.executable, "-c", _CUDNN])
+    version, *folders = next((line.split("\t")[1:] for line in lines if line.startswith("cudnn\t")), [lines[-1]])
+    hint = "remove the system's cuDNN, or CUDNN_HOME=.../site-packages/nvidia/cudnn: two versions in one process fail"
+    status: Literal["ok", "warning"] = "ok" if code == 0 and len(folders) < 2 else "warning"
+    return Finding("cuDNN", status, f"{version} of {' and '.join(folders) or 'no folder'}", hint)
 
 
 def check_machine(run_dir: Path) -> Iterator[Finding]:

@@ -16,9 +16,9 @@ class EngineProcessSection(Section):
 
 
 class VllmSection(EngineProcessSection):
-    """The vLLM engine (`rollout.backend: vllm`); `make setup-vllm` makes its environment. It samples with this
-    project's noise, so a response depends on seed and policy only, with any drafter and with none
-    (docs/reference/engines.md)."""
+    """The vLLM engine (`rollout.backend: vllm`); `make setup-vllm` makes its environment, with vLLM's GPU
+    build beside a GPU and with its CPU build elsewhere. It samples with this project's noise, so a response depends on
+    seed and policy only, with any drafter and with none (docs/reference/engines.md)."""
 
     python: str | None = None
     """Python executable of the environment with vLLM, 0.32.x. Default: that of .venv/vllm (`make setup-vllm`), or else

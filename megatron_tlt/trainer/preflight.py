@@ -88,8 +88,8 @@ def check_report(config: TrainingConfig, ranks: int | None) -> str:
 
 def check_on(config: TrainingConfig, world: World, found_before: Sequence[ConfigProblem] = ()) -> None:
     """The checks on the world there is, where every file must be. Raises ConfigError with every problem."""
-    problems = [*found_before, *missing_files(config)]
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
+    problems = [*found_before, *missing_files(config, device)]
     problems += _problems(config, world.size, device)
     # One rank looks into many files, which a run that goes on may be removing.
     problems += world.broadcast_object(_problems_of_large_files(config, device) if world.is_main else [])
@@ -185,14 +185,14 @@ def missing_model(config: TrainingConfig) -> list[ConfigProblem]:
     return read_model("model.path", config.model.path)[1]
 
 
-def missing_files(config: TrainingConfig) -> list[ConfigProblem]:
+def missing_files(config: TrainingConfig, device: Device | None = None) -> list[ConfigProblem]:
     """Files and directories of a configuration that are not on this machine; of a model's, its config.json."""
     problems = missing_model(config)
     found_elsewhere = ("model.path", "model.tokenizer")  # the latter by `tokenizer_problems`
     named = {place.field: place.value for place in places(config) if place.field not in found_elsewhere}
     rollout = None if config.rl is None else config.rl.rollout
     if rollout is not None and rollout.backend == "vllm":
-        problems += python_problems(rollout.vllm)
+        problems += python_problems(rollout.vllm, resolve_device(config, device))
     if rollout is not None and rollout.backend == "trtllm" and rollout.trtllm.python:
         named["rollout.trtllm.python"] = rollout.trtllm.python
     absent = [(field, path) for field, path in named.items() if not Path(path).exists()]

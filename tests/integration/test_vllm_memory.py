@@ -21,7 +21,7 @@ ROLLOUT = RolloutSection(backend="vllm", max_running_requests=2, max_batched_tok
 def in_vllm(what: str, argument: str) -> Any:
     python = find_python(ROLLOUT.vllm)
     assert python is not None
-    environment = child_environment(os.environ, str(ROOT), vllm_launch(ROLLOUT).environment)
+    environment = child_environment(os.environ, str(ROOT), vllm_launch(ROLLOUT, "cpu").environment)
     command = [python, "-m", "tests.integration.workers.vllm_memory", what, argument]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

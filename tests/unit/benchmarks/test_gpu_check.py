@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import gpu_check
+from benchmarks.gpu.engines import cache_mib
 from tests.helpers.mpi import forking_python
 
 
@@ -33,6 +34,14 @@ def test_every_line_runs_without_a_gpu(
         [row for row in record["rows"] if row["part"] == "kernels"]
     )
     assert {f"{part}/seconds" for part in gpu_check.PARTS} <= summary.keys()
+
+
+@pytest.mark.parametrize("gib", [8, 16, 24, 48, 80])
+def test_an_engine_fits_where_little_is_free(gib: int):
+    """A cache beside 2.5 GiB of weights, graphs and activations, and half a GiB of this process's own context."""
+    free = (gib << 30) - (1 << 29)
+    assert (cache_mib(free) << 20) + (3 * 2**30) < free
+    assert gib < 40 or cache_mib(free) == 16384
 
 
 def test_a_part_that_fails_is_named_behind_the_figures_of_the_others(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from importlib.metadata import requires
 from pathlib import Path
@@ -94,7 +95,44 @@ def test_a_build_of_torch_without_cuda_is_wrong_where_there_is_a_gpu(monkeypatch
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "sees no GPU" in doctor.check_torch(True).detail
+    found = doctor.check_torch(True)
+    assert "sees no GPU" in found.detail and "CUDA 13.0" in found.hint and "580 or newer" in found.hint
+
+
+@pytest.mark.parametrize("name", ["README.md", "requirements-gpu.txt"])
+def test_the_driver_that_torch_needs_is_named(name):
+    text = Path(name).read_text(encoding="utf-8")
+    assert re.search(r"driver .*580|580 .*driver", text)
+
+
+LOADS = """
+import mmap, os
+kept = [mmap.mmap(os.open(path, os.O_RDONLY), 0, prot=mmap.PROT_READ) for path in {files}]
+"""
+
+
+@pytest.mark.parametrize(("of_engine", "status"), [("pip", "ok"), ("system", "warning")])
+def test_two_cudnns_in_one_process_are_named(of_engine, status, tmp_path, monkeypatch):
+    """torch and Transformer Engine are modules that map a file of that name, as a loader does."""
+    for place, library in (("pip", "libcudnn.so.9"), (of_engine, "libcudnn_graph.so.9")):
+        (tmp_path / place).mkdir(exist_ok=True)
+        (tmp_path / place / library).write_text("x")
+    torch_files, engine_files = [f"{tmp_path}/pip/libcudnn.so.9"], [f"{tmp_path}/{of_engine}/libcudnn_graph.so.9"]
+    version = "class backends:\n class cudnn:\n  version = staticmethod(lambda: 92000)\n"
+    (tmp_path / "torch.py").write_text(version + LOADS.format(files=torch_files))
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine/pytorch.py").write_text(LOADS.format(files=engine_files))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = doctor.check_cudnn()
+    assert found.status == status and "92000" in found.detail
+    assert [f"{tmp_path}/{place}" in found.detail for place in ("pip", "system")] == [True, of_engine == "system"]
+
+
+def test_the_image_has_one_cudnn():
+    """torch's, from the package index: its base has none, and Transformer Engine is built and loaded with that one."""
+    before = Path("Dockerfile").read_text(encoding="utf-8").partition("-r requirements-gpu.txt")[0]
+    assert "cudnn" not in next(line for line in before.splitlines() if line.startswith("ARG BASE"))
+    assert re.search(r"^ENV (.*\\\n)? *CUDNN_HOME=\S+/site-packages/nvidia/cudnn", before, re.MULTILINE)
 
 
 @pytest.mark.mpi

@@ -101,6 +101,21 @@ def test_a_copy_in_a_directory_with_a_blank_and_without_python(tmp_path):
     assert "--container-image=image" in srun_line(done) and " python3 -m mpi4py " in srun_line(done)
 
 
+def test_a_container_gets_the_caches_of_models_and_kernels(tmp_path):
+    """Those that ranks outside a container use, or as the variables name them; a dry run makes no folder."""
+    given = {"CONTAINER": "image", "HOME": str(tmp_path), "TRITON_CACHE_DIR": "/local/triton"}
+    line = srun_line(run("slurm/bench.sbatch", "--dry-run", "train", HF_HOME="/models/hub", **given))
+    for place in ("/models/hub", "/local/triton", f"{tmp_path}/.cache/vllm"):
+        assert rf"\,{place}:{place}" in line
+    names = ("HF_HOME", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
+    own = {"HOME": str(tmp_path)} | dict.fromkeys(names, "")
+    line = srun_line(run("slurm/bench.sbatch", "--dry-run", "train", CONTAINER="image", **own))
+    for place in (".cache/huggingface", ".triton/cache", ".cache/vllm"):
+        assert rf"\,{tmp_path}/{place}:{tmp_path}/{place}" in line
+    assert list(tmp_path.iterdir()) == []
+    assert "--container" not in srun_line(run("slurm/bench.sbatch", "--dry-run", "train", **own))
+
+
 @pytest.mark.parametrize("script", ["slurm/train.sbatch", "slurm/bench.sbatch", "launch/interactive.sh"])
 def test_a_job_number_alone_is_no_job(script):
     done = run(script, "configs/quickstart.yaml", SLURM_JOB_ID="7")
@@ -115,11 +130,17 @@ def in_common(script, job="", node_responses=True):
     return done.stdout.strip()
 
 
-def test_a_container_gets_its_image_directory_and_mounts():
-    given = "root='/r s' attempt=/log CONTAINER=image MOUNTS=/data:/data SLURM_NTASKS_PER_NODE=2; cd /tmp"
-    words = in_common(f"{given}; set_srun_words; printf '%s\\n' \"${{srun_words[@]}}\"").splitlines()
+def test_a_container_gets_its_image_directory_and_mounts(tmp_path):
+    made = {name: f"{tmp_path}/{name}" for name in ("HF_HOME", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")}
+    caches = " ".join(f"{name}={path}" for name, path in made.items())
+    given = f"root='/r s' attempt=/log CONTAINER=image MOUNTS=/data:/data SLURM_NTASKS_PER_NODE=2 {caches}; cd /tmp"
+    shown = "printf '%s\\n' \"${srun_words[@]}\" && env"
+    words = in_common(f"{given}; set_srun_words; {shown}").splitlines()
     assert {"--container-image=image", "--container-workdir=/tmp", "--no-container-mount-home"} <= set(words)
-    assert "--container-mounts=/r s:/r s,/tmp:/tmp,/log:/log,/data:/data" in words
+    places = ",".join(f"{path}:{path}" for path in made.values())
+    assert f"--container-mounts=/r s:/r s,/tmp:/tmp,/log:/log,{places},/data:/data" in words
+    assert {f"{name}={path}" for name, path in made.items()} <= set(words), "in the ranks' environment"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(made), "pyxis mounts what is there"
 
 
 @pytest.mark.parametrize(

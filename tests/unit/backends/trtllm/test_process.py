@@ -30,7 +30,7 @@ connection.connect(sys.argv[-2])
 connection.sendall(bytes.fromhex({data!r}))
 time.sleep({seconds})
 """
-HELLO = {"type": "hello", "engine": "1.2.1", "pid": 1}
+HELLO = {"type": "hello", "engine": "1.2.1", "device": "cuda", "pid": 1}
 
 
 def child(folder: Path, data: bytes, seconds: float = 300) -> str:

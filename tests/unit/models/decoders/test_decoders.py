@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_tlt.errors import BackendError, CheckpointError, ConfigError
+from megatron_tlt.models.decoders import factory
 from megatron_tlt.models.decoders.base import Shard
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.decoders.inputs import DecoderInput
@@ -28,6 +30,24 @@ def loaded(kernels: str, config: ModelConfig = CONFIG, **kwargs):
     decoder = build_decoder(config, kernels=kernels, **kwargs)
     decoder.load_weights(random_weights(config))
     return decoder
+
+
+@pytest.mark.parametrize(("name", "kib", "refused"), [("L40S", 100, True), ("A100", 164, False), ("H100", 228, False)])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_head_dimension_whose_tiles_do_not_fit_is_refused(
+    name: str, kib: int, refused: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the GPU's name, before the kernel fails to start in the first rollout. The decoder is never made here."""
+    gpu = SimpleNamespace(name=name, shared_memory_per_multiprocessor=kib << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(factory, "_has_triton", lambda kernels, device: True)
+    monkeypatch.setattr(factory, "TorchDecoder", lambda *args, **kwargs: "made")
+    config = replace(CONFIG, head_dim=head_dim)
+    if refused and head_dim == 256:
+        with pytest.raises(ConfigError, match=rf"rollout\.kernels.*256.*{name}.*'torch'"):
+            build_decoder(config, "cuda", torch.bfloat16)
+    else:
+        assert build_decoder(config, "cuda", torch.bfloat16) == "made"
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
