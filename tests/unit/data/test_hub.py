@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import socket
 import threading
 import time
@@ -20,7 +19,7 @@ from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data import hub as hub_module
 from megatron_tlt.data import hub_answers
-from megatron_tlt.data.hub import cached, fetch_argument, is_name, names_of, on_this_machine, with_names
+from megatron_tlt.data.hub import fetch_argument, is_name, names_of, on_this_machine
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from tests.helpers import thread_ranks
@@ -151,17 +150,6 @@ def test_a_silent_hub_is_said_and_not_waited_for(
     assert said.count("from now on only the cache is read") == 1
 
 
-def test_a_silent_hub_is_no_matter_where_the_cache_is_whole(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_answers, "_silent", set())
-    there = fetch_argument("--model", Path("a/policy"), ALONE)
-    monkeypatch.setattr(hub_answers, "SAY_S", 0.1)
-    monkeypatch.setattr(hub_answers, "COMMIT_S", 0.3)
-    hub.silent = ""
-    assert fetch_argument("--model", Path("a/policy"), ALONE) == there
-    with pytest.raises(ConfigError, match="does not answer"):
-        fetch_argument("--model", Path("a/gated"), ALONE)
-
-
 def test_every_field_that_takes_a_name_is_known(settings: list[str]) -> None:
     own = ["model.tokenizer=a/t", "rollout.speculation={drafter: eagle, drafter_path: a/d}"]
     fields = {named.field for named in names_of(configured([*settings, *own]))}
@@ -176,36 +164,6 @@ def test_every_field_that_takes_a_name_is_known(settings: list[str]) -> None:
         ("sft.train_path", "a/rows", "v1", "main", "train"),
         ("sft.eval_path", "a/rows", None, "main", "test"),
     ]
-
-
-def test_a_run_that_goes_on_uses_the_commits_of_its_first_start(
-    hub: Hub, settings: list[str], tmp_path: Path
-) -> None:
-    local = on_this_machine(configured(settings), ALONE)
-    first = {key: repository.commit for key, repository in hub.repositories.items()}
-    named = with_names(local)
-    assert named.model.path == f"a/policy@{first['models/a/policy']}"
-    assert named.data.eval is not None and named.data.eval.path == f"a/rows@{first['datasets/a/rows']}"
-    assert on_this_machine(named, ALONE) == local
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.json").write_text(json.dumps(named.model_dump(mode="json")))
-    for key in hub.repositories:
-        hub.repositories[key] = Repository({**hub.repositories[key].files, "config.json": b"{}"})
-    again = on_this_machine(configured(settings), ALONE)
-    assert (again.model.path, again.data) == (local.model.path, local.data)
-    anew = on_this_machine(configured([*settings, "checkpoint.resume=never"]), ALONE)
-    assert anew.model.path.endswith(hub.repositories["models/a/policy"].commit)
-
-
-def test_fine_tuning_that_goes_on_uses_the_commits_of_its_first_start(hub: Hub, tmp_path: Path) -> None:
-    sft = {"train_path": "a/rows", "subset": "main", "out": str(tmp_path / "out")}
-    config = build_config({"model": {"path": "a/policy"}, "sft": sft}, (), SftConfig)
-    local = on_this_machine(config, ALONE)
-    config.state_dir.mkdir(parents=True)
-    (config.state_dir / "config.json").write_text(json.dumps(with_names(local).model_dump(mode="json")))
-    for key in hub.repositories:
-        hub.repositories[key] = Repository({**hub.repositories[key].files, "config.json": b"{}"})
-    assert on_this_machine(config, ALONE) == local
 
 
 def test_names_that_cannot_be_had_are_named_with_the_reason(hub: Hub, settings: list[str]) -> None:
@@ -291,17 +249,6 @@ def test_check_says_what_would_be_fetched_and_fetches_where_it_is_asked_to(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert main([*command, "data.train.path=no/rows", "data.train.split=train"]) == 0
     assert "data.train.path = no/rows (is no path here, and no whole dataset" in capsys.readouterr().out
-
-
-def test_a_path_that_exists_wins_over_a_name(
-    hub: Hub, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a/policy").mkdir(parents=True)
-    settings.append("rollout.speculation.drafter=none")
-    assert on_this_machine(configured(settings), ALONE).model.path == "a/policy"
-    assert cached(configured(settings))[0].model.path == "a/policy"
-    assert not any("policy" in line for line in hub.asked)
 
 
 class OneOfFour(ThreadRank):
