@@ -55,23 +55,10 @@ def nested(path: tuple[str | int, ...], value: Any) -> Any:
 FIELDS = [(root, *field) for root in (Config, SftConfig, SimConfig) for field in bounded_fields(root)]
 
 
-def test_bounds_within_alternatives_and_lists_are_seen():
-    names = {".".join(map(str, path)) for _, path, *_ in FIELDS}
-    assert len(FIELDS) > 150
-    assert names > {
-        "rollout.speculation.block_size",
-        "rollout.speculation.bandit.arms",
-        "drafter.draft_steps",
-        "drafter.online.micro_step_tokens",
-        "data.train.tasks.0.weight",
-    }
-
-
-@pytest.mark.parametrize(("root", "path", "field", "found", "is_list"), FIELDS)
-def test_every_bound_is_said(root, path, field, found, is_list):
-    with pytest.raises(ConfigError) as caught:
-        build_config(nested(path, [-1e9] if is_list else -1e9), (), root)
-    at = ".".join(map(str, path)) + ".0" * is_list
-    said = next(problem.allowed for problem in caught.value.problems if problem.path == at)
-    for bound in found:
-        assert bound in said and bound in field_allowed(field)
+def test_every_bound_is_said():
+    for root, path, field, found, is_list in FIELDS:
+        with pytest.raises(ConfigError) as caught:
+            build_config(nested(path, [-1e9] if is_list else -1e9), (), root)
+        at = ".".join(map(str, path)) + ".0" * is_list
+        said = next(problem.allowed for problem in caught.value.problems if problem.path == at)
+        assert [bound for bound in found if bound not in said or bound not in field_allowed(field)] == [], at
