@@ -1,6 +1,5 @@
 """The watchdog of one host, with ranks that are processes of a few lines."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -121,19 +120,6 @@ def test_the_first_to_die_is_named_even_if_the_watchdog_slept_through_it(tmp_pat
             rank.wait()
         watchdog.run()
     assert read_status(tmp_path).end.ranks == [first]
-
-
-def test_a_death_is_found_on_a_kernel_without_pidfds(tmp_path, monkeypatch):
-    def missing(pid):
-        raise OSError("no such system call")
-
-    monkeypatch.setattr(os, "pidfd_open", missing)
-    with ranks_of(tmp_path, POLLS) as ranks:
-        watchdog = watchdog_of(tmp_path, ranks)
-        ranks[0].kill()
-        ranks[0].wait()
-        watchdog.run()
-    assert read_status(tmp_path).end.ranks == [0]
 
 
 HANGS = {
