@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from packaging.requirements import Requirement
 
 from megatron_tlt.cli import doctor
@@ -35,24 +34,6 @@ def test_a_driver_without_an_answer_counts_where_there_is_a_device(device, statu
     program("nvidia-smi", "echo NVIDIA-SMI has failed >&2; exit 9")
     monkeypatch.setattr(doctor.Path, "glob", lambda path, pattern: iter(device))
     assert doctor.check_gpu().status == status
-
-
-@pytest.mark.parametrize(
-    ("script", "job", "status", "said"),
-    [
-        ("echo pmix pmi2 >&2", None, "ok", "pmi2, pmix"),
-        ("echo none", None, "FAILED", "MPI: none"),
-        ("echo srun: fatal: no configuration >&2; exit 1", "7", "FAILED", "no configuration"),
-        ("echo srun: fatal: no configuration >&2; exit 1", None, "warning", "no configuration"),
-    ],
-)
-def test_slurm_needs_a_plugin_for_mpi(script, job, status, said, program, monkeypatch):
-    program("srun", script)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    if job:
-        monkeypatch.setenv("SLURM_JOB_ID", job)
-    found = doctor.check_slurm()
-    assert found.status == status and said in found.detail
 
 
 def test_a_disk_without_room_and_a_folder_without_rights(tmp_path, monkeypatch):
@@ -86,15 +67,6 @@ def test_requirements_pin_what_megatron_accepts():
     assert accepted.specifier.contains(exact)
     for number, is_in in zip(doctor.TRANSFORMER_ENGINE, (True, False), strict=True):
         assert accepted.specifier.contains(number, prereleases=True) == is_in
-
-
-def test_a_build_of_torch_without_cuda_is_wrong_where_there_is_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert (doctor.check_torch(False).status, doctor.check_torch(True).status) == ("ok", "FAILED")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "sees no GPU" in doctor.check_torch(True).detail
 
 
 @pytest.mark.mpi
