@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_tlt.cli.main import main
-from tests.helpers.chat_models import GPT_OSS, LLAMA3_2, QWEN3, chat_model
+from tests.helpers.chat_models import QWEN3, chat_model
 
 ROOT = Path(__file__).resolve().parents[2]
 USER = {"role": "user", "content": "1 + 2"}
@@ -58,46 +58,6 @@ def test_a_template_or_message_that_cannot_be_is_named_by_check(
     printed = capsys.readouterr().err
     assert words in printed
     assert str(model) in printed or "rows.jsonl:1" in printed
-
-
-def test_so_do_the_starts_of_generation_and_fine_tuning(tmp_path: Path) -> None:
-    failing = chat_model(tmp_path / "failing", "{{ messages[0].content + 1 }}")
-    code, printed = started(arguments("generate", failing, {"prompt": "1 + 2"}))
-    assert (code, "Traceback" in printed) == (2, False)
-    assert f"rows.jsonl:1: {failing / 'chat_template.jinja'}: line 1: the chat template fails on" in printed
-    row = {"messages": [{"role": "developer", "content": "Brief."}, USER, {"role": "assistant", "content": "3"}]}
-    for command in ("check --sft", "sft"):
-        code, printed = started(arguments(command, chat_model(tmp_path / command, QWEN3), row))
-        assert (code, "Traceback" in printed) == (2, False)
-        assert "rows.jsonl:1" in printed and "'developer'" in printed
-
-
-@pytest.mark.parametrize(
-    ("template", "kwargs"),
-    [
-        (QWEN3, {"enable_thinking": False}),
-        (GPT_OSS, {"reasoning_effort": "high"}),
-        (LLAMA3_2, {"date_string": "26 Jul 2024"}),
-    ],
-)
-def test_variables_of_the_template_are_in_the_prompts(template: str, kwargs: dict[str, Any], tmp_path: Path) -> None:
-    from megatron_tlt.config.load import build_config
-    from megatron_tlt.config.root import SftConfig
-    from megatron_tlt.data.prompts import build_prompts
-    from megatron_tlt.trainer.setup import open_tokenizer
-
-    model = chat_model(tmp_path / "m", template)
-    expected = AutoTokenizer.from_pretrained(str(model)).apply_chat_template(
-        [USER], add_generation_prompt=True, return_dict=False, **kwargs
-    )
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1 + 2", "answer": "3"}))
-    source = {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl")}
-    run = build_config({"model": {"path": str(model)}, "data": {"train": source, "chat_template_kwargs": kwargs}})
-    (prompt,) = build_prompts(run.data, "train", open_tokenizer(run), 0).next_batch(1)
-    assert list(prompt.token_ids) == expected
-    sft = {"train_path": "t", "out": "o", "chat_template_kwargs": kwargs}
-    tuned = build_config({"model": {"path": str(model)}, "sft": sft}, root=SftConfig)
-    assert open_tokenizer(tuned).encode_chat("1 + 2") == expected
 
 
 def test_a_variable_that_is_not_read_is_a_warning_and_one_of_ours_is_refused(
