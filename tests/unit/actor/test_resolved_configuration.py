@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from megatron_tlt.actor import build, experts, optimizer
+from megatron_tlt.actor.compat import keep_one_table
 from megatron_tlt.config.load import load_config
 from megatron_tlt.models.hf.config import ModelConfig
 
 # isort: split
 from megatron.core.extensions import transformer_engine_spec_provider as provider
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
@@ -168,3 +170,21 @@ def test_a_cpu_gets_what_it_got() -> None:
     fused = {n for n, v in transformer.items() if "fusion" in n and v}
     assert fused == {"gradient_accumulation_fusion"}
     assert set(ddp) == {"grad_reduce_in_fp32"}
+
+
+def test_one_replica_has_nothing_to_overlap(gpu: None) -> None:
+    _, ddp, _, _ = resolved("grpo-qwen2.5-0.5b-1n1g")
+    assert "overlap_grad_reduce" not in ddp
+
+
+def test_micro_batches_of_all_lengths_read_one_table_of_rotations() -> None:
+    tables = []
+    for is_one in (False, True):
+        rotary = RotaryEmbedding(8, 1.0, use_cpu_initialization=True)
+        if is_one:
+            keep_one_table(rotary, 32)
+        for longest in (5, 9, 32):
+            packing = SimpleNamespace(max_seqlen_q=longest, max_seqlen_kv=longest)
+            tables.append(rotary(rotary.get_rotary_seq_len(None, None, None, None, packing), packed_seq=True))
+    assert [len(table) for table in tables] == [5, 9, 32, 32, 32, 32]
+    assert tables[3] is tables[4] is tables[5] and torch.equal(tables[3][:9], tables[1])

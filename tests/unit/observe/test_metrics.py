@@ -5,7 +5,7 @@ import pytest
 
 from megatron_tlt.config.run import ObserveSection
 from megatron_tlt.observe.jsonl import read_rows
-from megatron_tlt.observe.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsLogger
+from megatron_tlt.observe.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsLogger, wandb_problems
 
 JSONL_ONLY = ObserveSection(tensorboard=False)
 
@@ -65,3 +65,10 @@ def test_wandb_continues_its_run_and_has_a_row_a_turn(tmp_path, monkeypatch):
     assert [(row["reward"], row["turn_reward"]) for row in first[:2]] == [(1.0, 0.5), (1.0, None)]
     assert [row["resumed"] for row in calls if "resumed" in row] == [None, "abc"]
     assert {"step": 2, "a": 1.0} in calls
+
+
+def test_missing_wandb_is_a_clear_error(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = wandb_problems("p")
+    assert str(problem).startswith("observe.wandb_project = 'p': needs the package wandb")
+    assert wandb_problems(None) == []

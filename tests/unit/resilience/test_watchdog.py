@@ -1,5 +1,6 @@
 """The watchdog of one host, with ranks that are processes of a few lines."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -164,3 +165,16 @@ def test_a_suspended_job_does_not_hang(tmp_path):
     hours = iter(range(0, 10**9, 3600))
     status, codes = watch(tmp_path, "time.sleep(0.5); " + DONE, hang_s=60.0, clock=lambda: next(hours))
     assert (codes, status.condition) == ([0], "finished")
+
+
+def test_a_death_is_found_on_a_kernel_without_pidfds(tmp_path, monkeypatch):
+    def missing(pid):
+        raise OSError("no such system call")
+
+    monkeypatch.setattr(os, "pidfd_open", missing)
+    with ranks_of(tmp_path, POLLS) as ranks:
+        watchdog = watchdog_of(tmp_path, ranks)
+        ranks[0].kill()
+        ranks[0].wait()
+        watchdog.run()
+    assert read_status(tmp_path).end.ranks == [0]
