@@ -15,11 +15,11 @@ import torch.distributed as dist
 from huggingface_hub import constants
 
 from megatron_tlt.cli.main import main
-from megatron_tlt.config.load import build_config, load_config
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.load import load_config
+from megatron_tlt.config.root import Config
 from megatron_tlt.data import hub as hub_module
 from megatron_tlt.data import hub_answers
-from megatron_tlt.data.hub import fetch_argument, is_name, names_of, on_this_machine
+from megatron_tlt.data.hub import fetch_argument, is_name, on_this_machine
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from tests.helpers import thread_ranks
@@ -148,22 +148,6 @@ def test_a_silent_hub_is_said_and_not_waited_for(
     said = capsys.readouterr().err
     assert said.count("waits for the hub's answer about --model = a/policy") == 1
     assert said.count("from now on only the cache is read") == 1
-
-
-def test_every_field_that_takes_a_name_is_known(settings: list[str]) -> None:
-    own = ["model.tokenizer=a/t", "rollout.speculation={drafter: eagle, drafter_path: a/d}"]
-    fields = {named.field for named in names_of(configured([*settings, *own]))}
-    drafter = "rollout.speculation.drafter_path"
-    assert fields == {"model.path", "model.tokenizer", drafter, "data.train.path", "data.eval.path"}
-    files = configured([*settings, "data.eval={kind: jsonl, path: a/rows}"])
-    assert "data.eval.path" not in {named.field for named in names_of(files)}
-    sft = {"train_path": "a/rows@v1", "eval_path": "a/rows", "out": "o", "subset": "main"}
-    config = build_config({"model": {"path": "m"}, "sft": sft}, (), SftConfig)
-    found = [(n.field, n.name, n.revision, n.subset, n.split) for n in names_of(config)]
-    assert found == [
-        ("sft.train_path", "a/rows", "v1", "main", "train"),
-        ("sft.eval_path", "a/rows", None, "main", "test"),
-    ]
 
 
 def test_names_that_cannot_be_had_are_named_with_the_reason(hub: Hub, settings: list[str]) -> None:

@@ -126,7 +126,6 @@ def test_the_first_to_die_is_named_even_if_the_watchdog_slept_through_it(tmp_pat
 HANGS = {
     "gil": "while True: ctypes.PyDLL(None).sleep(600)",  # no thread of the rank could notice
     "stopped": "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)",
-    "lock": "threading.Event().wait()",
 }
 
 
