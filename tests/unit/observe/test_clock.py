@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
+import pytest
+
+from megatron_tlt.observe.clock import wall_seconds
+
 PACKAGE = Path(__file__).parents[3] / "megatron_tlt"
+
+
+def test_it_is_the_wall_clock_of_the_start_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = wall_seconds()
+    assert abs(before - time.time()) < 3600  # unless the clock was set since this process started
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    monkeypatch.setattr(time, "time_ns", lambda: 0)
+    later = [wall_seconds() for _ in range(1000)]
+    assert later == sorted(later) and before <= later[0] and later[-1] < before + 60
 
 
 # Who must compare times of several processes, or shows them to a person; nothing that a run computes depends on them.

@@ -324,3 +324,11 @@ def test_sizes_that_the_plan_repeats_are_those_of_the_code():
     assert engine._SAMPLED_AT_ONCE == sampler._ELEMENTS_AT_ONCE
     assert engine._VLLM_SAMPLED_AT_ONCE == keyed.FP32_AT_ONCE
     assert drafter.HEAD_BLOCK == loss._MAX_ELEMENTS
+
+
+def test_layers_that_only_the_run_will_know_are_planned_as_the_larger_ones():
+    shape, found = shape_of("qwen2.5-7b"), {}
+    for spec in ("auto", "local", "transformer_engine"):
+        config = config_of("actor.cp=8", "actor.micro_batch_tokens=32768", f"actor.layer_spec={spec}")
+        found[spec] = estimate_memory(config, shape, 8, "cuda")[0].parts["activations"]
+    assert found["auto"] == found["local"] > 1.05 * found["transformer_engine"]
