@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 STEPS, LAST = 3, "checkpoints/step-000003"
 ON, OFF = ["idle.pre_rollout=true"], ["idle.pre_rollout=false"]
 SPEC = "rollout.speculation"
-KILLER = "tests/integration/workers/pre_rollout_killed.py"
+FAULTS = "tests/integration/workers/faults.py"
 SUFFIX = f"{SPEC}.drafter=suffix"
 EAGLE = [f"{SPEC}.drafter=eagle", "idle.train_drafter=true", "idle.min_tail_seconds=0"]
 EVALS = ["eval.every=1", f"{SPEC}.selector=fixed"]
@@ -104,7 +104,7 @@ def test_a_run_killed_in_a_window_goes_on_to_the_same_weights(folder: Path):
     options = [*ON, f"train.run_dir={run}", "checkpoint.every=1", "checkpoint.asynchronous=false"]
     options.append("idle.min_tail_seconds=0")
     few = ["rollout.max_running_requests=4", "rollout.schedule=static", SUFFIX]
-    killed = run_ranks(2, KILLER, "2", "train", config, *options, *few, check=False)
+    killed = run_ranks(2, FAULTS, '{"pre_roll": 2}', "train", config, *options, *few, check=False)
     assert killed.returncode != 0, killed.stdout
     assert not (run / "checkpoints/step-000002").exists() and (run / "checkpoints/step-000001").exists()
     run_ranks(2, ["-m", "megatron_tlt", "train"], config, *options, *few)
