@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,8 @@ from transformers import AutoTokenizer
 
 from megatron_tlt.cli.main import main
 from tests.helpers.chat_models import QWEN3, chat_model
+from tests.helpers.mpi import ROOT, run_one
 
-ROOT = Path(__file__).resolve().parents[2]
 USER = {"role": "user", "content": "1 + 2"}
 
 
@@ -26,18 +24,9 @@ def arguments(name: str, model: Path, row: dict[str, Any], *more: str) -> list[s
     if name == "generate":
         paths = ["--model", str(model), "--prompts", str(rows), "--out", str(folder / "out.jsonl"), "--overwrite"]
         return [name, *paths, "--chat", "--max-tokens", "60", *more]
-    if "sft" in name:
-        places = [f"sft.train_path={rows}", "sft.eval_path=null", f"sft.out={folder / 'out'}"]
-        return [*name.split(), str(ROOT / "configs/sft-demo.yaml"), f"model.path={model}", *places, *more]
     data = ["data.train.kind=jsonl", f"data.train.path={rows}", "data.train.tasks=[]", "data.eval=null"]
     places = [f"model.path={model}", f"train.run_dir={folder / 'run'}", "rewards.functions=[{name: exact}]"]
     return [name, str(ROOT / "configs/quickstart.yaml"), *data, *places, *more]
-
-
-def started(arguments: list[str]) -> tuple[int, str]:
-    """Exit code and messages of a command in a process of its own."""
-    done = subprocess.run([sys.executable, "-m", "megatron_tlt", *arguments], capture_output=True, text=True, cwd=ROOT)
-    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -80,6 +69,7 @@ def test_a_template_that_only_processors_read_is_named(tmp_path: Path, capsys: p
     assert "chat_template.json is read for processors of images only" in capsys.readouterr().out
 
 
+@pytest.mark.mpi
 def test_stop_strings_and_patterns_of_special_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, row = chat_model(tmp_path / "m", QWEN3), {"prompt": "1 + 2", "answer": "3"}
     pattern = r"rewards.functions=[{name: exact, pattern: '(\d+)<\|end\|>'}]"
@@ -87,9 +77,9 @@ def test_stop_strings_and_patterns_of_special_tokens(tmp_path: Path, capsys: pyt
     printed = capsys.readouterr().err
     assert "rollout.stop = '3<|end|>': has the special token '<|end|>'" in printed
     assert "rewards.functions.0.pattern" in printed and "needs the special token '<|end|>'" in printed
-    code, printed = started(arguments("generate", model, {"prompt": "1 + 2"}, "--stop", "3<|end|>"))
+    code, printed = run_one(*arguments("generate", model, {"prompt": "1 + 2"}, "--stop", "3<|end|>"), check=False)
     assert code == 2 and "--stop = '3<|end|>'" in printed
-    assert started(arguments("generate", model, {"prompt": "1 + 2"}, "--ignore-eos", "--stop", "<|end|>"))[0] == 0
+    run_one(*arguments("generate", model, {"prompt": "1 + 2"}, "--ignore-eos", "--stop", "<|end|>"))
     response = json.loads((tmp_path / "out.jsonl").read_text())
     end = AutoTokenizer.from_pretrained(str(model)).convert_tokens_to_ids("<|end|>")
     assert response["finish_reason"] == "stop"

@@ -134,18 +134,6 @@ def test_two_ranks_and_one_read_what_the_other_has_cached(one, dead, tmp_path):
     assert_same_checkpoint(two / LAST, again / LAST)
 
 
-@pytest.mark.nightly
-def test_a_tensor_parallel_engine_reads_the_cache_as_one_for_a_context_parallel_actor(tmp_path):
-    steps = {"num_steps": 2, "prompts_per_step": 8, "run_dir": str(tmp_path / "run")}
-    rollout = {"samples_per_prompt": 4, "max_tokens": 16, "tp": 2}
-    config = write_config(tmp_path, rollout=rollout, train=steps, eval={"every": 0}, actor={"cp": 2})
-    train(config, 2)
-    run_dir = killed(config, tmp_path / "killed", 0, 2, 9, NOW)
-    train(config, 2, f"train.run_dir={run_dir}")
-    assert reused(run_dir)[2] == 9
-    assert_same_checkpoint(tmp_path / "run/checkpoints/step-000002", run_dir / "checkpoints/step-000002")
-
-
 ON_TWO = {
     "contexts": ["actor.cp=2"],
     "experts": ["actor.ep=2", "actor.router_replay=rollout"],
