@@ -88,19 +88,20 @@ def test_what_two_checks_find_is_said_once():
 EAGLE = ModelConfig("qwen3", 64, 32, 2, 2, 1, 16, 48, qk_norm=True, max_position_embeddings=256)
 
 
-def with_drafter(folder, **speculation) -> Config:
-    spec = {"drafter": "eagle", "drafter_path": str(folder / "drafter"), **speculation}
-    save_hf(folder / "model", EAGLE, random_weights(EAGLE))
-    save_letters(folder / "model")
+def starting_from(folder, speculation=None, **model) -> Config:
+    """A run of a model in several shards."""
+    if not (folder / "model").exists():
+        save_hf(folder / "model", EAGLE, random_weights(EAGLE), max_shard_bytes=16 << 10)
+        save_letters(folder / "model")
     return make(
-        model={"path": str(folder / "model"), "max_context": 256},
+        model={"path": str(folder / "model"), "max_context": 256, **model},
         data={"train": {"tasks": [{"name": "chain_sum"}]}, "max_prompt_tokens": 128},
-        rollout={"speculation": spec, "max_tokens": 128},
+        rollout={"max_tokens": 128, "speculation": speculation or {}},
     )
 
 
 def test_a_drafter_of_another_policy_is_found_before_a_run(tmp_path):
-    config = with_drafter(tmp_path)
+    config = starting_from(tmp_path, {"drafter": "eagle", "drafter_path": str(tmp_path / "drafter")})
     save_drafter(tmp_path / "drafter", EagleConfig.of(EAGLE), random_drafter(EAGLE))
     assert missing_files(config) == []
     assert "Ranks: 1" in check_report(config, 1)
@@ -114,7 +115,7 @@ def test_a_drafter_of_another_policy_is_found_before_a_run(tmp_path):
 
 
 def test_a_model_without_a_tokenizer_is_found_before_a_run(tmp_path):
-    config = with_drafter(tmp_path, drafter="suffix")
+    config = starting_from(tmp_path)
     remove_tokenizer(tmp_path / "model")
     assert [p.path for p in tokenizer_problems(config)] == ["model.path"]
     (tmp_path / "tokenizer").mkdir()
@@ -123,18 +124,6 @@ def test_a_model_without_a_tokenizer_is_found_before_a_run(tmp_path):
     assert [p.path for p in tokenizer_problems(config)] == ["model.tokenizer"]
     save_letters(tmp_path / "tokenizer")
     assert tokenizer_problems(config) == []
-
-
-def starting_from(folder, **model) -> Config:
-    """A run of a model in several shards."""
-    if not (folder / "model").exists():
-        save_hf(folder / "model", EAGLE, random_weights(EAGLE), max_shard_bytes=16 << 10)
-        save_letters(folder / "model")
-    return make(
-        model={"path": str(folder / "model"), "max_context": 256, **model},
-        data={"train": {"tasks": [{"name": "chain_sum"}]}, "max_prompt_tokens": 128},
-        rollout={"max_tokens": 128},
-    )
 
 
 def test_missing_and_truncated_shards_are_found_before_a_run(tmp_path):
