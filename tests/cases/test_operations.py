@@ -22,19 +22,15 @@ from megatron_tlt.observe.jsonl import StepFile, read_rows
 from megatron_tlt.observe.metrics import METRICS_FILE, MetricsLogger, wandb_problems
 
 
-@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
-def test_closed_streams_are_as_dev_null(closed: tuple[int, ...]) -> None:
+def test_closed_streams_are_as_dev_null() -> None:
     """Services and cron start programs so. `check` reads files: none may get the number of a closed stream."""
     command = [sys.executable, "-m", "megatron_tlt", "check", "configs/quickstart.yaml"]
 
     def close() -> None:
-        for number in closed:
-            os.close(number)
+        os.closerange(0, 3)
 
     ended = subprocess.run(command, preexec_fn=close, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0
-    assert ended.stdout.startswith("Ranks: 2") == (1 not in closed)
-    assert "Traceback" not in ended.stderr
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:
