@@ -93,7 +93,7 @@ def test_an_export_replaces_exports_only(adapter, place):
 
 
 @pytest.mark.parametrize("command", FILES)
-@pytest.mark.parametrize("target", ["notes.jsonl", "model/config.json", "model/model.safetensors", "run/config.json"])
+@pytest.mark.parametrize("target", ["notes.jsonl", "model/model.safetensors", "run/config.json"])
 def test_no_command_replaces_another_file(command, target, place, capsys):
     said = refused(FILES[command], place, place / target, capsys)
     assert f"= '{place / target}': is not replaced" in said

@@ -90,57 +90,49 @@ def test_layer_ids_that_are_not_named_are_the_engines_default_with_a_warning(tmp
     assert not any(IDS in text for text in drafter_warnings(chosen, POLICY))
 
 
-@pytest.mark.parametrize(
-    ("entries", "says"),
-    [
-        ({"eagle_config": {IDS: "0,2,6"}}, f"{IDS} = '0,2,6' must be a list of integers"),
-        ({"eagle_config": {IDS: [0, True, 6]}}, "must be a list of integers"),
-        ({"eagle_config": {IDS: [0, 2, 7]}}, f"config.json: {IDS}: must be three ascending layers of 0 .. 6"),
-        ({"eagle_config": {IDS: [0, 2, 6]}, IDS: [0, 2, 6]}, f"{IDS} names different layers"),
-        ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm = True"),
-        ({"eagle_config": {"later_norm": "rms"}}, "eagle_config has entries that are not known here: later_norm"),
-        ({"norm_before_residual": "false"}, "norm_before_residual = 'false' must be true or false"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers = 2"),
-        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "architectures = .'Eagle3DeepseekV2ForCausalLM'"),
-        ({"draft_vocab_size": None}, "config.json and weights disagree: draft_vocab_size"),
-        ({"draft_vocab_size": "40"}, "draft_vocab_size = '40' must be an integer"),
-        ({"eagle_config": "llama"}, "eagle_config = 'llama' must be an object"),
-        ({"eagle_config": {"next_layer_regular": False}}, "next_layer_regular = False"),
-        ({"logits_scaling": 8.0}, "logits_scaling = 8.0: is not computed here"),
-    ],
-)
-def test_entries_of_eagle3_that_are_wrong_or_not_known_are_refused_by_name(
-    tmp_path: Path, entries: dict[str, Any], says: str
-) -> None:
-    out = published(tmp_path, "eagle3", lambda about, _: about.update(entries))
-    with pytest.raises(CheckpointError, match=says):
-        load_drafter(out, POLICY, SpeculationSection(drafter="eagle3"))
+EAGLE3_ENTRIES = [
+    ({"eagle_config": {IDS: "0,2,6"}}, f"{IDS} = '0,2,6' must be a list of integers"),
+    ({"eagle_config": {IDS: [0, True, 6]}}, "must be a list of integers"),
+    ({"eagle_config": {IDS: [0, 2, 7]}}, f"config.json: {IDS}: must be three ascending layers of 0 .. 6"),
+    ({"eagle_config": {IDS: [0, 2, 6]}, IDS: [0, 2, 6]}, f"{IDS} names different layers"),
+    ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm = True"),
+    ({"eagle_config": {"later_norm": "rms"}}, "eagle_config has entries that are not known here: later_norm"),
+    ({"norm_before_residual": "false"}, "norm_before_residual = 'false' must be true or false"),
+    ({"num_hidden_layers": 2}, "num_hidden_layers = 2"),
+    ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "architectures = .'Eagle3DeepseekV2ForCausalLM'"),
+    ({"draft_vocab_size": None}, "config.json and weights disagree: draft_vocab_size"),
+    ({"draft_vocab_size": "40"}, "draft_vocab_size = '40' must be an integer"),
+    ({"eagle_config": "llama"}, "eagle_config = 'llama' must be an object"),
+    ({"eagle_config": {"next_layer_regular": False}}, "next_layer_regular = False"),
+    ({"logits_scaling": 8.0}, "logits_scaling = 8.0: is not computed here"),
+]
+BLOCK_ENTRIES = [
+    ({"target_layer_ids": "0,2,6"}, "target_layer_ids = '0,2,6' must be a list of integers"),
+    ({"target_layer_ids": []}, "names no target_layer_ids: rollout.speculation.layers says"),
+    ({"target_layer_ids": None}, "names no target_layer_ids"),
+    ({"aux_hidden_state_layer_ids": [0, 2, 6]}, "aux_hidden_state_layer_ids name"),
+    ({"block_size": "8"}, "block_size = '8' must be an integer"),
+    ({"model_type": "gpt_oss"}, "model_type = 'gpt_oss'"),
+    ({"dflash_config": {"projector_type": "domino"}}, "projector_type = 'domino'"),
+    ({"dflash_config": {"attention_mode": "mla"}}, "attention_mode = 'mla'"),
+    ({"dflash_config": {"shift_label": False}}, "sample_from_anchor and shift_label differ"),
+    ({"dflash_config": [8]}, "dflash_config = .8. must be an object"),
+    ({"sample_from_anchor": "false"}, "sample_from_anchor = 'false' must be true or false"),
+    ({"embedding_multiplier": 12.0}, "embedding_multiplier = 12.0: is not computed here"),
+    ({"dflash_config": {"gate": 2}}, "dflash_config has entries that are not known here: gate = 2"),
+]
 
 
 @pytest.mark.parametrize(
-    ("entries", "says"),
-    [
-        ({"target_layer_ids": "0,2,6"}, "target_layer_ids = '0,2,6' must be a list of integers"),
-        ({"target_layer_ids": []}, "names no target_layer_ids: rollout.speculation.layers says"),
-        ({"target_layer_ids": None}, "names no target_layer_ids"),
-        ({"aux_hidden_state_layer_ids": [0, 2, 6]}, "aux_hidden_state_layer_ids name"),
-        ({"block_size": "8"}, "block_size = '8' must be an integer"),
-        ({"model_type": "gpt_oss"}, "model_type = 'gpt_oss'"),
-        ({"dflash_config": {"projector_type": "domino"}}, "projector_type = 'domino'"),
-        ({"dflash_config": {"attention_mode": "mla"}}, "attention_mode = 'mla'"),
-        ({"dflash_config": {"shift_label": False}}, "sample_from_anchor and shift_label differ"),
-        ({"dflash_config": [8]}, "dflash_config = .8. must be an object"),
-        ({"sample_from_anchor": "false"}, "sample_from_anchor = 'false' must be true or false"),
-        ({"embedding_multiplier": 12.0}, "embedding_multiplier = 12.0: is not computed here"),
-        ({"dflash_config": {"gate": 2}}, "dflash_config has entries that are not known here: gate = 2"),
-    ],
+    ("kind", "entries", "says"),
+    [(kind, *row) for kind, rows in (("eagle3", EAGLE3_ENTRIES), ("dspark", BLOCK_ENTRIES)) for row in rows],
 )
-def test_entries_of_block_drafters_that_are_wrong_or_not_known_are_refused_by_name(
-    tmp_path: Path, entries: dict[str, Any], says: str
+def test_entries_that_are_wrong_or_not_known_are_refused_by_name(
+    tmp_path: Path, kind: str, entries: dict[str, Any], says: str
 ) -> None:
-    out = published(tmp_path, "dspark", lambda about, _: about.update(entries))
+    out = published(tmp_path, kind, lambda about, _: about.update(entries))
     with pytest.raises(CheckpointError, match=says):
-        load_drafter(out, POLICY, SpeculationSection(drafter="dspark"))
+        load_drafter(out, POLICY, SpeculationSection(drafter=kind))
 
 
 _MODELOPT = {IDS: [0, 2, 6], "next_layer_regular": True, "parallel_draft_step": 1, "use_mtp_layernorm": False}

@@ -104,13 +104,27 @@ FREE |= {"qalora_group_size", "ensure_weight_tying"}
 OTHER_FIELDS = [field for field in fields(LoraConfig) if field.name not in FREE]
 
 
-@pytest.mark.parametrize("name", [*(field.name for field in OTHER_FIELDS), "a_field_of_tomorrow"])
-def test_every_other_field_of_an_adapter_is_refused_where_it_is_set(model: Path, name: str) -> None:
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
+    """A model, an adapter of it, and what its configuration says."""
+    model = tmp_path_factory.mktemp("adapter") / "model"
+    hf_model("qwen3").save_pretrained(model)
     adapter = save_adapter(model, init=True)
-    default = next((field.default for field in OTHER_FIELDS if field.name == name), None)
-    for value in [3, "loftq", {"0": 4}, *([] if default in (None, MISSING) else [[default]])]:
-        edit(adapter / ADAPTER_CONFIG, **{name: value})
-        assert any(problem.startswith(f"{name} in ") for problem in read_adapter(model, adapter)[0]), value
+    return model, adapter, json.loads((adapter / ADAPTER_CONFIG).read_text())
+
+
+def problems_with(adapter: tuple[Path, Path, dict[str, Any]], **changed: Any) -> list[str]:
+    model, folder, said = adapter
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(said | changed))
+    return read_adapter(model, folder)[0]
+
+
+def test_every_other_field_of_an_adapter_is_refused_where_it_is_set(adapter: Any) -> None:
+    defaults = {field.name: field.default for field in OTHER_FIELDS} | {"a_field_of_tomorrow": None}
+    for name, default in defaults.items():
+        for value in [3, "loftq", {"0": 4}, *([] if default in (None, MISSING) else [[default]])]:
+            found = problems_with(adapter, **{name: value})
+            assert any(problem.startswith(f"{name} in ") for problem in found), (name, value)
 
 
 @pytest.mark.parametrize(
@@ -124,21 +138,15 @@ def test_every_other_field_of_an_adapter_is_refused_where_it_is_set(model: Path,
         ({"target_modules": r".*\.(q|v)_proj", "exclude_modules": "lm_head"}, None),
     ],
 )
-def test_targets_are_peft_s_own(model: Path, said: dict[str, Any], word: str | None) -> None:
-    adapter = save_adapter(model, init=True)
-    edit(adapter / ADAPTER_CONFIG, **said)
-    problems, _ = read_adapter(model, adapter)
+def test_targets_are_peft_s_own(adapter: Any, said: dict[str, Any], word: str | None) -> None:
+    problems = problems_with(adapter, **said)
     assert [word] == [problem[problem.index(word) :][: len(word)] for problem in problems] if word else not problems
 
 
-def test_an_adapter_without_alpha_has_peft_s_default(model: Path) -> None:
-    adapter = save_adapter(model, init=True)
-    said = json.loads((adapter / ADAPTER_CONFIG).read_text())
-    del said["lora_alpha"]
-    (adapter / ADAPTER_CONFIG).write_text(json.dumps(said))
-    assert not read_adapter(model, adapter)[0]  # 8, which is the run's
-    (adapter / ADAPTER_CONFIG).write_text(json.dumps(said | {"lora_alpha": None}))
-    assert "lora_alpha" in read_adapter(model, adapter)[0][0]
+def test_an_adapter_without_alpha_has_peft_s_default(adapter: Any) -> None:
+    model, folder, said = adapter
+    assert not problems_with((model, folder, {k: v for k, v in said.items() if k != "lora_alpha"}))  # 8, the run's
+    assert "lora_alpha" in problems_with(adapter, lora_alpha=None)[0]
 
 
 @pytest.mark.parametrize(
@@ -265,8 +273,10 @@ def test_the_prefix_of_nemo_s_names_is_named(model: Path, prefix: str) -> None:
         TorchDistReader(model.parent / "megatron").check(config)
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-@pytest.mark.parametrize(("name", "row", "value"), [(NORM, 0, math.nan), (EMBED, 130, math.nan), (NORM, 0, math.inf)])
+@pytest.mark.parametrize(
+    ("kernels", "name", "row", "value"),
+    [("native", NORM, 0, math.nan), ("native", EMBED, 130, math.nan), ("torch", NORM, 0, math.inf)],
+)
 def test_logits_that_are_not_finite_end_generation(
     model: Path, tmp_path: Path, kernels: Any, name: str, row: int, value: float
 ) -> None:

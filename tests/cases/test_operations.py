@@ -17,35 +17,20 @@ from torch.distributed import TCPStore
 
 from megatron_tlt.cli.ranks import failure_text, is_timeout
 from megatron_tlt.config.run import ObserveSection
-from megatron_tlt.distributed.launch import Launch, detect_launch
 from megatron_tlt.errors import BackendError
 from megatron_tlt.observe.jsonl import StepFile, read_rows
 from megatron_tlt.observe.metrics import METRICS_FILE, MetricsLogger, wandb_problems
 
-SHELL = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}
-OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
 
-
-def test_an_open_mpi_launcher_inside_a_step_counts() -> None:
-    """`mpirun -n 4` in `srun --pty bash`; the shells of salloc and of adopted processes start one process."""
-    assert detect_launch(SHELL | OPEN_MPI) == Launch("mpiexec (Open MPI)", 4, 3, 3)
-    for step in ("4294967290", "4294967292"):
-        assert detect_launch(SHELL | {"SLURM_STEP_ID": step}) == Launch("none", 1, 0, 0)
-
-
-@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
-def test_closed_streams_are_as_dev_null(closed: tuple[int, ...]) -> None:
+def test_closed_streams_are_as_dev_null() -> None:
     """Services and cron start programs so. `check` reads files: none may get the number of a closed stream."""
     command = [sys.executable, "-m", "megatron_tlt", "check", "configs/quickstart.yaml"]
 
     def close() -> None:
-        for number in closed:
-            os.close(number)
+        os.closerange(0, 3)
 
     ended = subprocess.run(command, preexec_fn=close, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0
-    assert ended.stdout.startswith("Ranks: 2") == (1 not in closed)
-    assert "Traceback" not in ended.stderr
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:
@@ -103,7 +88,7 @@ class FailingWandb:
     init = define_metric = log = finish = Table = _call
 
 
-@pytest.mark.parametrize("good", [0, 3, 4, 6, 9])
+@pytest.mark.parametrize("good", [0, 4, 9])
 def test_a_failing_wandb_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good: int) -> None:
     service = FailingWandb(good)
     monkeypatch.setitem(sys.modules, "wandb", service)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_tlt.cli.main import main
-from tests.helpers.chat_models import GPT_OSS, LLAMA3_2, QWEN3, chat_model
+from tests.helpers.chat_models import QWEN3, chat_model
+from tests.helpers.mpi import ROOT, run_one
 
-ROOT = Path(__file__).resolve().parents[2]
 USER = {"role": "user", "content": "1 + 2"}
 
 
@@ -26,18 +24,9 @@ def arguments(name: str, model: Path, row: dict[str, Any], *more: str) -> list[s
     if name == "generate":
         paths = ["--model", str(model), "--prompts", str(rows), "--out", str(folder / "out.jsonl"), "--overwrite"]
         return [name, *paths, "--chat", "--max-tokens", "60", *more]
-    if "sft" in name:
-        places = [f"sft.train_path={rows}", "sft.eval_path=null", f"sft.out={folder / 'out'}"]
-        return [*name.split(), str(ROOT / "configs/sft-demo.yaml"), f"model.path={model}", *places, *more]
     data = ["data.train.kind=jsonl", f"data.train.path={rows}", "data.train.tasks=[]", "data.eval=null"]
     places = [f"model.path={model}", f"train.run_dir={folder / 'run'}", "rewards.functions=[{name: exact}]"]
     return [name, str(ROOT / "configs/quickstart.yaml"), *data, *places, *more]
-
-
-def started(arguments: list[str]) -> tuple[int, str]:
-    """Exit code and messages of a command in a process of its own."""
-    done = subprocess.run([sys.executable, "-m", "megatron_tlt", *arguments], capture_output=True, text=True, cwd=ROOT)
-    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -60,46 +49,6 @@ def test_a_template_or_message_that_cannot_be_is_named_by_check(
     assert str(model) in printed or "rows.jsonl:1" in printed
 
 
-def test_so_do_the_starts_of_generation_and_fine_tuning(tmp_path: Path) -> None:
-    failing = chat_model(tmp_path / "failing", "{{ messages[0].content + 1 }}")
-    code, printed = started(arguments("generate", failing, {"prompt": "1 + 2"}))
-    assert (code, "Traceback" in printed) == (2, False)
-    assert f"rows.jsonl:1: {failing / 'chat_template.jinja'}: line 1: the chat template fails on" in printed
-    row = {"messages": [{"role": "developer", "content": "Brief."}, USER, {"role": "assistant", "content": "3"}]}
-    for command in ("check --sft", "sft"):
-        code, printed = started(arguments(command, chat_model(tmp_path / command, QWEN3), row))
-        assert (code, "Traceback" in printed) == (2, False)
-        assert "rows.jsonl:1" in printed and "'developer'" in printed
-
-
-@pytest.mark.parametrize(
-    ("template", "kwargs"),
-    [
-        (QWEN3, {"enable_thinking": False}),
-        (GPT_OSS, {"reasoning_effort": "high"}),
-        (LLAMA3_2, {"date_string": "26 Jul 2024"}),
-    ],
-)
-def test_variables_of_the_template_are_in_the_prompts(template: str, kwargs: dict[str, Any], tmp_path: Path) -> None:
-    from megatron_tlt.config.load import build_config
-    from megatron_tlt.config.root import SftConfig
-    from megatron_tlt.data.prompts import build_prompts
-    from megatron_tlt.trainer.setup import open_tokenizer
-
-    model = chat_model(tmp_path / "m", template)
-    expected = AutoTokenizer.from_pretrained(str(model)).apply_chat_template(
-        [USER], add_generation_prompt=True, return_dict=False, **kwargs
-    )
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1 + 2", "answer": "3"}))
-    source = {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl")}
-    run = build_config({"model": {"path": str(model)}, "data": {"train": source, "chat_template_kwargs": kwargs}})
-    (prompt,) = build_prompts(run.data, "train", open_tokenizer(run), 0).next_batch(1)
-    assert list(prompt.token_ids) == expected
-    sft = {"train_path": "t", "out": "o", "chat_template_kwargs": kwargs}
-    tuned = build_config({"model": {"path": str(model)}, "sft": sft}, root=SftConfig)
-    assert open_tokenizer(tuned).encode_chat("1 + 2") == expected
-
-
 def test_a_variable_that_is_not_read_is_a_warning_and_one_of_ours_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +69,7 @@ def test_a_template_that_only_processors_read_is_named(tmp_path: Path, capsys: p
     assert "chat_template.json is read for processors of images only" in capsys.readouterr().out
 
 
+@pytest.mark.mpi
 def test_stop_strings_and_patterns_of_special_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, row = chat_model(tmp_path / "m", QWEN3), {"prompt": "1 + 2", "answer": "3"}
     pattern = r"rewards.functions=[{name: exact, pattern: '(\d+)<\|end\|>'}]"
@@ -127,9 +77,9 @@ def test_stop_strings_and_patterns_of_special_tokens(tmp_path: Path, capsys: pyt
     printed = capsys.readouterr().err
     assert "rollout.stop = '3<|end|>': has the special token '<|end|>'" in printed
     assert "rewards.functions.0.pattern" in printed and "needs the special token '<|end|>'" in printed
-    code, printed = started(arguments("generate", model, {"prompt": "1 + 2"}, "--stop", "3<|end|>"))
+    code, printed = run_one(*arguments("generate", model, {"prompt": "1 + 2"}, "--stop", "3<|end|>"), check=False)
     assert code == 2 and "--stop = '3<|end|>'" in printed
-    assert started(arguments("generate", model, {"prompt": "1 + 2"}, "--ignore-eos", "--stop", "<|end|>"))[0] == 0
+    run_one(*arguments("generate", model, {"prompt": "1 + 2"}, "--ignore-eos", "--stop", "<|end|>"))
     response = json.loads((tmp_path / "out.jsonl").read_text())
     end = AutoTokenizer.from_pretrained(str(model)).convert_tokens_to_ids("<|end|>")
     assert response["finish_reason"] == "stop"

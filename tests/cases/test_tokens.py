@@ -172,26 +172,25 @@ LLAMA_2 = """{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[IN
 {%- else %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"""
 
 
-@pytest.mark.parametrize("text", ["hello", "I say hello\nhello", " hello "])
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 @pytest.mark.parametrize(
     "template",
     [MIXTRAL.replace("HEAD", "''"), MIXTRAL.replace("HEAD", "' '"), ZEPHYR, LLAMA_2],
     ids=["mixtral", "mixtral with a space", "zephyr", "llama 2"],
 )
-def test_responses_are_those_of_the_rendered_conversation(
-    template: str, scheme: str, text: str, tmp_path: Path
-) -> None:
+def test_responses_are_those_of_the_rendered_conversation(template: str, scheme: str, tmp_path: Path) -> None:
     tokenizer = HFTokenizer(save_sentencepiece(tmp_path / "t", template, scheme))
     reference = AutoTokenizer.from_pretrained(tmp_path / "t")
-    turn = {"role": "assistant", "content": text}
-    messages = [{"role": "user", "content": "hello hello"}, turn, TOOL, turn]
-    path = write(tmp_path / "r.jsonl", {"messages": messages[:2]}, {"messages": messages})
-    for found, conversation in zip(sft_tokens(path, tokenizer), (messages[:2], messages), strict=True):
-        rendered = reference.apply_chat_template(conversation, return_dict=False)
+    user, conversations = {"role": "user", "content": "hello hello"}, []
+    for text in ("hello", "I say hello\nhello", " hello "):
+        turn = {"role": "assistant", "content": text}
+        conversations += [[user, turn], [user, turn, TOOL, turn]]
+    path = write(tmp_path / "r.jsonl", *({"messages": messages} for messages in conversations))
+    prompt = tokenizer.encode_chat((user,))
+    for found, messages in zip(sft_tokens(path, tokenizer), conversations, strict=True):
+        rendered = reference.apply_chat_template(messages, return_dict=False)
         assert found == rendered[: len(found)]
         assert found[-1] == 2 and 2 not in rendered[len(found) :], "up to the last end of a turn"
-        prompt = tokenizer.encode_chat(tuple(messages[:1]))
         assert found[: len(prompt)] == prompt, "the prompt of a rollout"
 
 

@@ -9,7 +9,7 @@ from tests.helpers.runs import TLT_ON, assert_same_checkpoint, rollout_digests, 
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 TRAIN = ["-m", "megatron_tlt", "train"]
-KILLER = "tests/integration/workers/train_killed.py"
+FAULTS = "tests/integration/workers/faults.py"
 STEPS, LAST = 6, "checkpoints/step-000006"
 
 
@@ -25,7 +25,7 @@ def test_drafts_ranks_and_a_kill_change_no_carried_trajectory_and_no_weight(tmp_
     run_one("train", config, f"train.run_dir={one}")
     run_ranks(2, TRAIN, str(config), f"train.run_dir={off}")
     drafting = [f"train.run_dir={on}", "checkpoint.asynchronous=false", *TLT_ON]
-    done = run_ranks(2, KILLER, str(config), "0", "6", "5", *drafting, check=False)
+    done = run_ranks(2, FAULTS, '{"cached": [0, 6, 5]}', "train", str(config), *drafting, check=False)
     assert done.returncode != 0, done.stdout
     assert (on / "checkpoints/step-000004/carried.jsonl").is_file()
     run_ranks(2, TRAIN, str(config), *drafting)

@@ -23,16 +23,16 @@ def write_run(folder: Path, num_steps: int, every: int) -> Path:
 
 def test_a_student_approaches_its_teacher_in_the_same_bits_with_tlt(tmp_path: Path) -> None:
     """With TLT on in one go; off in two, for a resumed run reads its teacher again."""
-    config, learns = write_run(tmp_path, num_steps=12, every=6), [*ALONE, "optimizer.lr=1e-2"]
-    train_many(config, {"on": [*learns, *TLT_ON], "off": [*learns, "train.num_steps=6"]})
+    config, learns = write_run(tmp_path, num_steps=8, every=4), [*ALONE, "optimizer.lr=1e-2"]
+    train_many(config, {"on": [*learns, *TLT_ON], "off": [*learns, "train.num_steps=4"]})
     run_ranks(2, ["-m", "megatron_tlt", "train"], str(config), *learns, f"train.run_dir={tmp_path / 'off'}")
     on, off = rows(tmp_path / "on"), rows(tmp_path / "off")
     kl = [row["policy/teacher_kl"] for row in on]
-    assert len(kl) == 12 and kl[-1] < 0.85 * kl[0]
+    assert len(kl) == 8 and kl[-1] < 0.9 * kl[0], kl
     assert kl == [row["policy/teacher_kl"] for row in off]
     assert all(row["engine/spec_row_steps"] > 0 for row in on) and not off[0]["engine/spec_row_steps"]
     assert not any(name.startswith("reward/") for name in on[0]), "no response was judged"
-    last = "checkpoints/step-000012"
+    last = "checkpoints/step-000008"
     assert_same_checkpoint(tmp_path / "on" / last, tmp_path / "off" / last)
 
 

@@ -23,13 +23,12 @@ from tests.helpers.runs import assert_same_checkpoint, rows, write_config
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 LAST = "checkpoints/step-000004"
 NOW = "checkpoint.asynchronous=false"
-FAULTY = "tests/integration/workers/train_faulty.py"
+FAULTS = "tests/integration/workers/faults.py"
 
 
 def faulty(fault, config, run_dir, *overrides):
     """The output of a run on two ranks in which something goes wrong, and which ends with an error."""
-    arguments = [fault, str(config), f"train.run_dir={run_dir}", *overrides]
-    done = run_ranks(2, FAULTY, *arguments, check=False)
+    done = run_ranks(2, FAULTS, fault, "train", str(config), f"train.run_dir={run_dir}", *overrides, check=False)
     assert done.returncode in (1, 9), done.stdout  # 9: mpiexec killed a rank that was aborting, too
     assert "Traceback" not in done.stdout
     return done.stdout
@@ -95,7 +94,7 @@ def test_a_disk_that_turns_read_only_before_a_checkpoint(whole, train, tmp_path)
     """Of two ranks, the first one cannot write: both end with the reason."""
     one = size_kib(whole / "run/checkpoints/step-000001")
     with small_disk(tmp_path / "run/checkpoints", 16 * one) as resize:
-        said = faulty("read-only:3", whole / "tiny.yaml", tmp_path / "run", NOW)
+        said = faulty('{"read_only": 3}', whole / "tiny.yaml", tmp_path / "run", NOW)
         assert "CheckpointError: cannot write" in said and "Read-only file system" in said
         resize(16 * one)
         assert "resumed after step 2" in train()[1]
@@ -103,8 +102,8 @@ def test_a_disk_that_turns_read_only_before_a_checkpoint(whole, train, tmp_path)
 
 def test_a_shard_that_cannot_be_written_to_its_end(whole, train, tmp_path):
     """As a full disk, for those who may not mount: the writer thread's error ends the run."""
-    arguments = ("small-files", whole / "tiny.yaml", f"train.run_dir={tmp_path / 'run'}")
-    code, output = run_one(FAULTY, *arguments, check=False)
+    arguments = ('{"most_bytes": 65536}', "train", whole / "tiny.yaml", f"train.run_dir={tmp_path / 'run'}")
+    code, output = run_one(FAULTS, *arguments, check=False)
     assert code == 1, output
     assert "CheckpointError: cannot write" in output and "File too large" in output
     assert not (tmp_path / "run/checkpoints/latest").exists()
@@ -122,20 +121,13 @@ def test_a_full_disk_ends_the_rollout_cache_and_not_the_run(whole, train, tmp_pa
 # -- checkpoints --------------------------------------------------------------------------------------------
 
 
-def flip(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-def truncate(file):
-    file.write_bytes(file.read_bytes()[:-20])
-
-
-@pytest.mark.parametrize(("damage", "name"), [(flip, "*.distcp"), (truncate, "manifest.json")])
-def test_a_damaged_newest_checkpoint_is_passed_over(whole, train, tmp_path, damage, name):
+def test_a_damaged_newest_checkpoint_is_passed_over(whole, train, tmp_path):
+    """Kinds of damage: tests/unit/checkpoint/test_resume.py."""
     shutil.copytree(whole / "run", tmp_path / "run")
-    damage(next((tmp_path / "run" / LAST).glob(name)))
+    shard = next((tmp_path / "run" / LAST).glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
     _, output = train()
     assert "REFUSED" in output and "resumed after step 3" in output
     assert_same_checkpoint(whole / "run" / LAST, tmp_path / "run" / LAST)
@@ -240,7 +232,7 @@ def wait_for(condition):
 
 
 def test_one_update_that_is_not_finite_is_skipped_and_its_batch_kept(whole, tmp_path):
-    run_one(FAULTY, "nan:2", whole / "tiny.yaml", f"train.run_dir={tmp_path / 'run'}")
+    run_one(FAULTS, '{"nan": [2]}', "train", whole / "tiny.yaml", f"train.run_dir={tmp_path / 'run'}")
     found = rows(tmp_path / "run")
     assert [row["policy/skipped_steps"] for row in found] == [0, 1, 0, 0]
     assert [row["policy/nonfinite_in_a_row"] for row in found] == [0, 1, 0, 0]
@@ -257,7 +249,7 @@ def test_one_update_that_is_not_finite_is_skipped_and_its_batch_kept(whole, tmp_
 
 def test_too_many_of_them_end_the_run_and_it_resumes_from_before(whole, train, tmp_path):
     limit = "train.max_lost_steps=2"
-    said = faulty("nan:2,3,4", whole / "tiny.yaml", tmp_path / "run", limit)
+    said = faulty('{"nan": [2, 3, 4]}', whole / "tiny.yaml", tmp_path / "run", limit)
     assert "TrainingError: updates of 2 steps in a row were not finite" in said
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
     kept = tmp_path / "run/nonfinite"

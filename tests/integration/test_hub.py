@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 import yaml
 
 from tests.helpers.hub_server import Hub, Repository, serving
-from tests.helpers.mpi import ROOT, rank_environment, run_ranks
+from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import assert_same_checkpoint, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -96,20 +94,3 @@ def test_commands_and_tools_take_names(hub: tuple[Hub, Path], tmp_path: Path) ->
     ):
         run(served, cache, *command)
     assert len(served.fetched("/model.safetensors")) == 1
-
-
-def test_what_cannot_be_fetched_is_one_line_and_exit_code_2(hub: tuple[Hub, Path], tmp_path: Path) -> None:
-    served, config = hub
-    told = "model.path = 'lab/none': is no path here, and http://127.0.0.1:"
-    code, said = run(served, tmp_path / "cache", "train", config, "model.path=lab/none", ranks=2, check=False)
-    assert code == 2 and said.count(told) == 1 and "Traceback" not in said, said
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_process_of_its_own_reads_the_environment(hub: tuple[Hub, Path], tmp_path: Path) -> None:
-    served, config = hub
-    env = rank_environment() | environment(served, tmp_path / "cache")
-    command = [sys.executable, "-m", "megatron_tlt", "check", "--fetch", str(config)]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, len(served.fetched("/model.safetensors"))) == (0, 1), done.stderr
-    assert list((tmp_path / "cache/models--lab--tiny/snapshots").iterdir())

@@ -36,12 +36,6 @@ LOOK = """() => ({
   loaded: performance.getEntriesByType('resource').map(e => e.name).filter(name => !name.startsWith('data:')),
   text: document.body.innerText,
 })"""
-USE = """async () => {
-  const refused = () => getComputedStyle(document.querySelector('article .refused')).display;
-  const hidden = refused();
-  document.getElementById('refused').click();
-  return { hidden, visible: refused(), markup: document.querySelectorAll('pre b, pre i').length };
-}"""
 
 
 def look(page: Path, width: int, charts: int) -> str:
@@ -64,21 +58,6 @@ def made(tmp_path: Path, run: Path) -> Path:
 def test_a_run_loads_and_is_whole(tmp_path, width):
     page = made(tmp_path, write_run(tmp_path / "run", ranks=3, steps=6))
     look(page, width, 6)
-
-
-@pytest.mark.nightly
-def test_refused_drafts_are_shown_on_demand(tmp_path):
-    assert PROGRAM is not None
-    page = made(tmp_path, write_run(tmp_path / "run", ranks=3, steps=3, pace=2.0))
-    found = run_in_page(PROGRAM, page, 1280, USE)
-    assert (found["hidden"], found["visible"], found["markup"]) == ("none", "inline", 0)
-
-
-@pytest.mark.nightly
-def test_a_run_in_progress_with_nothing_extra(tmp_path):
-    bare = {"speculation": False, "idle_training": False, "evals": False, "samples": False}
-    a = write_run(tmp_path / "plain", steps=2, num_steps=9, pace=2.0, **bare)
-    assert "2 of 9 steps" in look(made(tmp_path, a), 500, 5)
 
 
 @pytest.mark.nightly

@@ -1,5 +1,6 @@
 """The rollout cache: a run killed in the middle of a rollout and resumed is the uninterrupted one, bit for bit."""
 
+import json
 import shutil
 import signal
 import stat
@@ -13,7 +14,7 @@ from tests.helpers.runs import TLT_ON, assert_same_checkpoint, copy_run, rows, w
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 LAST = "checkpoints/step-000004"
 NOW = "checkpoint.asynchronous=false"  # so that a step's checkpoint is there when the next one begins
-KILLER = "tests/integration/workers/train_killed.py"
+FAULTS = "tests/integration/workers/faults.py"
 
 
 def train(config, ranks, *overrides):
@@ -22,8 +23,8 @@ def train(config, ranks, *overrides):
 
 def killed(config, run_dir, rank, step, responses, *overrides):
     """A run on two ranks, of which `rank` dies when it has cached so many responses of `step`."""
-    arguments = [config, rank, step, responses, f"train.run_dir={run_dir}", *overrides]
-    done = run_ranks(2, KILLER, *map(str, arguments), check=False)
+    arguments = [json.dumps({"cached": [rank, step, responses]}), "train", str(config), f"train.run_dir={run_dir}"]
+    done = run_ranks(2, FAULTS, *arguments, *overrides, check=False)
     assert done.returncode != 0, done.stdout
     return run_dir
 
@@ -56,8 +57,9 @@ def dead(one, tmp_path):
 
     def die(step, responses, *overrides):
         run_dir = tmp_path / "run"
-        arguments = (one / "tiny.yaml", 0, step, responses, f"train.run_dir={run_dir}", *overrides)
-        code, output = run_one(KILLER, *arguments, check=False)
+        fault = json.dumps({"cached": [0, step, responses]})
+        arguments = (fault, "train", one / "tiny.yaml", f"train.run_dir={run_dir}", *overrides)
+        code, output = run_one(FAULTS, *arguments, check=False)
         assert code == -signal.SIGKILL, output
         return run_dir
 
@@ -130,18 +132,6 @@ def test_two_ranks_and_one_read_what_the_other_has_cached(one, dead, tmp_path):
     train(config, 2, f"train.run_dir={again}", pulling)
     assert 9 <= reused(again)[3] < 32
     assert_same_checkpoint(two / LAST, again / LAST)
-
-
-@pytest.mark.nightly
-def test_a_tensor_parallel_engine_reads_the_cache_as_one_for_a_context_parallel_actor(tmp_path):
-    steps = {"num_steps": 2, "prompts_per_step": 8, "run_dir": str(tmp_path / "run")}
-    rollout = {"samples_per_prompt": 4, "max_tokens": 16, "tp": 2}
-    config = write_config(tmp_path, rollout=rollout, train=steps, eval={"every": 0}, actor={"cp": 2})
-    train(config, 2)
-    run_dir = killed(config, tmp_path / "killed", 0, 2, 9, NOW)
-    train(config, 2, f"train.run_dir={run_dir}")
-    assert reused(run_dir)[2] == 9
-    assert_same_checkpoint(tmp_path / "run/checkpoints/step-000002", run_dir / "checkpoints/step-000002")
 
 
 ON_TWO = {

@@ -14,7 +14,7 @@ from tests.helpers.runs import assert_same_checkpoint, rows, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
-WORKER = "tests/integration/workers/train_fault.py"
+FAULTS = "tests/integration/workers/faults.py"
 STEPS = 7
 LAST = f"checkpoints/step-{STEPS:06d}"
 # Rank 0 too: it holds the store and the board.
@@ -30,10 +30,15 @@ def train(config, run_dir, *overrides):
     return run_ranks(2, ["-m", "megatron_tlt"], *arguments).stdout
 
 
+def fault_in(*where):
+    """A fault of the worker: rank, phase, steps done, kind."""
+    return json.dumps({"phase": where})
+
+
 def train_with_fault(config, run_dir, fault, *overrides):
-    """Two ranks; `fault` as in the worker's `Fault`."""
-    arguments = [json.dumps(fault), "train", str(config), f"train.run_dir={run_dir}", *overrides]
-    return run_ranks(2, WORKER, *arguments, check=False, timeout=290)
+    """Two ranks."""
+    arguments = [fault, "train", str(config), f"train.run_dir={run_dir}", *overrides]
+    return run_ranks(2, FAULTS, *arguments, check=False, timeout=290)
 
 
 def status(run_dir, *options):
@@ -76,7 +81,7 @@ def test_a_rank_killed_in_any_phase_is_named_and_a_resumed_run_equals_an_uninter
     """Each start goes on from where the one before was killed."""
     run_dir, config = whole / f"killed-in-{kills[0][1]}-{len(kills)}", whole / "tiny.yaml"
     for rank, phase, step in kills:
-        fault = {"rank": rank, "phase": phase, "step": step, "kind": "SIGKILL"}
+        fault = fault_in(rank, phase, step, "SIGKILL")
         done = train_with_fault(config, run_dir, fault)
         assert done.returncode != 0, fault
         found = [
@@ -108,7 +113,7 @@ def test_a_rank_killed_in_any_phase_is_named_and_a_resumed_run_equals_an_uninter
 def test_a_job_that_hangs_ends_with_the_stacks_of_all_ranks(whole, kind, rank, phase, frame):
     """Named by its watchdog, or, if others wait for it in a collective, by the collective's timeout."""
     run_dir = whole / f"hangs-{kind}"
-    fault = {"rank": rank, "phase": phase, "step": 1, "kind": kind}
+    fault = fault_in(rank, phase, 1, kind)
     hang_s = 20 if phase == "idle" else 90
     limits = (f"watchdog.hang_s={hang_s}", "distributed.timeout_s=10")
     started = time.monotonic()
@@ -138,8 +143,7 @@ def test_stacks_asked_for_in_a_running_job_change_nothing(whole):
     """By a storm of signals into computing, MPI, gloo and sleeping ranks."""
     run_dir = whole / "asked"
     release = whole / "asked.release"  # until then it is still there
-    fault = {"rank": 0, "phase": "score", "step": 2, "kind": str(release)}
-    command = [*launcher(2), str(ROOT / WORKER), json.dumps(fault), "train"]
+    command = [*launcher(2), str(ROOT / FAULTS), fault_in(0, "score", 2, str(release)), "train"]
     command += [str(whole / "tiny.yaml"), f"train.run_dir={run_dir}"]
     env = rank_environment()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

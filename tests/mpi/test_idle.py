@@ -14,7 +14,7 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("ranks", SCENARIOS)
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.nightly)])
 def test_windows(ranks):
     """The checks are in the worker's scenarios."""
     out = run_ranks(ranks, WORKER, *SCENARIOS[ranks], timeout=200).stdout

@@ -29,11 +29,15 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # fields of the model, o
 }
 
 
-def test_the_estimate_bounds_what_is_allocated(tmp_path):
-    arguments = str(tmp_path), json.dumps(list(CASES.values()))
+FEW = ["full recompute", "adapters", "cp"]
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param([*CASES], marks=pytest.mark.nightly)])
+def test_the_estimate_bounds_what_is_allocated(tmp_path, names):
+    arguments = str(tmp_path), json.dumps([CASES[name] for name in names])
     found = results(run_ranks(2, "tests/mpi/workers/memory_estimate.py", *arguments).stdout)
     wrong = {}
-    for name, result in zip(CASES, found, strict=True):
+    for name, result in zip(names, found, strict=True):
         for rank, made in enumerate(result["ranks"]):
             for part, counted in made["counted"].items():
                 ratio = made["estimate"][part] / counted

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from megatron_tlt.actor.build import PolicyModel
-from megatron_tlt.actor.context_parallel import _lower_right
 from megatron_tlt.actor.microbatch import MicroBatch, RowLayout, pack_micro_batches
 from tests.mpi.workers.actor_common import sequences, shortened
 
@@ -59,18 +55,3 @@ def test_transformer_engine_gets_whole_sequences_without_gaps():
         assert int(bounds[-1]) == 2 * len(batch.input_ids[0]) and packing.max_seqlen_q == int(bounds.diff().max())
     plain = pack_micro_batches(sequences(3), 200, RowLayout(CPU, "thd"))[0]
     assert plain.packing.cu_seqlens_q_padded is None and plain.own is None
-
-
-def test_masks_go_with_the_forward_that_made_them():
-    """A rank has all micro-batches of an update at once; the memory plan counts the masks of one."""
-    model = PolicyModel.__new__(PolicyModel)
-    model._inv_freq, model.megatron_config = torch.ones(4), SimpleNamespace(params_dtype=torch.float32)
-    model.collector, batch = None, of_ranks(2)[0][0]
-
-    def layers(*_args, packed_seq_params):
-        _lower_right(packed_seq_params, torch.zeros(1), 2, 4)
-        return packed_seq_params
-
-    made = [model.forward(layers, batch).masks for _ in range(2)]
-    assert [list(masks) for masks in made] == [[(2, 4)]] * 2 and made[0] is not made[1]
-    assert not batch.packing.masks

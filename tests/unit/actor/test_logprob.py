@@ -35,19 +35,6 @@ def test_equals_the_textbook(temperature: float, chunk: int, monkeypatch: pytest
     torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_gradient_without_entropy_and_of_entropy_alone() -> None:
-    torch.manual_seed(1)
-    logits = torch.randn(5, 9, requires_grad=True)
-    labels = torch.randint(0, 9, (5,))
-    shard = VocabShard.of_rank(9, 0, 1, None)
-    for index in (0, 1):
-        found = token_statistics(logits, labels, shard, 0.9, with_entropy=True)[index]
-        assert found is not None
-        (gradient,) = torch.autograd.grad(found.sum(), logits)
-        (expected,) = torch.autograd.grad(textbook(logits, labels, 0.9)[index].sum(), logits)
-        torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
-
-
 def test_padding_columns_do_not_exist() -> None:
     logits = torch.randn(4, 8, requires_grad=True)
     labels = torch.tensor([0, 1, 2, 4])

@@ -164,17 +164,17 @@ def test_layers_with_experts_have_their_norm_apart(gpu: None) -> None:
     assert layer.submodules.mlp.params == {"place": 0, "recompute": True}
 
 
-def test_one_replica_has_nothing_to_overlap(gpu: None) -> None:
-    _, ddp, _, _ = resolved("grpo-qwen2.5-0.5b-1n1g")
-    assert "overlap_grad_reduce" not in ddp
-
-
 def test_a_cpu_gets_what_it_got() -> None:
     """No overlap and no fusion that CUDA has: quickstart's weights are the same bits as before."""
     transformer, ddp, _, _ = resolved("grpo-qwen3-8b-1n8g", "distributed.device=cpu")
     fused = {n for n, v in transformer.items() if "fusion" in n and v}
     assert fused == {"gradient_accumulation_fusion"}
     assert set(ddp) == {"grad_reduce_in_fp32"}
+
+
+def test_one_replica_has_nothing_to_overlap(gpu: None) -> None:
+    _, ddp, _, _ = resolved("grpo-qwen2.5-0.5b-1n1g")
+    assert "overlap_grad_reduce" not in ddp
 
 
 def test_micro_batches_of_all_lengths_read_one_table_of_rotations() -> None:

@@ -1,7 +1,5 @@
 """Which checkpoint a start loads, and its messages about those that it refuses."""
 
-import logging
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,20 +16,6 @@ WORLD = SimpleNamespace(
     broadcast_object=lambda value: value,
     all_gather_object=lambda value: [value],
 )
-
-
-def test_a_refusal_names_the_checkpoint_before_it(monkeypatch, caplog):
-    monkeypatch.setattr(resume, "_candidates", lambda _: [Path("step-2"), Path("step-1")])
-    monkeypatch.setattr(resume, "_problem", lambda _, path: f"{path} is damaged")
-    with (
-        caplog.at_level(logging.WARNING),
-        pytest.raises(CheckpointError, match=r"checkpoint\.resume=never starts anew"),
-    ):
-        resume.find_checkpoint(WORLD, Path("run"), "auto")
-    assert [record.getMessage() for record in caplog.records] == [
-        "REFUSED: step-2 is damaged. Falling back to the checkpoint before it.",
-        "REFUSED: step-1 is damaged. There is none before it.",
-    ]
 
 
 DAMAGE = {

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.cli.main import main
-from megatron_tlt.cli.simulate import parse_modes, parse_sweep
-from megatron_tlt.errors import ConfigError
 from tests.helpers.sim import few_steps  # noqa: F401
 
 SMALL = ["workload.steps=1", "workload.prompts_per_step=64", "workload.lengths.median=200", "cluster.nodes=1"]
@@ -51,13 +49,3 @@ def test_a_simulation_is_printed_and_written(tmp_path, capsys):
 def test_mistakes_are_named(arguments, said, capsys):
     assert main(["simulate", *arguments]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_modes_and_sweeps():
-    assert parse_modes("off, tlt") == ["off", "tlt"]
-    assert parse_sweep(None) == [] and parse_sweep("nodes=16,1,16") == [1, 16]
-    with pytest.raises(ConfigError):
-        parse_modes("off,off")
-    for text in ("nodes=", "nodes=0", "nodes=1,x"):
-        with pytest.raises(ConfigError):
-            parse_sweep(text)

@@ -46,16 +46,3 @@ def test_watching_ends_with_the_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(watch.time, "sleep", sleep)
     assert main(["watch", str(folder)]) == 0
     assert len(looks) == 3 and "finished" in capsys.readouterr().out
-
-
-def test_a_finished_run_without_heartbeats_is_over_and_an_unfinished_one_may_go_on(tmp_path):
-    assert watch.view(write_run(tmp_path / "done", steps=2))[1]
-    assert not watch.view(write_run(tmp_path / "begun", steps=2, num_steps=5))[1]
-
-
-def test_ranks_left_out_are_shown_by_another_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(watch, "_RANKS", 1)
-    folder = write_run(tmp_path / "r")
-    beat(folder)
-    assert main(["watch", str(folder), "--once"]) == 0
-    assert f"and 1 more (megatron-tlt status --all {folder})" in capsys.readouterr().out

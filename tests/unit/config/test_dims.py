@@ -25,13 +25,6 @@ def test_order_is_megatrons_tensor_fastest_pipeline_slowest():
     assert [dims.coordinates(r).pp for r in range(8)] == [0] * 4 + [1] * 4
 
 
-def test_replicas_partition_the_world():
-    dims = Dims.fit(16, tp=2, pp=2, cp=2)
-    ranks = sorted(r for dp in range(dims.dp) for r in dims.replica_ranks(dp))
-    assert ranks == list(range(16))
-    assert dims.pipeline_ranks(3) == [3, 11]
-
-
 @pytest.mark.parametrize(("world", "tp", "pp"), [(6, 4, 1), (2, 2, 2), (3, 2, 1)])
 def test_a_grid_that_does_not_fit_names_the_sizes(world, tp, pp):
     with pytest.raises(ConfigError, match=rf"number of ranks \({world}\)"):

@@ -89,21 +89,6 @@ def test_recipes_roll_out_in_vllm(path):
     assert "no effect with vllm: algorithm.importance_cap" in render_check(vllm, None, ranks)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=label)
-def test_recipe_names_match_their_contents(path):
-    config = load_config(path)
-    algorithm, *model, size = path.stem.removesuffix("-trtllm").removesuffix("-lora").split("-")
-    assert path.stem.endswith("-trtllm") == (config.rollout.backend == "trtllm")
-    assert path.stem.endswith("-lora") == (config.actor.lora is not None)
-    assert config.algorithm.name == algorithm
-    assert size == f"{config.cluster.nodes}n{config.cluster.ranks_per_node}g"
-    if model[-1].endswith("k"):
-        assert config.model.max_context == 1024 * int(model.pop()[:-1])
-    assert (path.parent.parent / "models" / f"{'-'.join(model)}.yaml").exists()
-    assert config.model.architecture is not None
-    assert config.train.run_dir == f"runs/{path.stem}"
-
-
 def test_the_generated_page_is_fresh():
     page = (ROOT / "docs" / "reference" / "config.md").read_text()
     assert page == render(), "docs/reference/config.md is stale: run `make docs`"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_tlt.data.dataset_files import choose_files, read_dataset_files
+from megatron_tlt.data.dataset_files import choose_files
 from megatron_tlt.errors import DataError
 
 
@@ -73,30 +72,3 @@ def parquet(rows: list[dict[str, Any]]) -> bytes:
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
     return buffer.getvalue()
-
-
-FIRST, SECOND = {"q": "a, b", "n": 1}, {"q": "c", "n": 2}
-
-
-@pytest.mark.parametrize(
-    ("suffix", "files"),
-    [
-        ("parquet", [parquet([FIRST]), parquet([SECOND])]),
-        ("jsonl", [json.dumps(FIRST).encode() + b"\n\n", json.dumps(SECOND).encode()]),
-        ("json", [json.dumps([FIRST, SECOND]).encode()]),
-        ("csv", [b'q,n\n"a, b",1\n', b"q,n\nc,2\n"]),
-    ],
-)
-def test_files_of_every_format_are_joined_in_order(tmp_path: Path, suffix: str, files: list[bytes]) -> None:
-    for number, data in enumerate(files):
-        (tmp_path / f"train-{number}.{suffix}").write_bytes(data)
-    assert [dict(row) for row in read_dataset_files(tmp_path, None, None, ())[0]] == [FIRST, SECOND]
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    (tmp_path / "train.parquet").write_bytes(b"junk")
-    with pytest.raises(DataError, match=r"train\.parquet: not a Parquet file"):
-        read_dataset_files(tmp_path, None, None, ())
-    (tmp_path / "train.csv").write_bytes(b"q\na\n")
-    with pytest.raises(DataError, match=r"train.csv and train.parquet, which may"):
-        read_dataset_files(tmp_path, None, None, ())

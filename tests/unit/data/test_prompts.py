@@ -14,12 +14,10 @@ import pyarrow.parquet
 import pytest
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig, TaskConfig
-from megatron_tlt.data import sources
 from megatron_tlt.data.chat import with_system
-from megatron_tlt.data.json_files import read_json
-from megatron_tlt.data.prompts import EnvPrompts, build_prompts, source_problems
+from megatron_tlt.data.prompts import EnvPrompts, build_prompts
 from megatron_tlt.data.sources import Row
-from megatron_tlt.errors import ConfigError, DataError
+from megatron_tlt.errors import DataError
 from megatron_tlt.models.decoders.keys import request_key
 from megatron_tlt.types import Prompt
 
@@ -205,32 +203,6 @@ def test_a_held_out_file_is_gone_through_once(tmp_path: Path, ten: PromptSourceC
         build_prompts(section.model_copy(update={"max_prompt_tokens": 2}), "eval", Letters(), 0)
 
 
-def test_too_long_prompts_are_dropped(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * n} for n in (3, 50, 5, 60)])
-    prompts = stream(source, max_prompt_tokens=10)
-    batch = prompts.next_batch(6)
-    assert {len(p.text) for p in batch} == {3, 5}
-    assert [p.prompt_id for p in batch] == list(range(6))
-    with pytest.raises(DataError, match="max_prompt_tokens = 2"):
-        stream(source, max_prompt_tokens=2).next_batch(1)
-    with pytest.raises(DataError, match="max_prompt_tokens = 2"):
-        stream(TASKS, max_prompt_tokens=2).next_batch(1)
-
-
-def test_chat_template_and_system_prompt(ten: PromptSourceConfig) -> None:
-    letters = Letters()
-
-    def text(tokenizer: Letters, **section: Any) -> str:
-        return letters.decode(stream(ten, tokenizer=tokenizer, **section).next_batch(1)[0].token_ids)
-
-    assert text(letters).startswith("u:q")
-    assert text(letters, system_prompt="Be brief.").startswith("s:Be brief. u:q")
-    assert text(letters, chat_template=False).startswith("q")
-    assert text(Plain()).startswith("q")
-    with pytest.raises(ConfigError, match=r"data\.system_prompt"):
-        text(Plain(), system_prompt="Be brief.")
-
-
 SAY = [{"role": "user", "content": "hi", "name": None}]
 EARLIER = [{"role": "user", "content": "ho"}, {"role": "assistant", "content": "yes?"}]
 TURNS = [{"role": "system", "content": "S"}, *EARLIER, *SAY]
@@ -288,7 +260,6 @@ BAD_LINES = [
         '{"prompt": "a"}\n{"promt": "b"}\n',
         r"bad\.jsonl:2: no field 'prompt'; there are 'promt'$",
     ),
-    ('{"prompt": {"a": 1}}\n', r"field 'prompt' must be a string or a list of chat messages, found dict"),
     ('{"prompt": [1]}\n', r"bad\.jsonl:1: field 'prompt': message 0 must have a role \(system, user"),
     ('{"prompt": [{"role": "user", "content": [1]}]}\n', r"message 0 has a part of type .int. in content: only"),
     ('{"prompt": [{"role": "system", "content": "a"}]}\n', r"field 'prompt': no message of a user"),
@@ -308,17 +279,7 @@ def test_errors_name_file_and_line(tmp_path: Path, content: str, message: str) -
         stream(PromptSourceConfig(kind="jsonl", path=str(tmp_path / "bad.jsonl")))
 
 
-@pytest.mark.parametrize("line", [b'{"prompt": "\xff"}', b"\x00\x01", b"\xff\xfe\x00\x00", b"[" * 100_000])
-def test_binary_lines_are_a_problem_with_field_file_and_line(tmp_path: Path, line: bytes) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(b'{"prompt": "a"}\n' + line + b"\n")
-    (problem,) = source_problems(PromptSourceConfig(kind="jsonl", path=str(path)), "data.eval")
-    assert (problem.path, problem.value) == ("data.eval.path", str(path))
-    assert problem.allowed.startswith(f"{path}:2: not a JSON object")
-
-
 def test_other_bad_sources(tmp_path: Path, ten: PromptSourceConfig) -> None:
-    (tmp_path / "junk.parquet").write_text("junk")
     pyarrow.parquet.write_table(pyarrow.table({"prompts": ["q"]}), tmp_path / "typo.parquet")
     (tmp_path / "empty").mkdir()
     datasets.DatasetDict({"test": datasets.Dataset.from_dict({"prompt": ["q"]})}).save_to_disk(
@@ -327,8 +288,6 @@ def test_other_bad_sources(tmp_path: Path, ten: PromptSourceConfig) -> None:
     cases = [
         ("jsonl", "missing.jsonl", "no such file"),
         ("jsonl", "empty", "is a directory"),
-        ("parquet", "missing.parquet", "no such file"),
-        ("parquet", "junk.parquet", "not a Parquet file"),
         ("parquet", "typo.parquet", "typo.parquet:0: no field 'prompt'; there are 'prompts'"),
         ("hf", "missing", "no such directory"),
         ("hf", "empty", "no split 'train'; there are: none"),
@@ -339,14 +298,3 @@ def test_other_bad_sources(tmp_path: Path, ten: PromptSourceConfig) -> None:
             stream(PromptSourceConfig(kind=kind, path=str(tmp_path / name)))
     with pytest.raises(DataError, match=r"answer field 'anwser'.*'answer'"):
         stream(ten.model_copy(update={"answer_field": "anwser"}))
-
-
-def test_a_file_is_read_once_until_it_changes(tmp_path, monkeypatch):
-    path, reads = tmp_path / "a.jsonl", []
-    monkeypatch.setattr(sources, "read_json", lambda *a, **k: reads.append(a) or read_json(*a, **k))
-    config = PromptSourceConfig(kind="jsonl", path=str(path))
-    for text, count in (("one", 1), ("one", 1), ("three", 2)):
-        if not path.exists() or text not in path.read_text():
-            path.write_text(json.dumps({"prompt": text}))
-        assert sources.open_file(config, path).row(0).prompt == text
-        assert len(reads) == count

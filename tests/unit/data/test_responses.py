@@ -51,23 +51,6 @@ def test_texts_messages_and_ids_are_the_same_response(tmp_path, tokenizer):
     assert [t.prompt_id for t in found] == list(range(6))
 
 
-def test_a_tool_in_a_conversation_is_given(tmp_path, tokenizer):
-    texts = {"user": "1 + 2", "assistant": "call", "tool": "3"}
-    messages = [{"role": role, "content": text} for role, text in texts.items()]
-    (found,) = read(tmp_path / "r.jsonl", [{"messages": [*messages, {"role": "assistant", "content": "3"}]}], tokenizer)
-    drawn = found.token_ids[found.response_start :][found.drawn].tolist()
-    end = [*tokenizer.eos_token_ids[:1]]
-    assert drawn == [*tokenizer.encode("call"), *end, *tokenizer.encode("3"), *end]
-
-
-def test_the_prompts_column_and_the_template_are_settings(tmp_path, tokenizer):
-    rows = [{"question": {"text": "1 + 2"}, "response": "3"}]
-    train = {"prompt_field": "question.text"}
-    data = {"train": train, "chat_template": False}
-    (found,) = read(tmp_path / "r.jsonl", rows, tokenizer, data=data)
-    assert found.token_ids[: found.response_start].tolist() == tokenizer.encode("1 + 2")
-
-
 def test_the_last_responses_are_taken_of_a_run_by_step_without_torn_lines(tmp_path, tokenizer):
     folder = tmp_path / "responses"
     folder.mkdir()
@@ -106,3 +89,12 @@ def test_a_wrong_row_is_named(tmp_path, tokenizer, row, says):
 def test_a_run_without_responses_says_what_writes_them(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"observe\.save_responses=true"):
         read_responses(config(), tmp_path, tokenizer, VOCAB, 3)
+
+
+def test_a_tool_in_a_conversation_is_given(tmp_path, tokenizer):
+    texts = {"user": "1 + 2", "assistant": "call", "tool": "3"}
+    messages = [{"role": role, "content": text} for role, text in texts.items()]
+    (found,) = read(tmp_path / "r.jsonl", [{"messages": [*messages, {"role": "assistant", "content": "3"}]}], tokenizer)
+    drawn = found.token_ids[found.response_start :][found.drawn].tolist()
+    end = [*tokenizer.eos_token_ids[:1]]
+    assert drawn == [*tokenizer.encode("call"), *end, *tokenizer.encode("3"), *end]

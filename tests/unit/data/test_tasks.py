@@ -24,6 +24,7 @@ def test_an_item_is_a_function_of_seed_and_index() -> None:
     assert [two.row(i) for i in reversed(indices)] == forward[::-1]
 
 
+@pytest.mark.nightly  # its imports take seconds
 def test_items_are_the_same_in_another_process() -> None:
     code = (
         "from megatron_tlt.config.data import TaskConfig; from megatron_tlt.data.tasks import TaskSource; "

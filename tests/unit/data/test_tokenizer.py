@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_tlt.data.detokenizer import IncrementalDecoder
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.errors import CheckpointError, DataError
+from megatron_tlt.errors import CheckpointError
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -41,21 +41,6 @@ def test_round_trip_without_special_tokens(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.decode([*ids, *tokenizer.eos_token_ids]) == TEXT
     assert tokenizer.vocab_size == 256 + 4
-
-
-def test_chat_is_open_for_the_answer(tmp_path: Path) -> None:
-    tokenizer = HFTokenizer(save(tmp_path))
-    assert tokenizer.has_chat_template
-    user, end, assistant = (tokenizer.encode(t)[0] for t in ("<|user|>", "<|end|>", "<|assistant|>"))
-    assert tokenizer.encode_chat("hi") == [user, *tokenizer.encode("hi"), end, assistant]
-    system = tokenizer.encode("<|system|>")[0]
-    assert tokenizer.encode_chat("hi", "S")[:3] == [system, *tokenizer.encode("S"), end]
-    chat = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "hi"})
-    said = [user, *tokenizer.encode("a"), end, assistant, *tokenizer.encode("b"), end]
-    assert tokenizer.encode_chat(chat) == [*said, *tokenizer.encode_chat("hi")]
-    refusing = HFTokenizer(save(tmp_path / "refusing", template="{{ raise_exception('roles must alternate') }}"))
-    with pytest.raises(DataError, match="refuses messages of user, assistant, user: roles must alternate"):
-        refusing.encode_chat(chat)
 
 
 def test_eos_ids_come_from_the_generation_config_then_the_tokenizer(tmp_path: Path) -> None:

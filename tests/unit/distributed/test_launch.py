@@ -5,6 +5,7 @@ from megatron_tlt.distributed.launch import Launch, detect_launch
 MPICH = {"PMI_SIZE": "4", "PMI_RANK": "2", "MPI_LOCALRANKID": "2"}
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
+SHELL = STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 BATCH = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291"}
 
 
@@ -17,6 +18,10 @@ BATCH = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "429
         (STEP, Launch("srun", 4, 3, 1)),
         (STEP | {"PMI_SIZE": "4", "PMI_RANK": "3"}, Launch("srun", 4, 3, 1)),
         (BATCH, Launch("none", 1, 0, 0)),
+        # The shells of salloc and of adopted processes start one process; `mpirun` in `srun --pty bash` counts.
+        (SHELL | {"SLURM_STEP_ID": "4294967290"}, Launch("none", 1, 0, 0)),
+        (SHELL | {"SLURM_STEP_ID": "4294967292"}, Launch("none", 1, 0, 0)),
+        (SHELL | OPEN_MPI, Launch("mpiexec (Open MPI)", 8, 5, 1)),
         # mpiexec inside a batch script counts more than the job.
         (STEP | {"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "2", "PMI_RANK": "1"}, Launch("mpiexec", 2, 1, None)),
     ],

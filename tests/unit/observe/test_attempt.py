@@ -14,10 +14,3 @@ def test_each_note_is_a_file_that_holds_the_last_number(tmp_path, monkeypatch):
         "checkpoint": "6\n",
         "exit": "75\n",
     }
-
-
-def test_without_a_batch_script_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.chdir(tmp_path)
-    note_exit(1)
-    assert list(tmp_path.iterdir()) == []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from megatron_tlt.observe.curves import drafting_shares, parked_spans, thinned
+from megatron_tlt.observe.curves import parked_spans, thinned
 from megatron_tlt.types import EngineStats
 
 
@@ -28,23 +26,3 @@ def test_the_longest_waits_are_kept_in_order_and_polls_of_one_wait_are_one():
     assert [seconds for _, seconds in found] == pytest.approx([2 + 0.01 * number for number in range(40, 100)])
     assert found[1][0] - found[0][0] == pytest.approx(10.0, abs=0.1)
     assert stats.parked_seconds == pytest.approx(sum(2 + 0.01 * number for number in range(100)) - 0.1)
-
-
-def naive_shares(switches, first, last, parts, grid=20000):
-    """Looked up at many moments."""
-    hits = [0] * parts
-    for i in range(grid):
-        at = first + (last - first) * (i + 0.5) / grid
-        drafts = [value for moment, value in switches if moment <= at]
-        hits[i * parts // grid] += bool(drafts and drafts[-1])
-    return [n * parts / grid for n in hits]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_shares_are_those_of_a_naive_count(seed):
-    draw = random.Random(seed)
-    moments = sorted(draw.uniform(-1.0, 11.0) for _ in range(13))
-    switches = [(at, index % 2 == 0) for index, at in enumerate(moments)]
-    assert drafting_shares(switches, 0.0, 10.0, 8) == pytest.approx(
-        naive_shares(switches, 0.0, 10.0, 8), abs=0.02
-    )

@@ -1,4 +1,5 @@
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,39 +40,18 @@ def test_tensorboard_gets_scalars(tmp_path):
     assert [e.value for e in events.Scalars("reward/mean")] == [0.25]
 
 
-def test_missing_wandb_is_a_clear_error(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (problem,) = wandb_problems("p")
-    assert str(problem).startswith("observe.wandb_project = 'p': needs the package wandb")
-    assert wandb_problems(None) == []
-
-
-def test_wandb_continues_its_run(tmp_path, monkeypatch):
+def test_wandb_continues_its_run_and_has_a_row_a_turn(tmp_path, monkeypatch):
     calls = []
+    run = SimpleNamespace(id="abc", define_metric=lambda *_, **__: None, log=calls.append, finish=lambda: None)
 
-    class Run:
-        id = "abc"
+    def init(**given):
+        calls.append({"resumed": given["id"]})
+        return run
 
-        def define_metric(self, *args, **kwargs):
-            calls.append(("define", args))
+    def table(columns, data):
+        return [dict(zip(columns, row, strict=True)) for row in data]
 
-        def log(self, row):
-            calls.append(("log", row))
-
-        def finish(self):
-            calls.append(("finish", None))
-
-    class Wandb:
-        @staticmethod
-        def init(**kwargs):
-            calls.append(("init", kwargs["id"]))
-            return Run()
-
-        @staticmethod
-        def Table(columns, data):
-            return [dict(zip(columns, row, strict=True)) for row in data]
-
-    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Table=table))
     for start in (0, 1):
         logger = MetricsLogger(tmp_path, ObserveSection(wandb_project="p", tensorboard=False), 0, start)
         logger.log(start + 1, {"a": 1.0})
@@ -79,12 +59,16 @@ def test_wandb_continues_its_run(tmp_path, monkeypatch):
         turns.append({"response": "2"})
         logger.log_samples(start + 1, [{"response": "2", "reward": 1.0, "turns": turns}, {"response": "x"}])
         logger.close()
-    (table, *_) = [row["samples"] for what, row in calls if what == "log" and "samples" in row]
-    of_turn = [(row["turn"], row["turn_response"], row["calls"], row["turn_observation"]) for row in table]
+    (first, *_) = [row["samples"] for row in calls if "samples" in row]
+    of_turn = [(row["turn"], row["turn_response"], row["calls"], row["turn_observation"]) for row in first]
     assert of_turn == [(1, "f", '[{"name": "f"}]', "2"), (2, "2", None, None), (1, "x", None, None)]
-    assert [(row["reward"], row["turn_reward"], row["turn_seconds"]) for row in table[:2]] == [
-        (1.0, 0.5, 0.1),
-        (1.0, None, None),
-    ]
-    assert [value for what, value in calls if what == "init"] == [None, "abc"]
-    assert ("log", {"step": 2, "a": 1.0}) in calls
+    assert [(row["reward"], row["turn_reward"]) for row in first[:2]] == [(1.0, 0.5), (1.0, None)]
+    assert [row["resumed"] for row in calls if "resumed" in row] == [None, "abc"]
+    assert {"step": 2, "a": 1.0} in calls
+
+
+def test_missing_wandb_is_a_clear_error(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = wandb_problems("p")
+    assert str(problem).startswith("observe.wandb_project = 'p': needs the package wandb")
+    assert wandb_problems(None) == []

@@ -7,8 +7,6 @@ import random
 from megatron_tlt.observe.rollouts import (
     digests,
     rank_row,
-    response_rows,
-    sample_rows,
     step_row,
 )
 from megatron_tlt.types import EngineStats, Prompt, RewardResult, Sample, SampleGroup, SpeculationStats
@@ -55,14 +53,6 @@ def test_digests_see_every_token_reward_and_place():
     one, two = groups[0].samples[:2]
     one.token_ids, two.token_ids = two.token_ids, one.token_ids
     assert digests(groups)[0] != responses
-
-
-def test_rows_of_trajectories_have_their_turns():
-    groups = some_groups(1)
-    turns = [{"response": "a", "observation": "b"}, {"response": "c"}]
-    for rows in (sample_rows(groups, 2, None, lambda _: turns), list(response_rows(groups, lambda _: turns))):
-        assert [row["turns"] for row in rows] == [turns] * len(rows) and rows[0]["env_failure"] is None
-    assert "turns" not in sample_rows(groups, 2)[0]
 
 
 def test_speculation_is_summed_over_ranks():

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.observe.events import events_path, read_events
+from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.runfiles import read_run
 from megatron_tlt.observe.timeline import write_timeline
 from tests.helpers.synthetic_run import write_run
@@ -77,21 +77,3 @@ def test_steps_can_be_chosen(tmp_path):
     with pytest.raises(ConfigError, match=r"--steps = '7, 8': must be among the run's steps: 1 to 5"):
         write_timeline(read_run(folder), tmp_path / "t.json.gz", steps={7, 8})
     write_timeline(read_run(folder), tmp_path / "t.json.gz", steps={6})  # may have begun
-
-
-def test_torn_logs_are_named_and_unreadable_ones_are_an_error(tmp_path):
-    folder = write_run(
-        tmp_path / "r", steps=2, num_steps=5, speculation=False, idle_training=False, evals=False
-    )
-    with events_path(folder, 0).open("a") as file:
-        file.write('{"ts": 12')
-    run = read_run(folder)
-    write_timeline(run, tmp_path / "t.json.gz")
-    check(read(tmp_path / "t.json.gz"))
-    last = len(events_path(folder, 0).read_text().splitlines())
-    assert run.warnings == [f"{events_path(folder, 0)}: skipped 1 line that cannot be read: {last}"]
-    for rank in range(2):
-        events_path(folder, rank).write_bytes(b"\x00\xff\n{}\n")
-    with pytest.raises(ConfigError, match=r"no event could be read: .*rank-00000.*skipped 2 lines"):
-        write_timeline(read_run(folder), tmp_path / "none.json.gz")
-    assert not (tmp_path / "none.json.gz").exists()

@@ -107,18 +107,6 @@ def test_a_failed_environment_is_tried_again(tmp_path: Path) -> None:
     assert not (tmp_path / "step").exists()
 
 
-def test_a_disk_error_ends_writing_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("")  # in place of a directory
-    writer = ResponseWriter(1 << 20)
-    writer.begin(tmp_path / "file/step/replica.jsonl", KEY)
-    with caplog.at_level("WARNING"):
-        for _ in range(3):
-            writer.add(RESPONSES[0], 0)
-        writer.end()
-    assert len(caplog.records) == 1 and "rollout cache is off" in caplog.text
-    assert writer.has_failed
-
-
 # -- the cache ----------------------------------------------------------------------------------------------
 
 

@@ -5,43 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-import signal
-import stat
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_tlt.errors import RunDirectoryError
-from megatron_tlt.resilience.run_lock import LOCK, RunLock, lock_run_dir
-
-HOLDER = (
-    "import sys, time; from megatron_tlt.resilience.run_lock import RunLock; "
-    "lock = RunLock(sys.argv[1]); lock.acquire(); print('held', flush=True); time.sleep(600)"
-)
-
-
-def test_a_second_job_is_refused_by_name_until_the_first_is_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            with pytest.raises(RunDirectoryError, match=rf"in use by process {process.pid} on \S+, job 17: wait"):
-                RunLock(tmp_path).acquire()
-            process.send_signal(number)
-    for _ in range(2):
-        lock = RunLock(tmp_path)
-        lock.acquire()
-        lock.release()
-        lock.release()
-    assert (tmp_path / LOCK).read_bytes() == b""
-    assert stat.S_IMODE((tmp_path / LOCK).stat().st_mode) == 0o600
+from megatron_tlt.resilience.run_lock import RunLock, lock_run_dir
 
 
 def test_a_file_system_without_flock_costs_a_warning(

@@ -135,15 +135,6 @@ def test_other_ranks_see_a_second_signal_and_a_nearer_deadline_within_the_echo(c
     assert store["shutdown"] == lines
 
 
-def test_ranks_of_one_engine_drop_together_or_not_at_all(clock):
-    others = [0]
-    stop, _ = make(clock, max_over_engine=lambda mine: max(mine, *others))
-    stop.check_rollout()
-    others[0] = 1
-    with pytest.raises(RolloutInterrupted):
-        stop.check_rollout()
-
-
 def test_interruptible_returns_responses_or_that_there_are_none(clock):
     stop, signals = make(clock)
     seen = []

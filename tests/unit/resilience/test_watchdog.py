@@ -123,23 +123,9 @@ def test_the_first_to_die_is_named_even_if_the_watchdog_slept_through_it(tmp_pat
     assert read_status(tmp_path).end.ranks == [first]
 
 
-def test_a_death_is_found_on_a_kernel_without_pidfds(tmp_path, monkeypatch):
-    def missing(pid):
-        raise OSError("no such system call")
-
-    monkeypatch.setattr(os, "pidfd_open", missing)
-    with ranks_of(tmp_path, POLLS) as ranks:
-        watchdog = watchdog_of(tmp_path, ranks)
-        ranks[0].kill()
-        ranks[0].wait()
-        watchdog.run()
-    assert read_status(tmp_path).end.ranks == [0]
-
-
 HANGS = {
     "gil": "while True: ctypes.PyDLL(None).sleep(600)",  # no thread of the rank could notice
     "stopped": "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)",
-    "lock": "threading.Event().wait()",
 }
 
 
@@ -178,3 +164,16 @@ def test_a_suspended_job_does_not_hang(tmp_path):
     hours = iter(range(0, 10**9, 3600))
     status, codes = watch(tmp_path, "time.sleep(0.5); " + DONE, hang_s=60.0, clock=lambda: next(hours))
     assert (codes, status.condition) == ([0], "finished")
+
+
+def test_a_death_is_found_on_a_kernel_without_pidfds(tmp_path, monkeypatch):
+    def missing(pid):
+        raise OSError("no such system call")
+
+    monkeypatch.setattr(os, "pidfd_open", missing)
+    with ranks_of(tmp_path, POLLS) as ranks:
+        watchdog = watchdog_of(tmp_path, ranks)
+        ranks[0].kill()
+        ranks[0].wait()
+        watchdog.run()
+    assert read_status(tmp_path).end.ranks == [0]

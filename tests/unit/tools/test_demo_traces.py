@@ -12,11 +12,6 @@ def examples() -> list[demo_traces.Example]:
     return list(demo_traces.generate(400, seed=3))
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_demo_policy.build_tokenizer()
-
-
 @pytest.mark.parametrize(
     ("expression", "scratchpad", "answer"),
     [
@@ -29,14 +24,6 @@ def test_a_sum_is_worked_column_by_column_units_first(expression, scratchpad, an
     assert demo_traces.sum_trace(expression) == (scratchpad, answer)
 
 
-def test_every_task_of_the_mix_is_drawn_near_its_weight(examples):
-    counts = {
-        spec.label: sum(e.task == spec.label for e in examples) / len(examples) for spec in demo_traces.MIX
-    }
-    assert sum(spec.weight for spec in demo_traces.MIX) == pytest.approx(1.0)
-    assert all(abs(counts[spec.label] - spec.weight) < 0.08 for spec in demo_traces.MIX), counts
-
-
 def test_every_trace_satisfies_its_verifier_and_a_wrong_answer_does_not(examples):
     datasets = {spec.label: demo_traces.open_dataset(spec, 0, 1) for spec in demo_traces.MIX}
     for example in examples:
@@ -47,29 +34,8 @@ def test_every_trace_satisfies_its_verifier_and_a_wrong_answer_does_not(examples
         assert not demo_traces.is_correct(dataset, example.completion.replace("</answer>", ""), example.entry)
 
 
-def test_the_same_seed_gives_the_same_examples_and_another_seed_others():
-    first, again, other = (list(demo_traces.generate(50, seed)) for seed in (5, 5, 6))
-    assert first == again
-    assert {e.prompt for e in first} != {e.prompt for e in other}
-
-
 def test_a_model_is_written_over_only_where_it_is_asked_for(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SystemExit, match="2"):
         make_demo_policy.main(["--moe", "--out", str(tmp_path)])
     assert "exists: --overwrite replaces it" in capsys.readouterr().err
-
-
-def test_digits_are_single_tokens_and_any_text_survives(tokenizer):
-    assert tokenizer.tokenize("12345") == list("12345")
-    text = "Zwölf + 12 — 'naïve', ['1']\n<answer>7</answer>"
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-    assert len(tokenizer) <= make_demo_policy.VOCAB_SIZE
-
-
-def test_answer_lengths_have_a_heavy_tail(tokenizer, examples):
-    lengths = sorted(len(tokenizer.encode(e.completion)) + 1 for e in examples)
-    median, p95 = lengths[len(lengths) // 2], lengths[int(0.95 * len(lengths))]
-    assert p95 >= 4 * median
-    assert 20 <= median <= 60
-    assert lengths[-1] <= 512

@@ -12,15 +12,9 @@ def row(drafted=400, accepted=200, rows=100):
     return {f"engine/spec_{name}": float(value) for name, value in names.items()}
 
 
-BAD = {
-    "no drafted token": row(accepted=0),
-    "every drafted token": row(accepted=400),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_it_warns_once_after_a_window_and_again_when_it_comes_back(what):
-    monitor, bad, good = AcceptanceMonitor(), BAD[what], row()
+@pytest.mark.parametrize(("accepted", "what"), [(0, "no drafted token"), (400, "every drafted token")])
+def test_it_warns_once_after_a_window_and_again_when_it_comes_back(accepted, what):
+    monitor, bad, good = AcceptanceMonitor(), row(accepted=accepted), row()
     for _ in range(4):
         assert monitor.check(bad) == []
     (warning,) = monitor.check(bad)

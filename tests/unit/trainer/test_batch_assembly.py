@@ -146,57 +146,61 @@ def test_responses_without_a_gradient_are_counted_and_not_trained_on(name):
     assert table.metrics()["rollout/samples"] == 12
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-@pytest.mark.parametrize("kl", [{}, {"kl_coef": 0.5, "kl_in": "reward"}])
-def test_given_tokens_are_positions_and_nothing_else(name, kl):
-    """Responses with two given tokens behind the first drawn one: whatever is not theirs is as without them."""
+EVERY = [(name, kl) for name in sorted(ALGORITHMS) for kl in ({}, {"kl_coef": 0.5, "kl_in": "reward"})]
+
+
+def built(groups, name, has_logprobs=False, **section):
+    """Figures and batch of groups. Log-probs are functions of the token, the policy's and the reference's differ."""
 
     def logprobs(sequences, temperature, which):
         tokens = [s.trajectory.token_ids[s.trajectory.response_start :] for s in sequences]
         return [ids * (-0.1 if which == "policy" else -0.3) for ids in tokens]
 
-    def built(groups):
-        algorithm = build_algorithm(AlgorithmSection(name=name, mini_batches=2, **kl), max_tokens=8)
-        table, batch = assembled(algorithm, groups, logprobs, has_logprobs=False)
-        return table.metrics(), batch
+    algorithm = build_algorithm(AlgorithmSection(name=name, **section), max_tokens=8)
+    table, batch = assembled(algorithm, groups, logprobs, has_logprobs=has_logprobs)
+    return table.metrics(), batch
 
+
+def assert_same_where_drawn(plain, batch):
+    """Every sequence of `batch` is that of `plain` but for given tokens, which have neither loss nor log-probs."""
+    assert batch.denominators == plain.denominators
+    for single, sequence in zip(chain(*plain.mini_batches), chain(*batch.mini_batches), strict=True):
+        drawn = sequence.trajectory.drawn
+        assert not sequence.loss_mask[~drawn].any() and not sequence.trajectory.logprobs[~drawn].any()
+        assert sequence.weight == single.weight and np.array_equal(sequence.advantages[drawn], single.advantages)
+        assert np.array_equal(sequence.loss_mask[drawn], single.loss_mask)
+        assert np.array_equal(sequence.trajectory.logprobs[drawn], single.trajectory.logprobs)
+        assert sequence.trajectory.sample_index == single.trajectory.sample_index
+
+
+@pytest.mark.parametrize(("name", "kl"), EVERY)
+def test_given_tokens_are_positions_and_nothing_else(name, kl):
+    """Responses with two given tokens behind the first drawn one: whatever is not theirs is as without them."""
     longer = make_groups()
     for sample in (sample for group in longer for sample in group.samples):
         sample.token_ids[1:1], sample.logprobs[1:1] = [900, 901], [0.0, 0.0]
         sample.given = ((1, 3),)
-    (metrics, plain), (also, batch) = built(make_groups()), built(longer)
-    assert also == metrics and batch.denominators == plain.denominators and batch.metrics == plain.metrics
-    pairs = zip(chain(*plain.mini_batches), chain(*batch.mini_batches), strict=True)
-    for single, sequence in pairs:
-        drawn = sequence.trajectory.drawn
-        assert not sequence.loss_mask[~drawn].any() and not sequence.trajectory.logprobs[~drawn].any()
-        assert single.trajectory.drawn.all() and single.loss_mask.all() and sequence.weight == single.weight
-        for field, values in vars_of(sequence).items():
-            assert np.array_equal(values[drawn], vars_of(single)[field]), field
+    (metrics, plain), (also, batch) = (built(of, name, mini_batches=2, **kl) for of in (make_groups(), longer))
+    assert also == metrics and batch.metrics == plain.metrics
+    assert all(s.trajectory.drawn.all() and s.loss_mask.all() for s in chain(*plain.mini_batches))
+    assert_same_where_drawn(plain, batch)
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-@pytest.mark.parametrize("kl", [{}, {"kl_coef": 0.5, "kl_in": "reward"}])
+@pytest.mark.parametrize(("name", "kl"), EVERY)
 def test_tokens_of_earlier_policies_have_no_loss_and_count_for_everything_else(name, kl):
     """The first response of each group waited, the others' first tokens are older."""
-
-    def logprobs(sequences, temperature, which):
-        tokens = [s.trajectory.token_ids[s.trajectory.response_start :] for s in sequences]
-        return [ids * (-0.1 if which == "policy" else -0.3) for ids in tokens]
-
-    def built(groups, masked):
-        section = AlgorithmSection(name=name, mini_batches=2, mask_off_policy=masked, **kl)
-        table, batch = assembled(build_algorithm(section, max_tokens=8), groups, logprobs)
-        return table.metrics() | {"update/skipped_tokens": 0, "update/skipped_share": 0}, batch
-
     groups = make_groups()
     for sample in (sample for group in groups for sample in group.samples):
         if sample.sample_index == 0:
             sample.policy_version = 2
         elif len(sample.token_ids) > 1:
             sample.earlier = ((2, 1),)
-    (metrics, plain), (also, batch) = built(groups, False), built(groups, True)
-    assert also == metrics and batch.denominators == plain.denominators and batch.metrics == plain.metrics
+    (metrics, plain), (also, batch) = (
+        built(groups, name, has_logprobs=True, mini_batches=2, mask_off_policy=masked, **kl) for masked in (False, True)
+    )
+    skipped = {"update/skipped_tokens": 0, "update/skipped_share": 0}
+    assert also | skipped == metrics | skipped
+    assert batch.denominators == plain.denominators and batch.metrics == plain.metrics
     left = {(s.trajectory.prompt_id, s.trajectory.sample_index): s for s in chain(*batch.mini_batches)}
     assert not kl or len(left) == 12, "the KL of all tokens is part of the rewards"
     for sequence in chain(*plain.mini_batches):
@@ -211,45 +215,23 @@ def test_tokens_of_earlier_policies_have_no_loss_and_count_for_everything_else(n
     assert not left
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
-@pytest.mark.parametrize("kl", [{}, {"kl_coef": 0.5, "kl_in": "reward"}])
+@pytest.mark.parametrize(("name", "kl"), EVERY)
 def test_an_aborted_response_counts_for_nothing(name, kl):
     """Groups with one aborted response each, of a great reward, and all of one: the others are as without them."""
-
-    def logprobs(sequences, temperature, which):
-        tokens = [s.trajectory.token_ids[s.trajectory.response_start :] for s in sequences]
-        return [ids * (-0.1 if which == "policy" else -0.3) for ids in tokens]
-
-    def built(groups):
-        algorithm = build_algorithm(AlgorithmSection(name=name, **kl), max_tokens=8)
-        table, batch = assembled(algorithm, groups, logprobs, has_logprobs=False)
-        return {n: v for n, v in table.metrics().items() if n.startswith("reward/")}, batch
-
-    more = make_groups(4)
+    more, without = make_groups(4), make_groups(4)
     for group in more:
         group.samples.append(Sample(group.prompt.prompt_id, 3, [1, 2], [-0.5] * 2, "", "abort", 3, failure="timeout"))
         group.rewards.append(RewardResult(100.0, True))
     for sample in more[0].samples:
         sample.finish_reason = "abort"
-    without = make_groups(4)
     without[0].samples, without[0].rewards = [], []
-    (metrics, plain), (also, batch) = built(without), built(more)
-    assert also == metrics and batch.denominators == plain.denominators
-    assert {n: v for n, v in batch.metrics.items() if n != "loss/masked_samples"} == pytest.approx(
-        {n: v for n, v in plain.metrics.items() if n != "loss/masked_samples"}
-    )
-    pairs = list(zip(chain(*plain.mini_batches), chain(*batch.mini_batches), strict=True))
-    assert len(pairs) == 9
-    for one, other in pairs:
-        assert one.trajectory.sample_index == other.trajectory.sample_index and one.weight == other.weight
-        for field, values in vars_of(one).items():
-            assert np.array_equal(values, vars_of(other)[field]), field
-
-
-def vars_of(sequence):
-    """Arrays of one value a response token."""
-    values = {"logprobs": sequence.trajectory.logprobs}
-    return values | {name: getattr(sequence, name) for name in ("advantages", "loss_mask")}
+    (metrics, plain), (also, batch) = (built(of, name, **kl) for of in (without, more))
+    rewards = [{n: v for n, v in of.items() if n.startswith("reward/")} for of in (metrics, also)]
+    assert rewards[0] == rewards[1] != {}
+    for n in plain.metrics.keys() - {"loss/masked_samples"}:
+        assert batch.metrics[n] == pytest.approx(plain.metrics[n])
+    assert sum(map(len, batch.mini_batches)) == 9
+    assert_same_where_drawn(plain, batch)
 
 
 @pytest.mark.parametrize("losses", [{}, {"load_balancing_loss": 0.01}, {"router_z_loss": 0.01}])
@@ -294,12 +276,18 @@ def sent(history_responses, tokens):
     return world.sent, history
 
 
-def test_only_tokens_that_a_history_keeps_go_to_every_rank():
+def test_what_every_rank_sends_to_every_other_grows_with_the_tokens_that_a_history_keeps_only():
     few, many = (sent(0, tokens)[0] for tokens in (50, 5000))
-    assert many <= few + 2 * 24  # a length may take two bytes more
-    assert few / 24 < 120
-    kept, everything = sent(2, 5000)[0], 4 * 6 * 4 * 5000
-    assert kept < everything / 3 + 24 * 120 + 1000
+    assert many <= few + 2 * 24 and few / 24 < 120  # a length may take two bytes more
+    assert sent(2, 5000)[0] < 4 * 6 * 4 * 5000 / 3 + 24 * 120 + 1000
+    sizes = []
+    for tokens in (50, 5000):  # the table of samples, and the row of a rank
+        world, groups = Metered(), scored(tokens)
+        algorithm = build_algorithm(AlgorithmSection(name="grpo"), max_tokens=8)
+        BatchAssembler(world, policy_of(), algorithm, temperature=1.0).exchange(groups)
+        world.all_gather_object(rank_row(EngineStats(), groups))
+        sizes.append(world.sent)
+    assert sizes[1] <= sizes[0] + 100 and sizes[0] < 24 * 100 + 1000
 
 
 @pytest.mark.parametrize("most", [0, 2, 8])
@@ -312,19 +300,6 @@ def test_a_history_is_the_same_as_from_all_tokens(most):
         found, wanted = history.of(name), whole.of(name)
         assert [a.token_ids.tolist() for a in found] == [a.token_ids.tolist() for a in wanted]
         assert len(wanted) == min(most, 6)
-
-
-def test_the_table_and_the_row_of_a_step_do_not_grow_with_tokens():
-    """What every rank sends to every other beside `share_responses`: rows of samples, statistics of a rank."""
-    sizes = []
-    for tokens in (50, 5000):
-        world, groups = Metered(), scored(tokens)
-        algorithm = build_algorithm(AlgorithmSection(name="grpo"), max_tokens=8)
-        BatchAssembler(world, policy_of(), algorithm, temperature=1.0).exchange(groups)
-        world.all_gather_object(rank_row(EngineStats(), groups))
-        sizes.append(world.sent)
-    assert sizes[1] <= sizes[0] + 100
-    assert sizes[0] < 24 * 100 + 1000
 
 
 def test_a_response_crosses_in_eight_bytes_a_token_and_its_experts_in_one_each():

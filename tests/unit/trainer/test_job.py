@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
-from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.errors import CheckpointError
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.job import Job
 
@@ -121,11 +120,3 @@ def test_a_state_that_is_not_good_is_not_saved(tmp_path, capsys):
     assert job.run() and job.checkpoints.state is None
     assert "count SIGTERM: the step is done; not good" in capsys.readouterr().out
     assert job.ended == [(False, "ended by a signal after step 3 of 4; not good; the next start begins anew")]
-
-
-def test_a_refused_checkpoint_leaves_no_record_of_the_configuration(tmp_path):
-    with pytest.raises(ConfigError, match=r"checkpoint\.resume = 'auto': too far"):
-        Counting(tmp_path, Kept({"count": 5}), Signals()).run()
-    assert not (tmp_path / "config.json").exists()
-    Counting(tmp_path, Kept(), Signals()).run()
-    assert json.loads((tmp_path / "config.json").read_text())["model"]["path"] == "m"

@@ -14,7 +14,6 @@ from megatron_tlt.drafters.checkpoint import save_drafter
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf.config import ModelConfig
-from megatron_tlt.models.hf.files import INDEX
 from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.trainer.preflight import (
     check_report,
@@ -89,28 +88,20 @@ def test_what_two_checks_find_is_said_once():
 EAGLE = ModelConfig("qwen3", 64, 32, 2, 2, 1, 16, 48, qk_norm=True, max_position_embeddings=256)
 
 
-def with_drafter(folder, **speculation) -> Config:
-    spec = {"drafter": "eagle", "drafter_path": str(folder / "drafter"), **speculation}
-    save_hf(folder / "model", EAGLE, random_weights(EAGLE))
-    save_letters(folder / "model")
+def starting_from(folder, speculation=None, **model) -> Config:
+    """A run of a model in several shards."""
+    if not (folder / "model").exists():
+        save_hf(folder / "model", EAGLE, random_weights(EAGLE), max_shard_bytes=16 << 10)
+        save_letters(folder / "model")
     return make(
-        model={"path": str(folder / "model"), "max_context": 256},
+        model={"path": str(folder / "model"), "max_context": 256, **model},
         data={"train": {"tasks": [{"name": "chain_sum"}]}, "max_prompt_tokens": 128},
-        rollout={"speculation": spec, "max_tokens": 128},
+        rollout={"max_tokens": 128, "speculation": speculation or {}},
     )
 
 
-def test_a_drafter_that_is_not_there_is_missing(tmp_path):
-    config = with_drafter(tmp_path)
-    assert [(p.path, p.value) for p in missing_files(config)] == [
-        ("rollout.speculation.drafter_path", str(tmp_path / "drafter"))
-    ]
-    assert "not on this machine: rollout.speculation.drafter_path" in check_report(config, 1)
-    assert missing_files(with_drafter(tmp_path, drafter="suffix")) == []
-
-
 def test_a_drafter_of_another_policy_is_found_before_a_run(tmp_path):
-    config = with_drafter(tmp_path)
+    config = starting_from(tmp_path, {"drafter": "eagle", "drafter_path": str(tmp_path / "drafter")})
     save_drafter(tmp_path / "drafter", EagleConfig.of(EAGLE), random_drafter(EAGLE))
     assert missing_files(config) == []
     assert "Ranks: 1" in check_report(config, 1)
@@ -124,7 +115,7 @@ def test_a_drafter_of_another_policy_is_found_before_a_run(tmp_path):
 
 
 def test_a_model_without_a_tokenizer_is_found_before_a_run(tmp_path):
-    config = with_drafter(tmp_path, drafter="suffix")
+    config = starting_from(tmp_path)
     remove_tokenizer(tmp_path / "model")
     assert [p.path for p in tokenizer_problems(config)] == ["model.path"]
     (tmp_path / "tokenizer").mkdir()
@@ -135,32 +126,16 @@ def test_a_model_without_a_tokenizer_is_found_before_a_run(tmp_path):
     assert tokenizer_problems(config) == []
 
 
-def starting_from(folder, **model) -> Config:
-    """A run of a model in several shards."""
-    if not (folder / "model").exists():
-        save_hf(folder / "model", EAGLE, random_weights(EAGLE), max_shard_bytes=16 << 10)
-        save_letters(folder / "model")
-    return make(
-        model={"path": str(folder / "model"), "max_context": 256, **model},
-        data={"train": {"tasks": [{"name": "chain_sum"}]}, "max_prompt_tokens": 128},
-        rollout={"max_tokens": 128},
-    )
-
-
 def test_missing_and_truncated_shards_are_found_before_a_run(tmp_path):
     config = starting_from(tmp_path)
     assert "Ranks: 1" in check_report(config, 1)
     shard = sorted((tmp_path / "model").glob("*.safetensors"))[1]
     content = shard.read_bytes()
-    for size in (len(content) - 1, 20, 3):
-        shard.write_bytes(content[:size])
-        with pytest.raises(ConfigError, match=rf"^model\.path = .*{shard.name} is truncated"):
-            check_report(config, 1)
+    shard.write_bytes(content[:-1])
+    with pytest.raises(ConfigError, match=rf"^model\.path = .*{shard.name} is truncated"):
+        check_report(config, 1)
     shard.unlink()
     with pytest.raises(ConfigError, match=rf"^model\.path = .*index\.json names .* missing: {shard.name}$"):
-        check_report(config, 1)
-    (tmp_path / "model" / INDEX).unlink()
-    with pytest.raises(ConfigError, match=r"model\.path = .*has neither model\.safetensors nor"):
         check_report(config, 1)
     sft = {"train_path": "no.jsonl", "out": "o", "tokens_per_step": 4096}
     tree = {"model": config.model.model_dump(exclude_none=True), "sft": sft}
@@ -195,32 +170,11 @@ def fine_tuning(folder, **sft) -> SftConfig:
     return SftConfig.model_validate({"model": model, "sft": sft})
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (b"{broken", "f:1: not a JSON object"),
-        (b"\xff{}", "f:1: not a JSON object"),
-        (b"\xff\xfe", "f: is UTF-16 text"),
-        (b"", "no records"),
-        (b'{"prompt": "a", "completion": "b"}\n{"prompt": "a"}', "f:2: field 'completion' must be a string"),
-    ],
-)
-def test_records_of_a_fine_tuning_are_read_before_a_run(tmp_path, text, problem):
-    (tmp_path / "f").write_bytes(text)
+def test_records_of_a_fine_tuning_are_read_before_a_run(tmp_path):
+    (tmp_path / "f").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}')
     for field in ("train_path", "eval_path"):
-        with pytest.raises(ConfigError, match=rf"^sft\.{field} = .*{problem}"):
+        with pytest.raises(ConfigError, match=rf"^sft\.{field} = .*f:2: field 'completion' must be a string"):
             check_report(fine_tuning(tmp_path, **{field: str(tmp_path / "f")}), 1)
-
-
-def test_a_model_whose_description_is_torn_is_found_with_the_other_problems(tmp_path):
-    config = with_drafter(tmp_path, drafter="suffix")
-    (tmp_path / "model/config.json").write_text('{"hidden')
-    remove_tokenizer(tmp_path / "model")
-    with pytest.raises(ConfigError) as caught:
-        check_report(config, 1)
-    torn, lacking = map(str, caught.value.problems)
-    assert torn.startswith("model.path = ") and "not valid JSON" in torn
-    assert lacking.startswith("model.path = ") and "tokenizer" in lacking
 
 
 def test_missing_files_are_named_by_their_fields():
@@ -236,18 +190,6 @@ def test_a_named_checkpoint_is_looked_at_before_a_run(tmp_path):
     (tmp_path / "step-000003").mkdir()
     with pytest.raises(ConfigError, match=r"^checkpoint\.resume = .*never completed"):
         check_report(config, 4)
-
-
-def test_a_run_directory_below_a_file_is_refused_and_nothing_is_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    for config in (
-        make(train={"run_dir": str(tmp_path / "file/run")}),
-        fine_tuning(tmp_path, out=str(tmp_path / "file/model")),
-    ):
-        with pytest.raises(ConfigError, match=rf"^(train\.run_dir|sft\.out) = .*{tmp_path}/file is not a directory$"):
-            check_report(config, 4)
-    assert "Ranks: 4" in check_report(make(train={"run_dir": str(tmp_path / "new/run")}), 4)
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_an_environment_without_vllm_is_named(monkeypatch, tmp_path):

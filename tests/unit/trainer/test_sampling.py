@@ -13,7 +13,7 @@ from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.data.prompt_queue import PromptQueues
-from megatron_tlt.errors import RewardError, TrainingError
+from megatron_tlt.errors import TrainingError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.carry_over import CarriedGroups
 from megatron_tlt.trainer.dynamic_sampling import Dropped, EmptySteps
@@ -169,13 +169,6 @@ def test_steps_without_a_mixed_group_are_counted_and_end_the_run(caplog: pytest.
         assert empty.look(1, 1, 0, Dropped(2, 8, 2.0, 1)) == {}, "of rank 0 alone: ranks' figures are added up"
         with pytest.raises(TrainingError, match=r"max_lost_steps = 1.*mean reward 0.25") if ends else nullcontext():
             empty.check()
-
-
-def test_a_rollout_of_which_nothing_was_judged_ends_the_run() -> None:
-    sampler = sampler_of(Ranks(), rounds=1)
-    sampler.rewards.failure = "f: no such luck"  # type: ignore[attr-defined]
-    with pytest.raises(RewardError, match="failed on every response of this rollout; one of them: f: no such luck"):
-        sampler.sample(4)
 
 
 def test_groups_are_scored_when_their_last_member_has_ended() -> None:

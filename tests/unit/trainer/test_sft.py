@@ -13,13 +13,6 @@ from tests.helpers.chat_models import DEMO_POLICY, chat_model
 from tests.helpers.fake_decoder import CharTokenizer
 
 
-class PlainTokenizer(CharTokenizer):
-    has_chat_template = False
-
-    def encode_chat(self, text):
-        raise AssertionError("there is no template")
-
-
 def read(path, tokenizer=None, max_context=10, **settings):
     sft = SftSection(train_path=str(path), out="", **{"chat_template": False, **settings})
     return read_records(sft, path, sft.train_split, tokenizer or CharTokenizer(), max_context)
@@ -39,13 +32,6 @@ def test_the_completion_and_the_end_are_learned(tmp_path):
     assert first.trajectory.token_ids.tolist() == [*tokenizer.encode("abcd"), 0]
     assert (first.trajectory.response_start, first.loss_mask.tolist()) == (2, [1.0, 1.0, 1.0])
     assert second.trajectory.token_ids.tolist() == [1, 0] and second.trajectory.prompt_id == 3  # the line
-
-
-def test_a_chat_template_is_used_where_there_is_one(tmp_path):
-    path = write(tmp_path / "r.jsonl", '{"prompt": "b", "completion": "c"}')
-    (chat,) = read(path, max_context=20, chat_template=True)
-    (plain,) = read(path, PlainTokenizer(), 20, chat_template=True)
-    assert (chat.trajectory.response_start, plain.trajectory.response_start) == (5, 1)
 
 
 def test_chat_messages_end_with_the_completion(tmp_path):
@@ -107,15 +93,6 @@ def test_a_conversation_that_cannot_be_learned_is_refused(tmp_path, record, mess
         read(write(tmp_path / "r.jsonl", json.dumps(record)), chat_template=True)
 
 
-def test_a_template_without_tools_is_named(tmp_path):
-    refuse = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
-    template = (DEMO_POLICY / "chat_template.jinja").read_text()
-    tokenizer = HFTokenizer(chat_model(tmp_path / "m", refuse + template))
-    path = write(tmp_path / "r.jsonl", json.dumps({"messages": [ASKED, CALL, OBSERVED, ANSWER]}))
-    with pytest.raises(DataError, match=r"r\.jsonl:1: .*no such message after one of the assistant"):
-        read(path, tokenizer, 200, chat_template=True)
-
-
 def test_a_split_of_a_data_set_with_columns_of_its_own_is_read(tmp_path):
     write(tmp_path / "train.jsonl", '{"q": "a", "r": "b"}')
     write(tmp_path / "test.jsonl", '{"q": "a", "r": "c"}')
@@ -125,20 +102,10 @@ def test_a_split_of_a_data_set_with_columns_of_its_own_is_read(tmp_path):
         assert sequence.trajectory.token_ids.tolist() == [*tokenizer.encode(text), 0]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "r.jsonl:2: not a JSON object"),
-        ("[]", "r.jsonl:2: expected a JSON object"),
-        ('{"prompt": "a"}', "r.jsonl:2: field 'completion' must be a string"),
-        ('{"prompt": "abcdefgh", "completion": "ab"}', "r.jsonl:2: 11 tokens, model.max_context allows 10"),
-    ],
-)
-def test_bad_records_are_named_by_line(tmp_path, line, message):
-    path = write(tmp_path / "r.jsonl", '{"prompt": "a", "completion": "b"}', line)
-    with pytest.raises(DataError) as caught:
-        read(path)
-    assert message in str(caught.value)
+def test_a_record_beyond_the_context_is_named_by_line(tmp_path):
+    lines = '{"prompt": "a", "completion": "b"}', '{"prompt": "abcdefgh", "completion": "ab"}'
+    with pytest.raises(DataError, match=r"r\.jsonl:2: 11 tokens, model\.max_context allows 10"):
+        read(write(tmp_path / "r.jsonl", *lines))
 
 
 def test_an_epoch_holds_every_record_once_within_the_token_budget(tmp_path):

@@ -12,11 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_tlt.actor.checkpoint_files import MANIFEST, Manifest, read_manifest, record_of
-from megatron_tlt.checkpoint.atomic import gib
+from megatron_tlt.actor.checkpoint_files import MANIFEST, Manifest, read_manifest
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.distributed.together import SingleProcess
-from megatron_tlt.errors import CheckpointError
 from tests.helpers.converted import make_model, naive_megatron, save_foreign
 from tests.helpers.mpi import ROOT
 
@@ -24,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import convert_hf_to_megatron
 import convert_megatron_to_hf
 import inspect_checkpoint
-from conversion import checksum_report, comparison_report, description
+from conversion import comparison_report
 from inspection import compare_weights, is_saved_again, open_checkpoint, weights_digest
 
 
@@ -57,26 +55,6 @@ def test_the_digest_is_the_weights_and_not_the_layout(place):
     foreign = open_checkpoint(place / "foreign", config=place / "hf")
     assert digest["hf"] == digest["mg"] == weights_digest(foreign)
     assert len(set(digest.values())) == 3
-
-
-def test_a_description_names_kind_layout_type_and_sizes(place):
-    text = description(open_checkpoint(place / "mg"))
-    for words in (
-        "converted Megatron checkpoint",
-        "qwen3, 3 layers, hidden 64",
-        "tp 1 x pp 1",
-        "fp32",
-        "torch_dist",
-    ):
-        assert words in text, text
-    assert "bf16" in description(open_checkpoint(place / "bf16"))
-    assert "Qwen3ForCausalLM" in description(open_checkpoint(place / "hf"))
-    record = record_of(place / "hf" / "model.safetensors")
-    assert f"model.safetensors  {gib(record.size)}  sha256 {record.sha256[:16]}" in checksum_report(
-        open_checkpoint(place / "hf")
-    )
-    with pytest.raises(CheckpointError, match="--config"):
-        open_checkpoint(place / "foreign")
 
 
 @pytest.mark.parametrize(
@@ -132,34 +110,6 @@ def test_the_same_weights_saved_again_are_found(place, tmp_path, capsys):
     assert inspect_checkpoint.main([str(moved), "--compare", str(first), "--quick"]) == 0
     assert "WARNING" not in capsys.readouterr().out
     assert inspect_checkpoint.main([str(first), "--compare", str(first), "--quick"]) == 0
-
-
-def test_the_other_checkpoint_is_refused_before_the_first_is_read(place, tmp_path, capsys, monkeypatch):
-    make_model("qwen2", tmp_path / "qwen2")
-    (tmp_path / "nothing").mkdir()
-
-    def read(*_):
-        raise AssertionError("the first checkpoint was read")
-
-    monkeypatch.setattr(inspect_checkpoint.command, "weights_digest", read)
-    for name, words in {
-        "not-here": "not-here does not exist",
-        "nothing": "nothing is no Megatron checkpoint",
-        "qwen2": "are of different models: family is 'qwen3', not 'qwen2'",
-    }.items():
-        assert inspect_checkpoint.main([str(place / "hf"), "--compare", str(tmp_path / name)]) == 2
-        said = capsys.readouterr()
-        assert words in said.err and not said.out
-
-
-def test_damage_is_found(place, tmp_path, capsys):
-    target = shutil.copytree(place / "mg", tmp_path / "mg")
-    shard = target / "release" / "__0_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    assert inspect_checkpoint.main([str(target)]) == 1
-    assert "__0_0.distcp was altered" in capsys.readouterr().err
 
 
 def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypatch):

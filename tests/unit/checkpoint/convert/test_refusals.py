@@ -64,45 +64,15 @@ def rewrite(directory, change):
     index.write_text(json.dumps({**content, "weight_map": kept | dict.fromkeys(tensors, file)}))
 
 
-def refused(error, *words):
-    """The plan for `hf` fails with all words."""
-
-    def check(directory, dtype=None):
-        with pytest.raises(error) as caught:
-            MegatronConversion.plan(directory, dtype)
-        assert all(word in str(caught.value) for word in words), caught.value
-
-    return check
-
-
-def test_tensors_that_would_be_lost_are_refused(hf):
-    rewrite(hf, lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)}))
-    refused(CheckpointError, "unexpected: model.extra.weight")(hf)
-    index = hf / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    del content["weight_map"]["model.extra.weight"]
-    index.write_text(json.dumps(content))
-    refused(CheckpointError, "the index does not give it", "model.extra.weight")(hf)
-
-
-def test_a_stored_head_of_a_tied_model_must_be_the_embedding(source, hf):
-    embedding = source[1].model.embed_tokens.weight.detach()
-    rewrite(hf, lambda tensors: tensors.update({"lm_head.weight": embedding.clone()}))
-    assert HfDir(hf).ignored == ["lm_head.weight"]
-    other = embedding.clone()
-    other[130, 95] += 1
-    rewrite(hf, lambda tensors: tensors.update({"lm_head.weight": other}))
-    refused(CheckpointError, "tie_word_embeddings", "lm_head.weight is not the embedding")(hf)
-
-
 def test_types_that_leave_a_choice_or_none(hf):
     rewrite(hf, lambda tensors: tensors.update({"model.norm.weight": torch.ones(96).half()}))
-    refused(
-        ConfigError, "--dtype", "must be given, fp32 or bf16: the weights are stored as float16, float32"
-    )(hf)
+    stored = "must be given, fp32 or bf16: the weights are stored as float16, float32"
+    with pytest.raises(ConfigError, match=f"--dtype.*{stored}"):
+        MegatronConversion.plan(hf, None)
     assert MegatronConversion.plan(hf, "fp32").dtype is torch.float32
     rewrite(hf, lambda tensors: tensors.update({"model.norm.weight": torch.ones(96).to(torch.int8)}))
-    refused(CheckpointError, "model.norm.weight is stored as I8")(hf, dtype="fp32")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is stored as I8"):
+        MegatronConversion.plan(hf, "fp32")
 
 
 # ---- Megatron checkpoints

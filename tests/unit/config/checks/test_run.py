@@ -20,6 +20,7 @@ SHAPE = ArchitectureConfig(
     head_dim=16,
     intermediate_size=192,
 )
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 BASE = {
     "model": {"path": "m", "max_context": 512},
     "rollout": {"max_tokens": 256, "max_running_requests": 64},
@@ -43,22 +44,8 @@ def test_context_parallelism_by_transformer_engines_version(version, is_taken):
     assert not list(check_cp(config, "cpu", None))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "wanted"),
-    [
-        (["rank=8"], set()),
-        (["targets=[q_proj,q_proj]"], {"targets"}),
-        (["rank=64"], {"rank"}),  # as wide as keys and values are
-    ],
-)
-def test_adapters_that_cannot_be_are_refused(overrides, wanted):
-    found = paths(*(f"actor.lora.{override}" for override in overrides))
-    assert found == {f"actor.lora.{name}" for name in wanted}
-
-
 def test_grouped_products_on_a_gpu_take_ranks_of_eight():
-    sparse = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    shape = SHAPE.model_copy(update=sparse)
+    shape = SHAPE.model_copy(update=EXPERTS | {"family": "qwen3_moe"})
     for overrides, device, is_taken in (
         (["rank=8"], "cuda", True),
         (["rank=4"], "cuda", False),
@@ -74,10 +61,8 @@ def test_a_good_configuration_has_no_problems():
     assert paths(f"{CARRY}=64", "rollout.stop=[x]") == set()
     assert paths(f"{CARRY}=64", "rollout.backend=vllm", "algorithm.mask_off_policy=true") == set()
     assert paths(f"{CARRY}=64", "algorithm.mask_off_policy=true", "algorithm.importance_cap=0") == set()
-    assert (
-        paths("actor.tp=2", "actor.pp=2", "rollout.tp=2", "actor.sequence_parallel=true", device="cpu")
-        == set()
-    )
+    assert paths("actor.tp=2", "actor.pp=2", "rollout.tp=2", "actor.sequence_parallel=true", device="cpu") == set()
+    assert paths(*DISTILL, "rewards.functions=[]", "rollout.samples_per_prompt=1") == set()
 
 
 @pytest.mark.parametrize(
@@ -90,13 +75,12 @@ def test_a_good_configuration_has_no_problems():
         (["actor.sequence_parallel=true"], "actor.sequence_parallel"),
         (["actor.cp=3"], "actor.tp * actor.pp * actor.cp"),
         (["actor.distributed_optimizer=on", "optimizer.name=sgd"], "actor.distributed_optimizer"),
+        (["actor.lora.targets=[q_proj,q_proj]"], "actor.lora.targets"),
+        (["actor.lora.rank=64"], "actor.lora.rank"),  # as wide as keys and values are
         (["cluster.nodes=2", "cluster.ranks_per_node=2", "actor.tp=4"], "actor.tp"),
         (["rollout.max_running_requests=4000"], "rollout.max_running_requests"),
         (["rollout.top_k=513"], "rollout.top_k"),
-        (
-            ["rollout.kv_cache_mib=1", "data.max_prompt_tokens=260", "model.max_context=600"],
-            "rollout.kv_cache_mib",
-        ),
+        (["rollout.kv_cache_mib=1", "data.max_prompt_tokens=260", "model.max_context=600"], "rollout.kv_cache_mib"),
         (["train.prompts_per_step=66"], "train.prompts_per_step"),
         (["train.prompts_per_step=64", "algorithm.mini_batches=3"], "train.prompts_per_step"),
         (
@@ -188,8 +172,7 @@ def test_every_check_fires(overrides, path):
     ],
 )
 def test_checks_of_experts(experts: int, overrides: list[str], path: str) -> None:
-    more = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    shape = SHAPE.model_copy(update=more if experts else {})
+    shape = SHAPE.model_copy(update=EXPERTS | {"num_experts": experts} if experts else {})
     config = build_config(BASE, overrides)
     assert path in {p.path for p in check_config(config, shape, 4)}
     fine = build_config(BASE, ["actor.ep=2", "actor.tp=2", "actor.sequence_parallel=true"] if experts else [])
@@ -202,11 +185,7 @@ def test_checks_of_experts(experts: int, overrides: list[str], path: str) -> Non
         ({"vocab_size": 500}, [], "has 500 rows of embedding, fewer than the policy's 512"),
         ({"num_kv_heads": 2}, ["actor.tp=4"], "actor.tp = 4 must divide the model's key/value heads 2"),
         ({"num_layers": 6}, ["actor.pp=4"], "actor.pp = 4 must divide the model's 6 layers"),
-        (
-            {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-            ["actor.tp=2"],
-            "actor.sequence_parallel = False must be true for a mixture of experts",
-        ),
+        (EXPERTS, ["actor.tp=2"], "actor.sequence_parallel = False must be true for a mixture of experts"),
     ],
 )
 def test_a_teacher_must_fit_vocabulary_and_layout(sizes, overrides, allowed):
@@ -219,13 +198,9 @@ def test_a_teacher_must_fit_vocabulary_and_layout(sizes, overrides, allowed):
         assert len(mine) == is_wrong and all(allowed in problem.allowed for problem in mine)
 
 
-def test_distillation_needs_neither_rewards_nor_a_group():
-    assert paths(*DISTILL, "rewards.functions=[]", "rollout.samples_per_prompt=1") == set()
-
-
 @pytest.mark.parametrize(("family", "wrong"), [("mixtral", True), ("qwen2_moe", True), ("qwen3_moe", False)])
 def test_vllm_hands_out_layers_of_one_family_with_experts(family: str, wrong: bool) -> None:
-    more = {"family": family, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    more = EXPERTS | {"family": family}
     given, at = ["rollout.backend=vllm", "idle.train_drafter=true"], "rollout.speculation.drafter"
     for kind in ("eagle", "eagle3"):
         found = check_config(build_config(BASE, [*given, f"{at}={kind}"]), SHAPE.model_copy(update=more), 4)
@@ -233,8 +208,7 @@ def test_vllm_hands_out_layers_of_one_family_with_experts(family: str, wrong: bo
 
 
 def test_dense_layers_are_compared_as_a_set() -> None:
-    more = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    there = SHAPE.model_copy(update={**more, "dense_layers": (0, 3)})
+    there = SHAPE.model_copy(update={**EXPERTS, "dense_layers": (0, 3)})
     for dense, is_wrong in (((3, 0), False), ((0,), True)):
         promised = there.model_copy(update={"dense_layers": dense})
         config = SimpleNamespace(model=SimpleNamespace(architecture=promised, path="m"))
@@ -243,10 +217,9 @@ def test_dense_layers_are_compared_as_a_set() -> None:
 
 
 def test_the_width_of_dense_layers_is_divided_where_there_are_some() -> None:
-    more = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 190}
     config = build_config(BASE, ["actor.tp=4", "actor.sequence_parallel=true", "rollout.tp=4"])
     for dense, wanted in (((), set()), ((1,), {"actor.tp", "rollout.tp"})):
-        shape = SHAPE.model_copy(update={**more, "dense_layers": dense})
+        shape = SHAPE.model_copy(update=EXPERTS | {"intermediate_size": 190, "dense_layers": dense})
         assert {p.path for p in check_config(config, shape, 4)} == wanted
 
 
@@ -280,9 +253,7 @@ def test_training_in_idle_time_needs_a_drafter_that_can_be_trained():
     assert paths(train, "rollout.speculation.drafter=eagle") == set()
     assert paths("rollout.speculation.drafter=eagle") == {"rollout.speculation.drafter_path"}
     alone = [train, "rollout.speculation.drafter=eagle"]
-    assert paths(*alone, ranks=1) == {
-        "rollout.speculation.drafter_path"
-    }  # no other rank: it would stay so
+    assert paths(*alone, ranks=1) == {"rollout.speculation.drafter_path"}  # no other rank: it would stay so
     assert paths(*alone, "rollout.speculation.drafter_path=d", ranks=1) == set()
     assert paths(*alone, "drafter.online.fp8=te", device="cpu") == {"drafter.online.fp8"}
     assert paths(*alone, "drafter.online.buffer_mib=0.01") == {"drafter.online.buffer_mib"}
