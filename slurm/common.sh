@@ -3,7 +3,7 @@
 # From the environment (sbatch passes it on):
 #   PYTHON      interpreter of the ranks (default: .venv of this repository; in a container: python3)
 #   MPI         srun's plugin: pmi2 (default) for the mpich wheel, pmix for most sites' own MPI; a wrong pair is refused
-#   CONTAINER   image for pyxis, e.g. nvcr.io#nvidia/pytorch:25.06-py3; MOUNTS: more mounts, SRC:DST[,SRC:DST...]
+#   CONTAINER   image for pyxis, built from ./Dockerfile; MOUNTS: more mounts, SRC:DST[,SRC:DST...]
 #   HF_HOME, TRITON_CACHE_DIR, VLLM_CACHE_ROOT   caches, mounted in a container, too (default: those below the home)
 #   IFACE       network interface between nodes (default: the one of the default route; lo on a single node)
 #   LOGS        where logs/ goes (default: the directory of submission)

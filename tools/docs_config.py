@@ -16,6 +16,8 @@ from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.config.schema import SYNONYMS, element_of, field_allowed, section_of
 from megatron_tlt.config.sim import SimConfig
 
+_HEAD = ("| setting | allowed | default | meaning |", "|---|---|---|---|")
+
 HEADER = """\
 # Configuration
 
@@ -28,7 +30,50 @@ data.train.tasks.0.weight=2`. Values are typed as in YAML 1.2: `true`/`false` ar
 text, `1e-6` is a number. A key may stand in a file once. An unknown key or a value out of range ends the
 command with every problem listed. `megatron-tlt check CONFIG` prints the place of
 each rank in the layout and its memory, with `--show-config` also the resolved file.
+
+A section begins with the settings that people change first, where it has more than a few. Of these a first run needs
+`model.path`, `data.train`, `rewards.functions`, `train.run_dir`, `train.num_steps`, `train.prompts_per_step`,
+`rollout.samples_per_prompt`, `rollout.max_tokens` and `optimizer.lr`; on GPUs also `distributed.device`.
 """
+
+# What people change first in a section, at most ten: names within it, also of the sections inside.
+FIRST = {
+    "actor": ("tp", "pp", "cp", "ep", "dtype", "micro_batch_tokens", "recompute", "offload_optimizer", "lora"),
+    "optimizer": ("lr", "schedule", "warmup_steps", "weight_decay"),
+    "rollout": (
+        "backend",
+        "tp",
+        "dtype",
+        "samples_per_prompt",
+        "temperature",
+        "max_tokens",
+        "max_running_requests",
+        "speculation.drafter",
+        "speculation.drafter_path",
+        "release_cache",
+    ),
+    "algorithm": (
+        "name",
+        "ratio_clip_low",
+        "ratio_clip_high",
+        "kl_coef",
+        "dynamic_sampling",
+        "mini_batches",
+        "mask_truncated",
+    ),
+    "data": (
+        "train.kind",
+        "train.path",
+        "train.prompt_field",
+        "train.answer_field",
+        "system_prompt",
+        "chat_template",
+        "max_prompt_tokens",
+    ),
+    "env": ("kind", "path", "params", "max_turns", "max_turn_tokens", "workers"),
+    "drafter": ("responses_path", "num_prompts", "num_steps", "lr", "online.lr", "online.buffer_mib"),
+    "sft": ("train_path", "eval_path", "out", "num_steps", "tokens_per_step"),
+}
 
 
 def render() -> str:
@@ -56,8 +101,7 @@ def _simulation() -> str:
     known = {name: field for name, field in SimConfig.model_fields.items() if name not in ("rollout", "idle")}
     lines = [
         "`rollout` and `idle` are as above.\n",
-        "| setting | allowed | default | meaning |",
-        "|---|---|---|---|",
+        *_HEAD,
     ]
     lines += [_row(name, field) for name, field in known.items() if section_of(field.annotation) is None]
     lines.append("")
@@ -78,13 +122,30 @@ def _models(root: type[BaseModel]) -> str:
     return "\n".join(_section(f"`{name}`", _must_section(field)) for name, field in root.model_fields.items())
 
 
+def field_at(model: type[BaseModel], path: str) -> FieldInfo:
+    """The field at `path`, such as `speculation.drafter`, below `model`. Raises KeyError where there is none."""
+    *above, name = path.split(".")
+    for section in above:
+        inner = section_of(model.model_fields[section].annotation)
+        if inner is None:
+            raise KeyError(path)
+        model = inner
+    return model.model_fields[name]
+
+
 def _section(heading: str, model: type[BaseModel], depth: int = 3) -> str:
     """A heading, the table of the section's own settings, then the sections inside, one a model class."""
     lines = [f"{'#' * depth} {heading}", "", _clean(model.__doc__), ""]
-    lines += ["| setting | allowed | default | meaning |", "|---|---|---|---|"]
+    first = FIRST.get(heading.strip("`"), ())
+    if first:
+        lines += ["Changed first:", "", *_HEAD]
+        lines += [_row(path, field_at(model, path)) for path in first]
+        lines += ["", "The others:", ""]
+    lines += _HEAD
     inner: dict[type[BaseModel], list[str]] = {}
     for name, field in model.model_fields.items():
-        lines.append(_row(name, field))
+        if name not in first:
+            lines.append(_row(name, field))
         nested, element = section_of(field.annotation), section_of(element_of(field.annotation))
         path = f"{heading.split('`')[1]}.{name}"
         if nested is not None:

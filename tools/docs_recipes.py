@@ -49,6 +49,17 @@ waits, it takes `idle.min_steps_per_window` micro-steps after each rollout.
 """
 
 
+def without_tlt(config: Config) -> Config:
+    """The same run without drafts, drafter training and pre-rollouts."""
+    speculation = config.rollout.speculation.model_copy(update={"drafter": "none", "drafter_path": None})
+    return config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update={"speculation": speculation}),
+            "idle": config.idle.model_copy(update={"train_drafter": False, "pre_rollout": False}),
+        }
+    )
+
+
 def memory_cells(config: Config, stages: list[RankMemory]) -> list[str]:
     """The table's cells of a recipe that need no simulation: model, GPUs, GiB by part, requests of full length."""
     shape = config.model.architecture
@@ -56,6 +67,8 @@ def memory_cells(config: Config, stages: list[RankMemory]) -> list[str]:
     worst = max(stages, key=lambda stage: stage.total)
     parts = [sum(worst.parts.get(name, 0) for name in names) / GIB for names in _COLUMNS.values()]
     held = full_requests(config, shape, worst.parts[KV])
+    plain = max(estimate_memory(without_tlt(config), shape, config.cluster.num_ranks), key=lambda stage: stage.total)
+    parts.insert(list(_COLUMNS).index(KV) + 1, plain.parts[KV] / GIB)
     fullest = f"{worst.total / GIB:.1f} ({worst.fullest})"
     gpus = f"{config.cluster.nodes} x {config.cluster.ranks_per_node}"
     size = f"{total_parameters(shape) / 1e9:.3g}B"
@@ -70,7 +83,9 @@ def seconds(config: Config) -> Mapping[str, float]:
 
 def render(paths: Iterable[Path]) -> str:
     """The page."""
-    heads = ["recipe", "model", "nodes x GPUs", *_COLUMNS, "fullest phase", "requests of full length"]
+    columns = list(_COLUMNS)
+    columns.insert(columns.index(KV) + 1, f"{KV}, TLT off")
+    heads = ["recipe", "model", "nodes x GPUs", *columns, "fullest phase", "requests of full length"]
     heads += ["step s, TLT off", "on", "times"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for path in sorted(paths):
@@ -117,8 +132,9 @@ def published_drafters() -> str:
 NOTES = f"""\
 GiB of a rank. Not everything is there at once: `policy` is weights, adapters, gradients, optimizer and reference, of
 which `actor.offload_optimizer` leaves weights, adapters and reference outside the update; the KV cache is there in
-rollouts and in windows that pre-roll (`rollout.release_cache`) and takes what remains. `drafter training` is its state
-and a micro-step.
+rollouts and in windows that pre-roll (`rollout.release_cache`) and takes what remains, so it is where TLT's memory is
+seen: `KV cache, TLT off` is that of the same recipe without drafts, drafter training and pre-rollouts, at most the need
+of all running requests. `drafter training` is its state and a micro-step.
 
 Assumed in seconds: responses with a median of an eighth of `rollout.max_tokens` and a log-normal tail cut there;
 a drafter that is right with {STALE_RATE:g} at each position at first and with 0.82 once adapted; H100 (H200 beyond

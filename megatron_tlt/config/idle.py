@@ -12,8 +12,8 @@ POLL_S = 0.002  # sleep between two looks of a waiting rank that does not train:
 
 
 class IdleSection(Section):
-    """Idle ranks: when they pre-roll and train the drafter, and how ranks report their state. Responses never depend on
-    it.
+    """Idle ranks: when they pre-roll and train the drafter, and how ranks report their state. Responses depend on it
+    by rounding at most, as on `rollout.speculation`.
     """
 
     pre_rollout: Literal["auto"] | bool = "auto"

@@ -10,7 +10,7 @@ from megatron_tlt.config.base import OnDisk, Section
 
 
 class ArchitectureConfig(Section):
-    """The shape of a model, for checks and estimates before its files are at hand."""
+    """The shape of a model, for checks and estimates without its files."""
 
     family: Literal["qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral"]
     """Decoder family: qwen2 (also Qwen2.5), qwen3, llama (Llama 3), or with experts qwen2_moe, qwen3_moe, mixtral."""

@@ -34,7 +34,8 @@ class BanditSection(Section):
 
 
 class SpeculationSection(Section):
-    """Speculative decoding: which drafter, and when it pays. Responses never depend on it."""
+    """Speculative decoding: which drafter, and when it pays. Responses depend on it only by rounding, and
+    not at all where forwards are batch-invariant: on CPUs with the native decoder (docs/design/numerics.md)."""
 
     drafter: DrafterName = "none"
     """none: plain decoding. suffix: what sibling and earlier responses said, nothing to train. The others are trained
@@ -59,7 +60,7 @@ class SpeculationSection(Section):
     else all."""
     allow_other_policy: bool = False
     """Accept a drafter that was made for another policy than model.path, as its fingerprint of the embedding says.
-    Responses stay the same; drafts are accepted less."""
+    Fewer drafts are accepted; responses are as with any drafter."""
     selector: Literal["fixed", "beg_mab", "cost_model"] = "cost_model"
     """fixed: always draft_len. beg_mab: a bandit picks among draft lengths by running requests. cost_model: the
     draft length with the most expected tokens per second, by measured step costs and acceptance rates; 0 where plain

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megatron_tlt.observe.events import read_events
+from tests.helpers.columns import undocumented_of
 from tests.helpers.mpi import run_one, run_ranks
 from tests.helpers.runs import TLT_ON, assert_same_checkpoint, rollout_digests, rows, write_config
 
@@ -36,6 +37,7 @@ def test_late_tools_drafts_ranks_and_a_kill_change_no_trajectory_and_no_weight(t
     assert_same_checkpoint(off / LAST, on / LAST)
     assert rollout_digests(off) == rollout_digests(on) == rollout_digests(one)
     last = rows(on)[-1]
+    assert undocumented_of(rows(on)) == [], "columns that docs/reference/metrics.md does not have"
     assert last["rollout_cache/reused"] >= 5 and last["env/turns"] > 1 and last["env/failures"] == 0
     assert last["engine/spec_row_steps"] > 0 and last["env/recovered_seconds"] > 0
     assert 0 < last["env/parked_share"] <= 1 and any(e["name"] == "WAITING" for e in read_events(on, 0))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.helpers.columns import undocumented_of
 from tests.helpers.mpi import run_one, run_ranks
 from tests.helpers.runs import TLT_ON, assert_same_checkpoint, rollout_digests, rows, write_config
 
@@ -34,6 +35,7 @@ def test_drafts_ranks_and_a_kill_change_no_carried_trajectory_and_no_weight(tmp_
     evaluations = [json.loads(line) for line in (off / "metrics.jsonl").read_text().splitlines()]
     assert max(row.get("eval/mean_length", 0) for row in evaluations) > 12, "of whole responses"
     resumed = rows(on)
+    assert undocumented_of([*resumed, *evaluations]) == [], "columns that docs/reference/metrics.md does not have"
     assert resumed[4]["rollout_cache/reused"] > 0 and resumed[5]["rollout_cache/reused"] >= 5
     last = resumed[-1]
     assert last["engine/spec_row_steps"] > 0 and last["drafter/steps"] > 0

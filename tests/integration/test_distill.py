@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from make_demo_policy import write_experts
 
+from tests.helpers.columns import undocumented_of
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import TLT_ON, assert_same_checkpoint, make_model, rows, train_many, write_config
 
@@ -27,6 +28,7 @@ def test_a_student_approaches_its_teacher_in_the_same_bits_with_tlt(tmp_path: Pa
     train_many(config, {"on": [*learns, *TLT_ON], "off": [*learns, "train.num_steps=4"]})
     run_ranks(2, ["-m", "megatron_tlt", "train"], str(config), *learns, f"train.run_dir={tmp_path / 'off'}")
     on, off = rows(tmp_path / "on"), rows(tmp_path / "off")
+    assert undocumented_of(on) == [], "columns that docs/reference/metrics.md does not have"
     kl = [row["policy/teacher_kl"] for row in on]
     assert len(kl) == 8 and kl[-1] < 0.9 * kl[0], kl
     assert kl == [row["policy/teacher_kl"] for row in off]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.columns import undocumented_of
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import assert_same_checkpoint, rollout_digests, rows, train_many, write_config
 
@@ -64,6 +65,7 @@ def test_responses_rewards_and_weights_are_the_same(folder: Path, run: str):
 @pytest.mark.parametrize("run", ["agents-on", "agents-suffix"])
 def test_first_turns_of_environments_are_pre_rolled_and_verified(folder: Path, run: str):
     first, *others = rows(folder / run)
+    assert undocumented_of(others) == [], "columns that docs/reference/metrics.md does not have"
     assert first["pre_rollout/tokens"] > 0
     assert all(row["pre_rollout/accept_length"] > 1 for row in others)
     assert others[-1]["env/turns"] > 1.2, "turns behind the first one draft otherwise"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.columns import undocumented_of
 from tests.helpers.mpi import ROOT
 from tests.helpers.runs import commands, make_folder, rows, run_as_printed
 
@@ -57,6 +58,7 @@ def test_the_printed_configuration_trains_with_the_printed_reward(tmp_path: Path
     run_as_printed(folder, commands(re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)))
     steps = rows(folder / "runs/mine")
     assert [row["step"] for row in steps] == [1, 2, 3]
+    assert undocumented_of(steps) == [], "columns that docs/reference/metrics.md does not have"
     assert all(0 < row["reward/mean"] <= 1 and row["reward/failures"] == 0 for row in steps)
     assert (folder / "mine.html").stat().st_size > 0
 

@@ -1,9 +1,10 @@
 """Every file under configs/ and of benchmarks/lib loads, and every one that can be run passes all checks."""
 
+import re
 from pathlib import Path
 
 import pytest
-from docs_config import render
+from docs_config import FIRST, field_at, render
 
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.checks.sim import check_sim
@@ -12,6 +13,7 @@ from megatron_tlt.config.planning.memory import KV, estimate_memory
 from megatron_tlt.config.planning.parameters import GIB
 from megatron_tlt.config.planning.report import full_requests, render_check
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.schema import section_of
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.config.yaml_reader import deep_merge, read_config_file
 
@@ -92,6 +94,17 @@ def test_recipes_roll_out_in_vllm(path):
 def test_the_generated_page_is_fresh():
     page = (ROOT / "docs" / "reference" / "config.md").read_text()
     assert page == render(), "docs/reference/config.md is stale: run `make docs`"
+
+
+def test_settings_changed_first_exist():
+    """At most ten a section, by names that the section or one inside it has; a wrong name raises KeyError."""
+    for section, names in FIRST.items():
+        root = SftConfig if section == "sft" else Config
+        model = section_of(root.model_fields[section].annotation)
+        assert model is not None and 0 < len(names) <= 10
+        assert all(field_at(model, name).description for name in names), section
+        rows = render().split(f"\n### `{section}`\n")[1].split("\nThe others:\n")[0]
+        assert re.findall(r"^\| `([\w.]+)`", rows, re.M) == list(names)
 
 
 def test_every_setting_is_documented():

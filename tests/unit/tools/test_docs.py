@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from docs_config import field_at
 from docs_results import render
 
+from megatron_tlt.config.root import Config
+from megatron_tlt.envs.schemas import tool_schemas
 from tests.helpers.mpi import ROOT
 
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
@@ -55,3 +58,33 @@ def test_pages_that_code_and_configurations_name_exist():
         if not (ROOT / page).exists()
     }
     assert missing == set()
+
+
+def test_a_known_gap_is_a_row_of_few_words_with_a_link():
+    page = (ROOT / "docs/reference/known_gaps.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| gap |")]
+    assert len(rows) > 50
+    for row in rows:
+        _, gap, more, _ = row.split("|")
+        assert len(gap.split()) <= 25 and LINK.search(more), row
+
+
+def test_settings_beside_other_names_exist():
+    """Second cells of the tables that name verl's settings and ours."""
+    page = (ROOT / "docs/guides/gpu_cluster.md").read_text().split("## verl's names beside ours")[1]
+    cells = [line.split("|")[2] for line in page.splitlines() if line.startswith("| `")]
+    names = [name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
+    assert len(names) > 30
+    assert all(field_at(Config, name) for name in names)
+
+
+def test_the_tool_class_of_the_page_has_schemas():
+    page = (ROOT / "docs/guides/agents.md").read_text()
+    code = re.search(r"^```python\n# my_tools.py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert code is not None
+    scope: dict[str, type] = {}
+    exec(code[1], scope)
+    (schema,) = tool_schemas(scope["Shop"])
+    function = schema["function"]
+    assert function["name"] == "price" and set(function["parameters"]["properties"]) == {"item", "count"}
+    assert scope["Shop"](currency="USD").price("pear", 2) == "6 USD"
