@@ -29,7 +29,7 @@ proof: setup-dev  ## TLT on against off: the same responses and weights, how muc
 	$(BIN)/python benchmarks/proof.py --picture docs/proof.svg --out benchmarks/results/proof.json $(ARGS)
 	$(BIN)/python tools/docs_results.py > docs/reference/results.md
 
-real: setup-dev setup-real  ## A real model, SmolLM2-135M: cold start, drafter, GRPO with TLT on and off, serving (an hour on 2 cores)
+real: setup-dev setup-real  ## A real model, SmolLM2-135M: cold start, drafter, 60 steps of GRPO with TLT on and off, serving (hours on 2 cores)
 	$(BIN)/python benchmarks/real.py --picture docs/real.svg --out benchmarks/results/real.json $(ARGS)
 
 # The packages are beside the project's pins, not among them: gguf and accelerate are only needed to read the GGUF file.
