@@ -37,6 +37,15 @@ def test_local_passes_ranks_threads_and_overrides_and_the_exit_code(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("extra", "tail"), [(["x.yaml"], ["sft", "x.yaml"]), (["--", "--n", "2"], ["sft", "--n", "2"])]
+)
+def test_local_starts_other_commands(tmp_path, extra, tail):
+    done = run(tmp_path, "local.sh", "--cmd", "sft", *extra)
+    arguments = [line[4:] for line in done.stdout.splitlines() if line.startswith("arg ")]
+    assert arguments[-len(tail) :] == tail
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["-n", "0", "c.yaml"], "-n takes a number above 0, not '0'"),
@@ -75,3 +84,18 @@ def test_time_limits_are_read_in_all_of_slurms_forms(limit, hours):
         ["bash", "-c", script, "_", limit], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == hours
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "0", "c.yaml"], "-n takes a number above 0, not '0'"),
+        (["--rank", "2", "c.yaml"], "unknown option --rank"),
+        ([], "no configuration given"),
+        (["c.yaml"], "no Slurm allocation"),
+    ],
+)
+def test_interactive_explains_wrong_arguments(tmp_path, arguments, message):
+    done = run(tmp_path, "interactive.sh", *arguments, SLURM_JOB_ID="")
+    assert done.returncode == 2
+    assert message in done.stderr

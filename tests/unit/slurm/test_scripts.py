@@ -48,6 +48,11 @@ def test_dry_runs_print_what_would_be_run(words, variables, printed):
     assert done.returncode == 0 and printed in done.stdout, done.stdout + done.stderr
 
 
+def test_a_conversion_is_printed_with_its_quotes():
+    line = srun_line(run("slurm/convert.sbatch", "--dry-run", "hf-to-megatron", "--hf", "my model"))
+    assert line.endswith(rf"-m mpi4py {QUOTED}/tools/convert_hf_to_megatron.py --hf my\ model")
+
+
 IN_CONTAINER = ("-N", 1, "--ntasks-per-node=2", "configs/quickstart.yaml", "train.num_step=7")
 
 
@@ -64,6 +69,18 @@ IN_CONTAINER = ("-N", 1, "--ntasks-per-node=2", "configs/quickstart.yaml", "trai
 def test_dry_runs_refuse_what_the_job_would(script, words, said):
     done = run(f"slurm/{script}.sbatch", "--dry-run", *words, CONTAINER="image")
     assert done.returncode == 2 and said in done.stderr and "sbatch -N" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [(["-t3"], True), (["-t", "7:50"], True), (["-t8"], False), (["-t3", "--signal=B:USR1@60"], False)],
+)
+def test_a_time_limit_near_the_warning_is_reported(tmp_path, options, warned):
+    words = ["--ntasks-per-node=2", "--gpus-per-node=0", "configs/quickstart.yaml"]
+    root = copy_without_python(tmp_path)
+    done = run("slurm/train.sbatch", "--dry-run", *options, *words, root=root, CONTAINER="image")
+    assert done.returncode == 0, done.stderr
+    assert ("leaves an attempt hardly any time" in done.stdout) == warned
 
 
 def copy_without_python(folder):
@@ -135,6 +152,11 @@ def test_a_job_that_slurm_has_requeued_is_known(state, restarts, requeued):
     assert in_common("is_requeued && echo yes || echo no", facts) == requeued
 
 
+def test_a_job_that_waits_for_its_next_start_is_being_ended():
+    facts = "JobState=COMPLETING StartTime=Unknown EndTime=Unknown TimeLimit=01:00:00"
+    assert in_common("is_being_ended && echo yes || echo no", facts) == "yes"
+
+
 @pytest.mark.parametrize(
     ("srun", "noted", "code"),
     [(137, "2", "2"), (0, "75", "75"), (0, "0", "0"), (1, "", "1"), (137, "0", "137")],
@@ -150,3 +172,8 @@ def test_a_signal_that_comes_when_the_child_has_just_ended_does_not_change_its_c
     )
     said = {in_common(script) for _ in range(8)}
     assert said and said <= {"1 1 0", "3 0 3"}
+
+
+def test_a_signal_does_not_end_the_waiting():
+    script = "trap : USR1; (sleep 0.1; kill -USR1 $$; sleep 0.3; exit 3) & wait_for $!; echo $rc $lost"
+    assert in_common(script) == "3 0"

@@ -22,6 +22,36 @@ def drafter(tmp_path):
     return tmp_path / "d"
 
 
+def test_written_files_are_listed(drafter, tmp_path, capsys) -> None:
+    arguments = ["--drafter", str(drafter), "--format", "sglang", "--out", str(tmp_path / "out")]
+    assert export_drafter.main(arguments) == 0
+    said = capsys.readouterr().out
+    for file in (tmp_path / "out").iterdir():
+        assert str(file) in said
+    assert "13 tensors" in said and "bf16" in said
+    assert export_drafter.main(arguments) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "says"),
+    [
+        ("trtllm", "bf16", "TensorRT-LLM's PyTorch backend runs EAGLE-3 drafters only"),
+        ("onnx", "bf16", "invalid choice: 'onnx'"),
+        ("hf", "int8", "invalid choice: 'int8'"),
+    ],
+)
+def test_what_cannot_be_is_code_2_and_nothing_written(kind, dtype, says, drafter, tmp_path, capsys) -> None:
+    given = ["--drafter", str(drafter), "--format", kind, "--dtype", dtype, "--out", str(tmp_path / "out")]
+    try:
+        code = export_drafter.main(given)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_pages_commands_run_on_the_demo_drafter(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(ROOT)
     page = (ROOT / "docs" / "guides" / "export_drafter.md").read_text()
