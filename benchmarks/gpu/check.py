@@ -6,7 +6,7 @@ import json
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +111,15 @@ class Check:
         """The device's data sheet; of a device that has none here, what a copy and a matrix product reach."""
         name = torch.cuda.get_device_name(self.device) if self.is_cuda else "CPU"
         return data_sheet(name) or measured_peaks(self, name)
+
+
+def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Matrices that keep a row's size, vectors near 1, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(size, generator=generator) * size[-1] ** -0.5 + (len(size) == 1)
+        for name, size in shapes.items()
+    }
 
 
 def copy_tokenizer(folder: Path, vocab_size: int) -> None:

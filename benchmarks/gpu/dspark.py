@@ -9,9 +9,8 @@ from __future__ import annotations
 import statistics
 
 import numpy as np
-import torch
 
-from benchmarks.gpu.check import Check
+from benchmarks.gpu.check import Check, random_weights
 from benchmarks.gpu.decode import open_engine
 from benchmarks.gpu.result import Result
 from megatron_tlt.backends.embedded import EmbeddedBackend
@@ -43,12 +42,8 @@ def drafter(policy: ModelConfig) -> SavedDrafter:
     """Random weights of as many layers as the policy takes, five at most."""
     aux = tuple(range(0, policy.num_layers - 1, max(1, policy.num_layers // 5)))[:5]
     shape = BlockShape(len(aux), aux, 8, markov_rank(policy.hidden_size), policy.vocab_size - 1, True)
-    config, generator = BlockConfig.of(policy, shape), torch.Generator().manual_seed(0)
-    weights = {
-        name: torch.randn(size, generator=generator) * size[-1] ** -0.5 + (len(size) == 1)
-        for name, size in config.shapes().items()
-    }
-    return SavedDrafter(config, weights)
+    config = BlockConfig.of(policy, shape)
+    return SavedDrafter(config, random_weights(config.shapes()))
 
 
 def measure(check: Check, backend: EmbeddedBackend, batch: int, behind: int) -> dict[str, float]:

@@ -3,15 +3,12 @@
 launches    kernels of one decoding forward outside a graph, and of them those of one layer (torch's profiler)
 graph / eager   milliseconds of a forward by sequences and rows of each
 error_after_release   of a replay after the cache's memory was given back and taken again
-memory      for one verifying strategy; for naive many (a pool for each strategy with every batch size); for ours
+mib         of all graphs with their buffers
 """
 
 from __future__ import annotations
 
 import statistics
-from typing import Any
-
-import torch
 
 from benchmarks.gpu.batches import BLOCK, blocks_for, chains
 from benchmarks.gpu.check import Check
@@ -67,11 +64,8 @@ def run(check: Check, found: Result) -> None:
     graphs, eager = pool.graphs, pool.graphs.stats.eager
     found.note({f"speedup_{r['batch']}": r["eager_ms"] / r["graph_ms"] for r in found.rows if r["rows"] == 1})
     found.note({"captures": float(len(graphs.keys)), "capture_s": graphs.stats.capture_seconds})
+    found.note({"mib": graphs.memory_bytes / 2**20})
     found.note(launches(check, decoder, kv))
-    del pool, graphs
-    for name in ("one strategy", "naive many", "ours"):
-        found.add_row(graph_memory(decoder, kv, batches, name))
-        found.note({f"mib_{name.replace(' ', '_')}": found.rows[-1]["mib"]})
     if check.is_cuda and eager:
         found.fail(f"{eager} steps had no graph")
 
@@ -100,26 +94,3 @@ def launches(check: Check, decoder: TorchDecoder, kv: KVCache) -> dict[str, floa
     names = check.events(lambda: decoder.forward_static(moved, kv, 1))
     count = sum(not name.startswith("cuda") for name in names)
     return {"launches": float(count), "launches_per_layer": count / decoder.config.num_layers}
-
-
-def graph_memory(decoder: TorchDecoder, kv: KVCache, batches: list[int], name: str) -> dict[str, Any]:
-    """MiB of graphs with their buffers for all batch sizes, plain decoding included."""
-    plain = [(b, 1) for b in batches]
-    every = sorted({k for b in batches for k in strategies_of(b)})
-    shapes: dict[str, list[list[tuple[int, int]]]] = {
-        "one strategy": [[*plain, *((b, every[-1]) for b in batches)]],
-        "naive many": [[*plain, *((b, k) for b in batches)] for k in every],
-        "ours": [plain + [(b, k) for b in batches for k in strategies_of(b)]],
-    }
-    kept, count, total, seconds = [], 0, 0, 0.0
-    for pairs in shapes[name]:
-        sizes = PoolSizes(max(batches), 2 * CONTEXT, BLOCK, verify_rows=max(b * k for b, k in pairs))
-        pool = GraphPool(decoder, kv, sizes)
-        pool.capture(0, shapes=pairs)
-        count += len(pool.graphs.keys)
-        total += pool.graphs.memory_bytes
-        seconds += pool.graphs.stats.capture_seconds
-        kept.append(pool)  # all of them stay, as in an engine
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return {"pool": name, "mib": total / 2**20, "graphs": count, "capture_s": seconds}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.batches import BLOCK, blocks_for, chains
-from benchmarks.gpu.check import TINY, Check, reason
+from benchmarks.gpu.check import TINY, Check, random_weights, reason
 from benchmarks.gpu.result import Result
 from megatron_tlt.models.decoders.inputs import DecoderInput
 from megatron_tlt.models.decoders.keyed_noise import best_candidates, gumbel_noise, key_tensor
@@ -81,11 +81,7 @@ def decoder(check: Check, dtype: torch.dtype, tokens: int, static: bool) -> Foun
     if check.is_cuda:
         wide = {"hidden_size": 256, "num_heads": 8, "head_dim": 32, "intermediate_size": 512}
         config, sequences, context = replace(TINY, **wide), 4, 40
-    generator = torch.Generator().manual_seed(2)
-    weights = {
-        name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 + (len(shape) == 1)
-        for name, shape in config.parameter_shapes().items()
-    }
+    weights = random_weights(config.parameter_shapes(), 2)
     logits = []
     for device, kind, paged, ops in ((torch.device("cpu"), FP32, None, PLAIN), (check.device, dtype, attend, FUSED)):
         made = TorchDecoder(config, device, kind, paged=paged, ops=ops)

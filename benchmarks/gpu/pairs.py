@@ -17,7 +17,7 @@ from benchmarks.gpu.exact import changes
 from benchmarks.gpu.result import Result
 from benchmarks.gpu.rl import launch, merged, phases, read
 
-STEPS, RANKS = 3, 2
+RANKS = 2
 LORA: dict[str, Any] = {"actor": {"lora": {"rank": 8}}, "algorithm": {"mini_batches": 2}}
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "lora": (LORA, {"actor": {"overlap": "off"}}, {"actor": {"overlap": "on"}}),
@@ -30,14 +30,16 @@ def run(check: Check, found: Result) -> None:
     if check.is_cuda and torch.cuda.device_count() < RANKS:
         found.note({"skipped": f"{RANKS} GPUs are needed, {torch.cuda.device_count()} is visible"})
         return
+    steps = 2 if check.smoke else 3
     for name, (common, off, on) in PAIRS.items():
         same = []
         for mode, own in (("off", off), ("on", on)):
             folder = check.work / f"pairs-{name}-{mode}"
-            launch(check, folder, STEPS, merged(merged(changes(check, check.dtype_name), common), own), RANKS)
+            launch(check, folder, steps, merged(merged(changes(check, check.dtype_name), common), own), RANKS)
             rows = read(folder)
             found.add_row({"pair": name, "mode": mode, **phases(rows)})
             same.append([(row["responses"], row["policy/grad_norm"]) for row in rows])
-        found.note({f"{name}_same": float(same[0] == same[1])})
-        if same[0] != same[1] or len(same[0]) != STEPS:
-            found.fail(f"{name}: responses or gradients differ in {STEPS} steps, on against off")
+        pre_rolled = sum(row.get("pre_rollout/tokens", 0.0) for row in rows)
+        found.note({f"{name}_same": float(same[0] == same[1]), f"{name}_pre_rolled": pre_rolled})
+        if same[0] != same[1] or len(same[0]) != steps:
+            found.fail(f"{name}: responses or gradients differ in {steps} steps, on against off")

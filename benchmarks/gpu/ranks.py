@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -54,8 +54,7 @@ def run(check: Check, found: Result) -> None:
 def _run_both(check: Check) -> list[str]:
     """What went wrong."""
     context = multiprocessing.get_context("spawn" if check.is_cuda else "fork")
-    arguments = (check.device.type, check.work)
-    processes = [context.Process(target=one_rank, args=(rank, *arguments)) for rank in range(RANKS)]
+    processes = [context.Process(target=one_rank, args=(rank, check)) for rank in range(RANKS)]
     for process in processes:
         process.start()
     end, failures = time.monotonic() + SECONDS, []
@@ -69,33 +68,31 @@ def _run_both(check: Check) -> list[str]:
     return failures
 
 
-def one_rank(rank: int, device_type: str, work: Path) -> None:
+def one_rank(rank: int, check: Check) -> None:
     """All shapes on this rank; writes its rows."""
-    is_cuda = device_type == "cuda"
-    device = torch.device(device_type, rank) if is_cuda else torch.device("cpu")
-    if is_cuda:
-        torch.cuda.set_device(device)
-        let_segments_grow(device)
+    if check.is_cuda:
+        check = replace(check, device=torch.device("cuda", rank))
+        torch.cuda.set_device(check.device)
+        let_segments_grow(check.device)
         set_nccl_environment()
-    store = f"file://{(work / _STORE).resolve()}"
-    backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+    store = f"file://{(check.work / _STORE).resolve()}"
+    backend = "cpu:gloo,cuda:nccl" if check.is_cuda else "gloo"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=RANKS)
     assert dist.group.WORLD is not None
     tp = GroupTensorParallel(dist.group.WORLD)
-    capturer = CudaCapturer(device) if is_cuda else EagerCapturer()
+    capturer = CudaCapturer(check.device) if check.is_cuda else EagerCapturer()
     cache = GraphCache(capturer, tp=tp)
-    rows = [one_shape(tp, cache, shape, device) for shape in SHAPES]
-    _record(work, rank).write_text(json.dumps(rows))
+    rows = [one_shape(check, tp, cache, shape) for shape in SHAPES]
+    _record(check.work, rank).write_text(json.dumps(rows))
     cache.clear()
     dist.destroy_process_group()
 
 
 def one_shape(
-    tp: GroupTensorParallel, cache: GraphCache, shape: tuple[int, int], device: torch.device
+    check: Check, tp: GroupTensorParallel, cache: GraphCache, shape: tuple[int, int]
 ) -> dict[str, float | bool]:
     """Three replays on other numbers each, beside an eager all-reduce and the sum by hand; then the time of both."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    given, summed = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+    given, summed = (torch.zeros(shape, dtype=check.dtype, device=check.device) for _ in range(2))
 
     def step() -> None:
         summed.copy_(given)
@@ -105,7 +102,7 @@ def one_shape(
     is_eager = is_sum = True
     for turn in range(3):
         generator = torch.Generator().manual_seed(turn)
-        parts = torch.randint(-99, 99, (RANKS, *shape), generator=generator).to(dtype)  # sums are exact
+        parts = torch.randint(-99, 99, (RANKS, *shape), generator=generator).to(check.dtype)  # sums are exact
         given.copy_(parts[tp.rank])
         cache.run(shape, step)
         got = summed.clone()
@@ -113,19 +110,8 @@ def one_shape(
         is_eager &= torch.equal(got, summed)
         is_sum &= torch.equal(got.cpu(), parts.sum(0))
     times = {"graph_us": lambda: cache.run(shape, step), "eager_us": step}
-    found = {name: 1e6 * statistics.median(_seconds(call, device)) for name, call in times.items()}
+    found = {name: 1e6 * statistics.median(check.seconds(call, 20)) for name, call in times.items()}
     return {"rank": tp.rank, "rows": shape[0], "graph_is_eager": is_eager, "is_sum": is_sum, **found}
-
-
-def _seconds(call: Callable[[], object], device: torch.device) -> list[float]:
-    taken = []
-    for _ in range(20):
-        started = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - started)
-    return taken
 
 
 def _record(work: Path, rank: int) -> Path:
