@@ -91,7 +91,9 @@ def run_part(args: argparse.Namespace, part: str, work: Path, seconds: float) ->
                 os.killpg(process.pid, signal.SIGKILL)  # also what the part started
                 process.wait()
         log.seek(0)
-        last = [line for line in log.read().strip().splitlines() if line.strip()][-LAST_LINES:]
+        # MPI's own line about the end comes behind the one that says why.
+        lines = [line for line in log.read().splitlines() if line.strip() and not line.startswith("Abort(")]
+        last = lines[-LAST_LINES:]
     if is_cut:
         found.fail(f"no end after {seconds:.0f} s")
     elif process.returncode:
