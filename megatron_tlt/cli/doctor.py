@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import re
 import resource
 import shlex
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_tlt.cli.exit_codes import FAILED, OK
+from megatron_tlt.distributed.processors import cpu_lines
 
 LIBRARIES = ("megatron-core", "mpi4py", "transformers", "numpy", "pydantic")
 TRANSFORMER_ENGINE = "2.9", "2.12"  # from and below: the extra "dev" of megatron-core 0.16.1's metadata
@@ -70,8 +70,7 @@ def describe() -> Iterator[Finding]:
     code, lines = _run(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"])
     commit = "no git commit" if code else lines[-1]
     yield Finding("megatron-tlt", "ok", f"{version_of('megatron_tlt')}, {commit}, Python {sys.version.split()[0]}")
-    about = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.+)", about.read_text(encoding="utf-8")) if about.is_file() else []
+    names = sorted(line.partition(":")[2].strip() for line in cpu_lines("model name"))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     processor = f"{len(os.sched_getaffinity(0))} x {names[0] if names else platform.machine()}"
     yield Finding("system", "ok", f"{platform.platform()}, {processor}, {memory:.0f} GiB")

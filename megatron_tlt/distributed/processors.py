@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,11 +13,19 @@ if TYPE_CHECKING:
 _SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # those that products are chosen by
 
 
+def cpu_lines(*fields: str) -> set[str]:
+    """The lines of /proc/cpuinfo that begin with one of `fields`, equal ones once; none where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return {line for line in lines if line.startswith(fields)}
+
+
 def cpu_sets() -> list[str]:
     """Instruction sets of this CPU that choose how numbers are multiplied; empty where the system does not say."""
-    about = Path("/proc/cpuinfo")
-    text = about.read_text(encoding="utf-8") if about.is_file() else ""
-    return [name for name in _SETS if re.search(rf"^(flags|Features)\s*:.*\b{name}\b", text, re.MULTILINE)]
+    words = {word for line in cpu_lines("flags", "Features") for word in line.split()}
+    return [name for name in _SETS if name in words]
 
 
 def has_bf16_products() -> bool:
@@ -27,7 +34,7 @@ def has_bf16_products() -> bool:
 
 
 def processor(device: torch.device) -> str:
-    """The kind of this rank's processor: equal kinds give equal bits."""
+    """The kind of this rank's processor, as far as it chooses how numbers are multiplied."""
     if device.type == "cuda":
         import torch  # `check` reads this module without it
 

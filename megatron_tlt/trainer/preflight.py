@@ -78,8 +78,9 @@ def check_report(config: TrainingConfig, ranks: int | None) -> str:
     model, _ = read_model("model.path", config.model.path)
     shape = None if model is None else model.architecture
     played = [] if prompt is None else ["Environment: a scripted episode was the same three times, in two processes"]
-    warnings = [f"warning: {text}" for text in input_warnings(config, resolve_device(config, None))]
-    if resolve_device(config, None) is None:
+    device = resolve_device(config, None)
+    warnings = [f"warning: {text}" for text in input_warnings(config, device)]
+    if device is None:
         positions = None if model is None else model.max_position_embeddings
         on_cpu = find_problems(config, shape, num_ranks, "cpu", positions)
         warnings += [f"warning: CPU ranks refuse to start: {problem}" for problem in on_cpu]

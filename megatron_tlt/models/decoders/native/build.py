@@ -17,6 +17,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from megatron_tlt.distributed.processors import cpu_lines
 from megatron_tlt.errors import BackendError
 from megatron_tlt.observe.log import announced
 
@@ -81,12 +82,8 @@ def _key(compiler: str, options: tuple[str, ...]) -> str:
 
 
 def _cpu_features() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("flags", "Features", "model name", "cpu family", "model\t")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    lines = cpu_lines("flags", "Features", "model name", "cpu family", "model\t")
+    return "\n".join(sorted(lines)) or platform.processor()
 
 
 def _cache_dir() -> Path:
