@@ -17,22 +17,23 @@ _UNEQUAL_MACHINES = 1.25  # ratio of the times of the same update from which the
 _SHORTEST = 1e-3  # seconds a step from which a phase has a ratio
 
 
-def equality(a: Sequence[JsonRow], b: Sequence[JsonRow]) -> tuple[bool | None, str]:
-    """Compares the digests of rows of rollouts.jsonl: whether they are equal (None: not known), and a sentence."""
-    first = {row["step"]: row for row in a}
-    pairs = [(first[row["step"]], row) for row in b if row["step"] in first]
-    if not pairs:
-        return None, "The runs share no step with a digest, so it is not known whether their responses are the same."
-    steps = f"all {len(pairs)} common steps" if len(pairs) > 1 else "the common step"
-    differ = {
-        name: [one["step"] for one, two in pairs if one.get(name) != two.get(name)]
-        for name in ("responses", "rewards")
-    }
-    if at := differ["responses"]:
+def equality(a: Sequence[JsonRow], b: Sequence[JsonRow]) -> tuple[bool, str]:
+    """Compares the digests of rows of rollouts.jsonl: whether they are known to be equal, and a sentence."""
+    common = len({row["step"] for row in a} & {row["step"] for row in b})
+    if not common:
+        return False, "The runs share no step with a digest, so it is not known whether their responses are the same."
+    steps = f"all {common} common steps" if common > 1 else "the common step"
+    if at := _differing(a, b, "responses"):
         return False, f"Not the same responses: they differ from step {min(at)} on (of {steps})."
-    if at := differ["rewards"]:
+    if at := _differing(a, b, "rewards"):
         return False, f"Same responses in {steps}, but other rewards from step {min(at)} on."
     return True, f"Same responses and rewards in {steps}."
+
+
+def _differing(a: Sequence[JsonRow], b: Sequence[JsonRow], name: str) -> list[int]:
+    """The common steps that have another digest of that name."""
+    first = {row["step"]: row.get(name) for row in a}
+    return [row["step"] for row in b if row["step"] in first and row.get(name) != first[row["step"]]]
 
 
 def comparison(a: RunData, b: RunData) -> str:
@@ -44,7 +45,8 @@ def comparison(a: RunData, b: RunData) -> str:
     shared = {row["step"] for row in a.steps} & {row["step"] for row in b.steps}
     one, two = (replace(run, steps=[row for row in run.steps if row["step"] in shared]) for run in (a, b))
     names = (a.name, b.name) if a.name != b.name else (str(a.run_dir), str(b.run_dir))
-    speed = _speed_by_tokens((one, two), names) if is_same is False else _speed((one, two), names)
+    is_other_work = bool(_differing(a.rollouts, b.rollouts, "responses"))
+    speed = (_speed_by_tokens if is_other_work else _speed)((one, two), names)
     parts = [f"{said} {speed}{_caution((one, two)) if is_same else ''}", f"A: {subtitle(a)}\nB: {subtitle(b)}"]
     tables: dict[str, list[tuple[str, ...]]] = {
         "Settings that differ:": [("field", *names), *_differences(a, b)],
@@ -78,8 +80,7 @@ def _speed(runs: Pair, names: tuple[str, str]) -> str:
     if gains:
         name, x, y = gains[0]
         where = f", most of it in {name}: {seconds_text(x)} against {seconds_text(y)}"
-    faster = names[1] if a > b else names[0]
-    return f"{faster} is {max(a / b, b / a):.2f}× as fast ({each}{where})."
+    return f"{_faster(a, b, names)} ({each}{where})."
 
 
 def _speed_by_tokens(runs: Pair, names: tuple[str, str]) -> str:
@@ -89,8 +90,11 @@ def _speed_by_tokens(runs: Pair, names: tuple[str, str]) -> str:
         return "Their steps are other work, of which the tokens are not known."
     a, b = (1000 * sum(run.column("time/step")[1]) / count for run, count in zip(runs, tokens, strict=True))
     each = f"{seconds_text(a)} against {seconds_text(b)} for 1,000 response tokens"
-    faster = names[1] if a > b else names[0]
-    return f"So their steps are other work: {faster} is {max(a / b, b / a):.2f}× as fast by {each}."
+    return f"So their steps are other work: {_faster(a, b, names)} by {each}."
+
+
+def _faster(a: float, b: float, names: tuple[str, str]) -> str:
+    return f"{names[1] if a > b else names[0]} is {max(a / b, b / a):.2f}× as fast"
 
 
 def _caution(runs: Pair) -> str:

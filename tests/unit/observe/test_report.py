@@ -154,6 +154,14 @@ def test_runs_without_digests_are_compared_in_speed_alone(tmp_path):
     assert "not known" in text and "equally fast" in text
 
 
+def test_runs_of_the_same_responses_and_other_rewards_are_compared_by_steps(tmp_path):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", pace=2.0)
+    rows = [json.loads(line) | {"rewards": "x"} for line in (b / "rollouts.jsonl").read_text().splitlines()]
+    (b / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = comparison(read_run(a), read_run(b))
+    assert "but other rewards" in text and "× as fast (" in text and "other work" not in text
+
+
 def test_equality_names_the_first_step_that_differs():
     rows = [{"step": s, "responses": "a", "rewards": "b"} for s in range(1, 6)]
     other = [dict(row) for row in rows]
