@@ -41,7 +41,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lib import on_off, plain_cost, proof_picture, real_data, real_serving
 from lib.bench_record import ROOT, read_record, write_record
@@ -60,8 +60,15 @@ if TYPE_CHECKING:
 CONFIG, SFT = ROOT / "benchmarks/lib/real.yaml", ROOT / "benchmarks/lib/real-sft.yaml"
 SPEC, DEFAULT = on_off.SPEC, "eagle"
 SHARED = ("model", "sft")  # parts without a drafter
-GOALS = {"identical": 1.0, "rollout": 2.0, "e2e": 1.5, "tail": 5.0}
-GOALS |= {"entropy": 0.15, "mixed_groups": 0.5, "accuracy_errors": 5.0}
+GOALS = {
+    "identical": 1.0,
+    "rollout": 2.0,
+    "e2e": 1.5,
+    "tail": 5.0,
+    "entropy": 0.15,
+    "mixed_groups": 0.5,
+    "accuracy_errors": 5.0,
+}
 LEGEND = {
     **on_off.LEGEND,
     "plain_cost": "plain decoding with a drafter at hand / without",
@@ -174,7 +181,7 @@ def grpo(chain: Chain) -> Found:
                 done = train(folder, CONFIG, last, ranks, options, every=steps, shows=True, goes_on=turn > 0)
                 timed = [row for row in done if row["step"] > last - steps + 1]
                 row = {"part": "grpo", "round": turn, **on_off.job_row(mode, timed, folder, last)}
-                kept.write_text(json.dumps(row | learning(folder, timed)))
+                kept.write_text(json.dumps(row | {"evaluations": evaluations(folder)}))
             rows.append(json.loads(kept.read_text()))
     figures = on_off.summarize(rows) | learned(rows)
     print(on_off.table(rows, f"{chain.model.name}, {chain.kind}"))
@@ -186,32 +193,22 @@ def grpo(chain: Chain) -> Found:
     return rows, figures
 
 
-def learning(folder: Path, timed: Rows) -> dict[str, Any]:
-    """What a turn's row says of learning: lengths, entropy and mixed groups by step, evaluations of the run so far."""
+def evaluations(folder: Path) -> list[list[float]]:
+    """[step, pass@1, its standard error] of each evaluation of a run so far."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     found = {line["step"]: [line["eval/pass@1"], line["eval/stderr"]] for line in lines if "eval/pass@1" in line}
-    steps = [
-        {
-            "median": row["length/median"],
-            "longest": row["length/max"],
-            "reward": row["reward/mean"],
-            "mixed": 1.0 - row["reward/equal_groups"],
-            **({"entropy": row["policy/entropy"]} if "policy/entropy" in row else {}),
-        }
-        for row in timed
-    ]
-    return {"learning": steps, "evaluations": [[step, *result] for step, result in sorted(found.items())]}
+    return [[step, *result] for step, result in sorted(found.items())]
 
 
 def learned(rows: Rows) -> dict[str, float]:
     """Figures of learning, of the run with TLT on."""
     last = max((row for row in rows if row["mode"] == "on"), key=lambda row: row["last_step"])
-    steps = [step for row in rows if row["mode"] == "on" for step in row["learning"]]
+    steps = [step for row in rows if row["mode"] == "on" for step in row["steps"]]
     (_, before, error), (_, after, _) = last["evaluations"][0], last["evaluations"][-1]
     return {
-        "tail": max(step["longest"] / step["median"] for step in steps),
-        "entropy": steps[0].get("entropy", 0.0),
-        "mixed_groups": steps[0]["mixed"],
+        "tail": max(step["length/max"] / step["length/median"] for step in steps),
+        "entropy": steps[0].get("policy/entropy", 0.0),
+        "mixed_groups": 1.0 - steps[0]["reward/equal_groups"],
         "accuracy_before": before,
         "accuracy_after": after,
         "accuracy_errors": (after - before) / max(1e-9, error),

@@ -44,6 +44,11 @@ STEP_KEYS = (
     "pre_rollout/tokens",
     "pre_rollout/drafted_share",
     "pre_rollout/accept_length",
+    "length/median",
+    "length/max",
+    "reward/mean",
+    "reward/equal_groups",
+    "policy/entropy",
 )
 WAIT = ("rollout", "idle")  # their sum is the slowest rank's rollout, on every rank
 
