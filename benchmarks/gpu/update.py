@@ -21,6 +21,7 @@ from benchmarks.gpu.check import TINY, Check
 from benchmarks.gpu.result import Result
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.config.actor import LoraSection
+from megatron_tlt.config.root import Config
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.models.hf.config import ModelConfig
@@ -65,7 +66,7 @@ def run(check: Check, found: Result) -> None:
     length, count = (64, 4) if check.smoke else (2048, 32)
     wide = [8 + 3 * i for i in range(8)] if check.smoke else [100 + 9 * i for i in range(200)]
     experts = FEW_EXPERTS if check.smoke else EXPERTS
-    same = [length] * count
+    same, config = [length] * count, check.config()
     world = World.start(DistributedSection(device=check.device.type))
     for case in (
         Case("", same),
@@ -73,15 +74,14 @@ def run(check: Check, found: Result) -> None:
         Case("lora_", same, {"lora": LoraSection(rank=16)}, mini_batches=2),
         Case("experts_", same, shape=experts),
     ):
-        measure(check, found, world, case, 2 if check.smoke else 5)
+        measure(check, found, world, config, case, 2 if check.smoke else 5)
         gc.collect()
     world.close()
 
 
-def measure(check: Check, found: Result, world: World, case: Case, repeats: int) -> None:
+def measure(check: Check, found: Result, world: World, config: Config, case: Case, repeats: int) -> None:
     """Seconds of the first step, which builds and compiles, of the next ones, and what waits for the device in one."""
-    config, longest = check.config(), max(case.lengths)
-    few = {"micro_batch_tokens": 128} if check.smoke else {}
+    longest, few = max(case.lengths), {"micro_batch_tokens": 128} if check.smoke else {}
     actor = config.actor.model_copy(update={"dtype": check.dtype_name} | few | case.actor)
     path = str(check.random_policy(case.shape))
     section = config.model.model_copy(
