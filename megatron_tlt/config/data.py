@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_tlt.config.base import OnDisk, Section
+from megatron_tlt.config.base import FilePath, OnDisk, Section
 
 
 class TaskConfig(Section):
@@ -99,7 +99,7 @@ class RewardConfig(Section):
     """Factor in the sum of rewards."""
     pattern: str | None = None
     """Regular expression: group 1 is the answer (task, math, exact); the whole text must match (format)."""
-    path: str | None = None
+    path: Annotated[str | None, FilePath()] = None
     """python: `package.module:function` or `path/to/file.py:function`, called as f(prompt, answer, response,
     metadata); answer is a list where a row has several acceptable ones, None where it has none."""
     params: dict[str, Any] = Field(default_factory=dict)

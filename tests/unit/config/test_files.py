@@ -101,7 +101,7 @@ def test_recipe_names_match_their_contents(path):
         assert config.model.max_context == 1024 * int(model.pop()[:-1])
     assert (path.parent.parent / "models" / f"{'-'.join(model)}.yaml").exists()
     assert config.model.architecture is not None
-    assert config.train.run_dir == f"runs/{path.stem}"
+    assert config.train.run_dir == str(ROOT / "runs" / path.stem)
 
 
 def test_the_generated_page_is_fresh():
