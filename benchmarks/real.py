@@ -149,7 +149,7 @@ def grpo(chain: Chain) -> Found:
     chain.need(chain.policy, chain.drafter)
     modes = {
         "on": [f"{SPEC}.drafter_path={chain.drafter}", "idle.train_drafter=true"],
-        "off": [*on_off.OFF, f"{SPEC}.draft_vocab_size=null"],
+        "off": on_off.OFF,
     }
     rows, steps = [], chain.args.steps
     for turn in range(chain.args.rounds):

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def add_config(parser: argparse.ArgumentParser, about: str = "YAML file") -> None:
     """Adds `config` and `overrides` to a command."""
     parser.add_argument("config", type=Path, help=about)
-    parser.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values, or YAML files with values, that replace the file's")
+    text = "values, or YAML files with values, that replace the file's"
+    parser.add_argument("overrides", nargs="*", metavar="a.b.c=v", help=text)
 
 
 def read_config(args: argparse.Namespace, root: type[RootT]) -> RootT:

@@ -46,8 +46,9 @@ def load_config(
 ) -> RootT:
     """The configuration in `path` with `overrides` (`"a.b.c=value"`, values typed as in YAML) on top.
 
-    A step of an override's path may be a list index: `data.train.tasks.0.weight=2`. An override may be a YAML file, whose
-    values then replace earlier ones. Raises ConfigError with all problems of the file and of the overrides. `notes`: gets what the user should read first.
+    A step of an override's path may be a list index: `data.train.tasks.0.weight=2`. An override may be a YAML file,
+    whose values then replace earlier ones. Raises ConfigError with all problems of the file and of the overrides.
+    `notes`: gets what the user should read first.
     """
     return build_config(read_config_file(Path(path), root), overrides, root, notes)
 

@@ -125,7 +125,8 @@ def test_a_file_may_be_inherited_twice_but_not_in_a_circle(tmp_path):
     write(tmp_path, "base.yaml", "model: {path: a}\n")
     write(tmp_path, "left.yaml", "defaults: [base.yaml]\n")
     write(tmp_path, "right.yaml", "defaults: [base.yaml]\n")
-    assert load_config(write(tmp_path, "both.yaml", "defaults: [left.yaml, right.yaml]\n")).model.path == str(tmp_path / "a")
+    both = write(tmp_path, "both.yaml", "defaults: [left.yaml, right.yaml]\n")
+    assert load_config(both).model.path == str(tmp_path / "a")
     write(tmp_path, "x.yaml", "defaults: [y.yaml]\n")
     with pytest.raises(ConfigError, match=r"circle: y\.yaml -> x\.yaml -> y\.yaml"):
         load_config(write(tmp_path, "y.yaml", "defaults: [x.yaml]\n"))
