@@ -106,8 +106,19 @@ class RewardConfig(Section):
     """python: extra keyword arguments of the function."""
     turns: Literal["sum", "last"] = "sum"
     """env: the sum of the turns' rewards, or that of the last turn."""
-    threshold: float | None = 1.0
-    """Value from which the answer counts as correct in accuracy and pass@k; null: the value does not count there."""
+    threshold: float | Literal["auto"] | None = "auto"
+    """Value from which the answer counts as correct in accuracy and pass@k; null: the value does not count there. auto:
+    1; of python and env, whose values have a scale of their own, the report then calls no response wrong."""
+
+    @property
+    def least(self) -> float | None:
+        """`threshold` with its default as a number."""
+        return 1.0 if self.threshold == "auto" else self.threshold
+
+    @property
+    def is_of_unknown_scale(self) -> bool:
+        """Whether a value below the threshold may be a right answer's."""
+        return self.threshold == "auto" and self.name in ("python", "env")
 
 
 class RewardSection(Section):
