@@ -13,9 +13,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.config.paths import FORMATS, KINDS, PACKED
 from megatron_tlt.config.yaml_reader import parse_yaml
 from megatron_tlt.data.json_files import UNREADABLE, open_text, read_json
-from megatron_tlt.config.paths import FORMATS, KINDS, PACKED
 from megatron_tlt.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
