@@ -168,7 +168,7 @@ def grpo(chain: Chain) -> Found:
     few = ["eval.num_prompts=8"] if chain.args.quick else []
     modes = {
         "on": [f"{SPEC}.drafter_path={chain.drafter}", "idle.train_drafter=true", f"eval.every={steps}", *few],
-        "off": [*on_off.OFF, f"{SPEC}.draft_vocab_size=null"],
+        "off": on_off.OFF,
     }
     rows = []
     for turn in range(chain.args.rounds):

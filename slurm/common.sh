@@ -80,13 +80,14 @@ set_caches() {
     done
 }
 
-# A configuration in the working directory, else one of the repository, whose relative paths count from its root.
-enter_directory_of() {
+# Sets `config`: $1, or the repository's where the working directory has none of this name.
+find_config() {
+    config="$1"
     if [ -e "$1" ]; then return; fi
     [ "$PWD" != "$root" ] || die "$1 is not in $PWD"
     [ -e "$root/$1" ] || die "$1 is neither in $PWD nor in $root"
-    say "$1 is not in $PWD: running in $root"
-    cd "$root"
+    config="$root/$1"
+    say "$1 is not in $PWD: using $config (other paths of the command line count from $PWD)"
 }
 
 open_logs() {
@@ -157,13 +158,13 @@ run_step() {
 # then resumes.
 run_attempt() {
     local again=() # a run that began anew, or from a named checkpoint, resumes from its own checkpoints when requeued
-    enter_directory_of "$1"
+    find_config "$1"
     open_logs
     set_srun_words
     say "job $SLURM_JOB_ID attempt $number: $SLURM_JOB_NUM_NODES nodes ($SLURM_JOB_NODELIST), $SLURM_NTASKS ranks, $attempt"
     warn_of_short_time "$(job_fact TimeLimit)" "$(asked signal)" ", unless sbatch was given another"
     if [ "$number" -gt 0 ] && ls "$job_logs"/*/checkpoint >/dev/null 2>&1; then again=(checkpoint.resume=auto); fi
-    set_command "$@" ${again[@]+"${again[@]}"}
+    set_command "$config" "${@:2}" ${again[@]+"${again[@]}"}
     run_step "${command[@]}"
     requeue_or_exit
 }
@@ -271,9 +272,10 @@ read_dry_options() {
     local name value
     nodes="${SLURM_JOB_NUM_NODES:-$(asked nodes)}" tasks="${SLURM_NTASKS_PER_NODE:-$(asked ntasks-per-node)}"
     gpus="${SLURM_GPUS_PER_NODE:-$(asked gpus-per-node)}" time="$(asked time)" signal="$(asked signal)"
-    cpus="" passed=()
+    cpus="" elsewhere="" passed=()
     while [ $# -gt 0 ]; do
         case "$1" in
+        --elsewhere) elsewhere="$1" && shift && continue ;; # of `check`
         --exclusive | --exclusive=* | --requeue | --no-requeue) passed+=("$1") && shift && continue ;;
         --*=*) name="${1%%=*}" value="${1#*=}" && shift ;;
         -[!-]?*) name="$(long_name "${1:0:2}")" value="${1:2}" && shift ;; # -N4
@@ -326,18 +328,21 @@ warn_of_short_time() {
 # Prints what a submission would run. `set_command` of each script sets `command` from its arguments. `checked` is the
 # subcommand that checks the configuration; empty: none.
 dry_run() {
-    local hours checker
+    local hours checker report=""
     read_dry_options "$@"
     [ ${#rest[@]} -gt 0 ] || die "usage: $script_name --dry-run [-N NODES] [...] $arguments"
     set_environment
     set_command "${rest[@]}"
     if [ ${#checked[@]} -gt 0 ]; then
-        enter_directory_of "${rest[0]}"
+        find_config "${rest[0]}"
+        set_command "$config" "${rest[@]:1}"
         checker="$python"
         # The container's interpreter is not available here; the configuration can be checked without it.
         [ -z "${CONTAINER:-}" ] || checker="$root/.venv/bin/python"
         if command -v "$checker" >/dev/null; then
-            "$checker" -m megatron_tlt "${checked[@]}" --show-config "${rest[0]}" --ranks $((nodes * tasks)) "${rest[@]:1}" || exit $?
+            report="$("$checker" -m megatron_tlt "${checked[@]}" ${elsewhere:+"$elsewhere"} --show-config "$config" \
+                "cluster.nodes=$nodes" "cluster.ranks_per_node=$tasks" "${rest[@]:1}" --ranks $((nodes * tasks)))" || exit $?
+            echo "$report"
         else
             say "the configuration is not checked: $checker is not there ('make setup' in $root)"
         fi
@@ -363,6 +368,7 @@ dry_run() {
     done
     printf '\n\n%s:\n' "$script"
     cat "$script"
+    [ -z "$report" ] || printf '\n%s:\n%s\n' "$config" "$(grep -E '^ *warning: |^to be fetched |^Fits: ' <<<"$report")"
     exit 0
 }
 

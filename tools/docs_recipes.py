@@ -14,7 +14,7 @@ from megatron_tlt.config.load import load_config
 from megatron_tlt.config.planning.memory import KV, RankMemory, estimate_memory
 from megatron_tlt.config.planning.parameters import GIB, total_parameters
 from megatron_tlt.config.planning.report import full_requests
-from megatron_tlt.config.root import Config
+from megatron_tlt.config.root import Config, without_tlt
 from megatron_tlt.config.sim import SimCostSection
 from megatron_tlt.sim.cost_model import GPUS, Roofline
 from megatron_tlt.sim.from_run import STALE_RATE, simulation_of
@@ -47,17 +47,6 @@ starts from the policy's second layer; `rollout.speculation.drafter_path` names 
 waits, it takes `idle.min_steps_per_window` micro-steps after each rollout.
 
 """
-
-
-def without_tlt(config: Config) -> Config:
-    """The same run without drafts, drafter training and pre-rollouts."""
-    speculation = config.rollout.speculation.model_copy(update={"drafter": "none", "drafter_path": None})
-    return config.model_copy(
-        update={
-            "rollout": config.rollout.model_copy(update={"speculation": speculation}),
-            "idle": config.idle.model_copy(update={"train_drafter": False, "pre_rollout": False}),
-        }
-    )
 
 
 def memory_cells(config: Config, stages: list[RankMemory]) -> list[str]:

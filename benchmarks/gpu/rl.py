@@ -98,6 +98,7 @@ def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 def launch(check: Check, folder: Path, steps: int, changes: dict[str, Any], ranks: int = 1) -> None:
     """One job. Raises RuntimeError with its last lines if it fails."""
+    folder = folder.resolve()  # paths in a file count from it
     folder.mkdir(parents=True)
     lines = [{"prompt": f"{WORDS[i % 4]} {i} {i * 7 % 13} {i * 3 % 11}", "answer": str(i)} for i in range(256)]
     for name in ("train", "eval"):

@@ -16,7 +16,7 @@ from lib.training_runs import Rows, digests
 
 SPEC = "rollout.speculation"
 DRAFTER = ROOT / "assets/demo-drafter"
-OFF = [f"{SPEC}.drafter=none", "idle.train_drafter=false", "idle.pre_rollout=false"]
+OFF = [str(ROOT / "configs/tlt-off.yaml")]
 ON = [f"{SPEC}.drafter=eagle", f"{SPEC}.drafter_path={DRAFTER}", "idle.train_drafter=true", "idle.pre_rollout=false"]
 MODES = ("on", "off", "drafter", "pre_rollouts", "suffix")
 LEGEND = {

@@ -24,6 +24,8 @@ def add_check(commands: Any) -> None:
     )
     command.add_argument("--sft", action="store_true", help="a config of `sft`, not of `train`")
     command.add_argument("--fetch", action="store_true", help="fetch what the config names on the Hugging Face hub")
+    command.add_argument("--elsewhere", action="store_true", help="files that are not on this machine are warnings")
+    command.add_argument("--all", action="store_true", help="also the parts of memory that round to 0.00 GiB")
     command.add_argument("--show-config", action="store_true", help="print the whole configuration, with all defaults")
     command.set_defaults(run=_check)
 
@@ -40,8 +42,8 @@ def _check(args: argparse.Namespace) -> int:
     config = read_config(args, SftConfig if args.sft else Config)
     if args.fetch:
         on_this_machine(config, SingleProcess())
-    report = check_report(config, args.ranks)
+    report = check_report(config, args.ranks, args.elsewhere, args.all)
     if detect_launch().rank not in (0, None):  # started as several ranks: one copy is enough
         return OK
-    print(f"{report}\n\nResolved configuration\n{dump_config(config)}" if args.show_config else report)
+    print(f"Resolved configuration\n{dump_config(config)}\n{report}" if args.show_config else report)
     return OK

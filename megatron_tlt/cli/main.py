@@ -82,7 +82,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     """Overrides may also stand behind options, where argparse alone takes none."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    if rest and ("overrides" not in args or any(a.startswith("-") or "=" not in a for a in rest)):
+    strays = [word for word in rest if word.startswith("-") or not ("=" in word or word.endswith((".yaml", ".yml")))]
+    if rest and ("overrides" not in args or strays):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.overrides = [*args.overrides, *rest]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from megatron_tlt.distributed.launch import detect_launch
+from megatron_tlt.errors import printable
 
 if TYPE_CHECKING:
     import argparse
@@ -16,11 +20,16 @@ if TYPE_CHECKING:
 def add_config(parser: argparse.ArgumentParser, about: str = "YAML file") -> None:
     """Adds `config` and `overrides` to a command."""
     parser.add_argument("config", type=Path, help=about)
-    parser.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values that replace the file's")
+    text = "values, or YAML files with values, that replace the file's"
+    parser.add_argument("overrides", nargs="*", metavar="a.b.c=v", help=text)
 
 
 def read_config(args: argparse.Namespace, root: type[RootT]) -> RootT:
     """The configuration named by the arguments of `add_config`. Raises ConfigError with all problems."""
     from megatron_tlt.config.load import load_config
 
-    return load_config(args.config, args.overrides, root)
+    notes: list[str] = []
+    config = load_config(args.config, args.overrides, root, notes)
+    if detect_launch().rank in (0, None):
+        print("".join(f"megatron-tlt: warning: {printable(note)}\n" for note in notes), end="", file=sys.stderr)
+    return config

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, OK, SAVED
-from megatron_tlt.errors import ConfigError, DataError, DistributedError, TltError, printable
+from megatron_tlt.errors import ConfigError, DataError, DistributedError, RewardError, TltError, printable
 from megatron_tlt.observe.attempt import note_exit
 from megatron_tlt.resilience.shared_memory import sweep_shared_memory
 
@@ -63,14 +63,19 @@ def run_on_every_rank(
         if code:
             world.leave(code)
         world.close()
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, RewardError) as error:
         # Usually every rank finds the same problems, but one may be alone: the first one prints them.
+        has_no_reward = isinstance(error, RewardError)
+        code = FAILED if has_no_reward else BAD_INPUT
         if world.store.add("config_error", 1) == 1:
             print_problems(error)
-            note_exit(BAD_INPUT)
-        world.refuse()
-        world.leave_refused(BAD_INPUT)
-        return BAD_INPUT
+            note_exit(code)
+        if has_no_reward:
+            world.refuse("failed", str(error))
+        else:
+            world.refuse("ended", "refused: wrong configuration or input")
+        world.leave_refused(code)
+        return code
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         behind = world.ranks_behind() if is_timeout(error) else None
         text = failure_text(world, error, behind)
@@ -88,9 +93,9 @@ def run_job(job: Job) -> int:
     return SAVED if stopped else OK
 
 
-def print_problems(error: ConfigError | DataError) -> None:
+def print_problems(error: ConfigError | DataError | RewardError) -> None:
     """All problems on stderr, one a line."""
-    if isinstance(error, DataError):
+    if not isinstance(error, ConfigError):
         print(printable(f"megatron-tlt: {error}"), file=sys.stderr, flush=True)
         return
     lines = [f"megatron-tlt: {len(error.problems)} problem(s) in command or configuration:"]

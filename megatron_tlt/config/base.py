@@ -12,12 +12,18 @@ Content = Literal["model", "companions", "rows"]
 
 
 @dataclass(frozen=True)
-class OnDisk:
+class FilePath:
+    """Marks a field with a path, or with `path/to/file.py:name`: `paths` says what a relative one counts from."""
+
+
+@dataclass(frozen=True)
+class OnDisk(FilePath):
     """Marks a field with a file or directory that is read."""
 
     content: Content | None = None  # what is fetched where it names something on the hub; None: it cannot
     split: str = ""  # the section's field with the split of a data set
     is_read: Callable[[Any], object] = bool  # whether it is read, by its section
+    words: tuple[str, ...] = ()  # values that are no paths
 
 
 class Section(BaseModel):
@@ -63,5 +69,5 @@ def places(section: Section, prefix: str = "") -> Iterator[Place]:
         if isinstance(value, Section):
             yield from places(value, f"{prefix}{name}.")
         for mark in field.metadata:
-            if isinstance(mark, OnDisk) and value is not None and mark.is_read(section):
+            if isinstance(mark, OnDisk) and value not in (None, *mark.words) and mark.is_read(section):
                 yield Place(prefix + name, value, section, mark)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_tlt.config.base import OnDisk, Section
+from megatron_tlt.config.base import FilePath, OnDisk, Section
 
 
 class TaskConfig(Section):
@@ -99,15 +99,26 @@ class RewardConfig(Section):
     """Factor in the sum of rewards."""
     pattern: str | None = None
     """Regular expression: group 1 is the answer (task, math, exact); the whole text must match (format)."""
-    path: str | None = None
+    path: Annotated[str | None, FilePath()] = None
     """python: `package.module:function` or `path/to/file.py:function`, called as f(prompt, answer, response,
     metadata); answer is a list where a row has several acceptable ones, None where it has none."""
     params: dict[str, Any] = Field(default_factory=dict)
     """python: extra keyword arguments of the function."""
     turns: Literal["sum", "last"] = "sum"
     """env: the sum of the turns' rewards, or that of the last turn."""
-    threshold: float | None = 1.0
-    """Value from which the answer counts as correct in accuracy and pass@k; null: the value does not count there."""
+    threshold: float | Literal["auto"] | None = "auto"
+    """Value from which the answer counts as correct in accuracy and pass@k; null: the value does not count there. auto:
+    1; of python and env, whose values have a scale of their own, the report then calls no response wrong."""
+
+    @property
+    def least(self) -> float | None:
+        """`threshold` with its default as a number."""
+        return 1.0 if self.threshold == "auto" else self.threshold
+
+    @property
+    def is_of_unknown_scale(self) -> bool:
+        """Whether a value below the threshold may be a right answer's."""
+        return self.threshold == "auto" and self.name in ("python", "env")
 
 
 class RewardSection(Section):

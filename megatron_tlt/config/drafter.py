@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megatron_tlt.config.base import Section
+from megatron_tlt.config.base import FilePath, Section
 from megatron_tlt.config.drafter_kinds import DrafterFacts
 
 Arithmetic = Literal["fp32", "bf16"]
@@ -82,7 +82,7 @@ class DrafterSection(Section):
 
     num_prompts: PositiveInt = 512
     """Training prompts of which responses are generated before training."""
-    responses_path: str | None = None
+    responses_path: Annotated[str | None, FilePath()] = None
     """Responses to train on in place of generating: a JSONL file with prompts and responses, or the directory of a run
     with `observe.save_responses`. Of more than num_prompts x samples_per_prompt the last ones are taken. A prompt is
     in the column data.train.prompt_field, or as a list of ids in prompt_token_ids; a response in response, or in

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, NonNegativeInt
 
-from megatron_tlt.config.base import Section
+from megatron_tlt.config.base import FilePath, Section
 
 
 class EngineProcessSection(Section):
@@ -20,7 +22,7 @@ class VllmSection(EngineProcessSection):
     build beside a GPU and with its CPU build elsewhere. It samples with this project's noise, so a response depends on
     seed and policy only, with any drafter and with none (docs/reference/engines.md)."""
 
-    python: str | None = None
+    python: Annotated[str | None, FilePath()] = None
     """Python executable of the environment with vLLM, 0.32.x. Default: that of .venv/vllm (`make setup-vllm`), or else
     of .venv/peers-vllm (`make bench-vllm`), beside the package."""
     hidden_mib: NonNegativeInt = 1024
@@ -33,7 +35,7 @@ class TrtllmSection(EngineProcessSection):
     docs/guides/trtllm.md sets it up. Its responses depend on the machine's timing, with speculation and without, and
     have the same distribution."""
 
-    python: str | None = None
+    python: Annotated[str | None, FilePath()] = None
     """Python executable of the environment with TensorRT-LLM, 1.2.x or 1.3.x. Required."""
     kv_cache_fraction: float = Field(default=0.5, gt=0, lt=1)
     """Share of the GPU memory left beside the engine's weights that its KV cache takes."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megatron_tlt.config.base import Section
+from megatron_tlt.config.base import FilePath, Section
 
 EnvKind: TypeAlias = Literal["calculator", "number_guess", "python", "retry", "wordle"]
 
@@ -17,7 +17,7 @@ class EnvSection(Section):
     kind: EnvKind | None = None
     """A built-in one. retry: another try after a wrong answer; calculator, python: tools; number_guess, wordle:
     games."""
-    path: str | None = None
+    path: Annotated[str | None, FilePath()] = None
     """One of your own: `package.module:Class` or `path/to/file.py:Class`. An environment (reset, step, close), one with
     Gymnasium's methods, or a class of tools (its public methods)."""
     params: dict[str, Any] = Field(default_factory=dict)

@@ -17,6 +17,7 @@ from megatron_tlt.config.base import Section
 from megatron_tlt.config.checks.speculation import check_speculation
 from megatron_tlt.config.checks.texts import check_texts
 from megatron_tlt.config.env import EnvSection
+from megatron_tlt.config.paths import resolve_paths
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.schema import (
@@ -27,7 +28,7 @@ from megatron_tlt.config.schema import (
     nearest_path,
     section_of,
 )
-from megatron_tlt.config.yaml_reader import parse_yaml, read_config_file
+from megatron_tlt.config.yaml_reader import deep_merge, parse_yaml, read_config_file
 from megatron_tlt.errors import ConfigError, ConfigProblem
 
 RootT = TypeVar("RootT", bound=Section)
@@ -37,28 +38,39 @@ _NOT_READ = ("tp", "backend", "trtllm", "vllm", "samples_per_prompt", "temperatu
              "max_tokens", "stop")  # fmt: skip
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), root: type[RootT] = Config) -> RootT:  # type: ignore[assignment]
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    root: type[RootT] = Config,  # type: ignore[assignment]
+    notes: list[str] | None = None,
+) -> RootT:
     """The configuration in `path` with `overrides` (`"a.b.c=value"`, values typed as in YAML) on top.
 
-    A step of an override's path may be a list index: `data.train.tasks.0.weight=2`. Raises ConfigError with
-    all problems of the file and of the overrides.
+    A step of an override's path may be a list index: `data.train.tasks.0.weight=2`. An override may be a YAML file,
+    whose values then replace earlier ones. Raises ConfigError with all problems of the file and of the overrides.
+    `notes`: gets what the user should read first.
     """
-    return build_config(read_config_file(Path(path)), overrides, root)
+    return build_config(read_config_file(Path(path), root), overrides, root, notes)
 
 
 def build_config(
     values: dict[str, Any],
     overrides: Sequence[str] = (),
     root: type[RootT] = Config,  # type: ignore[assignment]
+    notes: list[str] | None = None,
 ) -> RootT:
     """Like `load_config`, from a mapping in memory; `values` is not changed. Raises ConfigError."""
     tree = copy.deepcopy(values)
     problems: list[ConfigProblem] = []
     for override in overrides:
         try:
-            apply_override(tree, override)
+            if "=" not in override and override.endswith((".yaml", ".yml")):
+                tree = deep_merge(tree, read_config_file(Path(override), root))
+            else:
+                apply_override(tree, override)
         except ConfigError as error:
             problems += error.problems
+    tree = resolve_paths(tree, problems, [] if notes is None else notes)
     problems += check_texts(tree)
     try:
         config = root.model_validate(tree)

@@ -53,8 +53,8 @@ class ModelSection(Section):
 
     path: Annotated[str, OnDisk("model")]
     """Hugging Face directory (config.json, *.safetensors, tokenizer files) the policy starts from, or a name on the
-    Hugging Face hub: OWNER/NAME, or OWNER/NAME@REVISION (branch, tag, commit). Relative paths count from the working
-    directory; one that exists is never read as a name."""
+    Hugging Face hub: OWNER/NAME, or OWNER/NAME@REVISION (branch, tag, commit). A path that exists is
+    never read as a name."""
     tokenizer: Annotated[str | None, OnDisk("companions")] = None
     """Directory of the tokenizer, or a name on the hub; default: `path`."""
     megatron_path: Annotated[str | None, OnDisk()] = None

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
-from megatron_tlt.config.base import OnDisk, Section
+from megatron_tlt.config.base import FilePath, OnDisk, Section
 from megatron_tlt.config.data import DataSection, RewardSection
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.env import EnvSection
@@ -168,6 +168,14 @@ class Config(TrainingConfig):
         return 3 * self.distributed.timeout_s if hang_s is None else hang_s
 
 
+def without_tlt(config: Config) -> Config:
+    """The run that TLT is compared with, which configs/tlt-off.yaml makes: no drafts, no training of a drafter."""
+    speculation = config.rollout.speculation.model_copy(update={"drafter": "none", "draft_vocab_size": None})
+    rollout = config.rollout.model_copy(update={"speculation": speculation})
+    idle = config.idle.model_copy(update={"train_drafter": False, "pre_rollout": False})
+    return config.model_copy(update={"rollout": rollout, "idle": idle})
+
+
 class SftSection(Section):
     """Supervised fine-tuning: records, length, output."""
 
@@ -188,7 +196,7 @@ class SftSection(Section):
     """Column of the prompt: a string or chat messages."""
     completion_field: str = "completion"
     """Column of the completion."""
-    out: str
+    out: Annotated[str, FilePath()]
     """Hugging Face directory to write."""
     num_steps: PositiveInt = 1000
     """Optimizer steps."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_tlt.config.base import OnDisk, Section
+from megatron_tlt.config.base import FilePath, OnDisk, Section
 
 
 class TrainSection(Section):
@@ -18,7 +18,7 @@ class TrainSection(Section):
     """Prompts in one step, over all ranks."""
     seed: NonNegativeInt = 0
     """Seed of sampling, data order and initialisation."""
-    run_dir: str = "runs/default"
+    run_dir: Annotated[str, FilePath()] = "runs/default"
     """Where checkpoints, logs and events go."""
     max_lost_steps: NonNegativeInt = 3
     """Steps in a row after which the run ends, of updates that are not finite (each is skipped, its batch kept in
@@ -50,7 +50,7 @@ class EvalSection(Section):
 UNFINISHED = "unfinished"  # folder of a command's output directory: what the command resumes from until it is done
 
 
-Resume = Annotated[Literal["auto", "never"] | str, OnDisk(is_read=lambda s: s.resume not in ("auto", "never"))]
+Resume = Annotated[Literal["auto", "never"] | str, OnDisk(words=("auto", "never"))]
 
 
 class CheckpointSection(Section):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_tlt.config.base import Section
+from megatron_tlt.config.base import FilePath, Section
 from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.rollout import RolloutSection
@@ -40,10 +40,9 @@ class LengthSection(Section):
     """Share of the logarithm's variance that is the prompt's: responses to one prompt are alike."""
     values: tuple[PositiveInt, ...] = ()
     """Lengths to draw from, instead of the lognormal distribution."""
-    path: str | None = None
+    path: Annotated[str | None, FilePath()] = None
     """Where lengths to draw from are: a run's directory (median, 95th percentile and maximum of every step in its
-    metrics.jsonl); or a text file with a length a line, or JSON lines with `tokens` or `token_ids`. A relative path
-    counts from the working directory, not from the configuration's."""
+    metrics.jsonl); or a text file with a length a line, or JSON lines with `tokens` or `token_ids`."""
 
 
 class WorkloadSection(Section):
@@ -102,9 +101,8 @@ class SimPreRolloutSection(Section):
 class SimCostSection(Section):
     """Seconds of an engine step: a roofline of model and GPU, or a measured table."""
 
-    table: str | None = None
-    """Step costs that `tools/fit_cost_model.py` measured on a real engine; default: the roofline. A relative path
-    counts from the working directory."""
+    table: Annotated[str | None, FilePath()] = None
+    """Step costs that `tools/fit_cost_model.py` measured on a real engine; default: the roofline."""
     bandwidth_efficiency: float = Field(default=0.85, gt=0, le=1)
     """Share of the GPU's memory bandwidth that weights and KV cache are read with."""
     compute_efficiency: float = Field(default=0.75, gt=0, le=1)

@@ -8,9 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from megatron_tlt.config.paths import mark_paths
 from megatron_tlt.errors import ConfigError
 
 DEFAULTS_KEY = "defaults"
@@ -56,10 +58,13 @@ def deep_merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def read_config_file(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_config_file(
+    path: Path, root: type[BaseModel] | None = None, chain: tuple[Path, ...] = ()
+) -> dict[str, Any]:
     """The mapping in `path` over those it names in `defaults:` (relative to the file, later ones win).
 
-    `chain` holds the files being read above this one, to refuse cycles. Raises ConfigError.
+    With the class of its `root` other relative paths stand in it as `InFile`. `chain` holds the files being read above
+    this one, to refuse cycles. Raises ConfigError.
     """
     resolved = Path(os.path.realpath(path))  # unlike Path.resolve it takes links in a circle
     if resolved in chain:
@@ -71,8 +76,8 @@ def read_config_file(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]
         raise ConfigError.of(f"{path}: {DEFAULTS_KEY}", names, "must be a list of YAML files")
     merged: dict[str, Any] = {}
     for name in names:
-        merged = deep_merge(merged, read_config_file(path.parent / name, (*chain, resolved)))
-    return deep_merge(merged, own)
+        merged = deep_merge(merged, read_config_file(path.parent / name, root, (*chain, resolved)))
+    return deep_merge(merged, own if root is None else mark_paths(own, root, path))
 
 
 def _read_mapping(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.config.paths import FORMATS, KINDS, PACKED
 from megatron_tlt.config.yaml_reader import parse_yaml
 from megatron_tlt.data.json_files import UNREADABLE, open_text, read_json
 from megatron_tlt.errors import ConfigError, DataError
@@ -23,15 +24,11 @@ if TYPE_CHECKING:
 Where = Callable[[int], str]
 """The place of row i in its file or directory, for messages."""
 CARD = "README.md"
-_PACKED = (".gz", ".bz2", ".xz", ".zst")
-_KINDS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "tsv"}
-FORMATS = (*_KINDS, *(f"{ending}{packed}" for ending in _KINDS if ending != ".parquet" for packed in _PACKED))
-"""Endings of the names of files that can be read."""
-_READABLE = f"{', '.join(_KINDS)} (text also {', '.join(_PACKED)})"
+_READABLE = f"{', '.join(KINDS)} (text also {', '.join(PACKED)})"
 # Rows that cannot be read, and are not left out without a word either; texts where their name is one of a split.
 _TEXTS = (".txt",)
 _OTHER_FORMATS = (
-    *_TEXTS, *_PACKED, ".arrow", ".feather", ".orc", ".avro", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".sz", ".snappy",
+    *_TEXTS, *PACKED, ".arrow", ".feather", ".orc", ".avro", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".sz", ".snappy",
     ".xls", ".xlsx", ".pkl", ".npy", ".npz", ".h5", ".db", ".sqlite", ".tfrecord", ".msgpack",
 )  # fmt: skip
 _ABOUT = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json")  # of `datasets`: no rows
@@ -117,7 +114,7 @@ def read_dataset_files(
     `JsonNumber`s.
     """
     chosen = choose_files(_names_in(directory), directory / CARD, subset, split, str(directory))
-    kinds = {kind for name in chosen for ending, kind in _KINDS.items() if name.endswith((ending, *_packed(ending)))}
+    kinds = {kind for name in chosen for ending, kind in KINDS.items() if name.endswith((ending, *_packed(ending)))}
     if len(kinds) > 1:
         split = split or DEFAULT_SPLIT
         raise DataError(f"{directory}: split {split!r} mixes formats: {', '.join(sorted(kinds))} ({', '.join(chosen)})")
@@ -129,7 +126,7 @@ def read_dataset_files(
 
 
 def _packed(ending: str) -> list[str]:
-    return [f"{ending}{packed}" for packed in _PACKED]
+    return [f"{ending}{packed}" for packed in PACKED]
 
 
 def _read_tables(paths: Sequence[Path], kind: str, texts: Sequence[str]) -> Any:

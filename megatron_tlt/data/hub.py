@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_tlt.config.base import Content, places
+from megatron_tlt.config.paths import has_form_of_name
 from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.data import hub_answers
-from megatron_tlt.data.dataset_files import CARD, FORMATS, choose_files
+from megatron_tlt.data.dataset_files import CARD, choose_files
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError, printable
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 RootT = TypeVar("RootT", bound=TrainingConfig)
 
-_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(\S+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"(?:model|dataset)s--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})$")  # of huggingface_hub's cache
 # Of a model: its description and tokenizer, and for "model" its weights. Folders but additional_chat_templates hold the
@@ -81,9 +81,7 @@ class Named:
 
 def is_name(value: str | Path | None) -> bool:
     """Whether a value is read as a name on the hub: OWNER/NAME or OWNER/NAME@REVISION, and no path or data file."""
-    if value is None or not (match := _NAME.fullmatch(str(value))):
-        return False
-    return not match[1].endswith(FORMATS) and not os.path.lexists(value)
+    return value is not None and has_form_of_name(str(value)) and not os.path.lexists(value)
 
 
 def names_of(config: TrainingConfig, weights: bool = True) -> list[Named]:

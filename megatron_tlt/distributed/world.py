@@ -252,13 +252,14 @@ class World:
         """The start is not refused any more: what it has made stays. Mutates."""
         self._phase.undo.clear()
 
-    def refuse(self) -> None:
-        """This rank's end after wrong input, without `close`: releases its parts, and undoes what the start has made.
+    def refuse(self, outcome: RankOutcome, detail: str) -> None:
+        """This rank's end after an error that all ranks find, such as wrong input, without `close`: releases its parts,
+        and undoes what the start has made.
 
         Not collective: one rank may be alone. Mutates.
         """
         self.release()
-        self.ends_early(False, "refused: wrong configuration or input")
+        self._phase.outcome = (outcome, detail)
         self._close_monitor()
         while self._phase.undo:
             self._phase.undo.pop()()

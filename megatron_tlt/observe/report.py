@@ -138,11 +138,19 @@ def _fields(value: object, path: str) -> Iterator[tuple[str, str]]:
         yield path, text if len(text) <= _VALUE_CHARACTERS else f"{text[:_VALUE_CHARACTERS]} …"
 
 
+def _says_wrong(run: RunData) -> bool:
+    """Whether a response below the thresholds is wrong: none is the default one of a user's function."""
+    functions = run.config.get("rewards", {}).get("functions", [])
+    return not any(f.get("threshold") == "auto" and f.get("name") in ("python", "env") for f in functions)
+
+
 def _samples(run: RunData) -> PageSection:
     """Responses of steps at equal distances, those of the last step first."""
     every = sorted({row["step"] for row in run.samples}, reverse=True)
     steps = every[:: len(every) // _SAMPLE_STEPS + 1]
-    rows = [row | _shown(row) for row in reversed(run.samples) if row["step"] in steps]
+    verdict = {True: "correct", False: "wrong" if _says_wrong(run) else "below 1"}
+    shown = [row for row in reversed(run.samples) if row["step"] in steps]
+    rows = [row | _shown(row) | {"verdict": verdict[bool(row["correct"])]} for row in shown]
     text = "The best and the worst response of the first prompts of a step: the update learns from their contrast."
     title = "Samples"
     if any("turns" in row for row in rows):

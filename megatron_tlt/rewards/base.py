@@ -44,9 +44,9 @@ def judge(
         except (Exception, SystemExit) as error:  # noqa: BLE001
             return failed(f"{named.label}: {error_line(error)}", failure_value, parts)
         parts[named.label] = value
-        if named.config.threshold is not None:
+        if (least := named.config.least) is not None:
             counting = True
-            correct = correct and value >= named.config.threshold
+            correct = correct and value >= least
     total = float(sum(named.config.weight * parts[named.label] for named in scorers))
     if not math.isfinite(total):
         return failed(f"the weighted sum of {parts} is {total}: must be finite", failure_value, parts)

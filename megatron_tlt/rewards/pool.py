@@ -6,12 +6,12 @@ gets a recorded failure. Workers start with the first samples and wait between s
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import replace
 
 from pebble import ProcessExpired, ProcessPool
@@ -25,9 +25,22 @@ from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 from megatron_tlt.workers.process import ended
 
 Job = tuple[Prompt, Sample]
-_log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0
 _STARTS = 3  # of the pool for one list of samples: workers may also die between two samples
+
+
+def trial_warning(section: RewardSection, prompt: Prompt) -> str | None:
+    """A warning of users' functions that return no number for an empty response to `prompt`. Errors that they raise
+    themselves are none: an empty response may be one.
+    """
+    functions = tuple(function for function in section.functions if function.name == "python")
+    if not functions:
+        return None
+    group = SampleGroup(prompt, [Sample(prompt.prompt_id, 0, [], [], "", "stop", 0)])
+    with closing(RewardPool(section.model_copy(update={"functions": functions, "workers": 1}))) as pool:
+        pool.score([group])
+    why = group.rewards[0].failure or ""
+    return f"for an empty response to the first prompt, reward {why}" if ": returned " in why else None
 
 
 class RewardPool:
@@ -55,11 +68,11 @@ class RewardPool:
             )
             self._ready = self._pool.schedule(worker.problem)
 
-    def score(self, groups: Sequence[SampleGroup]) -> None:
+    def score(self, groups: Sequence[SampleGroup]) -> str | None:
         """Judges every sample: sets `rewards` of each group, in its samples' order.
 
-        Functions see the texts but not token ids or log-probs, which stay here. Warns of failures, once a
-        call. Raises RewardError only when workers cannot be started.
+        Functions see the texts but not token ids or log-probs, which stay here. Returns a warning of failures, if there
+        are any. Raises RewardError only when workers cannot be started.
         """
         jobs = [
             (replace(group.prompt, token_ids=()), replace(sample, token_ids=[], logprobs=[]))
@@ -72,8 +85,8 @@ class RewardPool:
         for group in groups:
             group.rewards = [next(found) for _ in group.samples]
         failures = [result.failure for result in results if result.failure is not None]
-        if failures:  # a broken reward function would otherwise pass for a policy that is always wrong
-            _log.warning("%d of %d rewards failed; one of them: %s", len(failures), len(jobs), failures[0])
+        # A broken reward function would otherwise pass for a policy that is always wrong.
+        return f"{len(failures)} of {len(jobs)} rewards failed; one of them: {failures[0]}" if failures else None
 
     def close(self) -> None:
         """Ends the workers. Idempotent; a later `score` starts new ones."""

@@ -6,6 +6,7 @@ them differ by the policy only. The last one's responses are drafts of the next 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_tlt.trainer.environments import Environments
     from megatron_tlt.types import Prompt, Sample, SamplingParams
 
+_log = logging.getLogger(__name__)
 _SEED_OFFSET = 0x5EED  # evaluation must not reuse the noise of training rollouts
 _COLUMNS = {"prompt": np.int64, "correct": np.int64, "reward": float, "length": float, "cut": float}
 
@@ -114,7 +116,8 @@ class Evaluator:
             stop.sync("eval", dropped)
         self._keep(samples)
         groups = group_samples(queue.fetched, samples) if self._queues.is_first else []
-        self._rewards.score(groups)
+        if (failures := self._rewards.score(groups)) is not None:
+            _log.warning(failures)
         share_responses(self._world, self._backend, groups)  # the same prompts come again
         rows = [
             (g.prompt.prompt_id, r.correct, r.value, s.num_drawn, s.finish_reason == "length")

@@ -81,6 +81,7 @@ class RunMetrics:
         self._started = self._step_started = time.perf_counter()
         self._totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)  # over the steps since the start
         self._acceptance = AcceptanceMonitor()
+        self._may_warn_of_threshold = world.is_main and any(f.is_of_unknown_scale for f in config.rewards.functions)
 
     def start(self) -> None:
         """Opens the files that a resumed run continues; rows after the steps done are dropped."""
@@ -172,6 +173,9 @@ class RunMetrics:
             if self.world.is_main:
                 _log.warning(warning)
             self._progress.note(f"warning: {warning}")
+        if self._may_warn_of_threshold and (unreached := threshold_warning(row)) is not None:
+            self._may_warn_of_threshold = False
+            _log.warning(unreached)
         for name in _SUMMED:
             self._totals[name] += row.get(name, 0.0)
         if self._metrics is not None:
@@ -298,6 +302,16 @@ def _stop_time(row: dict[str, float]) -> dict[str, float]:
         return {}
     seconds = row.pop("idle/left_max") - row.pop("idle/entered_max")
     return {"idle/stop_ms_max": 1e3 * max(0.0, seconds)}
+
+
+def threshold_warning(row: Mapping[str, float]) -> str | None:
+    """A warning of a step whose rewards are above 0 on average, none of which counts as correct; `row`: its metrics."""
+    if row.get("reward/accuracy") != 0 or row.get("reward/mean", 0.0) <= 0:
+        return None
+    return (
+        f"no reward of this step reaches 1, though their mean is {row['reward/mean']:.3g}: accuracy and pass@k stay 0. "
+        "rewards.functions.0.threshold sets the value from which a response is correct"
+    )
 
 
 def _acceptance(row: Mapping[str, float]) -> dict[str, float]:

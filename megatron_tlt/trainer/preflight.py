@@ -13,7 +13,8 @@ from megatron_tlt.config.base import places
 from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.checks.layout import resolve_device
 from megatron_tlt.config.checks.run import find_problems
-from megatron_tlt.config.planning.report import render_check
+from megatron_tlt.config.planning.parameters import drafted_tokens
+from megatron_tlt.config.planning.report import fits_line, render_check
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.chat import form_of
 from megatron_tlt.data.completions import Completion, read_completions
@@ -30,6 +31,7 @@ from megatron_tlt.models.hf.files import model_problems
 from megatron_tlt.models.hf.peft import peft_problems
 from megatron_tlt.observe.metrics import wandb_problems
 from megatron_tlt.rewards.build import function_problems
+from megatron_tlt.rewards.pool import trial_warning
 from megatron_tlt.trainer.chat_checks import Renderer, chat_problems, prompt_renderer
 from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.teacher import teacher_problems, teacher_shape, with_teacher_shape
@@ -43,6 +45,7 @@ from megatron_tlt.types import Prompt
 
 if TYPE_CHECKING:
     from megatron_tlt.config.checks.layout import Device
+    from megatron_tlt.config.model import ArchitectureConfig
     from megatron_tlt.config.root import SftSection
     from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.distributed.world import World
@@ -50,41 +53,65 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def check_report(config: TrainingConfig, ranks: int | None) -> str:
-    """`megatron-tlt check`: the report, or ConfigError with every problem.
+def check_report(
+    config: TrainingConfig, ranks: int | None, elsewhere: bool = False, all_rows: bool = False
+) -> str:
+    """`megatron-tlt check`: the report, or ConfigError with every problem, those of the memory plan last.
 
-    Model and prompt files may be on another machine (a login node has neither); where they are here they count. Where
-    the model is not, `model.architecture` must say what is planned, or its name where to fetch it from.
+    `elsewhere`: files that are not on this machine are warnings; where they are here they count. Where the model is
+    not, `model.architecture` must say what is planned, or its name where to fetch it from. `all_rows`: see
+    `render_check`.
     """
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
     config, to_fetch, problems = cached(config)
     config = with_teacher_shape(config)
+    named = {name.field for name in names_of(config)}
+    missing = [problem for problem in missing_files(config) if problem.path not in named]
     problems += _problems(config, num_ranks, None) + _problems_of_large_files(config, None)
     problems = problems or turn_problems(config)
     rl = config.rl
-    prompt = None if problems or rl is None else _prompt_of_episode(rl)
+    prompt = None if problems or rl is None else _first_prompt(rl)
     if rl is not None and rl.env is not None and prompt is not None:
         problems += episode_problems(rl.env, prompt)
     if config.model.architecture is None and not is_name(config.model.path):
         problems += missing_model(config)
+    elif not elsewhere:
+        hint = "; --elsewhere: it is on another machine"
+        problems += [ConfigProblem(p.path, p.value, f"{p.allowed}{hint}") for p in missing]
     problems += place_problems(config, must_be_writable=False)
     if problems:
-        raise ConfigError(problems)
-    named = {name.field for name in names_of(config)}
-    missing = [problem for problem in missing_files(config) if problem.path not in named]
+        raise ConfigError(sorted(problems, key=lambda problem: problem.path.startswith("cluster.")))
     absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing]
     if rl is not None and rl.algorithm.name == "distill" and not rl.algorithm.teacher_shape:
         absent.append("warning: the memory plan lacks the teacher, whose config.json is not here")
     model, _ = read_model("model.path", config.model.path)
     shape = None if model is None else model.architecture
-    played = [] if prompt is None else ["Environment: a scripted episode was the same three times, in two processes"]
     device = resolve_device(config, None)
-    warnings = [f"warning: {text}" for text in input_warnings(config, device)]
+    played, warnings = [], [*input_warnings(config, device), *_unseen_drafter(config, shape)]
+    if rl is not None and prompt is not None and rl.env is not None:
+        played = ["Environment: a scripted episode was the same three times, in two processes"]
+    elif rl is not None and prompt is not None and (tried := trial_warning(rl.rewards, prompt)) is not None:
+        warnings.append(tried)
+    warnings = [f"warning: {text}" for text in warnings]
     if device is None:
         positions = None if model is None else model.max_position_embeddings
         on_cpu = find_problems(config, shape, num_ranks, "cpu", positions)
         warnings += [f"warning: CPU ranks refuse to start: {problem}" for problem in on_cpu]
-    return printable("\n".join([render_check(config, shape, num_ranks), *played, *warnings, *to_fetch, *absent]))
+    report = render_check(config, shape, num_ranks, all_rows=all_rows)
+    fits = fits_line(config, shape, num_ranks)
+    return printable("\n".join([report, *played, *to_fetch, *absent, *warnings, fits]))
+
+
+def _unseen_drafter(config: TrainingConfig, shape: ArchitectureConfig | None) -> list[str]:
+    """What the memory plan assumes of a drafter that is not on this machine."""
+    if config.rl is None or (shape := shape or config.model.architecture) is None:
+        return []
+    section = config.rl.rollout.speculation
+    if section.trained is None or section.drafter_path is None or Path(section.drafter_path).exists():
+        return []
+    tokens, at = drafted_tokens(config.rl, shape), "rollout.speculation.draft_vocab_size"
+    whose = f"{at}" if section.draft_vocab_size else f"the policy's vocabulary; {at} says another size"
+    return [f"the drafter {section.drafter_path} is not here: the plan assumes {tokens} tokens ({whose})"]
 
 
 def check_on(config: TrainingConfig, world: World, found_before: Sequence[ConfigProblem] = ()) -> None:
@@ -110,10 +137,8 @@ def place_problems(config: TrainingConfig, must_be_writable: bool = True) -> lis
     return output_directory_problems("sft.out", config.records.out, "sft", sources, must_be_writable)
 
 
-def _prompt_of_episode(config: Config) -> Prompt | None:
-    """The first training prompt, if there is an environment and the prompts are on this machine."""
-    if config.env is None:
-        return None
+def _first_prompt(config: Config) -> Prompt | None:
+    """The first training prompt, if the prompts are on this machine."""
     source = config.data.train
     if source.path is not None and not Path(source.path).exists():
         return None

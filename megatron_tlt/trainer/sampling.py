@@ -9,6 +9,7 @@ Between two steps of its engine every rank reports its progress (`resilience.hea
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from megatron_tlt.trainer.recovery import Recovery
     from megatron_tlt.types import EngineStats, Prompt
 
+_log = logging.getLogger(__name__)
 _FIRST_LENGTH = 256.0  # tokens that a response is expected to have before any has ended
 
 
@@ -91,7 +93,7 @@ class GroupSampler:
             rounds += 1
             groups = self.carried.take(self._rollout(step, self._next_prompts(step, num_prompts)))
             with self.metrics.phase("score"):
-                self.rewards.score(groups)
+                failures = self.rewards.score(groups)
                 share_responses(self.queues.world, self.backend, groups)
                 kept += [g for g in groups if self.algorithm.keep_group(g)]
                 others = Dropped.of([g for g in groups if not self.algorithm.keep_group(g)])
@@ -99,7 +101,9 @@ class GroupSampler:
                 everywhere = self.queues.world.all_gather_object(mine)
                 ids = sorted(prompt_id for of_rank, _, _ in everywhere for prompt_id in of_rank)
                 dropped = sum((of_rank for *_, of_rank in everywhere), dropped)
-                _check_judged([judged for _, judged, _ in everywhere])
+                _check_judged([judged for _, judged, _ in everywhere], step)
+            if failures is not None:
+                _log.warning(failures)
             if len(ids) >= num_prompts:
                 break
         row = self.recovery.end_rollouts() | self.carried.metrics(kept, self.backend.policy_version)
@@ -202,8 +206,9 @@ def _judged(groups: Sequence[SampleGroup]) -> tuple[int, str | None]:
     return failures.count(None), next((why for why in failures if why is not None), None)
 
 
-def _check_judged(everywhere: Sequence[tuple[int, str | None]]) -> None:
+def _check_judged(everywhere: Sequence[tuple[int, str | None]], step: int) -> None:
     """Raises RewardError on every rank if no response of any rank was judged: such an update would learn nothing."""
     why = next((why for _, why in everywhere if why is not None), None)
     if why is not None and not any(judged for judged, _ in everywhere):
-        raise RewardError(f"the reward functions failed on every response of this rollout; one of them: {why}")
+        what = "the reward functions failed on every response of this rollout"
+        raise RewardError(f"step {step}: {what}; one of them: {why}")

@@ -48,7 +48,7 @@ def _module(where: str) -> ModuleType:
         return importlib.import_module(where)
     path = Path(where)
     if not path.is_file():
-        raise UserCodeError(f"{path}: no such file (relative paths count from {Path.cwd()})")
+        raise UserCodeError(f"{path}: no such file")
     # A name of its own for every file, so that two files called reward.py do not shadow each other.
     name = f"_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:

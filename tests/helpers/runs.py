@@ -197,7 +197,8 @@ def once(run: Callable[P, T]) -> Callable[P, T]:
     return shared
 
 
-_LINKED = (".venv", "assets", "configs", "examples", "launch", "megatron_tlt", "slurm", "tools")
+_LINKED = (".venv", "assets", "launch", "megatron_tlt", "slurm", "tools")
+_COPIED = ("configs", "examples")  # paths in their files count from the files: through a link, from the repository's
 
 
 def commands(text: str) -> list[str]:
@@ -207,9 +208,11 @@ def commands(text: str) -> list[str]:
 
 
 def make_folder(folder: Path) -> Path:
-    """Links the repository's parts into `folder`, from which the commands run."""
+    """Links or copies the repository's parts into `folder`, from which the commands run."""
     for name in _LINKED:
         (folder / name).symlink_to(ROOT / name)
+    for name in _COPIED:
+        shutil.copytree(ROOT / name, folder / name)
     return folder
 
 

@@ -26,7 +26,8 @@ LEFT = {
 @pytest.mark.slow
 @pytest.mark.parametrize("example", FOLDERS, ids=lambda path: path.name)
 def test_the_commands_of_an_example_run_as_printed(example: Path, tmp_path: Path):
-    (tmp_path / "problems.jsonl").write_text(json.dumps(GSM8K) + "\n")
+    for name in ("problems.jsonl", "held-out.jsonl"):
+        (tmp_path / name).write_text(json.dumps(GSM8K) + "\n")
     printed = commands((example / "README.md").read_text())
     run_as_printed(make_folder(tmp_path), [command for command in printed if not NOT_HERE.search(command)])
     assert (tmp_path / LEFT[example.name]).stat().st_size > 0

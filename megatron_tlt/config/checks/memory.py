@@ -28,7 +28,7 @@ def check_memory(
         return problems
     phase = worst.fullest
     there = {name: size for name, size in worst.parts.items() if phase in worst.only.get(name, PHASES)}
-    needs = f"needs {worst.total / GIB:.1f} GiB in the {phase}"
+    needs = f"needs {worst.total / GIB:.1f} GiB in the {phase}, {worst.total / GIB - limit:.1f} too many"
     allowed = f"a rank of pipeline stage {worst.stage} {needs} ({_largest(there)}, ...)"
     return [*problems, ConfigProblem("cluster.memory_gib", limit, allowed)]
 
@@ -39,6 +39,7 @@ def _check_host(config: TrainingConfig, stages: list[RankMemory]) -> Problems:
     if needed > cluster.host_gib * GIB:
         fullest = max(stages, key=lambda stage: sum(stage.host.values()))
         needs = f"{cluster.ranks_per_node} ranks of a node need {needed / GIB:.1f} GiB of its host's memory"
+        needs += f", {needed / GIB - cluster.host_gib:.1f} too many"
         allowed = f"{needs} (a rank: {_largest(fullest.host)}, ...)"
         yield ConfigProblem("cluster.host_memory_gib", cluster.host_gib, allowed)
 

@@ -9,7 +9,7 @@ from megatron_tlt.config.checks.learning import learning_rate_warning
 from megatron_tlt.config.checks.pre_rollouts import NO_EVALUATIONS, why_no_eval_drafts, why_no_pre_rollouts
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.config.planning.memory import KV, estimate_memory, node_host_bytes
+from megatron_tlt.config.planning.memory import KV, RankMemory, estimate_memory, node_host_bytes
 from megatron_tlt.config.planning.parameters import (
     GIB,
     adapter_parameters,
@@ -17,7 +17,7 @@ from megatron_tlt.config.planning.parameters import (
     total_parameters,
 )
 from megatron_tlt.config.planning.policy import micro_batch_tokens
-from megatron_tlt.config.root import Config, TrainingConfig
+from megatron_tlt.config.root import Config, TrainingConfig, without_tlt
 from megatron_tlt.errors import aligned
 from megatron_tlt.types import CAPABILITIES
 
@@ -26,11 +26,16 @@ _FEW = 4  # times the requests of full length that a cache holds: the running re
 
 
 def render_check(
-    config: TrainingConfig, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None = None
+    config: TrainingConfig,
+    shape: ArchitectureConfig | None,
+    num_ranks: int,
+    device: Device | None = None,
+    all_rows: bool = False,
 ) -> str:
     """The report as plain text. `tp * pp * cp` must divide `num_ranks` (see `checks.run.find_problems`).
 
-    Without a shape (no model directory, no `model.architecture`) the memory table is replaced by a note.
+    Without a shape (no model directory, no `model.architecture`) the memory table is replaced by a note. `all_rows`:
+    of the memory also those that round to 0.00 GiB.
     """
     shape = shape if shape is not None else config.model.architecture
     actor = config.actor
@@ -39,7 +44,7 @@ def render_check(
     if config.rl is not None:
         parts += _engines(config.rl, num_ranks)
     parts += _adapters(config, shape)
-    parts += ["", *_memory(config, shape, num_ranks, device), ""]
+    parts += ["", *_memory(config, shape, num_ranks, device, all_rows), ""]
     if config.rl is not None:
         parts += _tokens(config.rl, dims)
     elif config.records is not None:
@@ -58,6 +63,31 @@ def _adapters(config: TrainingConfig, shape: ArchitectureConfig | None) -> list[
         lines.append(f"  {count:.3g} of {total_parameters(shape):.3g} parameters")
     warning = learning_rate_warning(config.optimizer, lora)
     return lines if warning is None else [*lines, f"  {warning}"]
+
+
+def fits_line(config: TrainingConfig, shape: ArchitectureConfig | None, num_ranks: int) -> str:
+    """By how much the memory plan of a configuration without problems fits."""
+    shape, cluster = shape if shape is not None else config.model.architecture, config.cluster
+    if shape is None:
+        return "Fits: not known without the model's shape"
+    stages = estimate_memory(config, shape, num_ranks)
+    worst = max(stages, key=lambda stage: stage.total)
+    takes = f"{worst.total / GIB:.2f} GiB of a rank in the {worst.fullest}"
+    if cluster.memory_gib is None:
+        return f"Fits: not known without cluster.memory_gib; the plan takes {takes}"
+    node = node_host_bytes(stages, cluster.ranks_per_node) / GIB
+    rest = f", the KV cache ({worst.parts[KV] / GIB:.2f}) included" if KV in worst.parts else ""
+    return (
+        f"Fits: {cluster.memory_gib - worst.total / GIB:.2f} GiB to spare; the plan takes {takes}{rest}, of "
+        f"{cluster.memory_gib:g}, and {node:.0f} GiB of a node's host, of {cluster.host_gib:g}"
+    )
+
+
+def _memory_table(stages: list[RankMemory], rows: dict[str, list[int]], all_rows: bool) -> list[str]:
+    """A column a stage; `rows`: bytes by name and stage. Those of 0.00 GiB are left out but for `all_rows`."""
+    header = ["", *[f"stage {stage.stage}" for stage in stages]]
+    texts = {name: [f"{size / GIB:.2f}" for size in sizes] for name, sizes in rows.items()}
+    return _table(header, [[name, *row] for name, row in texts.items() if all_rows or {*row} != {"0.00"}])
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -123,33 +153,54 @@ def _without_effect(config: Config) -> list[str]:
 
 
 def _memory(
-    config: TrainingConfig, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None
+    config: TrainingConfig,
+    shape: ArchitectureConfig | None,
+    num_ranks: int,
+    device: Device | None,
+    all_rows: bool,
 ) -> list[str]:
     if shape is None:
         return [f"Memory: unknown ({config.model.path} is not here and model.architecture is not set)"]
     stages = estimate_memory(config, shape, num_ranks, device)
-    names = list(stages[0].parts)
-    rows = [[name, *[f"{stage.parts[name] / GIB:.2f}" for stage in stages]] for name in names]
+    rows = {name: [stage.parts[name] for stage in stages] for name in stages[0].parts}
     if len(stages[0].phases) > 1:
-        for phase in stages[0].phases:
-            rows.append([f"in the {phase}", *[f"{stage.of_phase(phase) / GIB:.2f}" for stage in stages]])
-    rows.append(["at most", *[f"{stage.total / GIB:.2f}" for stage in stages]])
+        rows |= {f"in the {phase}": [stage.of_phase(phase) for stage in stages] for phase in stages[0].phases}
+    rows["at most"] = [stage.total for stage in stages]
     limit = config.cluster.memory_gib
     of_limit = "" if limit is None else f", of {limit:g} that it has"
     lines = [f"Memory of a rank, estimated, GiB{of_limit} ({total_parameters(shape):.3g} parameters)"]
-    header = ["", *[f"stage {stage.stage}" for stage in stages]]
-    lines += _table(header, rows)
+    lines += _memory_table(stages, rows, all_rows)
     if config.rl is not None:
+        lines += _off_line(config.rl, shape, num_ranks, device, stages)
         lines += _cache_line(config.rl, shape, stages[0].parts[KV], resolve_device(config, device))
     if stages[0].host:
         lines.append(
             "Of the host's memory, for a rank, at most (pinned blocks are rounded up to powers of two)"
         )
-        host = [[name, *[f"{stage.host[name] / GIB:.2f}" for stage in stages]] for name in stages[0].host]
-        lines += _table(header, host)
+        host = {name: [stage.host[name] for stage in stages] for name in stages[0].host}
+        lines += _memory_table(stages, host, all_rows)
         node = node_host_bytes(stages, config.cluster.ranks_per_node) / GIB
         lines.append(f"  a node of {config.cluster.ranks_per_node}: {node:.1f} of {config.cluster.host_gib:g} GiB")
     return lines
+
+
+def _off_line(
+    config: Config, shape: ArchitectureConfig, num_ranks: int, device: Device | None, on: list[RankMemory]
+) -> list[str]:
+    """The plan without TLT beside the one with it, `on`."""
+    if (without := without_tlt(config)) == config:
+        return []
+    off = estimate_memory(without, shape, num_ranks, device)
+    caches, most, hosts = (
+        [f"{size / GIB:.1f}" for size in sizes]
+        for sizes in (
+            (off[0].parts[KV], on[0].parts[KV]),
+            (max(stage.total for stage in off), max(stage.total for stage in on)),
+            (node_host_bytes(off, config.cluster.ranks_per_node), node_host_bytes(on, config.cluster.ranks_per_node)),
+        )
+    )
+    host = f", of a node's host {' to '.join(hosts)}" if on[0].host else ""
+    return [f"  TLT off to on: KV cache {' to '.join(caches)} GiB, a rank at most {' to '.join(most)}{host}"]
 
 
 def full_requests(config: Config, shape: ArchitectureConfig, cache_bytes: int) -> int:

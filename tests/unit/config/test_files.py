@@ -11,8 +11,8 @@ from megatron_tlt.config.checks.sim import check_sim
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.planning.memory import KV, estimate_memory
 from megatron_tlt.config.planning.parameters import GIB
-from megatron_tlt.config.planning.report import full_requests, render_check
-from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.planning.report import fits_line, full_requests, render_check
+from megatron_tlt.config.root import Config, SftConfig, without_tlt
 from megatron_tlt.config.schema import section_of
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.config.yaml_reader import deep_merge, read_config_file
@@ -28,7 +28,7 @@ SIMULATIONS = [path for path in FILES if path.parent.name == "sim"]
 
 
 def is_part(path: Path) -> bool:
-    return path.parent.name in PARTS or path.name == "tlt.yaml"
+    return path.parent.name in PARTS or path.name in ("tlt.yaml", "tlt-off.yaml")
 
 
 def label(path: Path) -> str:
@@ -89,6 +89,29 @@ def test_recipes_roll_out_in_vllm(path):
     caches = [estimate_memory(config, shape, ranks)[0].parts[KV] for config in (ours, vllm)]
     assert caches[1] > 0.75 * caches[0]
     assert "no effect with vllm: algorithm.importance_cap" in render_check(vllm, None, ranks)
+
+
+@pytest.mark.parametrize("path", [*RECIPES, ROOT / "configs/quickstart.yaml"], ids=label)
+def test_tlt_is_turned_off_by_one_file(path):
+    """The plan of both stands in one line."""
+    off, ranks = load_config(path, [str(ROOT / "configs/tlt-off.yaml")]), load_config(path).cluster.num_ranks
+    assert off == without_tlt(load_config(path))
+    assert find_problems(off, None, ranks) == []
+    if off.model.architecture is not None:
+        lines = render_check(load_config(path), None, ranks).splitlines()
+        (line,) = [line for line in lines if "TLT off to on" in line]
+        caches = [estimate_memory(c, c.model.architecture, ranks)[0].parts[KV] / GIB for c in (off, load_config(path))]
+        assert f"KV cache {caches[0]:.1f} to {caches[1]:.1f} GiB" in line
+        assert "TLT off" not in render_check(off, None, ranks)
+
+
+def test_only_parts_of_some_size_are_printed():
+    config = load_config(ROOT / "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml")
+    few, whole = render_check(config, None, 8), render_check(config, None, 8, all_rows=True)
+    assert " 0.00\n" in whole and " 0.00\n" not in few
+    rows = [{" ".join(line.split()) for line in text.splitlines()} for text in (few, whole)]
+    assert rows[0] < rows[1]
+    assert fits_line(config, None, 8).startswith("Fits: 0.00 GiB to spare; the plan takes 79.00 GiB of a rank in the ")
 
 
 def test_the_generated_page_is_fresh():

@@ -116,7 +116,7 @@ def test_defaults_merge_maps_and_replace_lists(tmp_path):
     write(tmp_path, "b.yaml", "rollout: {temperature: 0.5}\ntrain: {num_steps: 3}\n")
     path = write(tmp_path, "run/c.yaml", "defaults: [../models/a.yaml, ../b.yaml]\nrollout: {stop: [z]}\n")
     config = load_config(path, ["train.num_steps=4"])
-    assert (config.model.path, config.model.max_context) == ("a", 100)
+    assert (config.model.path, config.model.max_context) == (str(tmp_path / "models/a"), 100)
     assert (config.rollout.stop, config.rollout.tp, config.rollout.temperature) == (("z",), 2, 0.5)
     assert config.train.num_steps == 4
 
@@ -125,7 +125,8 @@ def test_a_file_may_be_inherited_twice_but_not_in_a_circle(tmp_path):
     write(tmp_path, "base.yaml", "model: {path: a}\n")
     write(tmp_path, "left.yaml", "defaults: [base.yaml]\n")
     write(tmp_path, "right.yaml", "defaults: [base.yaml]\n")
-    assert load_config(write(tmp_path, "both.yaml", "defaults: [left.yaml, right.yaml]\n")).model.path == "a"
+    both = write(tmp_path, "both.yaml", "defaults: [left.yaml, right.yaml]\n")
+    assert load_config(both).model.path == str(tmp_path / "a")
     write(tmp_path, "x.yaml", "defaults: [y.yaml]\n")
     with pytest.raises(ConfigError, match=r"circle: y\.yaml -> x\.yaml -> y\.yaml"):
         load_config(write(tmp_path, "y.yaml", "defaults: [x.yaml]\n"))

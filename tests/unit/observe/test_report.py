@@ -89,6 +89,24 @@ def test_trajectories_are_shown_by_turn(tmp_path, speculation, expected):
     assert "turn 2 · waited 30.00 s" in page.html()
 
 
+@pytest.mark.parametrize(
+    ("function", "verdict"),
+    [
+        ({"name": "python", "threshold": "auto"}, "below 1"),
+        ({"name": "python", "threshold": 0.9}, "wrong"),
+        ({"name": "exact", "threshold": "auto"}, "wrong"),
+    ],
+)
+def test_only_where_a_threshold_is_known_a_response_is_called_wrong(tmp_path, function, verdict):
+    folder = write_run(tmp_path / "r")
+    config = json.loads((folder / "config.json").read_text()) | {"rewards": {"functions": [function]}}
+    (folder / "config.json").write_text(json.dumps(config))
+    page = run_page(read_run(folder))
+    (section,) = [s for s in page.sections if s.parts and isinstance(s.parts[0], Samples)]
+    assert {row["verdict"] for row in section.parts[0].rows} == {"correct", verdict}
+    assert f">{verdict}</b>" in page.html()
+
+
 def test_a_run_before_its_first_step(tmp_path):
     folder = write_run(tmp_path / "r", steps=0, num_steps=5)
     page = run_page(read_run(folder))

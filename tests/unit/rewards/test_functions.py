@@ -178,6 +178,8 @@ def test_values_are_weighted_and_correct_means_all_that_count() -> None:
     strict = form.model_copy(update={"threshold": 1.0})
     assert not judged("6 x 7 = 42!", exact, strict, answer="42").correct
     assert not judged("6 x 7 = 42", form).correct  # nothing counts
+    auto = RewardConfig(name="python", path=f"{USER}:act")
+    assert judged("1", auto).correct and not judged("0.926", auto).correct
     low = RewardConfig(name="python", path=f"{USER}:act", threshold=0.3)
     assert judged("0.4", low).correct
     assert not judged("0.2", low).correct

@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[3]
 QUOTED = str(ROOT).replace(" ", r"\ ")  # as bash's %q prints it
 
 
-def run(script, *words, root=ROOT, **variables):
+def run(script, *words, root=ROOT, cwd=ROOT, **variables):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PYTHON", "CONTAINER", "MPI"))}
     command = [str(root / script), *map(str, words)]
     return subprocess.run(
-        command, env=kept | variables, cwd=ROOT, capture_output=True, text=True, timeout=300
+        command, env=kept | variables, cwd=cwd, capture_output=True, text=True, timeout=300
     )
 
 
@@ -51,6 +51,20 @@ def test_dry_runs_print_what_would_be_run(words, variables, printed):
 def test_a_conversion_is_printed_with_its_quotes():
     line = srun_line(run("slurm/convert.sbatch", "--dry-run", "hf-to-megatron", "--hf", "my model"))
     assert line.endswith(rf"-m mpi4py {QUOTED}/tools/convert_hf_to_megatron.py --hf my\ model")
+
+
+def test_a_dry_run_shows_its_own_layout_and_repeats_warnings_last(tmp_path):
+    """16 ranks on 2 nodes; a vLLM that is on the nodes only; paths of the repository's file from another directory."""
+    words = ["-N", 2, "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml", "rollout.vllm.python=/no/python"]
+    refused = run("slurm/train.sbatch", "--dry-run", *words, "rollout.backend=vllm", cwd=tmp_path)
+    assert refused.returncode == 2 and "rollout.vllm.python = '/no/python': no such file" in refused.stderr
+    done = run("slurm/train.sbatch", "--dry-run", "--elsewhere", *words, "rollout.backend=vllm", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "\ncluster:\n  nodes: 2\n  ranks_per_node: 8\n" in done.stdout and "Ranks: 16 =" in done.stdout
+    assert f"run_dir: {ROOT}/runs/grpo-qwen2.5-7b-1n8g\n" in done.stdout
+    assert f"train {QUOTED}/configs/recipes/grpo-qwen2.5-7b-1n8g.yaml" in srun_line(done)
+    last = done.stdout.rpartition("grpo-qwen2.5-7b-1n8g.yaml:\n")[2].splitlines()
+    assert "warning: not on this machine: rollout.vllm.python = /no/python" in last and last[-1].startswith("Fits: ")
 
 
 IN_CONTAINER = ("-N", 1, "--ntasks-per-node=2", "configs/quickstart.yaml", "train.num_step=7")

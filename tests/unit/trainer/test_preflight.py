@@ -47,7 +47,49 @@ def make(**sections) -> Config:
 def test_a_sound_config_reports_without_its_files():
     report = check_report(make(), 4)
     assert "Ranks: 4" in report
-    assert ": model.path = not/here (is no path here, and no whole model in" in report.splitlines()[-1]
+    assert ": model.path = not/here (is no path here, and no whole model in" in report
+    last = report.splitlines()[-1]
+    assert last.startswith("Fits: not known without cluster.memory_gib; the plan takes ")
+
+
+def test_what_is_not_on_this_machine_is_a_problem_unless_it_is_elsewhere():
+    """The job would fail behind the queue. All problems come in one pass, those of the memory plan last."""
+    rows = {"train": {"kind": "jsonl", "path": "nowhere/rows.jsonl", "tasks": []}}
+    vllm = {"backend": "vllm", "vllm": {"python": "no/vllm/python"}}
+    config = make(data=rows, rollout=vllm, rewards={"functions": [{"name": "exact", "pattern": "(.*)"}]})
+    with pytest.raises(ConfigError) as caught:
+        check_report(config, 4)
+    assert {"data.train.path", "rollout.vllm.python"} <= {p.path for p in caught.value.problems}
+    assert "no such file or directory; --elsewhere: it is on another machine" in str(caught.value)
+    report = check_report(config, 4, elsewhere=True)
+    assert "warning: not on this machine: data.train.path = nowhere/rows.jsonl" in report
+    small = config.model_copy(update={"cluster": config.cluster.model_copy(update={"memory_gib": 0.1})})
+    with pytest.raises(ConfigError) as caught:
+        check_report(small, 4)
+    assert [p.path for p in caught.value.problems][-1] == "cluster.memory_gib"
+    assert " too many (" in caught.value.problems[-1].allowed
+
+
+def test_a_drafter_that_is_not_here_says_which_vocabulary_is_planned():
+    def warning(**more: object) -> str:
+        speculation = {"drafter": "eagle3", "drafter_path": "/no/drafter", **more}
+        report = check_report(make(rollout={"speculation": speculation}), 4, elsewhere=True)
+        return next(line for line in report.splitlines() if "the plan assumes" in line)
+
+    assert "the plan assumes 288 tokens (the policy's vocabulary; rollout.speculation.draft_vocab_size" in warning()
+    assert warning(draft_vocab_size=64).endswith("assumes 64 tokens (rollout.speculation.draft_vocab_size)")
+
+
+def test_a_reward_that_gives_no_number_is_a_warning_before_the_run(tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text("def none(p, a, r, m): pass\ndef one(p, a, r, m): return 1\ndef bad(p, a, r, m): return r[0]\n")
+
+    def said(name: str) -> str:
+        return check_report(make(rewards={"functions": [{"name": "python", "path": f"{file}:{name}"}]}), 4)
+
+    text = "warning: for an empty response to the first prompt, reward none: ValueError: returned None (NoneType)"
+    assert f"{text}: must be a number or a boolean" in said("none")
+    assert "for an empty response" not in said("one") + said("bad"), "an empty response may be an error"
 
 
 def test_a_kl_term_without_gradient_is_a_warning_of_check():
@@ -152,7 +194,7 @@ def test_a_megatron_checkpoint_is_looked_at_before_a_run(tmp_path):
     config = starting_from(tmp_path, megatron_path=str(mg))
     assert "Ranks: 1" in check_report(config, 1)
     assert "not on this machine: model.megatron_path" in check_report(
-        starting_from(tmp_path, megatron_path="not/here"), 1
+        starting_from(tmp_path, megatron_path="not/here"), 1, elsewhere=True
     )
     save_hf(tmp_path / "qwen2", other, random_weights(other))
     save_letters(tmp_path / "qwen2")

@@ -91,10 +91,11 @@ class Rewards:
 
     failure: str | None = None
 
-    def score(self, groups: list[SampleGroup]) -> None:
+    def score(self, groups: list[SampleGroup]) -> str | None:
         for group in groups:
             right = [group.prompt.prompt_id in (0, 2) or s.sample_index == 0 for s in group.samples]
             group.rewards = [RewardResult(float(r), r, failure=self.failure) for r in right]
+        return self.failure
 
 
 def sampler_of(ranks: Ranks, rounds: int = 1, wanted: int = 3, carry_over: int | None = None) -> GroupSampler:
@@ -169,6 +170,14 @@ def test_steps_without_a_mixed_group_are_counted_and_end_the_run(caplog: pytest.
         assert empty.look(1, 1, 0, Dropped(2, 8, 2.0, 1)) == {}, "of rank 0 alone: ranks' figures are added up"
         with pytest.raises(TrainingError, match=r"max_lost_steps = 1.*mean reward 0.25") if ends else nullcontext():
             empty.check()
+
+
+def test_a_rollout_of_which_nothing_was_judged_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = sampler_of(Ranks(), rounds=1)
+    sampler.rewards.failure = "f: no such luck"  # type: ignore[attr-defined]
+    with pytest.raises(RewardError, match=r"^step 4: .* failed on every response .* one of them: f: no such luck"):
+        sampler.sample(4)
+    assert not caplog.records, "the error says it"
 
 
 def test_groups_are_scored_when_their_last_member_has_ended() -> None:

@@ -1,0 +1,30 @@
+"""The warning of rewards that never reach the default threshold."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_tlt.config.data import RewardConfig
+from megatron_tlt.trainer.metrics import threshold_warning
+
+
+def test_rewards_below_the_default_threshold_are_a_warning() -> None:
+    text = threshold_warning({"reward/accuracy": 0.0, "reward/mean": 0.926})
+    assert text is not None and "though their mean is 0.926: accuracy and pass@k stay 0" in text
+    assert threshold_warning({"reward/accuracy": 0.1, "reward/mean": 0.926}) is None
+    assert threshold_warning({"reward/accuracy": 0.0, "reward/mean": 0.0}) is None, "no response is right"
+    assert threshold_warning({"rollout/samples": 0.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("function", "unknown"),
+    [
+        (RewardConfig(name="python"), True),
+        (RewardConfig(name="env"), True),
+        (RewardConfig(name="python", threshold=1.0), False),
+        (RewardConfig(name="python", threshold=None), False),
+        (RewardConfig(name="task"), False),
+    ],
+)
+def test_a_scale_is_unknown_where_none_was_chosen(function: RewardConfig, unknown: bool) -> None:
+    assert function.is_of_unknown_scale is unknown
