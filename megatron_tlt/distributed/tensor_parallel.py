@@ -53,8 +53,7 @@ class GroupTensorParallel(TensorParallel):
         self._first = dist.get_global_rank(group, 0)
 
     def all_reduce(self, tensor: Tensor, in_order: bool = False) -> None:
-        """Sums over the group, in place. On CPU, and with `in_order`, in the order of the ranks, so that batching cannot
-        show.
+        """Sums over the group, in place. On CPU, and with `in_order`, in the order of the ranks: batching cannot show.
 
         Gloo's ring adds in an order that depends on an element's place in the buffer; with two ranks there
         is only one order. NCCL chooses one by the buffer's size.

@@ -145,8 +145,9 @@ def _launch_attention(sequences: int, heads: int, kv_heads: int, d: int) -> None
     from megatron_tlt.models.decoders.torch.kernels.attention import attend
 
     low, bf16 = empty(sequences, dtype=torch.int32), torch.bfloat16
-    forms = [(bf16, 1, None, 1, False), (bf16, 1, low, 64, False), (bf16, 8, None, 1, False), (bf16, 512, None, 1, False)]
-    forms += [(torch.float32, 512, None, 1, False), (bf16, 1, None, None, True), (torch.float32, 1, None, None, True)]
+    plain = [(bf16, 1, None, 1), (bf16, 1, low, 64), (bf16, 8, None, 1), (bf16, 512, None, 1)]
+    plain.append((torch.float32, 512, None, 1))
+    forms = [(*form, False) for form in plain] + [(t, 1, None, None, True) for t in (bf16, torch.float32)]
     for dtype, rows, first, splits, is_invariant in forms:
         total, cache = sequences * rows, empty(2, 4096, kv_heads, d, dtype=dtype)
         row, starts = empty(total, dtype=torch.int32), empty(sequences + 1, dtype=torch.int32)

@@ -60,7 +60,8 @@ def build_decoder(
     from megatron_tlt.models.decoders.torch.kernels.attention import attend
     from megatron_tlt.models.decoders.torch.kernels.layers import FUSED, INVARIANT
 
-    return TorchDecoder(config, device, dtype, tp, is_invariant, attend, aux_layers, INVARIANT if is_invariant else FUSED)
+    ops = INVARIANT if is_invariant else FUSED
+    return TorchDecoder(config, device, dtype, tp, is_invariant, paged=attend, aux_layers=aux_layers, ops=ops)
 
 
 def sample_kernel(kernels: Kernels, device: torch.device) -> SampleKernel | None:

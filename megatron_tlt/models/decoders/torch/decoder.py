@@ -1,9 +1,9 @@
 """`TorchDecoder`: the rollout decoder in plain PyTorch, for any device, and the yardstick for the native one.
 
 Unlike the native decoder its results may depend in the last bits on the other rows of a batch: BLAS picks kernels by
-shape. With `invariant` they do not: with Triton's kernels each has one form for all shapes (`kernels.layers.INVARIANT`,
-`PagedPlan`), without them a batch goes through the model in tiles of one shape (`invariant.py`). `forward_static` is the
-same model for CUDA graphs: no value comes to the host.
+shape. With `invariant` they do not: Triton's kernels have one form for all shapes (`kernels.layers.INVARIANT`,
+`PagedPlan`), and without them a batch goes through the model in tiles of one shape (`invariant.py`). `forward_static` is
+the same model for CUDA graphs: no value comes to the host.
 
 Legend: T packed rows, R wanted rows, S sequences, H hidden size, V vocabulary, L layers.
 """
@@ -64,7 +64,7 @@ class TorchDecoder:
     ):
         """`paged` reads the cache in place (`paged.py`); without it every step gathers keys and values.
 
-        `ops`: operations of layers, with `invariant` and `paged` batch-invariant ones; `aux_layers`: see `base.Decoder`.
+        `ops`: operations of layers, with `invariant` and `paged` those that are; `aux_layers`: see `base.Decoder`.
         """
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         self.invariant, self.paged, self.aux_layers = invariant, paged, aux_layers

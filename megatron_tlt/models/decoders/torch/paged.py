@@ -116,8 +116,8 @@ def _counts(batch: DecoderInput, rows_each: int | None) -> Sequence[int]:
 
 
 def _tiles(starts: Tensor, rows: Sequence[int], least: int, folded: int, heads: int, is_static: bool) -> Tiles:
-    """Tiles of sequences of `rows` rows (0: of another kind, which has fewer than `least` or more than these). Made on the device, since a copy from a list on the host
-    waits for the device, which a capture forbids.
+    """Tiles of sequences of `rows` rows (0: of another kind, which has fewer than `least` or more than these). Made on
+    the device, since a copy from a list on the host waits for the device, which a capture forbids.
     """
     each = folded // heads
     numbers = [-(-n // each) for n in rows]

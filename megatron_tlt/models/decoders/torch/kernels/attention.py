@@ -138,7 +138,7 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
         if INVARIANT:
             seen = seen & (p[None, :] <= first + row[:, None])
         top, total, mixed = _fold(query, k, v, slot, is_key, seen, scale, top, total, mixed, D, D_PADDED, KV)
-    if not INVARIANT:
+    if not INVARIANT:  # noqa: SIM102 - a condition of the compiler around one of the device
         if split == SPLITS - 1:  # keys of the rows themselves: none sees a later row
             for j0 in range(0, tl.minimum(count, row0 + EACH), N):
                 j = j0 + n

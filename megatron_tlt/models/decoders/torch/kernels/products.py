@@ -1,6 +1,6 @@
 """The Triton kernel of matrix products in which a row's bits do not depend on the other rows.
 
-One tile for every number of rows: each output is the sum over K in one order, of the same instructions. Rows of padding
+One tile for every number of rows: each output is a sum over K in one order, by the same instructions. Rows of padding
 are computed and not stored. A narrow matrix has too few tiles for a GPU's processors, so its K is cut into splits, whose
 number follows from the matrix alone; their float32 sums are added in order.
 
@@ -62,7 +62,7 @@ def _product(  # type: ignore[no-untyped-def]
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     split, at = tl.program_id(2), tl.arange(0, STEP)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if HAS_BIAS:
+    if HAS_BIAS:  # noqa: SIM102 - a condition of the compiler around one of the device
         if split == 0:
             total += tl.load(bias + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
     for start in range(split * EACH, tl.minimum(split * EACH + EACH, K), STEP):
