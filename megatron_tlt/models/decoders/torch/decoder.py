@@ -2,7 +2,7 @@
 
 Unlike the native decoder its results may depend in the last bits on the other rows of a batch: BLAS picks kernels by
 shape. With `invariant` they do not: Triton's kernels have one form for all shapes (`kernels.layers.INVARIANT`,
-`PagedPlan`), and without them a batch goes through the model in tiles of one shape (`invariant.py`). `forward_static` is
+`PagedPlan`); without them a batch goes through the model in tiles of one shape (`invariant.py`). `forward_static` is
 the same model for CUDA graphs: no value comes to the host.
 
 Legend: T packed rows, R wanted rows, S sequences, H hidden size, V vocabulary, L layers.

@@ -377,7 +377,7 @@ def test_invariant_numerics_plan_the_sums_of_their_splits():
     """Of each row, of the product or the attention that has most."""
     products = pytest.importorskip("megatron_tlt.models.decoders.torch.kernels.products")
     for tile in (products._TILE, products._TILE_FP32):
-        assert engine._SPLIT_COLUMNS == products._PROGRAMS * tile[1]
+        assert products._PROGRAMS * tile[1] == engine._SPLIT_COLUMNS
     assert engine._SPLIT_HEADS == paged._INVARIANT_PROGRAMS
     cuda = ["distributed.device=cuda", "rollout.dtype=bf16"]
     for name, values in (("qwen2.5-7b", 8 * 28 * 130), ("qwen2.5-0.5b", 132 * 128)):

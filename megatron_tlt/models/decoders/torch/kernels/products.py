@@ -1,8 +1,8 @@
 """The Triton kernel of matrix products in which a row's bits do not depend on the other rows.
 
 One tile for every number of rows: each output is a sum over K in one order, by the same instructions. Rows of padding
-are computed and not stored. A narrow matrix has too few tiles for a GPU's processors, so its K is cut into splits, whose
-number follows from the matrix alone; their float32 sums are added in order.
+are computed and not stored. A narrow matrix has too few tiles for a GPU, so its K is cut into splits: their number
+follows from the matrix alone, and their float32 sums are added in order.
 
 Legend: T rows, N columns (rows of the weight), K summed dimension.
 """
