@@ -84,7 +84,7 @@ class PagedPlan:
         self.first = _ints(batch.positions[batch.query_start[:-1].long().clamp(max=last)])  # [S]
         self.low = None if first_visible is None else _ints(first_visible)
         self.ends = _ints(batch.context_lens) if is_invariant else None  # [S]
-        counts = _counts(batch, rows_each)
+        counts = list(_counts(batch, rows_each))
         few = [n if n < _MOST_FOLDED else 0 for n in counts]
         many = [n - short for n, short in zip(counts, few, strict=True)]
         least = max(_LEAST_FOLDED, _power_of_two(group))
