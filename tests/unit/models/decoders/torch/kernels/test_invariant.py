@@ -119,7 +119,9 @@ def tokens(n: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype"), [(DENSE, torch.float32), (DENSE, torch.bfloat16), (SPARSE, torch.bfloat16)], ids=["dense fp32", "dense bf16", "experts bf16"]
+    ("config", "dtype"),
+    [(DENSE, torch.float32), (DENSE, torch.bfloat16), (SPARSE, torch.bfloat16)],
+    ids=["dense fp32", "dense bf16", "experts bf16"],
 )
 def test_prefill_decoding_and_verifying_give_the_same_logits(config: ModelConfig, dtype: torch.dtype) -> None:
     """One prefill; chunks and steps of one row; a block among other sequences, as the ragged and the captured forward
