@@ -27,7 +27,10 @@ def products_by_rows() -> Iterator[None]:
     """
 
     def dot(self: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: Any) -> TensorHandle:
-        rows = np.matmul(_wide(a)[:, None], _wide(b))[:, 0]
+        left, right = _wide(a), _wide(b)
+        rows = np.zeros(d.data.shape, np.float32)
+        some = left.any(1) | (not np.isfinite(right).all())  # most rows of a small test's tile are padding: zeros
+        rows[some] = np.matmul(left[some][:, None], right)[:, 0]
         return TensorHandle((rows + d.data).astype(d.data.dtype), d.dtype.scalar)
 
     with pytest.MonkeyPatch.context() as patch:
