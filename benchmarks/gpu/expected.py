@@ -21,7 +21,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     },
     "speculation": {"speedup_b1": "about 2", "worst_batch": "1"},
     "rl": {"same_responses": "below 1: bf16", "off_over_on": "1"},
-    "exact": {"bf16_same_responses": "1", "fp32_same_responses": "1"},
+    "exact": {"bf16_rows_alike": "1", "fp32_rows_alike": "1", "bf16_same_responses": "1", "fp32_same_responses": "1"},
     "update": {"mfu": "0.36 to 0.42 with Transformer Engine", "lengths_first_over_median": "below 3"},
     "vllm_cycle": {"push_s": "0.7 to 1.5 at 7B", "same_responses": "1"},
     "pairs": {"lora_same": "1", "idle_same": "1"},

@@ -58,11 +58,12 @@ class RolloutSection(Section):
     """Token budget of one forward; longer prompts are prefilled in chunks."""
     numerics: Literal["default", "invariant"] = "default"
     """invariant: a row's result does not depend on the rows that share its forward, bit for bit. The native decoder
-    always computes so; the PyTorch decoder pays for it with fixed tiles. With vllm its batch-invariant mode, on GPUs of
-    compute capability 8.0 and above: other requests of a batch change nothing, drafts may (docs/design/numerics.md)."""
+    always computes so; the PyTorch decoder pays for it with fixed tiles (on CUDA with Triton's kernels in graphs, else
+    16 rows at a time). With vllm its batch-invariant mode, on GPUs of compute capability 8.0 and above: other requests
+    of a batch change nothing, drafts may (docs/design/numerics.md)."""
     graph_memory_mib: NonNegativeInt = 2048
-    """On CUDA, decoding and verifying steps run as captured graphs (default numerics, Triton's kernels): device memory
-    of graphs and their buffers, taken at the engine's start and kept; steps that have no room in it run without one,
+    """On CUDA, decoding and verifying steps run as captured graphs (Triton's kernels): device memory of
+    graphs and their buffers, taken at the engine's start and kept; steps that have no room in it run without one,
     and are counted. 0: no graphs, with any engine."""
     schedule: Literal["pull", "static"] = "pull"
     """How prompts come to R replicas. pull: a replica with room in its engine fetches the next prompt from a counter

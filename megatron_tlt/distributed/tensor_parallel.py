@@ -21,8 +21,10 @@ class TensorParallel:
 
     rank, size = 0, 1
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sums over the ranks, in place, in an order that does not depend on the tensor's length."""
+    def all_reduce(self, tensor: Tensor, in_order: bool = False) -> None:
+        """Sums over the ranks, in place. On CPU, and with `in_order`, in an order that does not depend on the tensor's
+        length or an element's place in it.
+        """
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[...] of each rank to [size, ...] on every rank."""
@@ -50,13 +52,13 @@ class GroupTensorParallel(TensorParallel):
         self.size = dist.get_world_size(group)
         self._first = dist.get_global_rank(group, 0)
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sums over the group, in place. On CPU in the order of the ranks, so that batching cannot show.
+    def all_reduce(self, tensor: Tensor, in_order: bool = False) -> None:
+        """Sums over the group, in place. On CPU, and with `in_order`, in the order of the ranks: batching cannot show.
 
         Gloo's ring adds in an order that depends on an element's place in the buffer; with two ranks there
-        is only one order. NCCL keeps its own.
+        is only one order. NCCL chooses one by the buffer's size.
         """
-        if tensor.is_cuda or self.size <= 2:
+        if self.size <= 2 or (tensor.is_cuda and not in_order):
             dist.all_reduce(tensor, group=self._group)
             return
         parts = self.all_gather(tensor)

@@ -53,15 +53,15 @@ def compiled(launch: Launch) -> dict[str, Any]:
 
 
 def named(launch: Launch) -> str:
-    """The kernel and, of experts' products, float32; of attention the type, rows times heads of a tile, what else is
+    """The kernel and, of products, float32; of attention the type, rows times heads of a tile, what else is
     compiled in.
     """
-    if launch.name in ("_gate_up", "_down") and launch.arguments["weight"].dtype is torch.float32:
-        return f"{launch.name} fp32"
+    if launch.name in ("_gate_up", "_down", "_product"):
+        return launch.name + " fp32" * (launch.arguments["weight"].dtype is torch.float32)
     if launch.name != "_attend":
         return launch.name
     given = launch.arguments
-    more = [name for name in ("HAS_LOW",) if given[name]]
+    more = [name for name in ("HAS_LOW", "INVARIANT") if given[name]]
     return " ".join(["_attend", _TYPES[given["keys"].dtype], str(given["M"]), *more])
 
 
@@ -86,6 +86,7 @@ def launches() -> list[Launch]:
         _launch_layers(64, 3584, 18944, 28, 4, 128)
         _launch_attention(64, 28, 4, 128)
         _launch_experts()
+        _launch_products(64, 3584, 18944, 4608)
     return found
 
 
@@ -130,19 +131,29 @@ def _launch_experts() -> None:
         mix_experts(h, *route(h, router, k, True), gate_up, down)
 
 
+def _launch_products(rows: int, hidden: int, width: int, qkv: int) -> None:
+    """With splits of K and a bias, with splits, with neither."""
+    from megatron_tlt.models.decoders.torch.kernels.products import product
+
+    for dtype in (torch.bfloat16, torch.float32):
+        for n, k, bias in ((qkv, hidden, empty(qkv, dtype=dtype)), (hidden, width, None), (2 * width, hidden, None)):
+            product(empty(rows, k, dtype=dtype), empty(n, k, dtype=dtype), bias)
+
+
 def _launch_attention(sequences: int, heads: int, kv_heads: int, d: int) -> None:
     """Decoding, verification, the drafter's window, split, and prefill, whose tiles have one query head."""
     from megatron_tlt.models.decoders.torch.kernels.attention import attend
 
     low, bf16 = empty(sequences, dtype=torch.int32), torch.bfloat16
-    forms = [(bf16, 1, None, 1), (bf16, 1, low, 64), (bf16, 8, None, 1), (bf16, 512, None, 1)]
-    forms.append((torch.float32, 512, None, 1))
-    for dtype, rows, first, splits in forms:
+    plain = [(bf16, 1, None, 1), (bf16, 1, low, 64), (bf16, 8, None, 1), (bf16, 512, None, 1)]
+    plain.append((torch.float32, 512, None, 1))
+    forms = [(*form, False) for form in plain] + [(t, 1, None, None, True) for t in (bf16, torch.float32)]
+    for dtype, rows, first, splits, is_invariant in forms:
         total, cache = sequences * rows, empty(2, 4096, kv_heads, d, dtype=dtype)
         row, starts = empty(total, dtype=torch.int32), empty(sequences + 1, dtype=torch.int32)
         tables, lengths = empty(sequences, 64, dtype=torch.int32), empty(sequences, dtype=torch.int32)
         batch = DecoderInput(row, row, row, starts, lengths, tables, row)
-        plan = PagedPlan(attend, batch, 16, (kv_heads, heads // kv_heads), rows, first, splits)
+        plan = PagedPlan(attend, batch, 16, (kv_heads, heads // kv_heads), rows, first, splits, is_invariant)
         plan.attend(empty(total, heads, d, dtype=dtype), cache[0], cache[1])
 
 

@@ -30,7 +30,7 @@ class ThreadRank(TensorParallel):
         self._barrier.wait()
         return gathered
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, in_order: bool = False) -> None:
         """Sums in place."""
         tensor.copy_(self.all_gather(tensor).sum(0))
 

@@ -127,7 +127,7 @@ def test_a_library_that_rounds_by_place_is_refused(monkeypatch: pytest.MonkeyPat
         return out
 
     driver = Driver(make("torch", "gqa3"))
-    monkeypatch.setattr("megatron_tlt.models.decoders.torch.decoder.linear", by_place)
+    monkeypatch.setattr("megatron_tlt.models.decoders.torch.layers.linear", by_place)
     with pytest.raises(BackendError, match="by their place"):
         driver.step([(0, [1])])
 

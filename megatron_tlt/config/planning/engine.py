@@ -33,6 +33,8 @@ from megatron_tlt.config.root import Config
 LOADED = "experts as they load"  # names of parts
 HIDDEN = "rollout.vllm.hidden_mib"
 PROCESS_MIB = 2048  # of an engine in a process of its own: CUDA context and graphs; assumed, on CPU a quarter
+_SPLIT_COLUMNS = 132 * 128  # of invariant products with splits of K: columns times splits at most; a test compares
+_SPLIT_HEADS = 32  # of invariant attention: kv heads times splits at least; a test compares
 _SAMPLED_AT_ONCE = 1 << 23  # logits that `rollout.sampler` draws from at a time; a test compares
 _SAMPLED_BYTES = 56  # of a logit's keyed noise and scores there
 _VLLM_SAMPLED_AT_ONCE = 1 << 26  # logits that the plugin in vLLM copies to fp32 at a time; a test compares
@@ -125,7 +127,17 @@ def row_bytes(config: Config, shape: ArchitectureConfig) -> int:
     row = (2 + config.rollout.speculation.state_parts) * shape.hidden_size + 4 * shape.intermediate_size // tp
     row += chosen * (2 * shape.hidden_size + 4 * shape.moe_intermediate_size // tp)
     routed_experts = 2 * 8 * chosen * len(shape.moe_layers)  # int64, of each layer, then joined
-    return row * element_bytes(config.rollout.dtype) + routed_experts
+    return row * element_bytes(config.rollout.dtype) + routed_experts + _split_bytes(config, shape)
+
+
+def _split_bytes(config: Config, shape: ArchitectureConfig) -> int:
+    """A row's float32 sums of splits with invariant numerics: of a product or of attention, whichever is more."""
+    rollout = config.rollout
+    if (rollout.backend, rollout.numerics, rollout.kernels) != ("embedded", "invariant", "auto"):
+        return 0
+    kv_heads, heads = max(1, shape.num_kv_heads // rollout.tp), shape.num_heads // rollout.tp
+    attention = max(1, _SPLIT_HEADS // kv_heads) * heads * (shape.head_dim + 2)
+    return 4 * max(attention, _SPLIT_COLUMNS)
 
 
 def verified_rows(config: Config) -> int:

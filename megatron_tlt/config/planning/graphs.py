@@ -62,7 +62,6 @@ def has_graphs(config: Config, device: Device) -> bool:
         rollout.backend == "embedded"
         and device == "cuda"
         and rollout.graph_memory_mib > 0
-        and rollout.numerics == "default"
         and rollout.kernels == "auto"
     )
 

@@ -58,13 +58,14 @@ def build_decoder(
     is_invariant, has_triton = numerics == "invariant", _has_triton(kernels, device)
     if kernels == "auto" and device.type == "cuda" and not has_triton:
         _log.warning("no triton here: attention gathers keys and values, sampling takes some 50 kernels a step")
-    if is_invariant or not has_triton:
+    if not has_triton:
         return TorchDecoder(config, device, dtype, tp, is_invariant, aux_layers=aux_layers)
     _require_shared_memory(config.head_dim, kernels, device)
     from megatron_tlt.models.decoders.torch.kernels.attention import attend
-    from megatron_tlt.models.decoders.torch.kernels.layers import FUSED
+    from megatron_tlt.models.decoders.torch.kernels.layers import FUSED, INVARIANT
 
-    return TorchDecoder(config, device, dtype, tp, paged=attend, aux_layers=aux_layers, ops=FUSED)
+    ops = INVARIANT if is_invariant else FUSED
+    return TorchDecoder(config, device, dtype, tp, is_invariant, paged=attend, aux_layers=aux_layers, ops=ops)
 
 
 def _require_shared_memory(head_dim: int, kernels: str, device: torch.device) -> None:

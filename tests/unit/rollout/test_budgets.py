@@ -41,7 +41,7 @@ class CountingTp:
     def __init__(self) -> None:
         self.reduced: list[torch.Tensor] = []
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor, in_order: bool = False) -> None:
         self.reduced.append(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:

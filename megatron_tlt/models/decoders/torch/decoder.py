@@ -1,8 +1,9 @@
 """`TorchDecoder`: the rollout decoder in plain PyTorch, for any device, and the yardstick for the native one.
 
 Unlike the native decoder its results may depend in the last bits on the other rows of a batch: BLAS picks kernels by
-shape. With `invariant` they do not (see `invariant.py`). `forward_static` is the same model for CUDA graphs: no value
-comes to the host.
+shape. With `invariant` they do not: Triton's kernels have one form for all shapes (`kernels.layers.INVARIANT`,
+`PagedPlan`); without them a batch goes through the model in tiles of one shape (`invariant.py`). `forward_static` is
+the same model for CUDA graphs: no value comes to the host.
 
 Legend: T packed rows, R wanted rows, S sequences, H hidden size, V vocabulary, L layers.
 """
@@ -13,7 +14,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
@@ -64,10 +64,11 @@ class TorchDecoder:
     ):
         """`paged` reads the cache in place (`paged.py`); without it every step gathers keys and values.
 
-        `ops`: operations of layers between their products; `aux_layers`: see `base.Decoder`.
+        `ops`: operations of layers, with `invariant` and `paged` those that are; `aux_layers`: see `base.Decoder`.
         """
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         self.invariant, self.paged, self.aux_layers = invariant, paged, aux_layers
+        self._in_tiles = invariant and paged is None
         self.state_size = (len(aux_layers) + 1) * config.hidden_size
         self.ops = ops
         self._checked = False  # whether equal rows came out equal on this machine
@@ -177,7 +178,7 @@ class TorchDecoder:
         if longest > self._rope.shape[0]:
             self.reserve_positions(2 * longest)
         chosen: list[Tensor] = []
-        if self.invariant:
+        if self._in_tiles:
             states = self._forward_tiles(batch, kv, chosen)
         else:
             plan = self._plan(batch, kv.block_size)
@@ -200,11 +201,11 @@ class TorchDecoder:
         No value comes to the host and every shape follows from the input's, so a CUDA graph may capture the call.
         Padding: rows that write to the scratch block, sequences whose table names it. Call `reserve_positions` first.
         With `into` the outputs are written there, in the compute type. Weights need not be there: graphs are captured
-        before they come. Raises BackendError for a decoder with invariant numerics.
+        before they come. Raises BackendError for a decoder that computes in tiles.
         """
-        if self.invariant:
+        if self._in_tiles:
             raise BackendError(
-                "invariant numerics have no static forward: their calls depend on context lengths"
+                "invariant numerics without Triton have no static forward: their calls depend on context lengths"
             )
         plan = self._plan(batch, kv.block_size, rows_each)
         chosen: list[Tensor] = []
@@ -214,7 +215,7 @@ class TorchDecoder:
         if into is None:
             return DecoderOutput(self.logits(hidden), _joined(states))
         if self.tp is None:
-            torch.mm(hidden, self._head.T, out=into.logits)
+            self.ops.product(hidden, self._head, out=into.logits)
         else:
             local = self._local_logits(hidden)
             into.logits.copy_(self._shard.gather_logits(self.tp, local, self.config.vocab_size))
@@ -230,7 +231,7 @@ class TorchDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits float32 [R, V] of final hidden states [R, H], the whole vocabulary on every tensor-parallel rank."""
-        local = by_tiles(self._local_logits, hidden) if self.invariant else self._local_logits(hidden)
+        local = by_tiles(self._local_logits, hidden) if self._in_tiles else self._local_logits(hidden)
         return self._shard.gather_logits(self.tp, local, self.config.vocab_size).float()
 
     def _plan(self, batch: DecoderInput, block_size: int, rows_each: int | None = None) -> AttentionPlan:
@@ -238,7 +239,7 @@ class TorchDecoder:
         kv_heads = self._shard.kv_heads
         heads = (kv_heads, self._shard.heads // kv_heads)
         if self.paged is not None:
-            return PagedPlan(self.paged, batch, block_size, heads, rows_each)
+            return PagedPlan(self.paged, batch, block_size, heads, rows_each, is_invariant=self.invariant)
         if rows_each is None:
             return RaggedPlan(batch, block_size)
         return StaticPlan(batch, block_size, rows_each)
@@ -299,14 +300,15 @@ class TorchDecoder:
         norms: HeadNorms | None = None
         if self.config.qk_norm:
             norms = layer["q_norm"], layer["k_norm"], self.config.rms_norm_eps
-        qkv = linear(h, layer["qkv"], layer.get("qkv_bias"))
+        qkv = self.ops.product(h, layer["qkv"], layer.get("qkv_bias"))
         q = self.ops.rotate_into(qkv, norms, rope, slots, cache)
         attended = plan.attend(q, cache[0], cache[1])
-        return self._reduce(linear(attended.flatten(1), layer["o_proj"]))
+        return self._reduce(self.ops.product(attended.flatten(1), layer["o_proj"]))
 
     def _mlp(self, layer: dict[str, Tensor], h: Tensor) -> Tensor:
-        both, gate = linear(h, layer["gate_up"]), self.ops.gated_silu
-        return linear(rowwise(gate, both) if self.invariant else gate(both), layer["down_proj"])
+        product, gate = self.ops.product, self.ops.gated_silu
+        both = product(h, layer["gate_up"])
+        return product(rowwise(gate, both) if self._in_tiles else gate(both), layer["down_proj"])
 
     def _experts(self, layer: dict[str, Tensor], h: Tensor, chosen: list[Tensor]) -> Tensor:
         """A layer's experts, and the one that all rows share (Qwen2-MoE)."""
@@ -314,27 +316,29 @@ class TorchDecoder:
             h, layer["gate"], self.config.num_experts_per_tok, self.config.norm_topk_prob
         )
         chosen.append(ids)
-        mix = mix_alike if self.invariant else self.ops.mix_experts
+        mix = mix_alike if self._in_tiles else self.ops.mix_experts
         mixed = mix(h, gates, ids, layer["experts_gate_up"], layer["experts_down"])
         if "shared_expert_gate" not in layer:
             return mixed
-        return mixed + linear(h, layer["shared_expert_gate"]).sigmoid() * self._mlp(layer, h)
+        return mixed + self.ops.product(h, layer["shared_expert_gate"]).sigmoid() * self._mlp(layer, h)
 
     def _norm_final(self, x: Tensor) -> Tensor:
         def norm(rows: Tensor) -> Tensor:
             return self.ops.add_norm(rows, None, self._final_norm, self.config.rms_norm_eps)[1]
 
-        return by_tiles(norm, x) if self.invariant else norm(x)
+        return by_tiles(norm, x) if self._in_tiles else norm(x)
 
     def _local_logits(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self._head)
+        return self.ops.product(hidden, self._head)
 
     def _reduce(self, part: Tensor) -> Tensor:
-        """Sums over the ranks: on CPU in float32, in the order of the ranks; on a GPU in the model's type."""
+        """Sums over the ranks: on CPU in float32, on a GPU in the model's type. On CPU, and with invariant numerics, in
+        the order of the ranks.
+        """
         if self.tp is None:
             return part
         summed = part.float().contiguous() if part.device.type == "cpu" else part.contiguous()
-        self.tp.all_reduce(summed)
+        self.tp.all_reduce(summed, in_order=self.invariant)
         return summed.to(part.dtype)
 
     def _check_rows_alike(self) -> None:

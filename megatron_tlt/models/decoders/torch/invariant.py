@@ -1,4 +1,4 @@
-"""Batch-invariant arithmetic in PyTorch: a row's bits do not depend on the rows that share its forward.
+"""Batch-invariant arithmetic without Triton: a row's bits do not depend on the rows that share its forward.
 
 BLAS and elementwise kernels choose how they sum, and where their vectors end, by the shapes of a call. So every product
 here has one shape: the packed rows are cut into tiles of `TILE` rows (the last one padded), each tile goes through the

@@ -1,6 +1,6 @@
 """The small parts of a decoder in PyTorch: norm, rotary embedding, SiLU gate, experts.
 
-`LayerOps` are the operations of a layer between its matrix products: in PyTorch (`PLAIN`), or one kernel each on CUDA
+`LayerOps` are the operations of a layer: in PyTorch (`PLAIN`), or on CUDA one kernel each between its matrix products
 (`kernels.layers`).
 
 Legend: T rows, H hidden size, D head size, P positions, I MLP width, Hq/Hkv query and kv heads; E experts, k chosen by
@@ -77,7 +77,10 @@ HeadNorms = tuple[Tensor, Tensor, float]  # weights [D] of queries and keys, eps
 
 
 class LayerOps(NamedTuple):
-    """Operations of a layer beside its matrix products. They write into the cache only."""
+    """Operations of a layer. They write into the cache and into `out` only."""
+
+    # x [T, K], weight [N, K], bias [N] or None, out [T, N] or None (then a new tensor) -> x weight^T + bias
+    product: Callable[..., Tensor]
 
     # x [T, H], part [T, H] or None, weight [H], epsilon -> x + part, and its norm
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
@@ -91,6 +94,13 @@ class LayerOps(NamedTuple):
     route: Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
     # h [T, H], gates, experts, gate_up [E, 2F, H], down [E, H, F] -> sums [T, H] of experts' outputs times gates
     mix_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """See `LayerOps.product`."""
+    if out is None:
+        return linear(x, weight, bias)
+    return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
 
 def add_norm(x: Tensor, part: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -128,4 +138,4 @@ def mix_experts(h: Tensor, gates: Tensor, ids: Tensor, gate_up: Tensor, down: Te
     return (out.unflatten(0, (-1, k)).float() * gates[..., None]).sum(1).to(h.dtype)
 
 
-PLAIN = LayerOps(add_norm, rotate_into, gated_silu, route, mix_experts)
+PLAIN = LayerOps(product, add_norm, rotate_into, gated_silu, route, mix_experts)

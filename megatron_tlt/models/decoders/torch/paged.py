@@ -10,6 +10,10 @@ One program has the rows of one *tile* and one *split* of the cached positions; 
 keys. Tiles of few rows (decoding, verifying) have all query heads of a kv head folded in, so that its keys are read
 once; a prefill chunk's have 64 rows of one query head. Splits keep a GPU busy where sequences are few and long.
 
+Invariant plans (`rollout.numerics`) give a row the same bits in every batch: all tiles are of one size, their number of
+splits follows from the model, and a row's keys come from the cache by absolute position, its own as well: split s of S
+folds positions [64 i, 64 (i + 1)) for i = s, s + S, ...
+
 Legend: T packed rows, S sequences, W most rows of a sequence, P tiles, M blocks of a table, G query heads a kv head.
 """
 
@@ -28,6 +32,7 @@ from megatron_tlt.models.decoders.inputs import DecoderInput
 _MOST_FOLDED = 64  # rows times query heads of one tile; sequences of so many rows have tiles of one head
 _LEAST_FOLDED = 16  # of a matrix product
 _SPLIT_TOKENS = 64  # cached positions of a program at least: one fold of the kernel
+_INVARIANT_PROGRAMS = 32  # splits times kv heads: a quarter of the processors at batch 1, a third of a row's memory
 _MOST_SPLITS = 64  # of 2 kv heads they fill the processors of an H100 at batch 1; `_combine` has them in registers
 
 # q [T, Hq, D], keys and values [slots, Hkv, D] (one layer's cache, flat), the batch's plan -> [T, Hq, D]
@@ -63,10 +68,12 @@ class PagedPlan:
         rows_each: int | None = None,
         first_visible: Tensor | None = None,
         splits: int | None = None,
+        is_invariant: bool = False,
     ):
         """`heads` are kv heads and G of this rank. `first_visible` [S]: no row sees a position before it, but itself.
 
-        `splits` (a power of two) is chosen by the device and the batch unless it is given.
+        `splits` (a power of two) is chosen by the device and the batch unless it is given, with `is_invariant` by the
+        model: then the batch's tables name the blocks of the rows themselves, too.
         """
         self._run, self.block_size = run, block_size
         kv_heads, group = heads
@@ -76,12 +83,15 @@ class PagedPlan:
         last = batch.positions.shape[0] - 1  # a sequence without rows has no first one, and no tile
         self.first = _ints(batch.positions[batch.query_start[:-1].long().clamp(max=last)])  # [S]
         self.low = None if first_visible is None else _ints(first_visible)
-        counts = _counts(batch, rows_each)
+        self.ends = _ints(batch.context_lens) if is_invariant else None  # [S]
+        counts = list(_counts(batch, rows_each))
         few = [n if n < _MOST_FOLDED else 0 for n in counts]
         many = [n - short for n, short in zip(counts, few, strict=True)]
         least = max(_LEAST_FOLDED, _power_of_two(group))
         folded = max(least, min(_MOST_FOLDED, _power_of_two(max(few) * group)))
-        kinds = ((few, folded, group), (many, _MOST_FOLDED, 1))
+        kinds = [(few, 1, folded, group), (many, _MOST_FOLDED, _MOST_FOLDED, 1)]
+        if is_invariant:
+            kinds, splits = [(counts, 1, _MOST_FOLDED, group)], max(1, _INVARIANT_PROGRAMS // _power_of_two(kv_heads))
         self.tiles = [_tiles(self.starts, *kind, rows_each is not None) for kind in kinds if any(kind[0])]
         programs = sum(len(t.at) * kv_heads * (group // t.heads) for t in self.tiles)
         longest = self.tables.shape[1] * block_size
@@ -105,9 +115,9 @@ def _counts(batch: DecoderInput, rows_each: int | None) -> Sequence[int]:
     return [b - a for a, b in pairwise(batch.query_start.tolist())]
 
 
-def _tiles(starts: Tensor, rows: Sequence[int], folded: int, heads: int, is_static: bool) -> Tiles:
-    """Tiles of sequences of `rows` rows (0: of another kind). Made on the device, since a copy from a list on the host
-    waits for the device, which a capture forbids.
+def _tiles(starts: Tensor, rows: Sequence[int], least: int, folded: int, heads: int, is_static: bool) -> Tiles:
+    """Tiles of sequences of `rows` rows (0: of another kind, which has fewer than `least` or more than these). Made on
+    the device, since a copy from a list on the host waits for the device, which a capture forbids.
     """
     each = folded // heads
     numbers = [-(-n // each) for n in rows]
@@ -115,7 +125,7 @@ def _tiles(starts: Tensor, rows: Sequence[int], folded: int, heads: int, is_stat
         at = torch.arange(sum(numbers), dtype=torch.int32, device=starts.device)
         return Tiles(torch.stack((at // numbers[0], at % numbers[0] * each), 1), folded, heads)
     counts = starts[1:] - starts[:-1]
-    is_mine = (counts >= _MOST_FOLDED) == (max(rows) >= _MOST_FOLDED)
+    is_mine = (counts >= least) & (counts <= max(rows))
     tiles = torch.where(is_mine, (counts + each - 1) // each, 0)
     sequence = torch.repeat_interleave(tiles, output_size=sum(numbers))
     nth = torch.arange(sum(numbers), device=starts.device) - (tiles.cumsum(0) - tiles)[sequence]

@@ -19,6 +19,7 @@ from megatron_tlt.config.planning.parameters import (
 from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.drafters import loss
+from megatron_tlt.models.decoders.torch import paged
 from megatron_tlt.rollout import sampler
 
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -234,7 +235,7 @@ def test_graphs_are_planned_and_have_room_for_their_buffers():
     shape, cuda = shape_of("qwen2.5-7b"), ["distributed.device=cuda", "rollout.dtype=bf16"]
     stage = estimate_memory(config_of(*cuda), shape, 1)[0]
     assert stage.parts["graphs"] == 2048 * 2**20 and "graphs" not in stage.only
-    for off in ("rollout.graph_memory_mib=0", "rollout.numerics=invariant", "distributed.device=cpu"):
+    for off in ("rollout.graph_memory_mib=0", "rollout.kernels=torch", "distributed.device=cpu"):
         assert not estimate_memory(config_of(*cuda, off), shape, 1)[0].parts["graphs"], off
     # Logits, hidden states, three rows of the residual stream and four of the MLP, of 1,536 rows in bf16.
     least = -(-1536 * 2 * (152064 + 3584 + 3 * 3584 + 4 * 18944) // 2**20)
@@ -332,3 +333,16 @@ def test_layers_that_only_the_run_will_know_are_planned_as_the_larger_ones():
         config = config_of("actor.cp=8", "actor.micro_batch_tokens=32768", f"actor.layer_spec={spec}")
         found[spec] = estimate_memory(config, shape, 8, "cuda")[0].parts["activations"]
     assert found["auto"] == found["local"] > 1.05 * found["transformer_engine"]
+
+
+def test_invariant_numerics_plan_the_sums_of_their_splits():
+    """Of each row, of the product or the attention that has most."""
+    products = pytest.importorskip("megatron_tlt.models.decoders.torch.kernels.products")
+    for tile in (products._TILE, products._TILE_FP32):
+        assert products._PROGRAMS * tile[1] == engine._SPLIT_COLUMNS
+    assert engine._SPLIT_HEADS == paged._INVARIANT_PROGRAMS
+    cuda = ["distributed.device=cuda", "rollout.dtype=bf16"]
+    for name, values in (("qwen2.5-7b", 8 * 28 * 130), ("qwen2.5-0.5b", 132 * 128)):
+        shape = shape_of(name)
+        rows = [engine.row_bytes(config_of(*cuda, *more), shape) for more in ([], ["rollout.numerics=invariant"])]
+        assert rows[1] - rows[0] == 4 * values

@@ -43,8 +43,10 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan) -> Tensor:
     for tiles in plan.tiles:
         _attend[(len(tiles.at), heads // tiles.heads, splits)](
             *(q, keys, values, out, part, tops, totals, tiles.at, plan.starts, plan.first, low),
-            *(plan.tables, plan.slots, d**-0.5, rows, plan.tables.shape[1]),
+            *(plan.first if plan.ends is None else plan.ends, plan.tables, plan.slots),
+            *(d**-0.5, rows, plan.tables.shape[1]),
             HAS_LOW=plan.low is not None,
+            INVARIANT=plan.ends is not None,
             FOLD=tiles.heads,
             HEADS=heads,
             KV=kv_heads,
@@ -94,10 +96,10 @@ def _fold(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     return higher, total * keep + tl.sum(weights, 1), mixed
 
 
-@jit
+@jit(do_not_specialize=["num_rows", "table_width"])  # one program for all batches, also for rows of 1
 def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
-    q, keys, values, out, part, tops, totals, tiles, starts, firsts, lows, tables, slots, scale,
-    num_rows, table_width, HAS_LOW: tl.constexpr, FOLD: tl.constexpr,
+    q, keys, values, out, part, tops, totals, tiles, starts, firsts, lows, ends, tables, slots, scale,
+    num_rows, table_width, HAS_LOW: tl.constexpr, INVARIANT: tl.constexpr, FOLD: tl.constexpr,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, PAGE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -121,26 +123,33 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     total = tl.zeros((M,), tl.float32)
     mixed = tl.zeros((M, D_PADDED), tl.float32)
 
-    each = (tl.cdiv(first, SPLITS) + N - 1) // N * N
-    begin, end = split * each, tl.minimum(split * each + each, first)
-    for p0 in range(begin, end, N):
+    if INVARIANT:  # every SPLITS-th N positions, the rows' own among them
+        begin, step = split * N, SPLITS * N
+        end = tl.minimum(tl.load(ends + sequence), first + row0 + EACH)
+    else:
+        each = (tl.cdiv(first, SPLITS) + N - 1) // N * N
+        begin, end, step = split * each, tl.minimum(split * each + each, first), N
+    for p0 in range(begin, end, step):
         p = p0 + n
         is_key = (p < end) & (p >= low)
         block = tl.load(tables + sequence * table_width + p // PAGE, mask=is_key, other=0)
         slot = block.to(tl.int64) * PAGE + p % PAGE
         seen = is_key[None, :] & is_row[:, None]
+        if INVARIANT:
+            seen = seen & (p[None, :] <= first + row[:, None])
         top, total, mixed = _fold(query, k, v, slot, is_key, seen, scale, top, total, mixed, D, D_PADDED, KV)
-    if split == SPLITS - 1:  # keys of the rows themselves: none sees a later row
-        for j0 in range(0, tl.minimum(count, row0 + EACH), N):
-            j = j0 + n
-            is_key = j < count
-            slot = tl.load(slots + start + j, mask=is_key, other=0).to(tl.int64)
-            seen = is_key[None, :] & is_row[:, None] & (j[None, :] <= row[:, None])
-            if HAS_LOW:
-                seen = seen & (((first + j) >= low)[None, :] | (j[None, :] == row[:, None]))
-            top, total, mixed = _fold(
-                query, k, v, slot, is_key, seen, scale, top, total, mixed, D, D_PADDED, KV
-            )
+    if not INVARIANT:  # noqa: SIM102 - a condition of the compiler around one of the device
+        if split == SPLITS - 1:  # keys of the rows themselves: none sees a later row
+            for j0 in range(0, tl.minimum(count, row0 + EACH), N):
+                j = j0 + n
+                is_key = j < count
+                slot = tl.load(slots + start + j, mask=is_key, other=0).to(tl.int64)
+                seen = is_key[None, :] & is_row[:, None] & (j[None, :] <= row[:, None])
+                if HAS_LOW:
+                    seen = seen & (((first + j) >= low)[None, :] | (j[None, :] == row[:, None]))
+                top, total, mixed = _fold(
+                    query, k, v, slot, is_key, seen, scale, top, total, mixed, D, D_PADDED, KV
+                )
 
     if SPLITS == 1:
         found = mixed / tl.where(is_row, total, 1.0)[:, None]
@@ -152,7 +161,7 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
         tl.store(totals + here, total, mask=is_row)
 
 
-@jit
+@jit(do_not_specialize=["num_rows"])
 def _combine(  # type: ignore[no-untyped-def]
     part,
     tops,

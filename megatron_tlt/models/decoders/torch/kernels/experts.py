@@ -5,7 +5,7 @@
     _group      for every expert the pairs (row * k + place) that chose it, in order
     _gate_up    an expert's rows, gathered, times its gate and up rows; silu(gate) * up, to the pair's place
     _down       the same rows times its down projection
-    _sum        a row's k outputs times its gates
+    _sum        a row's k outputs times its gates (and without gates the parts of a product, `products.py`)
 
 A program of a product belongs to one expert and walks over its rows, however many there are: the host reads none of
 these numbers, so a graph may hold the launches. Sums are float32 and in one order; no program adds to another's output.
@@ -47,25 +47,35 @@ def route(h: Tensor, router: Tensor, k: int, renormalise: bool) -> tuple[Tensor,
     return gates, ids
 
 
-def mix_experts(h: Tensor, gates: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """See `LayerOps.mix_experts`."""
+def mix_experts(
+    h: Tensor, gates: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, is_invariant: bool = False
+) -> Tensor:
+    """See `LayerOps.mix_experts`. With `is_invariant` the tile of few rows whatever their number."""
     assert all(t.is_contiguous() for t in (h, gates, ids, gate_up, down))
     (rows, k), (experts, hidden, width) = ids.shape, down.shape
     listed = torch.empty(experts, rows, dtype=torch.int32, device=h.device)
     counts = torch.empty(experts, dtype=torch.int32, device=h.device)
-    inner, done, out = h.new_empty(rows * k, width), h.new_empty(rows * k, hidden), torch.empty_like(h)
-    many, columns, step, warps = next(tile for least, tile in _TILES if rows * k > least * experts)
+    inner, done = h.new_empty(rows * k, width), h.new_empty(rows, k, hidden)
+    tiles = _TILES[-1:] if is_invariant else _TILES
+    many, columns, step, warps = next(tile for least, tile in tiles if rows * k > least * experts)
     tile = {"H": hidden, "F": width, "K": k, "ROWS": many, "COLUMNS": columns, "STEP": step // h.element_size()}
     tile["num_warps"] = warps
     _group[(experts,)](ids, listed, counts, rows * k, rows, SCANNED=_SCANNED)
     _gate_up[(experts, triton.cdiv(width, columns))](h, gate_up, listed, counts, inner, rows, **tile)
     _down[(experts, triton.cdiv(hidden, columns))](inner, down, listed, counts, done, rows, **tile)
+    return sum_parts(done, gates, torch.empty_like(h))
+
+
+def sum_parts(parts: Tensor, gates: Tensor | None, out: Tensor) -> Tensor:
+    """Sums over K of parts [T, K, H], times gates float32 [T, K] if there are some, in order; written to out [T, H]."""
+    rows, k, hidden = parts.shape
     block = min(_SUMMED, triton.next_power_of_2(hidden))
-    _sum[(rows, triton.cdiv(hidden, block))](done, gates, out, H=hidden, K=k, N=block)
+    sizes = {"HAS_GATES": gates is not None, "H": hidden, "K": k, "N": block}
+    _sum[(rows, triton.cdiv(hidden, block))](parts, parts if gates is None else gates, out, **sizes)
     return out
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def _scores(h, router, scores, rows, experts, H: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
     """TILE rows times TILE experts. Products of bf16 are exact in float32: the scores are those of float32 inputs."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -116,7 +126,7 @@ def _group(ids, listed, counts, pairs, rows, SCANNED: tl.constexpr):  # type: ig
     tl.store(counts + expert, found)
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def _gate_up(  # type: ignore[no-untyped-def]
     h, weight, listed, counts, inner, rows, H: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, K: tl.constexpr,
@@ -142,7 +152,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
         tl.store(inner + pair[:, None] * F + column[None, :], both.to(inner.dtype.element_ty), mask=kept)
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def _down(  # type: ignore[no-untyped-def]
     inner, weight, listed, counts, done, rows, H: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, K: tl.constexpr,
@@ -167,12 +177,14 @@ def _down(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _sum(done, gates, out, H: tl.constexpr, K: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum(  # type: ignore[no-untyped-def]
+    parts, gates, out, HAS_GATES: tl.constexpr, H: tl.constexpr, K: tl.constexpr, N: tl.constexpr
+):
     """N values of one row."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * N + tl.arange(0, N)
     total = tl.zeros([N], tl.float32)
     for place in tl.static_range(K):
         pair = row * K + place
-        value = tl.load(done + pair * H + at, mask=at < H, other=0.0).to(tl.float32)
-        total += value * tl.load(gates + pair)
+        value = tl.load(parts + pair * H + at, mask=at < H, other=0.0).to(tl.float32)
+        total += value * tl.load(gates + pair) if HAS_GATES else value
     tl.store(out + row * H + at, total.to(out.dtype.element_ty), mask=at < H)

@@ -1,13 +1,14 @@
 """The Triton kernels between the matrix products of a layer; `decoders.torch.layers` is their reference.
 
 Each reads its inputs once and writes its outputs once: sums in float32, values of the model's type. A row's bits do not
-depend on the other rows.
+depend on the other rows. `INVARIANT` has products and experts of which that is true, too (`rollout.numerics`).
 
 Legend: T rows, H hidden size, I MLP width, Hq/Hkv query and kv heads, D head size.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_tlt.models.decoders.torch.kernels.experts import mix_experts, route
-from megatron_tlt.models.decoders.torch.layers import HeadNorms, LayerOps
+from megatron_tlt.models.decoders.torch.kernels.products import product
+from megatron_tlt.models.decoders.torch.layers import PLAIN, HeadNorms, LayerOps
 
 _WIDTH = 1024  # elements of the MLP's width a program
 
@@ -67,7 +69,8 @@ def gated_silu(gate_up: Tensor) -> Tensor:
     return out
 
 
-FUSED = LayerOps(add_norm, rotate_into, gated_silu, route, mix_experts)
+FUSED = LayerOps(PLAIN.product, add_norm, rotate_into, gated_silu, route, mix_experts)
+INVARIANT = FUSED._replace(product=product, mix_experts=partial(mix_experts, is_invariant=True))
 
 
 @jit

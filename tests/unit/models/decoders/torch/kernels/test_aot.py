@@ -23,6 +23,8 @@ _REGISTERS = {  # a thread; what a kernel takes now, and a little more
     "_attend bf16 16 HAS_LOW": 120,
     "_attend bf16 64": 244,
     "_attend fp32 64": 160,
+    "_attend bf16 64 INVARIANT": 200,
+    "_attend fp32 64 INVARIANT": 152,
     "_combine": 88,
     "_scores": 48,
     "_choose": 40,
@@ -32,6 +34,8 @@ _REGISTERS = {  # a thread; what a kernel takes now, and a little more
     "_down": 104,
     "_down fp32": 136,
     "_sum": 40,
+    "_product": 128,
+    "_product fp32": 128,
 }
 
 
