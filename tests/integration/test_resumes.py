@@ -1,24 +1,89 @@
-"""Kills at random moments, each resumed: `workers/random_kills.py --kills 200` does it by the hundred."""
+"""Kills at random moments, each resumed: `workers/random_kills.py --kills 200` does it by the hundred.
 
+KILLS_SEED in the environment chooses the moments; without it every call has others, and a failure shows its seed.
+"""
+
+import contextlib
 import json
+import os
 import random
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
-from tests.helpers.mpi import ROOT, rank_environment
+from tests.helpers import stub
+from tests.helpers.mpi import ROOT, launcher, rank_environment, run_ranks, server
+from tests.helpers.runs import TLT_ON, assert_same_checkpoint, rows, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.nightly]
+SEED = int(os.environ.get("KILLS_SEED") or random.randrange(10**6))
+TRAIN = ["-m", "megatron_tlt", "train"]
+KILLS = 5
 
 
 def test_a_run_killed_six_times_equals_one_left_alone(tmp_path):
-    seed = str(random.randrange(10**6))  # another day, other moments; a failure shows it
     program = ROOT / "tests/integration/workers/random_kills.py"
-    command = [sys.executable, str(program), "--kills", "6", "--seed", seed, "--folder", str(tmp_path / "runs")]
+    command = [sys.executable, str(program), "--kills", "6", "--seed", str(SEED), "--folder", str(tmp_path / "runs")]
     done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, (seed, done.stdout[-2000:], done.stderr[-2000:])
+    assert done.returncode == 0, (SEED, done.stdout[-2000:], done.stderr[-2000:])
     row = json.loads(done.stdout.splitlines()[-1])
     assert row["different"] == [] and row["same_metrics"] and row["resumes"] == 7
     assert row["tensors"] > 20 and row["num_steps"] >= 4
     assert sum(row["phases"].values()) == 6
+
+
+def steps_logged(run_dir):
+    """The last line may be a part of one: it is being written, or its writer was killed."""
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.read_text().count('"time/step"') if metrics.exists() else 0
+
+
+def ranks_of(job):
+    """The stubs of its ranks, with which these end."""
+    with contextlib.suppress(psutil.Error):
+        children = psutil.Process(job.pid).children(recursive=True)
+        return [process for process in children if "megatron_tlt" in process.cmdline()]
+    return []
+
+
+def start_and_kill(arguments, run_dir, output, moments, usual):
+    """Starts two ranks; kills one or both, up to `usual` seconds after the start or after one of three logged steps."""
+    wanted = steps_logged(run_dir) + moments.randrange(4)
+    victims, pause = moments.choice(((0,), (1,), (0, 1))), moments.uniform(0.0, usual)
+    command = [*launcher(2), *TRAIN, *arguments]
+    with output.open("w") as file:
+        job = subprocess.Popen(command, env=rank_environment(), cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    while job.poll() is None and (len(ranks_of(job)) < 2 or steps_logged(run_dir) < wanted):
+        time.sleep(0.05)
+    time.sleep(pause)
+    ranks = ranks_of(job)
+    assert len(ranks) == 2, (SEED, output.read_text()[-4000:])
+    for victim in victims:
+        ranks[victim].kill()
+    assert job.wait(timeout=300) != 0
+    stub.settle(server())
+
+
+def test_two_ranks_killed_at_random_end_at_the_weights_of_a_run_left_alone(tmp_path):
+    """The killed run trains a drafter and decodes ahead; the other does neither."""
+    moments, run_dir, alone = random.Random(SEED), tmp_path / "killed", tmp_path / "alone"
+    config = write_config(tmp_path, checkpoint={"every": 2, "keep": 2}, eval={"every": 3})
+    server()  # its imports are no part of the usual time
+    begun = time.monotonic()
+    run_ranks(2, TRAIN, str(config), f"train.run_dir={tmp_path / 'timed'}", *TLT_ON, "train.num_steps=2")
+    usual = (time.monotonic() - begun) / 2
+    endless = [str(config), f"train.run_dir={run_dir}", *TLT_ON, "idle.pre_rollout=true", "train.num_steps=10000"]
+    for number in range(KILLS):
+        start_and_kill(endless, run_dir, tmp_path / f"output-{number}", moments, usual)
+    num_steps = max(steps_logged(run_dir), 2) // 2 * 2 + 2
+    last = f"train.num_steps={num_steps}"
+    output = run_ranks(2, TRAIN, *endless, last).stdout
+    assert "resumed after step" in output, SEED
+    run_ranks(2, TRAIN, str(config), f"train.run_dir={alone}", last)
+    assert_same_checkpoint(*(run / f"checkpoints/step-{num_steps:06d}" for run in (alone, run_dir)))
+    names = ("step", "reward/mean", "length/mean", "policy/loss", "policy/grad_norm")
+    figures = [[[row[name] for name in names] for row in rows(run)] for run in (alone, run_dir)]
+    assert figures[0] == figures[1] and len(figures[0]) == num_steps, SEED

@@ -110,7 +110,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict, di
     environment = os.environ | _ENGINE | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     del environment["VLLM_USE_V2_MODEL_RUNNER"]  # which of them runs is vLLM's choice here
     command = [PYTHON, str(worker), str(folder / "jobs.json")]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     theirs = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(theirs) == len(DRAFTERS), done.stderr[-4000:]
     return {name: (ours[name], given) for name, given in zip(DRAFTERS, theirs, strict=True)}

@@ -23,7 +23,7 @@ def in_vllm(what: str, argument: str) -> Any:
     assert python is not None
     environment = child_environment(os.environ, str(ROOT), vllm_launch(ROLLOUT, "cpu").environment)
     command = [python, "-m", "tests.integration.workers.vllm_memory", what, argument]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.split("result:")[-1])
 

@@ -38,7 +38,7 @@ KINDS = {  # the demo drafter, and those that start from the policy
 def train(run_dir: Path, *overrides: str) -> None:
     config = str(ROOT / "configs/quickstart.yaml")
     given = ("rollout.backend=vllm", f"train.run_dir={run_dir}", *SMALL, *overrides)
-    run_ranks(2, ["-m", "megatron_tlt", "train"], config, *given, timeout=600)
+    run_ranks(2, ["-m", "megatron_tlt", "train"], config, *given, timeout=1800)
 
 
 @pytest.fixture(scope="module")
@@ -102,5 +102,5 @@ def test_experts_that_vllm_chose_are_replayed_and_tlt_changes_no_weight(tmp_path
 
 def test_ranks_of_a_tensor_parallel_engine_respond_alike_and_as_the_embedded_engine() -> None:
     """Each with a vLLM of its own, whose schedulers take the same steps, also after an interrupted rollout."""
-    done = run_ranks(2, "tests/integration/workers/vllm_tensor_parallel.py", timeout=400)
+    done = run_ranks(2, "tests/integration/workers/vllm_tensor_parallel.py", timeout=1800)
     assert done.stdout.count("interrupted") == done.stdout.count("equal on both ranks") == 2

@@ -137,8 +137,9 @@ class Cluster:
     def down(self) -> None:
         """Cancels what runs and kills the daemons that came up: they have nothing to save, and take seconds to end."""
         if (self.home / "run/slurmctld.pid").exists():
-            self.run("scancel", "--user", getpass.getuser())
-            with suppress(AssertionError):  # whatever is wrong with a job, nothing of the cluster may stay
+            # Whatever is wrong with a job or a daemon, nothing of the cluster may stay.
+            with suppress(AssertionError, subprocess.TimeoutExpired):
+                self.run("scancel", "--user", getpass.getuser())
                 self.until(lambda: not self.run("squeue", "-h").strip(), seconds=90)
         for file in (self.home / "run").glob("*.pid"):
             with suppress(ProcessLookupError):

@@ -146,13 +146,13 @@ def test_a_chain_of_jobs_goes_on_whatever_the_exit_code(scenes):
     ("script", "words", "argument"),
     [
         ("sft", ["configs/sft-demo.yaml", "sft.num_steps=3"], "sft.num_steps=3"),
-        ("bench", ["kernels", "--quick"], "--quick"),
+        ("bench", ["rollout", "--quick"], "--quick"),
         ("convert", ["megatron-to-hf", "--out", "x"], "--out"),
     ],
 )
 def test_every_script_can_be_submitted_from_anywhere(cluster, tmp_path, script, words, argument):
     scene = Scene(cluster, tmp_path / script)
-    options = ("-N1", f"--ntasks-per-node={1 if script == 'bench' else 2}", "--gpus-per-node=0", "--time=5")
+    options = ("-N1", f"--ntasks-per-node={1 if script == 'bench' else 2}", "--gpus-per-node=0", "--time=20")
     scene.record(script, *words, code=5, options=options, REQUEUE=0)
     assert (scene.facts["JobState"], scene.facts["ExitCode"]) == ("FAILED", "5:0"), scene.output()
     assert f"argument: {argument}" in scene.log(0).splitlines()
