@@ -13,7 +13,7 @@ from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.data.prompt_queue import PromptQueues
-from megatron_tlt.errors import TrainingError
+from megatron_tlt.errors import RewardError, TrainingError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.carry_over import CarriedGroups
 from megatron_tlt.trainer.dynamic_sampling import Dropped, EmptySteps

@@ -16,6 +16,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton", reason="triton is not installed")
 
+from tests.helpers.batches import rows_input
+
 from megatron_tlt.models.decoders.torch.attention import RaggedPlan
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.decoders.torch.kernels import experts
@@ -24,7 +26,6 @@ from megatron_tlt.models.decoders.torch.kernels.layers import FUSED, INVARIANT
 from megatron_tlt.models.decoders.torch.paged import PagedPlan
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
-from tests.helpers.batches import rows_input
 from tests.helpers.interpreted import products_by_rows
 from tests.helpers.tiny_models import Driver, moe_config, random_weights
 

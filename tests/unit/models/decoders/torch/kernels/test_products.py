@@ -13,9 +13,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton", reason="triton is not installed")
 
+from tests.helpers.launches import noted_launches
+
 from megatron_tlt.models.decoders.torch.kernels.products import product
 from tests.helpers.interpreted import products_by_rows
-from tests.helpers.launches import noted_launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Columns, K, whether there is a bias: one tile that is not full; several of both; splits of K, the last one shorter.
