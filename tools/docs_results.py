@@ -35,6 +35,8 @@ LEFT = {  # records whose script, or part of it, left after that commit, and wha
     "rollout-cpu": "Plain rollouts of fixed lengths: the embedded engine against `transformers.generate` and vLLM.",
     "rollout-cpu-peers": "Plain rollouts of fixed lengths: the embedded engine against OpenVINO GenAI and llama.cpp.",
     "rollout-moe-cpu": "Plain rollouts of fixed lengths by a model with experts: the embedded engine against vLLM.",
+    "real-8x4": "The former workload of `real.py`: 8 prompts x 4 responses, a cold start that left little to learn, no "
+    "pre-rollouts.",
     "packing-cpu-avx2": "Drafter training on packed sequences against batches padded to their longest sequence.",
 }
 PLACES = ("--out", "--picture", "--work")  # options that say where output goes
