@@ -8,6 +8,7 @@ BIN := .venv/bin
 SOURCES := megatron_tlt tests tools examples $(wildcard benchmarks)
 PYTEST_ARGS ?=
 JOBS ?= 2
+TESTS ?= not nightly and not ci  # markers of the tests that run
 ARGS ?=
 RANKS ?= 2
 
@@ -41,7 +42,7 @@ check: setup-dev lint types imports  ## Run ruff, mypy, import-linter and the qu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/unit \
 		-m "not slow and not mpi and not nightly" $(PYTEST_ARGS)
 
-test: setup-dev lint types imports unit  ## Run ruff, mypy, import-linter and pytest (5 to 8 minutes on 2 cores)
+test: setup-dev lint types imports unit  ## Run ruff, mypy, import-linter and pytest (some 10 minutes on 2 cores); TESTS="not nightly": all that CI runs
 
 lint: setup-dev  ## Run ruff
 	$(BIN)/python -m ruff check $(SOURCES)
@@ -53,9 +54,9 @@ imports: setup-dev  ## Run import-linter: the floors, one module a vendor librar
 	$(BIN)/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 unit: setup-dev  ## Run pytest only, JOBS tests at a time; PYTEST_ARGS="-k config" chooses tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(strip $(TESTS))" $(PYTEST_ARGS)
 
-test-all: setup-dev lint types imports  ## Run also the tests marked nightly (an hour more on 2 cores)
+test-all: setup-dev lint types imports  ## Run also the tests marked ci and nightly (an hour more on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 gpu-check: setup  ## What only a GPU can say, in ten minutes; ARGS="--parts kernels decode" chooses, "--device cpu --smoke" rehearses
