@@ -123,8 +123,8 @@ class BlockPlan:
         each = 4 * len(self._at) * keys[0].numel() * keys.element_size()  # gathered, then joined
         split, done = max(1, _GATHERED_BYTES // max(1, each)), []
         for query, k, v, at, seen in zip(*(t.split(split) for t in (*parts, self._slots, mask)), strict=True):
-            both = (torch.cat([gather_heads(c, at), t], 2) for c, t in ((keys, k), (values, v)))
-            done.append(scaled_dot_product_attention(query, *both, attn_mask=seen, enable_gqa=True))
+            near = torch.cat([gather_heads(keys, at), k], 2), torch.cat([gather_heads(values, at), v], 2)
+            done.append(scaled_dot_product_attention(query, *near, attn_mask=seen, enable_gqa=True))
         return torch.cat(done).transpose(1, 2).reshape(q.shape)
 
 
