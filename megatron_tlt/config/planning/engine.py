@@ -16,7 +16,7 @@ key-value heads, L layers, t = rollout.tp; e bytes of an element.
 
 from __future__ import annotations
 
-from megatron_tlt.config.block_drafters import positions_at_once
+from megatron_tlt.config.block_drafters import LOGITS_AT_ONCE
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.parameters import (
@@ -129,16 +129,16 @@ def _logit_bytes(config: Config) -> float:
 
 
 def draft_bytes(config: Config, shape: ArchitectureConfig) -> int:
-    """Temporaries of a block drafter's step for all running requests, 0 of other drafters: rows of blocks as those of
-    a forward, or the rows' outputs, twice, with logits of the positions that are computed at a time: in both types, or
-    in fp32 beside one position's bias or its logits over the policy's vocabulary.
+    """Temporaries of a block drafter's step for as many as all running requests, 0 of other drafters: rows of blocks as
+    those of a forward, or the rows' outputs, twice, with the logits that are computed at a time: in both types, or in
+    fp32 beside one position's bias or its logits over the policy's vocabulary.
     """
     rollout, kind = config.rollout, config.rollout.speculation.trained
     if kind is None or kind.rows == 1 or rollout.backend != "embedded":
         return 0
     requests, tokens = rollout.max_running_requests, drafted_tokens(config, shape)
     one = requests * tokens  # logits of a position
-    some = one * min(kind.rows, positions_at_once(requests, tokens))
+    some = min(one * kind.rows, max(one, LOGITS_AT_ONCE))
     element, rows = element_bytes(rollout.dtype), requests * kind.rows
     spread = 4 * requests * shape.vocab_size * (tokens < shape.vocab_size)
     logits = max(int(some * _logit_bytes(config)), 4 * some + max(one * element, spread))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from megatron_tlt.config.block_drafters import NUM_CANDIDATES, positions_at_once
+from megatron_tlt.config.block_drafters import LOGITS_AT_ONCE, NUM_CANDIDATES
 from megatron_tlt.drafters.decoder import DraftingRows
 from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.dspark.model import BlockLayer, BlockModel
@@ -99,7 +99,7 @@ class TorchBlock(TorchDrafter):
         return x.view(rows, size, -1)[:, config.first_slot :]
 
     def _plan(self, places: Tensor, first_visible: Tensor, tables: Tensor, block_size: int) -> PagedPlan | BlockPlan:
-        """Attention of slots at `places` [P, S]. See `fill`."""
+        """Attention of slots at `places` [P, S] over cached positions from `first_visible` [P] on."""
         if self._paged is None:
             return BlockPlan(places, first_visible, tables, block_size)
         layer, (rows, size), flat = self.config.layer, places.shape, places.flatten()
@@ -147,7 +147,7 @@ class BlockRowDrafter(TorchRowDrafter):
         # The pair of a position has the feature of the one before.
         outputs = drafter.fill(inputs.tokens, inputs.places[0, 0], inputs.first_visible - 1, tables, self._kv)
         tokens, temperature = inputs.tokens, inputs.temperature.float()
-        each = positions_at_once(batch, drafter.config.draft_vocab_size)
+        each = max(1, LOGITS_AT_ONCE // (batch * drafter.config.draft_vocab_size))
         parts = (t.split(each) for t in (outputs.transpose(0, 1), inputs.places[:, 2], self._best[:, :, :batch]))
         for some, keys, best in zip(*parts, strict=True):
             tokens = self._choose(some, tokens, keys, temperature, best)

@@ -114,7 +114,9 @@ class BlockPlan:
         self._before = (self._at < self._positions[:, :1]) & (self._at >= first_visible[:, None, None])  # [S, 1, C]
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, own: Tensor, window: int = 0) -> Tensor:
-        """See `PagedPlan.attend`."""
+        """q [T, Hq, D] over keys and values [slots, Hkv, D] and the blocks' `own` [2, T, Hkv, D] -> [T, Hq, D]. With a
+        `window`, of cached positions those above a row's own minus `window`.
+        """
         before, shape = self._before, self._positions.shape[:2]
         if window:
             before = before & (self._at > self._positions - window)

@@ -104,9 +104,8 @@ class PagedPlan:
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, own: Tensor | None = None, window: int = 0
     ) -> Tensor:
-        """See `attention.AttentionPlan.attend`. With `own` [2, T, Hkv, D], keys and values of the rows, a row sees all
-        rows of its sequence, and of cached positions p, with a `window`, those above its own minus `window`. Such a
-        plan has a `first_visible`.
+        """q [T, Hq, D], keys and values [slots, Hkv, D] (one layer's cache, flat) -> [T, Hq, D]. With `own`
+        [2, T, Hkv, D], keys and values of blocks as in `BlockPlan`; such a plan has a `first_visible`.
         """
         return self._run(q, keys, values, self, own, window)
 

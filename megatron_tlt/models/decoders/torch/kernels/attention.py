@@ -32,7 +32,7 @@ jit: Any = triton.jit
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan, own: Tensor | None = None, window: int = 0
 ) -> Tensor:
-    """q [T, Hq, D], keys and values [slots, Hkv, D] (contiguous) -> [T, Hq, D] of q's type. See `PagedPlan.attend`."""
+    """q [T, Hq, D], keys and values [slots, Hkv, D], `own` [2, T, Hkv, D] (contiguous) -> [T, Hq, D] of q's type."""
     assert keys.is_contiguous() and values.is_contiguous(), "one layer's cache is contiguous"
     assert own is None or (own.is_contiguous() and plan.low is not None and plan.ends is None)
     q, (rows, heads, d), kv_heads = q.contiguous(), q.shape, keys.shape[1]
