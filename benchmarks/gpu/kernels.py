@@ -22,7 +22,7 @@ from benchmarks.gpu.check import TINY, Check, random_weights, reason
 from benchmarks.gpu.result import Result
 from megatron_tlt.models.decoders.inputs import DecoderInput
 from megatron_tlt.models.decoders.keyed_noise import best_candidates, gumbel_noise, key_tensor
-from megatron_tlt.models.decoders.torch.attention import RaggedPlan
+from megatron_tlt.models.decoders.torch.attention import BlockPlan, RaggedPlan
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.decoders.torch.layers import PLAIN
 from megatron_tlt.models.decoders.torch.paged import PagedPlan
@@ -60,6 +60,24 @@ def attention(check: Check, sequences: int, tokens: int, context: int, dtype: to
     plan = PagedPlan(attend, batch, BLOCK, (KV_HEADS, GROUP))
     want = RaggedPlan(batch, BLOCK).attend(q.double(), keys.double(), values.double())
     return Found(distance(plan.attend(q, keys, values), want), LIMITS[dtype])
+
+
+def blocks(check: Check, context: int, window: int) -> Found:
+    """The same of blocks of 8 slots of a block drafter, which see each other and a layer's window."""
+    from megatron_tlt.models.decoders.torch.kernels.attention import attend
+
+    sequences, size, dtype = 3, 8, BF16 if check.is_cuda else FP32
+    context, window = (min(n, 40) if check.smoke else n for n in (context, window))
+    batch = chains(sequences, size, context, 1000, check.device)
+    low = torch.ones(sequences, device=check.device)
+    batch.slot_mapping = torch.arange(sequences * size, device=check.device)
+    q, keys, values = _cache(check, sequences, size, context, dtype)
+    own = torch.stack([keys[-len(q) :], values[-len(q) :]])
+    places = batch.positions.view(sequences, size)
+    gathered = BlockPlan(places, low, batch.block_tables, BLOCK)
+    want = gathered.attend(q.double(), keys.double(), values.double(), own.double(), window)
+    plan = PagedPlan(attend, batch, BLOCK, (KV_HEADS, GROUP), size, low)
+    return Found(distance(plan.attend(q, keys, values, own, window), want), LIMITS[dtype])
 
 
 def _cache(check: Check, sequences: int, tokens: int, context: int, dtype: torch.dtype) -> list[Tensor]:
@@ -192,6 +210,8 @@ CASES: dict[str, Callable[[Check], Found]] = {
     "attention wide batch": lambda c: attention(c, 128 if c.is_cuda else 4, 1, 300, BF16),
     "attention prefill": lambda c: attention(c, 2, 500 if c.is_cuda else 40, 0, BF16),
     "attention verify chain": lambda c: attention(c, 4, 12, 333, BF16),
+    "attention of blocks": lambda c: blocks(c, 700, 0),
+    "attention of blocks, window": lambda c: blocks(c, 700, 100),
     "decoder decode fp32": lambda c: decoder(c, FP32, 1, static=False),
     "decoder decode bf16": lambda c: decoder(c, BF16, 1, static=False),
     "decoder static verify fp32": lambda c: decoder(c, FP32, 5, static=True),

@@ -21,6 +21,7 @@ BLOCK_LAYERS = 2  # its layers: on compute-bound machines each costs as many row
 BLOCK_TAPS = 3  # policy layers that it reads
 CONV_GROUP = 16  # channels that share a dynamic kernel of DFlash 2, as in all published drafters
 NUM_CANDIDATES = 16  # tokens that DFlash 2's selector chooses from, as in all published drafters
+LOGITS_AT_ONCE = 1 << 26  # of drafts, or one position's: 256 MiB in float32, or 50 drafts over 152k tokens
 _MOST_RANK = 256  # of the Markov head, as in all published drafters
 
 

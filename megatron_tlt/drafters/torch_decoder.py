@@ -168,7 +168,8 @@ class TorchRowDrafter(RowDrafter):
         self._size = kv.block_size
         self._most, self._max_blocks = rows.block_tables.shape
         self._num_candidates = min(2, drafter.config.draft_vocab_size)  # the second gives the gap
-        self._has_fixed_width = isinstance(drafter.policy, TorchDecoder) and drafter.policy.paged is not None
+        # Read by the steps: where they are. What lies behind a row's last block is not read.
+        self._tables = self._zeros(self._most, self._max_blocks, dtype=torch.int32)
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._drafter.device)
@@ -226,18 +227,19 @@ class TorchRowDrafter(RowDrafter):
         """Sets the steps' inputs to padding."""
 
     def _static(self, batch: int, blocks: int) -> tuple[Hashable, Callable[[], object]]:
-        """The step of so many padded rows, with its key: `blocks` is the same wherever there are graphs."""
+        """The step of so many padded rows, with its key: captured steps have the tables' whole width."""
         return ("drafter", batch), partial(self._compute, batch, blocks)
 
     def _upload(self, active: np.ndarray, wanted: np.ndarray, steps: int, length: int) -> tuple[Tensor, int]:
         """The array of `DraftInputs` [.., P] of `steps` tokens behind rows `active` [A] on the device, in one copy, and
-        the number of blocks M of the tables, of `length` positions: all where captured graphs have one shape.
+        the number of blocks M of the tables, of `length` positions. Mutates the steps' tables.
         """
-        batch = min(1 << (len(active) - 1).bit_length(), self._most)
-        blocks = self._max_blocks if self._has_fixed_width else -(-length // self._size)
+        batch, blocks = min(1 << (len(active) - 1).bit_length(), self._most), -(-length // self._size)
         host = torch.zeros(DraftInputs.rows(steps, blocks), batch, dtype=torch.int64)
         self._plan(DraftInputs.of(host, steps), active, wanted)
-        return upload(host.numpy(), self._drafter.device), blocks
+        array = upload(host.numpy(), self._drafter.device)
+        self._tables[:batch, :blocks] = DraftInputs.of(array, steps).block_tables.T
+        return array, blocks
 
     def _plan(self, host: DraftInputs, active: np.ndarray, wanted: np.ndarray) -> None:
         """Writes the inputs of rows `active` [A] into `host`, and padding behind them. Mutates `host`."""

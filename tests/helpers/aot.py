@@ -61,7 +61,7 @@ def named(launch: Launch) -> str:
     if launch.name != "_attend":
         return launch.name
     given = launch.arguments
-    more = [name for name in ("HAS_LOW", "INVARIANT") if given[name]]
+    more = [name for name in ("HAS_LOW", "INVARIANT", "BLOCK") if given[name]]
     return " ".join(["_attend", _TYPES[given["keys"].dtype], str(given["M"]), *more])
 
 
@@ -117,6 +117,7 @@ def _launch_layers(rows: int, hidden: int, width: int, heads: int, kv_heads: int
             FUSED.add_norm(x, part, weight, 1e-6)
         for norms in (None, (norm, norm, 1e-6)):
             FUSED.rotate_into(qkv, norms, rope, slots, cache)
+            FUSED.rotate_into(empty(rows, 2 * kv_heads * d, dtype=dtype), norms, rope, slots, cache)
         FUSED.gated_silu(empty(rows, 2 * width, dtype=dtype))
 
 
@@ -141,20 +142,22 @@ def _launch_products(rows: int, hidden: int, width: int, qkv: int) -> None:
 
 
 def _launch_attention(sequences: int, heads: int, kv_heads: int, d: int) -> None:
-    """Decoding, verification, the drafter's window, split, and prefill, whose tiles have one query head."""
+    """Decoding, verification, the drafter's window, split, prefill, whose tiles have one query head, and blocks."""
     from megatron_tlt.models.decoders.torch.kernels.attention import attend
 
     low, bf16 = empty(sequences, dtype=torch.int32), torch.bfloat16
     plain = [(bf16, 1, None, 1), (bf16, 1, low, 64), (bf16, 8, None, 1), (bf16, 512, None, 1)]
     plain.append((torch.float32, 512, None, 1))
     forms = [(*form, False) for form in plain] + [(t, 1, None, None, True) for t in (bf16, torch.float32)]
-    for dtype, rows, first, splits, is_invariant in forms:
+    forms += [(t, 8, low, splits, False, True) for t, splits in ((bf16, 1), (bf16, 64), (torch.float32, 1))]
+    for dtype, rows, first, splits, is_invariant, *is_block in forms:
         total, cache = sequences * rows, empty(2, 4096, kv_heads, d, dtype=dtype)
         row, starts = empty(total, dtype=torch.int32), empty(sequences + 1, dtype=torch.int32)
         tables, lengths = empty(sequences, 64, dtype=torch.int32), empty(sequences, dtype=torch.int32)
         batch = DecoderInput(row, row, row, starts, lengths, tables, row)
         plan = PagedPlan(attend, batch, 16, (kv_heads, heads // kv_heads), rows, first, splits, is_invariant)
-        plan.attend(empty(total, heads, d, dtype=dtype), cache[0], cache[1])
+        own = empty(2, total, kv_heads, d, dtype=dtype) if is_block else None
+        plan.attend(empty(total, heads, d, dtype=dtype), cache[0], cache[1], own)
 
 
 if __name__ == "__main__":

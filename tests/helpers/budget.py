@@ -60,10 +60,13 @@ _VIEWS = {
 
 
 class Cost(TorchDispatchMode):
-    """Counts what is dispatched inside. Values of meta tensors do not exist, so a wait for one raises by itself."""
+    """Counts what is dispatched inside on `device`. Values of meta tensors do not exist, so a wait for one raises by
+    itself.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "meta") -> None:
         super().__init__()
+        self.device = device
         self.operators: list[str] = []  # launched by PyTorch
         self.kernels: list[Launch] = []  # launched by Triton
         self.written = 0  # bytes of all results
@@ -80,20 +83,20 @@ class Cost(TorchDispatchMode):
             return out
         out = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
-        results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_meta]
+        results = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.device.type == self.device]
         if name in _VIEWS or not results:
             return out
         if name not in _ALLOCATIONS:
             self.operators.append(name)
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        self.copies += any(not t.is_meta and t.ndim for t in given)
+        self.copies += any(t.device.type != self.device and t.ndim for t in given)
         self.written += sum(t.nbytes for t in results)
         return out
 
 
 @contextmanager
-def cost():
-    with noted_launches() as kernels, Cost() as counted:
+def cost(device: str = "meta"):
+    with noted_launches() as kernels, Cost(device) as counted:
         counted.kernels = kernels
         yield counted
 

@@ -16,6 +16,7 @@ key-value heads, L layers, t = rollout.tp; e bytes of an element.
 
 from __future__ import annotations
 
+from megatron_tlt.config.block_drafters import LOGITS_AT_ONCE
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.parameters import (
@@ -106,7 +107,7 @@ def rollout_step_bytes(config: Config, shape: ArchitectureConfig, device: Device
     those of each expert that a row takes, with input and output; the experts' numbers; the outputs of layers that a
     drafter reads. On CPU, of each request its logits, noise and ranks, eight times V in fp32. On CUDA, of each of R
     rows its logits in the engine's type and in fp32; on several ranks those of all ranks, too, and joined; and what
-    the sampler takes. vLLM's ranks have all logits, which are drawn from in chunks.
+    the sampler takes; or a block drafter's step. vLLM's ranks have all logits, which are drawn from in chunks.
     """
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
     forward = rollout.max_batched_tokens * row_bytes(config, shape)
@@ -117,8 +118,31 @@ def rollout_step_bytes(config: Config, shape: ArchitectureConfig, device: Device
         gathered = logits * element if rollout.tp == 1 else logits * element * (2 + 1 / rollout.tp)
         copies = min(logits, _VLLM_SAMPLED_AT_ONCE) * 4
         return max(forward, int(gathered) + copies + min(logits, _SAMPLED_AT_ONCE) * _SAMPLED_BYTES)
-    each = element + 4 if rollout.tp == 1 else 8 + (element + 4) / rollout.tp
-    return max(forward, int(logits * each) + min(logits, _SAMPLED_AT_ONCE) * _SAMPLED_BYTES)
+    drawn = int(logits * _logit_bytes(config)) + min(logits, _SAMPLED_AT_ONCE) * _SAMPLED_BYTES
+    return max(forward, drawn, draft_bytes(config, shape))
+
+
+def _logit_bytes(config: Config) -> float:
+    """Of a logit in the engine's type and in fp32, on several ranks gathered."""
+    tp, element = config.rollout.tp, element_bytes(config.rollout.dtype)
+    return element + 4 if tp == 1 else 8 + (element + 4) / tp
+
+
+def draft_bytes(config: Config, shape: ArchitectureConfig) -> int:
+    """Temporaries of a block drafter's step for as many as all running requests, 0 of other drafters: rows of blocks as
+    those of a forward, or the rows' outputs, twice, with the logits that are computed at a time: in both types, or in
+    fp32 beside one position's bias or its logits over the policy's vocabulary.
+    """
+    rollout, kind = config.rollout, config.rollout.speculation.trained
+    if kind is None or kind.rows == 1 or rollout.backend != "embedded":
+        return 0
+    requests, tokens = rollout.max_running_requests, drafted_tokens(config, shape)
+    one = requests * tokens  # logits of a position
+    some = min(one * kind.rows, max(one, LOGITS_AT_ONCE))
+    element, rows = element_bytes(rollout.dtype), requests * kind.rows
+    spread = 4 * requests * shape.vocab_size * (tokens < shape.vocab_size)
+    logits = max(int(some * _logit_bytes(config)), 4 * some + max(one * element, spread))
+    return max(rows * row_bytes(config, shape), 2 * rows * shape.hidden_size * element + logits)
 
 
 def row_bytes(config: Config, shape: ArchitectureConfig) -> int:

@@ -7,7 +7,7 @@ Legend: B sequences, k rows of each, H hidden, F intermediate, V vocabulary, t =
 
 * Buffers that all graphs write: `e*(V + H)` a row, with a drafter of kind eagle3 `e*(V + 4H)`, and the numbers of its
   experts. Temporary memory, shared by all graphs: that of the largest one, of each row what a forward has
-  (`engine.row_bytes`), on several ranks its logits a second and a third time.
+  (`engine.row_bytes`), on several ranks its logits a second and a third time; or a block drafter's step.
 * The driver's memory for a graph's nodes is measured at each capture. Forwards for which the budget
   (`rollout.graph_memory_mib`) has no room run without a graph.
 """
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.config.planning.engine import row_bytes
+from megatron_tlt.config.planning.engine import draft_bytes, row_bytes
 from megatron_tlt.config.planning.parameters import MIB, element_bytes, routed_experts_bytes
 from megatron_tlt.config.root import Config
 
@@ -74,10 +74,10 @@ def graph_bytes(config: Config, device: Device) -> int:
 def least_graph_bytes(config: Config, shape: ArchitectureConfig) -> int:
     """Output buffers and shared temporary memory: without room for them no large forward is captured."""
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
-    gathered = 2 * shape.vocab_size if rollout.tp > 1 else 0
+    gathered = 2 * shape.vocab_size * element if rollout.tp > 1 else 0
     buffers = shape.vocab_size + config.rollout.speculation.state_parts * shape.hidden_size
-    row = (buffers + gathered) * element + routed_experts_bytes(shape) + row_bytes(config, shape)
-    return graph_rows(config) * row
+    rows, buffer = graph_rows(config), buffers * element + routed_experts_bytes(shape)
+    return rows * buffer + max(rows * (gathered + row_bytes(config, shape)), draft_bytes(config, shape))
 
 
 def graph_rows(config: Config) -> int:

@@ -12,8 +12,8 @@ DFlash 2 takes the 16 largest logits of each slot before the loop, and its selec
 
 It costs the same whatever the length of the drafts.
 
-Legend: T pairs, P padded rows, S slots of a block, N drafted tokens of a block, M blocks of a table, L = M * block
-size, H hidden size, Vd the drafter's vocabulary, C candidates looked at, n layers.
+Legend: T pairs, P padded rows, S slots of a block, N drafted tokens of a block, n of them at a time, M blocks of a
+table, H hidden size, Vd the drafter's vocabulary, C candidates looked at.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.functional import linear
 
-from megatron_tlt.config.block_drafters import NUM_CANDIDATES
+from megatron_tlt.config.block_drafters import LOGITS_AT_ONCE, NUM_CANDIDATES
 from megatron_tlt.drafters.decoder import DraftingRows
 from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.dspark.model import BlockLayer, BlockModel
 from megatron_tlt.drafters.torch_decoder import DraftInputs, TorchDrafter, TorchRowDrafter
 from megatron_tlt.models.decoders.base import Decoder, KVCache
+from megatron_tlt.models.decoders.inputs import DecoderInput
 from megatron_tlt.models.decoders.keyed_noise import Candidates, best_candidates
-from megatron_tlt.models.decoders.torch.attention import gather_heads, table_slots
-from megatron_tlt.models.decoders.torch.layers import joined, rms_norm, rotate
-
-_GATHERED_BYTES = 1 << 26  # of keys and values gathered at a time, of so many rows as fit, or one
+from megatron_tlt.models.decoders.torch.attention import BlockPlan
+from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
+from megatron_tlt.models.decoders.torch.layers import PLAIN, HeadNorms, joined
+from megatron_tlt.models.decoders.torch.paged import PagedPlan
 
 
 class TorchBlock(TorchDrafter):
@@ -45,73 +46,69 @@ class TorchBlock(TorchDrafter):
     def __init__(self, policy: Decoder, model: BlockModel, candidates: Candidates = best_candidates):
         config = model.config
         super().__init__(policy, model, candidates, (config.block_layers, 2))
+        self._ops = policy.ops if isinstance(policy, TorchDecoder) else PLAIN
+        self._paged = policy.paged if isinstance(policy, TorchDecoder) else None
         attentions = [layer.self_attn for layer in self.model.blocks]
-        projections = [p for a in attentions for p in (a.k_proj, a.v_proj)]
-        self._kv = joined([p.weight for p in projections])  # of all layers: one product feeds them
-        self._kv_bias = joined([p.bias for p in projections]) if config.layer.qkv_bias else None
+        parts = [(a.q_proj, a.k_proj, a.v_proj) for a in attentions]
+        self._qkv = [joined([p.weight for p in own]) for own in parts]
+        has_bias = config.layer.qkv_bias
+        self._qkv_bias = [joined([p.bias for p in own]) if has_bias else None for own in parts]
         self._gate_up = [joined([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]) for layer in self.model.blocks]
 
     def _cache(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, states: Tensor, pages: Tensor, kv: KVCache
     ) -> None:
         features, rope = self.model.features(pages[states]), self.model.rope(positions - 1)
-        parts = linear(features, self._kv, self._kv_bias).chunk(self.config.block_layers, dim=-1)
-        for layer, cache, part in zip(self.model.blocks, kv.data, parts, strict=True):
-            cache[0][states], cache[1][states] = self._split(layer, part, rope)
+        q = self.config.layer.num_heads * self.config.layer.head_dim  # features have keys and values only
+        for layer, cache, weight, bias in zip(self.model.blocks, kv.data, self._qkv, self._qkv_bias, strict=True):
+            both = linear(features, weight[q:], None if bias is None else bias[q:])
+            self._ops.rotate_into(both, self._norms(layer), rope, states, cache)
 
-    def _split(self, layer: BlockLayer, kv: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, normed and rotated, and values [T, kv heads, D] of a layer's product [T, 2 kv heads D]."""
-        shape = self.config.layer
-        k, v = kv.unflatten(-1, (-1, shape.head_dim)).chunk(2, dim=1)
-        if shape.qk_norm:
-            k = rms_norm(k, layer.self_attn.k_norm.weight, shape.rms_norm_eps)
-        return rotate(k, rope), v
+    def _norms(self, layer: BlockLayer) -> HeadNorms | None:
+        shape, attention = self.config.layer, layer.self_attn
+        return (attention.q_norm.weight, attention.k_norm.weight, shape.rms_norm_eps) if shape.qk_norm else None
 
     def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> BlockRowDrafter:
         return BlockRowDrafter(self, kv, rows, pages, catch_up)
 
     # -- the step
 
-    def fill(self, tokens: Tensor, positions: Tensor, visible: Tensor, slots: Tensor, kv: KVCache) -> Tensor:
-        """Outputs [P, N, H] of blocks at anchors `tokens` [P] at `positions` [P], which see the cached positions where
-        `visible` bool [P, L] holds, in `slots` [P, L]. No value comes to the host.
+    def fill(self, tokens: Tensor, positions: Tensor, first_visible: Tensor, tables: Tensor, kv: KVCache) -> Tensor:
+        """Outputs [P, N, H] of blocks at anchors `tokens` [P] at `positions` [P], which see the cached positions before
+        them from `first_visible` [P] on, by `tables` [P, M]. No value comes to the host.
         """
-        config, model, (rows, size) = self.config, self.model, (len(tokens), self.config.block_size)
+        config, model, ops, (rows, size) = self.config, self.model, self._ops, (len(tokens), self.config.block_size)
         places = positions[:, None] + torch.arange(size, device=positions.device)
-        rope = model.rope(places.flatten())
-        at = torch.arange(visible.shape[1], device=positions.device)
-        seen = {0: visible[:, None]}  # by window, [P, 1 or S, L]
-        seen |= {w: visible[:, None] & (at > places[..., None] - w) for w in set(config.windows) - {0}}
-        x = self.policy.embed(model.block_tokens(tokens))
-        width = len(self._kv) // config.block_layers
-        biases = (None,) * config.block_layers if self._kv_bias is None else self._kv_bias.split(width)
-        for layer, cache, weight, bias, gate_up, window in zip(
-            model.blocks, kv.data, self._kv.split(width), biases, self._gate_up, config.layer_windows, strict=True
+        rope, eps = model.rope(places.flatten()), config.layer.rms_norm_eps
+        plan = self._plan(places, first_visible, tables, kv.block_size)
+        numbers = torch.arange(len(rope), device=rope.device)
+        own = kv.data.new_empty(2, len(rope), *kv.data.shape[-2:])  # keys and values of a layer
+        x, part = self.policy.embed(model.block_tokens(tokens)), None
+        for layer, cache, qkv, bias, gate_up, window in zip(
+            model.blocks, kv.data, self._qkv, self._qkv_bias, self._gate_up, config.layer_windows, strict=True
         ):
-            y, kernel = model.enter_attention(layer, x)
-            own = self._split(layer, linear(y, weight, bias), rope)
-            attended = _attend(model.queries(layer, y, rope), own, cache, slots, seen[window])
-            x = model.leave(x, layer.self_attn.o_proj(attended.flatten(1)), kernel)
-            y, kernel = model.enter_mlp(layer, x)
-            gate, up = linear(y, gate_up).chunk(2, dim=-1)
-            x = model.leave(x, layer.mlp.down_proj(silu(gate) * up), kernel)
-        return model.final(x).view(rows, size, -1)[:, config.first_slot :]
+            x, y = ops.add_norm(x, part, layer.input_layernorm.weight, eps)
+            y, kernel = model.enter(y, layer.attention_conv)
+            q = ops.rotate_into(linear(y, qkv, bias), self._norms(layer), rope, numbers, own)
+            attended = plan.attend(q, cache[0], cache[1], own, window)
+            part = model.leave(layer.self_attn.o_proj(attended.flatten(1)), kernel)
+            x, y = ops.add_norm(x, part, layer.post_attention_layernorm.weight, eps)
+            y, kernel = model.enter(y, layer.mlp_conv)
+            part = model.leave(layer.mlp.down_proj(ops.gated_silu(linear(y, gate_up))), kernel)
+        x = ops.add_norm(x, part, model.norm.weight, eps)[1]
+        return x.view(rows, size, -1)[:, config.first_slot :]
 
-
-def _attend(q: Tensor, own: tuple[Tensor, Tensor], cache: Tensor, slots: Tensor, visible: Tensor) -> Tensor:
-    """q [P S, Hq, D] over the cache's rows `slots` [P, L] that are `visible` [P, 1 or S, L], and all of its block's
-    `own` keys and values [P S, Hkv, D] -> like q.
-    """
-    rows, long = slots.shape
-    each = 4 * long * cache[0, 0].numel() * cache.element_size()  # gathered, then joined
-    shared, done = visible.new_ones(*visible.shape[:2], len(q) // rows), []
-    mask = torch.cat([visible, shared], dim=2)[:, None]  # [P, 1, 1 or S, L + S]
-    parts = (t.unflatten(0, (rows, -1)).transpose(1, 2) for t in (q, *own))  # [P, heads, S, D]
-    size = max(1, _GATHERED_BYTES // max(1, each))
-    for query, k, v, at, seen in zip(*(t.split(size) for t in (*parts, slots, mask)), strict=True):
-        keys, values = (torch.cat([gather_heads(c, at), t], dim=2) for c, t in zip(cache, (k, v), strict=True))
-        done.append(scaled_dot_product_attention(query, keys, values, attn_mask=seen, enable_gqa=True))
-    return torch.cat(done).transpose(1, 2).reshape(q.shape)
+    def _plan(self, places: Tensor, first_visible: Tensor, tables: Tensor, block_size: int) -> PagedPlan | BlockPlan:
+        """Attention of slots at `places` [P, S] over cached positions from `first_visible` [P] on."""
+        if self._paged is None:
+            return BlockPlan(places, first_visible, tables, block_size)
+        layer, (rows, size), flat = self.config.layer, places.shape, places.flatten()
+        starts = torch.arange(rows + 1, device=flat.device) * size
+        # Slots are rows of the block's own keys and values, in order.
+        slots = torch.arange(rows * size, device=flat.device)
+        batch = DecoderInput(flat, flat, slots, starts, places[:, -1] + 1, tables, slots)
+        heads = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
+        return PagedPlan(self._paged, batch, block_size, heads, size, first_visible)
 
 
 class BlockRowDrafter(TorchRowDrafter):
@@ -122,7 +119,7 @@ class BlockRowDrafter(TorchRowDrafter):
     def __init__(self, drafter: TorchBlock, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int):
         super().__init__(drafter, kv, rows, pages, catch_up)
         self._drafted = drafter.config.num_drafted
-        self._inputs = self._zeros(DraftInputs.rows(self._drafted, self._max_blocks), self._most)
+        self._inputs = self._zeros(DraftInputs.rows(self._drafted, 0), self._most)
         # Written: scores, candidates.
         self._best = self._zeros(self._drafted, 2, self._most, self._num_candidates, dtype=torch.float64)
         reserved = self._max_blocks * self._size + drafter.config.block_size
@@ -131,6 +128,7 @@ class BlockRowDrafter(TorchRowDrafter):
     def _pad(self) -> None:
         """Rows that see no cached position."""
         self._inputs.zero_()
+        DraftInputs.of(self._inputs, self._drafted).first_visible.fill_(1)
 
     def _longest(self, wanted: int) -> int:
         """A draft has as many tokens as a block gives, at most."""
@@ -139,36 +137,42 @@ class BlockRowDrafter(TorchRowDrafter):
     def _run(self, active: np.ndarray, wanted: np.ndarray) -> Tensor:
         length = int(self._rows.positions[active].max())
         array, blocks = self._upload(active, wanted, self._drafted, length)
-        self._inputs[: len(array), : array.shape[1]] = array
+        self._inputs[:, : array.shape[1]] = array[: len(self._inputs)]
         self._drafter.run_step(*self._static(array.shape[1], blocks))
         return self._best[:, :, : array.shape[1]]
 
     def _compute(self, batch: int, blocks: int) -> None:
         drafter, drafted = self._drafter, self._drafted
-        inputs = DraftInputs.of(self._inputs[: DraftInputs.rows(drafted, blocks), :batch], drafted)
-        tokens, positions, temperature = inputs.tokens, inputs.places[0, 0], inputs.temperature.float()
-        slots = table_slots(inputs.block_tables.T, blocks * self._size, self._size)
-        at = torch.arange(blocks * self._size, device=slots.device)
+        inputs, tables = DraftInputs.of(self._inputs[:, :batch], drafted), self._tables[:batch, :blocks]
         # The pair of a position has the feature of the one before.
-        visible = (at < positions[:, None]) & (at >= inputs.first_visible[:, None] - 1)
-        outputs = drafter.fill(tokens, positions, visible, slots, self._kv)
-        base = drafter.logits(outputs.flatten(0, 1)).view(batch, drafted, -1)
-        model, ids = drafter.model, drafter.model.token_ids()
-        selector = model.candidate_selector
+        outputs = drafter.fill(inputs.tokens, inputs.places[0, 0], inputs.first_visible - 1, tables, self._kv)
+        tokens, temperature = inputs.tokens, inputs.temperature.float()
+        each = max(1, LOGITS_AT_ONCE // (batch * drafter.config.draft_vocab_size))
+        parts = (t.split(each) for t in (outputs.transpose(0, 1), inputs.places[:, 2], self._best[:, :, :batch]))
+        for some, keys, best in zip(*parts, strict=True):
+            tokens = self._choose(some, tokens, keys, temperature, best)
+
+    def _choose(self, outputs: Tensor, tokens: Tensor, keys: Tensor, temperature: Tensor, into: Tensor) -> Tensor:
+        """The loop of n positions behind `tokens` [P]: of `outputs` [n, P, H], under noise keys [n, P]. Writes scores
+        and candidates `into` [n, 2, P, C]; returns the last position's tokens.
+        """
+        drafter, model, (count, rows, _) = self._drafter, self._drafter.model, outputs.shape
+        base = drafter.logits(outputs.flatten(0, 1)).view(count, rows, -1)
+        selector, ids = model.candidate_selector, model.token_ids()
         if selector is not None:
             base, few = base.topk(NUM_CANDIDATES)
-        for k in range(drafted):
-            logits = base[:, k]
+        for k in range(count):
+            logits, given = base[k], (keys[k], temperature, self._num_candidates)
             if model.markov_head is not None:
-                logits = logits + model.markov_head.markov_w2(model.markov_head.markov_w1(tokens)).float()
+                logits += model.markov_head.markov_w2(model.markov_head.markov_w1(tokens))
             if selector is not None:
-                ids = few[:, k]
-                logits = logits + selector.scores(selector.context(outputs[:, k], tokens), ids)
-            given = inputs.places[k, 2], temperature, self._num_candidates
+                ids = few[k]
+                logits = logits + selector.scores(selector.context(outputs[k], tokens), ids)
             if drafter.candidates is best_candidates or selector is not None:
                 best, chosen = best_candidates(logits, *given, ids)
             else:
-                best, chosen = drafter.candidates(model.spread(logits.contiguous()), *given)
-            self._best[k, 0, :batch].copy_(best)
-            self._best[k, 1, :batch].copy_(chosen)
+                best, chosen = drafter.candidates(model.spread(logits), *given)
+            into[k, 0].copy_(best)
+            into[k, 1].copy_(chosen)
             tokens = chosen[:, 0].long()
+        return tokens

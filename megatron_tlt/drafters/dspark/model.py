@@ -183,23 +183,16 @@ class BlockModel(DrafterModel):
         k, v = attention.k_proj(x).unflatten(-1, (-1, d)), attention.v_proj(x).unflatten(-1, (-1, d))
         return rotate(self._normed(k, attention.k_norm) if self._shape.qk_norm else k, rope), v
 
-    def enter_attention(self, layer: BlockLayer, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Slots as attention reads them, and the kernel of `leave`, where there are convolutions."""
-        return self._enter(self._normed(x, layer.input_layernorm), layer.attention_conv)
-
-    def enter_mlp(self, layer: BlockLayer, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The same of the MLP."""
-        return self._enter(self._normed(x, layer.post_attention_layernorm), layer.mlp_conv)
-
-    def _enter(self, x: Tensor, conv: BlockConvolution | None) -> tuple[Tensor, Tensor | None]:
+    def enter(self, x: Tensor, conv: BlockConvolution | None) -> tuple[Tensor, Tensor | None]:
+        """Normed slots `x` as a sublayer reads them, and the kernel of `leave`, where there are convolutions."""
         if conv is None:
             return x, None
         own, of_output = conv.kernels(x).unbind(1)
         return self._convolved(x, own), of_output
 
-    def leave(self, x: Tensor, out: Tensor, kernel: Tensor | None) -> Tensor:
-        """Slots `x` behind a sublayer that gave `out`."""
-        return x + (out if kernel is None else self._convolved(out, kernel))
+    def leave(self, out: Tensor, kernel: Tensor | None) -> Tensor:
+        """What a sublayer that gave `out` adds to the slots."""
+        return out if kernel is None else self._convolved(out, kernel)
 
     def _convolved(self, x: Tensor, kernel: Tensor) -> Tensor:
         """x [A S, H] with kernels [A S, 2, H]; a block's first slot has none before it."""
@@ -208,15 +201,11 @@ class BlockModel(DrafterModel):
 
     def finish(self, layer: BlockLayer, x: Tensor, attended: Tensor, kernel: Tensor | None) -> Tensor:
         """Slots [T, H] behind the layer, whose attention gave `attended` [T, query heads, D]; `kernel`: its own."""
-        x = self.leave(x, layer.self_attn.o_proj(attended.flatten(1)), kernel)
-        (y, kernel), mlp = self.enter_mlp(layer, x), layer.mlp
+        x, mlp = x + self.leave(layer.self_attn.o_proj(attended.flatten(1)), kernel), layer.mlp
+        y, kernel = self.enter(self._normed(x, layer.post_attention_layernorm), layer.mlp_conv)
         # computed again on the way back: its inside is the widest activation of all
         wide = checkpoint(gated, mlp.gate_proj(y), mlp.up_proj(y), use_reentrant=False, preserve_rng_state=False)
-        return self.leave(x, mlp.down_proj(wide), kernel)
-
-    def final(self, x: Tensor) -> Tensor:
-        """The LM head's input."""
-        return self._normed(x, self.norm)
+        return x + self.leave(mlp.down_proj(wide), kernel)
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
         return rms_norm(x, norm.weight, self._shape.rms_norm_eps)
@@ -259,11 +248,11 @@ class BlockModel(DrafterModel):
         for layer, window in zip(self.blocks, self.config.layer_windows, strict=True):
             # A sequence's place p holds the feature of p - 1: the anchor's own state does not exist yet.
             far = [t.roll(1, 0) for t in self.keys_values(layer, features, far_rope)]
-            y, kernel = self.enter_attention(layer, x)
+            y, kernel = self.enter(self._normed(x, layer.input_layernorm), layer.attention_conv)
             query, near = self.queries(layer, y, rope), self.keys_values(layer, y, rope)
             attended = _attend(query, near, [take(t, layout.keys) for t in far], anchors, slots, window)
             x = self.finish(layer, x, attended, kernel)
-        return self.final(x).view(-1, slots, h)
+        return self._normed(x, self.norm).view(-1, slots, h)
 
     def logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
         """Of outputs [.., H + r]."""

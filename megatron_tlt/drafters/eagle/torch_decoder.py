@@ -94,7 +94,6 @@ class EagleRowDrafter(TorchRowDrafter):
         chains, hidden_size = self._most, eagle.config.policy.hidden_size
         self._tokens, self._first_visible = self._zeros(chains), self._zeros(chains)
         self._places = self._zeros(3, chains)  # set by one copy: position, slot and noise key
-        self._block_tables = self._zeros(self._max_blocks, chains)
         self._temperature = self._zeros(chains, dtype=torch.float32)
         self._hidden = self._zeros(chains, hidden_size, dtype=eagle.dtype)  # read: the state of the position before
         self._next_hidden = torch.zeros_like(self._hidden)  # written: the chain's output
@@ -108,7 +107,7 @@ class EagleRowDrafter(TorchRowDrafter):
         self._places.zero_()
         self._places[1].fill_(self._kv.num_blocks * self._size)
         self._first_visible.fill_(1)
-        self._block_tables.fill_(self._kv.num_blocks)
+        self._tables.fill_(self._kv.num_blocks)
 
     def _starting(self, rows: np.ndarray) -> np.ndarray:
         """Those whose last pair is not cached."""
@@ -123,7 +122,6 @@ class EagleRowDrafter(TorchRowDrafter):
         self._temperature[:batch] = inputs.temperature
         self._tokens[:batch] = inputs.tokens
         self._first_visible[:batch] = inputs.first_visible
-        self._block_tables[:blocks, :batch] = inputs.block_tables
         found: list[Tensor] = []  # of each step: scores and candidates, best first, float64 [2, P, C]
         for place in inputs.places:
             self._places[:, :batch] = place
@@ -145,7 +143,7 @@ class EagleRowDrafter(TorchRowDrafter):
             slot_mapping=slots,
             query_start=starts,
             context_lens=positions + 1,
-            block_tables=self._block_tables[:blocks, :batch].T,
+            block_tables=self._tables[:batch, :blocks],
             logit_rows=starts[:-1],
         )
         drafter, first = self._drafter, self._first_visible[:batch]

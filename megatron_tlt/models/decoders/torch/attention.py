@@ -1,7 +1,7 @@
 """Paged attention in PyTorch: gathers keys and values by block table, then `scaled_dot_product_attention`.
 
 Keys of a row are the cached positions before its sequence's first row, by block table, and the sequence's rows of the
-batch up to itself, by their slots.
+batch up to itself, by their slots. Of a block drafter's rows (`BlockPlan`) the latter are of tensors of their own.
 
 Legend: T packed rows, S sequences, Q rows of one sequence, C longest context, K keys gathered for a sequence,
 Hq/Hkv query and kv heads, D head size, M blocks of a static table.
@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_tlt.models.decoders.inputs import DecoderInput
 
 _SHARED_ROWS = 64  # sequences with at most so many rows share a padded call with others of equal length
+_GATHERED_BYTES = 1 << 26  # of keys and values that `BlockPlan` gathers at a time, of so many blocks as fit, or one
 
 
 class AttentionPlan(Protocol):
@@ -99,6 +100,34 @@ class StaticPlan:
         k, v = gather_heads(keys, self._slots), gather_heads(values, self._slots)
         attended = scaled_dot_product_attention(query, k, v, attn_mask=self._mask, enable_gqa=True)
         return attended.transpose(1, 2).reshape(q.shape)
+
+
+class BlockPlan:
+    """Attention of S blocks of Q rows, static as well: a row sees all rows of its block, and cached positions."""
+
+    def __init__(self, positions: Tensor, first_visible: Tensor, tables: Tensor, block_size: int):
+        """Of rows at `positions` [S, Q]: cached are those before a block's first row. `first_visible` [S], `tables`
+        [S, M].
+        """
+        self._slots = table_slots(tables, tables.shape[1] * block_size, block_size)
+        self._positions, self._at = positions[..., None], torch.arange(self._slots.shape[1], device=tables.device)
+        self._before = (self._at < self._positions[:, :1]) & (self._at >= first_visible[:, None, None])  # [S, 1, C]
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, own: Tensor, window: int = 0) -> Tensor:
+        """q [T, Hq, D] over keys and values [slots, Hkv, D] and the blocks' `own` [2, T, Hkv, D] -> [T, Hq, D]. With a
+        `window`, of cached positions those above a row's own minus `window`.
+        """
+        before, shape = self._before, self._positions.shape[:2]
+        if window:
+            before = before & (self._at > self._positions - window)
+        mask = torch.cat([before, before.new_ones(*before.shape[:2], shape[1])], 2)[:, None]
+        parts = (t.unflatten(0, shape).transpose(1, 2) for t in (q, own[0], own[1]))  # [S, heads, Q, D]
+        each = 4 * len(self._at) * keys[0].numel() * keys.element_size()  # gathered, then joined
+        split, done = max(1, _GATHERED_BYTES // max(1, each)), []
+        for query, k, v, at, seen in zip(*(t.split(split) for t in (*parts, self._slots, mask)), strict=True):
+            near = torch.cat([gather_heads(keys, at), k], 2), torch.cat([gather_heads(values, at), v], 2)
+            done.append(scaled_dot_product_attention(query, *near, attn_mask=seen, enable_gqa=True))
+        return torch.cat(done).transpose(1, 2).reshape(q.shape)
 
 
 def table_slots(tables: Tensor, length: int, block_size: int) -> Tensor:

@@ -85,7 +85,7 @@ class LayerOps(NamedTuple):
     # x [T, H], part [T, H] or None, weight [H], epsilon -> x + part, and its norm
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
     # qkv [T, (Hq + 2 Hkv) D], norms, rope [T, D], slots [T], one layer's cache [2, slots, Hkv, D] -> q [T, Hq, D].
-    # Queries and keys are normed and rotated; keys and values go into the cache.
+    # Queries and keys are normed and rotated; keys and values go into the cache. Hq may be 0.
     rotate_into: Callable[[Tensor, HeadNorms | None, Tensor, Tensor, Tensor], Tensor]
     # [T, 2I] holding gate then up -> silu(gate) * up, [T, I]
     gated_silu: Callable[[Tensor], Tensor]
@@ -112,8 +112,8 @@ def add_norm(x: Tensor, part: Tensor | None, weight: Tensor, eps: float) -> tupl
 def rotate_into(qkv: Tensor, norms: HeadNorms | None, rope: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
     """See `LayerOps.rotate_into`."""
     kv_heads, d = cache.shape[-2:]
-    kv = kv_heads * d
-    q, k, v = (t.unflatten(-1, (-1, d)) for t in qkv.split([qkv.shape[1] - 2 * kv, kv, kv], -1))
+    heads = qkv.unflatten(-1, (-1, d))
+    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
     if norms is not None:
         q, k = rms_norm(q, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
     cache[0][slots], cache[1][slots] = rotate(k, rope), v

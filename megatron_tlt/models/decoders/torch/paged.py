@@ -6,6 +6,9 @@ one of the batch or the bucket of a graph. `models/decoders/factory.py` chooses 
     keys of row i of a sequence:  cached positions [low, first)  by its block table
                                   rows j of the sequence         by their slots, j <= i
 
+Of a block drafter (`attend` with `own`) all rows j of the sequence, from tensors of their own, and of the cached
+positions those within a layer's window.
+
 One program has the rows of one *tile* and one *split* of the cached positions; the last split also takes the rows' own
 keys. Tiles of few rows (decoding, verifying) have all query heads of a kv head folded in, so that its keys are read
 once; a prefill chunk's have 64 rows of one query head. Splits keep a GPU busy where sequences are few and long.
@@ -35,8 +38,9 @@ _SPLIT_TOKENS = 64  # cached positions of a program at least: one fold of the ke
 _INVARIANT_PROGRAMS = 32  # splits times kv heads: a quarter of the processors at batch 1, a third of a row's memory
 _MOST_SPLITS = 64  # of 2 kv heads they fill the processors of an H100 at batch 1; `_combine` has them in registers
 
-# q [T, Hq, D], keys and values [slots, Hkv, D] (one layer's cache, flat), the batch's plan -> [T, Hq, D]
-PagedRun = Callable[[Tensor, Tensor, Tensor, "PagedPlan"], Tensor]
+# q [T, Hq, D], keys and values [slots, Hkv, D] (one layer's cache, flat), the batch's plan, and the last two arguments
+# of `PagedPlan.attend` -> [T, Hq, D]
+PagedRun = Callable[[Tensor, Tensor, Tensor, "PagedPlan", Tensor | None, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +101,13 @@ class PagedPlan:
         longest = self.tables.shape[1] * block_size
         self.splits = splits or _splits(programs, longest, _processors(device))
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `attention.AttentionPlan.attend`."""
-        return self._run(q, keys, values, self)
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, own: Tensor | None = None, window: int = 0
+    ) -> Tensor:
+        """q [T, Hq, D], keys and values [slots, Hkv, D] (one layer's cache, flat) -> [T, Hq, D]. With `own`
+        [2, T, Hkv, D], keys and values of blocks as in `BlockPlan`; such a plan has a `first_visible`.
+        """
+        return self._run(q, keys, values, self, own, window)
 
 
 def _ints(tensor: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_tlt.drafters.decoder import BUCKETS, DEPTHS, DraftingRows
-from megatron_tlt.drafters.dspark import decoder
 from megatron_tlt.drafters.dspark.config import BlockConfig, spread_layers
 from megatron_tlt.drafters.dspark.decoder import TorchBlock
 from megatron_tlt.drafters.dspark.kind import DSparkKind
@@ -18,6 +17,7 @@ from megatron_tlt.drafters.training.batching import collate
 from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.decoders.keyed_noise import best_candidates
+from megatron_tlt.models.decoders.torch import attention
 from tests.helpers.pairs import (
     DFLASH2,
     block_config,
@@ -118,7 +118,7 @@ def test_the_step_brings_no_value_to_the_host(name: str, monkeypatch: pytest.Mon
         assert all(t.is_contiguous() for t in (logits, keys, temperature)) and logits.dtype == torch.float32
         return best_candidates(logits, keys, temperature, count)
 
-    monkeypatch.setattr(decoder, "_GATHERED_BYTES", 1)
+    monkeypatch.setattr(attention, "_GATHERED_BYTES", 1)
     config, small = CONFIGS[name], [np.zeros((4, 3), np.int32)] + [np.zeros(4, np.int32)] * 3
     policy = build_decoder(config.policy, "meta", kernels="torch", aux_layers=config.aux_layers)
     drafter = TorchBlock(policy, BlockModel(config), candidates)

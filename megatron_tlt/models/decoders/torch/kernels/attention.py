@@ -22,15 +22,19 @@ from megatron_tlt.models.decoders.torch.paged import PagedPlan
 
 # N, and warps of a program. Products of float32 have no tensor cores: larger tiles would spill hundreds of registers.
 _TILE, _TILE_FP32 = (64, 4), (16, 8)
+_NO_WINDOW = 1 << 30  # positions: more than a context has
 
 # The decorator is untyped, and its functions take pointers where Python gives tensors. Widths and row counts change
 # from step to step, so they are not compiled in. A number that is 1 is a constant to triton all the same (no `.to`).
 jit: Any = triton.jit
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan) -> Tensor:
-    """q [T, Hq, D], keys and values [slots, Hkv, D] (contiguous) -> [T, Hq, D] of q's type."""
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan, own: Tensor | None = None, window: int = 0
+) -> Tensor:
+    """q [T, Hq, D], keys and values [slots, Hkv, D], `own` [2, T, Hkv, D] (contiguous) -> [T, Hq, D] of q's type."""
     assert keys.is_contiguous() and values.is_contiguous(), "one layer's cache is contiguous"
+    assert own is None or (own.is_contiguous() and plan.low is not None and plan.ends is None)
     q, (rows, heads, d), kv_heads = q.contiguous(), q.shape, keys.shape[1]
     out, splits = torch.empty_like(q), plan.splits
     part = tops = totals = out  # not written where the context is not split
@@ -42,11 +46,13 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan) -> Tensor:
     fold, warps = _TILE_FP32 if keys.dtype is torch.float32 else _TILE
     for tiles in plan.tiles:
         _attend[(len(tiles.at), heads // tiles.heads, splits)](
-            *(q, keys, values, out, part, tops, totals, tiles.at, plan.starts, plan.first, low),
+            *(q, keys, values, *((keys, values) if own is None else own)),
+            *(out, part, tops, totals, tiles.at, plan.starts, plan.first, low),
             *(plan.first if plan.ends is None else plan.ends, plan.tables, plan.slots),
-            *(d**-0.5, rows, plan.tables.shape[1]),
+            *(d**-0.5, rows, plan.tables.shape[1], window or _NO_WINDOW),
             HAS_LOW=plan.low is not None,
             INVARIANT=plan.ends is not None,
+            BLOCK=own is not None,
             FOLD=tiles.heads,
             HEADS=heads,
             KV=kv_heads,
@@ -96,12 +102,12 @@ def _fold(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     return higher, total * keep + tl.sum(weights, 1), mixed
 
 
-@jit(do_not_specialize=["num_rows", "table_width"])  # one program for all batches, also for rows of 1
+@jit(do_not_specialize=["num_rows", "table_width", "window"])  # one program for all batches, also for rows of 1
 def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
-    q, keys, values, out, part, tops, totals, tiles, starts, firsts, lows, ends, tables, slots, scale,
-    num_rows, table_width, HAS_LOW: tl.constexpr, INVARIANT: tl.constexpr, FOLD: tl.constexpr,
-    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, PAGE: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+    q, keys, values, own_keys, own_values, out, part, tops, totals, tiles, starts, firsts, lows, ends, tables, slots,
+    scale, num_rows, table_width, window, HAS_LOW: tl.constexpr, INVARIANT: tl.constexpr, BLOCK: tl.constexpr,
+    FOLD: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
+    PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One tile of FOLD query heads of one kv head, one split."""
     tile, split = tl.program_id(0), tl.program_id(2)
@@ -119,6 +125,7 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     query = tl.load(q + where[:, None] * D + at[None, :], mask=mask, other=0.0)
     head = first_head // (HEADS // KV)
     k, v = keys + head * D, values + head * D
+    own_k, own_v = own_keys + head * D if BLOCK else k, own_values + head * D if BLOCK else v
     top = tl.full((M,), -1.0e30, tl.float32)
     total = tl.zeros((M,), tl.float32)
     mixed = tl.zeros((M, D_PADDED), tl.float32)
@@ -127,8 +134,10 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
         begin, step = split * N, SPLITS * N
         end = tl.minimum(tl.load(ends + sequence), first + row0 + EACH)
     else:
-        each = (tl.cdiv(first, SPLITS) + N - 1) // N * N
-        begin, end, step = split * each, tl.minimum(split * each + each, first), N
+        low = tl.maximum(low, first + row0 - window + 1) if BLOCK else low  # the tile's first row sees most
+        base = low if BLOCK else 0
+        each = (tl.cdiv(first - base, SPLITS) + N - 1) // N * N
+        begin, end, step = base + split * each, tl.minimum(base + split * each + each, first), N
     for p0 in range(begin, end, step):
         p = p0 + n
         is_key = (p < end) & (p >= low)
@@ -137,18 +146,20 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
         seen = is_key[None, :] & is_row[:, None]
         if INVARIANT:
             seen = seen & (p[None, :] <= first + row[:, None])
+        if BLOCK:
+            seen = seen & (p[None, :] > first + row[:, None] - window)
         top, total, mixed = _fold(query, k, v, slot, is_key, seen, scale, top, total, mixed, D, D_PADDED, KV)
     if not INVARIANT:  # noqa: SIM102 - a condition of the compiler around one of the device
-        if split == SPLITS - 1:  # keys of the rows themselves: none sees a later row
-            for j0 in range(0, tl.minimum(count, row0 + EACH), N):
+        if split == SPLITS - 1:  # keys of the rows themselves: none sees a later row, but a block's
+            for j0 in range(0, count if BLOCK else tl.minimum(count, row0 + EACH), N):
                 j = j0 + n
                 is_key = j < count
                 slot = tl.load(slots + start + j, mask=is_key, other=0).to(tl.int64)
-                seen = is_key[None, :] & is_row[:, None] & (j[None, :] <= row[:, None])
+                seen = is_key[None, :] & is_row[:, None] & (j[None, :] <= (count if BLOCK else row[:, None]))
                 if HAS_LOW:
                     seen = seen & (((first + j) >= low)[None, :] | (j[None, :] == row[:, None]))
                 top, total, mixed = _fold(
-                    query, k, v, slot, is_key, seen, scale, top, total, mixed, D, D_PADDED, KV
+                    query, own_k, own_v, slot, is_key, seen, scale, top, total, mixed, D, D_PADDED, KV
                 )
 
     if SPLITS == 1:

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.decoders.inputs import DecoderInput
-from megatron_tlt.models.decoders.torch.attention import RaggedPlan, StaticPlan
+from megatron_tlt.models.decoders.torch.attention import BlockPlan, RaggedPlan, StaticPlan
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.decoders.torch.kernels.attention import attend
 from megatron_tlt.models.decoders.torch.paged import PagedPlan
@@ -82,6 +82,36 @@ def test_paged_attention_equals_gathered_attention(kind, contexts, splits, heads
     paged = PagedPlan(attend, batch, 16, (kv_heads, heads // kv_heads), rows_each, visible, splits)
     want = gathered.attend(q, keys, values)
     torch.testing.assert_close(paged.attend(q, keys, values), want, atol=2e-6, rtol=2e-5)
+
+
+# Slots of a block, heads, kv heads, head size, splits, window: a tile of all heads, several tiles a
+# block; windows that end in the cache and in front of it.
+BLOCKS = [(6, 4, 2, 16, 1, 0), (6, 4, 2, 16, 4, 40), (8, 7, 1, 24, 2, 0), (8, 7, 1, 24, 1, 33), (32, 7, 1, 16, 1, 50)]
+
+
+@pytest.mark.parametrize(("size", "heads", "kv_heads", "d", "splits", "window"), BLOCKS)
+def test_blocks_see_their_own_slots_and_what_is_cached(size, heads, kv_heads, d, splits, window):
+    """Anchors behind 130, 97, 16 and no cached positions, the last one padding; of the first two the first positions
+    are not seen. Slots of the cache that no block may see are NaN, tables wider than any context.
+    """
+    batch, low = ragged([(130, size), (97, size), (16, size), (0, size)], 16), torch.tensor([100, 1, 0, 0]).to(DEVICE)
+    own = torch.arange(4 * size, device=DEVICE)
+    batch.slot_mapping, tables = own, torch.full((4, 12), 64, dtype=torch.int32, device=DEVICE)
+    tables[:, : batch.block_tables.shape[1]] = batch.block_tables
+    batch.block_tables = tables
+    q, keys, values = cache_and_queries(4 * size, heads, kv_heads, d, 65 * 16)
+    near = torch.stack(cache_and_queries(4 * size, heads, kv_heads, d, 4 * size)[1:])
+    first = batch.positions.view(4, size)[:, 0].tolist()
+    gathered = BlockPlan(batch.positions.view(4, size), low, tables, 16)
+    want = gathered.attend(q, keys, values, near, window)
+    seen = torch.zeros(65 * 16, dtype=torch.bool)
+    for s in range(4):
+        for p in range(max(int(low[s]), first[s] - window + 1 if window else 0), first[s]):
+            seen[int(tables[s, p // 16]) * 16 + p % 16] = True
+    keys[~seen], values[~seen] = float("nan"), float("nan")
+    paged = PagedPlan(attend, batch, 16, (kv_heads, heads // kv_heads), size, low, splits)
+    got = paged.attend(q, keys, values, near, window)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 # Heads and kv heads of Qwen2.5 0.5B (and of 7B over TP 2), 1.5B, 7B, and of 7B over TP 4.

@@ -23,6 +23,8 @@ _REGISTERS = {  # a thread; what a kernel takes now, and a little more
     "_attend bf16 16 HAS_LOW": 120,
     "_attend bf16 64": 244,
     "_attend fp32 64": 160,
+    "_attend bf16 64 HAS_LOW BLOCK": 244,
+    "_attend fp32 64 HAS_LOW BLOCK": 160,
     "_attend bf16 64 INVARIANT": 200,
     "_attend fp32 64 INVARIANT": 152,
     "_combine": 88,
