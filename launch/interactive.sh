@@ -34,7 +34,7 @@ in_a_job
 
 set_environment
 set_network
-case "$1" in -*) ;; *) enter_directory_of "$1" ;; esac
+case "$1" in -*) ;; *) find_config "$1" && set -- "$config" "${@:2}" ;; esac
 set_srun_words
 # For the ranks' exit code, because srun returns 137 when it killed the others. All nodes must see it: not in /tmp.
 where="${LOGS:-${SLURM_SUBMIT_DIR:-$PWD}}"

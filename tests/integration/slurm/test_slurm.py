@@ -121,7 +121,7 @@ def test_ranks_see_all_gpus_of_their_node_and_the_network_that_was_named(scenes)
         assert "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7" in said
         assert {"GLOO_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME=ib0", "UCX_MEMTYPE_CACHE=n"} <= set(said)
         assert f"SLURM_LOCALID={rank % 2}" in said
-        assert "argument: configs/quickstart.yaml" in said
+        assert f"argument: {SLURM.parent}/configs/quickstart.yaml" in said
 
 
 def test_convert_runs_on_the_ranks(scenes):

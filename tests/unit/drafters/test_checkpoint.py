@@ -108,7 +108,7 @@ def test_the_demo_drafter_fits_its_policy_and_its_page_shows_the_measurement() -
     recipe = load_config(ROOT / "configs" / "drafter-demo.yaml")
     assert saved.trained_steps == recipe.drafter.num_steps
     assert saved.fingerprint == policy_fingerprint(policy)
-    assert recipe.model.path == "assets/demo-policy"
+    assert recipe.model.path == str(policy)
     measured = json.loads((folder / "eval.json").read_text())
     page = (folder / "README.md").read_text()
     for position in (1, 2, 4, 8):
