@@ -37,6 +37,7 @@ class DrafterFacts:
     less_first: int = 0
 
     cached_layers: int = 1  # its layers with keys and values in the cache
+    settings: tuple[str, ...] = ()  # of `rollout.speculation`, that not all kinds have
 
     def sized(self, section: Any) -> DrafterFacts:
         """The facts with the sizes of a `SpeculationSection`, or of the directory that it names; by default all are
@@ -174,7 +175,15 @@ DRAFTERS = {
     for facts in (
         DrafterFacts("eagle", 0, False, online_draft_steps=1),
         # Three norms with their inputs in fp32, and the layer's input of the position before.
-        DrafterFacts("eagle3", 3, True, online_draft_steps=3, more_kept=21, less_first=17),
-        BlockFacts("dspark", BLOCK_TAPS, False, online_draft_steps=BLOCK_SIZE, cached_layers=BLOCK_LAYERS),
+        DrafterFacts("eagle3", 3, True, online_draft_steps=3, more_kept=21, less_first=17, settings=("layers",)),
+        BlockFacts(
+            "dspark",
+            BLOCK_TAPS,
+            False,
+            online_draft_steps=BLOCK_SIZE,
+            cached_layers=BLOCK_LAYERS,
+            settings=("layers", "block_size", "block_layers"),
+        ),
     )
 }
+SETTINGS = tuple(dict.fromkeys(name for facts in DRAFTERS.values() for name in facts.settings))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.checks.files import note_maker
+from megatron_tlt.config.drafter_kinds import SETTINGS
 from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.responses import read_responses
@@ -49,7 +50,7 @@ _STATE = "state.safetensors"
 _TRAINING, _HELD_OUT = 1, 2  # "steps" of the rollout cache
 _SAVE_EVERY_S = 60.0  # between two saves of the training state: a kill loses no more
 _ROLLOUT = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "tp", "dtype")
-_SHAPE = ("drafter", "layers", "draft_vocab_size", "block_size", "block_layers")
+_SHAPE = ("drafter", "draft_vocab_size", *SETTINGS)
 
 
 class DrafterJob(Job):
