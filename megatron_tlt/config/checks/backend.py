@@ -54,6 +54,11 @@ def _check_drafting(config: Config) -> Problems:
     if can.drafters is not None and section.drafter not in can.drafters:
         allowed = f"must be {', '.join(map(repr, can.drafters))} with {name}"
         yield ConfigProblem(f"{at}.drafter", section.drafter, allowed)
+    elif section.trained and section.trained.engines and backend not in section.trained.engines:
+        engines = " or ".join(map(repr, section.trained.engines))
+        form = f"which has a form of {section.drafter} that {backend} lacks"
+        allowed = f"must be {engines} with the drafter in {section.drafter_path}, {form}"
+        yield ConfigProblem("rollout.backend", backend, allowed)
     chosen = section.drafter != "none" and "selector" in section.model_fields_set
     if chosen and not can.selectors:
         allowed = f"cannot be had with {name}, whose draft length is the same for all steps"
