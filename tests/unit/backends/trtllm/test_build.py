@@ -17,6 +17,7 @@ from megatron_tlt.backends import devices
 from megatron_tlt.backends.devices import visible_device
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.trtllm import build as trtllm_build
+from megatron_tlt.backends.trtllm import launch as trtllm_launch
 from megatron_tlt.backends.trtllm.build import build_trtllm
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.model import ModelSection
@@ -160,4 +161,4 @@ def test_a_python_or_drafter_that_is_not_there_is_found_before_the_start(tmp_pat
     ],
 )
 def test_versions_whose_names_are_recorded(version: str, is_known: bool) -> None:
-    assert (trtllm_build._VERSIONS.fullmatch(version) is not None) == is_known
+    assert (trtllm_launch._VERSIONS.fullmatch(version) is not None) == is_known
