@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_tlt.drafters.base import SavedDrafter
 
 
-def build_trtllm(options: EngineOptions) -> TrtllmBackend:
+def build_backend(options: EngineOptions) -> TrtllmBackend:
     """The engine of this rank, started on its GPU, without the policy's weights (version -1), with the drafter.
 
     With `rollout.release_cache` it has given its KV cache's memory back. Raises ConfigError, CheckpointError or

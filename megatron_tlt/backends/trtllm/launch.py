@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.backends.process import EngineLaunch
+from megatron_tlt.errors import ConfigProblem
 
 if TYPE_CHECKING:
     from megatron_tlt.config.engine_process import TrtllmSection
@@ -35,3 +36,11 @@ def trtllm_launch(section: TrtllmSection) -> EngineLaunch:
         python=section.python,
         environment=_ENGINE,
     )
+
+
+def launch_problems(section: TrtllmSection, device: str | None) -> list[ConfigProblem]:
+    """An environment that is not on this machine."""
+    python = section.python
+    if python is None or Path(python).exists():
+        return []
+    return [ConfigProblem("rollout.trtllm.python", python, "no such file or directory")]
