@@ -84,7 +84,7 @@ def engine_args(
         "kv_cache_memory_bytes": cache_bytes,
         **(_tensor_parallel(rollout.tp) if rollout.tp > 1 else {}),
         **({"gpu_memory_utilization": _FREE_SHARE} if device == "cuda" else {}),
-        **(sleep if rollout.vllm_sleeps(device) else {}),
+        **(sleep if rollout.engine_sleeps(device) else {}),
         "enable_prefix_caching": False,
         "async_scheduling": False,  # a step's tokens are known before the next one is scheduled
         "disable_log_stats": True,

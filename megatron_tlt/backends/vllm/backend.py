@@ -38,7 +38,7 @@ class VllmBackend(RemoteBackend):
         super().__init__(*args)
         self._experts_per_token = experts_per_token
         self._sink: Callable[[HiddenStateSample], None] | None = None
-        self._sleeps = self._rollout.vllm_sleeps(torch.device(self._options.device).type)
+        self._sleeps = self._rollout.engine_sleeps(torch.device(self._options.device).type)
         self._asleep: set[str] = set()  # of "kv_cache" and "weights", vLLM's names
 
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:

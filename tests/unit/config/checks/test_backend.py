@@ -65,7 +65,7 @@ def test_what_it_cannot_do_is_refused(overrides: list[str], paths: set[str]) -> 
     assert set(problems(*overrides)) == paths
     embedded = ["rollout.backend=embedded", *[o for o in overrides if "trtllm" not in o]]
     config = build_config(BASE, embedded)
-    assert list(check_backend(config, None)) == [], "the embedded engine can"
+    assert list(check_backend(config, None, None)) == [], "the embedded engine can"
 
 
 VLLM = ("rollout.backend=vllm",)
