@@ -311,8 +311,7 @@ class Engine:
     @property
     def has_room(self) -> bool:
         """See `DrivenEngine`."""
-        is_full = self.num_running + self.num_waiting >= self.limits.max_running
-        return not is_full and (self.scheduler.queue_fits if self._has_drafts else not self.scheduler.has_queue)
+        return self.scheduler.has_room(at_once=self._has_drafts)
 
     def begin(
         self, prompt: Prompt, params: SamplingParams, indices: Sequence[int], begun: Mapping[int, Sample], turns: bool
