@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -273,18 +273,6 @@ class Engine:
             self._add_to_curve(batch.num_decode, scheduled)
         if not self.scheduler.has_work:
             self._add_to_curve(0, committed)
-
-    def run(self, fetch: Callable[[], bool] | None = None) -> list[Request]:
-        """Steps until idle; returns all requests that ended, in the order of their arrival. `fetch` is called between
-        two steps while a further request may run: it adds one or more, or returns False after the last one.
-        """
-        finished: list[Request] = []
-        while True:
-            while fetch is not None and self.has_room and fetch():
-                pass
-            if self.is_idle:
-                return sorted(finished, key=lambda r: r.order)
-            finished += self.step()
 
     # -- as a `drive.DrivenEngine`
 
