@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_tlt.backends.vllm.plugin.token_drafts import Lists, TokenDrafts
+from megatron_tlt.backends.token_drafts import Lists, TokenDrafts
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.rollout.speculation.counters import SpeculationCounters
