@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Of the GPU, which vLLM wants free before it starts. Nothing reads the share beside `kv_cache_memory_bytes`; the memory
 # plan has made room for weights and cache, and policy and optimizer are there already.
 _FREE_SHARE = 0.01
-TOKEN_PROPOSER = "megatron_tlt.backends.token_drafts.TokenProposer"
+TOKEN_PROPOSER = "megatron_tlt.backends.vllm.plugin.adapter.TokenProposer"
 
 
 def longest_draft(rollout: RolloutSection, drafter: DrafterConfig | None, takes_drafts: bool) -> int:
