@@ -36,6 +36,7 @@ from megatron_tlt.types import (
     Prompt,
     Sample,
     SamplingParams,
+    SpeculationStats,
     Trajectory,
 )
 
@@ -381,3 +382,13 @@ class RemoteBackend(RemoteWeights):
     def running_lengths(self) -> np.ndarray:
         """Tokens of each running response at the last heartbeat, int32 [B]; empty where the engine reports none."""
         return self._lengths
+
+    def take_stats(self) -> EngineStats:
+        """Counters since the last call: steps and drafts are those that `drafting` counts in its process. Resets them."""
+        counts = self.process.call("stats")
+        stats, self._stats = self._stats, EngineStats()
+        stats.steps = counts["steps"]
+        stats.speculation = speculation = SpeculationStats(**counts["speculation"])
+        speculation.by_batch = {int(size): counted for size, counted in speculation.by_batch.items()}
+        speculation.switches = [(seconds, bool(drafts)) for seconds, drafts in speculation.switches]
+        return stats

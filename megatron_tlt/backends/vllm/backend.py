@@ -13,7 +13,7 @@ import torch
 
 from megatron_tlt.backends.remote import RemoteBackend
 from megatron_tlt.backends.vllm.args import request_args
-from megatron_tlt.types import CAPABILITIES, EngineStats, SamplingParams, SpeculationStats
+from megatron_tlt.types import CAPABILITIES, SamplingParams
 
 
 class VllmBackend(RemoteBackend):
@@ -62,18 +62,6 @@ class VllmBackend(RemoteBackend):
             torch.cuda.empty_cache()
             self.process.call("wake", tags=[what])
             self._asleep.remove(what)
-
-    # -- statistics --------------------------------------------------------------------------------------------
-
-    def take_stats(self) -> EngineStats:
-        """Counters since the last call: steps and drafts are those of the plugin in the engine. Resets them."""
-        counts = self.process.call("stats")
-        stats, self._stats = self._stats, EngineStats()
-        stats.steps = counts["steps"]
-        stats.speculation = speculation = SpeculationStats(**counts["speculation"])
-        speculation.by_batch = {int(size): counted for size, counted in speculation.by_batch.items()}
-        speculation.switches = [(seconds, bool(drafts)) for seconds, drafts in speculation.switches]
-        return stats
 
     def state_dict(self) -> dict[str, Any]:
         """See `EmbeddedBackend.state_dict`."""
