@@ -384,7 +384,7 @@ class RemoteBackend(RemoteWeights):
         return self._lengths
 
     def take_stats(self) -> EngineStats:
-        """Counters since the last call: steps and drafts are those that `drafting` counts in its process. Resets them."""
+        """Counters since the last call: steps and drafts as `backends.drafting` counts them. Resets them."""
         counts = self.process.call("stats")
         stats, self._stats = self._stats, EngineStats()
         stats.steps = counts["steps"]
