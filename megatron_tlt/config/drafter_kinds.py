@@ -174,20 +174,14 @@ class BlockFacts(DrafterFacts):
         return biased * self._rank(shape)
 
 
+_BLOCK_SETTINGS = "layers", "block_size", "block_layers"
 DRAFTERS = {
     facts.name: facts
     for facts in (
         DrafterFacts("eagle", 0, False, online_draft_steps=1),
         # Three norms with their inputs in fp32, and the layer's input of the position before.
         DrafterFacts("eagle3", 3, True, online_draft_steps=3, more_kept=21, less_first=17, settings=("layers",)),
-        BlockFacts(
-            "dspark",
-            BLOCK_TAPS,
-            False,
-            online_draft_steps=BLOCK_SIZE,
-            cached_layers=BLOCK_LAYERS,
-            settings=("layers", "block_size", "block_layers"),
-        ),
+        BlockFacts("dspark", BLOCK_TAPS, False, BLOCK_SIZE, cached_layers=BLOCK_LAYERS, settings=_BLOCK_SETTINGS),
     )
 }
 SETTINGS = tuple(dict.fromkeys(name for facts in DRAFTERS.values() for name in facts.settings))
