@@ -239,18 +239,10 @@ class _Replica:
         return np.where(matching, step / drift.tokens_matching(drafted, tokens), of_others)
 
     def _fetch(self) -> None:
-        """As `rollout.engine.Engine.has_room` says."""
-        scheduler = self._scheduler
-        if scheduler.has_queue and self._pre_rolled is None:
-            return
-        while scheduler.num_running + scheduler.num_waiting < self._most:
-            if self._pre_rolled is not None and not scheduler.queue_fits:
-                return
-            prompt = next(self._prompts, None)
-            if prompt is None:
-                return
+        """As `rollout.drive.Drive` does, at once: with one prompt a step each would come a quantum later."""
+        while self._scheduler.has_room(at_once=True) and (prompt := next(self._prompts, None)) is not None:
             lengths = self._lengths[prompt.prompt_id]
-            add_group(scheduler, prompt.prompt_id, lengths, self._prompt_tokens, self._quantum)
+            add_group(self._scheduler, prompt.prompt_id, lengths, self._prompt_tokens, self._quantum)
 
     def result(self) -> ReplicaRollout:
         """The finished rollout."""
