@@ -36,7 +36,6 @@ class DrafterFacts:
     # Kept for backward beyond eagle's layer: multiples of H, a token and drafted position; fewer of the first position.
     more_kept: int = 0
     less_first: int = 0
-
     cached_layers: int = 1  # its layers with keys and values in the cache
     settings: tuple[str, ...] = ()  # of `rollout.speculation`, that not all kinds have
     engines: tuple[BackendName, ...] | None = None  # that run it; None: all that have the kind (`CAPABILITIES`)
@@ -120,8 +119,7 @@ class BlockFacts(DrafterFacts):
             block_size=found.block_size,
             rank=found.markov_rank or found.selector_rank,
             has_selector=bool(found.selector_rank),
-            # vLLM's first model runner has no DFlash 2 and no sliding windows.
-            engines=("embedded",) if found.selector_rank or found.windows else self.engines,
+            engines=("embedded",) if found.selector_rank or found.windows else None,  # vLLM's first runner has neither
         )
 
     def _rank(self, shape: ArchitectureConfig) -> int:

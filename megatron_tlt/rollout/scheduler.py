@@ -93,8 +93,7 @@ class Scheduler:
         if not at_once:
             return not self._waiting
         need = sum(self.blocks.blocks_for(len(p.tokens)) - len(p.blocks) for p in self._waiting)
-        started = sum(len(p.children) for queue in (self._waiting, self._prefilling, self._ready) for p in queue)
-        return need + started < self.blocks.num_free
+        return need + self.num_waiting - len(self.parked) < self.blocks.num_free
 
     def add(self, prefill: Prefill) -> None:
         """Queues the samples of one prompt. Raises BackendError if they could never run."""

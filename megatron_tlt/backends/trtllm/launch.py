@@ -40,7 +40,6 @@ def trtllm_launch(section: TrtllmSection) -> EngineLaunch:
 
 def launch_problems(section: TrtllmSection, device: str | None) -> list[ConfigProblem]:
     """An environment that is not on this machine."""
-    python = section.python
-    if python is None or Path(python).exists():
+    if section.python is None or Path(section.python).exists():
         return []
-    return [ConfigProblem("rollout.trtllm.python", python, "no such file or directory")]
+    return [ConfigProblem("rollout.trtllm.python", section.python, "no such file or directory")]

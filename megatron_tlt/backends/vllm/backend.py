@@ -30,8 +30,6 @@ class VllmBackend(RemoteBackend):
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
         return request_args(params, self._eos_token_ids) | {"hidden": self._sink is not None}
 
-    # -- memory between rollouts ----------------------------------------------------------------------------------
-
     def _before_generate(self) -> None:
         self._wake("kv_cache")
 

@@ -19,14 +19,9 @@ def check_backend(config: Config, shape: ArchitectureConfig | None, device: str 
     if not can.routed_experts and config.actor.router_replay == "rollout":
         allowed = f"must be 'off' with rollout.backend: {rollout.backend}, whose responses do not name their experts"
         yield ConfigProblem("actor.router_replay", "rollout", allowed)
-    if rollout.engine_process is not None:
-        yield from _check_process(config, device)
-        yield from rollout.engine_process.problems(config, shape, device)
-
-
-def _check_process(config: Config, device: str | None) -> Problems:
-    """Settings of the embedded engine that one in a process of its own does not read, and how weights get there."""
-    rollout = config.rollout
+    if rollout.engine_process is None:
+        return
+    yield from rollout.engine_process.problems(config, shape, device)
     if rollout.kernels != "auto":
         allowed = f"must be 'auto' with rollout.backend: {rollout.backend}, whose engine has kernels of its own"
         yield ConfigProblem("rollout.kernels", rollout.kernels, allowed)
@@ -52,10 +47,9 @@ def _check_drafting(config: Config) -> Problems:
     if can.drafters is not None and section.drafter not in can.drafters:
         allowed = f"must be {', '.join(map(repr, can.drafters))} with {name}"
         yield ConfigProblem(f"{at}.drafter", section.drafter, allowed)
-    elif section.trained and section.trained.engines and backend not in section.trained.engines:
-        engines = " or ".join(map(repr, section.trained.engines))
-        form = f"which has a form of {section.drafter} that {backend} lacks"
-        allowed = f"must be {engines} with the drafter in {section.drafter_path}, {form}"
+    elif section.trained and (engines := section.trained.engines) and backend not in engines:
+        form = f"a form of {section.drafter} that {backend} lacks"
+        allowed = f"must be {' or '.join(map(repr, engines))} with the drafter in {section.drafter_path}, {form}"
         yield ConfigProblem("rollout.backend", backend, allowed)
     chosen = section.drafter != "none" and "selector" in section.model_fields_set
     if chosen and not can.selectors:

@@ -124,9 +124,9 @@ def _engines(config: Config, num_ranks: int) -> list[str]:
     shown = ", ".join(spans) if count <= MAX_GRID_ROWS else f"{spans[0]}, {spans[1]}, ..., {spans[-1]}"
     each = "rank" if size == 1 else "ranks"
     first = f"Rollout engines: {count} of {size} {each}: {shown}"
-    process = config.rollout.engine_process
-    note = [] if process is None or process.note is None else [f"  {process.note}"]
-    return [first, *note, *_idle(config, num_ranks), _evaluations(config), *_without_effect(config)]
+    note = getattr(config.rollout.engine_process, "note", None)
+    notes = [f"  {note}"] if note else []
+    return [first, *notes, *_idle(config, num_ranks), _evaluations(config), *_without_effect(config)]
 
 
 def _idle(config: Config, num_ranks: int) -> list[str]:
