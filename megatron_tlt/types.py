@@ -340,6 +340,7 @@ class BackendCapabilities:
     drafters: tuple[str, ...] | None = None  # values of `rollout.speculation.drafter` that it has; None: all
     turns: bool = False  # a response may have turns of an environment between those that it draws
     pre_rollouts: bool = False  # drafts that a call brings are verified, and `until` ends a call
+    reads_responses: bool = False  # finished responses can be read for their hidden states (`ReadingBackend`)
 
 
 DraftedBy = Literal["none", "suffix", "trained", "pre_rollout"]
@@ -347,13 +348,13 @@ DraftedBy = Literal["none", "suffix", "trained", "pre_rollout"]
 step draft by the suffix or the trained drafter)."""
 _ALL = BackendCapabilities(
     keyed_sampling=True, selectors=True, hidden_states=True, logprobs=True, stop_strings=True, tensor_parallel=True,
-    routed_experts=True, draft_traces=True, turns=True, pre_rollouts=True,
+    routed_experts=True, draft_traces=True, turns=True, pre_rollouts=True, reads_responses=True,
 )  # fmt: skip
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
     "embedded": _ALL,
     "trtllm": BackendCapabilities(drafters=("none", "eagle3")),
     # Log-probs are the actor's: the engine's differ in the last bits with the batch.
-    "vllm": replace(_ALL, logprobs=False, draft_traces=False),
+    "vllm": replace(_ALL, logprobs=False, draft_traces=False, reads_responses=False),
 }
 
 

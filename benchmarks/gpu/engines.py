@@ -21,7 +21,7 @@ from benchmarks.gpu.result import Result
 from benchmarks.gpu.speculation import SAMPLES, SMOKE_SAMPLES, open_prompts, policy_and_drafter
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.options import EngineOptions
-from megatron_tlt.backends.vllm.build import build_vllm
+from megatron_tlt.backends.vllm.build import build_backend as build_vllm
 from megatron_tlt.backends.vllm.launch import find_python, setup_hint
 from megatron_tlt.config.engine_process import VllmSection
 from megatron_tlt.config.model import ModelSection

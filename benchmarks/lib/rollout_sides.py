@@ -28,7 +28,7 @@ def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: 
     of the environment of `python`."""
     from megatron_tlt.backends.build import build_backend
     from megatron_tlt.backends.options import EngineOptions
-    from megatron_tlt.backends.vllm.build import build_vllm
+    from megatron_tlt.backends.vllm.build import build_backend as build_vllm
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection, SyncSection
     from megatron_tlt.drafters.checkpoint import load_drafter

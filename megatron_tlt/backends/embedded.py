@@ -104,7 +104,7 @@ class EmbeddedBackend(BaseBackend):
         prefill computes, in any order. Their (prompt id, sample index) differ; `seed` is that of their sampling keys.
         Only without live requests and while no states are collected. Mutates the KV cache and `stats`.
         """
-        engine, waiting = self.engine, iter(responses)
+        engine = self.engine
         self._weights.check_ready()
         by_name = {(r.prompt_id, r.sample_index): r for r in responses}
 
@@ -112,16 +112,13 @@ class EmbeddedBackend(BaseBackend):
             drawn = sample.trajectory
             sink(replace(sample, trajectory=by_name[drawn.prompt_id, drawn.sample_index]))
 
-        def fetch() -> bool:
-            if (response := next(waiting, None)) is None:
-                return False
-            engine.add_response(response, seed)
-            return True
-
         self.resume()
         self.collect_hidden_states(take)
         try:
-            engine.run(fetch=fetch)
+            for response in responses:  # queued, they take far less memory than the states that `sink` gets
+                engine.add_response(response, seed)
+            while not engine.is_idle:
+                engine.step()
         finally:
             engine.abort_all()
             self.collect_hidden_states(None)

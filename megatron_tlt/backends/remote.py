@@ -12,12 +12,14 @@ import math
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from safetensors.torch import load
 
 from megatron_tlt.backends.remote_weights import RemoteWeights
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
@@ -30,9 +32,12 @@ from megatron_tlt.types import (
     EngineStats,
     FinishReason,
     GenerateCall,
+    HiddenStateSample,
     Prompt,
     Sample,
     SamplingParams,
+    SpeculationStats,
+    Trajectory,
 )
 
 if TYPE_CHECKING:
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort"}
+_MIN_TOKENS = 2  # of a response whose hidden states are kept, as in the embedded engine
 _POLL_S = 0.02  # of waiting for the engine between two polls of environments
 
 
@@ -68,12 +74,14 @@ class RemoteBackend(RemoteWeights):
         weights: ServedWeights,
         options: EngineOptions,
         eos_token_ids: Sequence[int] = (),
+        experts_per_token: int = 0,
     ):
         """`process` has an engine that was started with `options`. Without weights it refuses to generate until a
         weight sync has arrived.
         """
         super().__init__(process, weights, options)
-        self._eos_token_ids = tuple(eos_token_ids)
+        self._eos_token_ids, self._experts_per_token = tuple(eos_token_ids), experts_per_token
+        self._sink: Callable[[HiddenStateSample], None] | None = None
         self._tp = options.tp or TensorParallel()
         self._name = process.launch.name
         self._requests = 0
@@ -99,13 +107,15 @@ class RemoteBackend(RemoteWeights):
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
         """Sampling arguments of a request, as plain data. Raises BackendError."""
 
-    def _add_kept(self, sample: Sample, turn: DrawnTurn) -> None:
-        """Reads what lies beside the message of a sample's last turn. Mutates the sample."""
-
-    def _drop_response(self, message: Mapping[str, Any]) -> None:
-        """Removes what lies beside a message."""
-
     # -- responses ----------------------------------------------------------------------------------------------
+
+    def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
+        """From the next `generate` on calls `sink` with the hidden states of finished responses, of as many as fit.
+        Raises BackendError for a sink where the engine gives none (`check` refuses what needs them).
+        """
+        if sink is not None and not self.capabilities.hidden_states:
+            raise BackendError(f"{self._name} engines give no hidden states to train a drafter on")
+        self._sink = sink
 
     def generate(self, call: GenerateCall) -> list[Sample]:
         """See `RolloutBackend.generate`. `Sample.logprobs` is empty: see `BackendCapabilities.logprobs`."""
@@ -330,6 +340,22 @@ class RemoteBackend(RemoteWeights):
             self._drop_response(turn.message)
         return sample
 
+    def _add_kept(self, sample: Sample, turn: DrawnTurn) -> None:
+        """Reads the file beside the message of a sample's last turn, whose request had the whole stream: hidden states
+        and experts are those of all positions. Mutates the sample.
+        """
+        kept = load(Path(turn.message["kept"]).read_bytes()) if "kept" in turn.message else {}
+        if "routed_experts" in kept:
+            sample.routed_experts = kept["routed_experts"].unflatten(1, (-1, self._experts_per_token)).numpy()
+        if "hidden" in kept and self._sink is not None and len(sample.token_ids) >= _MIN_TOKENS:
+            trajectory = Trajectory.of(turn.request.prompt, sample)
+            self._sink(HiddenStateSample(trajectory, kept["hidden"], turn.request.key))
+
+    def _drop_response(self, message: Mapping[str, Any]) -> None:
+        """Removes the file beside a message."""
+        if "kept" in message:
+            Path(message["kept"]).unlink(missing_ok=True)
+
     def abort_all(self) -> list[Request]:
         """See `DrivenEngine`: the engine ends all requests before its reply to `abort`."""
         try:
@@ -356,3 +382,13 @@ class RemoteBackend(RemoteWeights):
     def running_lengths(self) -> np.ndarray:
         """Tokens of each running response at the last heartbeat, int32 [B]; empty where the engine reports none."""
         return self._lengths
+
+    def take_stats(self) -> EngineStats:
+        """Counters since the last call: steps and drafts as `backends.drafting` counts them. Resets them."""
+        counts = self.process.call("stats")
+        stats, self._stats = self._stats, EngineStats()
+        stats.steps = counts["steps"]
+        stats.speculation = speculation = SpeculationStats(**counts["speculation"])
+        speculation.by_batch = {int(size): counted for size, counted in speculation.by_batch.items()}
+        speculation.switches = [(seconds, bool(drafts)) for seconds, drafts in speculation.switches]
+        return stats

@@ -20,6 +20,7 @@ from megatron_tlt.config.block_drafters import (
     markov_rank,
 )
 from megatron_tlt.config.model import ArchitectureConfig
+from megatron_tlt.types import BackendName
 
 DrafterName = Literal["none", "suffix", "eagle", "eagle3", "dspark"]
 
@@ -35,8 +36,9 @@ class DrafterFacts:
     # Kept for backward beyond eagle's layer: multiples of H, a token and drafted position; fewer of the first position.
     more_kept: int = 0
     less_first: int = 0
-
     cached_layers: int = 1  # its layers with keys and values in the cache
+    settings: tuple[str, ...] = ()  # of `rollout.speculation`, that not all kinds have
+    engines: tuple[BackendName, ...] | None = None  # that run it; None: all that have the kind (`CAPABILITIES`)
 
     def sized(self, section: Any) -> DrafterFacts:
         """The facts with the sizes of a `SpeculationSection`, or of the directory that it names; by default all are
@@ -117,6 +119,7 @@ class BlockFacts(DrafterFacts):
             block_size=found.block_size,
             rank=found.markov_rank or found.selector_rank,
             has_selector=bool(found.selector_rank),
+            engines=("embedded",) if found.selector_rank or found.windows else None,  # vLLM's first runner has neither
         )
 
     def _rank(self, shape: ArchitectureConfig) -> int:
@@ -169,12 +172,14 @@ class BlockFacts(DrafterFacts):
         return biased * self._rank(shape)
 
 
+_BLOCK_SETTINGS = "layers", "block_size", "block_layers"
 DRAFTERS = {
     facts.name: facts
     for facts in (
         DrafterFacts("eagle", 0, False, online_draft_steps=1),
         # Three norms with their inputs in fp32, and the layer's input of the position before.
-        DrafterFacts("eagle3", 3, True, online_draft_steps=3, more_kept=21, less_first=17),
-        BlockFacts("dspark", BLOCK_TAPS, False, online_draft_steps=BLOCK_SIZE, cached_layers=BLOCK_LAYERS),
+        DrafterFacts("eagle3", 3, True, online_draft_steps=3, more_kept=21, less_first=17, settings=("layers",)),
+        BlockFacts("dspark", BLOCK_TAPS, False, BLOCK_SIZE, cached_layers=BLOCK_LAYERS, settings=_BLOCK_SETTINGS),
     )
 }
+SETTINGS = tuple(dict.fromkeys(name for facts in DRAFTERS.values() for name in facts.settings))

@@ -1,26 +1,45 @@
-"""Rollout engines that run in a process and a Python environment of their own: vLLM, TensorRT-LLM."""
+"""Rollout engines that run in a process and a Python environment of their own: vLLM, TensorRT-LLM.
+
+A section has its engine's settings, their rules, and the facts that the memory plan needs beside `CAPABILITIES`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field, NonNegativeInt
 
 from megatron_tlt.config.base import FilePath, Section
+from megatron_tlt.errors import ConfigProblem, Problems
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.model import ArchitectureConfig
+    from megatron_tlt.config.root import Config
 
 
 class EngineProcessSection(Section):
-    """What both engines have."""
+    """What all of them have."""
+
+    loads_experts_whole: ClassVar[bool] = False  # a weight sync has all experts of a layer twice
+    gathers_logits: ClassVar[bool] = False  # every rank has all logits, and draws from them in chunks
+    sleeps: ClassVar[bool] = False  # `release_cache` also gives weights back, on CUDA only
+    note: ClassVar[str | None] = None  # a line of `check`'s report
 
     python: str | None
     engine: dict[str, bool | int | float | str | None] = Field(default_factory=dict)
     """More arguments of the engine by its own names, passed as they are."""
+
+    def problems(self, config: Config, shape: ArchitectureConfig | None, device: str | None) -> Problems:
+        """Settings that the engine cannot run with, beyond its `BackendCapabilities`."""
+        yield from ()
 
 
 class VllmSection(EngineProcessSection):
     """The vLLM engine (`rollout.backend: vllm`); `make setup-vllm` makes its environment, with vLLM's GPU
     build beside a GPU and with its CPU build elsewhere. It samples with this project's noise, so a response depends on
     seed and policy only, with any drafter and with none (docs/reference/engines.md)."""
+
+    loads_experts_whole = gathers_logits = sleeps = True
 
     python: Annotated[str | None, FilePath()] = None
     """Python executable of the environment with vLLM, 0.32.x. Default: that of .venv/vllm (`make setup-vllm`), or else
@@ -29,13 +48,50 @@ class VllmSection(EngineProcessSection):
     """Memory for hidden states of running responses, in the engine's process: requests that find none left are not
     trained on. A drafter of kind eagle3 needs four times the bytes of one of kind eagle."""
 
+    def problems(self, config: Config, shape: ArchitectureConfig | None, device: str | None) -> Problems:
+        speculation = config.rollout.speculation
+        has_bandit = speculation.drafter != "none" and speculation.selector == "beg_mab"
+        if has_bandit and set(speculation.bandit.arms) == {0}:
+            allowed = "must have an arm that drafts with rollout.backend: vllm (none drafts: drafter: none)"
+            yield ConfigProblem("rollout.speculation.bandit.arms", speculation.bandit.arms, allowed)
+        if config.rollout.numerics == "invariant" and device == "cpu":
+            allowed = "must be 'default' on CPU with rollout.backend: vllm, whose batch-invariant mode needs Triton"
+            yield ConfigProblem("rollout.numerics", "invariant", allowed)
+        if config.idle.train_drafter and config.hidden_states_of == "engine" and not self.hidden_mib:
+            allowed = "must be above 0 with idle.train_drafter, or there is nothing to train on"
+            yield ConfigProblem("rollout.vllm.hidden_mib", 0, allowed)
+        reads_layers = speculation.state_parts > 1
+        if shape is not None and shape.num_experts and reads_layers and shape.family != "qwen3_moe":
+            allowed = f"reads layers of the policy, which vLLM does not hand out for a {shape.family} policy"
+            yield ConfigProblem("rollout.speculation.drafter", speculation.drafter, allowed)
+
 
 class TrtllmSection(EngineProcessSection):
     """The TensorRT-LLM engine (`rollout.backend: trtllm`), experimental: it has run with a toy engine only.
     docs/guides/trtllm.md sets it up. Its responses depend on the machine's timing, with speculation and without, and
     have the same distribution."""
 
+    note = "TensorRT-LLM engines are experimental: they have run around a toy engine only (docs/guides/trtllm.md)"
+
     python: Annotated[str | None, FilePath()] = None
     """Python executable of the environment with TensorRT-LLM, 1.2.x or 1.3.x. Required."""
     kv_cache_fraction: float = Field(default=0.5, gt=0, lt=1)
     """Share of the GPU memory left beside the engine's weights that its KV cache takes."""
+
+    def problems(self, config: Config, shape: ArchitectureConfig | None, device: str | None) -> Problems:
+        rollout = config.rollout
+        if rollout.numerics != "default":
+            allowed = "must be 'default' with rollout.backend: trtllm, whose responses depend on the batch"
+            yield ConfigProblem("rollout.numerics", rollout.numerics, allowed)
+        if self.python is None:
+            allowed = "is required with rollout.backend: trtllm: the Python executable of its environment"
+            yield ConfigProblem("rollout.trtllm.python", None, allowed)
+        if rollout.speculation.trained and rollout.min_p > 0:
+            allowed = "must be 0 with speculation, whose sampler has no min_p"
+            yield ConfigProblem("rollout.min_p", rollout.min_p, allowed)
+        if rollout.kv_cache_mib is not None:
+            allowed = "must be null with rollout.backend: trtllm: use rollout.trtllm.kv_cache_fraction"
+            yield ConfigProblem("rollout.kv_cache_mib", rollout.kv_cache_mib, allowed)
+        if shape is not None and shape.num_experts:
+            allowed = "must be 'embedded' or 'vllm' for experts: a weight sync sends a layer's experts as one tensor"
+            yield ConfigProblem("rollout.backend", "trtllm", allowed)

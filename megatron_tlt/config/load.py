@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -30,11 +30,12 @@ from megatron_tlt.config.schema import (
 )
 from megatron_tlt.config.yaml_reader import deep_merge, parse_yaml, read_config_file
 from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.types import BackendName
 
 RootT = TypeVar("RootT", bound=Section)
 
 # Fields of `rollout` that `generate` does not read: it has options of its own, and is the embedded engine of all ranks.
-_NOT_READ = ("tp", "backend", "trtllm", "vllm", "samples_per_prompt", "temperature", "top_k", "top_p", "min_p",
+_NOT_READ = ("tp", "backend", *get_args(BackendName), "samples_per_prompt", "temperature", "top_k", "top_p", "min_p",
              "max_tokens", "stop")  # fmt: skip
 
 

@@ -79,17 +79,26 @@ class RolloutSection(Section):
     @property
     def engine_process(self) -> EngineProcessSection | None:
         """The section of an engine in a process of its own; None: the engine is in the rank."""
-        return {"embedded": None, "trtllm": self.trtllm, "vllm": self.vllm}[self.backend]
+        section: EngineProcessSection | None = getattr(self, self.backend, None)
+        return section
 
-    def vllm_sleeps(self, device: str) -> bool:
-        """Whether the engine is a vLLM that gives back its KV cache between rollouts, and its weights from the last
-        rollout of a step to the weight sync.
+    @property
+    def cache_share(self) -> float | None:
+        """Share of a GPU's free memory that the engine takes for its KV cache at its start; None: it gets bytes."""
+        share: float | None = getattr(self.engine_process, "kv_cache_fraction", None)
+        return share
+
+    def engine_sleeps(self, device: str) -> bool:
+        """Whether the engine gives back its KV cache between rollouts, and its weights from the last rollout of a step
+        to the weight sync.
         """
-        return self.backend == "vllm" and self.release_cache and device == "cuda"
+        process = self.engine_process
+        return process is not None and process.sleeps and self.release_cache and device == "cuda"
 
     def releases_cache(self, device: str) -> bool:
         """Whether the KV cache is there in rollouts only."""
-        return self.vllm_sleeps(device) if self.backend == "vllm" else self.release_cache
+        process = self.engine_process
+        return self.engine_sleeps(device) if process is not None and process.sleeps else self.release_cache
 
     @property
     def kv_cache_bytes(self) -> int | None:

@@ -197,7 +197,7 @@ def _config_of(
     if wanted is None:
         return config
     found = {"drafter": config.kind, "layers": config.aux_layers, "draft_vocab_size": config.draft_vocab_size}
-    found |= {name: getattr(config, name) for name in ("block_size", "block_layers") if hasattr(config, name)}
+    found |= {name: getattr(config, name) for name in DRAFTERS[config.kind].settings if name not in found}
     for name, value in found.items():
         given = getattr(wanted, name)
         if given is not None and given != value:

@@ -1,13 +1,13 @@
-"""All kinds of trained drafters by name. A new kind is a folder beside this file, a line here, and its facts."""
+"""All kinds of trained drafters by name: `KIND` of the folders of those names beside this file."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
+from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.drafters.base import DrafterKind
-from megatron_tlt.drafters.dspark.kind import DSparkKind
-from megatron_tlt.drafters.eagle.kind import EagleKind
-from megatron_tlt.drafters.eagle3.kind import Eagle3Kind
 
-_ALL: tuple[DrafterKind[Any, Any], ...] = EagleKind(), Eagle3Kind(), DSparkKind()
-KINDS = {kind.facts.name: kind for kind in _ALL}
+KINDS: dict[str, DrafterKind[Any, Any]] = {
+    name: import_module(f"megatron_tlt.drafters.{name}.kind").KIND for name in DRAFTERS
+}

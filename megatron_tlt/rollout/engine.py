@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -274,18 +274,6 @@ class Engine:
         if not self.scheduler.has_work:
             self._add_to_curve(0, committed)
 
-    def run(self, fetch: Callable[[], bool] | None = None) -> list[Request]:
-        """Steps until idle; returns all requests that ended, in the order of their arrival. `fetch` is called between
-        two steps while a further request may run: it adds one or more, or returns False after the last one.
-        """
-        finished: list[Request] = []
-        while True:
-            while fetch is not None and self.has_room and fetch():
-                pass
-            if self.is_idle:
-                return sorted(finished, key=lambda r: r.order)
-            finished += self.step()
-
     # -- as a `drive.DrivenEngine`
 
     @property
@@ -311,8 +299,7 @@ class Engine:
     @property
     def has_room(self) -> bool:
         """See `DrivenEngine`."""
-        is_full = self.num_running + self.num_waiting >= self.limits.max_running
-        return not is_full and (self.scheduler.queue_fits if self._has_drafts else not self.scheduler.has_queue)
+        return self.scheduler.has_room(at_once=self._has_drafts)
 
     def begin(
         self, prompt: Prompt, params: SamplingParams, indices: Sequence[int], begun: Mapping[int, Sample], turns: bool

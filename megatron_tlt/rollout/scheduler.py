@@ -84,17 +84,16 @@ class Scheduler:
         """Whether no request is left."""
         return not (self.has_work or len(self.parked))
 
-    @property
-    def has_queue(self) -> bool:
-        """Whether a prompt waits for a place or for memory."""
-        return bool(self._waiting)
-
-    @property
-    def queue_fits(self) -> bool:
-        """Whether free blocks remain once all prompts have theirs, and each of their samples its first one."""
+    def has_room(self, at_once: bool) -> bool:
+        """Whether the samples of one more prompt should start: fewer than `max_running` are there, and no prompt waits.
+        `at_once`: prompts may wait, as far as free blocks remain once all have theirs, and each sample its first one.
+        """
+        if self.num_running + self.num_waiting >= self.limits.max_running:
+            return False
+        if not at_once:
+            return not self._waiting
         need = sum(self.blocks.blocks_for(len(p.tokens)) - len(p.blocks) for p in self._waiting)
-        started = sum(len(p.children) for queue in (self._waiting, self._prefilling, self._ready) for p in queue)
-        return need + started < self.blocks.num_free
+        return need + self.num_waiting - len(self.parked) < self.blocks.num_free
 
     def add(self, prefill: Prefill) -> None:
         """Queues the samples of one prompt. Raises BackendError if they could never run."""
@@ -205,7 +204,7 @@ class Scheduler:
         self.blocks.free(request.blocks)
         return True
 
-    def _has_room(self, need: int, prefill: Prefill) -> bool:
+    def _fits(self, need: int, prefill: Prefill) -> bool:
         """Whether `need` blocks are free for `prefill`, which parked requests that came later may lose for it. Where
         nothing is computed any of them may, or all would wait for the environments.
         """
@@ -272,7 +271,7 @@ class Scheduler:
             return False
         # One block stays free for each request that may soon open one: or admitting only causes preemption.
         need = self.blocks.blocks_for(len(prefill.tokens)) - len(prefill.blocks)
-        return self._has_room(need + promised, prefill)
+        return self._fits(need + promised, prefill)
 
     # Prefill and fork
 
@@ -289,7 +288,7 @@ class Scheduler:
             prefill = self._ready[0]
             need = self._blocks_to_start(prefill)
             running = self.rows.num_rows
-            if running >= self.limits.max_running or not self._has_room(need + running, prefill):
+            if running >= self.limits.max_running or not self._fits(need + running, prefill):
                 return
             self._start_child(prefill, batch)
             if not prefill.children:

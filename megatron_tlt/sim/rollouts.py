@@ -157,8 +157,7 @@ class _Replica:
         self._costs, self._table, self._lengths, self._prompts = costs, table, lengths, prompts
         self._prompt_tokens = config.workload.prompt_tokens
         self._quantum = quantum_of(config.rollout.max_tokens)
-        self._most, self._until = most, until
-        self._scheduler = new_scheduler(config, self._quantum, self._most)
+        self._until, self._scheduler = until, new_scheduler(config, self._quantum, most)
         self._drift, self._position = Drift(config.pre_rollouts), np.zeros(lengths.size)  # quanta, by request
         self._pre_rolled = None if pre_rolled is None else pre_rolled.in_quanta(lengths, self._quantum)
         self._scheduler.separates_prefill = pre_rolled is not None
@@ -239,18 +238,10 @@ class _Replica:
         return np.where(matching, step / drift.tokens_matching(drafted, tokens), of_others)
 
     def _fetch(self) -> None:
-        """As `rollout.engine.Engine.has_room` says."""
-        scheduler = self._scheduler
-        if scheduler.has_queue and self._pre_rolled is None:
-            return
-        while scheduler.num_running + scheduler.num_waiting < self._most:
-            if self._pre_rolled is not None and not scheduler.queue_fits:
-                return
-            prompt = next(self._prompts, None)
-            if prompt is None:
-                return
-            lengths = self._lengths[prompt.prompt_id]
-            add_group(scheduler, prompt.prompt_id, lengths, self._prompt_tokens, self._quantum)
+        """As `rollout.drive.Drive` does, at once: with one prompt a step each would come a quantum later."""
+        while self._scheduler.has_room(at_once=True) and (prompt := next(self._prompts, None)) is not None:
+            index = prompt.prompt_id
+            add_group(self._scheduler, index, self._lengths[index], self._prompt_tokens, self._quantum)
 
     def result(self) -> ReplicaRollout:
         """The finished rollout."""

@@ -66,7 +66,7 @@ def cache_bytes(config: Config, world: World) -> int | None:
     shape = ModelConfig.from_hf(config.model.path).architecture
     stages = estimate_memory(config, shape, world.size, "cuda")
     planned, reserve = stages[0].parts[KV], stages[0].parts[RESERVE]
-    if config.rollout.backend == "trtllm":  # its engine takes a share of the free memory
+    if config.rollout.cache_share is not None:  # the engine takes it by itself
         return planned
     total, outside, allocated = device_use(world.device)
     taken = max(outside + _LATER, reserve)

@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.checks.files import note_maker
+from megatron_tlt.config.drafter_kinds import SETTINGS
 from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.responses import read_responses
 from megatron_tlt.drafters.fingerprint import policy_fingerprint
 from megatron_tlt.drafters.state_file import drafter_state_writer, load_drafter_state
-from megatron_tlt.drafters.training.pretrain import DrafterPretraining, held_out_params
+from megatron_tlt.drafters.training.pretrain import DrafterPretraining, ReadingBackend, held_out_params
 from megatron_tlt.errors import CheckpointError, ConfigError, DataError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.observe.files import sync
@@ -49,7 +49,7 @@ _STATE = "state.safetensors"
 _TRAINING, _HELD_OUT = 1, 2  # "steps" of the rollout cache
 _SAVE_EVERY_S = 60.0  # between two saves of the training state: a kill loses no more
 _ROLLOUT = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "tp", "dtype")
-_SHAPE = ("drafter", "layers", "draft_vocab_size", "block_size", "block_layers")
+_SHAPE = ("drafter", "draft_vocab_size", *SETTINGS)
 
 
 class DrafterJob(Job):
@@ -64,7 +64,7 @@ class DrafterJob(Job):
         world: World,
         out: Path,
         settings: Mapping[str, Any],
-        start: Callable[[TensorParallel], tuple[DrafterPretraining, EmbeddedBackend]],
+        start: Callable[[TensorParallel], tuple[DrafterPretraining, ReadingBackend]],
         signals: StopSignals,
     ):
         """`settings`: see `training_settings`; `start` opens the training and its engine. Collective.
@@ -181,13 +181,13 @@ class DrafterJob(Job):
 
 def open_pretraining(
     config: Config, drafter: DrafterConfig, start: SavedDrafter | None, world: World, tp: TensorParallel
-) -> tuple[DrafterPretraining, EmbeddedBackend]:
+) -> tuple[DrafterPretraining, ReadingBackend]:
     """The training of `drafter`, from `start` if that is given, and its engine, still without weights. Collective.
 
     `config` is one without speculation.
     """
     backend = open_backend(config, world, open_tokenizer(config), tp, keep_layers=drafter.aux_layers)
-    assert isinstance(backend, EmbeddedBackend), "config/checks requires it"
+    assert isinstance(backend, ReadingBackend), "config/checks requires it"
     return DrafterPretraining(config, world, backend, sampling_params(config), drafter, start), backend
 
 

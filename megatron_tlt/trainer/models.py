@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.options import EngineOptions
-from megatron_tlt.backends.trtllm.build import build_trtllm
-from megatron_tlt.backends.vllm.build import build_vllm
 from megatron_tlt.config.checks.pre_rollouts import takes_drafts
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, TensorParallel
@@ -22,7 +20,6 @@ from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import device_memory
-from megatron_tlt.types import BackendName
 
 if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
@@ -34,12 +31,6 @@ if TYPE_CHECKING:
     from megatron_tlt.drafters.model import DrafterModel
     from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
     from megatron_tlt.resilience.rollout_cache import Weights
-
-_BUILDERS: dict[BackendName, Callable[[EngineOptions], RolloutBackend]] = {
-    "embedded": build_backend,
-    "trtllm": build_trtllm,
-    "vllm": build_vllm,
-}
 
 
 def build_models(
@@ -109,7 +100,8 @@ def open_backend(
         takes_drafts=takes_drafts(config, world.size),
         kv_cache_bytes=kv_cache_bytes,
     )
-    backend = _BUILDERS[config.rollout.backend](options)
+    folder = "" if config.rollout.engine_process is None else f".{config.rollout.backend}"
+    backend: RolloutBackend = import_module(f"megatron_tlt.backends{folder}.build").build_backend(options)
     if backend.capabilities.tensor_parallel:  # captured graphs hold collectives of groups that end with the world
         world.at_close(backend.close)
     return backend

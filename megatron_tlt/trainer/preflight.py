@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_tlt.backends.vllm.launch import python_problems
 from megatron_tlt.checkpoint.resume import resume_problems
 from megatron_tlt.config.base import places
 from megatron_tlt.config.checks.files import output_directory_problems
@@ -217,10 +217,9 @@ def missing_files(config: TrainingConfig, device: Device | None = None) -> list[
     found_elsewhere = ("model.path", "model.tokenizer")  # the latter by `tokenizer_problems`
     named = {place.field: place.value for place in places(config) if place.field not in found_elsewhere}
     rollout = None if config.rl is None else config.rl.rollout
-    if rollout is not None and rollout.backend == "vllm":
-        problems += python_problems(rollout.vllm, resolve_device(config, device))
-    if rollout is not None and rollout.backend == "trtllm" and rollout.trtllm.python:
-        named["rollout.trtllm.python"] = rollout.trtllm.python
+    if rollout is not None and (engine := rollout.engine_process) is not None:
+        launch = import_module(f"megatron_tlt.backends.{rollout.backend}.launch")
+        problems += launch.launch_problems(engine, resolve_device(config, device))
     absent = [(field, path) for field, path in named.items() if not Path(path).exists()]
     return problems + [ConfigProblem(field, path, "no such file or directory") for field, path in absent]
 

@@ -33,6 +33,7 @@ from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.speculation.build import Drafting
 from megatron_tlt.rollout.speculation.speculator import Speculator
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams, StepMeasurement
+from tests.helpers.stepping import run_out
 from tests.helpers.tiny_drafters import random_drafter
 
 Job = tuple[int, list[int], SamplingParams, int]  # prompt id, prompt, params, samples
@@ -172,7 +173,7 @@ def random_jobs(vocab: int, count: int, seed: int = 0, longest: int = 40) -> lis
 def generate_all(engine: Engine, jobs: list[Job]) -> Responses:
     for prompt_id, prompt, params, n in jobs:
         engine.add(prompt, params, prompt_id, num_samples=n)
-    return collect(engine.run())
+    return collect(run_out(engine))
 
 
 def collect(requests: list[Request]) -> Responses:

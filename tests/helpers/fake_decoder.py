@@ -25,6 +25,7 @@ from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.speculation.build import Drafting
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams, TurnResult
+from tests.helpers.stepping import run_out
 
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
@@ -265,7 +266,7 @@ def _last_turn(
         request = Request(prompt, of_turn, prompt_id, index, 0, stops, engine._stop_finder(params))
         request.output, request.logprobs = list(output), list(logprobs)
         engine.scheduler.add(Prefill(np.concatenate((prompt, np.array(output, np.int32))), [request]))
-        (request,) = engine.run()
+        (request,) = run_out(engine)
         output, logprobs = request.output, request.logprobs
         request.given, request.turn_rewards = given, rewards
         if request.finish_reason == "length" and len(output) >= params.max_tokens:

@@ -14,7 +14,7 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.process import EngineProcess
 from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
-from megatron_tlt.backends.trtllm.build import trtllm_launch
+from megatron_tlt.backends.trtllm.launch import trtllm_launch
 from megatron_tlt.config.engine_process import TrtllmSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
-from megatron_tlt.backends.vllm.build import build_vllm
+from megatron_tlt.backends.vllm.build import build_backend as build_vllm
 from megatron_tlt.backends.vllm.launch import ENVIRONMENTS, find_python
 from megatron_tlt.config.engine_process import VllmSection
 from megatron_tlt.config.model import ModelSection

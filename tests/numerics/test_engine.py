@@ -19,6 +19,7 @@ from tests.helpers.engines import (
     make_engine,
     random_jobs,
 )
+from tests.helpers.stepping import run_out
 from tests.helpers.tiny_models import MOE_FAMILIES, hf_model, model_config, named_weights
 
 FAMILIES = ["qwen2", "qwen3", "llama"]
@@ -73,7 +74,7 @@ def one_by_one(family: str, jobs: list[Job], kernels: str = "native", **sizes) -
     for prompt_id, prompt, params, n in jobs:
         for index in range(n):
             engine.add(prompt, params, prompt_id, indices=[index])
-            responses |= collect(engine.run())
+            responses |= collect(run_out(engine))
     return responses
 
 

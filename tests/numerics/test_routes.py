@@ -18,6 +18,7 @@ from tests.helpers.engines import (
     make_engine,
     random_jobs,
 )
+from tests.helpers.stepping import run_out
 from tests.helpers.tiny_models import hf_model, model_config, named_weights
 
 JOBS = random_jobs(131, 6, seed=4)
@@ -37,7 +38,7 @@ def recorded(engine: Engine) -> Recorded:
     engine.record_routed_experts()
     for prompt_id, prompt, params, n in JOBS:
         engine.add(prompt, params, prompt_id, num_samples=n)
-    return {(r.prompt_id, r.sample_index): (r.output, r.routed_experts) for r in engine.run()}
+    return {(r.prompt_id, r.sample_index): (r.output, r.routed_experts) for r in run_out(engine)}
 
 
 def assert_equal(got: Recorded, want: Recorded) -> None:

@@ -35,6 +35,7 @@ from tests.helpers.engines import (
 )
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.mpi import ROOT
+from tests.helpers.stepping import run_out
 from tests.helpers.tiny_models import hf_model, model_config, named_weights, random_weights
 
 
@@ -193,7 +194,7 @@ def test_stop_strings_cut_a_run():
 
     def run(engine: Engine) -> list:
         requests = engine.add([1, 2, 3], params, 0, num_samples=12)
-        engine.run()
+        run_out(engine)
         return [(engine.text_of(r), r.output, r.logprobs, r.finish_reason) for r in requests]
 
     expected = run(build())

@@ -7,19 +7,11 @@ responses, which depend on timing: runs agree in distribution and not token by t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from megatron_tlt.backends.remote import RemoteBackend
 from megatron_tlt.backends.trtllm.args import SLEEP_TAGS, build_sampling_params
-from megatron_tlt.errors import BackendError
-from megatron_tlt.types import (
-    CAPABILITIES,
-    EngineStats,
-    HiddenStateSample,
-    SamplingParams,
-    SpeculationStats,
-)
+from megatron_tlt.types import CAPABILITIES, EngineStats, SamplingParams, SpeculationStats
 
 _log = logging.getLogger(__name__)
 
@@ -45,11 +37,6 @@ class TrtllmBackend(RemoteBackend):
     def _after_generate(self) -> None:
         if self._sleeps:
             self.release()
-
-    def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
-        """Raises BackendError for a sink: this engine gives no hidden states (`check` refuses what needs them)."""
-        if sink is not None:
-            raise BackendError("TensorRT-LLM engines give no hidden states to train a drafter on")
 
     def release(self) -> None:
         """Gives the KV cache's memory back until `resume`. A second call does nothing."""

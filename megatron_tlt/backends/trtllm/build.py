@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +11,10 @@ import torch
 from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.devices import visible_device
 from megatron_tlt.backends.options import EngineOptions
-from megatron_tlt.backends.process import EngineLaunch, EngineProcess
+from megatron_tlt.backends.process import EngineProcess
 from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
+from megatron_tlt.backends.trtllm.launch import trtllm_launch
 from megatron_tlt.drafters.checkpoint import write_directory
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import ConfigError
@@ -23,21 +23,10 @@ from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.sync.served_weights import ServedWeights
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.engine_process import TrtllmSection
     from megatron_tlt.drafters.base import SavedDrafter
 
-_VERSIONS = re.compile(r"1\.[23]\.\d+(rc\d+)?(\.post\d+)?")
-_PACKAGE = "tlt_backends"  # the name of backends/ in the other environment
-# From TensorRT-LLM's Ray executor, and from verl and NeMo-RL, which all set them.
-_ENGINE = {
-    "TLLM_DISABLE_MPI": "1",
-    "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",  # not another Ray cluster on this machine
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-    "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1",
-}
 
-
-def build_trtllm(options: EngineOptions) -> TrtllmBackend:
+def build_backend(options: EngineOptions) -> TrtllmBackend:
     """The engine of this rank, started on its GPU, without the policy's weights (version -1), with the drafter.
 
     With `rollout.release_cache` it has given its KV cache's memory back. Raises ConfigError, CheckpointError or
@@ -64,21 +53,6 @@ def build_trtllm(options: EngineOptions) -> TrtllmBackend:
     if rollout.release_cache:
         backend.release()  # the engine took its KV cache at the start; the policy, built next, needs that memory
     return backend
-
-
-def trtllm_launch(section: TrtllmSection) -> EngineLaunch:
-    """The process of a configuration that has passed `config.checks.backend`."""
-    assert section.python is not None
-    return EngineLaunch(
-        name="TensorRT-LLM",
-        section="rollout.trtllm",
-        versions=_VERSIONS,
-        versions_text="1.2.x or 1.3.x",
-        package=(_PACKAGE, Path(__file__).resolve().parents[1]),
-        module=f"{_PACKAGE}.trtllm.server",
-        python=section.python,
-        environment=_ENGINE,
-    )
 
 
 def _write(drafter: SavedDrafter, folder: Path, dtype: torch.dtype) -> Eagle3Files:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Of the GPU, which vLLM wants free before it starts. Nothing reads the share beside `kv_cache_memory_bytes`; the memory
 # plan has made room for weights and cache, and policy and optimizer are there already.
 _FREE_SHARE = 0.01
-TOKEN_PROPOSER = "megatron_tlt.backends.vllm.plugin.token_drafts.TokenProposer"
+TOKEN_PROPOSER = "megatron_tlt.backends.vllm.plugin.adapter.TokenProposer"
 
 
 def longest_draft(rollout: RolloutSection, drafter: DrafterConfig | None, takes_drafts: bool) -> int:
@@ -84,7 +84,7 @@ def engine_args(
         "kv_cache_memory_bytes": cache_bytes,
         **(_tensor_parallel(rollout.tp) if rollout.tp > 1 else {}),
         **({"gpu_memory_utilization": _FREE_SHARE} if device == "cuda" else {}),
-        **(sleep if rollout.vllm_sleeps(device) else {}),
+        **(sleep if rollout.engine_sleeps(device) else {}),
         "enable_prefix_caching": False,
         "async_scheduling": False,  # a step's tokens are known before the next one is scheduled
         "disable_log_stats": True,

@@ -6,26 +6,14 @@ and vLLM's matrix products differ in the last bits between batch shapes (docs/re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from safetensors.torch import load
 
-from megatron_tlt.backends.remote import DrawnTurn, RemoteBackend
+from megatron_tlt.backends.remote import RemoteBackend
 from megatron_tlt.backends.vllm.args import request_args
-from megatron_tlt.types import (
-    CAPABILITIES,
-    EngineStats,
-    HiddenStateSample,
-    Sample,
-    SamplingParams,
-    SpeculationStats,
-    Trajectory,
-)
-
-_MIN_TOKENS = 2  # of a response whose hidden states are kept, as in the embedded engine
+from megatron_tlt.types import CAPABILITIES, SamplingParams
 
 
 class VllmBackend(RemoteBackend):
@@ -33,18 +21,14 @@ class VllmBackend(RemoteBackend):
 
     capabilities = CAPABILITIES["vllm"]
 
-    def __init__(self, *args: Any, experts_per_token: int = 0):
+    def __init__(self, *args: Any, **kwargs: Any):
         """As `RemoteBackend`."""
-        super().__init__(*args)
-        self._experts_per_token = experts_per_token
-        self._sink: Callable[[HiddenStateSample], None] | None = None
-        self._sleeps = self._rollout.vllm_sleeps(torch.device(self._options.device).type)
+        super().__init__(*args, **kwargs)
+        self._sleeps = self._rollout.engine_sleeps(torch.device(self._options.device).type)
         self._asleep: set[str] = set()  # of "kv_cache" and "weights", vLLM's names
 
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
         return request_args(params, self._eos_token_ids) | {"hidden": self._sink is not None}
-
-    # -- memory between rollouts ----------------------------------------------------------------------------------
 
     def _before_generate(self) -> None:
         self._wake("kv_cache")
@@ -76,37 +60,6 @@ class VllmBackend(RemoteBackend):
             torch.cuda.empty_cache()
             self.process.call("wake", tags=[what])
             self._asleep.remove(what)
-
-    # -- hidden states ----------------------------------------------------------------------------------------
-
-    def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
-        """From the next `generate` on calls `sink` with the hidden states of finished responses, of as many as fit."""
-        self._sink = sink
-
-    def _add_kept(self, sample: Sample, turn: DrawnTurn) -> None:
-        """The last turn's request had the whole stream, so its hidden states and experts are those of all positions."""
-        kept = load(Path(turn.message["kept"]).read_bytes()) if "kept" in turn.message else {}
-        if "routed_experts" in kept:
-            sample.routed_experts = kept["routed_experts"].unflatten(1, (-1, self._experts_per_token)).numpy()
-        if "hidden" in kept and self._sink is not None and len(sample.token_ids) >= _MIN_TOKENS:
-            trajectory = Trajectory.of(turn.request.prompt, sample)
-            self._sink(HiddenStateSample(trajectory, kept["hidden"], turn.request.key))
-
-    def _drop_response(self, message: Mapping[str, Any]) -> None:
-        if "kept" in message:
-            Path(message["kept"]).unlink(missing_ok=True)
-
-    # -- statistics --------------------------------------------------------------------------------------------
-
-    def take_stats(self) -> EngineStats:
-        """Counters since the last call: steps and drafts are those of the plugin in the engine. Resets them."""
-        counts = self.process.call("stats")
-        stats, self._stats = self._stats, EngineStats()
-        stats.steps = counts["steps"]
-        stats.speculation = speculation = SpeculationStats(**counts["speculation"])
-        speculation.by_batch = {int(size): counted for size, counted in speculation.by_batch.items()}
-        speculation.switches = [(seconds, bool(drafts)) for seconds, drafts in speculation.switches]
-        return stats
 
     def state_dict(self) -> dict[str, Any]:
         """See `EmbeddedBackend.state_dict`."""

@@ -34,7 +34,7 @@ _LEAST_CAPABILITY = (8, 0)  # of a GPU, for vLLM's batch-invariant mode
 _BLOCK = 128  # tokens: vLLM's own block on CPUs, a multiple of those on GPUs
 
 
-def build_vllm(options: EngineOptions) -> VllmBackend:
+def build_backend(options: EngineOptions) -> VllmBackend:
     """The engine of this rank, or its part of one of `rollout.tp` ranks, started on its device, without weights
     (version -1). Collective among those ranks.
 

@@ -43,7 +43,7 @@ def vllm_launch(rollout: RolloutSection, device: str) -> EngineLaunch:
     section = rollout.vllm
     python = find_python(section)
     if python is None:
-        raise ConfigError(python_problems(section, device))
+        raise ConfigError(launch_problems(section, device))
     ours = {
         "OMP_NUM_THREADS": str(cpu_threads()),
         "VLLM_BATCH_INVARIANT": "1" if rollout.numerics == "invariant" else "0",
@@ -62,7 +62,7 @@ def vllm_launch(rollout: RolloutSection, device: str) -> EngineLaunch:
     )
 
 
-def python_problems(section: VllmSection, device: str | None) -> list[ConfigProblem]:
+def launch_problems(section: VllmSection, device: str | None) -> list[ConfigProblem]:
     """An environment that is not on this machine, or has no vLLM. Starts its Python for some milliseconds."""
     python, look = find_python(section), "import importlib.util, sys; sys.exit(not importlib.util.find_spec('vllm'))"
     if python is None:

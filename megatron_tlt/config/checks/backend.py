@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem, Problems
 from megatron_tlt.types import CAPABILITIES
 
 
-def check_backend(config: Config, device: str | None) -> Problems:
+def check_backend(config: Config, shape: ArchitectureConfig | None, device: str | None) -> Problems:
     """Settings beyond the engine's `BackendCapabilities`, and wrong settings of an engine's own section."""
     yield from _check_sampling(config)
     yield from _check_drafting(config)
@@ -18,17 +19,9 @@ def check_backend(config: Config, device: str | None) -> Problems:
     if not can.routed_experts and config.actor.router_replay == "rollout":
         allowed = f"must be 'off' with rollout.backend: {rollout.backend}, whose responses do not name their experts"
         yield ConfigProblem("actor.router_replay", "rollout", allowed)
-    if rollout.engine_process is not None:
-        yield from _check_process(config, device)
-    if rollout.backend == "trtllm":
-        yield from _check_trtllm(config)
-    if rollout.backend == "vllm":
-        yield from _check_vllm(config, device)
-
-
-def _check_process(config: Config, device: str | None) -> Problems:
-    """Settings of the embedded engine that one in a process of its own does not read, and how weights get there."""
-    rollout = config.rollout
+    if rollout.engine_process is None:
+        return
+    yield from rollout.engine_process.problems(config, shape, device)
     if rollout.kernels != "auto":
         allowed = f"must be 'auto' with rollout.backend: {rollout.backend}, whose engine has kernels of its own"
         yield ConfigProblem("rollout.kernels", rollout.kernels, allowed)
@@ -54,38 +47,11 @@ def _check_drafting(config: Config) -> Problems:
     if can.drafters is not None and section.drafter not in can.drafters:
         allowed = f"must be {', '.join(map(repr, can.drafters))} with {name}"
         yield ConfigProblem(f"{at}.drafter", section.drafter, allowed)
+    elif section.trained and (engines := section.trained.engines) and backend not in engines:
+        form = f"a form of {section.drafter} that {backend} lacks"
+        allowed = f"must be {' or '.join(map(repr, engines))} with the drafter in {section.drafter_path}, {form}"
+        yield ConfigProblem("rollout.backend", backend, allowed)
     chosen = section.drafter != "none" and "selector" in section.model_fields_set
     if chosen and not can.selectors:
         allowed = f"cannot be had with {name}, whose draft length is the same for all steps"
         yield ConfigProblem(f"{at}.selector", section.selector, allowed)
-
-
-def _check_vllm(config: Config, device: str | None) -> Problems:
-    section, speculation = config.rollout.vllm, config.rollout.speculation
-    has_bandit = speculation.drafter != "none" and speculation.selector == "beg_mab"
-    if has_bandit and set(speculation.bandit.arms) == {0}:
-        allowed = "must have an arm that drafts with rollout.backend: vllm (none drafts: drafter: none)"
-        yield ConfigProblem("rollout.speculation.bandit.arms", speculation.bandit.arms, allowed)
-    if config.rollout.numerics == "invariant" and device == "cpu":
-        allowed = "must be 'default' on CPU with rollout.backend: vllm, whose batch-invariant mode needs Triton"
-        yield ConfigProblem("rollout.numerics", "invariant", allowed)
-    if config.idle.train_drafter and config.hidden_states_of == "engine" and not section.hidden_mib:
-        allowed = "must be above 0 with idle.train_drafter, or there is nothing to train on"
-        yield ConfigProblem("rollout.vllm.hidden_mib", 0, allowed)
-
-
-def _check_trtllm(config: Config) -> Problems:
-    rollout, section = config.rollout, config.rollout.trtllm
-    at = "rollout.trtllm"
-    if rollout.numerics != "default":
-        allowed = "must be 'default' with rollout.backend: trtllm, whose responses depend on the batch"
-        yield ConfigProblem("rollout.numerics", rollout.numerics, allowed)
-    if section.python is None:
-        allowed = "is required with rollout.backend: trtllm: the Python executable of its environment"
-        yield ConfigProblem(f"{at}.python", None, allowed)
-    if rollout.speculation.trained and rollout.min_p > 0:
-        allowed = "must be 0 with speculation, whose sampler has no min_p"
-        yield ConfigProblem("rollout.min_p", rollout.min_p, allowed)
-    if rollout.kv_cache_mib is not None:
-        allowed = "must be null with rollout.backend: trtllm: use rollout.trtllm.kv_cache_fraction"
-        yield ConfigProblem("rollout.kv_cache_mib", rollout.kv_cache_mib, allowed)

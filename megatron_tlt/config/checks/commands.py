@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_tlt.config.checks.texts import check_texts
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem
-from megatron_tlt.types import SamplingParams
+from megatron_tlt.types import CAPABILITIES, SamplingParams
 
 
 def check_num_ranks(ranks: int | None) -> Iterator[ConfigProblem]:
@@ -24,7 +24,7 @@ def check_held_out(config: Config) -> Iterator[ConfigProblem]:
 
 def check_drafter_engine(config: Config) -> Iterator[ConfigProblem]:
     """`drafter train` and `drafter eval` read the policy's hidden states."""
-    if config.rollout.backend != "embedded":
+    if not CAPABILITIES[config.rollout.backend].reads_responses:
         allowed = "must be 'embedded' here: a drafter learns from the policy's hidden states"
         yield ConfigProblem("rollout.backend", config.rollout.backend, allowed)
     if config.env is not None:

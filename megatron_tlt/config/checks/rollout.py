@@ -29,7 +29,6 @@ def check_rollout(
         yield ConfigProblem("rollout.max_running_requests", rollout.max_running_requests, allowed)
     if shape is not None:
         if shape.num_experts:
-            yield from _check_experts(config, shape)
             yield from _check_grouped(config, shape, device)
         yield from _check_kv_cache(config, shape)
         if rollout.top_k > shape.vocab_size:
@@ -57,19 +56,6 @@ def _is_native(config: Config, device: Device | None) -> bool:
     if rollout.backend != "embedded" or rollout.kernels == "torch":
         return False
     return rollout.kernels == "native" or device != "cuda"
-
-
-def _check_experts(config: Config, shape: ArchitectureConfig) -> Problems:
-    """Engines to which a weight sync does not bring experts, or that hand out no layers' outputs of such a model."""
-    backend = config.rollout.backend
-    if backend == "trtllm":
-        allowed = "must be 'embedded' or 'vllm' for experts: a weight sync sends a layer's experts as one tensor"
-        yield ConfigProblem("rollout.backend", backend, allowed)
-    drafter = config.rollout.speculation.drafter
-    reads_layers = config.rollout.speculation.state_parts > 1
-    if backend == "vllm" and reads_layers and shape.family != "qwen3_moe":
-        allowed = f"reads layers of the policy, which vLLM does not hand out for a {shape.family} policy"
-        yield ConfigProblem("rollout.speculation.drafter", drafter, allowed)
 
 
 def _check_grouped(config: Config, shape: ArchitectureConfig, device: Device | None) -> Problems:

@@ -97,7 +97,7 @@ def _check_rl(
         *check_speculation(config.rollout.speculation, has_drafter=config.idle.train_drafter),
         *check_idle(config, shape, num_ranks, device),
         *check_pre_rollouts(config),
-        *check_backend(config, device),
+        *check_backend(config, shape, device),
         *check_batch(config, num_ranks),
         *check_context(config, max_positions),
         *check_algorithm(config),

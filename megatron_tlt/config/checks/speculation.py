@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.config.drafter_kinds import DRAFTERS, BlockFacts
+from megatron_tlt.config.drafter_kinds import DRAFTERS, SETTINGS
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.speculation import BanditSection, SpeculationSection
@@ -80,14 +80,11 @@ def _check_kind(config: Config) -> Problems:
     """Settings that the kind of drafter does not have."""
     section, at = config.rollout.speculation, "rollout.speculation"
     kind = section.trained
-    if kind is not None and section.layers is not None and not kind.layers_read:
-        kinds = ", ".join(facts.name for facts in DRAFTERS.values() if facts.layers_read)
-        allowed = f"must be null with drafter: {kind.name}; a drafter that has it: {kinds}"
-        yield ConfigProblem(f"{at}.layers", section.layers, allowed)
-    for name in ("block_size", "block_layers"):
+    for name in SETTINGS:
         value = getattr(section, name)
-        if kind is not None and value is not None and not isinstance(kind, BlockFacts):
-            allowed = f"must be null with drafter: {kind.name}; a drafter that has it: dspark"
+        if kind is not None and value is not None and name not in kind.settings:
+            kinds = ", ".join(facts.name for facts in DRAFTERS.values() if name in facts.settings)
+            allowed = f"must be null with drafter: {kind.name}; a drafter that has it: {kinds}"
             yield ConfigProblem(f"{at}.{name}", value, allowed)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from megatron_tlt.config.block_drafters import LOGITS_AT_ONCE
 from megatron_tlt.config.checks.layout import Device
+from megatron_tlt.config.engine_process import EngineProcessSection
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.parameters import (
     MIB,
@@ -32,7 +33,7 @@ from megatron_tlt.config.rollout import KV_BLOCK
 from megatron_tlt.config.root import Config
 
 LOADED = "experts as they load"  # names of parts
-HIDDEN = "rollout.vllm.hidden_mib"
+HIDDEN = "rollout.{}.hidden_mib"  # of the engine's own section
 PROCESS_MIB = 2048  # of an engine in a process of its own: CUDA context and graphs; assumed, on CPU a quarter
 _SPLIT_COLUMNS = 132 * 128  # of invariant products with splits of K: columns times splits at most; a test compares
 _SPLIT_HEADS = 32  # of invariant attention: kv heads times splits at least; a test compares
@@ -64,18 +65,18 @@ def has_packed_head(config: Config, device: Device) -> bool:
     return rollout.backend == "embedded" and device == "cpu" and rollout.kernels != "torch"
 
 
-def process_bytes(config: Config, shape: ArchitectureConfig) -> dict[str, int]:
+def process_bytes(config: Config, process: EngineProcessSection, shape: ArchitectureConfig) -> dict[str, int]:
     """Bytes of an engine in a process of its own beside weights and cache. A weight sync: in vLLM a layer's experts,
-    that came and made ready. Training a drafter: room for hidden states in vLLM, where it hands them out, and the
+    that came and made ready. Training a drafter: room for hidden states, where the engine hands them out, and the
     policy's tables on the rank.
     """
     rollout = config.rollout
     loaded = 2 * expert_parameters(shape, shape.num_experts) * element_bytes(rollout.dtype)
-    experts = {LOADED: loaded} if rollout.backend == "vllm" else {}
+    experts = {LOADED: loaded} if process.loads_experts_whole else {}
     if not config.idle.train_drafter:
         return experts
     tables = (1 if shape.tie_word_embeddings else 2) * shape.vocab_size * shape.hidden_size
-    states = {HIDDEN: rollout.vllm.hidden_mib * MIB}
+    states = {HIDDEN.format(rollout.backend): getattr(process, "hidden_mib", 0) * MIB}
     return experts | (states if config.hidden_states_of == "engine" else {}) | {
         "embedding and LM head": tables * element_bytes(rollout.dtype),
     }
@@ -110,11 +111,12 @@ def rollout_step_bytes(config: Config, shape: ArchitectureConfig, device: Device
     the sampler takes; or a block drafter's step. vLLM's ranks have all logits, which are drawn from in chunks.
     """
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
+    process = rollout.engine_process
     forward = rollout.max_batched_tokens * row_bytes(config, shape)
     if device == "cpu":
         return max(forward, rollout.max_running_requests * shape.vocab_size * 8 * 4)
     logits = verified_rows(config) * shape.vocab_size
-    if rollout.backend == "vllm":
+    if process is not None and process.gathers_logits:
         gathered = logits * element if rollout.tp == 1 else logits * element * (2 + 1 / rollout.tp)
         copies = min(logits, _VLLM_SAMPLED_AT_ONCE) * 4
         return max(forward, int(gathered) + copies + min(logits, _SAMPLED_AT_ONCE) * _SAMPLED_BYTES)

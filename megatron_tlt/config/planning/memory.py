@@ -144,9 +144,9 @@ def _stage(
         **drafter.training_parts(rl, shape, device),
         "weight sync bucket": policy.weight_sync_bytes(rl, shape, dims),
     }
-    if rl.rollout.backend != "embedded":
+    if (process := rl.rollout.engine_process) is not None:
         own = engine.PROCESS_MIB * MIB // (1 if device == "cuda" else 4)
-        parts |= {"engine's process": own, **engine.process_bytes(rl, shape)}
+        parts |= {"engine's process": own, **engine.process_bytes(rl, process, shape)}
     host = {**drafter.host_parts(rl, shape, device), "suffix drafter": engine.suffix_bytes(rl)}
     only = _only(rl, device)
     if why_no_pre_rollouts(rl, dims.world_size) is None:
@@ -183,9 +183,9 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
     }
     if config.rollout.releases_cache(device):
         only[KV] = ("rollout",)
-    if config.rollout.vllm_sleeps(device):
+    if config.rollout.engine_sleeps(device):
         only |= dict.fromkeys(("engine weights", "drafter"), ("rollout", "idle window", "weight_sync"))
-        only[engine.HIDDEN] = ("rollout",)
+        only[engine.HIDDEN.format(config.rollout.backend)] = ("rollout",)
     if config.actor.offload_optimizer:
         only["gradients"] = ("update",)
         if device == "cuda":  # on CPU the host is where it lies anyway
@@ -206,10 +206,10 @@ def _kv_cache(
     TensorRT-LLM takes its share of what is free at the start of its engine, which is built last; without a limit
     nothing is known of it.
     """
-    if config.rollout.backend == "trtllm":
+    if (share := config.rollout.cache_share) is not None:
         held = max(sum(size for n, size in s.parts.items() if n not in s.only) for s in stages)
         free = max(0, int((limit_gib or 0) * GIB) - held)
-        return int(config.rollout.trtllm.kv_cache_fraction * free)
+        return int(share * free)
     if config.rollout.kv_cache_mib is not None:
         return config.rollout.kv_cache_mib * MIB
     most = engine.kv_cache_bytes(config, shape, config.rollout.max_running_requests)

@@ -126,9 +126,10 @@ def drafted_tokens(config: Config, shape: ArchitectureConfig) -> int:
 def kv_bytes_per_token(config: Config, shape: ArchitectureConfig) -> int:
     """KV cache of one token of context on one rank of an engine; with a trained drafter also the drafter's."""
     heads, speculation = -(-shape.num_kv_heads // config.rollout.tp), config.rollout.speculation
-    own = 0 if speculation.trained is None else speculation.trained.cached_layers
+    drafter = speculation.trained
+    own = 0 if drafter is None else drafter.cached_layers
     keys_values = 2 * (shape.num_layers * heads + own * shape.num_kv_heads) * shape.head_dim
-    is_read = own > 0 and config.rollout.backend == "embedded"
+    is_read = drafter is not None and config.rollout.backend == "embedded"
     states = speculation.state_parts * is_read * shape.hidden_size
     # The cache has room for the experts' numbers, recorded or not.
     return (keys_values + states) * element_bytes(config.rollout.dtype) + routed_experts_bytes(shape)

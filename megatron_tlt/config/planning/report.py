@@ -124,7 +124,9 @@ def _engines(config: Config, num_ranks: int) -> list[str]:
     shown = ", ".join(spans) if count <= MAX_GRID_ROWS else f"{spans[0]}, {spans[1]}, ..., {spans[-1]}"
     each = "rank" if size == 1 else "ranks"
     first = f"Rollout engines: {count} of {size} {each}: {shown}"
-    return [first, *_idle(config, num_ranks), _evaluations(config), *_without_effect(config)]
+    note = getattr(config.rollout.engine_process, "note", None)
+    notes = [f"  {note}"] if note else []
+    return [first, *notes, *_idle(config, num_ranks), _evaluations(config), *_without_effect(config)]
 
 
 def _idle(config: Config, num_ranks: int) -> list[str]:
@@ -210,12 +212,10 @@ def full_requests(config: Config, shape: ArchitectureConfig, cache_bytes: int) -
 
 def _cache_line(config: Config, shape: ArchitectureConfig, cache_bytes: int, device: Device | None) -> list[str]:
     """The requests that the cache holds; on CUDA without a limit it is only known that one must fit."""
-    if config.rollout.backend == "trtllm":
-        share = config.rollout.trtllm.kv_cache_fraction
-        return [
-            "  TensorRT-LLM engines are experimental: they have run around a toy engine only (docs/guides/trtllm.md)",
-            f"  the KV cache takes rollout.trtllm.kv_cache_fraction = {share:g} of what is free at its start",
-        ]
+    rollout = config.rollout
+    if (share := rollout.cache_share) is not None:
+        at = f"rollout.{rollout.backend}.kv_cache_fraction"
+        return [f"  the KV cache takes {at} = {share:g} of what is free at its start"]
     held, length = full_requests(config, shape, cache_bytes), config.longest_sequence
     if device == "cuda" and config.rollout.kv_cache_mib is None and config.cluster.memory_gib is None:
         return [f"  the KV cache takes what remains of the GPU; {cache_bytes / GIB:.2f} GiB hold one request"]

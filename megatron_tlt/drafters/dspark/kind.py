@@ -143,6 +143,9 @@ class DSparkKind(DrafterKind[BlockConfig, BlockModel]):
         return config.num_drafted
 
 
+KIND = DSparkKind()
+
+
 def _sizes(config: BlockConfig) -> dict[str, Any]:
     """Entries that our files and DeepSpec's have alike."""
     names = ["block_size", "markov_rank", "mask_token_id", "sample_from_anchor"]

@@ -114,6 +114,9 @@ class EagleKind(PairKind[EagleConfig]):
         return ExportFiles({"model.safetensors": tensors}, {"config.json": about})
 
 
+KIND = EagleKind()
+
+
 def _check_engine(policy: ModelConfig, engine: Format) -> None:
     """Raises ConfigError where the engine has no model that computes what a drafter of kind eagle computes."""
     if engine == "trtllm":

@@ -68,6 +68,9 @@ class Eagle3Kind(PairKind[Eagle3Config]):
         return rows + f"| drafts | {config.draft_vocab_size} of the policy's {vocab} tokens |\n"
 
 
+KIND = Eagle3Kind()
+
+
 def _config(config: Eagle3Config, engine: Format, dtype: str) -> dict[str, Any]:
     """config.json: a Llama of one layer, whatever the policy is."""
     normed = {"norm_before_residual": True} if config.norm_before_residual else {}

@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ _EVAL_SEED_OFFSET = 0x5EED  # as in evaluation: not the noise of training rollou
 _MEASURED_TOKENS = 1024  # of a batch that is measured, at least: nothing is kept for a backward pass
 
 
+@runtime_checkable
 class ReadingBackend(RolloutBackend, Protocol):
     """A rollout engine that also reads finished responses."""
 

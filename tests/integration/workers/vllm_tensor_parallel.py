@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.options import EngineOptions
-from megatron_tlt.backends.vllm.build import build_vllm
+from megatron_tlt.backends.vllm.build import build_backend as build_vllm
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.data.tokenizer import HFTokenizer

@@ -34,6 +34,7 @@ from megatron_tlt.types import SamplingParams
 from tests.helpers.driver_memory import HostMemory, build_driver
 from tests.helpers.engines import SizedCapturer, make_engine, small_config
 from tests.helpers.memory import MetaMemory
+from tests.helpers.stepping import run_out
 from tests.helpers.tiny_models import Driver, copy_of, random_weights, rows_input
 
 CONFIG = ModelConfig("qwen2", 101, 64, 2, 6, 2, 16, 96, qkv_bias=True, max_position_embeddings=256)
@@ -183,7 +184,7 @@ def responses_of(engine: Engine, turn: int) -> list[tuple]:
     for i in range(4):
         params = SamplingParams(max_tokens=20, seed=3 + turn)
         engine.add(tokens(5 + 37 * i, i + turn), params, i, num_samples=3)
-    return [(r.prompt_id, r.sample_index, r.output) for r in engine.run()]
+    return [(r.prompt_id, r.sample_index, r.output) for r in run_out(engine)]
 
 
 def test_an_engine_over_a_pool_gives_the_same_responses(tmp_path, monkeypatch) -> None:

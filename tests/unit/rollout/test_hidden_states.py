@@ -26,6 +26,7 @@ from tests.helpers.engines import (
     small_config,
     speculating_engine,
 )
+from tests.helpers.stepping import run_out
 from tests.helpers.tiny_models import random_weights, read_hidden_states
 
 CONFIG = small_config("qwen3")
@@ -47,7 +48,7 @@ def check(engine: Engine, jobs: list[Job], samples: list[HiddenStateSample]) -> 
         for r in engine.add(prompt, params, prompt_id, num_samples=n)
     ]
     requests[0].given = ((0, 1),)
-    engine.run()
+    run_out(engine)
     assert engine.blocks.num_free == engine.blocks.num_blocks
     by_request = {(c.trajectory.prompt_id, c.trajectory.sample_index): c for c in samples}
     expected = [r for r in requests if len(r.output) >= 2]
@@ -95,7 +96,7 @@ def test_a_sink_that_raises_leaks_no_block() -> None:
     for max_tokens in (1, 4):
         engine.add([1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0, num_samples=3)
         with pytest.raises(RuntimeError, match="full"):
-            engine.run()
+            run_out(engine)
         engine.abort_all()
         assert engine.is_idle and engine.blocks.num_free == engine.blocks.num_blocks
 

@@ -11,6 +11,7 @@ from megatron_tlt.rollout.kv_cache import choose_num_blocks, free_memory
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.types import SamplingParams
 from tests.helpers.fake_decoder import FakeDecoder
+from tests.helpers.stepping import run_out
 
 CPU = torch.device("cpu")
 
@@ -24,7 +25,7 @@ def run(engine: Engine) -> list[list[int]]:
         engine.add(
             [1 + i, 2, 3] * (i + 1), SamplingParams(max_tokens=9 + 3 * i, ignore_eos=True), i, num_samples=3
         )
-    return [r.output for r in engine.run()]
+    return [r.output for r in run_out(engine)]
 
 
 def test_one_copy_carries_the_same_inputs():

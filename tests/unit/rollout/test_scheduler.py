@@ -14,6 +14,7 @@ from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.sampler import gumbel_noise
 from megatron_tlt.types import SamplingParams
 from tests.helpers.fake_decoder import context_logits, fake_engine
+from tests.helpers.stepping import run_out
 from tests.helpers.tiny_models import row_key
 
 V = 50
@@ -43,7 +44,7 @@ def make_jobs(seed: int, count: int = 12) -> list[Job]:
 def responses(engine: Engine, jobs: list[Job]) -> Responses:
     for prompt_id, prompt, params, n in jobs:
         engine.add(prompt, params, prompt_id, num_samples=n)
-    finished = engine.run()
+    finished = run_out(engine)
     assert engine.blocks.num_free == engine.blocks.num_blocks
     assert len(engine.scheduler.rows._free_slots) == engine.limits.max_running
     assert engine.scheduler.rows.num_masked == engine.scheduler.rows.num_with_stops == 0
@@ -81,7 +82,7 @@ def reference(jobs: list[Job]) -> Responses:
         for index in range(n):
             engine = fake_engine(max_running=1)
             engine.add(prompt, params, prompt_id, indices=[index])
-            (request,) = engine.run()
+            (request,) = run_out(engine)
             expected[prompt_id, index] = response(request)
     assert {e[1] for e in expected.values()} == {"stop", "length"}
     return expected
@@ -124,7 +125,7 @@ def test_given_tokens_continue_a_response(jobs: list[Job], reference: Responses,
         )
         request.output, request.logprobs, request.given = output[:count], [0.0] * count, ((0, count),)
         engine.scheduler.add(Prefill(tokens, [request]))
-    finished = engine.run()
+    finished = run_out(engine)
     assert len(finished) > 5
     assert (engine.take_stats().preemptions > 0) == (spare_blocks == 0)
     for request in finished:
@@ -143,7 +144,7 @@ def test_a_prompt_is_prefilled_once_and_its_full_blocks_are_shared():
     engine.step()
     assert engine.num_running == 16
     assert engine.blocks.num_blocks - engine.blocks.num_free == 9 + 16
-    engine.run()
+    run_out(engine)
     assert engine.runner.decoder.prefilled == 38
     assert engine.blocks.num_free == engine.blocks.num_blocks
 

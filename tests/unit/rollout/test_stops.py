@@ -9,6 +9,7 @@ from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.stops import StopStringFinder
 from megatron_tlt.types import SamplingParams
 from tests.helpers.fake_decoder import CharTokenizer, fake_engine
+from tests.helpers.stepping import run_out
 
 
 class ByteTokenizer(CharTokenizer):
@@ -77,7 +78,7 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(tokenizer, tokens
 def run_one(params: SamplingParams, eos: tuple[int, ...] = (0,)) -> tuple[Request, str]:
     engine = fake_engine(eos=eos)
     engine.add([1, 2, 3], params, 0)
-    (request,) = engine.run()
+    (request,) = run_out(engine)
     return request, engine.text_of(request)
 
 

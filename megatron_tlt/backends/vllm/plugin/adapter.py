@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_tlt.backends.vllm.plugin import compat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatron_tlt.backends.token_drafts import Lists
 
 _HERE = __name__.rpartition(".")[0]
 T = TypeVar("T")
@@ -32,6 +37,21 @@ def register() -> None:
     for name, module in _CLASSES.items():
         if name not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(name, f"{_HERE}.{module}:{name}")
+
+
+class TokenProposer:
+    """vLLM's `custom_class` proposer: drafts what `source` returns, nothing before it is set."""
+
+    def __init__(self, vllm_config: Any):
+        """As vLLM calls it."""
+        self.source: Callable[[Lists], Lists] | None = None
+
+    def load_model(self, target_model: Any) -> None:
+        """There is no model."""
+
+    def propose(self, sampled_token_ids: Lists, *args: Any, **kwargs: Any) -> Lists:
+        """Drafts of every row; none for one whose prompt is still being read."""
+        return [[] for _ in sampled_token_ids] if self.source is None else self.source(sampled_token_ids)
 
 
 def start_engine(arguments: dict[str, Any], records_routers: bool) -> Any:

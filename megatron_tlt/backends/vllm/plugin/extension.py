@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_tlt.backends.drafting import StepDrafting
 from megatron_tlt.backends.entries import Location, Sums, checksums, load_tensors
+from megatron_tlt.backends.token_drafts import TokenDrafts
 from megatron_tlt.backends.vllm.plugin import compat
-from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
 from megatron_tlt.backends.vllm.plugin.hidden import HIDDEN, PositionTap
 from megatron_tlt.backends.vllm.plugin.keyed import KeyedSampling
-from megatron_tlt.backends.vllm.plugin.token_drafts import TokenDrafts
 from megatron_tlt.config.speculation import SpeculationSection
 
 

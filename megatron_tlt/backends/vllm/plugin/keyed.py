@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_tlt.backends.drafting import StepDrafting, chains
+from megatron_tlt.backends.token_drafts import Began
 from megatron_tlt.backends.vllm.plugin import compat
-from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting, chains
-from megatron_tlt.backends.vllm.plugin.token_drafts import Began
 from megatron_tlt.models.decoders.factory import sample_kernel
 from megatron_tlt.models.decoders.keys import row_keys
 from megatron_tlt.models.decoders.native.build import find_compiler

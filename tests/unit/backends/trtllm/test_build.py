@@ -17,7 +17,8 @@ from megatron_tlt.backends import devices
 from megatron_tlt.backends.devices import visible_device
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.trtllm import build as trtllm_build
-from megatron_tlt.backends.trtllm.build import build_trtllm
+from megatron_tlt.backends.trtllm import launch as trtllm_launch
+from megatron_tlt.backends.trtllm.build import build_backend
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
@@ -65,7 +66,7 @@ def test_errors_are_reported_and_no_process_stays(
     message: str,
 ) -> None:
     with pytest.raises(error, match=message):
-        build_trtllm(EngineOptions(*settings(tmp_path, **fields), SyncSection(), device="cpu"))
+        build_backend(EngineOptions(*settings(tmp_path, **fields), SyncSection(), device="cpu"))
     assert not any(process.is_alive or process.shared.path.exists() for process in started)
     assert list(logs.iterdir()) == []
 
@@ -93,7 +94,7 @@ def test_it_starts_with_the_drafter_in_its_own_layout(
     rollout, model = settings(tmp_path)
     changes = {"speculation": SpeculationSection(drafter="eagle", draft_len=3), "release_cache": sleeps}
     rollout = rollout.model_copy(update=changes)
-    backend = build_trtllm(EngineOptions(rollout, model, SyncSection(verify=True), device="cpu", drafter=drafter))
+    backend = build_backend(EngineOptions(rollout, model, SyncSection(verify=True), device="cpu", drafter=drafter))
     assert calls == called and backend.policy_version == -1
     assert seen["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (seen["eagle3_layers_to_capture"], seen["max_draft_len"]) == ([0, 1, 2], 3)
@@ -160,4 +161,4 @@ def test_a_python_or_drafter_that_is_not_there_is_found_before_the_start(tmp_pat
     ],
 )
 def test_versions_whose_names_are_recorded(version: str, is_known: bool) -> None:
-    assert (trtllm_build._VERSIONS.fullmatch(version) is not None) == is_known
+    assert (trtllm_launch._VERSIONS.fullmatch(version) is not None) == is_known

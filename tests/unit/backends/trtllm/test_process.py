@@ -15,7 +15,7 @@ from megatron_tlt.backends import process as process_module
 from megatron_tlt.backends import transport
 from megatron_tlt.backends.process import EngineProcess, child_environment
 from megatron_tlt.backends.serving import line_of
-from megatron_tlt.backends.trtllm.build import trtllm_launch
+from megatron_tlt.backends.trtllm.launch import trtllm_launch
 from megatron_tlt.config.engine_process import TrtllmSection
 from megatron_tlt.errors import BackendError, ConfigError
 from tests.helpers.mpi import ROOT

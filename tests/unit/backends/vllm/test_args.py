@@ -24,7 +24,7 @@ from megatron_tlt.backends.vllm.args import (
     request_args,
     speculative_config,
 )
-from megatron_tlt.backends.vllm.build import build_vllm
+from megatron_tlt.backends.vllm.build import build_backend as build_vllm
 from megatron_tlt.backends.vllm.launch import setup_hint, vllm_launch
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection

@@ -171,7 +171,7 @@ def test_memory_is_there_for_rollouts_and_weight_syncs_only(monkeypatch: pytest.
     rollout = RolloutSection(backend="vllm", release_cache=sleeps)
     backend = VllmBackend(process, weights, EngineOptions(rollout, MODEL, device="cuda"))
     monkeypatch.setattr(backend, "_send", lambda kind, tensors: {})
-    backend.release()  # as `build_vllm` does
+    backend.release()  # as `build_backend` does
 
     def sync(version: int) -> None:
         backend.begin_update(version)

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch.multiprocessing import reductions
 
+from megatron_tlt.backends.drafting import StepDrafting
 from megatron_tlt.backends.entries import DEVICE
 from megatron_tlt.backends.vllm.plugin import compat, extension
-from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
 from megatron_tlt.backends.vllm.plugin.extension import VllmWorkerExtension
 from megatron_tlt.config.speculation import SpeculationSection
 

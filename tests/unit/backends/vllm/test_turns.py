@@ -23,6 +23,7 @@ from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.sync.served_weights import ServedWeights
 from megatron_tlt.types import GenerateCall, HiddenStateSample, Sample, SamplingParams
 from tests.helpers.fake_decoder import PROMPTS, CharTokenizer, FakeTurns, fake_backend, fake_engine
+from tests.helpers.stepping import run_out
 
 SEED, SAMPLES, RUNNING = 5, 3, 7
 PARAMS = [
@@ -84,7 +85,7 @@ class EngineProcess:
         request = Request(stream[:end], params, message["prompt_id"], index, 0, stops, finder)
         request.output, request.logprobs = tokens[end:], [0.0] * start
         self.engine.scheduler.add(Prefill(stream, [request]))
-        (request,) = self.engine.run()
+        (request,) = run_out(self.engine)
         path = self.folder / str(message["id"])
         save_file({"hidden": torch.arange(end + len(request.output) - 1)[:, None]}, path)
         text = {} if finder is None or finder.cut_text is None else {"text": finder.cut_text}

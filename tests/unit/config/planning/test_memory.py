@@ -299,7 +299,7 @@ def test_an_engine_in_another_process_is_planned_by_its_own_settings():
     asleep = estimate_memory(config_of(*TLT, *sizes, "rollout.backend=vllm", SLEEPS), shape, 2, "cuda", 110)[0]
     for name, phases in (
         (KV, {"rollout", "idle window"}),  # for pre-rollouts, of which no states are taken
-        (engine.HIDDEN, {"rollout"}),
+        ("rollout.vllm.hidden_mib", {"rollout"}),
         ("engine weights", {"rollout", "idle window", "weight_sync"}),
         ("drafter", {"rollout", "idle window", "weight_sync"}),
     ):

@@ -6,6 +6,7 @@ import torch
 
 from megatron_tlt.types import SamplingParams
 from tests.helpers.engines import small_config, speculating_engine
+from tests.helpers.stepping import run_out
 from tests.helpers.tiny_models import random_weights
 
 CONFIG = small_config("qwen3")
@@ -18,7 +19,7 @@ def test_drafts_do_not_depend_on_how_the_prompt_came() -> None:
     for budget in (128, 17, 16, 3, 1):
         engine = speculating_engine(CONFIG, random_weights(CONFIG, seed=5), speculation=CHAIN, budget=budget)
         engine.add(list(range(1, 41)), SamplingParams(max_tokens=40, ignore_eos=True, seed=3), 0)
-        engine.run()
+        run_out(engine)
         assert engine.speculator is not None and engine.speculator.trained is not None
         caches.append(engine.speculator.trained.kv.data.clone())
         stats = engine.take_stats().speculation

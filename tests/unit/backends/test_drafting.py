@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.backends.vllm.plugin.drafting import StepDrafting
+from megatron_tlt.backends.drafting import StepDrafting
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.rollout.speculation.step_costs import Expected

@@ -1,12 +1,12 @@
-"""How much vLLM's steps draft: the embedded engine's selectors on its measured steps.
+"""How much the steps of an engine in another process draft: the embedded engine's selectors on its measured steps.
 
     step s      forward, sample  ->  record: what the drafts of s brought, and its seconds
-                proposal         ->  begin: the selector's length for s + 1; vLLM's proposer; end
+                proposal         ->  begin: the selector's length for s + 1; the engine's proposer; end
     step s + 1  ...
 
-vLLM proposes at the end of a step what the next one verifies, so a step's seconds run from the end of a proposal to the
-end of the sample behind it. A step of length 0 is plain; a trained drafter still reads its tokens then (one layer's
-forward), because its cache could not catch up later, and that time counts as the plain step's.
+The engine (vLLM) proposes at the end of a step what the next one verifies, so a step's seconds run from the end of a
+proposal to the end of the sample behind it. A step of length 0 is plain; a trained drafter still reads its tokens then
+(one layer's forward), because its cache could not catch up later, and that time counts as the plain step's.
 
 Where rows have a place in an earlier response, and that pays, these draft from there, and the other rows as usual; such
 a step teaches the selector nothing, as in the embedded engine.
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_tlt.backends.vllm.plugin.token_drafts import Lists, TokenDrafts
+from megatron_tlt.backends.token_drafts import Lists, TokenDrafts
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.rollout.speculation.counters import SpeculationCounters
@@ -133,12 +133,12 @@ class StepDrafting:
         return (NO_DRAFT if earlier.counts.all() else self._selector.usual(self._rows)), earlier
 
     def propose_lists(self, sampled: Lists) -> Lists:
-        """A whole proposal without a drafter of vLLM's, for the rows where `sampled` has tokens."""
+        """A whole proposal without a drafter of the engine's, for the rows where `sampled` has tokens."""
         self.begin()
         return self._joined([[] for _ in sampled])
 
     def end(self, drafts: Tensor) -> Tensor | Lists:
-        """The proposal that `begin` began: vLLM's drafter has made `drafts` [B, K], where no earlier response does."""
+        """The proposal that `begin` began: its drafter has made `drafts` [B, K], where no earlier response does."""
         if self._earlier is not None:
             return self._joined(drafts.tolist())
         self._end()

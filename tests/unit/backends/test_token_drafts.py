@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_tlt.backends.vllm.plugin.token_drafts import Began, TokenDrafts
+from megatron_tlt.backends.token_drafts import Began, TokenDrafts
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.decoders.native.build import find_compiler
 from megatron_tlt.rollout.speculation.step_costs import Expected

@@ -1,10 +1,10 @@
-"""Drafts of tokens alone inside vLLM: the embedded engine's suffix drafter, and its places in earlier responses.
+"""Drafts of tokens alone inside an engine's process: the suffix drafter, and places in earlier responses.
 
-    a step's sample  ->  TokenDrafts.note: rows follow vLLM's batch; match rates of the last drafts
+    a step's sample  ->  TokenDrafts.note: rows follow the engine's batch; match rates of the last drafts
     a proposal       ->  each row's draft, from its earlier response or else by the drafter
 
-Rows are those of vLLM's batch, in its order, so `RunningRows` is filled here instead of by a scheduler. There is no
-history of earlier epochs: the tries hold siblings of this rollout.
+Rows are those of the engine's batch, in its order, so `RunningRows` is filled here instead of by a scheduler. There is
+no history of earlier epochs: the tries hold siblings of this rollout.
 
 Legend: B rows of a step, K drafted tokens.
 """
@@ -29,21 +29,6 @@ from megatron_tlt.types import DraftStrategy, SamplingParams
 Lists = list[list[int]]
 
 
-class TokenProposer:
-    """vLLM's `custom_class` proposer: drafts what `source` returns, nothing before it is set."""
-
-    def __init__(self, vllm_config: Any):
-        """As vLLM calls it."""
-        self.source: Callable[[Lists], Lists] | None = None
-
-    def load_model(self, target_model: Any) -> None:
-        """There is no model."""
-
-    def propose(self, sampled_token_ids: Lists, *args: Any, **kwargs: Any) -> Lists:
-        """Drafts of every row; none for one whose prompt is still being read."""
-        return [[] for _ in sampled_token_ids] if self.source is None else self.source(sampled_token_ids)
-
-
 class Began(NamedTuple):
     """A request as it came."""
 
@@ -55,7 +40,7 @@ class Began(NamedTuple):
 
 
 class TokenDrafts:
-    """A `SuffixDrafter`, `PreRollouts`, and the rows of vLLM's batch."""
+    """A `SuffixDrafter`, `PreRollouts`, and the rows of the engine's batch."""
 
     def __init__(
         self, section: SpeculationSection, max_requests: int, max_len: int, vocab: int, longest: int, verify_rows: int
@@ -72,10 +57,10 @@ class TokenDrafts:
         most_rows, longest = max(verify_rows, max_requests * section.rows_each), min(longest, LONGEST)
         self._pre_rollouts = PreRollouts(self._rows, most_rows, costs, longest=longest)
         self._pre_rollouts.begin(self._earlier)
-        self._live: dict[str, Request] = {}  # by vLLM's name
+        self._live: dict[str, Request] = {}  # by the engine's name
         self._free = list(range(max_requests - 1, -1, -1))
         self._names: list[str] = []  # of the rows
-        self._at: list[int] = []  # of the rows, in vLLM's batch
+        self._at: list[int] = []  # of the rows, in the engine's batch
         self._order = 0
         self._last: tuple[list[str], Draft] | None = None  # the drafter's: names of its rows, draft
         self._drafted: set[str] = set()  # requests whose last draft was of an earlier response
@@ -134,7 +119,7 @@ class TokenDrafts:
         return request
 
     def _observe(self, fed: dict[str, tuple[int, int]]) -> None:
-        """Records in the drafter what became of its last drafts, of which vLLM may have fed a part."""
+        """Records in the drafter what became of its last drafts, of which the engine may have fed a part."""
         if self._last is None:
             return
         (names, draft), self._last = self._last, None
@@ -172,7 +157,7 @@ class TokenDrafts:
         return draft if draft is not None and draft.num_tokens else None
 
     def propose(self, strategy: DraftStrategy, earlier: Draft | None, lists: Lists) -> Lists:
-        """Drafts of vLLM's rows: those `earlier`, else by the drafter where `strategy` drafts, else as in `lists`."""
+        """Drafts of its rows: those `earlier`, else by the drafter where `strategy` drafts, else as in `lists`."""
         counts = np.zeros(self._rows.num_rows, np.int32) if earlier is None else earlier.counts
         draft = earlier
         if strategy.draft_len and self._drafter.kind != "none":
