@@ -25,6 +25,8 @@ setup-dev:  ## Make .venv with the requirements of the tests as well
 
 quickstart: setup  ## Train the demo policy on 2 ranks (3 to 5 minutes on 2 cores)
 	launch/local.sh -n $(RANKS) configs/quickstart.yaml checkpoint.resume=never $(ARGS)
+	@echo "Charts, samples, what TLT did: $(BIN)/megatron-tlt report runs/quickstart -o report.html"
+	@echo 'Next: "Your own run" in README.md'
 
 proof: setup-dev  ## TLT on against off: the same responses and weights, how much faster, and a picture (up to 16 minutes on 2 cores)
 	$(BIN)/python benchmarks/proof.py --picture docs/proof.svg --out benchmarks/results/proof.json $(ARGS)

@@ -334,13 +334,13 @@ def _reason(named: Named, error: Exception) -> str:
         return f"is gated: accept its terms at {endpoint()}/{named.name}, then set HF_TOKEN to a token of that account"
     if isinstance(error, errors.RepositoryNotFoundError):
         private = "a private one needs HF_TOKEN with a token that may read it"
-        return f"is no path here, and {endpoint()} has no {kind} {named.name} ({private})"
+        return f"is no path from {os.getcwd()}, and {endpoint()} has no {kind} {named.name} ({private})"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{endpoint()} has {named.name}, but no revision {named.revision!r} of it"
     if _is_unreachable(error):
         silent = "does not answer" if hub_answers.is_silent(endpoint()) else "is not reachable"
         why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{endpoint()} {silent}"
-        return f"is no path here, and no whole {kind} in the cache {cache}; {why}"
+        return f"is no path from {os.getcwd()}, and no whole {kind} in the cache {cache}; {why}"
     if isinstance(error, OSError) and error.errno is not None:
         return f"cannot be written to {cache}: {error.strerror}"
     return str(error).strip().partition("\n")[0]

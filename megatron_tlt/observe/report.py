@@ -152,6 +152,8 @@ def _samples(run: RunData) -> PageSection:
     shown = [row for row in reversed(run.samples) if row["step"] in steps]
     rows = [row | _shown(row) | {"verdict": verdict[bool(row["correct"])]} for row in shown]
     text = "The best and the worst response of the first prompts of a step: the update learns from their contrast."
+    if not _says_wrong(run):
+        text += " Below 1: rewards.functions.N.threshold, from which a response is correct, has its default."
     title = "Samples"
     if any("turns" in row for row in rows):
         title, text = "Trajectories", f"{text} By turn: what the model wrote, then the environment's text."

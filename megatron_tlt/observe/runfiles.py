@@ -129,7 +129,7 @@ def read_run(run_dir: str | Path, with_responses: bool = True) -> RunData:
     """All but the events; `with_responses`: rollouts and samples, too. Raises ConfigError where there is no run."""
     folder = Path(run_dir)
     if not folder.is_dir():
-        allowed = "must be a directory that `megatron-tlt train` has written"
+        allowed = f"must be a directory that `megatron-tlt train` has written; a relative path counts from {Path.cwd()}"
         raise ConfigError.of("RUN_DIR", str(run_dir), allowed)
     if not (folder / METRICS_FILE).exists() and not (folder / "events").is_dir():
         raise ConfigError.of("RUN_DIR", str(run_dir), f"holds no run: neither {METRICS_FILE} nor events/")

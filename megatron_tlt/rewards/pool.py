@@ -29,18 +29,21 @@ _START_TIMEOUT_S = 120.0
 _STARTS = 3  # of the pool for one list of samples: workers may also die between two samples
 
 
-def trial_warning(section: RewardSection, prompt: Prompt) -> str | None:
-    """A warning of users' functions that return no number for an empty response to `prompt`. Errors that they raise
-    themselves are none: an empty response may be one.
+def trial_line(section: RewardSection, prompt: Prompt) -> str:
+    """What users' functions give an empty response to `prompt`; empty without such functions. It is a warning where
+    they return no number; errors that they raise themselves are none: an empty response may be one.
     """
     functions = tuple(function for function in section.functions if function.name == "python")
     if not functions:
-        return None
+        return ""
     group = SampleGroup(prompt, [Sample(prompt.prompt_id, 0, [], [], "", "stop", 0)])
     with closing(RewardPool(section.model_copy(update={"functions": functions, "workers": 1}))) as pool:
         pool.score([group])
-    why = group.rewards[0].failure or ""
-    return f"for an empty response to the first prompt, reward {why}" if ": returned " in why else None
+    result, of = group.rewards[0], "of an empty response to the first prompt"
+    if result.failure is None:
+        return f"Rewards {of}: {', '.join(f'{label} {value:g}' for label, value in result.parts.items())}"
+    warning = "warning: " if ": returned " in result.failure else ""
+    return f"{warning}reward {of}: {result.failure}"
 
 
 class RewardPool:

@@ -31,7 +31,7 @@ from megatron_tlt.models.hf.files import model_problems
 from megatron_tlt.models.hf.peft import peft_problems
 from megatron_tlt.observe.metrics import wandb_problems
 from megatron_tlt.rewards.build import function_problems
-from megatron_tlt.rewards.pool import trial_warning
+from megatron_tlt.rewards.pool import trial_line
 from megatron_tlt.trainer.chat_checks import Renderer, chat_problems, prompt_renderer
 from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.teacher import teacher_problems, teacher_shape, with_teacher_shape
@@ -74,8 +74,9 @@ def check_report(
     if rl is not None and rl.env is not None and prompt is not None:
         problems += episode_problems(rl.env, prompt)
     if config.model.architecture is None and not is_name(config.model.path):
-        problems += missing_model(config)
-    elif not elsewhere:
+        no_shape = missing_model(config)
+        problems, missing = problems + no_shape, [p for p in missing if p.path not in {q.path for q in no_shape}]
+    if not elsewhere:
         hint = "; --elsewhere: it is on another machine"
         problems += [ConfigProblem(p.path, p.value, f"{p.allowed}{hint}") for p in missing]
     problems += place_problems(config, must_be_writable=False)
@@ -90,8 +91,8 @@ def check_report(
     played, warnings = [], [*input_warnings(config, device), *_unseen_drafter(config, shape)]
     if rl is not None and prompt is not None and rl.env is not None:
         played = ["Environment: a scripted episode was the same three times, in two processes"]
-    elif rl is not None and prompt is not None and (tried := trial_warning(rl.rewards, prompt)) is not None:
-        warnings.append(tried)
+    elif rl is not None and prompt is not None and (tried := trial_line(rl.rewards, prompt)):
+        played = [tried]
     warnings = [f"warning: {text}" for text in warnings]
     if device is None:
         positions = None if model is None else model.max_position_embeddings

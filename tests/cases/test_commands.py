@@ -19,6 +19,8 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.trainer.drafter_training import given_responses
 from tests.helpers.mpi import ROOT, rank_environment
 
+pytestmark = pytest.mark.ci
+
 QUICKSTART, SFT = str(ROOT / "configs/quickstart.yaml"), str(ROOT / "configs/sft-demo.yaml")
 POLICY = ROOT / "assets/demo-policy"
 

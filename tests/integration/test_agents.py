@@ -9,7 +9,7 @@ from tests.helpers.columns import undocumented_of
 from tests.helpers.mpi import run_one, run_ranks
 from tests.helpers.runs import TLT_ON, assert_same_checkpoint, rollout_digests, rows, write_config
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.ci]
 TRAIN = ["-m", "megatron_tlt", "train"]
 FAULTS = "tests/integration/workers/faults.py"
 STEPS, LAST = 2, "checkpoints/step-000002"

@@ -11,7 +11,7 @@ from megatron_tlt.models.hf.loader import iter_weights
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import write_config
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.ci]
 
 
 def command(ranks, *arguments, **options):

@@ -9,7 +9,7 @@ from tests.helpers.columns import undocumented_of
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import TLT_ON, assert_same_checkpoint, make_model, rows, train_many, write_config
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.ci]
 
 ALONE = ["rewards.functions=[]", "data.eval=null"]
 

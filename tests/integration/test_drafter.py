@@ -16,7 +16,7 @@ from tests.helpers import engine_drafters
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import TINY_WARM_UP, make_model, run_drafter, write_config
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.ci]
 
 SPEC = "rollout.speculation"
 EAGLE3 = [f"{SPEC}.drafter=eagle3", f"{SPEC}.draft_vocab_size=80", f"{SPEC}.layers=[0,1,2]"]

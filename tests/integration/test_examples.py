@@ -11,6 +11,8 @@ import pytest
 from tests.helpers.mpi import ROOT
 from tests.helpers.runs import commands, make_folder, run_as_printed
 
+pytestmark = pytest.mark.ci
+
 FOLDERS = sorted(path.parent for path in (ROOT / "examples").glob("*/README.md"))
 NOT_HERE = re.compile(r"sbatch -N|squeue|megatron-tlt (status|report) runs/slurm-7b|vllm serve")  # GPUs, a server
 GSM8K = {"question": "A pen costs 2. What do three cost?", "answer": "Three cost 3 * 2 = 6.\n#### 6"}

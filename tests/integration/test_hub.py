@@ -13,7 +13,7 @@ from tests.helpers.hub_server import Hub, Repository, serving
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import assert_same_checkpoint, write_config
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.ci]
 
 WORKER = "tests/integration/workers/by_name.py"
 

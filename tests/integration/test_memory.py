@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.runs import assert_same_checkpoint, rows, train_many, write_config
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.ci]
 
 FREED = ["rollout.release_cache=true", "actor.offload_optimizer=true"]
 LAYOUTS = {

@@ -14,7 +14,7 @@ from tests.helpers.columns import undocumented_of
 from tests.helpers.mpi import ROOT
 from tests.helpers.runs import commands, make_folder, rows, run_as_printed
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.ci]
 
 
 def section(heading: str) -> str:

@@ -11,7 +11,7 @@ from make_demo_policy import write_experts
 from tests.helpers.mpi import run_one, run_ranks
 from tests.helpers.runs import TLT_ON, assert_same_checkpoint, copy_run, rows, write_config
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.ci]
 LAST = "checkpoints/step-000004"
 NOW = "checkpoint.asynchronous=false"  # so that a step's checkpoint is there when the next one begins
 FAULTS = "tests/integration/workers/faults.py"

@@ -11,6 +11,8 @@ from tests.helpers.mpi import run_ranks
 from tests.mpi.workers.actor_common import results
 from tests.numerics.actor_expected import models_root
 
+pytestmark = pytest.mark.ci
+
 WORKER = "tests/mpi/workers/actor_checkpoint.py"
 
 

@@ -26,6 +26,8 @@ from megatron_tlt.models.hf.writer import save_hf
 from tests.helpers.mpi import run_ranks
 from tests.mpi.workers.actor_common import KINDS, LORA, results, save_model
 
+pytestmark = pytest.mark.ci
+
 # A run pads their rows to a multiple of its TP; the converter stores the model's.
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 WORKER = "tests/mpi/workers/actor_checkpoint.py"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.mpi import run_ranks
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.ci]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.mpi import run_ranks
 from tests.mpi.workers.actor_common import results
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.ci]
 
 FULL, LONG = "actor.micro_batch_tokens=512", "actor.micro_batch_tokens=1024"
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {  # fields of the model, overrides

@@ -22,6 +22,8 @@ from tests.helpers.mpi import ROOT, run_ranks
 from tests.mpi.workers.actor_common import LORA_KINDS, results, save_model
 from tests.numerics.actor_expected import write_expected
 
+pytestmark = pytest.mark.ci
+
 SP = {"tp": 2, "sequence_parallel": True}
 # Biases, an untied head, norms of queries and keys, experts with and without shared ones: each where it is hard.
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {

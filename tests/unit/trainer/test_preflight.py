@@ -22,6 +22,7 @@ from megatron_tlt.trainer.preflight import (
     tokenizer_problems,
 )
 from tests.helpers.chat_models import remove_tokenizer, save_letters
+from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
 
@@ -47,7 +48,7 @@ def make(**sections) -> Config:
 def test_a_sound_config_reports_without_its_files():
     report = check_report(make(), 4)
     assert "Ranks: 4" in report
-    assert ": model.path = not/here (is no path here, and no whole model in" in report
+    assert f": model.path = not/here (is no path from {Path.cwd()}, and no whole model in" in report
     last = report.splitlines()[-1]
     assert last.startswith("Fits: not known without cluster.memory_gib; the plan takes ")
 
@@ -63,6 +64,9 @@ def test_what_is_not_on_this_machine_is_a_problem_unless_it_is_elsewhere():
     assert "no such file or directory; --elsewhere: it is on another machine" in str(caught.value)
     report = check_report(config, 4, elsewhere=True)
     assert "warning: not on this machine: data.train.path = nowhere/rows.jsonl" in report
+    here = make(data=rows, model={"path": str(ROOT / "assets/demo-policy")}, rewards=config.rewards.model_dump())
+    with pytest.raises(ConfigError, match=r"data\.train\.path = 'nowhere/rows.jsonl'.*no such file"):
+        check_report(here, 4)
     small = config.model_copy(update={"cluster": config.cluster.model_copy(update={"memory_gib": 0.1})})
     with pytest.raises(ConfigError) as caught:
         check_report(small, 4)
@@ -87,9 +91,11 @@ def test_a_reward_that_gives_no_number_is_a_warning_before_the_run(tmp_path):
     def said(name: str) -> str:
         return check_report(make(rewards={"functions": [{"name": "python", "path": f"{file}:{name}"}]}), 4)
 
-    text = "warning: for an empty response to the first prompt, reward none: ValueError: returned None (NoneType)"
-    assert f"{text}: must be a number or a boolean" in said("none")
-    assert "for an empty response" not in said("one") + said("bad"), "an empty response may be an error"
+    of = "of an empty response to the first prompt:"
+    text = f"warning: reward {of} none: ValueError: returned None (NoneType): must be a number or a boolean"
+    assert text in said("none")
+    assert f"\nRewards {of} one 1\n" in said("one")
+    assert f"\nreward {of} bad: IndexError" in said("bad"), "no warning: an empty response may be an error"
 
 
 def test_a_kl_term_without_gradient_is_a_warning_of_check():

@@ -156,7 +156,7 @@ def _attend(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
                 is_key = j < count
                 slot = tl.load(slots + start + j, mask=is_key, other=0).to(tl.int64)
                 seen = is_key[None, :] & is_row[:, None] & (j[None, :] <= (count if BLOCK else row[:, None]))
-                if HAS_LOW:
+                if HAS_LOW and not BLOCK:
                     seen = seen & (((first + j) >= low)[None, :] | (j[None, :] == row[:, None]))
                 top, total, mixed = _fold(
                     query, own_k, own_v, slot, is_key, seen, scale, top, total, mixed, D, D_PADDED, KV

@@ -16,7 +16,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.helpers.batches import rows_input
 
 from megatron_tlt.models.decoders.torch.attention import RaggedPlan
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
@@ -27,7 +26,7 @@ from megatron_tlt.models.decoders.torch.paged import PagedPlan
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from tests.helpers.interpreted import products_by_rows
-from tests.helpers.tiny_models import Driver, moe_config, random_weights
+from tests.helpers.tiny_models import Driver, moe_config, random_weights, rows_input
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK, BLOCKS = 16, 64

@@ -13,9 +13,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton", reason="triton is not installed")
 
-from tests.helpers.launches import noted_launches
-
 from megatron_tlt.models.decoders.torch.kernels.products import product
+from tests.helpers.budget import noted_launches
 from tests.helpers.interpreted import products_by_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
