@@ -28,7 +28,7 @@ from tests.helpers.hub_server import Hub, Repository, serving
 from tests.helpers.mpi import ROOT
 from tests.helpers.thread_ranks import ThreadRank
 
-HERE = Path.cwd()
+NO_PATH = f"is no path from {Path.cwd()}, and"
 
 POLICY = {path.name: path.read_bytes() for path in (ROOT / "assets/demo-policy").iterdir() if path.suffix != ".md"}
 UNUSED = {"README.md": b"1", "pytorch_model.bin": b"1", "original/a.json": b"{}", "consolidated.safetensors": b"2"}
@@ -214,8 +214,8 @@ def test_fine_tuning_that_goes_on_uses_the_commits_of_its_first_start(hub: Hub, 
 
 def test_names_that_cannot_be_had_are_named_with_the_reason(hub: Hub, settings: list[str]) -> None:
     told = problems_of(*settings, "model.path=no/where", "data.eval.path=no/rows")
-    assert f"model.path = 'no/where': is no path from {HERE}, and {hub.url} has no model no/where (a private" in told
-    assert f"data.eval.path = 'no/rows': is no path from {HERE}, and {hub.url} has no dataset no/rows (a private" in told
+    assert f"model.path = 'no/where': {NO_PATH} {hub.url} has no model no/where (a private" in told
+    assert f"data.eval.path = 'no/rows': {NO_PATH} {hub.url} has no dataset no/rows (a private" in told
     told = problems_of(*settings, "data.train.subset=x", "data.eval.split=val")
     assert "data.train.path = 'a/rows': a/rows: no subset 'x'; there are: main, socratic" in told
     assert "data.eval.path = 'a/rows': a/rows: no split 'val'; there are: test, train" in told
@@ -252,7 +252,7 @@ def test_a_cache_is_enough_where_the_hub_is_not_reachable(
     if offline:
         told += problems_of(*settings, "data.train.subset=socratic")
     for name, kind in (("no/where", "model"), ("no/rows", "dataset"), *[("a/rows", "dataset")] * offline):
-        assert f" = '{name}': is no path from {HERE}, and no whole {kind} in the cache {tmp_path / 'cache'}; {why}" in told
+        assert f" = '{name}': {NO_PATH} no whole {kind} in the cache {tmp_path / 'cache'}; {why}" in told
     assert not hub.asked
 
 
@@ -294,7 +294,7 @@ def test_check_says_what_would_be_fetched_and_fetches_where_it_is_asked_to(
     assert main([*command, "data.train.split=test"]) == 2, "evaluation uses the training prompts"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert main([*command, "data.train.path=no/rows", "data.train.split=train"]) == 0
-    assert f"data.train.path = no/rows (is no path from {HERE}, and no whole dataset" in capsys.readouterr().out
+    assert f"data.train.path = no/rows ({NO_PATH} no whole dataset" in capsys.readouterr().out
 
 
 def test_a_path_that_exists_wins_over_a_name(
