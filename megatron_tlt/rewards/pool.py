@@ -42,8 +42,8 @@ def trial_line(section: RewardSection, prompt: Prompt) -> str:
     result, of = group.rewards[0], "of an empty response to the first prompt"
     if result.failure is None:
         return f"Rewards {of}: {', '.join(f'{label} {value:g}' for label, value in result.parts.items())}"
-    warning = "warning: " if ": returned " in result.failure else ""
-    return f"{warning}reward {of}: {result.failure}"
+    warning = "warning: rewards" if ": returned " in result.failure else "Rewards"
+    return f"{warning} {of} failed: {result.failure}"
 
 
 class RewardPool:

@@ -77,7 +77,7 @@ def check_report(
         no_shape = missing_model(config)
         problems, missing = problems + no_shape, [p for p in missing if p.path not in {q.path for q in no_shape}]
     if not elsewhere:
-        hint = "; --elsewhere: it is on another machine"
+        hint = "; --elsewhere where it is on another machine"
         problems += [ConfigProblem(p.path, p.value, f"{p.allowed}{hint}") for p in missing]
     problems += place_problems(config, must_be_writable=False)
     if problems:

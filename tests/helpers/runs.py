@@ -162,8 +162,9 @@ def train_many(
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The metrics rows of training steps."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    """The metrics rows of training steps, but one that is still being written."""
+    text = (run_dir / "metrics.jsonl").read_text()
+    lines = text[: text.rfind("\n") + 1].splitlines()
     return [row for row in map(json.loads, lines) if "time/step" in row]
 
 

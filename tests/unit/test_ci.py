@@ -1,8 +1,10 @@
 """`.ci/run` tells of every part whether it passed, failed or was skipped, and why; here `make` and pytest are stubs."""
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -52,6 +54,13 @@ def test_parts_run_and_their_counts_are_the_last_lines(ci, tmp_path):
     files = [[word for word in line.split() if word.startswith("tests/")] for line in called]
     vllm = ["tests/integration/test_vllm*.py", "tests/integration/test_serving.py"]
     assert files == [["tests/integration/test_resumes.py"], ["tests/integration/slurm"], vllm]
+
+
+def test_whether_vllm_is_there_is_asked_of_the_package():
+    asked = re.search(r"-c '(from .*?)' && return", (ROOT / ".ci/run").read_text(), re.DOTALL)
+    assert asked is not None
+    done = subprocess.run([sys.executable, "-c", asked[1]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode in (0, 1) and not done.stderr
 
 
 def test_a_switch_and_a_missing_installation_skip_a_part_and_fail_nothing(ci):

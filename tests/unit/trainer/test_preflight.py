@@ -61,7 +61,7 @@ def test_what_is_not_on_this_machine_is_a_problem_unless_it_is_elsewhere():
     with pytest.raises(ConfigError) as caught:
         check_report(config, 4)
     assert {"data.train.path", "rollout.vllm.python"} <= {p.path for p in caught.value.problems}
-    assert "no such file or directory; --elsewhere: it is on another machine" in str(caught.value)
+    assert "no such file or directory; --elsewhere where it is on another machine" in str(caught.value)
     report = check_report(config, 4, elsewhere=True)
     assert "warning: not on this machine: data.train.path = nowhere/rows.jsonl" in report
     here = make(data=rows, model={"path": str(ROOT / "assets/demo-policy")}, rewards=config.rewards.model_dump())
@@ -91,11 +91,11 @@ def test_a_reward_that_gives_no_number_is_a_warning_before_the_run(tmp_path):
     def said(name: str) -> str:
         return check_report(make(rewards={"functions": [{"name": "python", "path": f"{file}:{name}"}]}), 4)
 
-    of = "of an empty response to the first prompt:"
-    text = f"warning: reward {of} none: ValueError: returned None (NoneType): must be a number or a boolean"
+    of = "of an empty response to the first prompt"
+    text = f"warning: rewards {of} failed: none: ValueError: returned None (NoneType): must be a number or a boolean"
     assert text in said("none")
-    assert f"\nRewards {of} one 1\n" in said("one")
-    assert f"\nreward {of} bad: IndexError" in said("bad"), "no warning: an empty response may be an error"
+    assert f"\nRewards {of}: one 1\n" in said("one")
+    assert f"\nRewards {of} failed: bad: IndexError" in said("bad"), "no warning: an empty response may be an error"
 
 
 def test_a_kl_term_without_gradient_is_a_warning_of_check():
