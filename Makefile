@@ -8,7 +8,8 @@ BIN := .venv/bin
 SOURCES := megatron_tlt tests tools examples $(wildcard benchmarks)
 PYTEST_ARGS ?=
 JOBS ?= 2
-TESTS ?= not nightly and not ci  # markers of the tests that run
+# Markers of the tests that run.
+TESTS ?= not nightly and not ci
 ARGS ?=
 RANKS ?= 2
 
@@ -56,7 +57,7 @@ imports: setup-dev  ## Run import-linter: the floors, one module a vendor librar
 	$(BIN)/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 unit: setup-dev  ## Run pytest only, JOBS tests at a time; PYTEST_ARGS="-k config" chooses tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(strip $(TESTS))" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(TESTS)" $(PYTEST_ARGS)
 
 test-all: setup-dev lint types imports  ## Run also the tests marked ci and nightly (an hour more on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)

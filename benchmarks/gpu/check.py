@@ -113,11 +113,13 @@ class Check:
         return data_sheet(name) or measured_peaks(self, name)
 
 
-def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Matrices that keep a row's size, vectors near 1, on the CPU."""
-    generator = torch.Generator().manual_seed(seed)
+def random_weights(
+    shapes: Mapping[str, tuple[int, ...]], seed: int = 0, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Matrices that keep a row's size, vectors near 1."""
+    generator = torch.Generator(device).manual_seed(seed)
     return {
-        name: torch.randn(size, generator=generator) * size[-1] ** -0.5 + (len(size) == 1)
+        name: torch.randn(size, generator=generator, device=device) * size[-1] ** -0.5 + (len(size) == 1)
         for name, size in shapes.items()
     }
 

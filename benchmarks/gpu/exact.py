@@ -6,20 +6,18 @@ the one of docs/design/numerics.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.batches import BLOCK, blocks_for, chains
-from benchmarks.gpu.check import Check
+from benchmarks.gpu.check import Check, random_weights
 from benchmarks.gpu.result import Result
 from benchmarks.gpu.rl import FIXED, Pair, judge
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.decoders.inputs import DecoderInput
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
-from megatron_tlt.models.hf.config import ModelConfig
 
 STEPS, SMOKE_STEPS = 3, 1
 
@@ -61,7 +59,7 @@ def rows_alike(check: Check, dtype: torch.dtype) -> float:
     kernels = "auto" if check.is_cuda else "torch"
     decoder = build_decoder(config, device, dtype, kernels, numerics="invariant")
     assert isinstance(decoder, TorchDecoder)
-    decoder.load_weights(_random_weights(config, device))
+    decoder.load_weights(random_weights(config.parameter_shapes(), device=device).items())
     kv = decoder.new_kv_cache(blocks_for(sequences, rows, context), BLOCK)
     whole = chains(sequences, context + rows, 0, config.vocab_size, device)
     every = list(range(sequences))
@@ -98,10 +96,3 @@ def _part(whole: DecoderInput, sequences: list[int], first: int, rows: int) -> D
     by_row = [tensor[index] for tensor in (whole.token_ids, whole.positions, whole.slot_mapping)]
     parts = [*by_row, starts, ends, whole.block_tables[sequences], torch.arange(len(index), device=device)]
     return DecoderInput.of([part.int().contiguous() for part in parts])
-
-
-def _random_weights(config: ModelConfig, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    generator = torch.Generator(device).manual_seed(0)
-    for name, shape in config.parameter_shapes().items():
-        drawn = torch.randn(shape, generator=generator, device=device)
-        yield name, drawn * shape[-1] ** -0.5 + (len(shape) == 1)

@@ -82,10 +82,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     """Overrides may also stand behind options, where argparse alone takes none."""
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    strays = [word for word in rest if word.startswith("-") or not ("=" in word or word.endswith((".yaml", ".yml")))]
-    if rest and ("overrides" not in args or strays):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
+        from megatron_tlt.config.load import is_file
+
+        strays = [word for word in rest if word.startswith("-") or not ("=" in word or is_file(word))]
+        if "overrides" not in args or strays:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
         args.overrides = [*args.overrides, *rest]
     return args
 

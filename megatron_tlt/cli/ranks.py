@@ -17,6 +17,7 @@ from megatron_tlt.resilience.shared_memory import sweep_shared_memory
 if TYPE_CHECKING:
     from megatron_tlt.config.run import DistributedSection
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.interfaces import RankOutcome
     from megatron_tlt.trainer.job import Job
 
 # Printed by megatron-core at import, once a rank, about things that are as they should be on this machine.
@@ -65,15 +66,14 @@ def run_on_every_rank(
         world.close()
     except (ConfigError, DataError, RewardError) as error:
         # Usually every rank finds the same problems, but one may be alone: the first one prints them.
-        has_no_reward = isinstance(error, RewardError)
-        code = FAILED if has_no_reward else BAD_INPUT
+        outcome: RankOutcome
+        code, outcome, detail = BAD_INPUT, "ended", "refused: wrong configuration or input"
+        if isinstance(error, RewardError):
+            code, outcome, detail = FAILED, "failed", str(error)
         if world.store.add("config_error", 1) == 1:
             print_problems(error)
             note_exit(code)
-        if has_no_reward:
-            world.refuse("failed", str(error))
-        else:
-            world.refuse("ended", "refused: wrong configuration or input")
+        world.refuse(outcome, detail)
         world.leave_refused(code)
         return code
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is

@@ -118,7 +118,12 @@ class RewardConfig(Section):
     @property
     def is_of_unknown_scale(self) -> bool:
         """Whether a value below the threshold may be a right answer's."""
-        return self.threshold == "auto" and self.name in ("python", "env")
+        return is_of_unknown_scale(self.name, self.threshold)
+
+
+def is_of_unknown_scale(name: object, threshold: object) -> bool:
+    """See `RewardConfig.is_of_unknown_scale`."""
+    return threshold == "auto" and name in ("python", "env")
 
 
 class RewardSection(Section):

@@ -54,6 +54,11 @@ def load_config(
     return build_config(read_config_file(Path(path), root), overrides, root, notes)
 
 
+def is_file(override: str) -> bool:
+    """Whether an override is a YAML file, not a value."""
+    return "=" not in override and override.endswith((".yaml", ".yml"))
+
+
 def build_config(
     values: dict[str, Any],
     overrides: Sequence[str] = (),
@@ -65,7 +70,7 @@ def build_config(
     problems: list[ConfigProblem] = []
     for override in overrides:
         try:
-            if "=" not in override and override.endswith((".yaml", ".yml")):
+            if is_file(override):
                 tree = deep_merge(tree, read_config_file(Path(override), root))
             else:
                 apply_override(tree, override)

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+from megatron_tlt.config.data import is_of_unknown_scale
 from megatron_tlt.observe.page import Page, PageSection, Samples, Stat, Table
 from megatron_tlt.observe.report_charts import charts_of
 from megatron_tlt.observe.runfiles import JsonRow, RunData, require_metrics
@@ -141,18 +142,19 @@ def _fields(value: object, path: str) -> Iterator[tuple[str, str]]:
 def _says_wrong(run: RunData) -> bool:
     """Whether a response below the thresholds is wrong: none is the default one of a user's function."""
     functions = run.config.get("rewards", {}).get("functions", [])
-    return not any(f.get("threshold") == "auto" and f.get("name") in ("python", "env") for f in functions)
+    return not any(is_of_unknown_scale(f.get("name"), f.get("threshold")) for f in functions)
 
 
 def _samples(run: RunData) -> PageSection:
     """Responses of steps at equal distances, those of the last step first."""
     every = sorted({row["step"] for row in run.samples}, reverse=True)
     steps = every[:: len(every) // _SAMPLE_STEPS + 1]
-    verdict = {True: "correct", False: "wrong" if _says_wrong(run) else "below 1"}
+    says_wrong = _says_wrong(run)
+    verdict = {True: "correct", False: "wrong" if says_wrong else "below 1"}
     shown = [row for row in reversed(run.samples) if row["step"] in steps]
     rows = [row | _shown(row) | {"verdict": verdict[bool(row["correct"])]} for row in shown]
     text = "The best and the worst response of the first prompts of a step: the update learns from their contrast."
-    if not _says_wrong(run):
+    if not says_wrong:
         text += " Below 1: rewards.functions.N.threshold, from which a response is correct, has its default."
     title = "Samples"
     if any("turns" in row for row in rows):

@@ -18,7 +18,7 @@ from megatron_tlt.config.planning.report import fits_line, render_check
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.chat import form_of
 from megatron_tlt.data.completions import Completion, read_completions
-from megatron_tlt.data.hub import cached, is_name, names_of
+from megatron_tlt.data.hub import cached, names_of
 from megatron_tlt.data.long_prompts import long_prompt_problems
 from megatron_tlt.data.prompts import open_source, source_problems
 from megatron_tlt.data.sources import errors_at
@@ -73,9 +73,9 @@ def check_report(
     prompt = None if problems or rl is None else _first_prompt(rl)
     if rl is not None and rl.env is not None and prompt is not None:
         problems += episode_problems(rl.env, prompt)
-    if config.model.architecture is None and not is_name(config.model.path):
-        no_shape = missing_model(config)
-        problems, missing = problems + no_shape, [p for p in missing if p.path not in {q.path for q in no_shape}]
+    if config.model.architecture is None:  # nothing says what is planned
+        problems += [p for p in missing if p.path == "model.path"]
+        missing = [p for p in missing if p.path != "model.path"]
     if not elsewhere:
         hint = "; --elsewhere where it is on another machine"
         problems += [ConfigProblem(p.path, p.value, f"{p.allowed}{hint}") for p in missing]

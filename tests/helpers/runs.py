@@ -168,6 +168,11 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if "time/step" in row]
 
 
+def steps_logged(run_dir: Path) -> int:
+    """Training steps that a run in progress has logged."""
+    return len(rows(run_dir)) if (run_dir / "metrics.jsonl").exists() else 0
+
+
 def rollout_digests(run_dir: Path) -> list[tuple[int, str, str]]:
     """Of each step the number of responses, and the digests of responses and rewards."""
     lines = (run_dir / "rollouts.jsonl").read_text().splitlines()

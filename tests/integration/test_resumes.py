@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers import stub
 from tests.helpers.mpi import ROOT, launcher, rank_environment, run_ranks, server
-from tests.helpers.runs import TLT_ON, assert_same_checkpoint, rows, write_config
+from tests.helpers.runs import TLT_ON, assert_same_checkpoint, rows, steps_logged, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.nightly]
 SEED = int(os.environ.get("KILLS_SEED") or random.randrange(10**6))
@@ -33,12 +33,6 @@ def test_a_run_killed_six_times_equals_one_left_alone(tmp_path):
     assert row["different"] == [] and row["same_metrics"] and row["resumes"] == 7
     assert row["tensors"] > 20 and row["num_steps"] >= 4
     assert sum(row["phases"].values()) == 6
-
-
-def steps_logged(run_dir):
-    """The last line may be a part of one: it is being written, or its writer was killed."""
-    metrics = run_dir / "metrics.jsonl"
-    return metrics.read_text().count('"time/step"') if metrics.exists() else 0
 
 
 def ranks_of(job):

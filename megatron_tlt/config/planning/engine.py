@@ -32,8 +32,7 @@ from megatron_tlt.config.planning.parameters import (
 from megatron_tlt.config.rollout import KV_BLOCK
 from megatron_tlt.config.root import Config
 
-LOADED = "experts as they load"  # names of parts
-HIDDEN = "rollout.{}.hidden_mib"  # of the engine's own section
+LOADED = "experts as they load"  # name of a part
 PROCESS_MIB = 2048  # of an engine in a process of its own: CUDA context and graphs; assumed, on CPU a quarter
 _SPLIT_COLUMNS = 132 * 128  # of invariant products with splits of K: columns times splits at most; a test compares
 _SPLIT_HEADS = 32  # of invariant attention: kv heads times splits at least; a test compares
@@ -65,6 +64,11 @@ def has_packed_head(config: Config, device: Device) -> bool:
     return rollout.backend == "embedded" and device == "cpu" and rollout.kernels != "torch"
 
 
+def hidden_part(config: Config) -> str:
+    """The part's name of the room for hidden states in an engine's process: its setting."""
+    return f"rollout.{config.rollout.backend}.hidden_mib"
+
+
 def process_bytes(config: Config, process: EngineProcessSection, shape: ArchitectureConfig) -> dict[str, int]:
     """Bytes of an engine in a process of its own beside weights and cache. A weight sync: in vLLM a layer's experts,
     that came and made ready. Training a drafter: room for hidden states, where the engine hands them out, and the
@@ -76,7 +80,7 @@ def process_bytes(config: Config, process: EngineProcessSection, shape: Architec
     if not config.idle.train_drafter:
         return experts
     tables = (1 if shape.tie_word_embeddings else 2) * shape.vocab_size * shape.hidden_size
-    states = {HIDDEN.format(rollout.backend): getattr(process, "hidden_mib", 0) * MIB}
+    states = {hidden_part(config): getattr(process, "hidden_mib", 0) * MIB}
     return experts | (states if config.hidden_states_of == "engine" else {}) | {
         "embedding and LM head": tables * element_bytes(rollout.dtype),
     }

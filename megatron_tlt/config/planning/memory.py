@@ -185,7 +185,7 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
         only[KV] = ("rollout",)
     if config.rollout.engine_sleeps(device):
         only |= dict.fromkeys(("engine weights", "drafter"), ("rollout", "idle window", "weight_sync"))
-        only[engine.HIDDEN.format(config.rollout.backend)] = ("rollout",)
+        only[engine.hidden_part(config)] = ("rollout",)
     if config.actor.offload_optimizer:
         only["gradients"] = ("update",)
         if device == "cuda":  # on CPU the host is where it lies anyway

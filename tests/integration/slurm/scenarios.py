@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from tests.helpers.mpi import ROOT, forking_python
-from tests.helpers.runs import rows, write_config
+from tests.helpers.runs import steps_logged, write_config
 from tests.integration.slurm.cluster import Cluster
 
 PATIENCE_S = 900  # a job takes 20 s; on a machine with fifty others, minutes
@@ -74,10 +74,7 @@ class Scene:
 
     def after_steps(self, count: int) -> None:
         """Waits until so many steps are logged."""
-        metrics = self.run_dir / "metrics.jsonl"
-        self.cluster.until(
-            lambda: metrics.exists() and len(rows(self.run_dir)) >= count, PATIENCE_S, self.output
-        )
+        self.cluster.until(lambda: steps_logged(self.run_dir) >= count, PATIENCE_S, self.output)
 
     def finish(self) -> Scene:
         """Waits for the end of the job."""
