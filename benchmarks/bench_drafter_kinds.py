@@ -125,9 +125,9 @@ def learn(
     """Accepted lengths at marks of seconds, of training on the first `responses` recorded ones (None: on all)."""
     shape = ModelConfig.from_hf(policy)
     config, tables = shape_of(name, shape), lookup_tables(policy, shape, torch.device("cpu"))
-    of = work, shape, config.aux_layers
-    held = {t: [DraftSequence.of(s) for s in read(f"held-{t}", *of)] for t in TEMPERATURES}
-    samples = read("train", *of, responses)
+    source = work, shape, config.aux_layers
+    held = {t: [DraftSequence.of(s) for s in read(f"held-{t}", *source)] for t in TEMPERATURES}
+    samples = read("train", *source, responses)
     model = KINDS[config.kind].build_model(config)
     model.initialise(seed)
     model.start_from_policy(weight_reader(policy, shape))
@@ -158,8 +158,8 @@ def accepted(
     model: DrafterModel, tables: tuple[Tensor, Tensor], held: list[DraftSequence], temperature: float
 ) -> dict[str, Any]:
     """Mean accepted length over bases, the standard error of the ratio over responses, and the slots' shares."""
-    given = {"steps": DRAFTED, "temperature": temperature, "batch_tokens": 1024, "window": 1024}
-    each = [measure(model, *tables, [response], **given) for response in held]
+    how = {"steps": DRAFTED, "temperature": temperature, "batch_tokens": 1024, "window": 1024}
+    each = [measure(model, *tables, [response], **how) for response in held]
     bases = np.array([m.bases for m in each])
     length = bases * np.array([m.accepted_length for m in each])
     mean = length.sum() / bases.sum()

@@ -311,6 +311,9 @@ class WeightBucket:
     tensors: list[tuple[str, Tensor]]
 
 
+LEAST_TRAINED = 2  # tokens of a response that a drafter trains on: it has no draft of the first one
+
+
 @dataclass(frozen=True, slots=True)
 class HiddenStateSample:
     """A trajectory with the policy's hidden states, as the engine computed them (`rollout.hidden_states`).

@@ -31,7 +31,7 @@ from megatron_tlt.actor.compat import current_device
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.microbatch import MicroBatch, response_len
 from megatron_tlt.models.decoders.torch.transfer import HostCopies, HostCopy
-from megatron_tlt.types import HiddenStateSample, TrainSequence
+from megatron_tlt.types import LEAST_TRAINED, HiddenStateSample, TrainSequence
 
 # isort: split
 # megatron comes after compat.
@@ -40,7 +40,6 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-_MIN_TOKENS = 2  # of a response that is collected, as in the rollout engine
 Key = tuple[int, int]  # prompt, sample
 Sink = Callable[[Sequence[HiddenStateSample], int], None]
 """Gets this rank's responses of a step, and how many of its replica's exceeded the budget."""
@@ -104,7 +103,7 @@ class ForwardStateCollector:
         """Around forwards of the weights of `version` over `sequences`, the replica's responses of a step: collects
         those that no forward has passed yet, and emits them at the end. Collective over the replica.
         """
-        new = [s for s in sequences if _key(s) not in self._seen and response_len(s) >= _MIN_TOKENS]
+        new = [s for s in sequences if _key(s) not in self._seen and response_len(s) >= LEAST_TRAINED]
         self._seen = {_key(s) for s in sequences}
         self._version = version
         self._chosen = choose(new, self._width * self._groups.dims.pp, self._budget, self._row, self._seed)

@@ -140,7 +140,6 @@ class MegatronPolicy:
         return built
 
     def communicating(self) -> list[dist.ProcessGroup]:
-        """See `ActorGroups.communicating`."""
         return self.groups.communicating(self.config.num_experts > 0, self.shards_optimizer)
 
     # ---- updates

@@ -41,7 +41,7 @@ class BaseBackend:
         return self._weights.drafter_version
 
     def release_weights(self) -> None:
-        """See `RolloutBackend.release_weights`. This engine keeps them."""
+        """Nothing to do: this engine keeps its weights."""
         return
 
     def weight_checksums(self) -> dict[str, int]:
@@ -49,11 +49,11 @@ class BaseBackend:
         return dict(self._weights.checksums)
 
     def trace_drafts(self, num_prompts: int) -> None:
-        """See `RolloutBackend.trace_drafts`. Raises BackendError: this engine has no trace."""
+        """Raises BackendError: this engine has no trace."""
         raise BackendError("this kind of engine does not trace its drafts")
 
     def drafts_of(self, sample: Sample) -> dict[str, Any] | None:
-        """See `RolloutBackend.drafts_of`. None: this engine has no trace."""
+        """None: this engine has no trace."""
         return None
 
     @property

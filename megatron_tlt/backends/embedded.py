@@ -67,7 +67,6 @@ class EmbeddedBackend(BaseBackend):
         return self._engine
 
     def generate(self, call: GenerateCall) -> list[Sample]:
-        """See `RolloutBackend.generate`."""
         engine = self.engine
         self._weights.check_ready()
         assert engine.is_idle, "generate is not re-entrant"
@@ -147,7 +146,6 @@ class EmbeddedBackend(BaseBackend):
         self.engine.collect_hidden_states(collector)
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
-        """See `RolloutBackend.lookup_tables`."""
         return self.engine.runner.decoder.lookup_tables()
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,11 +205,9 @@ class EmbeddedBackend(BaseBackend):
         self._engine = None
 
     def trace_drafts(self, num_prompts: int) -> None:
-        """See `RolloutBackend.trace_drafts`."""
         self._traced_prompts = num_prompts
 
     def drafts_of(self, sample: Sample) -> dict[str, Any] | None:
-        """See `RolloutBackend.drafts_of`."""
         speculator = self.engine.speculator
         if speculator is None or speculator.trace is None:
             return None

@@ -28,6 +28,7 @@ from megatron_tlt.rollout.drive import Advance, Drive
 from megatron_tlt.rollout.ends import cut_reason, is_turn_end
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.types import (
+    LEAST_TRAINED,
     BackendCapabilities,
     EngineStats,
     FinishReason,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "cancelled": "abort"}
-_MIN_TOKENS = 2  # of a response whose hidden states are kept, as in the embedded engine
 _POLL_S = 0.02  # of waiting for the engine between two polls of environments
 
 
@@ -118,7 +118,7 @@ class RemoteBackend(RemoteWeights):
         self._sink = sink
 
     def generate(self, call: GenerateCall) -> list[Sample]:
-        """See `RolloutBackend.generate`. `Sample.logprobs` is empty: see `BackendCapabilities.logprobs`."""
+        """Responses without log-probabilities: `Sample.logprobs` is empty (`BackendCapabilities.logprobs`)."""
         self._must_serve(call.params)
         if call.turns is not None and not self.capabilities.turns:
             raise BackendError(f"{self._name} does not run the turns of environments")
@@ -153,38 +153,32 @@ class RemoteBackend(RemoteWeights):
 
     @property
     def common_every(self) -> int:
-        """See `DrivenEngine`: a response or a heartbeat is rare."""
+        """A response or a heartbeat is rare."""
         return 1
 
     @property
     def report_every_s(self) -> float:
-        """See `DrivenEngine`."""
         return 0.0
 
     @property
     def stats(self) -> EngineStats:
-        """See `DrivenEngine`."""
         return self._stats
 
     @property
     def num_running(self) -> int:
-        """See `DrivenEngine`."""
         queued = len(self._queue) if self._may_submit else 0  # those that the engine gets next
         return min(len(self._pending) + queued, self._rollout.max_running_requests)
 
     @property
     def num_waiting(self) -> int:
-        """See `DrivenEngine`."""
         return len(self._queue) + len(self._pending) - self.num_running + len(self._drawn)
 
     @property
     def has_work(self) -> bool:
-        """See `DrivenEngine`."""
         return bool(self._pending) or (bool(self._queue) and self._may_submit)
 
     @property
     def has_room(self) -> bool:
-        """See `DrivenEngine`."""
         return not self._queue and self._may_submit
 
     @property
@@ -198,7 +192,7 @@ class RemoteBackend(RemoteWeights):
     def begin(
         self, prompt: Prompt, params: SamplingParams, indices: Sequence[int], begun: Mapping[int, Sample], turns: bool
     ) -> None:
-        """See `DrivenEngine`. Raises BackendError for a prompt that is too long."""
+        """Raises BackendError for a prompt that is too long."""
         total, most = len(prompt.token_ids) + params.max_tokens, self._options.model.max_context
         if total > most:
             raise BackendError(
@@ -239,7 +233,7 @@ class RemoteBackend(RemoteWeights):
         self.process.send({"type": "submit", **message})
 
     def advance(self, may_wait: bool) -> Advance:
-        """See `DrivenEngine`: takes a response, or a heartbeat."""
+        """Waits for a response or a heartbeat, and takes it."""
         self._submit_queued()
         is_shared = self._tp.size > 1
         message = self.process.next_response(None if is_shared or may_wait else _POLL_S)
@@ -307,18 +301,15 @@ class RemoteBackend(RemoteWeights):
         return "" if tokenizer is None else tokenizer.decode(request.output[request.turn_start :])
 
     def extend(self, request: Request, given: Sequence[int]) -> None:
-        """See `DrivenEngine`."""
         self._drop_response(self._drawn.pop(request).message)  # the next turn's has all positions
         request.give(given)
         self._submit(request)
 
     def end(self, request: Request, reason: FinishReason) -> bool:
-        """See `DrivenEngine`."""
         request.finish_reason = reason
         return True
 
     def text_of(self, request: Request) -> str:
-        """See `DrivenEngine`."""
         return self._drawn[request].text
 
     def _sample(self, request: Request) -> Sample:
@@ -347,7 +338,7 @@ class RemoteBackend(RemoteWeights):
         kept = load(Path(turn.message["kept"]).read_bytes()) if "kept" in turn.message else {}
         if "routed_experts" in kept:
             sample.routed_experts = kept["routed_experts"].unflatten(1, (-1, self._experts_per_token)).numpy()
-        if "hidden" in kept and self._sink is not None and len(sample.token_ids) >= _MIN_TOKENS:
+        if "hidden" in kept and self._sink is not None and len(sample.token_ids) >= LEAST_TRAINED:
             trajectory = Trajectory.of(turn.request.prompt, sample)
             self._sink(HiddenStateSample(trajectory, kept["hidden"], turn.request.key))
 
@@ -357,7 +348,7 @@ class RemoteBackend(RemoteWeights):
             Path(message["kept"]).unlink(missing_ok=True)
 
     def abort_all(self) -> list[Request]:
-        """See `DrivenEngine`: the engine ends all requests before its reply to `abort`."""
+        """Aborts; the engine ends all requests before it replies."""
         try:
             if self._pending and self.process.is_alive:
                 self.process.call("abort")

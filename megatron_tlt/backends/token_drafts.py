@@ -130,7 +130,6 @@ class TokenDrafts:
         self._drafter.observe(draft, reached, reached & (draft.positions < accepted))
 
     def record(self, running: int, rows: int, step_seconds: float, own_seconds: float | None) -> None:
-        """See `PreRollouts.record`."""
         if self._earlier:
             self._pre_rollouts.record(running, rows, step_seconds, own_seconds)
 

@@ -122,7 +122,6 @@ class RewardConfig(Section):
 
 
 def is_of_unknown_scale(name: object, threshold: object) -> bool:
-    """See `RewardConfig.is_of_unknown_scale`."""
     return threshold == "auto" and name in ("python", "env")
 
 

@@ -105,7 +105,7 @@ class BlockFacts(DrafterFacts):
     has_selector: bool = False  # DFlash 2's, with its convolutions
 
     def sized(self, section: Any) -> BlockFacts:
-        """See `DrafterFacts.sized`; a name on the hub, whose files are not here yet, counts as a new drafter."""
+        """In the sizes of this section. A drafter of the hub, whose files are not here yet, counts as a new one."""
         given = section.drafter_path
         found = None if given is None else block_shape_in(given)
         if found is None:
@@ -157,17 +157,16 @@ class BlockFacts(DrafterFacts):
 
     @property
     def rows(self) -> int:
-        """See `DrafterFacts.rows`."""
         return self.block_size
 
     def read_elements(self, shape: ArchitectureConfig, draft_vocab_size: int | None) -> int:
-        """See `DrafterFacts.read_elements`: of the Markov head's tables single rows, or the second for each token."""
+        """Weights without the Markov head's tables, of which a draft reads single rows, and the LM head."""
         tokens = draft_vocab_size or shape.vocab_size
         tables = (shape.vocab_size + tokens) * self._rank(shape)
         return self.parameters(shape, draft_vocab_size) - tables + tokens * shape.hidden_size
 
     def token_elements(self, shape: ArchitectureConfig, draft_vocab_size: int | None) -> int:
-        """See `DrafterFacts.token_elements`: the bias of all tokens, or of the selector's candidates."""
+        """Elements of the bias of all tokens, or of the selector's candidates."""
         biased = NUM_CANDIDATES if self.has_selector else draft_vocab_size or shape.vocab_size
         return biased * self._rank(shape)
 

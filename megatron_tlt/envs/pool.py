@@ -123,7 +123,6 @@ class Trajectories:
         self._answers: queue.SimpleQueue[tuple[_Trajectory, Key, Step | EnvError]] = queue.SimpleQueue()
 
     def submit(self, prompt: Prompt, sample_index: int, turn: int, token_ids: Sequence[int], text: str) -> None:
-        """See `interfaces.TurnSource`."""
         key = prompt.prompt_id, sample_index
         trajectory = self._running.get(key)
         if trajectory is None:
@@ -137,7 +136,6 @@ class Trajectories:
         trajectory.worker.do(lambda: self._play(trajectory, key))
 
     def poll(self, timeout_s: float = 0.0) -> list[TurnResult]:
-        """See `interfaces.TurnSource`."""
         results: list[TurnResult] = []
         while True:
             try:
@@ -151,7 +149,6 @@ class Trajectories:
                 results.append(self._result(key, trajectory, answer))
 
     def discard(self, prompt_id: int, sample_index: int) -> None:
-        """See `interfaces.TurnSource`."""
         key = prompt_id, sample_index
         if (trajectory := self._running.pop(key, None)) is not None:
             worker = trajectory.worker

@@ -278,33 +278,28 @@ class Engine:
 
     @property
     def common_every(self) -> int:
-        """See `DrivenEngine`: a call is a broadcast, which must not slow the steps down."""
+        """A call is a broadcast, which must not slow the steps down."""
         return 1 if self.runner.tp.size == 1 else _COMMON_EVERY
 
     @property
     def report_every_s(self) -> float:
-        """See `DrivenEngine`."""
         return _REPORT_EVERY_S
 
     @property
     def stats(self) -> EngineStats:
-        """See `DrivenEngine`."""
         return self._stats
 
     @property
     def has_work(self) -> bool:
-        """See `DrivenEngine`."""
         return self.scheduler.has_work
 
     @property
     def has_room(self) -> bool:
-        """See `DrivenEngine`."""
         return self.scheduler.has_room(at_once=self._has_drafts)
 
     def begin(
         self, prompt: Prompt, params: SamplingParams, indices: Sequence[int], begun: Mapping[int, Sample], turns: bool
     ) -> None:
-        """See `DrivenEngine`."""
         self.scheduler.separates_prefill = turns or self._has_drafts
         name = prompt.prompt_id, prompt.dataset_id
         self.add(prompt.token_ids, params, *name, indices=indices, begun=begun, takes_turns=turns)
@@ -315,17 +310,15 @@ class Engine:
         return self.speculator is not None and self.speculator.has_earlier
 
     def advance(self, may_wait: bool = False) -> Advance:
-        """See `DrivenEngine`: a step."""
+        """A step."""
         ended = self.step()
         return Advance(ended, self.scheduler.parked.take_ended_turns())
 
     def extend(self, request: Request, given: Sequence[int]) -> None:
-        """See `DrivenEngine`."""
         self.scheduler.extend(request, given)
         request.stop_strings = self._stop_finder(request.params)
 
     def end(self, request: Request, reason: FinishReason) -> bool:
-        """See `DrivenEngine`."""
         if not self.scheduler.end(request, reason, recompute=self.runner.keeps_states):
             return False
         self._finish(request)

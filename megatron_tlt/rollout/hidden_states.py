@@ -17,11 +17,11 @@ import numpy as np
 from megatron_tlt.models.decoders.torch.transfer import HostCopy
 from megatron_tlt.rollout.paged_hidden_states import PagedHiddenStates
 from megatron_tlt.rollout.request import Request
-from megatron_tlt.types import HiddenStateSample, Trajectory
+from megatron_tlt.types import LEAST_TRAINED, HiddenStateSample, Trajectory
 
 
 class HiddenStateCollector:
-    """Emits a `HiddenStateSample` for every finished response of at least `min_tokens` tokens.
+    """Emits a `HiddenStateSample` for every finished response of at least `LEAST_TRAINED` tokens.
 
     All ranks of a tensor-parallel group emit the same.
     """
@@ -30,15 +30,14 @@ class HiddenStateCollector:
         self,
         sink: Callable[[HiddenStateSample], None],
         policy_version: Callable[[], int] = lambda: 0,
-        min_tokens: int = 2,
     ):
         """`sink` is called inside the engine's step; samples are copies. `policy_version()`: of the weights."""
-        self._sink, self._policy_version, self._min_tokens = sink, policy_version, min_tokens
+        self._sink, self._policy_version = sink, policy_version
         self._leaving: deque[tuple[HostCopy, Callable[..., HiddenStateSample]]] = deque()
 
     def collect(self, request: Request, pages: PagedHiddenStates) -> None:
         """Starts the copy of a finished `request`, whose blocks in `pages` hold all its states but the last."""
-        if len(request.output) < self._min_tokens:
+        if len(request.output) < LEAST_TRAINED:
             return
         assert request.finish_reason is not None
         trajectory = Trajectory(

@@ -183,8 +183,9 @@ def build_costs(config: SimConfig) -> CostModel:
     if config.costs.table is not None:
         return MeasuredCosts.load(config.costs.table)
     assert config.model is not None, "checked by check_sim"
-    given = config.model, GPUS[config.cluster.gpu], config.rollout.tp, config.costs
-    return Roofline(*given, trained_drafter(config), config.rollout.speculation.draft_vocab_size)
+    drafted = config.rollout.speculation.draft_vocab_size
+    gpu, drafter = GPUS[config.cluster.gpu], trained_drafter(config)
+    return Roofline(config.model, gpu, config.rollout.tp, config.costs, drafter, drafted)
 
 
 def trained_drafter(config: SimConfig) -> DrafterFacts:

@@ -310,7 +310,7 @@ def threshold_warning(row: Mapping[str, float]) -> str | None:
         return None
     return (
         f"no reward of this step reaches 1, though their mean is {row['reward/mean']:.3g}: accuracy and pass@k stay 0. "
-        "rewards.functions.0.threshold sets the value from which a response is correct"
+        "threshold of rewards.functions sets the value from which a response is correct"
     )
 
 

@@ -153,7 +153,7 @@ class PreRollouts:
         return rest if held is None else joined(held, rest)
 
     def _run(self, queue_of: Callable[[Sequence[Prompt]], PromptQueue], until: Callable[[], bool]) -> int:
-        """See `idle.window.PreRoll`. After a failure, which is logged once, this replica pre-rolls no more. Of several
+        """After a failure, which is logged once, this replica pre-rolls no more. Of several
         ranks those that have not failed wait in the middle of a step: there it passes through, and ends the job.
         """
         if self._has_failed:

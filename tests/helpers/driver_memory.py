@@ -34,5 +34,5 @@ class HostMemory(FixedMemory):
         super().__init__(nbytes, DEVICE, driver)
 
     def tensor(self) -> Tensor:
-        """See `FixedMemory.tensor`; does not keep this object."""
+        """A tensor of the memory that does not keep this object alive."""
         return torch.frombuffer((ctypes.c_uint8 * self.nbytes).from_address(self.address), dtype=torch.uint8)

@@ -43,7 +43,7 @@ class VllmBackend(RemoteBackend):
             self._asleep.add("kv_cache")
 
     def release_weights(self) -> None:
-        """See `RolloutBackend.release_weights`; the KV cache's memory, too."""
+        """Releases also the memory of the KV cache."""
         if self._sleeps and "weights" not in self._asleep:
             self.process.call("sleep_weights")
             self._asleep |= {"kv_cache", "weights"}
@@ -62,7 +62,6 @@ class VllmBackend(RemoteBackend):
             self._asleep.remove(what)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `EmbeddedBackend.state_dict`."""
         return super().state_dict() | {"vllm": self.process.call("speculation")["state"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -162,16 +162,16 @@ class BlockRowDrafter(TorchRowDrafter):
         if selector is not None:
             base, few = base.topk(NUM_CANDIDATES)
         for k in range(count):
-            logits, given = base[k], (keys[k], temperature, self._num_candidates)
+            logits, sampling = base[k], (keys[k], temperature, self._num_candidates)
             if model.markov_head is not None:
                 logits += model.markov_head.markov_w2(model.markov_head.markov_w1(tokens))
             if selector is not None:
                 ids = few[k]
                 logits = logits + selector.scores(selector.context(outputs[k], tokens), ids)
             if drafter.candidates is best_candidates or selector is not None:
-                best, chosen = best_candidates(logits, *given, ids)
+                best, chosen = best_candidates(logits, *sampling, ids)
             else:
-                best, chosen = drafter.candidates(model.spread(logits), *given)
+                best, chosen = drafter.candidates(model.spread(logits), *sampling)
             into[k, 0].copy_(best)
             into[k, 1].copy_(chosen)
             tokens = chosen[:, 0].long()

@@ -286,8 +286,8 @@ def _attend(
     query = take(q, anchors.padded).permute(0, 3, 2, 4, 1, 5).flatten(2, 3)  # [B, kv, S G, Q, D]
     # Of slot k's window k + 1 positions are the block's.
     reach = (window - 1 - torch.arange(slots, device=q.device)).repeat_interleave(group) if window else None
-    given = query, keys, values, anchors.visible, keys.shape[2], reach
-    out, norm = PrefixAttention.apply(*given)  # type: ignore[no-untyped-call]
+    prefix = query, keys, values, anchors.visible, keys.shape[2], reach
+    out, norm = PrefixAttention.apply(*prefix)  # type: ignore[no-untyped-call]
     flat = out.permute(0, 3, 1, 2, 4).reshape(b * wide, kv, slots * group, d)
     seen = flat.index_select(0, anchors.packed)  # [A, kv, S G, D]
     weight = norm.permute(0, 3, 1, 2).reshape(b * wide, kv, slots * group).index_select(0, anchors.packed)

@@ -80,8 +80,8 @@ def attend_pairs(
     b, kv, group, wide = *keys.shape[:2], heads // keys.shape[1], layout.padded.shape[1]
     q = q * d**-0.5
     query = take(q, layout.padded).view(b, wide, kv, group, d).permute(0, 2, 3, 1, 4)
-    given = query, keys, values, layout.visible, layout.latest
-    out, norm = PrefixAttention.apply(*given)  # type: ignore[no-untyped-call]
+    prefix = query, keys, values, layout.visible, layout.latest
+    out, norm = PrefixAttention.apply(*prefix)  # type: ignore[no-untyped-call]
     flat = out.permute(0, 3, 1, 2, 4).reshape(b * wide, kv, group, d)
     far = flat.index_select(0, layout.packed)  # [N, kv, G, D]
     if not chain:

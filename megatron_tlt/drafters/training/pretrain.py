@@ -56,7 +56,7 @@ class ReadingBackend(RolloutBackend, Protocol):
     def read_responses(
         self, responses: Sequence[Trajectory], seed: int, sink: Callable[[HiddenStateSample], None]
     ) -> None:
-        """See `EmbeddedBackend.read_responses`."""
+        """Reads whole responses with `EmbeddedBackend.read_responses`."""
 
 
 class DrafterPretraining:

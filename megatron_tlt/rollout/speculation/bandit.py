@@ -19,7 +19,7 @@ from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 
 class BucketedEpsilonGreedy:
-    """Plays the arm with the highest median of tokens per second in the bucket of running requests.
+    """A `StrategySelector` that plays the arm with the most tokens per second (median), by number of running requests.
 
     Arms without rewards come first, in their order; of equal medians the arm named first is played. With probability
     epsilon, which decays with every step of the bucket, an arm is drawn at random.
@@ -51,23 +51,22 @@ class BucketedEpsilonGreedy:
         return float(self._epsilon * self._decay ** self._steps[self._bucket(num_running)])
 
     def select(self, num_running: int) -> DraftStrategy:
-        """See `StrategySelector.select`. Mutates the random state."""
+        """The bucket's best arm, or a random one with probability epsilon. Mutates the random state."""
         best, scores = self.usual(num_running), self._scores[self._bucket(num_running)]
         if scores[best.name] != inf and self._random.random() < self.epsilon(num_running):
             best = self.arms[self._random.choice(list(self.arms))]
         return best
 
     def usual(self, num_running: int) -> DraftStrategy:
-        """See `StrategySelector.usual`."""
         scores = self._scores[self._bucket(num_running)]
         return self.arms[max(scores, key=scores.__getitem__)]
 
     def expected(self, num_running: int) -> Expected:
-        """See `StrategySelector.expected`: scores are no seconds."""
+        """Nothing: an arm's score does not tell its seconds."""
         return Expected()
 
     def record(self, measurement: StepMeasurement) -> None:
-        """See `StrategySelector.record`. The reward is the step's tokens per second."""
+        """The reward is the step's tokens per second."""
         name = measurement.strategy.name
         bucket = self._bucket(measurement.num_running)
         rewards = self._rewards[bucket][name]
@@ -76,7 +75,7 @@ class BucketedEpsilonGreedy:
         self._steps[bucket] += 1
 
     def drafter_changed(self) -> None:
-        """See `StrategySelector.drafter_changed`: arms that draft are unplayed again."""
+        """Arms that draft count as not yet played."""
         for rewards, scores in zip(self._rewards, self._scores, strict=True):
             for name in self.arms.keys() - {NO_DRAFT.name}:
                 rewards[name].clear()

@@ -59,21 +59,16 @@ class NoDrafter(Drafter):
     kind = "none"
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
-        """See `Drafter.propose`."""
         return Draft.empty(rows.num_rows)
 
     def start(self, request: Request) -> None:
-        """See `Drafter.start`."""
         return
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
-        """See `Drafter.observe`."""
         return
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Drafter.state_dict`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Drafter.load_state_dict`."""
         return

@@ -77,7 +77,7 @@ class _Bucket:
 
 
 class CostModelSelector:
-    """See `StrategySelector`."""
+    """A `StrategySelector` by measured seconds and acceptance."""
 
     def __init__(
         self,
@@ -105,18 +105,15 @@ class CostModelSelector:
         self._slowdown = 1.0  # seconds of a step now, over its seconds at the machine's usual speed
 
     def select(self, num_running: int) -> DraftStrategy:
-        """See `StrategySelector.select`."""
         return self._bucket(num_running).strategy
 
     def usual(self, num_running: int) -> DraftStrategy:
-        """See `StrategySelector.usual`."""
         bucket = self._bucket(num_running)
         if bucket.current == bucket.best:
             return bucket.strategy
         return DraftStrategy(self._kind, self._lengths[bucket.best]) if bucket.best else NO_DRAFT
 
     def expected(self, num_running: int) -> Expected:
-        """See `StrategySelector.expected`."""
         bucket = self._bucket(num_running)
         best = bucket.candidates[bucket.best]
         if not best.length or not best.steps:
@@ -126,7 +123,6 @@ class CostModelSelector:
         return Expected(tokens, best.rows / best.running, best.draft_seconds * self._slowdown)
 
     def record(self, measurement: StepMeasurement) -> None:
-        """See `StrategySelector.record`."""
         bucket = self._bucket(measurement.num_running)
         strategy = measurement.strategy
         candidate = self._lengths.index(strategy.draft_len)
@@ -141,7 +137,6 @@ class CostModelSelector:
             self._end_interval(bucket)
 
     def drafter_changed(self) -> None:
-        """See `StrategySelector.drafter_changed`."""
         self._is_new = True
 
     def _forget_former_drafter(self) -> None:

@@ -57,7 +57,6 @@ class FixedSelector(StrategySelector):
         self._strategy = strategy
 
     def select(self, num_running: int) -> DraftStrategy:
-        """See `StrategySelector.select`."""
         return self._strategy
 
 

@@ -122,16 +122,16 @@ class SuffixDrafter:
         return size
 
     def start(self, request: Request) -> None:
-        """See `Drafter.start`. Its tokens are read by `sync_context`: not at all in a rollout without drafts."""
+        """Notes the request. `sync_context` reads its tokens, and only in a rollout with drafts."""
         self._unread[request.order] = request
 
     def finish(self, request: Request) -> None:
-        """See `Drafter.finish`. Its tokens stay in the trie, for its siblings."""
+        """Forgets the request. Its tokens stay in the trie, for its siblings."""
         if request.order in self._sequences and request.order not in self._unread:
             self._add(request)
 
     def sync_context(self, rows: RunningRows) -> None:
-        """See `Drafter.sync_context`. Raises BackendError for a token outside the vocabulary; then no row is read."""
+        """Raises BackendError for a token outside the vocabulary; then no row is read."""
         assert rows is self._rows
         for request in self._unread.values():
             self._add(request)
@@ -153,7 +153,6 @@ class SuffixDrafter:
             self._arrays.num_read[request.slot] = len(output)
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
-        """See `Drafter.propose`."""
         assert rows is self._rows
         count, call, arrays = rows.num_rows, self._call, self._arrays
         arrays.lengths[:count] = lengths
@@ -163,13 +162,12 @@ class SuffixDrafter:
         return Draft(arrays.counts[:count].copy(), *(column[:total].copy() for column in drafted))
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
-        """See `Drafter.observe`."""
         if draft.num_tokens:
             assert draft.feature is not None
             self._calibration.observe(draft.feature[reached], accepted[reached])
 
     def end_generate(self) -> None:
-        """See `Drafter.end_generate`. Drops all tries."""
+        """Drops all tries."""
         self._lib.tlt_suffix_clear(self._pool)
         self._prompts.clear()
         self._sequences.clear()

@@ -111,13 +111,11 @@ class TrainedDrafter(Drafter):
         self._match_rates.load_state_dict(state)
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
-        """See `Drafter.propose`."""
         if not lengths.any():
             return Draft.empty(rows.num_rows)
         return self._drafts.draft(lengths, self._match_rates.rates, strategy.min_cumulative_acceptance)
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
-        """See `Drafter.observe`."""
         if draft.feature is not None:
             self._match_rates.observe(draft.feature[reached], accepted[reached])
 

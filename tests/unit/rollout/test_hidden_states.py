@@ -34,9 +34,9 @@ WEIGHTS = random_weights(CONFIG, seed=5)
 CHAIN = {"drafter": "eagle", "selector": "fixed", "draft_len": 4, "catch_up": 16}
 
 
-def collecting(engine: Engine, min_tokens: int = 2) -> list[HiddenStateSample]:
+def collecting(engine: Engine) -> list[HiddenStateSample]:
     samples: list[HiddenStateSample] = []
-    engine.collect_hidden_states(HiddenStateCollector(samples.append, min_tokens=min_tokens))
+    engine.collect_hidden_states(HiddenStateCollector(samples.append))
     return samples
 
 
@@ -74,16 +74,13 @@ def test_short_responses_are_left_out() -> None:
     """The first token of a response may be its last; its request then never gets a row."""
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 2, 3)]
     jobs = [(i, [1, 2, 3, 4, 5 + i] * 4, p, 2) for i, p in enumerate(params)]
-    for least, lengths in ((1, [1, 1, 2, 2, 3, 3]), (2, [2, 2, 3, 3]), (3, [3, 3]), (4, [])):
-        engine = make_engine(CONFIG, WEIGHTS)
-        samples = collecting(engine, least)
-        generate_all(engine, jobs)
-        assert sorted(len(c.trajectory.logprobs) for c in samples) == lengths
-        texts = [c.trajectory.token_ids.tolist() for c in samples]
-        for sample, want in zip(
-            samples, read_hidden_states(engine.runner.decoder, texts, 16, 512), strict=True
-        ):
-            assert torch.equal(sample.hidden, want[:-1])
+    engine = make_engine(CONFIG, WEIGHTS)
+    samples = collecting(engine)
+    generate_all(engine, jobs)
+    assert sorted(len(c.trajectory.logprobs) for c in samples) == [2, 2, 3, 3]
+    texts = [c.trajectory.token_ids.tolist() for c in samples]
+    for sample, want in zip(samples, read_hidden_states(engine.runner.decoder, texts, 16, 512), strict=True):
+        assert torch.equal(sample.hidden, want[:-1])
 
 
 def test_a_sink_that_raises_leaks_no_block() -> None:
@@ -92,7 +89,7 @@ def test_a_sink_that_raises_leaks_no_block() -> None:
     def refuse(sample: HiddenStateSample) -> None:
         raise RuntimeError("full")
 
-    engine.collect_hidden_states(HiddenStateCollector(refuse, min_tokens=1))
+    engine.collect_hidden_states(HiddenStateCollector(refuse))
     for max_tokens in (1, 4):
         engine.add([1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0, num_samples=3)
         with pytest.raises(RuntimeError, match="full"):

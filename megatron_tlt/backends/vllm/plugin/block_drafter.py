@@ -70,11 +70,11 @@ def fill_blocks(drafter: Any, sample: Callable[[Tensor], Tensor]) -> None:
     """
     config, set_inputs = drafter.draft_model_config.hf_config, drafter.set_inputs_first_pass
 
-    def set_anchored_inputs(**given: Any) -> tuple[int, Tensor, Any]:
+    def set_anchored_inputs(**inputs: Any) -> tuple[int, Tensor, Any]:
         """One slot less than for DFlash, every one of which drafts; without a draft the features are still cached."""
         drafted = drafter.num_speculative_tokens
         drafter.num_speculative_tokens = max(0, drafted - 1)
-        count, _, metadata = set_inputs(**given)
+        count, _, metadata = set_inputs(**inputs)
         drafter.num_speculative_tokens = drafted
         return count, drafter.arange[: count if drafted else 0], metadata
 

@@ -42,8 +42,8 @@ Numbers = Sequence[int] | np.ndarray | Tensor
 
 
 class NativeDecoder:
-    """See `base.Decoder`. `threads` is the size of the team of one forward; between forwards it sleeps. A forked child
-    has no team and must not decode with several threads.
+    """A `base.Decoder` in C. `threads` is the size of the team of one forward; between forwards it sleeps. A forked
+    child has no team and must not decode with several threads.
 
     A library has one team: forwards of several decoders in threads of one process take turns, so
     tensor-parallel ranks must be processes (in one process the second rank would wait for the first one's
@@ -98,13 +98,12 @@ class NativeDecoder:
         return self._embed, self._layers.extra
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
-        """See `base.Decoder.lookup_tables`: an LM head of its own is unpacked, into a copy."""
+        """Both tables [V, H]; an LM head that is not the embedding is unpacked into a copy."""
         if self.config.tie_word_embeddings:
             return self._embed, self._embed
         return self._embed, self._packer.unpack(self._layers.extra, *self._embed.shape)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """See `base.Decoder.embed`."""
         return self._embed[token_ids]
 
     @property
@@ -115,7 +114,6 @@ class NativeDecoder:
     # -- weights --------------------------------------------------------------------------------------------
 
     def load_weights(self, named: NamedTensors, partial: bool = False) -> None:
-        """See `base.Decoder.load_weights`."""
         for name, tensor in self._ledger.check(named, partial):
             self._load(name, tensor.detach())
 
@@ -149,10 +147,8 @@ class NativeDecoder:
     # -- forward --------------------------------------------------------------------------------------------
 
     def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
-        """See `base.Decoder.forward`.
-
-        Raises BackendError for weights that are missing and for a batch that C could not read safely: its tensors must
-        be contiguous int32 on CPU, of the shapes in `DecoderInput`.
+        """Raises BackendError for weights that are missing and for a batch that C could not read safely: its tensors
+        must be contiguous int32 on CPU, of the shapes in `DecoderInput`.
         """
         if not self._ledger.complete:
             raise BackendError("forward before all weights were loaded")

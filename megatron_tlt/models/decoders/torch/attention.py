@@ -62,7 +62,6 @@ class RaggedPlan:
             self._parts.append((rows, StaticPlan(part, block_size, each)))
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `AttentionPlan.attend`."""
         out = torch.empty_like(q)
         for rows, plan in self._parts:
             out[rows] = plan.attend(q[rows], keys, values)
@@ -95,7 +94,6 @@ class StaticPlan:
         self._mask = torch.cat([before.expand(shape), among.expand(shape)], -1)[:, None]  # [S, 1, Q, keys]
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `AttentionPlan.attend`."""
         query = q.view(len(self._slots), -1, *q.shape[1:]).transpose(1, 2)
         k, v = gather_heads(keys, self._slots), gather_heads(values, self._slots)
         attended = scaled_dot_product_attention(query, k, v, attn_mask=self._mask, enable_gqa=True)

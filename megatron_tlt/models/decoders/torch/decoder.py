@@ -44,7 +44,7 @@ _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 class TorchDecoder:
-    """See `base.Decoder`. Cache layout: [L, 2, (num_blocks + 1) * block_size, kv heads, D].
+    """A `base.Decoder` in PyTorch. Cache layout: [L, 2, (num_blocks + 1) * block_size, kv heads, D].
 
     The block behind the last one is scratch: padding rows write there, and no block table of a request names it.
     """
@@ -109,7 +109,6 @@ class TorchDecoder:
         ]
 
     def load_weights(self, named: NamedTensors, partial: bool = False) -> None:
-        """See `base.Decoder.load_weights`."""
         with torch.no_grad():
             for name, tensor in self._ledger.check(named, partial):
                 self._load(name, tensor)
@@ -141,7 +140,7 @@ class TorchDecoder:
             layer[part].copy_(source)
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
-        """See `base.Decoder.lookup_tables`: the head of several ranks is gathered, unless it is the embedding."""
+        """Both tables [V, H]; gathers the head of several ranks, unless it is the embedding."""
         if self.config.tie_word_embeddings:
             return self._embed, self._embed
         if self.tp is None:
@@ -172,7 +171,7 @@ class TorchDecoder:
 
     @torch.inference_mode()
     def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
-        """See `base.Decoder.forward`. Raises BackendError before all weights were loaded."""
+        """Raises BackendError before all weights were loaded."""
         self._require_weights()
         longest = max(batch.context_lens.tolist()) if batch.lengths is None else batch.lengths.longest
         if longest > self._rope.shape[0]:
@@ -226,7 +225,6 @@ class TorchDecoder:
         return into
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """See `base.Decoder.embed`."""
         return self._embed[token_ids]
 
     def logits(self, hidden: Tensor) -> Tensor:

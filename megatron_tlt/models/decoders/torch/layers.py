@@ -97,20 +97,17 @@ class LayerOps(NamedTuple):
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """See `LayerOps.product`."""
     if out is None:
         return linear(x, weight, bias)
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
 
 def add_norm(x: Tensor, part: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `LayerOps.add_norm`."""
     total = x if part is None else x + part
     return total, rms_norm(total, weight, eps)
 
 
 def rotate_into(qkv: Tensor, norms: HeadNorms | None, rope: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
-    """See `LayerOps.rotate_into`."""
     kv_heads, d = cache.shape[-2:]
     heads = qkv.unflatten(-1, (-1, d))
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
@@ -121,13 +118,12 @@ def rotate_into(qkv: Tensor, norms: HeadNorms | None, rope: Tensor, slots: Tenso
 
 
 def route(h: Tensor, router: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """See `LayerOps.route`."""
     gates, ids = linear(h.float(), router.float()).softmax(-1).topk(k, dim=-1)
     return gates / gates.sum(-1, keepdim=True) if renormalise else gates, ids
 
 
 def mix_experts(h: Tensor, gates: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """See `LayerOps.mix_experts`. The rows of an expert are gathered; their offsets stay on the device."""
+    """Gathers the rows of each expert; the offsets stay on the device."""
     k, flat = ids.shape[1], ids.flatten()
     order = flat.argsort(stable=True)
     every = torch.arange(gate_up.shape[0], device=h.device, dtype=flat.dtype)

@@ -34,7 +34,6 @@ jit: Any = triton.jit  # the decorator is untyped
 
 
 def route(h: Tensor, router: Tensor, k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """See `LayerOps.route`."""
     assert h.is_contiguous() and router.is_contiguous()
     (rows, hidden), experts = h.shape, router.shape[0]
     scores, gates = (torch.empty(rows, n, dtype=torch.float32, device=h.device) for n in (experts, k))
@@ -50,7 +49,7 @@ def route(h: Tensor, router: Tensor, k: int, renormalise: bool) -> tuple[Tensor,
 def mix_experts(
     h: Tensor, gates: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, is_invariant: bool = False
 ) -> Tensor:
-    """See `LayerOps.mix_experts`. With `is_invariant` the tile of few rows whatever their number."""
+    """With `is_invariant`, uses the tile for few rows whatever their number."""
     assert all(t.is_contiguous() for t in (h, gates, ids, gate_up, down))
     (rows, k), (experts, hidden, width) = ids.shape, down.shape
     listed = torch.empty(experts, rows, dtype=torch.int32, device=h.device)

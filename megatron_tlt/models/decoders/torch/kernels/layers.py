@@ -26,7 +26,6 @@ jit: Any = triton.jit  # the decorator is untyped
 
 
 def add_norm(x: Tensor, part: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `LayerOps.add_norm`."""
     assert x.is_contiguous() and (part is None or part.is_contiguous())
     rows, hidden = x.shape
     total, normed = (x if part is None else torch.empty_like(x)), torch.empty_like(x)
@@ -42,7 +41,6 @@ def add_norm(x: Tensor, part: Tensor | None, weight: Tensor, eps: float) -> tupl
 
 
 def rotate_into(qkv: Tensor, norms: HeadNorms | None, rope: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
-    """See `LayerOps.rotate_into`."""
     assert qkv.is_contiguous() and rope.is_contiguous() and cache[0].is_contiguous()
     (rows, width), (kv_heads, d) = qkv.shape, cache.shape[-2:]
     heads = width // d - 2 * kv_heads
@@ -61,7 +59,6 @@ def rotate_into(qkv: Tensor, norms: HeadNorms | None, rope: Tensor, slots: Tenso
 
 
 def gated_silu(gate_up: Tensor) -> Tensor:
-    """See `LayerOps.gated_silu`."""
     assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)

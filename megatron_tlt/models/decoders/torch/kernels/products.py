@@ -28,7 +28,6 @@ jit: Any = triton.jit  # the decorator is untyped
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """See `LayerOps.product`."""
     assert x.is_contiguous() and weight.is_contiguous() and (out is None or out.is_contiguous())
     (rows, k), n = x.shape, weight.shape[0]
     high, wide, step, warps = _TILE_FP32 if x.dtype is torch.float32 else _TILE
