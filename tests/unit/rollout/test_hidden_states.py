@@ -90,7 +90,7 @@ def test_a_sink_that_raises_leaks_no_block() -> None:
         raise RuntimeError("full")
 
     engine.collect_hidden_states(HiddenStateCollector(refuse))
-    for max_tokens in (1, 4):
+    for max_tokens in (2, 4):
         engine.add([1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0, num_samples=3)
         with pytest.raises(RuntimeError, match="full"):
             run_out(engine)
