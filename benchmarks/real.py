@@ -12,7 +12,8 @@ The parts, in order; each keeps its result in WORK and is skipped when it is the
     sft       cold start on worked solutions (`lib/real_data.py`), so that responses have a form and a long tail
     drafter   a first drafter, of the cold-started policy's own responses
     grpo      16 prompts x 8 responses: a run with TLT on and one with TLT off, same seeds, in turns of --steps steps
-              (A B B A ..) that go on from their checkpoints; a turn's first step is not timed
+              (A B B A ..) that go on from their checkpoints; a turn's first step is not timed. After --off-rounds turns
+              the run with TLT on goes on alone: it shows what is learned at half the time
     plain     what a drafter costs where plain decoding is chosen (`lib/plain_cost.py`)
     eval      accepted length of the drafter before, after, and of the frozen one
     serve     policy and exported drafter in an unchanged vLLM, where there is one (`make setup-vllm`)
@@ -43,7 +44,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib import on_off, plain_cost, proof_picture, real_data, real_serving
+from lib import on_off, plain_cost, real_data, real_picture, real_serving
 from lib.bench_record import ROOT, read_record, write_record
 from lib.training_runs import Rows, launch, train
 
@@ -161,7 +162,8 @@ def first_drafter(chain: Chain) -> Found:
 def grpo(chain: Chain) -> Found:
     """A run with TLT on and one with TLT off, in turns of `--steps` steps; each turn that is done is kept.
 
-    The run with TLT on is evaluated before its first step and after each turn.
+    The run with TLT on is evaluated before its first step and after each turn. That with TLT off has only the first
+    `--off-rounds` turns.
     """
     chain.need(chain.policy, chain.drafter)
     steps, ranks = chain.args.steps, chain.args.ranks
@@ -173,6 +175,8 @@ def grpo(chain: Chain) -> Found:
     rows = []
     for turn in range(chain.args.rounds):
         for mode in ["off", "on"] if turn % 2 == 0 else ["on", "off"]:
+            if mode == "off" and turn >= chain.args.off_rounds:
+                continue
             place = chain.shared if mode == "off" else chain.work
             kept, folder = place / f"grpo-{mode}-{turn}.json", place / f"grpo-{mode}"
             if not kept.exists():
@@ -183,14 +187,8 @@ def grpo(chain: Chain) -> Found:
                 row = {"part": "grpo", "round": turn, **on_off.job_row(mode, timed, folder, last)}
                 kept.write_text(json.dumps(row | {"evaluations": evaluations(folder)}))
             rows.append(json.loads(kept.read_text()))
-    figures = on_off.summarize(rows) | learned(rows)
     print(on_off.table(rows, f"{chain.model.name}, {chain.kind}"))
-    if chain.args.picture is not None and chain.kind == chain.args.drafter[0]:
-        runs = {"off": chain.shared / "grpo-off", "on": chain.work / "grpo-on"}
-        seconds = {mode: on_off.mean_phases([row for row in rows if row["mode"] == mode]) for mode in runs}
-        chain.args.picture.parent.mkdir(parents=True, exist_ok=True)
-        chain.args.picture.write_text(proof_picture.draw(runs, seconds, figures))
-    return rows, figures
+    return rows, on_off.summarize(rows) | learned(rows)
 
 
 def evaluations(folder: Path) -> list[list[float]]:
@@ -301,6 +299,10 @@ def run_parts(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             rows += [{**row, "drafter": chain.kind} for row in found]
             by_kind[chain.kind] |= new
             write_record(args.out, rows, summary_of(by_kind))
+    if args.picture is not None and (figures := by_kind[args.drafter[0]]).get("identical") == 1.0:
+        args.picture.parent.mkdir(parents=True, exist_ok=True)
+        jobs = [row for row in rows if row["part"] == "grpo" and "mode" in row and row["drafter"] == args.drafter[0]]
+        args.picture.write_text(real_picture.draw(jobs, figures))
     return by_kind
 
 
@@ -362,18 +364,22 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="also the chosen parts whose results are there")
     parser.add_argument("--quick", action="store_true", help="does every part once, with few steps: no figures")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each mode")
+    parser.add_argument("--off-rounds", type=int, help="turns with TLT off; default: all")
     parser.add_argument("--steps", type=int, default=10, help="of a turn; the first is not timed")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--options", nargs="*", default=[], help="overrides of lib/real.yaml, for all runs")
     parser.add_argument("--vllm-python", type=Path, help="default: that of make setup-vllm")
     parser.add_argument("--work", type=Path, help="default: runs/real, with --model runs/real-NAME")
-    parser.add_argument("--picture", type=Path, help="SVG file of part grpo")
+    parser.add_argument("--picture", type=Path, help="SVG file of what was learned")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     default = "runs/real" if args.model is None else f"runs/real-{args.model.resolve().name}"
     args.work = (args.work or ROOT / default).resolve()
     if args.quick:
         args.rounds, args.steps = 2, 2
+    args.off_rounds = args.rounds if args.off_rounds is None else args.off_rounds
+    if args.off_rounds < 1:
+        parser.error("--off-rounds must be at least 1: what is saved is a ratio to TLT off")
     return args
 
 

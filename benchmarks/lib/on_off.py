@@ -98,7 +98,7 @@ def summarize(rows: Rows) -> dict[str, float]:
         for key, total in (("rollout", waited), ("e2e", whole)):
             if pairs:
                 figures[name + key] = statistics.median(total(off) / total(on) for off, on in pairs)
-    on, off = mean_phases(of["on"]), mean_phases(of["off"])
+    on, off = mean_phases(of["on"][: len(of["off"])]), mean_phases(of["off"])
     figures["e2e_limit"] = sum(off.values()) / (sum(on.values()) - sum(on[name] for name in WAIT))
     steps = [step for row in of["on"] for step in row["steps"]]
     idle = sum(step["idle/seconds"] for step in steps)
@@ -126,7 +126,8 @@ def whole(row: dict[str, Any]) -> float:
 def table(rows: Rows, title: str) -> str:
     """Seconds of a step by phase, a column a mode."""
     modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
-    means = {mode: mean_phases([row for row in rows if row["mode"] == mode]) for mode in modes}
+    jobs = sum(row["mode"] == "off" for row in rows)  # of the others the same turns
+    means = {mode: mean_phases([row for row in rows if row["mode"] == mode][:jobs]) for mode in modes}
     names = sorted(means["off"], key=lambda name: -means["off"][name])
     lines = [f"\n{title}: seconds of a step", f"{'':12s}" + "".join(f"{m:>13s}" for m in modes)]
     lines += [f"{name:12s}" + "".join(f"{means[m].get(name, 0.0):13.2f}" for m in modes) for name in names]

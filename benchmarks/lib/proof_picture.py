@@ -28,20 +28,20 @@ def draw(runs: Mapping[str, Path], seconds: Mapping[str, Mapping[str, float]], f
     lanes = {mode: _lanes(folder, step) for mode, folder in runs.items()}
     ends = [end for of_mode in lanes.values() for lane, _ in of_mode for _, end, _ in lane]
     scale = (WIDTH - LEFT - RIGHT) / max(*ends, *(sum(of.values()) for of in seconds.values()))
-    body = [_text(LEFT, 18, _headline(figures), weight="bold"), *_legend(seconds, 36)]
+    body = [text_at(LEFT, 18, _headline(figures), weight="bold"), *_legend(seconds, 36)]
     y = 52
     for mode in runs:
         body += _bar(TITLES[mode], seconds[mode], y, scale)
         y += 30
-    body.append(_text(LEFT, y + 14, f"one step, by rank (step {step + 1})", colours.MUTED))
+    body.append(text_at(LEFT, y + 14, f"one step, by rank (step {step + 1})", colours.MUTED))
     y += 22
     for mode in runs:
         for rank, (lane, _) in enumerate(lanes[mode]):
-            body.append(_text(LEFT - 8, y + 12, f"{mode}, rank {rank}", anchor="end"))
-            body += [_rect(LEFT + a * scale, y, (b - a) * scale, 16, colour) for a, b, colour in lane]
+            body.append(text_at(LEFT - 8, y + 12, f"{mode}, rank {rank}", anchor="end"))
+            body += [rect(LEFT + a * scale, y, (b - a) * scale, 16, colour) for a, b, colour in lane]
             y += 20
         y += 4
-    body.append(_text(LEFT, y + 14, "running requests, all ranks", colours.MUTED))
+    body.append(text_at(LEFT, y + 14, "running requests, all ranks", colours.MUTED))
     y += 20
     body += _curves({mode: [curve for _, curve in lanes[mode]] for mode in runs}, y, 70, scale)
     y += 74
@@ -91,16 +91,16 @@ def _interval(event: JsonRow, begin: float, colour: str) -> tuple[float, float, 
 
 def _bar(title: str, seconds: Mapping[str, float], y: float, scale: float) -> list[str]:
     """A stacked bar of a step, rollout first."""
-    parts, x = [_text(LEFT - 8, y + 16, title, anchor="end")], float(LEFT)
+    parts, x = [text_at(LEFT - 8, y + 16, title, anchor="end")], float(LEFT)
     for phase in sorted(seconds, key=lambda name: [*PHASE_COLOURS, name].index(name)):
         width = seconds[phase] * scale
-        parts.append(_rect(x, y, width, 22, _colour(phase)))
+        parts.append(rect(x, y, width, 22, _colour(phase)))
         if width > 60:
             parts.append(
-                _text(x + 5, y + 15, f"{phase} {seconds[phase]:.1f} s", "#ffffff" if phase != "idle" else colours.INK)
+                text_at(x + 5, y + 15, f"{phase} {seconds[phase]:.1f} s", "#ffffff" if phase != "idle" else colours.INK)
             )
         x += width
-    return [*parts, _text(x + 5, y + 15, f"{sum(seconds.values()):.1f} s", weight="bold")]
+    return [*parts, text_at(x + 5, y + 15, f"{sum(seconds.values()):.1f} s", weight="bold")]
 
 
 def _legend(seconds: Mapping[str, Mapping[str, float]], y: float) -> list[str]:
@@ -111,7 +111,7 @@ def _legend(seconds: Mapping[str, Mapping[str, float]], y: float) -> list[str]:
     entries += [("training and merging drafters", colours.AMBER), ("pre-rollouts", colours.CYAN)]
     parts, x = [], float(LEFT)
     for name, colour in entries:
-        parts += [_rect(x, y - 9, 10, 10, colour), _text(x + 14, y, name, colours.MUTED)]
+        parts += [rect(x, y - 9, 10, 10, colour), text_at(x + 14, y, name, colours.MUTED)]
         x += 28 + 7 * len(name)
     return parts
 
@@ -130,7 +130,8 @@ def _curves(curves: Mapping[str, list[list[tuple[float, float]]]], y: float, hei
         colour = {"off": colours.MUTED, "drafter": colours.AMBER}.get(mode, colours.ORANGE)
         parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{" ".join(path)}"/>')
         parts.append(f'<text x="{x + 6:.1f}" y="{y + height - 6}" fill="{colour}">{mode}</text>')
-    return [*parts, _text(LEFT - 8, y + 8, f"{most:.0f}", anchor="end"), _text(LEFT - 8, y + height, "0", anchor="end")]
+    ends = {f"{most:.0f}": y + 8, "0": y + height}
+    return [*parts, *(text_at(LEFT - 8, at, words, anchor="end") for words, at in ends.items())]
 
 
 def _summed(ranks: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
@@ -145,16 +146,16 @@ def _axis(y: float, seconds: float, scale: float) -> list[str]:
     for tick in range(int(seconds / every) + 1):
         x = LEFT + tick * every * scale
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + 4}" stroke="{colours.MUTED}"/>')
-        parts.append(_text(x, y + 18, f"{tick * every:g}", colours.MUTED, anchor="middle"))
-    return [*parts, _text(WIDTH - RIGHT, y + 30, "seconds", colours.MUTED, anchor="end")]
+        parts.append(text_at(x, y + 18, f"{tick * every:g}", colours.MUTED, anchor="middle"))
+    return [*parts, text_at(WIDTH - RIGHT, y + 30, "seconds", colours.MUTED, anchor="end")]
 
 
-def _rect(x: float, y: float, width: float, height: float, colour: str) -> str:
+def rect(x: float, y: float, width: float, height: float, colour: str) -> str:
     return f'<rect x="{x:.1f}" y="{y}" width="{max(0.3, width):.1f}" height="{height}" fill="{colour}"/>'
 
 
-def _text(
-    x: float, y: float, text: str, colour: str = colours.INK, anchor: str = "start", weight: str = "normal"
+def text_at(
+    x: float, y: float, words: str, colour: str = colours.INK, anchor: str = "start", weight: str = "normal"
 ) -> str:
     where = f'x="{x:.1f}" y="{y}" text-anchor="{anchor}" font-weight="{weight}"'
-    return f'<text {where} fill="{colour}">{text}</text>'
+    return f'<text {where} fill="{colour}">{words}</text>'
