@@ -318,12 +318,8 @@ class RemoteBackend(RemoteWeights, DrivenEngine):
             turn = DrawnTurn(request, {}, self._decoded(request))
         else:
             self._stats.finished_requests += 1
-        name = request.prompt_id, request.sample_index
-        assert request.finish_reason is not None
-        sample = Sample(*name, request.output, [], turn.text, request.finish_reason, self._weights.version)
-        sample.given, sample.turn_rewards, sample.failure = request.given, request.turn_rewards, request.failure
-        sample.turn_seconds = request.turn_seconds
-        sample.earlier = request.earlier
+        sample = request.sample(turn.text, self._weights.version)
+        sample.logprobs = []  # the engine sends none; the request's are zeros of given tokens
         try:
             self._add_kept(sample, turn)
         finally:
