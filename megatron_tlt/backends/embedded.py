@@ -222,19 +222,4 @@ class EmbeddedBackend(BaseBackend):
         }
 
     def _sample(self, request: Request) -> Sample:
-        assert request.finish_reason is not None
-        return Sample(
-            prompt_id=request.prompt_id,
-            sample_index=request.sample_index,
-            token_ids=request.output,
-            logprobs=request.logprobs,
-            text=self.engine.text_of(request),
-            finish_reason=request.finish_reason,
-            policy_version=self._weights.version,
-            routed_experts=request.routed_experts,
-            given=request.given,
-            turn_rewards=request.turn_rewards,
-            failure=request.failure,
-            turn_seconds=request.turn_seconds,
-            earlier=request.earlier,
-        )
+        return request.sample(self.engine.text_of(request), self._weights.version)

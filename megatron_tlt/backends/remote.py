@@ -24,7 +24,7 @@ from safetensors.torch import load
 from megatron_tlt.backends.remote_weights import RemoteWeights
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
-from megatron_tlt.rollout.drive import Advance, Drive
+from megatron_tlt.rollout.drive import Advance, Drive, DrivenEngine
 from megatron_tlt.rollout.ends import cut_reason, is_turn_end
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.types import (
@@ -61,7 +61,7 @@ class DrawnTurn:
     text: str
 
 
-class RemoteBackend(RemoteWeights):
+class RemoteBackend(RemoteWeights, DrivenEngine):
     """A `RolloutBackend` around an engine in a process of its own, and a `DrivenEngine`.
 
     Ranks of one engine get the same responses and heartbeats "in_step" in one order; heartbeats of a process's own
@@ -150,15 +150,6 @@ class RemoteBackend(RemoteWeights):
             raise BackendError(f"stop strings {params.stop!r}: {self._name} stops at tokens only")
 
     # -- as a `drive.DrivenEngine`
-
-    @property
-    def common_every(self) -> int:
-        """A response or a heartbeat is rare."""
-        return 1
-
-    @property
-    def report_every_s(self) -> float:
-        return 0.0
 
     @property
     def stats(self) -> EngineStats:
@@ -319,12 +310,8 @@ class RemoteBackend(RemoteWeights):
             turn = DrawnTurn(request, {}, self._decoded(request))
         else:
             self._stats.finished_requests += 1
-        name = request.prompt_id, request.sample_index
-        assert request.finish_reason is not None
-        sample = Sample(*name, request.output, [], turn.text, request.finish_reason, self._weights.version)
-        sample.given, sample.turn_rewards, sample.failure = request.given, request.turn_rewards, request.failure
-        sample.turn_seconds = request.turn_seconds
-        sample.earlier = request.earlier
+        sample = request.sample(turn.text, self._weights.version)
+        sample.logprobs = []  # the engine sends none; the request's are zeros of given tokens
         try:
             self._add_kept(sample, turn)
         finally:

@@ -36,11 +36,15 @@ class DrivenEngine(Protocol):
 
     @property
     def common_every(self) -> int:
-        """Steps between two calls that are collective among the engine's ranks (environments, progress)."""
+        """Steps between two calls that are collective among the engine's ranks (environments, progress). By default
+        one, for engines whose step is a response or a heartbeat, which are rare.
+        """
+        return 1
 
     @property
     def report_every_s(self) -> float:
         """Least seconds between two reports of progress, of an engine of one rank."""
+        return 0.0
 
     @property
     def stats(self) -> EngineStats:

@@ -17,7 +17,7 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.observe.log import announced
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
-from megatron_tlt.rollout.drive import Advance
+from megatron_tlt.rollout.drive import Advance, DrivenEngine
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.rollout.model_runner import ModelRunner
@@ -57,7 +57,7 @@ class GraphBudget:
     rows_each: int = 1  # rollout.speculation.rows_each
 
 
-class Engine:
+class Engine(DrivenEngine):
     """Generates responses with one decoder. All ranks of a tensor-parallel group make the same calls."""
 
     def __init__(

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_tlt.models.decoders.keys import request_key
-from megatron_tlt.types import Drawn, FinishReason, SamplingParams, Span
+from megatron_tlt.types import Drawn, FinishReason, Sample, SamplingParams, Span
 
 if TYPE_CHECKING:
     from megatron_tlt.rollout.stops import StopStringFinder
-    from megatron_tlt.types import Sample
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +87,15 @@ class Request:
         self.output += tokens
         self.logprobs += [0.0] * len(tokens)
         self.given += ((begin, len(self.output)),)
+
+    def sample(self, text: str, policy_version: int) -> Sample:
+        """The response, once it has ended; `policy_version` drew what no earlier call did."""
+        assert self.finish_reason is not None
+        name = self.prompt_id, self.sample_index
+        sample = Sample(*name, self.output, self.logprobs, text, self.finish_reason, policy_version)
+        sample.given, sample.earlier, sample.routed_experts = self.given, self.earlier, self.routed_experts
+        sample.turn_rewards, sample.turn_seconds, sample.failure = self.turn_rewards, self.turn_seconds, self.failure
+        return sample
 
     @property
     def is_masked(self) -> bool:
