@@ -15,7 +15,8 @@ The parts, in order; each keeps its result in WORK and is skipped when it is the
               (A B B A ..) that go on from their checkpoints; a turn's first step is not timed. After --off-rounds turns
               the run with TLT on goes on alone: it shows what is learned at half the time
     plain     what a drafter costs where plain decoding is chosen (`lib/plain_cost.py`)
-    eval      accepted length of the drafter before, after, and of the frozen one
+    eval      held-out accuracy before and after on --eval-prompts prompts, whose first ones are those of the curve that
+              part grpo measures; accepted length of the drafter before, after, and of the frozen one
     serve     policy and exported drafter in an unchanged vLLM, where there is one (`make setup-vllm`)
 
 Each kind of drafter has the last five parts to itself, eagle in WORK, others in WORK/KIND; jobs with TLT off are of all
@@ -26,7 +27,7 @@ plain_cost       CPU seconds of plain decoding with a drafter at hand / without 
 tail             longest response / median, tokens of the timed steps
 entropy, mixed_groups                    nats a trained token and share of groups of unequal rewards, first timed step
 accuracy_before, accuracy_after          on held-out prompts, of the cold start and at the end (`accuracy_errors`: the
-                                         rise in standard errors of the first)
+                                         rise in its own standard errors, those of both as if they were independent)
 accept_first, accept_last, accept_frozen tokens a step would emit on held-out responses: first drafter and cold start;
                  online-trained drafter and final policy; first drafter and final policy
 served_accept    tokens a request gets in a step of vLLM; `own_accept`: of this engine, on the same prompts
@@ -199,17 +200,12 @@ def evaluations(folder: Path) -> list[list[float]]:
 
 
 def learned(rows: Rows) -> dict[str, float]:
-    """Figures of learning, of the run with TLT on."""
-    last = max((row for row in rows if row["mode"] == "on"), key=lambda row: row["last_step"])
+    """What there is to learn from, in the run with TLT on."""
     steps = [step for row in rows if row["mode"] == "on" for step in row["steps"]]
-    (_, before, error), (_, after, _) = last["evaluations"][0], last["evaluations"][-1]
     return {
         "tail": max(step["length/max"] / step["length/median"] for step in steps),
         "entropy": steps[0].get("policy/entropy", 0.0),
         "mixed_groups": 1.0 - steps[0]["reward/equal_groups"],
-        "accuracy_before": before,
-        "accuracy_after": after,
-        "accuracy_errors": (after - before) / max(1e-9, error),
     }
 
 
@@ -225,15 +221,31 @@ def plain_decoding(chain: Chain) -> Found:
     return [{"part": "plain", **row} for row in rows], figures
 
 
+def accuracies(chain: Chain) -> dict[str, float]:
+    """Held-out accuracy of the cold-started and the final policy, and the rise in its standard errors."""
+    found, variance = {}, 0.0
+    prompts = 8 if chain.args.quick else chain.args.eval_prompts
+    sides = {"before": (chain.policy, chain.drafter), "after": (chain.final, chain.final / "drafter")}
+    for name, (policy, drafter) in sides.items():
+        out = chain.work / f"accuracy_{name}.json"
+        options = chain.options(policy, f"{SPEC}.drafter_path={drafter}", f"eval.num_prompts={prompts}")
+        chain.command(chain.args.ranks, "eval", CONFIG, "--out", out, "--overwrite", *options)
+        result = json.loads(out.read_text())
+        found[f"accuracy_{name}"] = result["pass_at"]["1"]
+        variance += result["stderr"] ** 2
+    rise = found["accuracy_after"] - found["accuracy_before"]
+    return found | {"accuracy_errors": rise / max(1e-9, variance**0.5)}
+
+
 def evaluate(chain: Chain) -> Found:
-    """Exports the run with TLT on; accepted lengths before and after."""
+    """Exports the run with TLT on; accuracy and accepted lengths before and after."""
     run = chain.work / "grpo-on"
     chain.need(run, chain.policy, chain.drafter)
     few = ["drafter.eval_prompts=4"] if chain.args.quick else []
     if not chain.final.is_dir():
         options = chain.options(chain.policy, f"train.run_dir={run}", f"{SPEC}.drafter_path={chain.drafter}")
         chain.command(1, "export", CONFIG, "--out", chain.final, *options)
-    figures = {}
+    figures = accuracies(chain)
     for name, policy, drafter in (
         ("accept_first", chain.policy, chain.drafter),
         ("accept_last", chain.final, chain.final / "drafter"),
@@ -366,6 +378,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6, help="turns of each mode")
     parser.add_argument("--off-rounds", type=int, help="turns with TLT off; default: all")
     parser.add_argument("--steps", type=int, default=10, help="of a turn; the first is not timed")
+    parser.add_argument("--eval-prompts", type=int, default=1280, help="of part eval")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--options", nargs="*", default=[], help="overrides of lib/real.yaml, for all runs")
     parser.add_argument("--vllm-python", type=Path, help="default: that of make setup-vllm")

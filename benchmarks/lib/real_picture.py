@@ -39,8 +39,10 @@ def draw(rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float]) -> str
     def place(minute: float, value: float) -> tuple[float, float]:
         return LEFT + minute * scale, bottom - HEIGHT * value / highest
 
-    rise = f"{figures['accuracy_before']:.3f} to {figures['accuracy_after']:.3f}"
-    headline = f"Held-out accuracy {rise} in {max(found):.0f} steps ({figures['accuracy_errors']:.1f} standard errors)"
+    headline = f"Held-out accuracy over {max(found):.0f} steps"
+    if "accuracy_after" in figures:
+        rise = f"{figures['accuracy_before']:.3f} to {figures['accuracy_after']:.3f}"
+        headline += f": {rise} ({figures['accuracy_errors']:.1f} standard errors; on more prompts than the curve)"
     body = [text_at(LEFT, 18, headline, weight="bold")]
     saved = f"TLT off beside it for {jobs['off'][-1]['last_step']} steps: the same bits, steps {figures['e2e']:.2f}x"
     body.append(text_at(LEFT, 36, saved, colours.MUTED))
