@@ -123,6 +123,7 @@ def resumed(kind: str, source: str, steps: int) -> list[str]:
     return [*TRAIN, f"{SPEC}.drafter={kind}", f"drafter.online.hidden_states={source}", f"train.num_steps={steps}"]
 
 
+@pytest.mark.ci
 def test_a_rank_with_a_slow_engine_fetches_fewer_prompts(folder: Path):
     """Both begin with one prompt of eight and fetch the others, experts and all."""
     write_experts(folder / "model", folder / "experts", seed=0)

@@ -140,7 +140,8 @@ def test_the_doctor_passes_where_the_tests_run_and_names_what_is_required(capsys
     monkeypatch.setattr(doctor, "check_slurm", lambda: doctor.Finding("Slurm", "absent", "not asked here"))
     assert main(["doctor", "--run-dir", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "ok       two ranks           both ranks met (mpiexec -n 2)" in said and len(said.splitlines()) == 14
+    rows = [line for line in said.splitlines() if not line.startswith(" ")]  # without hints: a disk may be nearly full
+    assert "ok       two ranks           both ranks met (mpiexec -n 2)" in rows and len(rows) == 14
     assert said.endswith("\neverything required is here\n")
     assert main(["doctor", "--launcher", "/no/such/launcher -n 2"]) == 1
     said = capsys.readouterr().out

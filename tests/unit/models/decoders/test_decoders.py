@@ -266,6 +266,7 @@ def test_many_processes_build_once(tmp_path) -> None:
     assert len(list(tmp_path.glob("*.so"))) == 1 and not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.ci
 def test_builds_for_other_instruction_sets_compute_the_same(tmp_path) -> None:
     """Those of this CPU below its own, which every other test has."""
     code = (
