@@ -90,6 +90,8 @@ def resolve_paths(node: Any, problems: list[ConfigProblem], notes: list[str], fi
     if not isinstance(node, InFile):
         return node
     new, old = (text.rpartition(":")[0] or text for text in (node.path, node.text))
+    if new == old and node.may_be_name:  # taken for a name on the hub
+        new = os.path.normpath(os.path.join(node.file.parent, old))
     if os.path.exists(old) and not (os.path.exists(new) and os.path.samefile(new, old)):
         if os.path.exists(new):
             notes.append(f"{field} = {node.path}: a path in {node.file} counts from that file; {old} is not it")

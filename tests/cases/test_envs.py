@@ -298,7 +298,7 @@ def test_what_step_returns_is_taken_or_named(text: str, given: str, duck: Callab
 def test_openings_of_environments_by_duck_typing() -> None:
     with closing(EnvironmentPool(EnvSection(path=f"{__file__}:Duck", timeout_s=30), longest_opening=4)) as pool:
         assert pool.openings([Prompt(0, "d:0", (), "text")]) == ["open"]
-        with pytest.raises(EnvError, match=r"d:1.: Odd\\x1b: the real error\\x1b\[31m$"):
+        with pytest.raises(EnvError, match=r"d:1.: Odd\\x1b: the real error\\x1b\[31m \(\S+:\d+\)$"):
             pool.openings([Prompt(1, "d:1", (), "raise")])
         for text, kind in (("pair", "tuple"), ("dict", "dict")):
             with pytest.raises(EnvError, match=f"reset returned a value of type {kind}: must be a text"):

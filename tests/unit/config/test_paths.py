@@ -61,6 +61,9 @@ def test_a_name_on_the_hub_is_no_path(run: Path, tmp_path: Path, monkeypatch: py
     assert load_config("own/run.yaml").model.tokenizer == "owner/name"
     (run.parent / "owner/name").mkdir(parents=True)
     assert load_config("own/run.yaml").model.tokenizer == "own/owner/name"
+    shutil.move("own/owner", "owner")
+    with pytest.raises(ConfigError, match=r"it is own/owner/name, which does not exist; owner/name does"):
+        load_config("own/run.yaml")
     file = tmp_path / "own/other.yaml"
     file.write_text("model: {path: ../owner/missing}\n")
     assert load_config("own/other.yaml").model.path == "./owner/missing", "a path, which is_name must not take"

@@ -14,6 +14,7 @@ from megatron_tlt.errors import RewardError
 from megatron_tlt.rewards.base import extract_answer, judge
 from megatron_tlt.rewards.build import build_scorers, function_problems
 from megatron_tlt.types import Prompt, RewardResult, Sample
+from tests.helpers.user_errors import without_place
 
 USER = Path(__file__).parent / "user_rewards.py"
 TAG = r"<answer>(.*?)</answer>"
@@ -153,8 +154,6 @@ def test_a_module_that_raises_at_import_is_named_with_its_field(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("response", "failure"),
     [
-        ("raise", "act: RuntimeError: no such luck"),
-        ("exit", "act: SystemExit: 3"),
         ("nan", "act: ValueError: returned nan: must be finite"),
         ("inf", "act: ValueError: returned inf: must be finite"),
         ("none", "act: ValueError: returned None (NoneType): must be a number or a boolean"),
@@ -165,6 +164,13 @@ def test_a_module_that_raises_at_import_is_named_with_its_field(tmp_path: Path, 
 def test_what_a_function_does_wrong_is_recorded(response: str, failure: str) -> None:
     result = judged(response, RewardConfig(name="python", path=f"{USER}:act"))
     assert result == RewardResult(-1.0, False, {}, failure)
+
+
+@pytest.mark.parametrize(("response", "error"), [("raise", "RuntimeError: no such luck"), ("exit", "SystemExit: 3")])
+def test_the_place_of_an_error_is_recorded(response: str, error: str) -> None:
+    result = judged(response, RewardConfig(name="python", path=f"{USER}:act"))
+    assert (result.value, result.correct) == (-1.0, False)
+    assert without_place(result.failure, ".*user_rewards") == f"act: {error}"
 
 
 def test_values_are_weighted_and_correct_means_all_that_count() -> None:
