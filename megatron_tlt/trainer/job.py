@@ -125,12 +125,13 @@ class Job(ABC):
         """Loads the checkpoint to resume from, if there is one; only after that the configuration is recorded."""
         try:
             self.world.enter("load")
-            self.load(self.saved())
+            state = self.saved()
+            self.load(state)
         except CheckpointError as error:
             raise ConfigError.of("checkpoint.resume", self.config.checkpoint.resume, str(error)) from error
         self.world.accept()
-        if self.world.is_main:
-            write_config(self.config, self.state_dir)
+        if self.world.is_main and (changed := write_config(self.config, self.state_dir)) and state is not None:
+            self.note(f"goes on with other settings than at its last start: {', '.join(sorted(changed))}")
         self.world.barrier()
 
     def _leave(self, reason: GracefulExit) -> None:

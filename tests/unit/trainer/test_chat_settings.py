@@ -34,6 +34,14 @@ def test_a_run_that_goes_on_keeps_its_first_day(tmp_path: Path) -> None:
     assert day(run(tmp_path / "new"), tmp_path) == FIRST, "a training in OUT/unfinished"
 
 
+def test_settings_that_changed_between_two_starts_are_named(tmp_path: Path) -> None:
+    reward = "rewards.functions=[{name: python, path: r.py:f, threshold: %s}]"
+    assert write_config(run(tmp_path, reward % 0.5), tmp_path) == []
+    assert write_config(run(tmp_path, reward % 0.5, "train.num_steps=7"), tmp_path) == []
+    changed = write_config(run(tmp_path, reward % 0.9, "optimizer.lr=0.5", "train.num_steps=8"), tmp_path)
+    assert sorted(changed) == ["optimizer.lr", "rewards.functions.0.threshold"]
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"data": {}}', '{"data": {"chat_template_date": null}}'])
 def test_a_record_without_a_day_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
