@@ -32,7 +32,7 @@ def draw(rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float]) -> str
     minutes = {mode: _minutes(of_mode) for mode, of_mode in jobs.items()}
     found = {step: (value, error) for step, value, error in jobs["on"][-1]["evaluations"]}
     longest = max(end for times in minutes.values() for end in times.values())
-    highest = max(value + error for value, error in found.values()) * 1.05
+    highest = max(0.1, *(value + error for value, error in found.values())) * 1.05
     scale = (WIDTH - LEFT - RIGHT) / longest
     bottom = TOP + HEIGHT
 
