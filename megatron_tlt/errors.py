@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sysconfig
+import traceback
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +21,7 @@ def shortened(items: Sequence[object], most: int = 8, separator: str = ", ") -> 
 # All but tab and line feed; also marks of writing direction, which reorder a line, and halves of surrogate pairs.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 LONGEST_FAILURE = 500  # characters of an error message that travel and are logged
+_NOT_USERS = ("<", os.path.dirname(__file__), *(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
 
 
 def printable(text: str) -> str:
@@ -26,13 +30,25 @@ def printable(text: str) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """An error of a user's code as one printable line of bounded length."""
+    """An error of a user's code as one printable line of bounded length, with its place."""
     try:
         message = str(error)
     except Exception as failed:  # noqa: BLE001  its class may fail in __str__
         message = f"(its message cannot be read: {type(failed).__name__})"
     lines = printable(message[: 2 * LONGEST_FAILURE].replace("\r\n", "\n")).splitlines()
-    return f"{printable(type(error).__name__)}: {' / '.join(lines)}".removesuffix(": ")[:LONGEST_FAILURE]
+    place = printable(place_of(error))
+    text = f"{printable(type(error).__name__)}: {' / '.join(lines)}".removesuffix(": ")
+    return f"{text[: max(0, LONGEST_FAILURE - len(place))]}{place}"
+
+
+def place_of(error: BaseException) -> str:
+    """" (FILE:LINE)" of the innermost line of a user's code that an error came from; "" if it came from none.
+
+    A user's code is what belongs neither to this package nor to Python and its installed packages.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f for f in frames if not f.filename.startswith(_NOT_USERS)]
+    return f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:

@@ -85,6 +85,12 @@ def mean_phases(rows: Rows) -> dict[str, float]:
     return {name: statistics.mean(row["phases"].get(name, 0.0) for row in rows) for name in rows[0]["phases"]}
 
 
+def phases_by_mode(rows: Rows) -> dict[str, dict[str, float]]:
+    """Mean phases of each mode that has jobs, in the order of `MODES`, over as many turns as there are with TLT off."""
+    of = {mode: [row for row in rows if row["mode"] == mode] for mode in MODES}
+    return {mode: mean_phases(jobs[: len(of["off"])]) for mode, jobs in of.items() if jobs}
+
+
 def summarize(rows: Rows) -> dict[str, float]:
     """Ratios of one workload's jobs, those of on and off in pairs."""
     of = {mode: [row for row in rows if row["mode"] == mode] for mode in MODES}
@@ -98,7 +104,7 @@ def summarize(rows: Rows) -> dict[str, float]:
         for key, total in (("rollout", waited), ("e2e", whole)):
             if pairs:
                 figures[name + key] = statistics.median(total(off) / total(on) for off, on in pairs)
-    on, off = mean_phases(of["on"][: len(of["off"])]), mean_phases(of["off"])
+    on, off = (phases_by_mode(rows)[mode] for mode in ("on", "off"))
     figures["e2e_limit"] = sum(off.values()) / (sum(on.values()) - sum(on[name] for name in WAIT))
     steps = [step for row in of["on"] for step in row["steps"]]
     idle = sum(step["idle/seconds"] for step in steps)
@@ -125,14 +131,12 @@ def whole(row: dict[str, Any]) -> float:
 
 def table(rows: Rows, title: str) -> str:
     """Seconds of a step by phase, a column a mode."""
-    modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
-    jobs = sum(row["mode"] == "off" for row in rows)  # of the others the same turns
-    means = {mode: mean_phases([row for row in rows if row["mode"] == mode][:jobs]) for mode in modes}
+    means = phases_by_mode(rows)
     names = sorted(means["off"], key=lambda name: -means["off"][name])
-    lines = [f"\n{title}: seconds of a step", f"{'':12s}" + "".join(f"{m:>13s}" for m in modes)]
-    lines += [f"{name:12s}" + "".join(f"{means[m].get(name, 0.0):13.2f}" for m in modes) for name in names]
-    lines.append(f"{'step':12s}" + "".join(f"{sum(means[m].values()):13.2f}" for m in modes))
-    for mode in modes:
+    lines = [f"\n{title}: seconds of a step", f"{'':12s}" + "".join(f"{m:>13s}" for m in means)]
+    lines += [f"{name:12s}" + "".join(f"{means[m].get(name, 0.0):13.2f}" for m in means) for name in names]
+    lines.append(f"{'step':12s}" + "".join(f"{sum(means[m].values()):13.2f}" for m in means))
+    for mode in means:
         row = next(row for row in rows if row["mode"] == mode)
         cells = [
             f"{s['rollout']:.1f} s, trained {s['idle/recovered_seconds']:.1f} and pre-rolled "

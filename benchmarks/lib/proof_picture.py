@@ -6,7 +6,7 @@ longest rollout without TLT.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_tlt.observe import colours
@@ -46,7 +46,11 @@ def draw(runs: Mapping[str, Path], seconds: Mapping[str, Mapping[str, float]], f
     body += _curves({mode: [curve for _, curve in lanes[mode]] for mode in runs}, y, 70, scale)
     y += 74
     body += _axis(y, (WIDTH - LEFT - RIGHT) / scale, scale)
-    height = y + 34
+    return svg(body, y + 34)
+
+
+def svg(body: Sequence[str], height: float) -> str:
+    """A picture of `WIDTH` on white."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
         'font-family="sans-serif" font-size="12">\n'

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lib.on_off import whole
-from lib.proof_picture import LEFT, RIGHT, WIDTH, rect, text_at
+from lib.proof_picture import LEFT, RIGHT, WIDTH, rect, svg, text_at
 
 from megatron_tlt.observe import colours
 
@@ -59,11 +59,7 @@ def draw(rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float]) -> str
         body += [rect(LEFT, y, figures[name] * each, BAR - 8, colour)]
         body.append(text_at(LEFT + figures[name] * each + 6, y + 13, f"{figures[name]:.2f}  {words}"))
         y += BAR
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y + 6}" viewBox="0 0 {WIDTH} {y + 6}" '
-        'font-family="sans-serif" font-size="12">\n'
-        f'<rect width="{WIDTH}" height="{y + 6}" fill="#ffffff"/>\n' + "\n".join(body) + "\n</svg>\n"
-    )
+    return svg(body, y + 6)
 
 
 def _minutes(jobs: Sequence[Mapping[str, Any]]) -> dict[int, float]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from megatron_tlt.errors import TltError, error_line
 from megatron_tlt.workers.descendants import Started, keep
 from megatron_tlt.workers.process import limit_memory, set_up
-from megatron_tlt.workers.user_code import place_of
 
 if TYPE_CHECKING:
     from megatron_tlt.envs.base import Environment, MakeEnvironment, Step
@@ -84,7 +83,7 @@ def serve(pipe: Connection, section_json: str, in_thought: bool, rank: int) -> N
     try:
         host = EnvironmentHost(load_environment(section, in_thought=in_thought))
     except BaseException as error:  # noqa: BLE001  a user's module may raise anything
-        pipe.send(str(error) if isinstance(error, TltError) else f"{error_line(error)}{place_of(error)}")
+        pipe.send(str(error) if isinstance(error, TltError) else error_line(error))
         return
     pipe.send(None)
     try:
@@ -116,7 +115,7 @@ class EnvironmentHost:
         # A user's code may raise anything, even KeyboardInterrupt, which no terminal sends here: the trajectory gets a
         # recorded failure.
         except BaseException as error:  # noqa: BLE001
-            return False, f"{error_line(error)}{place_of(error)}"
+            return False, error_line(error)
         return True, None
 
     def _open(self, request: Open) -> str | None:

@@ -11,7 +11,6 @@ from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.errors import LONGEST_FAILURE, error_line
 from megatron_tlt.types import Prompt, RewardResult, Sample
 from megatron_tlt.workers.answers import as_number, last_match
-from megatron_tlt.workers.user_code import place_of
 
 # The value of one reward function for one sample. May raise: `judge` records it.
 Scorer = Callable[[Prompt, Sample], object]
@@ -43,7 +42,7 @@ def judge(
             value = as_number(named.scorer(prompt, sample), "returned")
         # A user's function may raise anything, even call sys.exit: the sample gets a recorded failure.
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            return failed(f"{named.label}: {error_line(error)}{place_of(error)}", failure_value, parts)
+            return failed(f"{named.label}: {error_line(error)}", failure_value, parts)
         parts[named.label] = value
         if (least := named.config.least) is not None:
             counting = True

@@ -7,15 +7,11 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import sysconfig
-import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_tlt.errors import UserCodeError
-
-_NOT_USERS = ("<", str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
+from megatron_tlt.errors import UserCodeError, place_of
 
 
 def load_object(path: str) -> Any:
@@ -34,16 +30,6 @@ def load_object(path: str) -> Any:
     if found is None:
         raise UserCodeError(f"{where} has no {name!r}")
     return found
-
-
-def place_of(error: BaseException) -> str:
-    """" (FILE:LINE)" of the innermost line of a user's code that an error came from; "" if it came from none.
-
-    A user's code is what belongs neither to this package nor to Python and its installed packages.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [f for f in frames if not f.filename.startswith(_NOT_USERS)]
-    return f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
 
 
 def not_plain(function: object) -> str | None:
