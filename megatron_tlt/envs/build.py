@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from functools import partial
 from importlib import import_module
@@ -15,7 +14,7 @@ from megatron_tlt.envs.gymnasium import GymnasiumEnvironment
 from megatron_tlt.envs.schemas import check_plain, tool_schemas
 from megatron_tlt.envs.tools import ToolEnvironment
 from megatron_tlt.errors import ConfigProblem, EnvError, UserCodeError
-from megatron_tlt.workers.user_code import load_object
+from megatron_tlt.workers.user_code import code_digest, load_object
 
 BUILT_IN = {
     "calculator": "Calculator",
@@ -81,15 +80,13 @@ def environment_warning(section: EnvSection) -> str | None:
 
 
 def environment_fingerprint(section: EnvSection) -> dict[str, Any]:
-    """The settings on which a trajectory depends, and a digest of every .py file in the folder of the environment's
-    module: helper modules beside it count, folders below it and installed packages do not. JSON-able.
+    """The settings on which a trajectory depends, and `code_digest` of the environment's module. JSON-able.
 
     Raises EnvError.
     """
     loaded = _load_class(section)
     source = inspect.getsourcefile(loaded)
-    files = [] if source is None else sorted(Path(source).parent.glob("*.py"))
-    digest = hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()[:16]
+    digest = "" if source is None else code_digest(Path(source))
     not_read = {"timeout_s", "workers", "worker_memory_mib", "path"}
     return {**section.model_dump(mode="json", exclude=not_read), "class": loaded.__qualname__, "source": digest}
 

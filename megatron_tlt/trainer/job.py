@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.resilience.shutdown import GracefulExit
-from megatron_tlt.trainer.chat_settings import write_config
+from megatron_tlt.trainer.run_record import write_config
 
 if TYPE_CHECKING:
     from megatron_tlt.checkpoint.manager import CheckpointManager
@@ -131,7 +131,7 @@ class Job(ABC):
             raise ConfigError.of("checkpoint.resume", self.config.checkpoint.resume, str(error)) from error
         self.world.accept()
         if self.world.is_main and (changed := write_config(self.config, self.state_dir)) and state is not None:
-            self.note(f"goes on with other settings than at its last start: {', '.join(sorted(changed))}")
+            self.note(f"goes on with other settings or code than at its last start: {', '.join(sorted(changed))}")
         self.world.barrier()
 
     def _leave(self, reason: GracefulExit) -> None:

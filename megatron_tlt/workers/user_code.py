@@ -32,6 +32,27 @@ def load_object(path: str) -> Any:
     return found
 
 
+def code_digest(source: Path) -> str:
+    """Fingerprint of every .py file in the folder of a module's file.
+
+    Helper modules beside it count; folders below it and installed packages do not.
+    """
+    files = sorted(source.parent.glob("*.py"))
+    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()[:16]
+
+
+def source_of(path: str) -> Path | None:
+    """The file of the module of `package.module:name` or `path/to/file.py:name`; None: it is in none, or not there."""
+    where = path.rpartition(":")[0]
+    if where.endswith(".py"):
+        return Path(where) if Path(where).is_file() else None
+    try:
+        found = importlib.util.find_spec(where)
+    except ImportError:  # of a package above it
+        return None
+    return None if found is None or not found.has_location else Path(str(found.origin))
+
+
 def not_plain(function: object) -> str | None:
     """What a function is that returns no value when it is called, "async" or "a generator"; None: it returns one."""
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):

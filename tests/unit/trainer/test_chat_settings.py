@@ -10,7 +10,8 @@ import pytest
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config, SftConfig, TrainingConfig
 from megatron_tlt.distributed.together import SingleProcess
-from megatron_tlt.trainer.chat_settings import template_settings, with_date, write_config
+from megatron_tlt.trainer.chat_settings import template_settings, with_date
+from megatron_tlt.trainer.run_record import write_config
 
 FIRST = date(2026, 1, 2)
 
@@ -32,14 +33,6 @@ def test_a_run_that_goes_on_keeps_its_first_day(tmp_path: Path) -> None:
     elsewhere = run(tmp_path / "new", f"checkpoint.resume={tmp_path / 'checkpoints/step-000001'}")
     assert day(elsewhere) == FIRST
     assert day(run(tmp_path / "new"), tmp_path) == FIRST, "a training in OUT/unfinished"
-
-
-def test_settings_that_changed_between_two_starts_are_named(tmp_path: Path) -> None:
-    reward = "rewards.functions=[{name: python, path: r.py:f, threshold: %s}]"
-    assert write_config(run(tmp_path, reward % 0.5), tmp_path) == []
-    assert write_config(run(tmp_path, reward % 0.5, "train.num_steps=7"), tmp_path) == []
-    changed = write_config(run(tmp_path, reward % 0.9, "optimizer.lr=0.5", "train.num_steps=8"), tmp_path)
-    assert sorted(changed) == ["optimizer.lr", "rewards.functions.0.threshold"]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"data": {}}', '{"data": {"chat_template_date": null}}'])

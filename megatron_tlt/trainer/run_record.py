@@ -1,0 +1,50 @@
+"""The record of a training's configuration, and what differs from that of its last start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_tlt.config.root import TrainingConfig
+from megatron_tlt.data.hub import with_names
+from megatron_tlt.observe.files import write_atomically
+from megatron_tlt.observe.runfiles import CONFIG_FILE
+from megatron_tlt.workers.user_code import code_digest, source_of
+
+_LEARNS_FROM = ("model", "data", "env", "rewards", "algorithm", "optimizer", "code")  # sections
+
+
+def write_config(config: TrainingConfig, directory: Path) -> list[str]:
+    """Records a training's configuration in the directory from which it goes on, which is made where it is missing.
+
+    The record has a section more, `code`: fingerprints of the user's rewards and environment.
+
+    Returns the fields of `_LEARNS_FROM` that the record of its last start has otherwise.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    named = with_names(config).model_dump(mode="json")  # a start on other nodes finds the same files
+    named["code"] = _code(named)
+    try:
+        before: Any = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+        changed = [f for s in _LEARNS_FROM if s in named and s in before for f in _changed(before[s], named[s], s)]
+    except (OSError, ValueError, TypeError):  # the first start, or no record of this program
+        changed = []
+    write_atomically(directory / CONFIG_FILE, [json.dumps(named, indent=2)])
+    return changed
+
+
+def _changed(before: Any, now: Any, field: str) -> list[str]:
+    """Fields of two JSON trees whose values differ; one that only one of them has is of another version."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return [f for key in before.keys() & now.keys() for f in _changed(before[key], now[key], f"{field}.{key}")]
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return [f for i, pair in enumerate(zip(before, now)) for f in _changed(*pair, f"{field}.{i}")]
+    return [] if before == now else [field]
+
+
+def _code(named: dict[str, Any]) -> dict[str, str]:
+    """Fingerprints of the modules that a dumped configuration names, by their paths in it."""
+    users = [*named.get("rewards", {}).get("functions", []), named.get("env") or {}]
+    paths = [user["path"] for user in users if user.get("path") is not None]
+    return {path: code_digest(source) for path in paths if (source := source_of(path)) is not None}
