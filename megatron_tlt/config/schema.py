@@ -133,19 +133,20 @@ def field_allowed(field: FieldInfo) -> str:
 
 
 def paths_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Path of every section and setting below `model`, in the order of definition."""
+    """Path of every section and setting below `model`, in the order of definition; of lists, those of element 0."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
-        section = section_of(field.annotation)
-        if section is not None:
+        if (section := section_of(field.annotation)) is not None:
             yield from paths_of(section, f"{prefix}{name}.")
+        if (element := section_of(element_of(field.annotation))) is not None:
+            yield from paths_of(element, f"{prefix}{name}.0.")
 
 
 def nearest_path(root: type[BaseModel], section: type[BaseModel], parent: str, key: str) -> str | None:
     """Full path of the valid name that `key`, found in `section` at `parent`, most likely meant; None without one.
 
-    The section's own names come first, also in an element of a list; then those of the whole tree: of several with one
-    name the first, at the root all that are one level down.
+    The section's own names come first, also in an element of a list; then those below it, then the whole tree's: of
+    several with one name the first, at the root all that are one level down.
     """
     by_name: dict[str, list[str]] = {}
     for path in paths_of(root):
@@ -156,9 +157,9 @@ def nearest_path(root: type[BaseModel], section: type[BaseModel], parent: str, k
             return wanted
     if own := get_close_matches(key, section.model_fields, n=1, cutoff=0.75):
         return f"{parent}.{own[0]}" if parent else own[0]
-    near = get_close_matches(key, by_name, n=1, cutoff=0.75)
-    if not near:
+    inside = {n: under for n, paths in by_name.items() if (under := [p for p in paths if p.startswith(f"{parent}.")])}
+    nearest = (names[near[0]] for names in (inside, by_name) if (near := get_close_matches(key, names, 1, 0.75)))
+    if (found := next(nearest, None)) is None:
         return None
-    found = by_name[near[0]]
     below = [path for path in found if path.count(".") == 1]
     return " or ".join(below) if below and not parent else found[0]

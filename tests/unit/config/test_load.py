@@ -75,6 +75,8 @@ def test_overrides_reach_into_lists(index):
         ("trainer.save_freq=3", "checkpoint.every"),
         ("algorithm.clip_ratio_high=0.28", "algorithm.ratio_clip_high"),
         ("data.train.taskz=[]", "data.train.tasks"),
+        ("rewards.threshold=1", "rewards.functions.0.threshold"),
+        ("train.threshold=1", "rewards.functions.0.threshold"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_valid_one_with_its_path(override, nearest):
