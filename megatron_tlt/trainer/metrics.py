@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.observe.curves import curve_attrs, parked_spans
 from megatron_tlt.observe.events import EventLog
 from megatron_tlt.observe.jsonl import StepFile, cut_back
@@ -33,6 +34,7 @@ from megatron_tlt.observe.rollouts import (
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary, write_summary
 from megatron_tlt.trainer.acceptance import AcceptanceMonitor
 from megatron_tlt.trainer.turn_metrics import failure_warning, turn_metrics
+from megatron_tlt.types import EngineStats
 
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
@@ -40,11 +42,11 @@ if TYPE_CHECKING:
     from megatron_tlt.idle.window import WindowReport
     from megatron_tlt.trainer.evaluation import EvalResult
     from megatron_tlt.trainer.recovery import TrainState
-    from megatron_tlt.types import EngineStats, SampleGroup
+    from megatron_tlt.types import SampleGroup
 
 _log = logging.getLogger(__name__)
 _COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions")
-_TURN_COUNTERS = ("turns", "given_tokens", "parked_seconds", "prefill_steps")
+_TURN_COUNTERS = ("turns", "given_tokens", "prefill_steps")
 _SPEC_COUNTERS = ("row_steps", "drafted_tokens", "emitted_tokens")
 _PRE_ROLLED = ("pre_rolled_rows", "pre_rolled_drafted", "pre_rolled_accepted")
 _DRAFTER = ("loss", "accept/1")  # of the micro-steps' metrics
@@ -68,6 +70,7 @@ class RunMetrics:
         """
         self.world, self.state = world, state
         self._config, self._drafts_of, self._turns_of = config, drafts_of, turns_of
+        self._is_first = rollout_replica(world.rank, config.rollout.tp)[1] == 0  # of its engine
         self._run_dir = Path(config.train.run_dir)
         self._events = EventLog(self._run_dir, world.rank)
         self._progress = build_progress(config.observe.progress, config.train.num_steps, world.rank)
@@ -153,14 +156,15 @@ class RunMetrics:
         """
         step = self.state.step
         seconds = time.perf_counter() - self._step_started
-        self._log_rollout(step, stats)
+        of_engine = stats if self._is_first else EngineStats()  # every rank of an engine counts all of it
+        self._log_rollout(step, of_engine, stats)
         phases = self._events.end_step()
-        own = mine | reduced(self._windows) | self._peaks.take() | _counters(stats)
+        own = mine | reduced(self._windows) | self._peaks.take() | _counters(of_engine, stats)
         if self._config.env is not None:
             own |= turn_metrics(groups)
         if (failures := failure_warning(groups)) is not None:
             _log.warning(failures)
-        responses = rank_row(stats, groups)
+        responses = rank_row(of_engine, groups)
         gathered = self.world.all_gather_object((phases, own, responses))
         all_phases = [of_rank for of_rank, _, _ in gathered]
         row = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
@@ -185,9 +189,9 @@ class RunMetrics:
         self._log_responses(step, groups)
         self._progress.step_done(step, row)
 
-    def _log_rollout(self, step: int, stats: EngineStats) -> None:
-        """The rollout's curve, and the waits for environments in it, as events."""
-        curve = curve_attrs(stats)
+    def _log_rollout(self, step: int, of_engine: EngineStats, stats: EngineStats) -> None:
+        """The engine's curve, and this rank's waits for environments in it, as events."""
+        curve = curve_attrs(of_engine)
         if curve is not None:
             self._events.instant("curve", step - 1, **curve)
         for start, seconds in parked_spans(stats):
@@ -278,10 +282,12 @@ def _phase_times(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return times | {f"idle/rank{rank:03d}": p.get("idle", 0.0) for rank, p in enumerate(ranks)}
 
 
-def _counters(stats: EngineStats) -> RankMetrics:
-    values = {name: getattr(stats, name) for name in _COUNTERS + (_TURN_COUNTERS if stats.turns else ())}
+def _counters(of_engine: EngineStats, stats: EngineStats) -> RankMetrics:
+    """Of an engine, on its first rank, and this rank's waits for environments."""
+    values = {name: getattr(of_engine, name) for name in _COUNTERS + (_TURN_COUNTERS if stats.turns else ())}
     names = _SPEC_COUNTERS + (_PRE_ROLLED if stats.speculation.pre_rolled_rows else ())
-    values |= {f"spec_{name}": getattr(stats.speculation, name) for name in names}
+    values |= {f"spec_{name}": getattr(of_engine.speculation, name) for name in names}
+    values |= {"parked_seconds": stats.parked_seconds} if stats.turns else {}
     return sums({f"engine/{name}": value for name, value in values.items()})
 
 

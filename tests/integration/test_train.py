@@ -22,6 +22,8 @@ def test_layouts_of_four_ranks_train_alike(tmp_path):
     for name in layouts:
         for mine, theirs in zip(rows(tmp_path / name), reference, strict=True):
             assert mine["length/mean"] == theirs["length/mean"]
+            for counter in ("generated_tokens", "prompt_tokens", "finished_requests"):
+                assert mine[f"engine/{counter}"] == theirs[f"engine/{counter}"], "an engine of two ranks counts once"
             assert mine["reward/mean"] == pytest.approx(theirs["reward/mean"], abs=1e-9)
             assert mine["policy/loss"] == pytest.approx(theirs["policy/loss"], abs=1e-4)
             assert mine["policy/grad_norm"] == pytest.approx(theirs["policy/grad_norm"], rel=1e-3)
