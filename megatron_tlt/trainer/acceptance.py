@@ -25,23 +25,23 @@ class AcceptanceMonitor:
     """Checks the counters of each step, summed over ranks. A warning comes again only after a step without it."""
 
     def __init__(self) -> None:
-        self._steps: deque[dict[str, float]] = deque(maxlen=_STEPS)
+        self._steps: deque[tuple[float, float]] = deque(maxlen=_STEPS)  # drafted and accepted tokens
         self._active: set[str] = set()
 
     def check(self, row: Mapping[str, float]) -> list[str]:
-        """New warnings after a step with `engine/spec_*` counters in `row`. Mutates the last steps' counters."""
-        names = ("row_steps", "drafted_tokens", "emitted_tokens")
-        if not row["engine/spec_drafted_tokens"]:
+        """New warnings after a step with `engine/spec_*` counters in `row`. Mutates the last steps' counters.
+
+        Pre-rolled drafts are left out: they are none of a drafter's, and all right while the policy stands still.
+        """
+        drafted = row["engine/spec_drafted_tokens"] - row.get("engine/spec_pre_rolled_drafted", 0.0)
+        if not drafted:
             return []
-        self._steps.append({name: row[f"engine/spec_{name}"] for name in names})
-        total = {name: sum(step[name] for step in self._steps) for name in names}
-        if len(self._steps) < _STEPS or total["drafted_tokens"] < _LEAST_TOKENS:
+        accepted = row["engine/spec_emitted_tokens"] - row["engine/spec_row_steps"]
+        self._steps.append((drafted, accepted - row.get("engine/spec_pre_rolled_accepted", 0.0)))
+        drafted, accepted = (sum(of_steps) for of_steps in zip(*self._steps, strict=True))
+        if len(self._steps) < _STEPS or drafted < _LEAST_TOKENS:
             return []
-        accepted = total["emitted_tokens"] - total["row_steps"]
-        found = {
-            _NOTHING: accepted == 0,
-            _EVERYTHING: accepted == total["drafted_tokens"],
-        }
+        found = {_NOTHING: accepted == 0, _EVERYTHING: accepted == drafted}
         now = {text for text, holds in found.items() if holds}
         new, self._active = now - self._active, now
         return [text.format(steps=_STEPS) for text in sorted(new)]

@@ -3,11 +3,14 @@ import pytest
 from megatron_tlt.trainer.acceptance import AcceptanceMonitor
 
 
-def row(drafted=400, accepted=200, rows=100):
+def row(drafted=400, accepted=200, rows=100, pre_rolled=0):
+    """`pre_rolled`: tokens of pre-rolled drafts besides, all accepted."""
     names = {
-        "row_steps": rows,
-        "drafted_tokens": drafted,
-        "emitted_tokens": rows + accepted,
+        "row_steps": rows + (pre_rolled > 0),
+        "drafted_tokens": drafted + pre_rolled,
+        "emitted_tokens": rows + (pre_rolled > 0) + accepted + pre_rolled,
+        "pre_rolled_drafted": pre_rolled,
+        "pre_rolled_accepted": pre_rolled,
     }
     return {f"engine/spec_{name}": float(value) for name, value in names.items()}
 
@@ -23,6 +26,13 @@ def test_it_warns_once_after_a_window_and_again_when_it_comes_back(accepted, wha
     for _ in range(5):
         assert monitor.check(good) == []
     assert [len(monitor.check(bad)) for _ in range(6)].count(1) == 1
+
+
+def test_pre_rolled_drafts_are_none_of_the_drafters():
+    monitor = AcceptanceMonitor()
+    assert any(monitor.check(row(accepted=0, pre_rolled=50)) for _ in range(5)), "no drafted token is accepted"
+    monitor = AcceptanceMonitor()
+    assert not any(monitor.check(row(drafted=0, accepted=0, pre_rolled=400)) for _ in range(9)), "of the same policy"
 
 
 def test_few_drafts_and_steps_without_drafts_give_no_warning():
