@@ -122,7 +122,8 @@ def fetch_argument(field: str, value: Path, ranks: Ranks, weights: bool = True) 
 def fetch(names: Sequence[Named], ranks: Ranks, recorded: dict[str, str] | None = None) -> dict[str, Path]:
     """The directory on this node of every name, by field: the same commit on every rank. Collective.
 
-    `recorded`: commits by name, which names without a commit take. Raises ConfigError on every rank.
+    `recorded`: OWNER/NAME@COMMIT by field; a field's name takes its commit, if it has none. Raises ConfigError on every
+    rank.
     """
     if not names:
         return {}
@@ -175,16 +176,16 @@ def with_names(config: RootT) -> RootT:
 
 
 def _recorded(config: TrainingConfig, state_dir: Path | None) -> dict[str, str]:
-    """Commits by name that the run's config.json records; none where no run goes on."""
+    """OWNER/NAME@COMMIT by field, as the run's config.json has them; none where no run goes on."""
+    kind = type(config)
     if config.checkpoint.resume == "never":
         return {}
     try:
-        text = ((state_dir or config.state_dir) / "config.json").read_text(encoding="utf-8")
-        before = type(config).model_validate(json.loads(text))
-    except (OSError, ValueError):  # no run yet, or one of another version
+        record = json.loads(((state_dir or config.state_dir) / "config.json").read_text(encoding="utf-8"))
+        before = kind.model_validate({name: record[name] for name in record.keys() & kind.model_fields.keys()})
+    except (OSError, ValueError, AttributeError):  # no run yet, one of another version, or no object
         return {}
-    values = [named.value.partition("@") for named in names_of(before)]
-    return {name: commit for name, _, commit in values if _COMMIT.fullmatch(commit)}
+    return {named.field: named.value for named in names_of(before) if _COMMIT.fullmatch(named.revision or "")}
 
 
 def _commits(names: Sequence[Named], recorded: dict[str, str]) -> tuple[dict[str, str], list[ConfigProblem]]:
@@ -199,9 +200,10 @@ def _commits(names: Sequence[Named], recorded: dict[str, str]) -> tuple[dict[str
 
 def _commit(named: Named, recorded: dict[str, str]) -> str:
     """The recorded commit of a name without one, else what the hub says, or the cache where the hub is silent."""
-    if named.name in recorded and not _COMMIT.fullmatch(named.revision or ""):
-        _say(f"{named.field} = {named.value}: commit {recorded[named.name]}, as in the run's config.json")
-        return recorded[named.name]
+    name, _, commit = recorded.get(named.field, "").partition("@")
+    if name == named.name and not _COMMIT.fullmatch(named.revision or ""):
+        _say(f"{named.field} = {named.value}: commit {commit}, as in the run's config.json")
+        return commit
 
     def resolve() -> str:
         asked = {**named.repository, "revision": named.revision, "local_files_only": hub_answers.is_silent(endpoint())}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import socket
 import threading
 import time
@@ -23,6 +22,7 @@ from megatron_tlt.data import hub_answers
 from megatron_tlt.data.hub import cached, fetch_argument, is_name, names_of, on_this_machine, with_names
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.trainer.run_record import write_config
 from tests.helpers import thread_ranks
 from tests.helpers.hub_server import Hub, Repository, serving
 from tests.helpers.mpi import ROOT
@@ -189,8 +189,7 @@ def test_a_run_that_goes_on_uses_the_commits_of_its_first_start(
     assert named.model.path == f"a/policy@{first['models/a/policy']}"
     assert named.data.eval is not None and named.data.eval.path == f"a/rows@{first['datasets/a/rows']}"
     assert on_this_machine(named, ALONE) == local
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.json").write_text(json.dumps(named.model_dump(mode="json")))
+    write_config(local, tmp_path / "run")
     for key in hub.repositories:
         hub.repositories[key] = Repository({**hub.repositories[key].files, "config.json": b"{}"})
     again = on_this_machine(configured(settings), ALONE)
@@ -205,8 +204,7 @@ def test_fine_tuning_that_goes_on_uses_the_commits_of_its_first_start(hub: Hub, 
     sft = {"train_path": "a/rows", "subset": "main", "out": str(tmp_path / "out")}
     config = build_config({"model": {"path": "a/policy"}, "sft": sft}, (), SftConfig)
     local = on_this_machine(config, ALONE)
-    config.state_dir.mkdir(parents=True)
-    (config.state_dir / "config.json").write_text(json.dumps(with_names(local).model_dump(mode="json")))
+    write_config(local, config.state_dir)
     for key in hub.repositories:
         hub.repositories[key] = Repository({**hub.repositories[key].files, "config.json": b"{}"})
     assert on_this_machine(config, ALONE) == local
