@@ -6,6 +6,7 @@ that a run would allocate.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_tlt.sim.cost_model import kv_bytes
 
 # Assumed: the median response takes this share of `rollout.max_tokens`, with the default spread of lengths.
 _MEDIAN_SHARE = 1 / 8
+_GPUS = ((40.0, "rtx4090"), (80.0, "h100"), (math.inf, "h200"))  # assumed, by the most GiB of memory
 STALE_RATE = 0.5  # assumed: of a drafter that starts from the policy's second layer
 
 
@@ -29,6 +31,9 @@ def simulation_of(config: Config) -> SimConfig:
         raise ConfigError.of(
             "model.architecture", None, "is required to simulate a run: the shape of the model"
         )
+    memory = config.cluster.memory_gib
+    if memory is None:
+        raise ConfigError.of("cluster.memory_gib", None, "is required to simulate a run: it decides which GPU that is")
     if problems := find_problems(config, None, ranks, "cuda"):
         raise ConfigError(problems)
     cache = estimate_memory(config, shape, ranks, "cuda")[0].parts[KV]
@@ -43,8 +48,7 @@ def simulation_of(config: Config) -> SimConfig:
         }
         speculation = speculation.model_copy(update=made)
     rollout = {"kv_cache_mib": cache_mib, "speculation": speculation}
-    memory = config.cluster.memory_gib or 0
-    gpu = "rtx4090" if memory < 40 else "h100" if memory < 80 else "h200"
+    gpu = next(gpu for most, gpu in _GPUS if memory <= most)
     tree: dict[str, Any] = {
         "name": Path(config.train.run_dir).name,
         "model": shape,

@@ -31,6 +31,14 @@ def test_what_does_not_fit_is_not_simulated(capsys):
     assert "cluster.memory_gib" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("memory", "gpu"), [(23.5, "rtx4090"), (79, "h100"), (80, "h100"), (139, "h200")])
+def test_the_memory_decides_which_gpu_is_simulated(memory, gpu):
+    recipe = ROOT / "configs/recipes/grpo-qwen2.5-0.5b-1n1g.yaml"
+    assert simulation_of(load_config(recipe, [f"cluster.memory_gib={memory}"])).cluster.gpu == gpu
+    with pytest.raises(ConfigError, match=r"cluster\.memory_gib = None: is required"):
+        simulation_of(load_config(recipe, ["cluster.memory_gib=null"]))
+
+
 def test_a_step_with_tlt_is_no_slower():
     few = ["train.prompts_per_step=32", "rollout.max_tokens=2048", "algorithm.overlong_buffer=512"]
     few += ["rollout.speculation.selector=beg_mab"]  # which is asked for fewer steps
