@@ -16,6 +16,7 @@ from megatron_tlt.config.checks.files import output_file_problems
 from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.files import write_atomically
+from megatron_tlt.observe.jsonl import to_json
 
 if TYPE_CHECKING:
     import argparse
@@ -82,7 +83,7 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
         environments.close()
     backend.close()
     if world.is_main:
-        text = json.dumps(asdict(result), indent=2)
+        text = json.dumps(to_json(asdict(result)), indent=2, allow_nan=False)
         print(text, flush=True)
         if out is not None:
             write_atomically(out, [text])

@@ -119,7 +119,7 @@ class GracefulShutdown:
         self._receive(now=True)
         if self._any_rank(interrupted or self._is_too_late(place)):
             self.has_dropped_step = True
-            raise GracefulExit("the unfinished step is dropped")
+            raise GracefulExit(f"the unfinished {'evaluation' if place == 'eval' else 'step'} is dropped")
 
     def sync_after_step(self) -> None:
         """After a step, when a checkpoint could be written. Collective. Raises GracefulExit after any signal."""

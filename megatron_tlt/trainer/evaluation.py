@@ -45,7 +45,7 @@ def pass_at_k(correct: int, total: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """One evaluation. `pass_at["k"]` is a mean over prompts, `stderr` that of pass@1. `asdict` of it is JSON-able.
+    """One evaluation. `pass_at["k"]` is a mean over prompts, `stderr` that of pass@1, nan of one prompt.
 
     `env`: with environments the mean of turns, and of the reward of the N-th turn where there was one.
     """

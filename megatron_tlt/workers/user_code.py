@@ -37,7 +37,7 @@ def code_digest(source: Path) -> str:
 
     Helper modules beside it count; folders below it and installed packages do not.
     """
-    files = sorted(source.parent.glob("*.py"))
+    files = sorted(file for file in source.parent.glob("*.py") if file.is_file())  # an editor's lock is a dangling link
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()[:16]
 
 

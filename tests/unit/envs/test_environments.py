@@ -210,7 +210,8 @@ def test_python_without_a_network_of_its_own_is_named() -> None:
         ({"path": f"{USER}:time"}, "is a module, not a class"),
         ({"path": f"{USER}:Untyped"}, "tool Untyped.buy"),
         ({"kind": "wordle", "params": {"words": 3}}, "do not fit the constructor"),
-        ({"kind": "python", "timeout_s": 15}, "env.params.wall_s = 15.0: must be below env.timeout_s = 15"),
+        ({"kind": "python", "timeout_s": 15}, "env.params.wall_s = 15.0: must be a number below env.timeout_s = 15"),
+        ({"kind": "python", "params": {"wall_s": "9"}}, "env.params.wall_s = '9': must be a number below"),
         ({"kind": "python", "timeout_s": 15, "params": {"wall_s": 14}}, None),
     ],
 )
