@@ -320,11 +320,9 @@ def _acceptance(row: Mapping[str, float]) -> dict[str, float]:
     if not rows:
         return {}
     emitted, generated = row["engine/spec_emitted_tokens"], max(1.0, row["engine/generated_tokens"])
-    found = {
-        "spec/accept_length": emitted / rows,
-        "spec/accept_rate": (emitted - rows) / drafted if drafted else 0.0,
-        "spec/share": emitted / generated,
-    }
+    found = {"spec/accept_length": emitted / rows, "spec/share": emitted / generated}
+    if drafted:
+        found["spec/accept_rate"] = (emitted - rows) / drafted
     if pre_rolled := row.get("engine/spec_pre_rolled_rows"):
         accepted = row["engine/spec_pre_rolled_accepted"]
         found["pre_rollout/drafted_share"] = accepted / generated

@@ -1,4 +1,4 @@
-"""What a start leaves of the files of earlier starts in its run directory."""
+"""What a start leaves of earlier starts' files in its run directory; metrics that a step does not have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_tlt.config.root import Config
 from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.rollouts import RESPONSES_DIR, SAMPLES_FILE
 from megatron_tlt.observe.runfiles import ranks_of
-from megatron_tlt.trainer.metrics import RunMetrics
+from megatron_tlt.trainer.metrics import RunMetrics, _acceptance
 from megatron_tlt.trainer.recovery import TrainState
 
 
@@ -53,3 +53,8 @@ def test_a_start_on_fewer_ranks_repeats_no_step_of_those_that_are_no_more(tmp_pa
     responses = {file.stem: len(file.read_text().splitlines()) for file in (tmp_path / RESPONSES_DIR).iterdir()}
     assert responses == ({"rank-00000": 2, "rank-00001": 1} if steps_done else {"rank-00000": 1})
     assert len((tmp_path / SAMPLES_FILE).read_text().splitlines()) == steps_done
+
+
+def test_speculative_steps_without_a_drafted_token_have_no_accept_rate() -> None:
+    row = {f"engine/{name}": 4.0 for name in ("spec_row_steps", "spec_emitted_tokens", "generated_tokens")}
+    assert _acceptance({**row, "engine/spec_drafted_tokens": 0.0}) == {"spec/accept_length": 1.0, "spec/share": 1.0}
