@@ -5,7 +5,8 @@
                         latest              text file with the name of the newest complete one
 
 A directory gets its final name by one rename, after every file in it is on disk, and `latest` moves after
-that, so a crash at any moment leaves `latest` on a complete checkpoint.
+that, so a crash at any moment leaves `latest` on a complete checkpoint. A step that is saved again has no directory
+between two renames: the next start of the run puts the older one back (`put_back`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d{6,})")
+_REPLACED = ".old.tmp"  # of the name of a checkpoint while its step is saved again
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def publish(directory: Path, manifest: Manifest, keep: int | None) -> None:
         sync(file)
     write_synced(scratch / MANIFEST, replace(manifest, files=records).to_json())
     sync(scratch)
-    old = directory.with_name(directory.name + ".old.tmp")
+    old = directory.with_name(directory.name + _REPLACED)
     if directory.exists():  # saved again after a resume from an earlier step
         shutil.rmtree(old, ignore_errors=True)
         os.rename(directory, old)  # deleting takes long, and `latest` may still point here
@@ -181,16 +183,26 @@ def publish(directory: Path, manifest: Manifest, keep: int | None) -> None:
         prune_checkpoints(directory.parent, keep, newest=directory)
 
 
+def put_back(checkpoints: Path) -> None:
+    """Renames back each checkpoint that a killed `publish` moved away and did not replace. The run's owner only."""
+    for old in checkpoints.glob(f"step-*{_REPLACED}"):
+        directory = old.with_name(old.name.removesuffix(_REPLACED))
+        if not directory.exists():
+            os.rename(old, directory)
+            sync(checkpoints)
+
+
 def prune_checkpoints(checkpoints: Path, keep: int, newest: Path) -> None:
     """Removes all but the `keep` newest checkpoints, and leftovers of interrupted saves; never `newest`.
 
-    Steps later than that of `newest` are removed first: this run resumed from before them.
+    Leftovers are removed first: `put_back` must not find one without its checkpoint. Then steps later than that of
+    `newest`: this run resumed from before them.
     """
     current = step_of(newest)
     older = [path for path in complete_steps(checkpoints) if step_of(path) < current]
     later = [path for path in complete_steps(checkpoints) if step_of(path) > current]
     leftovers = [path for path in checkpoints.glob("step-*.tmp") if path != scratch_of(newest)]
-    for path in [*later, *older[max(0, keep - 1) :], *leftovers]:
+    for path in [*leftovers, *later, *older[max(0, keep - 1) :]]:
         shutil.rmtree(path, ignore_errors=True)
 
 

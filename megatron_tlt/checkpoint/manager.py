@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.actor.checkpoint import SaveHandle
-from megatron_tlt.actor.checkpoint_files import read_latest, step_directory, step_of
+from megatron_tlt.actor.checkpoint_files import put_back, read_latest, step_directory, step_of
 from megatron_tlt.checkpoint.carried_file import CARRIED, carried_writer, read_carried
 from megatron_tlt.checkpoint.resume import find_checkpoint
 from megatron_tlt.drafters.state_file import DRAFTER_STATE, drafter_state_writer, load_drafter_state
@@ -61,6 +61,8 @@ class CheckpointManager:
         Under `carried` are the responses that the next step continues, as `read_carried` returns them, under `drafter`
         the drafter's state, None where there is none. Raises CheckpointError when it is damaged or of another model.
         """
+        if self._lock is not None:
+            put_back(self._directory)
         resumed = find_checkpoint(self._world, self._directory, self._section.resume)
         if self._world.is_main:
             note_start(0 if resumed is None else step_of(resumed))

@@ -4,8 +4,8 @@ A line: `{"ts": seconds since the epoch at its start, "rank", "step", "kind": "s
 "dur": seconds (spans, states), "attrs": {...}}`. Spans are the phases of a step, one after the other; states (BUSY,
 IDLE, TRAINING, PRE_ROLLING) divide the rollout and idle spans. WAITING, within BUSY, are the longest waits in which all
 requests of the rank wait for their environments. Lines are buffered and written at the end of a step, when a span ends
-in an error, and at exit. A resumed run appends, after a new `open` instant: steps done again are repeated. The present
-state of a rank is in RUN_DIR/status (`resilience/heartbeat.py`).
+in an error, and at exit. A resumed run appends, after a new `open` instant: steps done again are repeated, but not of
+ranks that are no more. The present state of a rank is in RUN_DIR/status (`resilience/heartbeat.py`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.observe.clock import wall_seconds
-from megatron_tlt.observe.jsonl import JsonRow, LineFile, read_rows, to_line
+from megatron_tlt.observe.jsonl import JsonRow, LineFile, cut_back_ranks, rank_file, read_rows, to_line
 
 _BUFFERED_LINES = 512
 
 
 def events_path(run_dir: str | Path, rank: int) -> Path:
     """Path of a rank's events."""
-    return Path(run_dir) / "events" / f"rank-{rank:05d}.jsonl"
+    return rank_file(Path(run_dir) / "events", rank)
 
 
 class EventLog:
@@ -37,9 +37,19 @@ class EventLog:
         self.phase_totals: dict[str, float] = defaultdict(float)  # seconds by span name since the start
         self._step_totals: dict[str, float] = defaultdict(float)
         self._lines: list[str] = []
-        self._file = LineFile(events_path(run_dir, rank))
+        self._path = events_path(run_dir, rank)
+        self._file = LineFile(self._path)
         atexit.register(self.close)
         self.instant("open", None)
+
+    def start(self, steps_done: int, num_ranks: int) -> None:
+        """Before the first span: removes an earlier run's lines; rank 0 those of ranks that this start lacks, which a
+        resumed run does not repeat.
+        """
+        if not steps_done:
+            self._file.truncate(0)
+        if self.rank == 0:
+            cut_back_ranks(self._path.parent, num_ranks, steps_done, first_step=0)
 
     @contextmanager
     def span(self, name: str, step: int | None, **attrs: Any) -> Iterator[dict[str, Any]]:

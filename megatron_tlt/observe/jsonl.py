@@ -91,11 +91,28 @@ def read_rows(
                 skipped.setdefault(path, set()).add(number)
 
 
-def cut_back(path: Path, start_step: int) -> None:
+def rank_file(directory: Path, rank: int) -> Path:
+    """The file of a rank's rows."""
+    return directory / f"rank-{rank:05d}.jsonl"
+
+
+def cut_back(path: Path, start_step: int, first_step: int = 1) -> None:
     """Prepares a file for a run that continues after `start_step` steps: removes later rows and torn lines.
 
-    With 0 the run is a new one and all rows are removed. Replaces the file atomically.
+    With 0 the run is a new one and all rows are removed. `first_step`: the number of a run's first step in the rows.
+    Replaces the file atomically.
     """
     if path.exists():
-        kept = [row for row in read_rows(path) if start_step and row.get("step", 0) <= start_step]
+        rows = read_rows(path) if start_step else ()
+        kept = [row for row in rows if (row.get("step") or 0) - first_step < start_step]
         write_atomically(path, (to_line(row).rstrip("\n") for row in kept))
+
+
+def cut_back_ranks(directory: Path, num_ranks: int, start_step: int, first_step: int = 1) -> None:
+    """`cut_back` of the files of ranks from `num_ranks` on, which an earlier start had; a new run removes them."""
+    for file in directory.glob("rank-*.jsonl"):
+        if file.stem >= rank_file(directory, num_ranks).stem:
+            if start_step:
+                cut_back(file, start_step, first_step)
+            else:
+                file.unlink()

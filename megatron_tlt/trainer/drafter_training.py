@@ -1,10 +1,11 @@
 """`DrafterJob`: one `megatron-tlt drafter train`, from responses to a drafter directory, which can be stopped.
 
+    OUT/unfinished/lock   the job that writes OUT
     OUT/unfinished/rollout_cache   responses that were generated, each as soon as it is finished
     OUT/unfinished/state.safetensors   weights, optimizer, measurements: once a minute, and at a signal
 
-The same command reads both and goes on. On a CPU in fp32 the drafter is then the same bits as of one that was never
-stopped: hidden states of cached responses come from a prefill, which computes what decoding computed.
+The same command goes on from the latter two. On a CPU in fp32 the drafter is then the same bits as of one that was
+never stopped: hidden states of cached responses come from a prefill, which computes what decoding computed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from megatron_tlt.errors import CheckpointError, ConfigError, DataError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.observe.files import sync
 from megatron_tlt.observe.progress import build_progress
+from megatron_tlt.resilience.run_lock import lock_run_dir
 from megatron_tlt.resilience.shutdown import GracefulShutdown
 from megatron_tlt.trainer.job import Job, State
 from megatron_tlt.trainer.models import open_backend, push_policy, tensor_parallel
@@ -70,10 +72,11 @@ class DrafterJob(Job):
         """`settings`: see `training_settings`; `start` opens the training and its engine. Collective.
 
         Raises ConfigError for responses that cannot be read and for an unfinished training with other settings, or a
-        damaged one.
+        damaged one, RunDirectoryError if another job writes the same OUT.
         """
         self.config, self.world, self.num_steps = config, world, config.drafter.num_steps
         self._out, self._settings = out, settings
+        self._lock = lock_run_dir("--out", str(out), self.state_dir, world)
         self._found = None if config.checkpoint.resume == "never" else unfinished_state(out, settings)
         self._done_before = 0 if self._found is None else int(self._found["training"]["steps"])
         self._given = given_responses(config)
@@ -177,6 +180,8 @@ class DrafterJob(Job):
     def close(self) -> None:
         self._cache.close()
         self.shutdown.close()
+        if self._lock is not None:
+            self._lock.release()
 
 
 def open_pretraining(

@@ -14,7 +14,7 @@ from rich.console import Console
 from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.observe.curves import curve_attrs, parked_spans
 from megatron_tlt.observe.events import EventLog
-from megatron_tlt.observe.jsonl import StepFile, cut_back
+from megatron_tlt.observe.jsonl import StepFile, cut_back, cut_back_ranks, rank_file
 from megatron_tlt.observe.log import enter_phase
 from megatron_tlt.observe.memory import PhasePeaks
 from megatron_tlt.observe.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsLogger
@@ -89,12 +89,15 @@ class RunMetrics:
     def start(self) -> None:
         """Opens the files that a resumed run continues; rows after the steps done are dropped."""
         section, steps_done = self._config.observe, self.state.step
+        self._events.start(steps_done, self.world.size)
         dump = self._config.model_dump(mode="json")
         self._metrics = MetricsLogger(self._run_dir, section, self.world.rank, steps_done, dump)
         if self.world.is_main:
             self._rollouts = StepFile(self._run_dir / ROLLOUTS_FILE, steps_done)
             if section.samples_per_step:
                 self._samples = StepFile(self._run_dir / SAMPLES_FILE, steps_done)
+            else:
+                cut_back(self._run_dir / SAMPLES_FILE, steps_done)
         if section.save_responses:
             self._responses = self._open_responses(steps_done)
         self._first_step, self._started = steps_done, time.perf_counter()
@@ -105,12 +108,9 @@ class RunMetrics:
         """This rank's file of responses. Rank 0 also cuts back the files of ranks that an earlier start had."""
         directory = self._run_dir / RESPONSES_DIR
         directory.mkdir(mode=0o700, exist_ok=True)
-        mine = directory / f"rank-{self.world.rank:05d}.jsonl"
         if self.world.is_main:
-            for file in directory.glob("rank-*.jsonl"):
-                if file.stem > f"rank-{self.world.size - 1:05d}":
-                    cut_back(file, steps_done)
-        return StepFile(mine, steps_done)
+            cut_back_ranks(directory, self.world.size, steps_done)
+        return StepFile(rank_file(directory, self.world.rank), steps_done)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -326,11 +326,9 @@ def _acceptance(row: Mapping[str, float]) -> dict[str, float]:
     if not rows:
         return {}
     emitted, generated = row["engine/spec_emitted_tokens"], max(1.0, row["engine/generated_tokens"])
-    found = {
-        "spec/accept_length": emitted / rows,
-        "spec/accept_rate": (emitted - rows) / drafted if drafted else 0.0,
-        "spec/share": emitted / generated,
-    }
+    found = {"spec/accept_length": emitted / rows, "spec/share": emitted / generated}
+    if drafted:
+        found["spec/accept_rate"] = (emitted - rows) / drafted
     if pre_rolled := row.get("engine/spec_pre_rolled_rows"):
         accepted = row["engine/spec_pre_rolled_accepted"]
         found["pre_rollout/drafted_share"] = accepted / generated

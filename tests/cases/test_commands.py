@@ -118,15 +118,21 @@ def test_a_command_writes_into_its_own_output_and_into_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "maker"),
-    [(["lock"], "train"), (["unfinished/lock"], "sft"), (["unfinished/state.safetensors"], "drafter train")],
+    ("lock", "sections", "makers"),
+    [
+        ("lock", (), ["train"]),
+        ("unfinished/lock", ("sft", "model"), ["sft"]),
+        ("unfinished/lock", ("train", "rollout", "model"), ["drafter train"]),
+        ("unfinished/lock", (), ["train", "sft", "drafter train"]),  # killed before it made anything else
+    ],
 )
-def test_a_stopped_command_goes_on_in_its_own_directory(tmp_path, files, maker):
-    for name in files:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+def test_a_stopped_command_goes_on_in_its_own_directory(tmp_path, lock, sections, makers):
+    (tmp_path / lock).parent.mkdir(exist_ok=True)
+    (tmp_path / lock).touch()
+    if sections:
+        (tmp_path / "unfinished/config.json").write_text(json.dumps(dict.fromkeys(sections)))
     commands = ["train", "sft", "drafter train"]
-    assert [c for c in commands if not output_directory_problems("--out", tmp_path, c)] == [maker]
+    assert [c for c in commands if not output_directory_problems("--out", tmp_path, c)] == makers
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     assert all(output_directory_problems("--out", tmp_path, c) for c in commands)
 

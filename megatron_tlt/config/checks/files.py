@@ -40,9 +40,10 @@ def maker_of(directory: Path) -> str | None:
         return "train" if _object(directory / "config.json").keys() >= _RUN_SECTIONS else None
     if (directory / "lock").is_file():
         return "train"
-    if (directory / "unfinished").is_dir():
-        return "sft" if (directory / "unfinished" / "lock").is_file() else "drafter train"
-    return None
+    begun = _object(directory / "unfinished" / "config.json").keys()
+    if "sft" in begun:
+        return "sft"
+    return "drafter train" if begun >= _RUN_SECTIONS else None
 
 
 def _object(file: Path) -> dict[str, Any]:
@@ -97,9 +98,11 @@ def _content_problem(out: Path, command: str, sources: Iterable[str | Path | Non
 
 
 def _counts_for_nothing(entry: Path) -> bool:
-    """Notes, and directories without anything else: a file system of its own is mounted before its first run."""
+    """Notes, locks of starts that made nothing else, and directories of these: a file system of its own is mounted
+    before its first run.
+    """
     name = entry.name
-    if name.startswith(".") or name.endswith(_NOTES) or name in ("logs", "lost+found"):
+    if name.startswith(".") or name.endswith(_NOTES) or name in ("lock", "logs", "lost+found"):
         return True
     return entry.is_dir() and all(map(_counts_for_nothing, entry.iterdir()))
 

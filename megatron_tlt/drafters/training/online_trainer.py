@@ -66,7 +66,8 @@ class MergeReport:
     tokens: tuple[int, ...]  # by rank, trained on since the last merge
     disabled: tuple[int, ...]  # ranks whose training had failed before
     rolled_back: bool  # a replica's drafter was not finite: training is over on all ranks
-    coverage: float  # share of the tokens of the step's responses that are in the drafter's vocabulary
+    covered: int  # tokens of the step's responses that are in the drafter's vocabulary
+    drawn: int  # all tokens of these responses
 
 
 class OnlineDrafterTrainer(RunDrafter):
@@ -271,8 +272,8 @@ class OnlineDrafterTrainer(RunDrafter):
             self._merge_seconds += time.perf_counter() - started
         return {
             "drafter/version": float(self.version),
-            "drafter/coverage": report.coverage,
             "drafter/disabled": float(self._ranks.size if report.rolled_back else len(report.disabled)),
+            **({"drafter/coverage": report.covered / report.drawn} if report.drawn else {}),
         }
 
     def merge_replicas(self, at_once: bool = True) -> MergeReport:
@@ -298,7 +299,7 @@ class OnlineDrafterTrainer(RunDrafter):
         tokens, steps, disabled, broken, covered, drawn = ([int(x) for x in column] for column in columns)
         total, rolled_back = sum(tokens), any(broken)
         failed = tuple(r for r, is_disabled in enumerate(disabled) if is_disabled)
-        report = MergeReport(tuple(tokens), failed, rolled_back, sum(covered) / max(1, sum(drawn)))
+        report = MergeReport(tuple(tokens), failed, rolled_back, sum(covered), sum(drawn))
         if not at_once and not rolled_back and max(merging) * ranks.size > self._merge_share * sum(training):
             self._free()
             return report

@@ -1,11 +1,14 @@
 """Which checkpoint a start loads, and its messages about those that it refuses."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.checkpoint import resume
+from megatron_tlt.checkpoint.manager import CheckpointManager
+from megatron_tlt.config.run import CheckpointSection
 from megatron_tlt.errors import CheckpointError
 from tests.unit.actor.test_checkpoint_files import published
 
@@ -42,6 +45,25 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused_by_name(tmp_path, messag
             resume.find_checkpoint(WORLD, tmp_path, "auto")
     assert resume.find_checkpoint(WORLD, tmp_path, "never") is None
     assert resume.find_checkpoint(WORLD, tmp_path / "empty", "auto") is None
+
+
+def test_a_checkpoint_is_put_back_whose_step_was_killed_while_it_was_saved_again(tmp_path, monkeypatch):
+    checkpoints = tmp_path / "checkpoints"
+    directory, rename = published(checkpoints, 3, keep=1), os.rename
+
+    def killed(source, target):
+        if target == directory:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        published(checkpoints, 3, keep=1)
+    monkeypatch.undo()
+    assert not directory.exists()
+    loaded = SimpleNamespace(load=lambda path: {"from": path})
+    start = CheckpointManager(CheckpointSection(), tmp_path, 9, loaded, WORLD, lock=SimpleNamespace())
+    assert start.load_latest()["from"] == directory and start.newest == 3
 
 
 def test_a_named_checkpoint_that_cannot_be_used_is_a_problem_of_its_field(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,8 +12,9 @@ from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.drafters.state_file import drafter_state_writer
-from megatron_tlt.errors import ConfigError
-from megatron_tlt.trainer.drafter_training import _STATE, training_settings, unfinished_state
+from megatron_tlt.errors import ConfigError, RunDirectoryError
+from megatron_tlt.resilience.run_lock import RunLock
+from megatron_tlt.trainer.drafter_training import _STATE, DrafterJob, training_settings, unfinished_state
 
 BASE = {"model": {"path": "m"}, "rollout": {"speculation": {"drafter": "dspark"}}}
 
@@ -38,3 +41,13 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, override: str) -> No
     assert (unfinished_state(tmp_path, settings) or {})["steps"] == 3
     with pytest.raises(ConfigError, match=f"unfinished training with {override.partition('=')[0]} = "):
         unfinished_state(tmp_path, other)
+
+
+def test_a_second_training_does_not_touch_what_a_first_one_writes(tmp_path: Path) -> None:
+    world: Any = SimpleNamespace(is_main=True, barrier=lambda: None, broadcast_object=lambda value: value)
+    config, unused, unfinished = build_config(BASE, [], Config), Any, tmp_path / UNFINISHED
+    unfinished.mkdir()
+    (first := RunLock(unfinished)).acquire()
+    with pytest.raises(RunDirectoryError, match=f"{unfinished} is in use by process"):
+        DrafterJob(config, world, tmp_path, {}, unused, unused)
+    first.release()

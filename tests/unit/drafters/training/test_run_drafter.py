@@ -72,6 +72,13 @@ def test_a_step_trains_merges_and_publishes():
     assert sync(drafter) is None, "the engines have it"
 
 
+def test_a_step_without_responses_has_no_coverage():
+    drafter = make()
+    one_step(drafter)
+    drafter.begin_step(1, lambda: lookup_tables(CONFIG))
+    assert drafter.merge() == {"drafter/version": 1, "drafter/disabled": 0}
+
+
 def test_a_merge_that_was_put_off_is_made_for_a_checkpoint():
     drafter = make()
     one_step(drafter)

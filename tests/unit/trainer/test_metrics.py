@@ -1,0 +1,60 @@
+"""What a start leaves of earlier starts' files in its run directory; metrics that a step does not have."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_tlt.config.load import build_config
+from megatron_tlt.config.root import Config
+from megatron_tlt.observe.events import read_events
+from megatron_tlt.observe.rollouts import RESPONSES_DIR, SAMPLES_FILE
+from megatron_tlt.observe.runfiles import ranks_of
+from megatron_tlt.trainer.metrics import RunMetrics, _acceptance
+from megatron_tlt.trainer.recovery import TrainState
+
+
+def start(run_dir: Path, ranks: int, steps_done: int, rank: int = 0, samples: int = 1) -> None:
+    """A start that is killed in its first step."""
+    tree = {
+        "model": {"path": "m"},
+        "train": {"run_dir": str(run_dir)},
+        "observe": {"save_responses": True, "samples_per_step": samples, "tensorboard": False, "progress": "none"},
+    }
+    world: Any = SimpleNamespace(
+        rank=rank, size=ranks, is_main=rank == 0, device=torch.device("cpu"), enter=lambda *_: None
+    )
+    metrics = RunMetrics(build_config(tree, [], Config), world, TrainState(steps_done))
+    with closing(metrics):
+        metrics.start()
+        with metrics.phase(f"of {ranks} ranks"):
+            pass
+        assert metrics._responses is not None
+        metrics._responses.write_rows(steps_done + 1, {})
+        if metrics._samples is not None:
+            metrics._samples.write_rows(steps_done + 1, {})
+
+
+@pytest.mark.parametrize("steps_done", [0, 1])
+def test_a_start_on_fewer_ranks_repeats_no_step_of_those_that_are_no_more(tmp_path: Path, steps_done: int) -> None:
+    for rank in range(2):
+        start(tmp_path, 2, 0, rank)
+        start(tmp_path, 2, 1, rank)
+    start(tmp_path, 1, steps_done, samples=0)
+    kept = list(range(steps_done))  # steps that are done, from 0
+    phases = {rank: [e["step"] for e in read_events(tmp_path, rank) if e["kind"] == "span"] for rank in range(2)}
+    assert phases == {0: [0, 1, 1] if steps_done else [0], 1: kept}
+    assert ranks_of(tmp_path) == ([0, 1] if steps_done else [0])
+    responses = {file.stem: len(file.read_text().splitlines()) for file in (tmp_path / RESPONSES_DIR).iterdir()}
+    assert responses == ({"rank-00000": 2, "rank-00001": 1} if steps_done else {"rank-00000": 1})
+    assert len((tmp_path / SAMPLES_FILE).read_text().splitlines()) == steps_done
+
+
+def test_speculative_steps_without_a_drafted_token_have_no_accept_rate() -> None:
+    row = {f"engine/{name}": 4.0 for name in ("spec_row_steps", "spec_emitted_tokens", "generated_tokens")}
+    assert _acceptance({**row, "engine/spec_drafted_tokens": 0.0}) == {"spec/accept_length": 1.0, "spec/share": 1.0}
