@@ -46,11 +46,11 @@ _DEFAULT_EPS = 1e-6
 _DEFAULT_WINDOW = 4096  # tokens, of Qwen
 _DEFAULT_POSITIONS = {"qwen2": 32768, "qwen3": 32768, "llama": 2048}  # of MoE families: their dense sibling's
 _MIXTRAL_DEFAULTS = {  # where transformers' differ from the other families'
-    "rope_theta": 1e6,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 131072,
     "num_key_value_heads": 8,
 }
+_MIXTRAL_THETA = 1e6
 _REQUIRED_SIZES = (
     "vocab_size",
     "hidden_size",
@@ -257,7 +257,7 @@ def _parse(hf: Mapping[str, Any]) -> ModelConfig:
         head_dim=int(hf.get("head_dim") or default_head),
         intermediate_size=int(hf["intermediate_size"]),
         rms_norm_eps=float(hf.get("rms_norm_eps", _DEFAULT_EPS)),
-        rope_theta=float(rope.get("rope_theta", DEFAULT_THETA)),
+        rope_theta=float(rope.get("rope_theta", _MIXTRAL_THETA if family == "mixtral" else DEFAULT_THETA)),
         rope_scaling=RopeScaling(**{k: rope[k] for k in LLAMA3_KEYS})
         if rope_type(rope) == "llama3"
         else None,
@@ -343,14 +343,19 @@ def _unsupported(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProble
 def _uses_window(hf: Mapping[str, Any], family: Family) -> bool:
     """A window is in use when a layer has one that is shorter than the longest sequence."""
     window = hf.get("sliding_window", _DEFAULT_WINDOW if family.startswith("qwen") else None)
-    if window is None or window >= (hf.get("max_position_embeddings") or 0) > 0:
+    positions, layers = (hf.get(name) or 0 for name in ("max_position_embeddings", "num_hidden_layers"))
+    if window is None or not (_is_whole(positions) and _is_whole(layers)):  # `_out_of_range` names these
+        return False
+    if window >= positions > 0:
         return False
     if (types := hf.get("layer_types")) is not None:
         return any(t != "full_attention" for t in types)
     if family == "mixtral":  # without the switch of the others
         return True
     is_on = hf.get("use_sliding_window", family == "llama")  # where transformers reads neither, and vLLM the window
-    return bool(is_on) and hf.get("max_window_layers", 0) < hf.get("num_hidden_layers", 0)
+    if family in ("qwen2_moe", "qwen3_moe"):  # layers below max_window_layers have one, or all
+        return bool(is_on)
+    return bool(is_on) and hf.get("max_window_layers", 0) < layers
 
 
 def _shape_problems(config: ModelConfig) -> Iterator[ConfigProblem]:

@@ -56,6 +56,13 @@ def test_old_and_new_spelling_read_the_same() -> None:
     assert ModelConfig.from_hf(new).rope_theta == 5e5
 
 
+def test_a_mixtral_has_the_theta_of_either_form() -> None:
+    mixtral = {**QWEN3_MOE, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
+    del mixtral["rope_theta"]
+    assert ModelConfig.from_hf(mixtral).rope_theta == 1e6
+    assert ModelConfig.from_hf({**mixtral, "rope_parameters": {"rope_theta": 1e4}}).rope_theta == 1e4
+
+
 def test_families_differ_where_they_should() -> None:
     qwen2 = ModelConfig.from_hf(QWEN2)
     assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.head_dim, qwen2.eos_token_ids) == (True, False, 16, (7,))
@@ -93,6 +100,7 @@ def test_families_differ_where_they_should() -> None:
             "full attention only",
         ),
         ({"use_sliding_window": True, "max_window_layers": 1}, "sliding_window", "full attention only"),
+        ({**QWEN3_MOE, "use_sliding_window": True}, "sliding_window", "full attention only"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window", "128"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type", "'llama3'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.rope_type", "linear"),
@@ -119,6 +127,7 @@ def test_families_differ_where_they_should() -> None:
         ({"eos_token_id": "</s>"}, "eos_token_id", "token id"),
         ({"max_position_embeddings": -1}, "max_position_embeddings", "positive"),
         ({"max_position_embeddings": None}, "max_position_embeddings", "positive"),
+        ({"max_position_embeddings": "512"}, "max_position_embeddings", "'512': must be a positive integer"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers", "2.0: must be a positive integer"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps", "'1e-6': must be a number"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings", "'false': must be true or false"),
