@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
+
+from fsspec.utils import glob_translate
 
 from megatron_tlt.config.paths import FORMATS, KINDS, PACKED
 from megatron_tlt.config.yaml_reader import parse_yaml
@@ -53,7 +54,7 @@ def choose_files(
     """
     data = [name for name in names if _is_data(name)]
     chosen = _subset_of(_configs(card, where), subset, where)
-    splits = {name: files for name, files in _splits(chosen, data).items() if files}
+    splits = {name: files for name, files in _splits(chosen, data, where).items() if files}
     wanted = split or DEFAULT_SPLIT
     if wanted not in splits:
         there = ", ".join(sorted(splits)) or f"none, with files of {_READABLE}"
@@ -84,7 +85,7 @@ def unread_files(directory: Path, subset: str | None) -> list[str]:
     """Files of rows in a clone without a card's list that no split reads: others name their split, these do not."""
     names = [name for name in _names_in(directory) if _is_data(name) and not name.endswith(_TEXTS)]
     config = _subset_of(_configs(directory / CARD, str(directory)), subset, str(directory))
-    splits = {} if "data_files" in config else _splits(config, names)
+    splits = {} if "data_files" in config else _splits(config, names, str(directory))
     inside = [name for name in names if name.startswith(str(config.get("data_dir") or ""))]
     read = {name for files in splits.values() for name in files}
     return sorted({*inside} - read) if read else []
@@ -204,8 +205,11 @@ def _subset_of(configs: Mapping[str, Mapping[str, Any]], subset: str | None, whe
     return configs[subset]
 
 
-def _splits(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[str]]:
-    """The files of every split of a subset: by the patterns of its description, else by words in the names of files."""
+def _splits(config: Mapping[str, Any], names: Sequence[str], where: str) -> dict[str, list[str]]:
+    """The files of every split of a subset: by the patterns of its description, else by words in the names of files.
+
+    Raises DataError that begins with `where` for a pattern that is none.
+    """
     patterns, folder = config.get("data_files"), str(config.get("data_dir") or "").strip("/")
     if patterns is None:
         inside = [name for name in names if not folder or name.startswith(f"{folder}/")]
@@ -216,9 +220,11 @@ def _splits(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[s
     found: dict[str, list[str]] = {}
     for entry in [patterns] if isinstance(patterns, str) else patterns:
         split, globs = (DEFAULT_SPLIT, entry) if isinstance(entry, str) else (entry["split"], entry["path"])
-        # In fsspec's patterns `**/` may stand for no folder.
-        wanted = [str(glob).replace("**/", "*") for glob in ([globs] if isinstance(globs, str) else globs)]
-        files = [name for name in names if any(fnmatchcase(name, glob) for glob in wanted)]
+        try:
+            wanted = [glob_translate(str(glob)) for glob in ([globs] if isinstance(globs, str) else globs)]
+        except ValueError as error:
+            raise DataError(f"{where}: data_files of {CARD}: {error}") from error
+        files = [name for name in names if any(re.match(glob, name) for glob in wanted)]
         found[split] = [*found.get(split, []), *files]
     return found
 

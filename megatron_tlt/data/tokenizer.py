@@ -38,7 +38,7 @@ class HFTokenizer:
             raise CheckpointError(f"{directory}: no such directory (a tokenizer is read from local files)")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # `tokenizers` has no class of its own for a damaged file
             raise CheckpointError(f"{directory}: no usable tokenizer: {error}") from error
         if not has_tokenizer(directory):  # of config.json alone `transformers` makes an empty one
             raise CheckpointError(f"{directory}: no tokenizer files (tokenizer.json or its older kinds)")

@@ -23,6 +23,7 @@ DEFAULT = "{config_name: b, default: true, data_files: [b/x.json, b/y.json]}"
 FOLDER = "{config_name: c, data_dir: c}"
 ANYWHERE = "{config_name: d, data_files: 'd/**/*.parquet'}"
 ALL = card(BY_SPLIT, DEFAULT, FOLDER, ANYWHERE)
+HERE = "{config_name: e, data_files: '*.jsonl'}"
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,7 @@ ALL = card(BY_SPLIT, DEFAULT, FOLDER, ANYWHERE)
         (ALL, "b/x.json b/y.json b/z.json", None, None, "b/x.json b/y.json"),
         (ALL, "c/train.jsonl c/dev.jsonl train.jsonl", "c", "validation", "c/dev.jsonl"),
         (ALL, "d/0.parquet d/e/1.parquet 2.parquet", "d", None, "d/0.parquet d/e/1.parquet"),
+        (card(HERE), "0.jsonl test/0.jsonl", None, None, "0.jsonl"),
         (card(BY_SPLIT), "a/train-1.csv", None, None, "a/train-1.csv"),  # the only one
         ("", "rows.parquet more.parquet notes.txt .cache/x.parquet", None, None, "more.parquet rows.parquet"),
         ("", "data/train-0.parquet data/test-0.parquet", None, "test", "data/test-0.parquet"),
@@ -55,6 +57,7 @@ def test_card_or_names_tell_splits(
         (card(BY_SPLIT, FOLDER), None, None, "x: `subset` must name one of its subsets; there are: a, c"),
         (ALL, "a", "dev", "x: no split 'dev'; there are: train"),
         ("", None, "test", "x: no split 'test'; there are: train"),
+        (card("{config_name: a, data_files: 'a**'}"), None, None, "x: data_files of README.md: Invalid pattern"),
         (card("{name: a}"), None, None, "x: README.md does not describe its subsets: KeyError"),
         ("---\nconfigs: [\n---\n", None, None, "x: README.md does not describe its subsets: ConfigError"),
     ],

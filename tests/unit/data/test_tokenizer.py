@@ -59,6 +59,10 @@ def test_unusable_directories_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no usable tokenizer"):
         HFTokenizer(tmp_path / "empty")
+    save(tmp_path / "cut off")
+    (tmp_path / "cut off/tokenizer.json").write_text("version https://git-lfs")
+    with pytest.raises(CheckpointError, match="no usable tokenizer"):
+        HFTokenizer(tmp_path / "cut off")
     with pytest.raises(CheckpointError, match="end of sequence"):
         HFTokenizer(save(tmp_path / "no eos", eos=None))
     with pytest.raises(CheckpointError, match="no chat template"):
