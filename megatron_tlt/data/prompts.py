@@ -252,8 +252,8 @@ class PromptStream:
             if not text and isinstance(self._source, EnvSource):
                 raise DataError(f"{row.dataset_id}: the environment's reset returned no text, which is the prompt")
             check_text(text, "reset", row.dataset_id)
-            whole = row if text is None else row.with_opening(text)
-            tokens = prompt.token_ids if text is None else self._encode(whole)
+            whole = row.with_opening(text) if text else row
+            tokens = self._encode(whole) if text else prompt.token_ids
             if tokens is not None:
                 opened.append(replace(prompt, text=whole.prompt, token_ids=tokens))
         return opened

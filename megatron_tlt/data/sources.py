@@ -154,7 +154,8 @@ class FileSource:
         messages = None if isinstance(prompt, str) else prompt
         text = prompt if isinstance(prompt, str) else last_user_text(prompt)
         ids, name = None if tokens is None else tuple(tokens), self._path.stem
-        return Row(f"{name}:{index}", text, answer, name, metadata, messages, self._where(index), ids)
+        of_data = f"{name}:{self._fingerprint}:{index}"  # splits of one data set may have one stem
+        return Row(of_data, text, answer, name, metadata, messages, self._where(index), ids)
 
     def answers(self) -> list[tuple[str, Answer | None]]:
         """File and place of every record with its reference answer."""

@@ -88,7 +88,7 @@ def test_each_prompt_is_opened_once_also_where_it_was_looked_at_before() -> None
     assert sorted(asked) == sorted(set(asked)) and not made._texts, "and none is kept"
 
 
-@pytest.mark.parametrize("openings", [None, lambda prompts: [None for _ in prompts]])
+@pytest.mark.parametrize("openings", [None, lambda prompts: [None] * len(prompts), lambda prompts: [""] * len(prompts)])
 def test_only_a_prompt_of_a_row_needs_no_text_of_the_environment(ten: PromptSourceConfig, openings: Any) -> None:
     env = EnvPrompts(openings=openings)
     with pytest.raises(DataError, match="reset returned no text"):
@@ -131,6 +131,15 @@ def test_ids_count_draws_and_epochs_are_shuffled_anew(ten: PromptSourceConfig) -
     keys = {request_key(0, p.prompt_id, 0) for p in prompts}
     assert len(keys) == 30, "a prompt's noise in one epoch is not that of another: exploration would narrow"
     assert len({p.dataset_id for p in prompts}) == 10
+
+
+def test_splits_of_one_data_set_share_no_names(tmp_path: Path) -> None:
+    names: set[str] = set()
+    for split in ("train", "test"):
+        path = tmp_path / split / "rows.jsonl"
+        path.parent.mkdir()
+        names |= {p.dataset_id for p in stream(write_jsonl(path, [{"prompt": split, "answer": 1}])).next_batch(1)}
+    assert len(names) == 2
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 10, 23])
