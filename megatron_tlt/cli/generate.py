@@ -138,7 +138,10 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     world.enter("generate")
     args.model = fetch_argument("--model", args.model, world)
     tokenizer = _checked_tokenizer(args, engine, env, world)
-    environments = None if env is None else Environments(env, tokenizer, world, chat=args.chat)
+    from megatron_tlt.models.hf.config import ModelConfig
+
+    ends = ModelConfig.from_hf(args.model).eos_token_ids
+    environments = None if env is None else Environments(env, tokenizer, world, chat=args.chat, ends=ends)
     params = _sampling(args)
     if env is not None:
         params = replace(params, max_turn_tokens=env.max_turn_tokens or 0)

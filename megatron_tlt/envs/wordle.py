@@ -36,6 +36,7 @@ class Wordle(Environment):
     def step(self, response: str) -> Step:
         self._tried += 1
         word = (last_match(self._pattern, response) or "").lower()
+        word = word if len(word) == len(self._word) else ""  # a pattern of one's own may take other words
         marks = clue(word, self._word) if word else ""
         if marks == "GGGGG" or self._tried >= self._tries:
             return Step(reward=marks.count("G") / len(self._word), done=True)

@@ -74,11 +74,11 @@ class RewardPool:
     def score(self, groups: Sequence[SampleGroup]) -> str | None:
         """Judges every sample: sets `rewards` of each group, in its samples' order.
 
-        Functions see the texts but not token ids or log-probs, which stay here. Returns a warning of failures, if there
-        are any. Raises RewardError only when workers cannot be started.
+        Functions see the texts but not token ids, log-probs or experts, which stay here. Returns a warning of failures,
+        if there are any. Raises RewardError only when workers cannot be started.
         """
         jobs = [
-            (replace(group.prompt, token_ids=()), replace(sample, token_ids=[], logprobs=[]))
+            (replace(group.prompt, token_ids=()), replace(sample, token_ids=[], logprobs=[], routed_experts=None))
             for group in groups
             for sample in group.samples
         ]

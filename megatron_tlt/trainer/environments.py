@@ -11,6 +11,7 @@ from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.envs.build import environment_tools, has_opening
 from megatron_tlt.envs.pool import EnvironmentPool
 from megatron_tlt.errors import ConfigError, EnvError
+from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.trainer.turn_metrics import turn_rows
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ def open_environments(config: Config, tokenizer: HFTokenizer, world: Ranks) -> E
     """This rank's environments; None for single-turn rollouts. Raises ConfigError."""
     if config.env is None:
         return None
-    longest = config.data.max_prompt_tokens
-    return Environments(config.env, tokenizer, world, chat=config.data.chat_template, max_prompt_tokens=longest)
+    longest, ends = config.data.max_prompt_tokens, ModelConfig.from_hf(config.model.path).eos_token_ids
+    chat = config.data.chat_template
+    return Environments(config.env, tokenizer, world, chat=chat, ends=ends, max_prompt_tokens=longest)
 
 
 @contextmanager
@@ -60,9 +62,12 @@ def prompts_of(environments: Environments | None) -> EnvPrompts:
 
 
 def turn_tokens(
-    section: EnvSection, tokenizer: HFTokenizer, tools: Sequence[dict[str, Any]], *, chat: bool
+    section: EnvSection, tokenizer: HFTokenizer, tools: Sequence[dict[str, Any]], *, chat: bool, ends: Sequence[int]
 ) -> TurnTokens:
-    """The tokens of observations. Raises ConfigError for a chat template that does not fit."""
+    """The tokens of observations. `ends`: the model's stop tokens, beside the tokenizer's.
+
+    Raises ConfigError for a chat template that does not fit.
+    """
     return TurnTokens(
         tokenizer,
         chat=chat,
@@ -70,6 +75,7 @@ def turn_tokens(
         tools=tools,
         roles=(section.tool_role,) if tools else ("user",),
         keep_history=section.rewritten_history == "keep",
+        ends=ends,
     )
 
 
@@ -83,15 +89,17 @@ class Environments:
         world: Ranks,
         *,
         chat: bool,
+        ends: Sequence[int],
         max_prompt_tokens: int | None = None,
     ):
         """Starts the workers, which import meanwhile. Raises ConfigError for a chat template that does not fit.
 
-        `max_prompt_tokens`: a prompt with more tokens is dropped, so no more of an opening is read.
+        `ends`: the model's stop tokens, beside the tokenizer's. `max_prompt_tokens`: a prompt with more tokens is
+        dropped, so no more of an opening is read.
         """
         tools = environment_tools(section)
         self._decode = tokenizer.decode
-        self._tokens = turn_tokens(section, tokenizer, tools, chat=chat)
+        self._tokens = turn_tokens(section, tokenizer, tools, chat=chat, ends=ends)
         self._in_thought = self._tokens.opens_thought
         longest = None if max_prompt_tokens is None else self._tokens.characters_of(max_prompt_tokens + 1)
         self._world = world

@@ -100,7 +100,8 @@ def turn_problems(config: TrainingConfig) -> list[ConfigProblem]:
     if env is None or tokenizer is None:
         return []
     try:
-        turn_tokens(env, tokenizer, environment_tools(env), chat=config.chat.chat_template)
+        ends = () if (model := _model(config)) is None else model.eos_token_ids
+        turn_tokens(env, tokenizer, environment_tools(env), chat=config.chat.chat_template, ends=ends)
     except ConfigError as error:
         return error.problems
     return []

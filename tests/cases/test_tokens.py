@@ -159,6 +159,9 @@ def test_a_template_that_ends_turns_without_a_stop_token_is_said(model: Path) ->
     environment = config_of(model).model_copy(update={"env": {"kind": "calculator", "max_observation_tokens": 64}})
     with pytest.raises(ConfigError, match="ends no turn of the assistant with a stop token"):
         check_report(Config.model_validate(environment.model_dump()), 1)
+    edit(model / "config.json", eos_token_id=[0, 2])  # where the engine stops, too
+    assert "Ranks: 1" in check_report(Config.model_validate(environment.model_dump()), 1)
+    edit(model / "config.json", eos_token_id=0)
     edit(model / "generation_config.json", eos_token_id=[0, 2])
     assert "warning: the chat template" not in check_report(config_of(model), 1)
 

@@ -65,6 +65,8 @@ def test_games_are_functions_of_their_seed() -> None:
     wordle = made(kind="wordle", params={"tries": 2})
     assert wordle.step("is it apple").observation.startswith("apple: ")
     assert wordle.step("none").done
+    own = made(kind="wordle", params={"pattern": r"<guess>(\w+)</guess>"})
+    assert own.step("<guess>tables</guess>").observation == "That is no word of five letters."
 
 
 @pytest.mark.parametrize(
