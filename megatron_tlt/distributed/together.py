@@ -20,6 +20,9 @@ class SingleProcess:
     def heartbeat(self, **figures: Any) -> None:
         """Without a watchdog it does nothing."""
 
+    def wait_for_all(self) -> None:
+        """Waits for no one."""
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """[value]."""
         return [value]

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.run import DistributedSection
     from megatron_tlt.interfaces import RankMonitor, RankOutcome
 
+_POLL_S = 0.1
 _LEAVE_S = 0.3  # mpiexec takes a rank that exits right after MPI_Finalize for crashed: its last message is on the way
 _REFUSE_S = 5.0  # for the other ranks to find the same problems
 _STORE_S = 10.0  # for rank 0 to answer
@@ -169,6 +170,18 @@ class World:
         """
         self._phase.counters += 1
         return partial(self.store.add, f"counter/{self._phase.counters}")
+
+    def wait_for_all(self) -> None:
+        """Waits for every rank, for any length of time and with signs of life; a tenth of the wait at most is lost.
+
+        Before a collective that some ranks reach much later: its own time is bounded (`distributed.timeout_s`).
+        """
+        count, began = self.new_counter(), time.monotonic()
+        arrived = count(1)
+        while arrived < self.size:
+            self.heartbeat(state="IDLE")
+            time.sleep(min(_POLL_S, 0.1 * (time.monotonic() - began) + 1e-3))
+            arrived = count(0)
 
     def barrier(self) -> None:
         """Waits for every rank (gloo or NCCL; sleeps, does not spin)."""

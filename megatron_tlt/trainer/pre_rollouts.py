@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_tlt.errors import DataError, EnvError, error_line
+from megatron_tlt.errors import BackendError, DataError, EnvError, error_line
 from megatron_tlt.idle.state import RankState
 from megatron_tlt.trainer.engine_stats import joined
 from megatron_tlt.types import EngineStats, GenerateCall
@@ -158,15 +159,19 @@ class PreRollouts:
         """
         if self._has_failed:
             return 0
-        self._stats = self.take_stats()
+        samples: list[Sample] = []
+        tokens = 0
         try:
+            self._stats = self.take_stats()
             samples = self._generate(queue_of, until)
+            tokens = self.backend.take_stats().generated_tokens
         except Exception as error:  # whatever it was: the next step decodes without drafts
             if self.queues.tp > 1:
                 raise
             self._has_failed, samples = True, []
+            with suppress(BackendError):  # where its process is gone
+                self.backend.take_stats()
             _log.warning("this replica pre-rolls no more, and drops what it had: %s", error_line(error))
-        tokens = self.backend.take_stats().generated_tokens
         if self.queues.is_first:
             self._new = [sample for sample in samples if sample.token_ids]
         return tokens

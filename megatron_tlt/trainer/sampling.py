@@ -94,6 +94,7 @@ class GroupSampler:
             groups = self.carried.take(self._rollout(step, self._next_prompts(step, num_prompts)))
             with self.metrics.phase("score"):
                 failures = self.rewards.score(groups)
+                self.queues.world.wait_for_all()  # other ranks may have nothing to score
                 share_responses(self.queues.world, self.backend, groups)
                 kept += [g for g in groups if self.algorithm.keep_group(g)]
                 others = Dropped.of([g for g in groups if not self.algorithm.keep_group(g)])
@@ -144,7 +145,8 @@ class GroupSampler:
         with self.metrics.phase("rollout"):
             groups, is_cut_short = self._generate(prompts)
         with self.metrics.phase("idle"):
-            report = self.idle_window.run(self.drafter.train_step, pre_roll)  # until every replica is done
+            # Until every replica is done. An engine that a signal has interrupted may be dead.
+            report = self.idle_window.run(self.drafter.train_step, None if is_cut_short else pre_roll)
             if pre_rollouts is not None:
                 pre_rollouts.exchange()
         self.metrics.end_window(report, self.queues.is_first)

@@ -63,6 +63,22 @@ sys.exit(2)
 """
 
 
+LATE = """
+import time
+from megatron_tlt.config.run import DistributedSection
+from megatron_tlt.distributed.world import World
+world = World.start(DistributedSection(timeout_s=1.0), 1)
+time.sleep(3.0 * world.rank)
+world.wait_for_all()
+print(f"all {sum(world.all_gather_object(1))};", end="", flush=True)
+world.close()
+"""
+
+
+def test_ranks_wait_for_a_late_one_longer_than_a_collective_may_take():
+    assert run_ranks(2, ["-c", LATE]).stdout.count("all 2;") == 2
+
+
 def test_a_refused_command_leaves_no_file_in_shared_memory():
     """With an exit code other than 0 MPI is aborted, after which MPICH removes nothing."""
     done = run_ranks(2, ["-c", SHARED], check=False)

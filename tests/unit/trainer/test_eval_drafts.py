@@ -55,6 +55,9 @@ class World:
     def heartbeat(self, **figures: Any) -> None:
         """Not checked here."""
 
+    def wait_for_all(self) -> None:
+        self._rank._barrier.wait()
+
 
 class Rewards:
     """Judges by the tokens; keeps what it has judged."""

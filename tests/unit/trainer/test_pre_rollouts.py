@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_tlt.errors import EnvError
+from megatron_tlt.errors import BackendError, EnvError
 from megatron_tlt.trainer.pre_rollouts import PreRollouts
 from megatron_tlt.types import EngineStats, Prompt, Sample
 
@@ -56,6 +56,13 @@ def test_a_failure_drops_the_window_of_a_replica_of_one_rank_and_ends_one_of_sev
             run()
         return
     assert run() == run() == 0
+
+    def dead() -> EngineStats:
+        raise BackendError("its process is gone")
+
+    of._has_failed, of.backend = False, SimpleNamespace(take_stats=dead)  # type: ignore[assignment]
+    caplog.clear()
+    assert run() == 0
     assert [r.getMessage().count("pre-rolls no more") for r in caplog.records] == [1]
 
 
