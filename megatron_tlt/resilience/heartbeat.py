@@ -121,14 +121,17 @@ class Heartbeat:
         A disk that cannot be written to ends no run: one warning.
         """
         self._wrote = self._clock()
-        if not self._is_open or self._files.end(self._status.start).exists():
+        if not self._is_open:
             return
-        self._status = replace(self._status, written_at=time.time())
         try:
+            if self._files.end(self._status.start).exists():
+                return
+            self._status = replace(self._status, written_at=time.time())
             self._files.write_rank(self._status)
         except OSError as error:
-            if self._has_disk and self._files.status.is_dir():  # a refused start takes its directory back
-                _log.warning("the status file cannot be written: %s", error)
+            with suppress(OSError):
+                if self._has_disk and self._files.status.is_dir():  # a refused start takes its directory back
+                    _log.warning("the status file cannot be written: %s", error)
             self._has_disk = False
             with suppress(OSError):  # needs no space, and is a sign of life to the watchdog
                 os.utime(self._files.rank(self._status.rank))

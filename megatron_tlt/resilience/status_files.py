@@ -157,7 +157,7 @@ class StatusFiles:
 
     def read_end(self, start: str) -> JobEnd | None:
         """Why this start of the job ends; None while it runs."""
-        with suppress(ValueError, TypeError):  # damaged
+        with suppress(ValueError, TypeError, OSError):  # damaged; or the file system fails for now
             tree = _read(self.end(start))
             return None if tree is None else JobEnd(**tree)
         return None

@@ -111,3 +111,15 @@ def test_a_disk_that_takes_nothing_costs_one_warning_and_the_rank_still_shows_li
             "the status file cannot be written: [Errno 28] No space left on device"
         ]
         assert rank.files.rank(0).stat().st_mtime > 1.0
+
+
+def test_a_file_system_that_fails_for_a_moment_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(*_: object, **__: object) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with rank_in(tmp_path) as rank:
+        for name in ("exists", "is_dir", "read_bytes"):
+            monkeypatch.setattr(Path, name, stale)
+        rank.heartbeat.enter("rollout", 1)
+        assert rank.files.read_end("a") is None, "which the watchdog asks for"
+        monkeypatch.undo()
