@@ -252,7 +252,7 @@ class RemoteBackend(RemoteWeights, DrivenEngine):
     def _note_running(self) -> None:
         curve, running = self._stats.running_curve, self.num_running
         if not curve or curve[-1][1] != running:
-            curve.append((time.perf_counter() - self._started, running))
+            curve.append((time.perf_counter() - self._stats.started, running))
 
     def _take_beat(self, message: Mapping[str, Any]) -> None:
         """Notes a heartbeat. Raises BackendError at the second one of an engine that has nothing of what is pending: a

@@ -171,7 +171,7 @@ class RunMetrics:
         if not self._config.rewards.functions:  # nothing was judged
             row = {name: value for name, value in row.items() if not name.startswith("reward/")}
         row |= _phase_times(all_phases) | values_of([of_rank for _, of_rank, _ in gathered])
-        row |= {"time/step": seconds} | _rollout_rates(row, [of_rank.get("rollout", 0.0) for of_rank in all_phases])
+        row |= {"time/step": seconds} | _rollout_rates(row, all_phases)
         row |= _acceptance(row) | _stop_time(row)
         for warning in self._acceptance.check(row):
             if self.world.is_main:
@@ -291,14 +291,14 @@ def _counters(of_engine: EngineStats, stats: EngineStats) -> RankMetrics:
     return sums({f"engine/{name}": value for name, value in values.items()})
 
 
-def _rollout_rates(row: Mapping[str, float], seconds: Sequence[float]) -> dict[str, float]:
-    """Tokens a second of the longest rollout, and the share of all ranks' rollouts in which every request waited for
-    its environment. `seconds`: of each rank's rollout.
+def _rollout_rates(row: Mapping[str, float], ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Tokens a second until the slowest rank ends, which waits least, and the share of all ranks' rollouts in which
+    every request waited for its environment. `ranks`: seconds of each one's phases.
     """
-    longest, tokens = max(seconds), row["engine/generated_tokens"]
-    rates = {"engine/tokens_per_s": tokens / longest if longest > 0 else 0.0}
-    if "engine/parked_seconds" in row and longest > 0:
-        rates["env/parked_share"] = row["engine/parked_seconds"] / sum(seconds)
+    seconds = min(phases.get("rollout", 0.0) + phases.get("idle", 0.0) for phases in ranks)
+    rates = {"engine/tokens_per_s": row["engine/generated_tokens"] / seconds if seconds > 0 else 0.0}
+    if "engine/parked_seconds" in row and seconds > 0:
+        rates["env/parked_share"] = row["engine/parked_seconds"] / sum(phases["rollout"] for phases in ranks)
     return rates
 
 

@@ -42,8 +42,11 @@ def test_a_trajectory_that_was_cut_in_its_first_turn_counts():
 
 def test_the_share_of_waiting_is_of_all_ranks_rollouts():
     row = {"engine/generated_tokens": 30.0, "engine/parked_seconds": 2.0}
-    assert _rollout_rates(row, [3.0, 1.0]) == {"engine/tokens_per_s": 10.0, "env/parked_share": 0.5}
-    assert _rollout_rates({"engine/generated_tokens": 0.0}, [0.0]) == {"engine/tokens_per_s": 0.0}
+    ranks = [{"rollout": 3.0, "idle": 0.0}, {"rollout": 1.0, "idle": 2.5}]
+    assert _rollout_rates(row, ranks) == {"engine/tokens_per_s": 10.0, "env/parked_share": 0.5}
+    assert _rollout_rates({"engine/generated_tokens": 0.0}, [{}]) == {"engine/tokens_per_s": 0.0}
+    two_rounds = [{"rollout": 3.0 + 1.0, "idle": 1.0}, {"rollout": 1.0 + 2.0, "idle": 2.0}]
+    assert _rollout_rates({"engine/generated_tokens": 30.0}, two_rounds)["engine/tokens_per_s"] == 6.0
 
 
 def test_the_turns_of_a_trajectory_are_texts_calls_rewards_and_seconds():
