@@ -9,6 +9,7 @@ import json
 import lzma
 import re
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,24 +47,24 @@ def without_spelling(value: Any) -> Any:
     return [without_spelling(item) for item in value] if isinstance(value, list) else value
 
 
-def read_json(path: Path, spelled: bool = False) -> tuple[list[dict[str, Any]], list[int]]:
+def read_json(
+    path: Path, spelled: bool = False, last: int | None = None
+) -> tuple[list[dict[str, Any]], list[int]]:
     """(records, numbers of the lines that they begin in); empty lines are skipped.
 
-    `spelled`: numbers with a point or an exponent are `JsonNumber`s. Raises DataError naming file and line.
+    `spelled`: numbers with a point or an exponent are `JsonNumber`s. `last`: this many of the last records only. Raises
+    DataError naming file and line.
     """
     if path.is_dir():
         raise DataError(f"{path}: is a directory, not a JSONL file")
     decoder = json.JSONDecoder(parse_float=JsonNumber if spelled else None)
     try:
         with open_text(path) as file:
-            found = [*_numbered(file, path, decoder)]
+            found = deque(_records(file, path, decoder), last)
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file") from error
     except UNREADABLE as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
-    for record, number in found:
-        if not isinstance(record, dict):
-            raise DataError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")
     return [record for record, _ in found], [number for _, number in found]
 
 
@@ -95,6 +96,14 @@ def _zstd(file: IO[bytes]) -> Any:
     import pyarrow  # a second, which other files do not need
 
     return pyarrow.CompressedInputStream(file, "zstd")
+
+
+def _records(file: IO[bytes], path: Path, decoder: json.JSONDecoder) -> Iterator[tuple[dict[str, Any], int]]:
+    """`_numbered`, of objects only. Raises DataError."""
+    for record, number in _numbered(file, path, decoder):
+        if not isinstance(record, dict):
+            raise DataError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")
+        yield record, number
 
 
 def _numbered(file: IO[bytes], path: Path, decoder: json.JSONDecoder) -> Iterator[tuple[Any, int]]:

@@ -15,6 +15,7 @@ A run directory has such lines in `responses/`, if `observe.save_responses` was 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from megatron_tlt.data.fields import check_text, checked_prompt, columns_hint, f
 from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.sources import errors_at
 from megatron_tlt.errors import DataError
-from megatron_tlt.observe.jsonl import SkippedLines, read_rows
+from megatron_tlt.observe.jsonl import JsonRow, rows_from_end
 from megatron_tlt.observe.rollouts import RESPONSES_DIR
 from megatron_tlt.types import Span, Trajectory
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.tokenizer import HFTokenizer
 
+_PlacedRow = tuple[str, JsonRow]  # behind the place that errors name
 _PROMPT_IDS, _RESPONSE_IDS, _RESPONSE = "prompt_token_ids", "token_ids", "response"
 
 
@@ -44,35 +46,48 @@ def read_responses(
     Log-probs are zeros. Raises DataError that names file, line and field, also for more than `model.max_context`
     tokens.
     """
-    rows = [*_rows_of_run(path).items()] if path.is_dir() else _rows_of_file(path)
+    rows = _rows_of_run(path, most) if path.is_dir() else _rows_of_file(path, most)
     data = config.data
     limit = config.model.max_context
     encoder = RecordTokens(tokenizer, limit, chat=data.chat_template, system=data.system_prompt)
     found = [
         _trajectory(number, config, row, where, encoder, vocab_size)
-        for number, (where, row) in enumerate(rows[-most:])
+        for number, (where, row) in enumerate(rows)
     ]
     if not found:
         raise DataError(f"{path}: no responses")
     return found
 
 
-def _rows_of_file(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    records, numbers = read_json(path)
+def _rows_of_file(path: Path, most: int) -> list[_PlacedRow]:
+    records, numbers = read_json(path, last=most)
     return [(f"{path}:{number}", record) for record, number in zip(records, numbers, strict=True)]
 
 
-def _rows_of_run(run_dir: Path) -> dict[str, Mapping[str, Any]]:
-    """Rows by file and number, in the order of steps; a line that a crash tore is left out. Raises DataError."""
+def _rows_of_run(run_dir: Path, most: int) -> list[_PlacedRow]:
+    """The last `most` rows in the order of steps, without lines that a crash tore. Raises DataError."""
     files = sorted((run_dir / RESPONSES_DIR).glob("*.jsonl"))
     if not files:
         raise DataError(
             f"{run_dir}: has no {RESPONSES_DIR}/*.jsonl, which a run writes with observe.save_responses=true "
             "(rollouts.jsonl has statistics only; samples.jsonl, a few responses of a step, can be named itself)"
         )
-    skipped: SkippedLines = {}
-    rows = [(f"{file}: row {n}", row) for file in files for n, row in enumerate(read_rows(file, skipped), 1)]
-    return dict(sorted(rows, key=lambda item: item[1].get("step", 0)))
+    rows: list[_PlacedRow] = []
+    for file in files:
+        oldest = _step(rows[0]) if len(rows) == most else 0
+        rows = sorted([*rows, *_last_rows(file, most, oldest)], key=_step)[-most:]
+    return rows
+
+
+def _last_rows(file: Path, most: int, oldest: int) -> list[_PlacedRow]:
+    """At most `most` rows of steps from `oldest` on, in order. Reads no others: in a file steps ascend."""
+    rows = ((f"{file}: row {n} from the end", row) for n, (_, row) in enumerate(rows_from_end(file), 1))
+    return [*takewhile(lambda placed: _step(placed) >= oldest, islice(rows, most))][::-1]
+
+
+def _step(placed: _PlacedRow) -> int:
+    step: int = placed[1].get("step", 0)
+    return step
 
 
 def _trajectory(

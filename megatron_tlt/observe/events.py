@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.observe.clock import wall_seconds
+from megatron_tlt.observe.files import write_atomically
 from megatron_tlt.observe.jsonl import JsonRow, LineFile, cut_back_ranks, rank_file, read_rows, to_line
 
 _BUFFERED_LINES = 512
@@ -49,7 +50,7 @@ class EventLog:
         if not steps_done:
             self._file.truncate(0)
         if self.rank == 0:
-            cut_back_ranks(self._path.parent, num_ranks, steps_done, first_step=0)
+            cut_back_ranks(self._path.parent, num_ranks, steps_done, _cut)
 
     @contextmanager
     def span(self, name: str, step: int | None, **attrs: Any) -> Iterator[dict[str, Any]]:
@@ -113,6 +114,12 @@ class EventLog:
             self.flush()
             self._file.close()
         atexit.unregister(self.close)
+
+
+def _cut(path: Path, steps_done: int) -> None:
+    """Removes the lines of later steps, wherever they are: those of every start follow each other."""
+    kept = (row for row in read_rows(path) if (row.get("step") or 0) < steps_done)
+    write_atomically(path, (to_line(row).rstrip("\n") for row in kept))
 
 
 def read_events(run_dir: str | Path, rank: int) -> list[JsonRow]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.observe.files import naming, write_atomically
+from megatron_tlt.observe.files import naming
 
 JsonRow = dict[str, Any]
 SkippedLines = dict[Path, set[int]]
@@ -58,7 +59,7 @@ class LineFile(FileIO):
 
 
 class StepFile(LineFile):
-    """A file with rows by step. A resumed run drops the rows after the step that it continues from."""
+    """A file with rows by step, ascending. A resumed run drops the rows after the step that it continues from."""
 
     def __init__(self, path: Path, start_step: int = 0):
         """Opens or creates `path`; with `start_step` 0 without its rows."""
@@ -81,14 +82,34 @@ def read_rows(
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-            except ValueError:  # of JSON or of UTF-8
-                row = None
-            if isinstance(row, dict) and is_valid(row):
+            row = _row(line)
+            if row is not None and is_valid(row):
                 yield row
             elif skipped is not None and line.strip():
                 skipped.setdefault(path, set()).add(number)
+
+
+def rows_from_end(path: Path) -> Iterator[tuple[int, JsonRow]]:
+    """(Its end in bytes, row) of a file's readable rows, the last one first. Reads only as far back as it is asked to:
+    a rank's responses have many GB.
+    """
+    with naming(path), path.open("rb") as file:
+        if not (end := file.seek(0, os.SEEK_END)):
+            return
+        with mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as data:
+            while end:
+                begin = data.rfind(b"\n", 0, end - 1) + 1
+                if row := _row(data[begin:end]):
+                    yield end, row
+                end = begin
+
+
+def _row(line: bytes) -> JsonRow | None:
+    try:
+        row = json.loads(line)
+    except ValueError:  # of JSON or of UTF-8
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def rank_file(directory: Path, rank: int) -> Path:
@@ -96,23 +117,22 @@ def rank_file(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank:05d}.jsonl"
 
 
-def cut_back(path: Path, start_step: int, first_step: int = 1) -> None:
-    """Prepares a file for a run that continues after `start_step` steps: removes later rows and torn lines.
-
-    With 0 the run is a new one and all rows are removed. `first_step`: the number of a run's first step in the rows.
-    Replaces the file atomically.
+def cut_back(path: Path, start_step: int) -> None:
+    """Prepares a `StepFile` for a run that continues after `start_step` steps: truncates it behind the last row of a
+    step that is done. With 0 the run is a new one and all rows are removed.
     """
-    if path.exists():
-        rows = read_rows(path) if start_step else ()
-        kept = [row for row in rows if (row.get("step") or 0) - first_step < start_step]
-        write_atomically(path, (to_line(row).rstrip("\n") for row in kept))
+    if path.is_file():
+        rows = rows_from_end(path) if start_step else ()
+        os.truncate(path, next((end for end, row in rows if (row.get("step") or 0) <= start_step), 0))
 
 
-def cut_back_ranks(directory: Path, num_ranks: int, start_step: int, first_step: int = 1) -> None:
-    """`cut_back` of the files of ranks from `num_ranks` on, which an earlier start had; a new run removes them."""
+def cut_back_ranks(
+    directory: Path, num_ranks: int, start_step: int, cut: Callable[[Path, int], None] = cut_back
+) -> None:
+    """`cut` of the files of ranks from `num_ranks` on, which an earlier start had; a new run removes them."""
     for file in directory.glob("rank-*.jsonl"):
         if file.stem >= rank_file(directory, num_ranks).stem:
             if start_step:
-                cut_back(file, start_step, first_step)
+                cut(file, start_step)
             else:
                 file.unlink()

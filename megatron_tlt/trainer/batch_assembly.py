@@ -43,7 +43,6 @@ _COLUMNS = {
     "truncated": np.bool_,
     "aborted": np.bool_,
     "cost": np.int64,
-    "failed": np.bool_,
     "off_policy": np.bool_,
 }
 
@@ -87,13 +86,11 @@ class StepTable:
     """One row a sample, over all ranks, sorted by (prompt_id, sample_index); the same on every rank.
 
     `mini_batch` and `dp_rank` (int64 [N]) say where each row is trained; `dp_rank` is -1 for rows without a gradient.
-    `failures` counts the samples that a reward function could not judge.
     """
 
     rewards: RewardTable
     mini_batch: np.ndarray
     dp_rank: np.ndarray
-    failures: int
 
     def members(self, mini_batch: int) -> np.ndarray:
         """Rows of one mini-batch, int64."""
@@ -108,7 +105,6 @@ class StepTable:
         return {
             "rollout/samples": float(len(length)),
             "reward/accuracy": float(valid.correct.mean()) if len(valid.correct) else 0.0,
-            "reward/failures": float(self.failures),
             "length/mean": float(length.mean()),
             "length/median": float(np.median(length)),
             "length/p95": float(np.quantile(length, 0.95)),
@@ -211,7 +207,6 @@ class BatchAssembler:
                 sample.finish_reason == "length",
                 sample.finish_reason == "abort",
                 len(group.prompt.token_ids) + len(sample.token_ids),
-                reward.failure is not None,
                 sample.policy_version < self._policy.policy_version,
             )
             for group in groups
@@ -222,7 +217,7 @@ class BatchAssembler:
         columns = gather_columns(self._world, as_columns(_COLUMNS, rows))
         order = np.lexsort((columns["sample_index"], columns["prompt_id"]))
         columns = {name: values[order] for name, values in columns.items()}
-        costs, failed, off_policy = (columns.pop(name) for name in ("cost", "failed", "off_policy"))
+        costs, off_policy = (columns.pop(name) for name in ("cost", "off_policy"))
         rewards = RewardTable(kl_sum=np.zeros(len(order)), **columns)
         has_gradient = self._algorithm.has_gradient(rewards)
         if self._algorithm.config.mask_off_policy and not self._algorithm.needs_token_kl:
@@ -230,7 +225,7 @@ class BatchAssembler:
         if self._policy.actor.has_router_losses:
             has_gradient |= ~rewards.aborted
         mini_batch, dp_rank = place(rewards.prompt_id, costs, has_gradient, self._mini_batches, self._dims.dp)
-        return StepTable(rewards, mini_batch, dp_rank, failures=int(failed.sum()))
+        return StepTable(rewards, mini_batch, dp_rank)
 
     def _with_kl(
         self, table: StepTable, flat: Sequence[TrainSequence], token_kl: Sequence[np.ndarray]

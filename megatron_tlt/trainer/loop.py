@@ -71,7 +71,7 @@ class RLTrainer(Job):
         """One RL step. A signal before the update drops it; after that it is finished."""
         self.metrics.begin_step()
         self.recovery.begin_step()
-        groups, of_rank = self.sampler.sample(self.state.step + 1)  # rollout, idle window, score
+        groups, scored, of_rank = self.sampler.sample(self.state.step + 1)  # rollout, idle window, score
         stats = self.sampler.take_stats()
         self.sampler.release()  # until the weight sync
         with self.metrics.phase("exchange"):
@@ -87,7 +87,7 @@ class RLTrainer(Job):
         self.recovery.step_done()
         with self.metrics.phase("log"):
             row = {**batch.metrics, **updated, **table.metrics(), **merged, **pushed}
-            self.metrics.log(row, stats, groups, of_rank | self.drafter.buffer_metrics())
+            self.metrics.log(row, stats, groups, scored, of_rank | self.drafter.buffer_metrics())
         # Before it is saved: a resumed run must find the metrics and the evaluation of the step it resumes after.
         self._maybe_evaluate()
 

@@ -148,11 +148,13 @@ class RunMetrics:
         metrics: Mapping[str, float],
         stats: EngineStats,
         groups: Sequence[SampleGroup],
+        scored: Sequence[SampleGroup],
         mine: RankMetrics,
     ) -> None:
         """Writes everything of the last step. Collective: phase times, engine counters and `mine` are gathered here.
 
-        `metrics` are equal on all ranks; names without a section belong to `policy/`. `mine` are this rank's metrics.
+        `metrics` are equal on all ranks; names without a section belong to `policy/`. Of this rank: the `groups` that
+        were trained on, all that were `scored`, and metrics, `mine`.
         """
         step = self.state.step
         seconds = time.perf_counter() - self._step_started
@@ -161,8 +163,10 @@ class RunMetrics:
         phases = self._events.end_step()
         own = mine | reduced(self._windows) | self._peaks.take() | _counters(of_engine, stats)
         if self._config.env is not None:
-            own |= turn_metrics(groups)
-        if (failures := failure_warning(groups)) is not None:
+            own |= turn_metrics(scored)
+        if self._config.rewards.functions:
+            own |= sums({"reward/failures": sum(r.failure is not None for group in scored for r in group.rewards)})
+        if (failures := failure_warning(scored)) is not None:
             _log.warning(failures)
         responses = rank_row(of_engine, groups)
         gathered = self.world.all_gather_object((phases, own, responses))
@@ -186,7 +190,7 @@ class RunMetrics:
             self._metrics.log(step, row)
         if self._rollouts is not None:
             self._rollouts.write_rows(step, step_row([of_rank for *_, of_rank in gathered]))
-        self._log_responses(step, groups)
+        self._log_responses(step, groups, scored)
         self._progress.step_done(step, row)
 
     def _log_rollout(self, step: int, of_engine: EngineStats, stats: EngineStats) -> None:
@@ -197,15 +201,15 @@ class RunMetrics:
         for start, seconds in parked_spans(stats):
             self._events.state("WAITING", step - 1, start, seconds)
 
-    def _log_responses(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        """Some of this rank's responses, and where it is configured all of them."""
+    def _log_responses(self, step: int, groups: Sequence[SampleGroup], scored: Sequence[SampleGroup]) -> None:
+        """Some of this rank's responses in `groups`, and where it is configured all that were `scored`."""
         if self._samples is not None:
             rows = sample_rows(groups, self._config.observe.samples_per_step, self._drafts_of, self._turns_of)
             self._samples.write_rows(step, *rows)
             if self._metrics is not None:
                 self._metrics.log_samples(step, rows)
         if self._responses is not None:
-            self._responses.write_rows(step, *response_rows(groups, self._turns_of))
+            self._responses.write_rows(step, *response_rows(scored, self._turns_of))
 
     def log_eval(self, result: EvalResult) -> None:
         """Writes an evaluation, beside the metrics of its step."""

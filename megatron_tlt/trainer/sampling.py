@@ -79,14 +79,15 @@ class GroupSampler:
     def __post_init__(self) -> None:
         self.empty_steps = EmptySteps(self.config.train.max_lost_steps, self.queues.world.is_main)
 
-    def sample(self, step: int) -> tuple[list[SampleGroup], RankMetrics]:
-        """This rank's scored groups of `step` (1-based); its metrics of rollout cache, carried groups and dynamic
-        sampling. Collective.
+    def sample(self, step: int) -> tuple[list[SampleGroup], list[SampleGroup], RankMetrics]:
+        """Of this rank in `step` (1-based): the groups to train on; all that were scored, also those that dynamic
+        sampling drops; metrics of rollout cache, carried groups and dynamic sampling. Collective.
 
         Raises GracefulExit after a signal, RewardError where no response of a rollout was judged.
         """
         section, num_prompts = self.config.algorithm, self.config.train.prompts_per_step
         kept: list[SampleGroup] = []
+        scored: list[SampleGroup] = []
         rounds, dropped = 0, Dropped()
         self.drafter.begin_step(self.backend.policy_version, self.backend.lookup_tables)
         for _ in range(section.max_sampling_rounds if section.dynamic_sampling else 1):
@@ -94,6 +95,7 @@ class GroupSampler:
             groups = self.carried.take(self._rollout(step, self._next_prompts(step, num_prompts)))
             with self.metrics.phase("score"):
                 failures = self.rewards.score(groups)
+                scored += groups
                 self.queues.world.wait_for_all()  # other ranks may have nothing to score
                 share_responses(self.queues.world, self.backend, groups)
                 kept += [g for g in groups if self.algorithm.keep_group(g)]
@@ -112,7 +114,7 @@ class GroupSampler:
             chosen = set(ids[:num_prompts])
             kept = [group for group in kept if group.prompt.prompt_id in chosen]
             row |= self.empty_steps.look(step, rounds, len(chosen), dropped)
-        return kept, row
+        return kept, scored, row
 
     def _next_prompts(self, step: int, count: int) -> list[Prompt]:
         """The prompts of a rollout of `step`; with environments a phase, since their `reset` may take long."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,27 @@ def test_the_last_responses_are_taken_of_a_run_by_step_without_torn_lines(tmp_pa
     found = read_responses(config(), tmp_path, tokenizer, VOCAB, 3)
     assert [t.token_ids[1:3].tolist() for t in found] == [[2, 0], [2, 1], [3, 1]]
     assert np.isfinite(found[0].logprobs).all()
+
+
+def test_only_the_last_responses_of_large_files_are_in_memory(tmp_path, tokenizer):
+    folder = tmp_path / "responses"
+    folder.mkdir()
+    rows = []
+    for rank, count in enumerate((250, 241, 255)):
+        mine = [{"step": i // 4, "prompt_token_ids": [rank], "token_ids": [i], "x": "a" * 999} for i in range(count)]
+        (folder / f"rank-{rank:05d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mine))
+        rows += mine
+    rows.sort(key=lambda row: row["step"])
+    for most in (1, 8, 30, 999):
+        found = read_responses(config(), tmp_path, tokenizer, VOCAB, most)
+        wanted = [[*row["prompt_token_ids"], *row["token_ids"]] for row in rows[-most:]]
+        assert [t.token_ids.tolist() for t in found] == wanted
+    for path in (tmp_path, folder / "rank-00000.jsonl"):
+        tracemalloc.start()
+        read_responses(config(), path, tokenizer, VOCAB, 8)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 100_000
 
 
 IDS = {"prompt_token_ids": [1], "token_ids": [2, 3]}

@@ -70,3 +70,13 @@ def test_cut_back_keeps_done_steps_and_drops_all_for_a_new_run(tmp_path):
     assert path.read_text() == ""
     cut_back(tmp_path / "none.jsonl", 1)
     assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_events_of_a_rank_that_is_no_more_lose_later_steps_of_every_start(tmp_path):
+    for steps in (range(4), range(1, 3)):  # the second start continues after one step
+        with closing(EventLog(tmp_path, 1)) as log:
+            for step in steps:
+                log.instant("done", step)
+    with closing(EventLog(tmp_path, 0)) as log:
+        log.start(2, num_ranks=1)
+    assert [e["step"] for e in read_events(tmp_path, 1)] == [None, 0, 1, None, 1]

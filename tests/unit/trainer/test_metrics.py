@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,24 +14,37 @@ import torch
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.observe.events import read_events
-from megatron_tlt.observe.rollouts import RESPONSES_DIR, SAMPLES_FILE
+from megatron_tlt.observe.metrics import METRICS_FILE
+from megatron_tlt.observe.rollouts import RESPONSES_DIR, ROLLOUTS_FILE, SAMPLES_FILE
 from megatron_tlt.observe.runfiles import ranks_of
 from megatron_tlt.trainer.metrics import RunMetrics, _acceptance
 from megatron_tlt.trainer.recovery import TrainState
+from megatron_tlt.types import EngineStats, Prompt, RewardResult, Sample, SampleGroup
 
 
-def start(run_dir: Path, ranks: int, steps_done: int, rank: int = 0, samples: int = 1) -> None:
-    """A start that is killed in its first step."""
+def metrics_of(
+    run_dir: Path, ranks: int = 1, steps_done: int = 0, rank: int = 0, samples: int = 1, **sections: Any
+) -> RunMetrics:
     tree = {
         "model": {"path": "m"},
         "train": {"run_dir": str(run_dir)},
         "observe": {"save_responses": True, "samples_per_step": samples, "tensorboard": False, "progress": "none"},
+        **sections,
     }
     world: Any = SimpleNamespace(
-        rank=rank, size=ranks, is_main=rank == 0, device=torch.device("cpu"), enter=lambda *_: None
+        rank=rank,
+        size=ranks,
+        is_main=rank == 0,
+        device=torch.device("cpu"),
+        enter=lambda *_: None,
+        all_gather_object=lambda mine: [mine],
     )
-    metrics = RunMetrics(build_config(tree, [], Config), world, TrainState(steps_done))
-    with closing(metrics):
+    return RunMetrics(build_config(tree, [], Config), world, TrainState(steps_done))
+
+
+def start(run_dir: Path, ranks: int, steps_done: int, rank: int = 0, samples: int = 1) -> None:
+    """A start that is killed in its first step."""
+    with closing(metrics_of(run_dir, ranks, steps_done, rank, samples)) as metrics:
         metrics.start()
         with metrics.phase(f"of {ranks} ranks"):
             pass
@@ -58,3 +72,24 @@ def test_a_start_on_fewer_ranks_repeats_no_step_of_those_that_are_no_more(tmp_pa
 def test_speculative_steps_without_a_drafted_token_have_no_accept_rate() -> None:
     row = {f"engine/{name}": 4.0 for name in ("spec_row_steps", "spec_emitted_tokens", "generated_tokens")}
     assert _acceptance({**row, "engine/spec_drafted_tokens": 0.0}) == {"spec/accept_length": 1.0, "spec/share": 1.0}
+
+
+def test_failures_and_responses_of_groups_that_are_not_trained_on_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def group(prompt_id: int, failure: str | None) -> SampleGroup:
+        samples = [Sample(prompt_id, i, [5], [0.0], "a", "stop", 0, failure=failure) for i in range(2)]
+        rewards = [RewardResult(float(i), bool(i), failure=failure) for i in range(2)]
+        return SampleGroup(Prompt(prompt_id, "q", (1,), ""), samples, rewards)
+
+    kept, dropped = group(0, None), group(1, "no answer in 5 s")
+    with closing(metrics_of(tmp_path, env={"kind": "retry"})) as metrics:
+        metrics.start()
+        metrics.log({"reward/mean": 0.5}, EngineStats(), [kept], [dropped, kept], {})
+    (row,), (rollouts,), responses = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in (METRICS_FILE, ROLLOUTS_FILE, f"{RESPONSES_DIR}/rank-00000.jsonl")
+    )
+    assert (row["reward/failures"], row["env/failures"], row["reward/mean"], rollouts["samples"]) == (2, 2, 0.5, 2)
+    assert [(r["prompt_id"], r["sample_index"]) for r in responses] == [(1, 0), (1, 1), (0, 0), (0, 1)]
+    assert "2 trajectories ended without an answer" in caplog.text

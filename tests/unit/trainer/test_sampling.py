@@ -143,7 +143,7 @@ def test_progress_goes_to_watchdog_and_display() -> None:
 
 def test_responses_that_are_not_trained_on_are_remembered_too() -> None:
     ranks = Ranks()
-    groups, metrics = sampler_of(ranks, rounds=1).sample(4)
+    groups, _, metrics = sampler_of(ranks, rounds=1).sample(4)
     assert [g.prompt.prompt_id for g in groups] == [1] and metrics["rollout_cache/reused"] == 0
     scores = [("q0", 1.0), ("q0", 1.0), ("q1", 1.0), ("q1", 0.0), ("q2", 1.0), ("q2", 1.0)]
     assert [(a.dataset_id, a.score) for a in ranks.history] == scores
@@ -152,20 +152,27 @@ def test_responses_that_are_not_trained_on_are_remembered_too() -> None:
 @pytest.mark.parametrize("wanted", [1, 2, 3])
 def test_rounds_go_on_until_enough_groups_have_a_gradient(wanted: int) -> None:
     ranks = Ranks()
-    groups, _ = sampler_of(ranks, rounds=5, wanted=wanted).sample(4)
+    groups, *_ = sampler_of(ranks, rounds=5, wanted=wanted).sample(4)
     assert sorted(g.prompt.prompt_id for g in groups) == [1, 3, 4][:wanted] and len(ranks.asked) == 2
+
+
+def test_all_scored_groups_of_all_rounds_come_back_beside_those_to_train_on() -> None:
+    """Those with equal rewards, as where an environment failed on all, and those beyond what a step trains on."""
+    kept, scored, _ = sampler_of(Ranks(), rounds=5, wanted=2).sample(4)
+    assert [g.prompt.prompt_id for g in kept] == [1, 3]
+    assert [g.prompt.prompt_id for g in scored] == [1, 0, 3, 2] and all(len(g.rewards) == 2 for g in scored)
 
 
 def test_steps_without_a_mixed_group_are_counted_and_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
     """Prompts 0 and 2 have one reward each, 1 has two."""
     sampler = sampler_of(Ranks(), wanted=1)
-    _, row = sampler.sample(4)
+    *_, row = sampler.sample(4)
     dropped = "1 groups with equal rewards, mean reward 1, 100.0% of responses correct: all right, prompts too easy"
     assert caplog.messages == [f"step 4: dynamic sampling kept no group in 1 rollouts: {dropped}"]
     figures = {"rounds": 1, "kept_groups": 0, "dropped_groups": 1, "empty_in_a_row": 1}
     figures |= {"dropped_reward": 1, "dropped_accuracy": 1}
     assert {name.partition("/")[2]: row[name].value for name in row if name.startswith("sampling/")} == figures
-    groups, row = sampler.sample(4)
+    groups, _, row = sampler.sample(4)
     assert [g.prompt.prompt_id for g in groups] == [1] and row["sampling/empty_in_a_row"].value == 0
     sampler.empty_steps.check()
     for limit, ends in ((1, True), (2, False), (0, False)):
@@ -192,7 +199,7 @@ def test_groups_are_scored_when_their_last_member_has_ended() -> None:
     ranks.lengths = [2, 3]
     steps += [sampler.sample(4), sampler.sample(4)]
     assert ranks.asked == [[1, 0], [0, 1, 2], [4, 3]], "carried groups first, new ones in the engine's order"
-    trained = [[(g.prompt.prompt_id, [len(s.token_ids) for s in g.samples]) for g in groups] for groups, _ in steps]
+    trained = [[(g.prompt.prompt_id, [len(s.token_ids) for s in g.samples]) for g in groups] for groups, *_ in steps]
     assert trained == [[], [(i, [2, 3]) for i in (0, 1, 2)], [(i, [2, 3]) for i in (4, 3)]], "three groups of two"
-    assert all(len(g.rewards) == 2 for groups, _ in steps for g in groups)
-    assert [m["carry_over/unfinished"].value for _, m in steps] == [2, 0, 0]
+    assert all(len(g.rewards) == 2 for groups, *_ in steps for g in groups)
+    assert [m["carry_over/unfinished"].value for *_, m in steps] == [2, 0, 0]
