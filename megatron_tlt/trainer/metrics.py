@@ -100,6 +100,8 @@ class RunMetrics:
                 cut_back(self._run_dir / SAMPLES_FILE, steps_done)
         if section.save_responses:
             self._responses = self._open_responses(steps_done)
+        elif self.world.is_main:
+            cut_back_ranks(self._run_dir / RESPONSES_DIR, 0, steps_done)
         self._first_step, self._started = steps_done, time.perf_counter()
         if steps_done:
             self._progress.note(f"resumed after step {steps_done}")

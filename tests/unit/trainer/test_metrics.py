@@ -54,6 +54,16 @@ def start(run_dir: Path, ranks: int, steps_done: int, rank: int = 0, samples: in
             metrics._samples.write_rows(steps_done + 1, {})
 
 
+def test_a_start_that_saves_no_responses_keeps_those_of_steps_that_are_done(tmp_path: Path) -> None:
+    start(tmp_path, 1, 0)
+    start(tmp_path, 1, 1)
+    quiet = {"save_responses": False, "tensorboard": False, "progress": "none"}
+    with closing(metrics_of(tmp_path, 1, 1, observe=quiet)) as metrics:
+        metrics.start()
+    (file,) = (tmp_path / RESPONSES_DIR).iterdir()
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1]
+
+
 @pytest.mark.parametrize("steps_done", [0, 1])
 def test_a_start_on_fewer_ranks_repeats_no_step_of_those_that_are_no_more(tmp_path: Path, steps_done: int) -> None:
     for rank in range(2):
