@@ -132,18 +132,17 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     """One rank's part: several ranks are one tensor-parallel engine. Collective."""
     from megatron_tlt.data.hub import fetch_argument
     from megatron_tlt.data.prompts import file_prompts
+    from megatron_tlt.models.hf.config import ModelConfig
     from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
     from megatron_tlt.trainer.models import tensor_parallel
 
     world.enter("generate")
     args.model = fetch_argument("--model", args.model, world)
     tokenizer = _checked_tokenizer(args, engine, env, world)
-    from megatron_tlt.models.hf.config import ModelConfig
-
-    ends = ModelConfig.from_hf(args.model).eos_token_ids
-    environments = None if env is None else Environments(env, tokenizer, world, chat=args.chat, ends=ends)
-    params = _sampling(args)
+    environments, params = None, _sampling(args)
     if env is not None:
+        ends = ModelConfig.from_hf(args.model).eos_token_ids
+        environments = Environments(env, tokenizer, world, chat=args.chat, ends=ends)
         params = replace(params, max_turn_tokens=env.max_turn_tokens or 0)
     with ExitStack() as at_end:
         if environments is not None:

@@ -84,8 +84,9 @@ def _check_files(names: Sequence[str], where: str) -> None:
 def unread_files(directory: Path, subset: str | None) -> list[str]:
     """Files of rows in a clone without a card's list that no split reads: others name their split, these do not."""
     names = [name for name in _names_in(directory) if _is_data(name) and not name.endswith(_TEXTS)]
-    config = _subset_of(_configs(directory / CARD, str(directory)), subset, str(directory))
-    splits = {} if "data_files" in config else _splits(config, names, str(directory))
+    where = str(directory)
+    config = _subset_of(_configs(directory / CARD, where), subset, where)
+    splits = {} if "data_files" in config else _splits(config, names, where)
     inside = [name for name in names if name.startswith(str(config.get("data_dir") or ""))]
     read = {name for files in splits.values() for name in files}
     return sorted({*inside} - read) if read else []

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.run import DistributedSection
     from megatron_tlt.interfaces import RankMonitor, RankOutcome
 
-_POLL_S = 0.1
+_POLL_S = 0.1  # at most between two looks at a counter
 _LEAVE_S = 0.3  # mpiexec takes a rank that exits right after MPI_Finalize for crashed: its last message is on the way
 _REFUSE_S = 5.0  # for the other ranks to find the same problems
 _STORE_S = 10.0  # for rank 0 to answer

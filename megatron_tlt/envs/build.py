@@ -64,14 +64,11 @@ def environment_problems(section: EnvSection) -> list[ConfigProblem]:
     except ValueError:  # a class without a signature
         return []
     arguments.apply_defaults()
-    if section.kind == "python" and not _is_below(arguments.arguments["wall_s"], section.timeout_s):
+    wall_s = arguments.arguments.get("wall_s")
+    if section.kind == "python" and not (isinstance(wall_s, int | float) and wall_s < section.timeout_s):
         allowed = f"must be a number below env.timeout_s = {section.timeout_s:g}, in which the programs of a turn run"
-        return [ConfigProblem("env.params.wall_s", arguments.arguments["wall_s"], allowed)]
+        return [ConfigProblem("env.params.wall_s", wall_s, allowed)]
     return []
-
-
-def _is_below(value: object, most: float) -> bool:
-    return isinstance(value, int | float) and value < most
 
 
 def environment_warning(section: EnvSection) -> str | None:

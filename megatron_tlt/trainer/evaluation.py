@@ -119,7 +119,6 @@ class Evaluator:
         groups = group_samples(queue.fetched, samples) if self._queues.is_first else []
         if (failures := self._rewards.score(groups)) is not None:
             _log.warning(failures)
-        self._world.wait_for_all()
         share_responses(self._world, self._backend, groups)  # the same prompts come again
         rows = [
             (g.prompt.prompt_id, r.correct, r.value, s.num_drawn, s.finish_reason == "length")

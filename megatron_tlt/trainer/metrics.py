@@ -98,21 +98,16 @@ class RunMetrics:
                 self._samples = StepFile(self._run_dir / SAMPLES_FILE, steps_done)
             else:
                 cut_back(self._run_dir / SAMPLES_FILE, steps_done)
+            # Of ranks that do not open theirs now: an earlier start had more, or saved them.
+            num_open = self.world.size if section.save_responses else 0
+            cut_back_ranks(self._run_dir / RESPONSES_DIR, num_open, steps_done)
         if section.save_responses:
-            self._responses = self._open_responses(steps_done)
-        elif self.world.is_main:
-            cut_back_ranks(self._run_dir / RESPONSES_DIR, 0, steps_done)
+            directory = self._run_dir / RESPONSES_DIR
+            directory.mkdir(mode=0o700, exist_ok=True)
+            self._responses = StepFile(rank_file(directory, self.world.rank), steps_done)
         self._first_step, self._started = steps_done, time.perf_counter()
         if steps_done:
             self._progress.note(f"resumed after step {steps_done}")
-
-    def _open_responses(self, steps_done: int) -> StepFile:
-        """This rank's file of responses. Rank 0 also cuts back the files of ranks that an earlier start had."""
-        directory = self._run_dir / RESPONSES_DIR
-        directory.mkdir(mode=0o700, exist_ok=True)
-        if self.world.is_main:
-            cut_back_ranks(directory, self.world.size, steps_done)
-        return StepFile(rank_file(directory, self.world.rank), steps_done)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -129,9 +124,9 @@ class RunMetrics:
         self._step_started = time.perf_counter()
         self._windows.clear()
 
-    def end_window(self, report: WindowReport, is_group_leader: bool) -> None:
+    def end_window(self, report: WindowReport) -> None:
         """Adds an idle window's metrics to those of the step; see `window_metrics`."""
-        self._windows.append(window_metrics(report, is_group_leader))
+        self._windows.append(window_metrics(report, self._is_first))
 
     def rank_state(self, name: str, started: float, seconds: float) -> None:
         """Logs the rank's state for `seconds` from `started` (seconds since the epoch) on, in the present step."""
@@ -290,10 +285,12 @@ def _phase_times(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _counters(of_engine: EngineStats, stats: EngineStats) -> RankMetrics:
     """Of an engine, on its first rank, and this rank's waits for environments."""
-    values = {name: getattr(of_engine, name) for name in _COUNTERS + (_TURN_COUNTERS if stats.turns else ())}
+    values = {name: getattr(of_engine, name) for name in _COUNTERS}
+    if stats.turns:
+        values |= {name: getattr(of_engine, name) for name in _TURN_COUNTERS}
+        values["parked_seconds"] = stats.parked_seconds
     names = _SPEC_COUNTERS + (_PRE_ROLLED if stats.speculation.pre_rolled_rows else ())
     values |= {f"spec_{name}": getattr(of_engine.speculation, name) for name in names}
-    values |= {"parked_seconds": stats.parked_seconds} if stats.turns else {}
     return sums({f"engine/{name}": value for name, value in values.items()})
 
 

@@ -159,8 +159,6 @@ class PreRollouts:
         """
         if self._has_failed:
             return 0
-        samples: list[Sample] = []
-        tokens = 0
         try:
             self._stats = self.take_stats()
             samples = self._generate(queue_of, until)
@@ -168,7 +166,7 @@ class PreRollouts:
         except Exception as error:  # whatever it was: the next step decodes without drafts
             if self.queues.tp > 1:
                 raise
-            self._has_failed, samples = True, []
+            self._has_failed, samples, tokens = True, [], 0
             with suppress(BackendError):  # where its process is gone
                 self.backend.take_stats()
             _log.warning("this replica pre-rolls no more, and drops what it had: %s", error_line(error))

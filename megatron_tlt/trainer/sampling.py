@@ -96,7 +96,6 @@ class GroupSampler:
             with self.metrics.phase("score"):
                 failures = self.rewards.score(groups)
                 scored += groups
-                self.queues.world.wait_for_all()  # other ranks may have nothing to score
                 share_responses(self.queues.world, self.backend, groups)
                 kept += [g for g in groups if self.algorithm.keep_group(g)]
                 others = Dropped.of([g for g in groups if not self.algorithm.keep_group(g)])
@@ -151,7 +150,7 @@ class GroupSampler:
             report = self.idle_window.run(self.drafter.train_step, None if is_cut_short else pre_roll)
             if pre_rollouts is not None:
                 pre_rollouts.exchange()
-        self.metrics.end_window(report, self.queues.is_first)
+        self.metrics.end_window(report)
         self.recovery.may_stop("rollout", is_cut_short)
         return groups
 

@@ -353,7 +353,7 @@ def _uses_window(hf: Mapping[str, Any], family: Family) -> bool:
     if family == "mixtral":  # without the switch of the others
         return True
     is_on = hf.get("use_sliding_window", family == "llama")  # where transformers reads neither, and vLLM the window
-    if family in ("qwen2_moe", "qwen3_moe"):  # layers below max_window_layers have one, or all
+    if family in ("qwen2_moe", "qwen3_moe"):  # in qwen3_moe every layer has one, in qwen2_moe some below that number
         return bool(is_on)
     return bool(is_on) and hf.get("max_window_layers", 0) < layers
 

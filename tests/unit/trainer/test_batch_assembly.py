@@ -251,6 +251,9 @@ class Metered(OneRank):
     def __init__(self):
         self.sent = 0
 
+    def wait_for_all(self):
+        """There is one rank."""
+
     def all_gather_object(self, value):
         self.sent += len(pickle.dumps(value))
         return [value]

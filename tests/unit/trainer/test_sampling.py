@@ -65,7 +65,7 @@ class Ranks:
     def phase(self, name: str) -> Any:
         return nullcontext()
 
-    def end_window(self, report: Any, is_first: bool) -> None:
+    def end_window(self, report: Any) -> None:
         """No window."""
 
     def ordered(self, prompts: list[Prompt]) -> list[Prompt]:
