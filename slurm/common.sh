@@ -13,8 +13,15 @@
 # shellcheck shell=bash
 set -euo pipefail
 
-say() { echo "[$(date +%FT%T)] $*"; }
+# A log that cannot be written (a full file system) must not end the script: it would neither signal nor requeue.
+say() { echo "[$(date +%FT%T)] $*" || true; }
 die() { echo "${script_name:-slurm}: $1" >&2; exit "${2:-2}"; }
+
+# What scontrol takes this job for: of an array, this task. One of its tasks has the array's own number as SLURM_JOB_ID,
+# which scontrol takes for all of them.
+slurm_job() {
+    if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"; else echo "$SLURM_JOB_ID"; fi
+}
 
 # One word a line of /proc/net/route: interface, then destination; all zeros is the default route.
 default_interface() { awk '$2 == "00000000" { print $1; exit }' /proc/net/route; }
@@ -47,13 +54,16 @@ set_network() {
     export UCX_ERROR_SIGNALS="${UCX_ERROR_SIGNALS:-}"
 }
 
+# The smallest number of "96(x2),64", a list of nodes; nothing for none.
+fewest() { tr , '\n' <<<"$1" | sed 's/(.*//' | sort -n | head -n 1; }
+
 # Arguments for srun: MPI plugin, CPUs, container. GPUs are not bound: every rank of a node sees all GPUs of the job and
 # uses its own by local rank, because NCCL's direct copies between two GPUs need both to be visible.
 set_srun_words() {
     local tasks="${SLURM_NTASKS_PER_NODE:-}" cpus="${SLURM_CPUS_PER_TASK:-}" all
     [ -n "$tasks" ] || tasks="${SLURM_TASKS_PER_NODE%%[!0-9]*}"
-    all="${SLURM_JOB_CPUS_PER_NODE:-}"
-    all="${SLURM_CPUS_ON_NODE:-${all%%[!0-9]*}}" # salloc sets the second only
+    all="$(fewest "${SLURM_JOB_CPUS_PER_NODE:-}")"
+    all="${all:-${SLURM_CPUS_ON_NODE:-}}"
     if [ -z "$cpus" ] && [ -z "$all" ]; then cpus="<CPUs of the node / $tasks>"; fi # a dry run
     [ -n "$cpus" ] || cpus=$((all > tasks ? all / tasks : 1))
     srun_words=(--mpi="${MPI:-pmi2}" --kill-on-bad-exit=1 --cpus-per-task="$cpus" --cpu-bind=cores
@@ -134,7 +144,7 @@ wait_for() {
 run_step() {
     local step
     sweep_nodes
-    trap 'say "SIGUSR1: time is nearly up"; kill -USR1 "$step" 2>/dev/null || true' USR1
+    trap 'kill -USR1 "$step" 2>/dev/null || true; say "SIGUSR1: time is nearly up"' USR1
     # Slurm signals the ranks itself; a SIGTERM to srun would make it end them by force.
     trap 'say "SIGTERM: Slurm is ending this job"' TERM
     srun "${srun_words[@]}" --output="$attempt/rank-%5t.log" "$@" </dev/null &
@@ -177,7 +187,7 @@ read_number() { if [ -s "$1" ]; then cat "$1"; else echo "$2"; fi; }
 exit_code() { if [ "${2:-0}" -ne 0 ] || { [ "${lost:-0}" = 1 ] && [ -n "$2" ]; }; then echo "$2"; else echo "$1"; fi; }
 
 # "JobState" and the like of this job.
-job_fact() { scontrol show job "$SLURM_JOB_ID" | sed -n "s/.*\<$1=\([^ ]*\).*/\1/p" | head -n 1; }
+job_fact() { scontrol show job "$(slurm_job)" | sed -n "s/.*\<$1=\([^ ]*\).*/\1/p" | head -n 1; }
 
 # Whether Slurm itself has requeued this job, as after `scontrol requeue` or when a node has failed. The job's times are
 # then those of the next start.
@@ -204,7 +214,7 @@ count_stalls() {
     first="$(read_number "$attempt/start" 0)" newest="$(read_number "$attempt/checkpoint" 0)"
     stalls=0
     if [ "$newest" -le "$first" ]; then stalls=$(($(read_number "$job_logs/stalls" 0) + 1)); fi
-    echo "$stalls" >"$job_logs/stalls"
+    echo "$stalls" >"$job_logs/stalls" || say "cannot note this attempt in $job_logs/stalls; going on"
 }
 
 report_failure() {
@@ -229,7 +239,7 @@ report_failure() {
 # Ends the script: with the code of the ranks, or by requeueing.
 requeue_or_exit() {
     [ "$rc" -ne 0 ] || { say "done"; exit 0; }
-    report_failure
+    report_failure || true # what it prints may find no room
     [ "$rc" -ne 2 ] || { say "wrong configuration or arguments: not requeued"; exit 2; }
     if is_requeued; then
         say "Slurm has requeued this job by itself: nothing to do here"
@@ -247,7 +257,7 @@ requeue_or_exit() {
     fi
     say "requeueing (attempts in a row without a new checkpoint step: $stalls of ${MAX_STALLS:-2})"
     trap - TERM # Slurm now ends this script with it
-    scontrol requeue "$SLURM_JOB_ID" || { say "cannot requeue: submit the same command again to resume"; exit "$rc"; }
+    scontrol requeue "$(slurm_job)" || { say "cannot requeue: submit the same command again to resume"; exit "$rc"; }
     sleep 60 # an exit before Slurm ends the script could count as the job's end
 }
 
@@ -260,7 +270,7 @@ hours_of() {
         if (has_days) h = d * 24 + p[1] + p[2] / 60 + p[3] / 3600
         else if (n == 3) h = p[1] + p[2] / 60 + p[3] / 3600
         else h = p[1] / 60 + p[2] / 3600
-        printf "%.4g", h }'
+        printf "%.9g", h }'
 }
 
 # The value of an option in the script's #SBATCH lines.

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 Content = Literal["model", "companions", "rows"]
+_VARIABLE = re.compile(r"\$\w+|\$\{")
+IN_WORDS = "in_words"  # type of an error whose message says what is allowed
 
 
 @dataclass(frozen=True)
 class FilePath:
-    """Marks a field with a path, or with `path/to/file.py:name`: `paths` says what a relative one counts from."""
+    """Marks a field with a path, or with `path/to/file.py:name`: `paths` says what a relative one counts from.
+
+    `~` is the home directory, as in a shell, which does not see those of YAML files and of `a.b=~/c`. A variable of a
+    shell is refused: a run would go into a directory of that name.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(_whole_path, handler(source))
+
+
+def _whole_path(path: str | None) -> str | None:
+    if path is None:
+        return None
+    if found := _VARIABLE.search(path):
+        told = f"has {found[0]!r}: variables are not replaced in a path; write it out"
+        raise PydanticCustomError(IN_WORDS, "{told}", {"told": told})
+    return os.path.expanduser(path)
 
 
 @dataclass(frozen=True)

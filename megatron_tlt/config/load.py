@@ -13,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 
-from megatron_tlt.config.base import Section
+from megatron_tlt.config.base import IN_WORDS, Section
 from megatron_tlt.config.checks.speculation import check_speculation
-from megatron_tlt.config.checks.texts import check_texts
+from megatron_tlt.config.checks.texts import check_texts, switches_as_text
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.config.paths import resolve_paths
 from megatron_tlt.config.rollout import RolloutSection
@@ -76,7 +76,8 @@ def build_config(
                 apply_override(tree, override)
         except ConfigError as error:
             problems += error.problems
-    tree = resolve_paths(tree, problems, [] if notes is None else notes)
+    notes = [] if notes is None else notes
+    tree = resolve_paths(tree, problems, notes)
     problems += check_texts(tree)
     try:
         config = root.model_validate(tree)
@@ -84,6 +85,7 @@ def build_config(
         problems += _explain(error, root)
     if problems:
         raise ConfigError(problems)
+    notes.extend(switches_as_text(config))
     return config
 
 
@@ -188,6 +190,8 @@ def _problem(detail: ErrorDetails, root: type[BaseModel]) -> ConfigProblem:
             break
         steps.append(str(part))
     path = ".".join(steps) or "config"
+    if detail["type"] == IN_WORDS:
+        return ConfigProblem(path, detail["input"], detail["msg"])
     if detail["type"] == "missing":
         return ConfigProblem(path, None, f"is required: {allowed}")
     return ConfigProblem(path, detail["input"], f"must be {allowed}")

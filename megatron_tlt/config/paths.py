@@ -68,7 +68,7 @@ def _marked(value: Any, annotation: Any, mark: FilePath | None, file: Path) -> A
         return mark_paths(value, section, file)
     if isinstance(value, list) and (element := element_of(annotation)) is not None:
         return [_marked(item, element, None, file) for item in value]
-    if mark is None or not isinstance(value, str) or not value or os.path.isabs(value):
+    if mark is None or not isinstance(value, str) or not value or value.startswith(("/", "~")):
         return value
     on_disk = mark if isinstance(mark, OnDisk) else OnDisk()
     of_module = ":" in value and not value.rpartition(":")[0].endswith(".py")  # package.module:name

@@ -76,7 +76,7 @@ def read_config_file(
         raise ConfigError.of(f"{path}: {DEFAULTS_KEY}", names, "must be a list of YAML files")
     merged: dict[str, Any] = {}
     for name in names:
-        merged = deep_merge(merged, read_config_file(path.parent / name, root, (*chain, resolved)))
+        merged = deep_merge(merged, read_config_file(path.parent / os.path.expanduser(name), root, (*chain, resolved)))
     return deep_merge(merged, own if root is None else mark_paths(own, root, path))
 
 

@@ -114,3 +114,25 @@ def test_other_roots_have_the_same_rule(root: str, monkeypatch: pytest.MonkeyPat
     else:
         table = load_config(ROOT / "configs/sim/quickstart.yaml", (), SimConfig).costs.table
         assert table == str(ROOT / "benchmarks/results/step-costs-quickstart-cpu.json")
+
+
+def test_the_home_directory_is_meant_and_variables_are_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell replaces neither in a YAML file, nor `~` in `train.run_dir=~/x`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    home = tmp_path / "home.yaml"
+    home.write_text("defaults: [~/own/run.yaml]\ntrain: {run_dir: ~/runs/x}\n")
+    assert load_config(home).train.run_dir == f"{tmp_path}/runs/x"
+    assert load_config(home, ["train.run_dir=~/z", "checkpoint.resume=auto"]).train.run_dir == f"{tmp_path}/z"
+    for path in ("$SCRATCH/x", "${SCRATCH}/x", "mine/$SCRATCH"):
+        with pytest.raises(ConfigError, match=r"train.run_dir = .* has '\$.*variables are not replaced"):
+            load_config(home, [f"train.run_dir={path}"])
+
+
+def test_a_switch_that_yaml_reads_as_text_is_noted(run: Path) -> None:
+    notes: list[str] = []
+    load_config(run, ["data.chat_template_kwargs={enable_thinking: no, other: false, name: yesterday}"], notes=notes)
+    assert len(notes) == 1 and notes[0].startswith("data.chat_template_kwargs.enable_thinking = 'no' is a text")
+    load_config(run, ["rewards.functions.0.params.deep=[{strict: Off}]", "rollout.release_cache=no"], notes=notes)
+    assert [note.split(" ")[0] for note in notes[1:]] == ["rewards.functions.0.params.deep.0.strict"]

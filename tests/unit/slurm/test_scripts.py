@@ -166,9 +166,37 @@ def test_a_job_that_slurm_has_requeued_is_known(state, restarts, requeued):
     assert in_common("is_requeued && echo yes || echo no", facts) == requeued
 
 
-def test_a_job_that_waits_for_its_next_start_is_being_ended():
-    facts = "JobState=COMPLETING StartTime=Unknown EndTime=Unknown TimeLimit=01:00:00"
-    assert in_common("is_being_ended && echo yes || echo no", facts) == "yes"
+@pytest.mark.parametrize(
+    ("times", "being_ended"),
+    [
+        ("StartTime=Unknown EndTime=Unknown TimeLimit=01:00:00", "yes"),  # it waits for its next start
+        ("StartTime=2026-03-01T00:00:00 EndTime=2026-03-01T12:00:00 TimeLimit=23:55:00", "yes"),  # cancelled
+        ("StartTime=2026-03-01T00:00:00 EndTime=2026-03-01T23:55:05 TimeLimit=23:55:00", "no"),
+    ],
+)
+def test_a_job_that_slurm_ends_before_its_limit_is_being_ended(times, being_ended):
+    facts = f"JobState=COMPLETING {times}"
+    assert in_common("is_being_ended && echo yes || echo no", facts) == being_ended
+
+
+REQUEUE = (
+    "attempt=/no job_logs=/no rc=75; report_failure() { cat /no; }; sleep() { :; };"
+    'is_requeued() { return 1; }; scontrol() { case "$1" in requeue) echo "$2" >&2;; *) echo JobState=RUNNING; esac; };'
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "job"), [("", "7"), ("SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=3;", "7_3")]
+)
+def test_a_job_is_requeued_by_its_own_name_also_where_nothing_can_be_written(variables, job):
+    """The first task of an array may have the array's number, which means all of its tasks."""
+    said = in_common(f"{variables} {REQUEUE} exec 3>&1; (requeue_or_exit) 2>&3 >/dev/full").splitlines()
+    assert said[-1] == job
+
+
+def test_a_node_with_fewer_cpus_than_the_first_sets_those_of_a_task():
+    nodes = "SLURM_JOB_CPUS_PER_NODE='96(x2),64' SLURM_CPUS_ON_NODE=96 SLURM_NTASKS_PER_NODE=8"
+    assert "--cpus-per-task=8" in in_common(f'{nodes}; set_srun_words; echo "${{srun_words[@]}}"').split()
 
 
 @pytest.mark.parametrize(
