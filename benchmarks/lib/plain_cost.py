@@ -1,6 +1,6 @@
 """What a trained drafter costs rollouts that decode plainly: CPU seconds with one at hand over those without.
 
-    python benchmarks/lib/plain_cost.py --model DIR --drafter DIR [--requests 1 4 16] --out r.json
+    python benchmarks/lib/plain_cost.py --model DIR --drafter DIR [--requests 1 4 16] [--dtype bf16] --out r.json
 
 Two engines of one process take turns (A B B A ..) with the same requests, each until all have their tokens: one without
 a drafter, one with a drafter whose selector has chosen plain decoding, and whose hidden states are collected as
@@ -35,7 +35,7 @@ CONTEXT, PROMPT = 512, 64
 Rows = list[dict[str, Any]]
 
 
-def open_engine(model: Path, speculation: dict[str, Any]) -> EmbeddedBackend:
+def open_engine(model: Path, speculation: dict[str, Any], dtype: str) -> EmbeddedBackend:
     """An engine of one thread with the model's weights."""
     from megatron_tlt.backends.build import build_backend
     from megatron_tlt.backends.options import EngineOptions
@@ -43,7 +43,7 @@ def open_engine(model: Path, speculation: dict[str, Any]) -> EmbeddedBackend:
     from megatron_tlt.config.rollout import RolloutSection
 
     section = RolloutSection.model_validate(
-        {"dtype": "fp32", "max_running_requests": 16, "kv_cache_mib": 1024, "speculation": speculation}
+        {"dtype": dtype, "max_running_requests": 16, "kv_cache_mib": 1024, "speculation": speculation}
     )
     policy = ModelSection(path=str(model), max_context=CONTEXT)
     return build_backend(EngineOptions(section, policy, load_weights=True))
@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--drafter", type=Path, required=True)
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=48, help="of a response")
     parser.add_argument("--out", type=Path)
@@ -95,7 +96,10 @@ def main() -> None:
     torch.set_num_threads(1)
     kind = json.loads((args.drafter / "config.json").read_text())["drafter"]
     spec = {"drafter": kind, "drafter_path": str(args.drafter), "selector": "beg_mab", "bandit": {"arms": [0]}}
-    sides = {"plain": open_engine(args.model, {}), "with_drafter": open_engine(args.model, spec)}
+    sides = {
+        name: open_engine(args.model, speculation, args.dtype)
+        for name, speculation in (("plain", {}), ("with_drafter", spec))
+    }
     kept: list[HiddenStateSample] = []
     sides["with_drafter"].collect_hidden_states(lambda sample: (kept.clear(), kept.append(sample)))
     rows = [measure(sides, n, args.turns, args.tokens) for n in args.requests]
