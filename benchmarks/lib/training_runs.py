@@ -78,11 +78,12 @@ def train(
 def digests(folder: Path, steps: int) -> dict[str, str]:
     """What a run computed: digests of all responses (tokens), all rewards, and every tensor of its last checkpoint."""
     sys.path.insert(0, str(ROOT))
+    import torch
     from tests.helpers.runs import checkpoint_tensors
 
     rows = list(map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines()))
     weights = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(checkpoint_tensors(folder / f"checkpoints/step-{steps:06d}").items()):
-        weights.update(name.encode() + tensor.contiguous().view(-1).numpy().tobytes())
+        weights.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     found = {name: "-".join(str(row[name]) for row in rows) for name in ("responses", "rewards")}
     return {**found, "weights": weights.hexdigest()}
