@@ -185,7 +185,9 @@ def _recorded(config: TrainingConfig, state_dir: Path | None) -> dict[str, str]:
         before = kind.model_validate({name: record[name] for name in record.keys() & kind.model_fields.keys()})
     except (OSError, ValueError, AttributeError):  # no run yet, one of another version, or no object
         return {}
-    return {named.field: named.value for named in names_of(before) if _COMMIT.fullmatch(named.revision or "")}
+    found = [named for named in names_of(before) if _COMMIT.fullmatch(named.revision or "")]
+    # Also by the repository, for a field that the run did not have: its rows belong to those of the others.
+    return {str(named.repository): named.value for named in found} | {named.field: named.value for named in found}
 
 
 def _commits(names: Sequence[Named], recorded: dict[str, str]) -> tuple[dict[str, str], list[ConfigProblem]]:
@@ -200,7 +202,7 @@ def _commits(names: Sequence[Named], recorded: dict[str, str]) -> tuple[dict[str
 
 def _commit(named: Named, recorded: dict[str, str]) -> str:
     """The recorded commit of a name without one, else what the hub says, or the cache where the hub is silent."""
-    name, _, commit = recorded.get(named.field, "").partition("@")
+    name, _, commit = recorded.get(named.field, recorded.get(str(named.repository), "")).partition("@")
     if name == named.name and not _COMMIT.fullmatch(named.revision or ""):
         _say(f"{named.field} = {named.value}: commit {commit}, as in the run's config.json")
         return commit

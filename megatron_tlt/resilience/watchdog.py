@@ -111,8 +111,11 @@ class Watchdog:
 
     def _died(self, rank: int) -> None:
         """Names a rank that has ended, if its status file does not say why and the job was not ending."""
-        if self._pids.pop(rank, None) is None or not self._files.status.is_dir():  # taken back, or moved
+        if self._pids.pop(rank, None) is None:  # taken back
             return
+        with suppress(OSError):  # a file system that does not answer has not lost the directory
+            if not self._files.status.is_dir():  # moved
+                return
         status = self._status(rank)
         if self._end is None and status.outcome == "running":
             seconds = time.time() - status.written_at
@@ -180,9 +183,10 @@ class Watchdog:
         end = self._clock() + _STACKS_S
         while self._clock() < end:
             time.sleep(0.2)
-            before, seen = seen, {path: path.stat().st_size for path in sizes}
-            if seen == before and all(seen[path] > sizes[path] for path in sizes):
-                break
+            with suppress(OSError):
+                before, seen = seen, {path: path.stat().st_size for path in sizes}
+                if seen == before and all(seen[path] > sizes[path] for path in sizes):
+                    break
 
     def _status(self, rank: int) -> RankStatus:
         with suppress(OSError, ValueError, TypeError):

@@ -36,8 +36,8 @@ class AcceptanceMonitor:
         drafted = row["engine/spec_drafted_tokens"] - row.get("engine/spec_pre_rolled_drafted", 0.0)
         if not drafted:
             return []
-        accepted = row["engine/spec_emitted_tokens"] - row["engine/spec_row_steps"]
-        self._steps.append((drafted, accepted - row.get("engine/spec_pre_rolled_accepted", 0.0)))
+        accepted = row["engine/spec_accepted_tokens"] - row.get("engine/spec_pre_rolled_accepted", 0.0)
+        self._steps.append((drafted, accepted))
         drafted, accepted = (sum(of_steps) for of_steps in zip(*self._steps, strict=True))
         if len(self._steps) < _STEPS or drafted < _LEAST_TOKENS:
             return []

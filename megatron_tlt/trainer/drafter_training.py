@@ -135,7 +135,6 @@ class DrafterJob(Job):
 
         sequences = self._training.generate(prompts, samples, params, generate)
         self._cache.end_step()
-        self.world.wait_for_all()  # shares of prompts are not shares of tokens
         self.shutdown.sync("rollout", cut_short)
         return sequences
 

@@ -127,6 +127,7 @@ class Environments:
             mine = self._pool.openings(prompts[rank::size])
         except EnvError as error:
             mine = str(error)
+        self._world.wait_for_all()  # one host may have the slow environments
         texts: list[str | None] = [None] * len(prompts)
         for of_rank, part in enumerate(self._world.all_gather_object(mine)):
             if isinstance(part, str):

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions")
 _TURN_COUNTERS = ("turns", "given_tokens", "prefill_steps")
-_SPEC_COUNTERS = ("row_steps", "drafted_tokens", "emitted_tokens")
+_SPEC_COUNTERS = ("row_steps", "drafted_tokens", "accepted_tokens", "emitted_tokens")
 _PRE_ROLLED = ("pre_rolled_rows", "pre_rolled_drafted", "pre_rolled_accepted")
 _DRAFTER = ("loss", "accept/1")  # of the micro-steps' metrics
 _IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps")
@@ -331,7 +331,7 @@ def _acceptance(row: Mapping[str, float]) -> dict[str, float]:
     emitted, generated = row["engine/spec_emitted_tokens"], max(1.0, row["engine/generated_tokens"])
     found = {"spec/accept_length": emitted / rows, "spec/share": emitted / generated}
     if drafted:
-        found["spec/accept_rate"] = (emitted - rows) / drafted
+        found["spec/accept_rate"] = row["engine/spec_accepted_tokens"] / drafted
     if pre_rolled := row.get("engine/spec_pre_rolled_rows"):
         accepted = row["engine/spec_pre_rolled_accepted"]
         found["pre_rollout/drafted_share"] = accepted / generated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,4 +48,9 @@ def _code(named: dict[str, Any]) -> dict[str, str]:
     """Fingerprints of the modules that a dumped configuration names, by their paths in it."""
     users = [*named.get("rewards", {}).get("functions", []), named.get("env") or {}]
     paths = [user["path"] for user in users if user.get("path") is not None]
-    return {path: code_digest(source) for path in paths if (source := source_of(path)) is not None}
+    found = {}
+    for path in paths:
+        with suppress(OSError):  # another file beside it may be someone else's, or go at this moment
+            if (source := source_of(path)) is not None:
+                found[path] = code_digest(source)
+    return found

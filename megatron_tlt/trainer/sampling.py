@@ -98,7 +98,9 @@ class GroupSampler:
                 scored += groups
                 share_responses(self.queues.world, self.backend, groups)
                 kept += [g for g in groups if self.algorithm.keep_group(g)]
-                others = Dropped.of([g for g in groups if not self.algorithm.keep_group(g)])
+                left = [g for g in groups if not self.algorithm.keep_group(g)]
+                others = Dropped.of(left)
+                _forget_experts(left)
                 mine = [group.prompt.prompt_id for group in kept], _judged(groups), others
                 everywhere = self.queues.world.all_gather_object(mine)
                 ids = sorted(prompt_id for of_rank, _, _ in everywhere for prompt_id in of_rank)
@@ -207,6 +209,13 @@ def _judged(groups: Sequence[SampleGroup]) -> tuple[int, str | None]:
     """How many responses the reward functions judged, and why they failed on one of the others."""
     failures = [reward.failure for group in groups for reward in group.rewards]
     return failures.count(None), next((why for why in failures if why is not None), None)
+
+
+def _forget_experts(groups: Sequence[SampleGroup]) -> None:
+    """Frees what only the update reads of dropped groups, which stay for logs until the step ends: up to gigabytes."""
+    for group in groups:
+        for sample in group.samples:
+            sample.routed_experts = None
 
 
 def _check_judged(everywhere: Sequence[tuple[int, str | None]], step: int) -> None:

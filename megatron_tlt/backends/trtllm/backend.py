@@ -71,6 +71,9 @@ class TrtllmBackend(RemoteBackend):
         rows, accepted = totals["numRequestsWithDraftTokens"], totals["numAcceptedTokens"]
         stats.steps = totals["iterations"]
         stats.speculation = SpeculationStats(
-            row_steps=rows, drafted_tokens=totals["numDraftTokens"], emitted_tokens=rows + accepted
+            row_steps=rows,
+            drafted_tokens=totals["numDraftTokens"],
+            accepted_tokens=accepted,
+            emitted_tokens=rows + accepted,
         )
         return stats

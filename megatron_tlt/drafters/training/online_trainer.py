@@ -172,7 +172,11 @@ class OnlineDrafterTrainer(RunDrafter):
         return len(self.buffer)
 
     def buffer_metrics(self) -> RankMetrics:
-        return sums({f"drafter/buffer/{name}": value for name, value in self.buffer.metrics().items()})
+        """Of this rank's buffer; all ranks of an engine hold the same responses, which its first one counts."""
+        held = self.buffer.metrics()
+        if self._tp.rank > 0:
+            held = {**dict.fromkeys(held, 0), "bytes": held["bytes"]}
+        return sums({f"drafter/buffer/{name}": value for name, value in held.items()})
 
     def take_step(self, samples: Sequence[HiddenStateSample], left_out: int) -> None:
         """Adds responses with hidden states that the actor handed out, on which the next step's windows train;

@@ -121,6 +121,7 @@ class DrafterPretraining:
         tokens = {prompt.prompt_id: prompt.token_ids for prompt in mine}
         others = [s for s in made if (s.prompt_id, s.sample_index) not in found]
         read = self._read([Trajectory.of(tokens[s.prompt_id], s) for s in others], params.seed)
+        self._world.wait_for_all()  # shares of prompts are not shares of tokens
         return _sequences([*found.values(), *read])
 
     def read(self, responses: Sequence[Trajectory]) -> list[DraftSequence]:

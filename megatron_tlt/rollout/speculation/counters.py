@@ -30,6 +30,7 @@ class SpeculationCounters:
             return
         stats.row_steps += step.num_running
         stats.drafted_tokens += draft.num_tokens
+        stats.accepted_tokens += int(np.sum(step.accepted))
         stats.emitted_tokens += step.num_emitted
         stats.verify_seconds += step.step_seconds
         batch = stats.by_batch.setdefault(step.num_running, [0, 0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
 import threading
 import time
@@ -194,6 +195,12 @@ def test_a_run_that_goes_on_uses_the_commits_of_its_first_start(
         hub.repositories[key] = Repository({**hub.repositories[key].files, "config.json": b"{}"})
     again = on_this_machine(configured(settings), ALONE)
     assert (again.model.path, again.data) == (local.model.path, local.data)
+    record = tmp_path / "run/config.json"
+    first_start = json.loads(record.read_text())
+    first_start["data"]["eval"] = None
+    record.write_text(json.dumps(first_start))
+    again = on_this_machine(configured(settings), ALONE)
+    assert again.data == local.data, "a field that is new has the commit of its repository"
     (tmp_path / "run").rename(tmp_path / "unfinished")  # as a drafter's training has it
     assert on_this_machine(configured(settings), ALONE, state_dir=tmp_path / "unfinished").model == local.model
     anew = on_this_machine(configured([*settings, "checkpoint.resume=never"]), ALONE)

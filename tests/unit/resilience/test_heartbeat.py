@@ -13,6 +13,7 @@ import pytest
 
 from megatron_tlt.resilience.heartbeat import Heartbeat, phase_limit
 from megatron_tlt.resilience.status_files import JobEnd, RankStatus, StatusFiles
+from megatron_tlt.resilience.watchdog import Watchdog, WatchdogOptions
 
 
 class Rank:
@@ -122,4 +123,7 @@ def test_a_file_system_that_fails_for_a_moment_ends_no_run(tmp_path: Path, monke
             monkeypatch.setattr(Path, name, stale)
         rank.heartbeat.enter("rollout", 1)
         assert rank.files.read_end("a") is None, "which the watchdog asks for"
+        watchdog = Watchdog(WatchdogOptions(str(tmp_path / "other"), "a", 1, {0: os.getpid()}, 10.0))
+        watchdog._died(0)
+        assert watchdog._end is not None and watchdog._end.outcome == "killed", "the rank is named all the same"
         monkeypatch.undo()

@@ -3,12 +3,11 @@ import pytest
 from megatron_tlt.trainer.acceptance import AcceptanceMonitor
 
 
-def row(drafted=400, accepted=200, rows=100, pre_rolled=0):
+def row(drafted=400, accepted=200, pre_rolled=0):
     """`pre_rolled`: tokens of pre-rolled drafts besides, all accepted."""
     names = {
-        "row_steps": rows + (pre_rolled > 0),
         "drafted_tokens": drafted + pre_rolled,
-        "emitted_tokens": rows + (pre_rolled > 0) + accepted + pre_rolled,
+        "accepted_tokens": accepted + pre_rolled,
         "pre_rolled_drafted": pre_rolled,
         "pre_rolled_accepted": pre_rolled,
     }

@@ -29,7 +29,9 @@ def environments(rank: int, parts: list[object]) -> Environments:
         parts[rank] = value
         return parts
 
-    made._world = SimpleNamespace(rank=rank, size=2, all_gather_object=all_gather_object)  # type: ignore[assignment]
+    made._world = SimpleNamespace(  # type: ignore[assignment]
+        rank=rank, size=2, all_gather_object=all_gather_object, wait_for_all=lambda: None
+    )
     return made
 
 

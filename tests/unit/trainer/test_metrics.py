@@ -81,7 +81,8 @@ def test_a_start_on_fewer_ranks_repeats_no_step_of_those_that_are_no_more(tmp_pa
 
 def test_speculative_steps_without_a_drafted_token_have_no_accept_rate() -> None:
     row = {f"engine/{name}": 4.0 for name in ("spec_row_steps", "spec_emitted_tokens", "generated_tokens")}
-    assert _acceptance({**row, "engine/spec_drafted_tokens": 0.0}) == {"spec/accept_length": 1.0, "spec/share": 1.0}
+    row |= dict.fromkeys(("engine/spec_drafted_tokens", "engine/spec_accepted_tokens"), 0.0)
+    assert _acceptance(row) == {"spec/accept_length": 1.0, "spec/share": 1.0}
 
 
 def test_failures_and_responses_of_groups_that_are_not_trained_on_are_logged(

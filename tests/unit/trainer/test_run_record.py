@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.trainer.run_record import write_config
@@ -23,7 +25,7 @@ def test_settings_that_changed_between_two_starts_are_named(tmp_path: Path) -> N
     assert changed == ["optimizer.lr", "rewards.functions.0.threshold"]
 
 
-def test_code_of_a_user_that_changed_is_named(tmp_path: Path) -> None:
+def test_code_of_a_user_that_changed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = tmp_path / "code"
     code.mkdir()
     reward, environment = code / "reward.py", "my_package.world:World"
@@ -34,3 +36,9 @@ def test_code_of_a_user_that_changed_is_named(tmp_path: Path) -> None:
     assert start(tmp_path, *options) == []
     (code / "beside.py").write_text("def score(*four): return 0.5")
     assert start(tmp_path, *options) == [f"code.{reward}:reward"]
+
+    def refuse(_: Path) -> bytes:
+        raise PermissionError("of someone else")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert start(tmp_path, *options) == [], "a file beside it may not be read, and the run needs none"

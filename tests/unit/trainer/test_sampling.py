@@ -85,6 +85,7 @@ class Ranks:
             start, most = call.begun.get((at, i)), call.params.max_call_tokens or length
             count = min(length, (0 if start is None else len(start.token_ids)) + most)
             sample = Sample(at, i, [7] * count, [-1.0] * count, "", "stop" if count == length else "carry", 0)
+            sample.routed_experts = np.zeros((count, 1, 1), np.uint8)
             drawn += [] if (at, i) in call.have else [sample]
         return drawn
 
@@ -161,6 +162,7 @@ def test_all_scored_groups_of_all_rounds_come_back_beside_those_to_train_on() ->
     kept, scored, _ = sampler_of(Ranks(), rounds=5, wanted=2).sample(4)
     assert [g.prompt.prompt_id for g in kept] == [1, 3]
     assert [g.prompt.prompt_id for g in scored] == [1, 0, 3, 2] and all(len(g.rewards) == 2 for g in scored)
+    assert [g.samples[0].routed_experts is None for g in scored] == [False, True, False, True], "of the update only"
 
 
 def test_steps_without_a_mixed_group_are_counted_and_end_the_run(caplog: pytest.LogCaptureFixture) -> None:

@@ -254,6 +254,16 @@ def test_right_drafts_are_accepted_in_the_longest_blocks():
     assert stats.pre_rolled_accept_length > 0.8 * (LONGEST + 1)
 
 
+def test_accepted_tokens_are_counted_alike_where_a_response_ends_in_its_draft():
+    jobs: list[Job] = [(i, list(range(1 + i, 20)), SamplingParams(max_tokens=160, seed=3), 4) for i in range(3)]
+    expected, right, weights = plain("llama", jobs)
+    engine = speculating_engine(small_config("llama"), weights, speculation=FIXED, max_running=4)
+    assert run(engine, jobs, right) == expected
+    stats = stats_of(engine)
+    assert stats.emitted_tokens < stats.row_steps + stats.accepted_tokens, "what is behind a stop token is cut"
+    assert stats.accepted_tokens == stats.pre_rolled_accepted > 0, "none is of a drafter"
+
+
 def test_a_call_with_drafts_takes_as_many_prompts_as_memory_has_room_for():
     """Other replicas take the rest."""
     config = small_config("llama")
