@@ -53,6 +53,15 @@ def test_nothing_to_train_on() -> None:
     assert torch.equal(everything(t), before)
 
 
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_responses_that_the_ranks_of_an_engine_share_count_once(tp_rank: int) -> None:
+    t = online_trainer(lengths=(9, 12))
+    t._tp = SimpleNamespace(rank=tp_rank)  # type: ignore[assignment]
+    found = {name.rpartition("/")[2]: metric.value for name, metric in t.buffer_metrics().items()}
+    assert found["bytes"] > 0, "each rank holds them"
+    assert (found["responses"], found["added"]) == ((2, 2) if tp_rank == 0 else (0, 0))
+
+
 def test_the_engines_tables_are_read_once_a_window_and_let_go_behind_it() -> None:
     t, reads = online_trainer(), []
 
