@@ -233,12 +233,17 @@ class CostModelSelector:
         self._start_interval(bucket, chosen, min(best * bucket.costs.seconds_per_row, _MOST_ACCEPTANCE))
 
     def _try_new_drafter(self, bucket: _Bucket) -> bool:
-        """Begins the trial of a new drafter, if it is due here. Mutates the bucket."""
+        """Begins the trial of a new drafter, if it is due here. Mutates the bucket.
+
+        Also of one whose first trial did not end, because the batch size left the bucket meanwhile: nothing is known of
+        drafts then, and without a trial nothing ever would be.
+        """
         plain, trial, running = *bucket.candidates[:2], bucket.running
-        if not self._is_new or not plain.steps or any(other.best for other in self._buckets.values()):
+        is_known = any(c.length for _, c in self._measured_candidates(bucket))
+        if is_known and not self._is_new or not plain.steps or any(other.best for other in self._buckets.values()):
             return False
         steps = min(_TRIAL, max(4, round(_FIRST_TRIAL / running)))
-        if any(c.length for _, c in self._measured_candidates(bucket)):  # else its costs are not known
+        if is_known:  # else its costs are not
             drafting = bucket.costs.seconds(trial, running, running * (1 + trial.length))
             most_lost = steps * (drafting - bucket.costs.seconds(plain, running, running))
             if most_lost > 2 * self._exploration * (self._seconds() - self._last_trial):

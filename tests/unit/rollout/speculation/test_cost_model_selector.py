@@ -175,3 +175,17 @@ def test_a_drafter_of_one_pass_is_used_at_its_full_length():
         predicted = bucket.costs.draft_seconds(4, passes(8))
         assert predicted == pytest.approx(1e-3 * passes(8), rel=0.2)
     assert chosen[8] < chosen[1] == 8
+
+
+def test_a_first_trial_that_the_batch_size_leaves_is_made_anew():
+    selector, world = CostModelSelector("trained", 8), SpecWorld(seed=3, **GPU)
+    world.start(np.full(8, 10**9))
+    while not selector.select(8).draft_len:
+        world.step(selector)
+    world.step(selector)
+    world.start(np.full(7, 10**9))
+    drafted = 0
+    for _ in range(200):
+        drafted += selector.select(7).draft_len > 0
+        world.step(selector)
+    assert drafted > 100
