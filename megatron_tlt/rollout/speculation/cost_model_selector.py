@@ -240,7 +240,7 @@ class CostModelSelector:
         """
         plain, trial, running = *bucket.candidates[:2], bucket.running
         is_known = any(c.length for _, c in self._measured_candidates(bucket))
-        if is_known and not self._is_new or not plain.steps or any(other.best for other in self._buckets.values()):
+        if (is_known and not self._is_new) or not plain.steps or any(other.best for other in self._buckets.values()):
             return False
         steps = min(_TRIAL, max(4, round(_FIRST_TRIAL / running)))
         if is_known:  # else its costs are not
