@@ -84,6 +84,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         budget_bytes=options.kv_cache_bytes or rollout.kv_cache_bytes,
         device=device,
         local_ranks=options.local_ranks,
+        longest_request=options.longest_request,
     )
     if tp is not None and tp.size > 1 and options.kv_cache_bytes is None:
         # Ranks see different amounts of free memory, and their schedulers must decide alike; a plan is the same on all.

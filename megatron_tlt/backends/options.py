@@ -33,6 +33,8 @@ class EngineOptions:
     """The tensor-parallel group of `rollout.tp` ranks, which build the engine together; None: one rank."""
     local_ranks: int = 1
     """Ranks that share this machine's memory."""
+    longest_request: int = 0
+    """Tokens of the longest prompt and response that will come: the cache must hold them. 0: not known."""
     load_weights: bool = False
     """Load the weights in `model.path` (policy version 0); else the first weight sync brings them."""
     drafter: SavedDrafter | None = None

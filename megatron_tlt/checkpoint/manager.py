@@ -53,6 +53,8 @@ class CheckpointManager:
         self._pending: SaveHandle | None = None
         self.newest: int | None = None
         """Step of the newest checkpoint on this run's path: the last one published, or loaded as `latest`."""
+        self.is_behind = False
+        """The checkpoint of this step lacks something of its state: `save_now` replaces it."""
         self._is_overdue = False  # a save was due at a step that was not good
 
     def load_latest(self) -> dict[str, Any] | None:
@@ -106,13 +108,13 @@ class CheckpointManager:
         Without `prune` no older checkpoint is removed.
         """
         self.wait()
-        if self.newest != step:
+        if self.is_behind or self.newest != step:
             self._start(step, state, prune)
             self.wait()
 
     def _start(self, step: int, current: Callable[[], dict[str, Any]], prune: bool = True) -> None:
         self.wait()  # a writer slower than the interval delays the run: better than ever more saves in memory
-        files, state = {}, current()
+        files, state, self.is_behind = {}, current(), False
         drafter, carried = state.pop("drafter", None), state.pop("carried", ())
         if drafter is not None and self._world.is_main:
             files[DRAFTER_STATE] = drafter_state_writer(drafter)

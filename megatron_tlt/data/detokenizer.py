@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megatron_tlt.data.tokenizer import HFTokenizer
 
 _INCOMPLETE = "\ufffd"  # written by decoders for a character that lacks bytes
+_LONGEST = 4  # tokens of one character, which has as many bytes
 
 
 class IncrementalDecoder:
@@ -34,8 +35,25 @@ class IncrementalDecoder:
         text = self._tokenizer.decode(self._last)
         new = text[len(before) :]
         if not new or text.endswith(_INCOMPLETE):
-            self._held = new.rstrip(_INCOMPLETE)
-            return ""
+            final = self._final_part(before, text)
+            self._held = new[len(final) :].rstrip(_INCOMPLETE)
+            return final
         self._last, self._done = self._last[self._done :], len(self._last) - self._done
         self._held = ""
         return new
+
+    def _final_part(self, before: str, text: str) -> str:
+        """What is certain of a long run of tokens without text, or of broken bytes: they are not decoded again. Empty
+        for a short one. `before` and `text`: of the tokens done, and of all.
+        """
+        end = len(self._last) - _LONGEST
+        if end <= self._done + _LONGEST:
+            return ""
+        so_far = self._tokenizer.decode(self._last[:end])
+        if not text.startswith(so_far):  # its last character goes on
+            return ""
+        if so_far == before:  # the tokens with text still decide how the next one is joined
+            del self._last[self._done : end]
+            return ""
+        self._last, self._done = self._last[self._done :], end - self._done
+        return so_far[len(before) :]

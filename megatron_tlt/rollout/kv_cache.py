@@ -22,11 +22,13 @@ def choose_num_blocks(
     budget_bytes: int | None,
     device: torch.device,
     local_ranks: int = 1,
+    longest_request: int = 0,
 ) -> int:
     """Blocks that `max_running` requests of `max_context` tokens need, or as many as the memory budget has room for.
 
     The budget is `budget_bytes`, or a share of the memory free now (split over the machine's `local_ranks` on CPU).
-    Blocks that are never used take no memory. Raises BackendError if not even one block fits.
+    Blocks that are never used take no memory. Raises BackendError if there is no room for one request of
+    `longest_request` tokens.
     """
     most = max_running * -(-max_context // block_size) + 1
     if budget_bytes is not None:
@@ -36,10 +38,11 @@ def choose_num_blocks(
     else:
         budget = int(free_memory() * CPU_SHARE) // max(1, local_ranks)
     count = min(most, budget // block_bytes)
-    if count < 1:
+    least = -(-longest_request // block_size) + 1  # samples of a prompt need a copy of its last block
+    if count < least:
         raise BackendError(
-            f"a KV-cache block of {block_size} tokens takes {block_bytes} bytes, the budget is {budget}: "
-            "raise rollout.kv_cache_mib"
+            f"a request of {longest_request} tokens needs {least} KV-cache blocks of {block_bytes} bytes, the budget "
+            f"of {budget} bytes has room for {count}: raise rollout.kv_cache_mib"
         )
     return count
 

@@ -123,6 +123,7 @@ class CarriedGroups:
         here, ids = self._stream.state_dict(), {sample.prompt_id for sample, _ in responses}
         self._stream.load_state_dict(position)
         drawn = self._stream.next_batch(here["next_id"] - position["next_id"])
+        self._stream.load_state_dict(here)  # other limits of prompts would have moved it
         prompts = [prompt for prompt in drawn if prompt.prompt_id in ids]
         crcs = {prompt.prompt_id: prompt_crc(prompt) for prompt in prompts}
         if any(crcs.get(sample.prompt_id) != crc for sample, crc in responses):
@@ -141,7 +142,14 @@ class CarriedGroups:
         """Raises CheckpointError for restored responses that the configured engine cannot continue or the update cannot
         read.
         """
-        longest = max((len(sample.token_ids) for sample in samples if is_unfinished(sample)), default=0)
+        unfinished = [sample for sample in samples if is_unfinished(sample)]
+        for stop in self._rollout.stop:
+            if any(stop in sample.text for sample in unfinished):
+                raise CheckpointError(
+                    f"the checkpoint carries over an unfinished response with {stop!r}, which rollout.stop now has: "
+                    "resume with the former ones"
+                )
+        longest = max((len(sample.token_ids) for sample in unfinished), default=0)
         most = self._rollout.max_tokens
         if longest >= most:
             raise CheckpointError(

@@ -64,7 +64,10 @@ class RLTrainer(Job):
         self._collect_hidden_states()
         self.shutdown.sync_after_step()  # a signal may have come while everything was loaded
         self._sync_weights()
-        self._maybe_evaluate()
+        if self._is_evaluation_due():
+            self._maybe_evaluate()
+            self.checkpoints.is_behind = self.done > 0  # a signal had dropped this evaluation
+            self.shutdown.sync_after_step()
         return True
 
     def step(self) -> None:

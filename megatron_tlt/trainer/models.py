@@ -93,6 +93,7 @@ def open_backend(
         tokenizer=tokenizer,
         tp=tp if tp is not None else tensor_parallel(world, config.rollout.tp),
         local_ranks=world.local_size,
+        longest_request=config.longest_sequence,
         drafter=_drafter(config, drafter_trainer),
         keep_layers=keep_layers,
         keep_routed_experts=config.actor.router_replay == "rollout",

@@ -104,10 +104,12 @@ def test_a_dropped_evaluation_is_made_up_for(ended):
     folder, jobs, _ = ended
     whole = evaluations(folder / "whole" / LAST)
     assert [e["step"] for e in whole] == [0, 2, 4]
-    for name in jobs.keys() - {"last-evaluation", *ON_GRID}:  # the last one is after the save
+    for name in jobs.keys() - {*ON_GRID}:
         assert evaluations(folder / name / LAST) == whole, name
     logged = [json.loads(x) for x in (folder / "last-evaluation/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in logged if "eval/pass@1" in row] == [0, 2, 4]
+    _, said = run_one("train", folder / "tiny.yaml", f"train.run_dir={folder / 'last-evaluation'}")
+    assert "nothing to do" in said
 
 
 def start(config, run_dir, *overrides):

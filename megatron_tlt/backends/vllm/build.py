@@ -117,6 +117,7 @@ def _arguments(options: EngineOptions, folder: Path) -> dict[str, Any]:
         budget_bytes=options.kv_cache_bytes or rollout.kv_cache_bytes,
         device=device,
         local_ranks=options.local_ranks,
+        longest_request=options.longest_request,
     )
     speculation = speculative_config(rollout, shape, folder, options.takes_drafts)
     model = model.model_copy(update={"max_context": context})

@@ -76,7 +76,8 @@ def _check_kv_cache(config: Config, shape: ArchitectureConfig) -> Problems:
     rollout = config.rollout
     if rollout.kv_cache_mib is None or shape.num_kv_heads % rollout.tp:
         return
-    blocks = -(-config.longest_sequence // KV_BLOCK)
+    forks = max(rollout.samples_per_prompt, config.eval.samples_per_prompt) > 1  # copies of the prompt's last block
+    blocks = -(-config.longest_sequence // KV_BLOCK) + forks
     needed = -(-blocks * KV_BLOCK * kv_bytes_per_token(config, shape) // 2**20)
     if rollout.kv_cache_mib < needed:
         allowed = f"must be >= {needed} MiB, or the longest request does not fit"

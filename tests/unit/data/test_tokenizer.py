@@ -82,3 +82,16 @@ def test_incremental_decoding_holds_back_unfinished_characters(tmp_path: Path, s
     assert stream.held == ""
     assert not any("\ufffd" in text for text in texts)
     assert len([text for text in texts if text]) > 5
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_long_run_without_characters_is_not_decoded_again_with_every_token(tmp_path: Path, broken: bool) -> None:
+    tokenizer = HFTokenizer(save(tmp_path))
+    first, second = tokenizer.encode("one "), tokenizer.encode(" two é")
+    token = tokenizer.encode("é")[0] if broken else tokenizer.end_token_id
+    assert tokenizer.decode([token]) == ("\ufffd" if broken else "")
+    stream, text = IncrementalDecoder(tokenizer), ""
+    for new in [*first, *[token] * 200, *second, *[token] * 200, *second]:
+        text += stream.add([new])
+        assert len(stream._last) < 20
+    assert text == tokenizer.decode([*first, *[token] * 200, *second, *[token] * 200, *second])

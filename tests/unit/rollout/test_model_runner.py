@@ -43,3 +43,6 @@ def test_the_cache_is_sized_by_need_and_by_budget():
     assert 0 < huge << 20 <= free_memory() * 0.3
     with pytest.raises(BackendError, match=r"raise rollout\.kv_cache_mib"):
         choose_num_blocks(2 << 20, budget_bytes=1 << 20, **sizes)
+    assert choose_num_blocks(1 << 20, budget_bytes=5 << 20, **sizes, longest_request=64) == 5
+    with pytest.raises(BackendError, match="a request of 65 tokens needs 6 KV-cache blocks"):
+        choose_num_blocks(1 << 20, budget_bytes=5 << 20, **sizes, longest_request=65)

@@ -59,7 +59,7 @@ def group(
 ) -> SampleGroup:
     length = sum(count for _, count in earlier) + 2
     samples = [
-        Sample(prompt.prompt_id, i, [5] * length, [-0.1] * length, "", end, version, earlier=earlier)
+        Sample(prompt.prompt_id, i, [5] * length, [-0.1] * length, f"a {end}", end, version, earlier=earlier)
         for i, end in enumerate(ends)
     ]
     return SampleGroup(prompt, samples)
@@ -117,6 +117,11 @@ def test_a_checkpoint_restores_them_with_prompts_that_the_stream_draws_again(tmp
     carried.load(read_carried(file), position)
     assert carried.groups == before.groups and [g.prompt.prompt_id for g in carried.groups] == [1, 4, 5]
     assert [p.prompt_id for p in carried.next_prompts(4)] == [7, 8], "the stream is where it was"
+    moved = Stream()
+    moved.next_batch = lambda count: [Stream().next_batch(count), moved.load_state_dict({"next_id": 99})][0]  # type: ignore[method-assign, func-returns-value]
+    moved.load_state_dict(here)
+    carried_groups(moved)[0].load(read_carried(file), position)
+    assert moved.state_dict() == here, "also where other limits of prompts drop other rows"
     carried.take(carried.groups[1:])
     assert carried.oldest_position == position, "saved again before the step ends"
     carried.load([], None)
@@ -130,6 +135,7 @@ def test_a_checkpoint_restores_them_with_prompts_that_the_stream_draws_again(tmp
         ("q", {"samples_per_prompt": 4}, "groups of 3 .*samples_per_prompt is 4"),
         ("q", {"carry_over": None}, "rollout.carry_over is null"),
         ("q", {"max_tokens": 10}, "unfinished response of 10 tokens, rollout.max_tokens is 10"),
+        ("q", {"stop": ("x", "a c")}, "unfinished response with 'a c', which rollout.stop now has"),
     ],
 )
 def test_other_prompts_and_sizes_are_refused(tmp_path: Path, text: str, settings: Any, message: str) -> None:

@@ -80,7 +80,7 @@ def test_a_good_configuration_has_no_problems():
         (["cluster.nodes=2", "cluster.ranks_per_node=2", "actor.tp=4"], "actor.tp"),
         (["rollout.max_running_requests=4000"], "rollout.max_running_requests"),
         (["rollout.top_k=513"], "rollout.top_k"),
-        (["rollout.kv_cache_mib=1", "data.max_prompt_tokens=260", "model.max_context=600"], "rollout.kv_cache_mib"),
+        (["rollout.kv_cache_mib=1", "data.max_prompt_tokens=256", "model.max_context=600"], "rollout.kv_cache_mib"),
         (["train.prompts_per_step=66"], "train.prompts_per_step"),
         (["train.prompts_per_step=64", "algorithm.mini_batches=3"], "train.prompts_per_step"),
         (
