@@ -136,8 +136,8 @@ class GenerateCall:
     params: SamplingParams
     num_samples: int = 1  # of each prompt
     on_progress: ProgressCallback | None = None
-    """Called now and then, at the same steps by all ranks of one engine. If it raises, all requests are dropped and the
-    engine is idle again.
+    """Called now and then, at the same steps by all ranks of one engine, and not while a step hangs. If it raises, all
+    requests are dropped and the engine is idle again, or killed if it hangs.
     """
     have: Collection[tuple[int, int]] = ()
     """Responses (prompt id, sample index) that are neither generated nor returned; equal on ranks of one engine."""
@@ -163,6 +163,8 @@ class GenerateCall:
     """Called again and again while every request waits for its environment, with the seconds of this wait so far. Does
     a piece of other work, and returns whether there was any. Collective among the ranks of one engine.
     """
+    check_interrupt: Callable[[], None] | None = None
+    """As `on_progress`, and before it; called also while a step of an engine of one rank hangs."""
 
 
 @dataclass(slots=True)

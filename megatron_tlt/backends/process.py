@@ -33,10 +33,10 @@ _LAUNCHER = ("PMI_", "PMI2_", "PMIX_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDR
 _PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of our environment, not of the engine's
 _TAIL_BYTES = 4000
 _TICK_S = 0.25
-_END_S = 30.0
+END_S = 30.0  # of a shutdown, or of an abort where the rollout has failed, after which the child is killed
 HEARTBEAT_S = 0.5  # between two signs of life of the child; vLLM's carry the lengths of running responses
 SILENCE_S = 120.0  # without one, after which the child is killed: a call may hold up its event loop for long
-START_S = 1800.0  # of an engine's start, which gives no sign: the first one compiles kernels
+START_S = 1800.0  # of an engine's start, which gives no sign: the first one compiles kernels; the most of any call
 
 
 @dataclass(frozen=True)
@@ -188,14 +188,20 @@ class EngineProcess:
     def call(self, kind: str, *, patience: float | None = None, **fields: Any) -> Message:
         """Sends a request and waits for its reply; responses that come meanwhile are kept in `responses`.
 
-        `patience`: seconds without a heartbeat in place of `SILENCE_S`. Raises BackendError.
+        `patience`: seconds in place of `SILENCE_S` without a heartbeat, and of `START_S` with heartbeats only, which
+        the child's event loop sends also while its engine hangs. Raises BackendError.
         """
+        limit = patience or START_S
+        end = time.monotonic() + limit
         self._calls += 1
         number = self._calls
         self.send({"type": kind, "call": number, **fields})
         while True:
             message = self._next(patience)
-            if message["type"] == "response":
+            if message["type"] == "beat":
+                if time.monotonic() > end:
+                    raise self.failure(f"sent heartbeats, but no reply to {kind}, for {limit:g} s")
+            elif message["type"] == "response":
                 self.responses.append(message)
             elif message["type"] == "reply" and message.get("call") == number:
                 return message
@@ -214,13 +220,13 @@ class EngineProcess:
             return self.responses.pop(0)
         if wait_s is not None and b"\n" not in self._received and not self._comes(wait_s):
             return None
-        message = self._next(None, beats=True)
+        message = self._next()
         if message["type"] not in ("response", "beat"):
             raise self.failure(f"sent {message['type']!r} while responses were waited for")
         return message
 
-    def _next(self, patience: float | None, beats: bool = False) -> Message:
-        """The next message; heartbeats are skipped without `beats`. Silence counts from now at the earliest."""
+    def _next(self, patience: float | None = None) -> Message:
+        """The next message. Silence counts from now at the earliest."""
         assert self.pid
         limit = patience or SILENCE_S
         deadline = time.monotonic() + limit
@@ -229,10 +235,8 @@ class EngineProcess:
             if end >= 0:
                 line = bytes(self._received[:end])
                 del self._received[: end + 1]
-                message = self._message(line)
-                if beats or message["type"] != "beat":
-                    return message
-            elif self._read_more():
+                return self._message(line)
+            if self._read_more():
                 deadline = time.monotonic() + limit
             elif time.monotonic() > deadline:
                 raise self.failure(f"sent no heartbeat for {limit:g} s")
@@ -241,7 +245,9 @@ class EngineProcess:
         """Whether the child sends anything, or its end, within `wait_s`."""
         assert self.pid and self._socket is not None
         started = time.monotonic()
-        if select.select([self._socket], [], [], wait_s)[0]:
+        poll = select.poll()  # `select.select` takes no descriptor above 1,023, which ranks of large jobs have
+        poll.register(self._socket, select.POLLIN)
+        if poll.poll(1000 * wait_s):  # also a socket that was closed there
             return True
         self._check_alive("without a message")
         self._silent_s += time.monotonic() - started
@@ -315,8 +321,8 @@ class EngineProcess:
         """Shuts the child down, by force if that takes too long; removes its files. A second call does nothing."""
         if self._child is not None:
             with suppress(BackendError, subprocess.TimeoutExpired):  # it is killed below
-                self.call("shutdown", patience=_END_S)
-                self._child.wait(timeout=_END_S)
+                self.call("shutdown", patience=END_S)
+                self._child.wait(timeout=END_S)
             self._end()
 
     def _end(self, keep_log: bool = False) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.torch import load
 
+from megatron_tlt.backends.process import END_S
 from megatron_tlt.backends.remote_weights import RemoteWeights
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
@@ -95,6 +96,7 @@ class RemoteBackend(RemoteWeights, DrivenEngine):
         self._started = 0.0
         self._orders = count()
         self._idle_beats = 0
+        self._steps: int | None = None  # of the engine, at the last heartbeat
         self._lengths = np.zeros(0, np.int32)
         self._stats = EngineStats()
 
@@ -128,7 +130,7 @@ class RemoteBackend(RemoteWeights, DrivenEngine):
         self._started = time.perf_counter()
         self._stats.started = self._stats.started or self._started
         self._arguments = self._sampling(call.params)
-        self._orders, self._idle_beats, self._lengths = count(), 0, np.zeros(0, np.int32)
+        self._orders, self._idle_beats, self._steps, self._lengths = count(), 0, None, np.zeros(0, np.int32)
         self._drafts = call.drafts
         parked = self._stats.parked_seconds
         samples = Drive(self, call, self._tp, self._sample).run()
@@ -229,12 +231,14 @@ class RemoteBackend(RemoteWeights, DrivenEngine):
         is_shared = self._tp.size > 1
         message = self.process.next_response(None if is_shared or may_wait else _POLL_S)
         while message is not None and message["type"] != "response":
-            self._take_beat(message)
-            if not is_shared or message.get("in_step"):
+            has_stepped = self._take_beat(message)
+            if not is_shared:
+                return Advance(has_stepped=has_stepped)
+            if message.get("in_step"):
                 return Advance()
             message = self.process.next_response(None)
         if message is None:
-            return Advance()
+            return Advance(has_stepped=False)
         self._idle_beats = 0
         try:
             turn = self._read(message)
@@ -254,15 +258,18 @@ class RemoteBackend(RemoteWeights, DrivenEngine):
         if not curve or curve[-1][1] != running:
             curve.append((time.perf_counter() - self._stats.started, running))
 
-    def _take_beat(self, message: Mapping[str, Any]) -> None:
-        """Notes a heartbeat. Raises BackendError at the second one of an engine that has nothing of what is pending: a
-        response may be on its way during one.
+    def _take_beat(self, message: Mapping[str, Any]) -> bool:
+        """Notes a heartbeat; whether the engine has taken steps since the last one, True where it does not count them.
+        Raises BackendError at the second one of an engine that has nothing of what is pending: a response may be on its
+        way during one.
         """
         has_none = message.get("in_flight") == 0 and message.get("last_request") == self._requests
         self._idle_beats = self._idle_beats + 1 if has_none else 0
         if self._idle_beats > 1:
             raise self.process.failure(f"has no requests, but {len(self._pending)} wait for responses")
         self._lengths = np.array(message.get("lengths", ()), np.int32)
+        before, self._steps = self._steps, message.get("steps")
+        return self._steps is None or self._steps != before
 
     def _read(self, message: Message) -> DrawnTurn:
         """Appends the drawn tokens to their request. Raises BackendError."""
@@ -334,11 +341,13 @@ class RemoteBackend(RemoteWeights, DrivenEngine):
         if "kept" in message:
             Path(message["kept"]).unlink(missing_ok=True)
 
-    def abort_all(self) -> list[Request]:
-        """Aborts; the engine ends all requests before it replies."""
+    def abort_all(self, may_wait: bool = True) -> list[Request]:
+        """Aborts; the engine ends all requests before it replies, after the step under way. Where it may not wait long
+        for that, an engine that hangs is killed.
+        """
         try:
             if self._pending and self.process.is_alive:
-                self.process.call("abort")
+                self.process.call("abort", patience=None if may_wait else END_S)
         except BackendError as error:
             _log.warning("after an interrupted rollout: %s", error)
         dropped = [*self._queue, *self._pending.values(), *self._drawn]

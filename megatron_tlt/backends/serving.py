@@ -96,7 +96,9 @@ class EngineHost(ABC):
         """Starts a request; its response is sent when it comes."""
 
     def progress(self) -> Message:
-        """Fields of a heartbeat beside `in_flight`."""
+        """Fields of a heartbeat beside `in_flight`. By `steps`, the engine's steps so far, the client sees that a step
+        hangs; without it every heartbeat counts as progress.
+        """
         return {}
 
     @abstractmethod

@@ -85,14 +85,8 @@ class GracefulShutdown:
         call: GenerateCall,
     ) -> tuple[list[Sample], bool]:
         """(`generate(call)`, False), or ([], True) if a signal interrupted it, which is seen between two steps."""
-
-        def check_and_report(running: int, waiting: int, generated_tokens: int) -> None:
-            self.check_rollout()
-            if call.on_progress is not None:
-                call.on_progress(running, waiting, generated_tokens)
-
         try:
-            return generate(replace(call, on_progress=check_and_report)), False
+            return generate(replace(call, check_interrupt=self.check_rollout)), False
         except RolloutInterrupted:
             return [], True
         except BackendError:

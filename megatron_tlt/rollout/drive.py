@@ -29,6 +29,7 @@ class Advance(NamedTuple):
 
     ended: Sequence[Request] = ()  # their `finish_reason` is set
     turns: Sequence[Request] = ()  # that now wait for their environments
+    has_stepped: bool = True  # False: the engine has computed nothing since the last one, as far as is known
 
 
 class DrivenEngine(Protocol):
@@ -85,8 +86,10 @@ class DrivenEngine(Protocol):
     def text_of(self, request: Request) -> str:
         """The last turn of a finished or parked request, cut after its stop string."""
 
-    def abort_all(self) -> list[Request]:
-        """Drops every request, and returns them."""
+    def abort_all(self, may_wait: bool = True) -> list[Request]:
+        """Drops every request, and returns them. `may_wait`: for the step under way, however long it takes; else an
+        engine in another process may be killed.
+        """
 
 
 class Drive:
@@ -121,7 +124,7 @@ class Drive:
                     samples += self._unfinished()
                     break
                 is_busy = self._engine.has_work
-                ended = self._continue_turns(is_busy)
+                ended, found = self._continue_turns(is_busy), Advance()
                 if self._engine.has_work:
                     found = self._engine.advance(may_wait=not self._parked and self._call.until is None)
                     ended += found.ended
@@ -129,9 +132,9 @@ class Drive:
                 for request in ended:
                     samples.append(self._finished(request))
                 self._steps += 1
-                self._report(is_busy)
+                self._report(is_busy, found.has_stepped)
         except BaseException:  # also an interrupt: one refused prompt must not leave other requests in the engine
-            for request in self._engine.abort_all():
+            for request in self._engine.abort_all(may_wait=False):
                 self._discard(request)
             raise
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
@@ -207,15 +210,18 @@ class Drive:
         if self._turns is not None:
             self._turns.discard(request)
 
-    def _report(self, is_busy: bool) -> None:
-        if self._call.on_progress is None:
-            return
+    def _report(self, is_busy: bool, has_stepped: bool) -> None:
+        """Looks for an interrupt, also while a step of the engine hangs, and reports progress if there was any."""
         engine, now = self._engine, time.perf_counter()
         if self._tp.size == 1:
             is_due = now - self._reported >= engine.report_every_s
         else:
             is_due = not is_busy or self._steps % engine.common_every == 0
-        if is_due:
-            self._reported = now
+        if not is_due:
+            return
+        self._reported = now
+        if self._call.check_interrupt is not None:
+            self._call.check_interrupt()
+        if has_stepped and self._call.on_progress is not None:
             generated = engine.stats.generated_tokens - self._first
             self._call.on_progress(engine.num_running, engine.num_waiting, generated)

@@ -362,7 +362,7 @@ class Engine(DrivenEngine):
             self.speculator.resume()
         self.is_released = False
 
-    def abort_all(self) -> list[Request]:
+    def abort_all(self, may_wait: bool = True) -> list[Request]:
         """Drops every request and frees its blocks; returns them."""
         if self._last_running:
             self._add_to_curve(0, time.perf_counter())

@@ -36,6 +36,7 @@ class TrtllmHost(EngineHost):
         self._tasks: set[asyncio.Task[None]] = set()
         self._polling: asyncio.Task[None] | None = None
         self._totals = new_totals()
+        self._iterations = 0  # that were counted, since the start
         self._stats_error: str | None = None
         self._stats_lock = asyncio.Lock()
 
@@ -43,6 +44,10 @@ class TrtllmHost(EngineHost):
     def in_flight(self) -> int:
         """Requests without a response, counted here: the engine's count may be stale."""
         return len(self._tasks)
+
+    def progress(self) -> Message:
+        """Steps, from an engine that has shown that it counts them."""
+        return {"steps": self._iterations} if self._iterations and self._stats_error is None else {}
 
     @staticmethod
     def engine_version() -> str:
@@ -137,6 +142,7 @@ class TrtllmHost(EngineHost):
                 self._add(record)
 
     def _add(self, record: Message) -> None:
+        self._iterations += 1
         self._totals["iterations"] += 1
         drafting = record.get("specDecodingStats")
         if drafting and drafting["numDraftTokens"] > 0:

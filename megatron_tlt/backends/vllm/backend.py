@@ -62,6 +62,8 @@ class VllmBackend(RemoteBackend):
             self._asleep.remove(what)
 
     def state_dict(self) -> dict[str, Any]:
+        if not self.process.is_alive:  # killed at a signal, and the checkpoint must not fail; the next start measures
+            return super().state_dict()
         return super().state_dict() | {"vllm": self.process.call("speculation")["state"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -90,6 +90,7 @@ class VllmHost(EngineHost):
         self._stepping: asyncio.Task[None] | None = None
         self._arrived = threading.Semaphore(0)  # requests submitted and not in the engine
         self._operations = 0  # done since the steps under way began
+        self._steps = 0  # of the engine
         self._operated = asyncio.Event()
         self._beat_s, self._beaten = math.inf, 0.0  # between heartbeats in step; when the last one was sent
         self._directory = self._tokenizer_at = Path()
@@ -111,8 +112,9 @@ class VllmHost(EngineHost):
         return adapter.device_type()
 
     def progress(self) -> Message:
-        """Response tokens of the running requests so far, those of earlier turns included."""
-        return {"lengths": [live.start + len(live.drawn) for live in list(self._live.values()) if live.drawn]}
+        """Steps, and response tokens of the running requests so far, those of earlier turns included."""
+        lengths = [live.start + len(live.drawn) for live in list(self._live.values()) if live.drawn]
+        return {"steps": self._steps, "lengths": lengths}
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         """The result of an operation between two steps."""
@@ -183,6 +185,7 @@ class VllmHost(EngineHost):
             for output in self._engine.step():
                 if self._note(output):
                     loop.call_soon_threadsafe(self._send, self._response(output))
+            self._steps += 1
             if order.beats:
                 self._beaten = time.monotonic()
                 loop.call_soon_threadsafe(self._send, {"type": "beat", "in_step": True, **self.progress()})

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from megatron_tlt.backends import transport
 from megatron_tlt.backends.entries import DEVICE, load_tensors
 from megatron_tlt.backends.serving import line_of, message_of
 from megatron_tlt.backends.transport import by_cuda_ipc, older_handle
+from megatron_tlt.backends.trtllm.server import TrtllmHost
 from megatron_tlt.errors import SyncError
 
 ROOT = Path(__file__).parents[4]
@@ -37,6 +41,14 @@ def test_what_runs_there_imports_nothing_of_ours_and_is_python_3_10(name: str) -
     }
     assert not [m for m in imported if m.split(".")[0] in ("megatron_tlt", "pydantic", "numpy", "mpi4py")]
     assert siblings <= {name.split("/")[-1] for name in THERE}
+
+
+@pytest.mark.parametrize(("records", "found"), [([], {}), ([{}] * 3, {"steps": 3}), (None, {})])
+def test_heartbeats_bring_the_steps_of_an_engine_that_counts_them(records: Any, found: dict[str, int]) -> None:
+    host = TrtllmHost(lambda message: None)
+    host._engine = SimpleNamespace(get_stats=lambda timeout: list(records))  # None raises
+    asyncio.run(host.poll_stats())
+    assert host.progress() == found
 
 
 def test_gpu_handles_are_put_together_again_in_torchs_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 import os
+import resource
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from megatron_tlt.backends import process as process_module
-from megatron_tlt.backends import transport
+from megatron_tlt.backends import remote, transport
 from megatron_tlt.backends.process import EngineProcess, child_environment
 from megatron_tlt.backends.serving import line_of
 from megatron_tlt.backends.trtllm.launch import trtllm_launch
 from megatron_tlt.config.engine_process import TrtllmSection
 from megatron_tlt.errors import BackendError, ConfigError
+from megatron_tlt.types import GenerateCall, SamplingParams
+from tests.helpers.fake_decoder import PROMPTS
 from tests.helpers.mpi import ROOT
 from tests.helpers.trtllm_engines import python_with
+from tests.unit.backends.vllm.test_turns import make_backend
 
-# A child that connects, sends the given bytes, and waits. Its last arguments are the socket and a number.
+# A child that connects, sends the given bytes, and others again and again. Its last arguments: the socket, a number.
 CHILD = """
 import socket, sys, time
 print("the child was here", flush=True)
 connection = socket.socket(socket.AF_UNIX)
 connection.connect(sys.argv[-2])
 connection.sendall(bytes.fromhex({data!r}))
-time.sleep({seconds})
+for _ in range(6000):
+    time.sleep(0.05)
+    connection.sendall(bytes.fromhex({again!r}))
 """
 HELLO = {"type": "hello", "engine": "1.2.1", "device": "cuda", "pid": 1}
+BEAT = line_of({"type": "beat", "in_flight": 1, "last_request": 1, "steps": 7, "lengths": [3]})
 
 
-def child(folder: Path, data: bytes, seconds: float = 300) -> str:
+def child(folder: Path, data: bytes, again: bytes = b"") -> str:
     program = folder / "child.py"
-    program.write_text(CHILD.format(data=data.hex(), seconds=seconds))
+    program.write_text(CHILD.format(data=data.hex(), again=again.hex()))
     return python_with(folder, f'exec {shlex.quote(sys.executable)} {shlex.quote(str(program))} "$@"')
 
 
@@ -67,20 +77,22 @@ def test_a_child_with_a_wrong_hello_is_killed_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("after", "message"),
+    ("after", "again", "message"),
     [
-        (b"\xff\xff\xff\xff\n", "sent no valid message"),
-        (line_of({"type": "reply", "call": 7}), "sent 'reply' while stats 1 was waited for"),
-        (line_of({"type": "reply", "call": 0}), "sent 'reply' while stats 1 was waited for"),
-        (line_of({"type": "surprise"}), "sent 'surprise'"),
-        (b"", "sent no heartbeat for 1 s"),
+        (b"\xff\xff\xff\xff\n", b"", "sent no valid message"),
+        (line_of({"type": "reply", "call": 7}), b"", "sent 'reply' while stats 1 was waited for"),
+        (line_of({"type": "reply", "call": 0}), b"", "sent 'reply' while stats 1 was waited for"),
+        (line_of({"type": "surprise"}), b"", "sent 'surprise'"),
+        (b"", b"", "sent no heartbeat for 1 s"),
+        (b"", BEAT, "sent heartbeats, but no reply to stats, for 2 s"),
     ],
 )
 def test_a_child_that_goes_wrong_later_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bytes, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bytes, again: bytes, message: str
 ) -> None:
     monkeypatch.setattr(process_module, "SILENCE_S", 1.0)
-    process = EngineProcess(trtllm_launch(TrtllmSection(python=child(tmp_path, line_of(HELLO) + after))))
+    process = EngineProcess(trtllm_launch(TrtllmSection(python=child(tmp_path, line_of(HELLO) + after, again))))
+    monkeypatch.setattr(process_module, "START_S", 2.0)
     with pytest.raises(BackendError, match=message):
         process.call("stats")
     assert not process.is_alive and not process.shared.path.exists()
@@ -89,6 +101,38 @@ def test_a_child_that_goes_wrong_later_is_killed(
         process.call("stats")
 
 
+def test_an_engine_that_hangs_gives_no_progress_and_is_killed_at_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeats go on. The checkpoint of a stopped run is saved without it."""
+    monkeypatch.setattr(remote, "END_S", 1.0)
+    process = EngineProcess(trtllm_launch(TrtllmSection(python=child(tmp_path, line_of(HELLO), BEAT))))
+    backend, looks, reports = make_backend(process), count(1), list[tuple[int, ...]]()
+
+    def look() -> None:
+        if next(looks) == 5:
+            raise KeyboardInterrupt
+
+    call = GenerateCall(PROMPTS[:1], SamplingParams(max_tokens=4), check_interrupt=look)
+    with pytest.raises(KeyboardInterrupt):
+        backend.generate(replace(call, on_progress=lambda *of: reports.append(of)))
+    assert reports == [(1, 0, 0)] and not process.is_alive
+    assert "vllm" not in backend.state_dict()
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """More open files than `select.select` takes; ranks of large jobs have as many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    yield
+    for file in opened:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_files")
 def test_short_waits_return_and_their_silence_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between them the rank looks at something else."""
     monkeypatch.setattr(process_module, "SILENCE_S", 1.0)

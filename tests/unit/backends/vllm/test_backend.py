@@ -81,7 +81,7 @@ def test_an_end_of_an_unknown_kind_ends_the_rollout() -> None:
     backend, process = toy_backend(ToyProcess(), 2)
     response = process.next_response
     process.next_response = lambda wait_s=None: response() | {"finish_reason": "unknown"}  # type: ignore[method-assign]
-    process.call = lambda kind: process.requests.clear()  # type: ignore[attr-defined]
+    process.call = lambda kind, patience: process.requests.clear()  # type: ignore[attr-defined]
     with pytest.raises(BackendError):
         backend.generate(GenerateCall([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), 9))
     assert not process.requests and not process.responses
@@ -113,7 +113,7 @@ def test_an_engine_without_the_requests_that_wait_ends_the_rollout() -> None:
     backend.collect_hidden_states(lambda sample: None)
     play([response], 1)
     assert process.hidden is True
-    process.call = lambda kind: None  # type: ignore[attr-defined]
+    process.call = lambda kind, patience: None  # type: ignore[attr-defined]
     with pytest.raises(BackendError, match="has no requests, but 2 wait"):
         play(last, 2)
 
@@ -157,7 +157,7 @@ class SleepingProcess(ToyProcess):
         super().send(message)
         self.calls.append("submit")
 
-    def call(self, kind: str, tags: list[str] | None = None) -> None:
+    def call(self, kind: str, tags: list[str] | None = None, patience: float | None = None) -> None:
         self.calls.append(kind if tags is None else (kind, *tags))
 
 

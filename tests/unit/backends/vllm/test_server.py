@@ -123,6 +123,7 @@ def test_responses_bring_what_was_kept(talk: Talk) -> None:
         talk.submit(1, 2)
         await talk.host._stepping
         assert seen == [2, 2], "a request that is being added is counted"
+        assert talk.host.progress() == {"steps": 2, "lengths": []}
 
     lengths: list[list[int]] = []
     asyncio.run(go())

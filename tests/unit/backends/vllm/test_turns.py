@@ -56,7 +56,7 @@ class EngineProcess:
             self.earlier[message["prompt_id"], index_of(message)] = message["earlier"]
         self.most = max(self.most, len(self.requests))
 
-    def call(self, kind: str) -> None:
+    def call(self, kind: str, patience: float | None = None) -> None:
         assert kind == "abort"
         while self.requests:
             drawn = self.drawn()
