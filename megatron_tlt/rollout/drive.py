@@ -219,9 +219,11 @@ class Drive:
             is_due = not is_busy or self._steps % engine.common_every == 0
         if not is_due:
             return
-        self._reported = now
         if self._call.check_interrupt is not None:
             self._call.check_interrupt()
-        if has_stepped and self._call.on_progress is not None:
+        if not has_stepped:  # the next step is reported at once
+            return
+        self._reported = now
+        if self._call.on_progress is not None:
             generated = engine.stats.generated_tokens - self._first
             self._call.on_progress(engine.num_running, engine.num_waiting, generated)
