@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.actor import checkpoint_files as files
+from megatron_tlt.actor.base_fingerprint import base_fingerprint
 from megatron_tlt.actor.checkpoint_files import model_record, training_record
 from megatron_tlt.config.planning.policy import shards_optimizer
 from megatron_tlt.config.root import TrainingConfig
-from megatron_tlt.drafters.fingerprint import base_fingerprint
 from megatron_tlt.errors import CheckpointError, ConfigProblem
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def resume_problems(
         return []
     optimizer, is_auto = config.optimizer.name, config.actor.distributed_optimizer == "auto"
     shards = shards_optimizer(config, device or "cpu") and not (is_auto and optimizer == "sgd")
-    base = base_fingerprint(model) if config.actor.lora is not None else ""
+    base = base_fingerprint(model, shape) if config.actor.lora is not None else ""
     wanted = model_record(shape) | training_record(config.actor, optimizer, shards, base)
     if "off" in (wanted["lora"], found.training.get("lora")):
         del wanted["base"]  # of adapters

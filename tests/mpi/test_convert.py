@@ -169,8 +169,10 @@ def test_adapters_are_exported_merged_and_as_peft_reads_them(
         write_run(*given, tmp_path / "other", "fp32", lora=other)
     save_hf(tmp_path / "tuned", config, ((name, 2 * tensor) for name, tensor in iter_weights(section.path)))
     tuned = ModelSection(path=str(tmp_path / "tuned"), max_context=512)
-    with pytest.raises(CheckpointError, match=r"does not fit this run: base is '\w{16}', not '\w{16}'"):
-        write_adapter(*given[:2], tuned, tmp_path / "other", "fp32", lora)
+    own = ModelSection(path=str(tmp_path / "hf"), max_context=512)  # the adapters would be merged twice
+    for wrong in (tuned, own):
+        with pytest.raises(CheckpointError, match=r"does not fit this run: base is '[\w-]{33}', not '[\w-]{33}'"):
+            write_adapter(*given[:2], wrong, tmp_path / "other", "fp32", lora)
     with pytest.raises(CheckpointError, match="holds adapters and no weights"):
         write_run(*given, tmp_path / "other", "fp32")
 

@@ -1,15 +1,20 @@
 """Which checkpoint a start loads, and its messages about those that it refuses."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_tlt.actor import checkpoint_files as files
+from megatron_tlt.actor.base_fingerprint import base_fingerprint
 from megatron_tlt.checkpoint import resume
 from megatron_tlt.checkpoint.manager import CheckpointManager
+from megatron_tlt.config.load import build_config
 from megatron_tlt.config.run import CheckpointSection
 from megatron_tlt.errors import CheckpointError
+from megatron_tlt.models.hf.writer import save_hf
+from tests.helpers.tiny_models import TINY, random_weights
 from tests.unit.actor.test_checkpoint_files import published
 
 WORLD = SimpleNamespace(
@@ -78,3 +83,21 @@ def test_a_named_checkpoint_that_cannot_be_used_is_a_problem_of_its_field(tmp_pa
     for path, word in words.items():
         (problem,) = resume.checkpoint_problems(str(path))
         assert problem.path == "checkpoint.resume" and word in problem.allowed
+
+
+def test_adapters_go_on_with_their_base_and_not_with_an_export_of_theirs(tmp_path):
+    tree = {"data": {"train": {"tasks": [{"name": "chain_sum"}]}}, "actor": {"lora": {"rank": 2}}}
+    merged = ((name, w + 0.1 if "o_proj" in name else w) for name, w in random_weights(TINY))
+    save_hf(tmp_path / "base", TINY, random_weights(TINY))
+    save_hf(tmp_path / "merged", TINY, merged)
+    base, other = (
+        build_config(tree, [f"model.path={tmp_path / name}", f"train.run_dir={tmp_path}"])
+        for name in ("base", "merged")
+    )
+    directory = published(tmp_path / "checkpoints", 1)
+    record = files.training_record(base.actor, base.optimizer.name, False, base_fingerprint(base.model, TINY))
+    found = replace(files.read_manifest(directory), model=files.model_record(TINY), training=record)
+    (directory / files.MANIFEST).write_text(found.to_json())
+    assert not resume.resume_problems(base, TINY, "cpu")
+    (problem,) = resume.resume_problems(other, TINY, "cpu")
+    assert "the checkpoint of step 1 does not fit this run: base is" in problem.allowed
