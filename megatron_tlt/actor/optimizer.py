@@ -130,5 +130,7 @@ def guarded_step(optimizer: Any, section: OptimizerSection, lr: float) -> Optimi
                 group["foreach"] = False
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = section.weight_decay * group["wd_mult"]
+            if "betas" in group:  # Adam's
+                group["betas"] = (section.beta1, section.beta2)
         applied = bool(optimizer.step_with_ready_grads())
     return OptimizerStep(applied=applied, lr=lr, grad_norm=norm, clipped=clipped)
