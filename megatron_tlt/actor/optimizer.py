@@ -92,6 +92,9 @@ def build_optimizer(ddp: DistributedDataParallel, section: OptimizerSection, act
     config = optimizer_config(section, actor, ddp.ddp_config)
     with cpu_as_cuda():
         optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
+    # The part of weights that no rank trains is a stub, which megatron can neither save nor move: with adapters of
+    # experts only, that of all other weights.
+    optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     give_sgd_a_state_function(optimizer)
     return optimizer
 
