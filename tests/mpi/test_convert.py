@@ -220,3 +220,8 @@ def test_three_ranks_convert_as_one_does(root: Path, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in iter_weights(root / "llama"))
     refused = run_ranks(3, tools["there"], "--hf", hf, "--out", out, check=False)
     assert refused.returncode == 2 and refused.stdout.count("exists: --overwrite replaces it") == 1
+    with (tmp_path / "mg/release/__2_0.distcp").open("r+b") as shard:
+        shard.seek(-1, 2)
+        shard.write(b"?")
+    refused = run_ranks(3, tools["back"], "--megatron", out, "--out", back + "2", check=False)
+    assert refused.returncode == 2 and "__2_0.distcp was altered" in refused.stdout
