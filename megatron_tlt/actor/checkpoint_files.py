@@ -217,9 +217,10 @@ def scratch_of(directory: Path) -> Path:
 
 
 def read_latest(checkpoints: Path) -> Path | None:
-    """The checkpoint `latest` points to, None where there is no pointer."""
+    """The checkpoint `latest` points to, None where there is no pointer, or one that names no checkpoint."""
     pointer = checkpoints / LATEST
-    return checkpoints / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+    name = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
+    return checkpoints / name if _NAME.fullmatch(name) else None
 
 
 def write_synced(file: Path, text: str) -> None:

@@ -1,5 +1,6 @@
 """Which checkpoint a start loads, and its messages about those that it refuses."""
 
+import errno
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -50,6 +51,34 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused_by_name(tmp_path, messag
             resume.find_checkpoint(WORLD, tmp_path, "auto")
     assert resume.find_checkpoint(WORLD, tmp_path, "never") is None
     assert resume.find_checkpoint(WORLD, tmp_path / "empty", "auto") is None
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_checkpoint_whose_file_stays_unreadable_is_passed_over(tmp_path, monkeypatch, number):
+    good, last = (published(tmp_path, step) for step in (2, 3))
+    record_of = files.record_of
+
+    def record(file):
+        if file.parent == last:
+            raise OSError(number, os.strerror(number), str(file))
+        return record_of(file)
+
+    monkeypatch.setattr(files, "record_of", record)
+    if number == errno.ESTALE:  # it may pass: no step is done again for it
+        with pytest.raises(OSError, match="Stale"):
+            resume.find_checkpoint(WORLD, tmp_path, "auto")
+        return
+    assert resume.find_checkpoint(WORLD, tmp_path, "auto") == good
+    with pytest.raises(CheckpointError, match=r"step-000003 cannot be read: .*; use .*step-000002, which is whole"):
+        resume.find_checkpoint(WORLD, tmp_path, str(last))
+
+
+@pytest.mark.parametrize("content", [b"10\n", b"\n", b"step-\xff"])
+def test_a_garbled_pointer_is_none(tmp_path, content, caplog):
+    _, last = (published(tmp_path, step) for step in (2, 3))
+    (tmp_path / files.LATEST).write_bytes(content)
+    assert resume.find_checkpoint(WORLD, tmp_path, "auto") == last
+    assert "latest names no checkpoint" in caplog.text
 
 
 def test_a_checkpoint_is_put_back_whose_step_was_killed_while_it_was_saved_again(tmp_path, monkeypatch):
