@@ -55,6 +55,7 @@ _EXTRA_STATE = "_extra_state"
 _REFUSED = "checkpoint {} holds more than numbers (weights_only would not open it): nothing of it was run"
 _ARCHIVE = ("basic_ios", "PytorchStreamWriter")  # words of torch's archive writer in a RuntimeError: a write failed
 _SMALL_FILES = 1 << 16  # bytes: common.pt takes less
+_POLL_S = 0.2  # between two looks at the other ranks' writers
 
 
 def start_save(
@@ -139,10 +140,10 @@ class SaveHandle:
         return self.done
 
     def wait(self) -> None:
-        """Publishes the checkpoint, waiting for the writers. Raises CheckpointError as `poll` does."""
-        if not self.done:
-            self._writer.join()
-            self._publish()
+        """Publishes the checkpoint once all writers are done, however late. Raises CheckpointError as `poll` does."""
+        while not self.poll():
+            self._world.heartbeat()
+            self._writer.join(_POLL_S)
 
     def _publish(self) -> None:
         report = self._world.all_gather_object((self._writer.failure, self._writer.records))

@@ -96,6 +96,7 @@ def two_ranks(place: Path) -> list[dict[str, Any]]:
         f"load {place}/gathered {HOST}",
         f"save {place}/of-experts {OF_EXPERTS}",
         f"load {place}/of-experts {OF_EXPERTS}",
+        f'slow {place}/slow {{"sgd":true}}',
     )
 
 
@@ -176,3 +177,8 @@ def test_a_further_file_that_one_rank_cannot_write_ends_the_save_on_all(four_ran
         assert second == ""
     assert len(full["errors"]) == 4
     assert full["found"] == ["latest", "step-000001"] and full["recorded"]
+
+
+def test_ranks_wait_for_a_slow_writer_longer_than_a_collective_may_take(two_ranks: list[dict[str, Any]]) -> None:
+    (slow,) = [r for r in two_ranks if r["case"] == "slow"]
+    assert slow["recorded"] and min(slow["signs"]) > 3
