@@ -161,8 +161,8 @@ def description(opened: Opened) -> str:
 
 
 def checksum_report(opened: Opened) -> str:
-    """The digest of the weights, and size and checksum of every file. Reads all of them."""
-    lines = [f"{'weights':<20}sha256 {weights_digest(opened)}"]
+    """The digest of the weights, if there are any, and size and checksum of every file. Reads all of them."""
+    lines = [f"{'weights':<20}sha256 {weights_digest(opened)}"] if opened.has_weights else []
     for path in sorted(path for path in opened.directory.iterdir() if path.is_file()):
         record = record_of(path)
         lines.append(f"{'file':<20}{path.name}  {gib(record.size)}  sha256 {record.sha256[:16]}")

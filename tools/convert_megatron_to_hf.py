@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.config = fetch_argument("--config", args.config, ranks, weights=False)
         command.check_output(args, COMMAND, [args.megatron], ranks)  # before the checksums
         limit = int(args.max_file_gib * 2**30)
-        todo = HfConversion.plan(args.megatron, args.dtype, args.config, limit, verify=ranks.is_main)
+        share = {"part": ranks.rank, "parts": ranks.size}  # of the checksums
+        todo = HfConversion.plan(args.megatron, args.dtype, args.config, limit, **share)
         command.check_output(args, COMMAND, todo.sources, ranks)
         return todo
 

@@ -39,6 +39,11 @@ class Opened:
     manifest: Manifest | None = None
 
     @property
+    def has_weights(self) -> bool:
+        """Whether it holds the model's weights; else adapters alone, and `read_slot` reads nothing."""
+        return not _has_adapters(self.manifest)
+
+    @property
     def step(self) -> int | None:
         """The step of a run that it was saved after."""
         return None if self.manifest is None or _is_converted(self.manifest) else self.manifest.step
@@ -64,7 +69,8 @@ def open_checkpoint(path: str | Path, config: str | Path | None = None) -> Opene
         model = (
             config_of(manifest) if manifest else ModelConfig.from_hf(config_beside(root, source.directory))
         )
-    source.check(model)
+    if not _has_adapters(manifest):
+        source.check(model)
     version = source.backend["sharded_backend_version"]
     facts = {"format": f"{source.backend['sharded_backend']} version {version}", **_manifest_facts(manifest)}
     facts["beside the weights"] = gib(source.other_bytes())
@@ -79,6 +85,10 @@ def _is_converted(manifest: Manifest) -> bool:
     return "converted_from" in manifest.extra
 
 
+def _has_adapters(manifest: Manifest | None) -> bool:
+    return manifest is not None and manifest.training["lora"] != "off"
+
+
 def _manifest_facts(manifest: Manifest | None) -> dict[str, str]:
     if manifest is None:
         return {}
@@ -90,6 +100,9 @@ def _manifest_facts(manifest: Manifest | None) -> dict[str, str]:
     facts["step"] = f"{manifest.step} (policy version {manifest.policy_version})"
     optimizer, distributed = (manifest.training.get(n) for n in ("optimizer", "distributed_optimizer"))
     facts["optimizer"] = f"{optimizer} after {manifest.optimizer_steps} steps, distributed: {distributed}"
+    if _has_adapters(manifest):
+        facts["adapters"] = f"{manifest.training['lora']}, and no weights: megatron-tlt export merges them"
+        facts["fingerprint of base"] = manifest.training["base"] or "none"
     return facts
 
 
@@ -152,7 +165,11 @@ class Difference:
 
 
 def check_same_model(a: Opened, b: Opened) -> None:
-    """Raises CheckpointError if two checkpoints are of different models. Reads no tensor."""
+    """Raises CheckpointError if two checkpoints are of different models, or one holds no weights. Reads no tensor."""
+    for opened in (a, b):
+        if not opened.has_weights:
+            hint = "compare what megatron-tlt export writes, which merges them"
+            raise CheckpointError(f"{opened.directory} holds adapters and no weights: {hint}")
     if wrong := model_differences(model_record(a.config), model_record(b.config)):
         text = shortened(wrong, separator="; ")
         raise CheckpointError(f"{a.directory} and {b.directory} are of different models: {text}")

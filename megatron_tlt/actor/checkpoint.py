@@ -12,6 +12,7 @@ Reading goes through megatron's `load`, so another TP x PP x DP can read what th
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +39,7 @@ from megatron_tlt.distributed.together import together
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.observe.files import sync
 
 # isort: split
 # megatron comes after compat.
@@ -51,6 +53,9 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 _EXTRA_STATE = "_extra_state"
 # Without torch's own text, which recommends to try again without the protection.
 _REFUSED = "checkpoint {} holds more than numbers (weights_only would not open it): nothing of it was run"
+_ARCHIVE = ("basic_ios", "PytorchStreamWriter")  # words of torch's archive writer in a RuntimeError: a write failed
+_SMALL_FILES = 1 << 16  # bytes: common.pt takes less
+_POLL_S = 0.2  # between two looks at the other ranks' writers
 
 
 def start_save(
@@ -71,12 +76,16 @@ def start_save(
     for by all ranks together before the next save.
     """
     scratch = files.scratch_of(directory)
-    with together(world, f"write {directory}"):
+    with together(world), _disk_errors(world, directory):
         if world.is_main:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
+            # On a full disk megatron's write of common.pt would give no reason, and other ranks would wait for it.
+            (scratch / "probe").write_bytes(os.urandom(_SMALL_FILES))
+            sync(scratch / "probe")
+            (scratch / "probe").unlink()
     strategy = ThreadSaveStrategy()
-    with cpu_as_cuda():
+    with cpu_as_cuda(), _disk_errors(world, directory):
         request = dist_checkpointing.save(
             sharded_state(module, optimizer, groups, values_of),
             str(scratch),
@@ -87,6 +96,19 @@ def start_save(
     assert strategy.writer is not None and request is not None
     strategy.writer.start(files_of_rank)
     return SaveHandle(world, directory, manifest, strategy.writer, request, keep)
+
+
+@contextmanager
+def _disk_errors(world: World, directory: Path) -> Iterator[None]:
+    """Around what the first rank writes: an error of the disk is a CheckpointError, and the space is given back."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in _ARCHIVE):
+            raise  # of a collective
+        if world.is_main:
+            shutil.rmtree(files.scratch_of(directory), ignore_errors=True)
+        raise CheckpointError(f"cannot write {directory}: {error}") from error
 
 
 class SaveHandle:
@@ -118,10 +140,10 @@ class SaveHandle:
         return self.done
 
     def wait(self) -> None:
-        """Publishes the checkpoint, waiting for the writers. Raises CheckpointError as `poll` does."""
-        if not self.done:
-            self._writer.join()
-            self._publish()
+        """Publishes the checkpoint once all writers are done, however late. Raises CheckpointError as `poll` does."""
+        while not self.poll():
+            self._world.heartbeat()
+            self._writer.join(_POLL_S)
 
     def _publish(self) -> None:
         report = self._world.all_gather_object((self._writer.failure, self._writer.records))
@@ -130,7 +152,7 @@ class SaveHandle:
             if self._world.is_main:  # leaves room on a full disk for the run's logs
                 shutil.rmtree(files.scratch_of(self.directory), ignore_errors=True)
             raise CheckpointError(f"cannot write {self.directory}: {'; '.join(failures)}")
-        with cpu_as_cuda():
+        with cpu_as_cuda(), _disk_errors(self._world, self.directory):
             for finish in self._request.finalize_fns:
                 finish()
         written = {name: record for _, records in report for name, record in records.items()}

@@ -95,8 +95,13 @@ def training_record(actor: ActorSection, optimizer: str, shards_optimizer: bool,
 
 def model_differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """Differences between two records (`model_record`), for messages."""
-    wrong = [(name, value) for name, value in wanted.items() if found.get(name) != value]
+    wrong = [(name, value) for name, value in wanted.items() if not _agree(name, found.get(name), value)]
     return [f"{name} is {found.get(name)!r}, not {value!r}" for name, value in wrong]
+
+
+def _agree(name: str, found: Any, wanted: Any) -> bool:
+    """Equal, or for the base of adapters in an older record, which has its embedding alone, equal in that."""
+    return found == wanted or (name == "base" and found == wanted.partition("-")[0])
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -212,9 +217,10 @@ def scratch_of(directory: Path) -> Path:
 
 
 def read_latest(checkpoints: Path) -> Path | None:
-    """The checkpoint `latest` points to, None where there is no pointer."""
+    """The checkpoint `latest` points to, None where there is no pointer, or one that names no checkpoint."""
     pointer = checkpoints / LATEST
-    return checkpoints / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+    name = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
+    return checkpoints / name if _NAME.fullmatch(name) else None
 
 
 def write_synced(file: Path, text: str) -> None:

@@ -92,6 +92,9 @@ def build_optimizer(ddp: DistributedDataParallel, section: OptimizerSection, act
     config = optimizer_config(section, actor, ddp.ddp_config)
     with cpu_as_cuda():
         optimizer = get_megatron_optimizer(config, [ddp], use_gloo_process_groups=False)
+    # The part of weights that no rank trains is a stub, which megatron can neither save nor move: with adapters of
+    # experts only, that of all other weights.
+    optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     give_sgd_a_state_function(optimizer)
     return optimizer
 
@@ -130,5 +133,7 @@ def guarded_step(optimizer: Any, section: OptimizerSection, lr: float) -> Optimi
                 group["foreach"] = False
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = section.weight_decay * group["wd_mult"]
+            if "betas" in group:  # Adam's
+                group["betas"] = (section.beta1, section.beta2)
         applied = bool(optimizer.step_with_ready_grads())
     return OptimizerStep(applied=applied, lr=lr, grad_norm=norm, clipped=clipped)

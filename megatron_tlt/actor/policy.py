@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_tlt.actor.base_fingerprint import base_fingerprint
 from megatron_tlt.actor.build import PolicyModel, packed_format
 from megatron_tlt.actor.checkpoint import SaveHandle, load_model, load_policy, start_save
 from megatron_tlt.actor.checkpoint_files import (
@@ -64,7 +65,6 @@ from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.world import World
-from megatron_tlt.drafters.fingerprint import base_fingerprint
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.loader import weight_reader
@@ -99,7 +99,9 @@ class MegatronPolicy:
         self.world, self.actor, self.optimizer_section, self.loss = world, actor, optimizer, loss
         self.dims = Dims.fit(world.size, actor.tp, actor.pp, actor.cp, actor.ep)
         self.config = ModelConfig.from_hf(model.path)
-        self._base = base_fingerprint(model) if actor.lora is not None else ""
+        self._base = ""
+        if actor.lora is not None:  # read by one rank: of `model.megatron_path` it is three layers
+            self._base = world.broadcast_object(base_fingerprint(model, self.config) if world.is_main else None)
         self.shards_optimizer = uses_distributed_optimizer(actor, optimizer)
         self.groups = ActorGroups.create(world, self.dims)
         self.total_optimizer_steps = total_optimizer_steps

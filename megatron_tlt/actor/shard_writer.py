@@ -85,10 +85,10 @@ class ThreadWriter(FileSystemWriterAsync):
         """Whether the thread has ended."""
         return self._thread is not None and not self._thread.is_alive()
 
-    def join(self) -> None:
-        """Waits for the thread."""
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits for the thread, at most so long."""
         assert self._thread is not None
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     def retrieve_write_results(self) -> list[WriteResult]:
         """The entries that megatron's finalisation puts into the metadata."""

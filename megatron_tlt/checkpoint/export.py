@@ -47,7 +47,7 @@ def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Pat
     else:
         for _ in weights:  # every rank takes part in gathering each tensor
             pass
-    world.barrier()
+    world.wait_for_all()  # the first one's disk may take longer than a collective may
 
 
 def export_problems(out: Path, config: Config, overwrite: bool, adapter: bool = False) -> list[ConfigProblem]:

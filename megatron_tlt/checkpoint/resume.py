@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.actor import checkpoint_files as files
+from megatron_tlt.actor.base_fingerprint import base_fingerprint
 from megatron_tlt.actor.checkpoint_files import model_record, training_record
 from megatron_tlt.config.planning.policy import shards_optimizer
 from megatron_tlt.config.root import TrainingConfig
-from megatron_tlt.drafters.fingerprint import base_fingerprint
 from megatron_tlt.errors import CheckpointError, ConfigProblem
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from megatron_tlt.models.hf.config import ModelConfig
 
 _log = logging.getLogger(__name__)
+
+# Of a file that stays unreadable; others, of a network's file system for example, may pass, and end the start.
+_UNREADABLE = (errno.EIO, errno.EACCES, errno.EPERM)
 
 
 def checkpoint_problems(resume: str) -> list[ConfigProblem]:
@@ -65,7 +69,7 @@ def resume_problems(
         return []
     optimizer, is_auto = config.optimizer.name, config.actor.distributed_optimizer == "auto"
     shards = shards_optimizer(config, device or "cpu") and not (is_auto and optimizer == "sgd")
-    base = base_fingerprint(model) if config.actor.lora is not None else ""
+    base = base_fingerprint(model, shape) if config.actor.lora is not None else ""
     wanted = model_record(shape) | training_record(config.actor, optimizer, shards, base)
     if "off" in (wanted["lora"], found.training.get("lora")):
         del wanted["base"]  # of adapters
@@ -122,10 +126,12 @@ def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None
 
 
 def _candidates(checkpoints: Path) -> list[Path]:
-    """The step that `latest` names, then all older ones, newest first (all, if there is no pointer)."""
+    """The step that `latest` names, then all older ones, newest first (all, where it names none)."""
     steps = files.complete_steps(checkpoints)
     latest = files.read_latest(checkpoints)
     if latest is None:
+        if (checkpoints / files.LATEST).exists():
+            _log.warning("%s names no checkpoint: the newest one is taken", checkpoints / files.LATEST)
         return steps
     return [latest, *(path for path in steps if files.step_of(path) < files.step_of(latest))]
 
@@ -136,4 +142,8 @@ def _problem(world: World, directory: Path) -> str | None:
         own = files.damage_of(directory, world.rank, world.size)
     except CheckpointError as error:
         own = str(error)
+    except OSError as error:
+        if error.errno not in _UNREADABLE:
+            raise
+        own = f"checkpoint {directory} cannot be read: {error}"
     return next((problem for problem in world.all_gather_object(own) if problem), None)

@@ -162,7 +162,7 @@ def _problems_of_large_files(config: TrainingConfig, device: Device | None) -> l
     """Of weights, also a teacher's, the checkpoint to resume from, the drafter and tokenized prompts, where they are
     on this machine.
 
-    Reads no tensor.
+    Of tensors it reads rows; three layers whole of a base of adapters in `model.megatron_path`.
     """
     shape, _ = read_model("model.path", config.model.path)
     found = [] if shape is None else _weight_problems(config, shape) + _adapter_problems(config, shape)

@@ -90,12 +90,16 @@ def test_a_disk_that_fills_up_during_a_checkpoint(whole, train, tmp_path):
         assert_same_checkpoint(whole / "run" / LAST, tmp_path / "run" / LAST)
 
 
-def test_a_disk_that_turns_read_only_before_a_checkpoint(whole, train, tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("read_only", "Read-only file system"), ("no_space", "No space left on device")]
+)
+def test_a_disk_that_takes_nothing_from_before_a_checkpoint(whole, train, tmp_path, fault, reason):
     """Of two ranks, the first one cannot write: both end with the reason."""
     one = size_kib(whole / "run/checkpoints/step-000001")
     with small_disk(tmp_path / "run/checkpoints", 16 * one) as resize:
-        said = faulty('{"read_only": 3}', whole / "tiny.yaml", tmp_path / "run", NOW)
-        assert "CheckpointError: cannot write" in said and "Read-only file system" in said
+        said = faulty(f'{{"{fault}": 3}}', whole / "tiny.yaml", tmp_path / "run", NOW)
+        assert "CheckpointError: cannot write" in said and reason in said
+        assert not list((tmp_path / "run/checkpoints").glob("*.tmp"))
         resize(16 * one)
         assert "resumed after step 2" in train()[1]
 

@@ -65,6 +65,8 @@ HOST = '{"dtype":"bf16","distributed_optimizer":"on","offload_optimizer":true}'
 
 
 LORA = '"lora":{"rank":4}'
+# No other weight is trained.
+OF_EXPERTS = '{"model":"qwen3_moe","ep":2,"offload_optimizer":true,"lora":{"rank":4,"targets":["up_proj","down_proj"]}}'
 SHARED, EVERY = '{"model":"qwen2_moe","ep":2', '{"model":"qwen3_moe","ep":2,"tp":2,"sequence_parallel":true'
 EXPERTS = [
     ("mixed", "save", SHARED + "}"),  # a dense layer between: another form of keys
@@ -92,6 +94,9 @@ def two_ranks(place: Path) -> list[dict[str, Any]]:
         f"load {place}/divided {DIVIDED}",
         f'load {place}/divided {{"tp":2,"distributed_optimizer":"on"}}',
         f"load {place}/gathered {HOST}",
+        f"save {place}/of-experts {OF_EXPERTS}",
+        f"load {place}/of-experts {OF_EXPERTS}",
+        f'slow {place}/slow {{"sgd":true}}',
     )
 
 
@@ -110,12 +115,13 @@ def test_a_save_of_offloaded_state_takes_a_share_of_it_and_no_gradients(two_rank
         assert 0.9 * share < rank["peak"] < 1.1 * share, counted
         assert 0.9 * share < rank["written"] < 1.2 * share + 64 * 1024, counted
         assert rank["gradients"] == 0
-    assert [r for r in two_ranks if r["case"] == "load"][-1]["same_bits"]
+    assert [r for r in two_ranks if r["case"] == "load"][10]["same_bits"]
 
 
 def test_experts_resume_bit_for_bit_and_in_other_layouts(two_ranks: list[dict[str, Any]]) -> None:
-    mixed, mixed_pp, sharded, *others, lora, lora_alone = [r for r in two_ranks if r["case"] == "load"][1:8]
-    assert mixed["same_bits"] and sharded["same_bits"] and lora["same_bits"]
+    loads = [r for r in two_ranks if r["case"] == "load"]
+    mixed, mixed_pp, sharded, *others, lora, lora_alone = loads[1:8]
+    assert all(loaded["same_bits"] for loaded in (mixed, sharded, lora, loads[11]))
     assert all(loaded["weights"] <= 1e-5 for loaded in (mixed_pp, *others, lora_alone))
 
 
@@ -171,3 +177,8 @@ def test_a_further_file_that_one_rank_cannot_write_ends_the_save_on_all(four_ran
         assert second == ""
     assert len(full["errors"]) == 4
     assert full["found"] == ["latest", "step-000001"] and full["recorded"]
+
+
+def test_ranks_wait_for_a_slow_writer_longer_than_a_collective_may_take(two_ranks: list[dict[str, Any]]) -> None:
+    (slow,) = [r for r in two_ranks if r["case"] == "slow"]
+    assert slow["recorded"] and min(slow["signs"]) > 3

@@ -169,8 +169,10 @@ def test_adapters_are_exported_merged_and_as_peft_reads_them(
         write_run(*given, tmp_path / "other", "fp32", lora=other)
     save_hf(tmp_path / "tuned", config, ((name, 2 * tensor) for name, tensor in iter_weights(section.path)))
     tuned = ModelSection(path=str(tmp_path / "tuned"), max_context=512)
-    with pytest.raises(CheckpointError, match=r"does not fit this run: base is '\w{16}', not '\w{16}'"):
-        write_adapter(*given[:2], tuned, tmp_path / "other", "fp32", lora)
+    own = ModelSection(path=str(tmp_path / "hf"), max_context=512)  # the adapters would be merged twice
+    for wrong in (tuned, own):
+        with pytest.raises(CheckpointError, match=r"does not fit this run: base is '[\w-]{33}', not '[\w-]{33}'"):
+            write_adapter(*given[:2], wrong, tmp_path / "other", "fp32", lora)
     with pytest.raises(CheckpointError, match="holds adapters and no weights"):
         write_run(*given, tmp_path / "other", "fp32")
 
@@ -218,3 +220,8 @@ def test_three_ranks_convert_as_one_does(root: Path, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in iter_weights(root / "llama"))
     refused = run_ranks(3, tools["there"], "--hf", hf, "--out", out, check=False)
     assert refused.returncode == 2 and refused.stdout.count("exists: --overwrite replaces it") == 1
+    with (tmp_path / "mg/release/__2_0.distcp").open("r+b") as shard:
+        shard.seek(-1, 2)
+        shard.write(b"?")
+    refused = run_ranks(3, tools["back"], "--megatron", out, "--out", back + "2", check=False)
+    assert refused.returncode == 2 and "__2_0.distcp was altered" in refused.stdout

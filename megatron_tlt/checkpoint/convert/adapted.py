@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_tlt.actor.base_fingerprint import base_fingerprint
 from megatron_tlt.actor.checkpoint_files import Manifest, model_differences, model_record
 from megatron_tlt.actor.hf_names import Slot, adapter_slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.config.model import ModelSection
-from megatron_tlt.drafters.fingerprint import base_fingerprint
 from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.loader import weight_reader
@@ -45,7 +45,7 @@ class AdaptedReader:
         """Compares the checkpoint with model and adapters of the configuration. Raises CheckpointError."""
         manifest = self.manifest()
         found = {} if manifest is None else {**manifest.model, **manifest.training}
-        own = {"lora": self.lora.record, "base": base_fingerprint(self.model)}
+        own = {"lora": self.lora.record, "base": base_fingerprint(self.model, config)}
         wrong = model_differences(found, model_record(config) | own)
         if wrong:
             raise CheckpointError(

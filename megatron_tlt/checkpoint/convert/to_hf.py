@@ -46,11 +46,14 @@ class HfConversion:
         config: str | Path | None = None,
         max_file_bytes: int = 4 << 30,
         verify: bool = True,
+        part: int = 0,
+        parts: int = 1,
     ) -> HfConversion:
         """Checks everything that can be checked without writing, checksums too. Raises ConfigError, CheckpointError.
 
         `config` is a Hugging Face directory (or its config.json) for a checkpoint that has none beside it. `dtype` is
-        fp32 or bf16; None keeps what is stored. `verify` False leaves the files' checksums out.
+        fp32 or bf16; None keeps what is stored. `verify` False leaves the files' checksums out; else those of every
+        `parts`-th file are compared, as in `damage_of`.
         """
         source = megatron if isinstance(megatron, AdaptedReader) else TorchDistReader(megatron)
         given = source.directory if isinstance(megatron, AdaptedReader) else Path(megatron)
@@ -58,7 +61,7 @@ class HfConversion:
         file = file if file.suffix == ".json" else file / "config.json"
         model = ModelConfig.from_hf(file)
         source.check(model)
-        if verify and source.manifest() and (damage := damage_of(source.directory)):
+        if verify and source.manifest() and (damage := damage_of(source.directory, part, parts)):
             raise CheckpointError(damage)
         chosen = choose_dtype(source.dtypes(), dtype)
         groups, shapes = slots(model, 1), model.parameter_shapes()

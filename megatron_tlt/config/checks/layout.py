@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Literal
 
+from megatron_tlt.config.actor import LORA_TARGETS, MLP_TARGETS
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config, TrainingConfig
@@ -92,6 +93,22 @@ def check_experts(config: TrainingConfig, shape: ArchitectureConfig | None) -> P
     if actor.tp > 1 and not actor.sequence_parallel:
         allowed = "must be true for a mixture of experts with actor.tp > 1: megatron's layers refuse it otherwise"
         yield ConfigProblem("actor.sequence_parallel", False, allowed)
+
+
+def check_first_stage(config: TrainingConfig, shape: ArchitectureConfig | None) -> Problems:
+    """megatron's optimizer has a part for experts and one for other weights, and saves Adam's step of each from the
+    first rank: its pipeline stage must train weights of both.
+    """
+    if shape is None or not shape.num_experts or config.optimizer.name != "adam":
+        return
+    trained, of_mlp = set(config.actor.lora.targets if config.actor.lora else LORA_TARGETS), set(MLP_TARGETS)
+    parts = {"with experts": shape.moe_layers if trained & of_mlp else ()}
+    if trained <= of_mlp and not shape.shared_expert_intermediate_size:
+        parts["without experts"] = shape.dense_layers
+    for kind, layers in parts.items():
+        if layers and min(layers) >= shape.num_layers // config.actor.pp:
+            allowed = f"must leave the first stage a layer {kind}, from which Adam's step of such layers is saved"
+            yield ConfigProblem("actor.pp", config.actor.pp, allowed)
 
 
 def check_nodes(config: TrainingConfig, path: str, tp: int) -> Problems:

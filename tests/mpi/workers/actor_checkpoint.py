@@ -6,6 +6,7 @@ gather LAYOUT: save in megatron's own form for the distributed optimizer, which 
 count LAYOUT:  bytes of tensors that a save takes, and of the files that the ranks write
 refuse:        checkpoints of another optimizer and another model
 full LAYOUT:   a save whose further file finds a full disk on rank 0, and one whose further file is written
+slow LAYOUT:   a save in which rank 1 writes for longer than a collective may take
 start LAYOUT:  a policy from Hugging Face's files and one from Megatron's in DIR, one update each: the same bits?
 frozen LAYOUT: an update, a save and a load of a policy that trains its attention only
 once LAYOUT:   one update and a save; its weights beside it in after.pt
@@ -19,11 +20,13 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron_tlt.actor.checkpoint_files import read_manifest
 from megatron_tlt.config.run import DistributedSection
@@ -140,6 +143,23 @@ def full_disk(world: World, root: Path, checkpoints: Path, layout: dict[str, Any
     say(world, case="full", errors=everywhere, found=found, recorded="more" in manifest.files)
 
 
+def slow(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
+    """A collective may take two seconds, and a further file takes rank 1 four."""
+
+    def write(file: Path) -> None:
+        time.sleep(4)
+        file.write_text("whole")
+
+    policy = build(world, root, dict(layout))
+    handle = policy.start_save(checkpoints / "step-000001", {}, None, {"more": write} if world.rank else {})
+    _set_pg_timeout(timedelta(seconds=2))
+    with mock.patch.object(World, "heartbeat") as sign:
+        handle.wait()
+    _set_pg_timeout(timedelta(seconds=world.timeout_s))
+    signs = world.all_gather_object(sign.call_count)
+    say(world, case="slow", recorded="more" in read_manifest(checkpoints / "step-000001").files, signs=signs)
+
+
 def refuse_other(world: World, root: Path, checkpoints: Path) -> None:
     """Another optimizer, another model."""
     for label, policy in (
@@ -236,7 +256,7 @@ def foreign(world: World, root: Path, directory: Path, layout: dict[str, Any]) -
             finish()
 
 
-VERBS = {"save": save, "load": load, "full": full_disk, "gather": gather, "count": count}
+VERBS = {"save": save, "load": load, "full": full_disk, "slow": slow, "gather": gather, "count": count}
 VERBS |= {"start": start, "once": once, "foreign": foreign, "frozen": frozen}
 
 

@@ -30,7 +30,7 @@ def test_torchs_adamw_updates_one_parameter_at_a_time(monkeypatch: pytest.Monkey
     parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
     for parameter in parameters:
         parameter.grad = torch.ones(4)
-    inner = torch.optim.AdamW(parameters, foreach=True)
+    inner = torch.optim.AdamW(parameters, foreach=True, betas=(0.9, 0.999))  # as a checkpoint brings them
     inner.param_groups[0] |= {"lr_mult": 1.0, "wd_mult": 0.0}
 
     def step() -> bool:
@@ -45,6 +45,8 @@ def test_torchs_adamw_updates_one_parameter_at_a_time(monkeypatch: pytest.Monkey
     )
     monkeypatch.setattr(optimizer, "HAS_CUDA", True)
     with ListOperators() as found:
-        result = optimizer.guarded_step(megatrons, OptimizerSection(name="adam", lr=0.5, clip_grad=0.0), 0.5)
+        section = OptimizerSection(name="adam", lr=0.5, clip_grad=0.0, beta1=0.8, beta2=0.95)
+        result = optimizer.guarded_step(megatrons, section, 0.5)
     assert result.applied and not found.names
+    assert inner.param_groups[0]["betas"] == (0.8, 0.95), "the configuration's"
     torch.testing.assert_close(parameters[0].detach(), torch.full((4,), 0.5))

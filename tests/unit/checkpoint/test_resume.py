@@ -1,15 +1,21 @@
 """Which checkpoint a start loads, and its messages about those that it refuses."""
 
+import errno
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_tlt.actor import checkpoint_files as files
+from megatron_tlt.actor.base_fingerprint import base_fingerprint
 from megatron_tlt.checkpoint import resume
 from megatron_tlt.checkpoint.manager import CheckpointManager
+from megatron_tlt.config.load import build_config
 from megatron_tlt.config.run import CheckpointSection
 from megatron_tlt.errors import CheckpointError
+from megatron_tlt.models.hf.writer import save_hf
+from tests.helpers.tiny_models import TINY, random_weights
 from tests.unit.actor.test_checkpoint_files import published
 
 WORLD = SimpleNamespace(
@@ -47,6 +53,34 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused_by_name(tmp_path, messag
     assert resume.find_checkpoint(WORLD, tmp_path / "empty", "auto") is None
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_checkpoint_whose_file_stays_unreadable_is_passed_over(tmp_path, monkeypatch, number):
+    good, last = (published(tmp_path, step) for step in (2, 3))
+    record_of = files.record_of
+
+    def record(file):
+        if file.parent == last:
+            raise OSError(number, os.strerror(number), str(file))
+        return record_of(file)
+
+    monkeypatch.setattr(files, "record_of", record)
+    if number == errno.ESTALE:  # it may pass: no step is done again for it
+        with pytest.raises(OSError, match="Stale"):
+            resume.find_checkpoint(WORLD, tmp_path, "auto")
+        return
+    assert resume.find_checkpoint(WORLD, tmp_path, "auto") == good
+    with pytest.raises(CheckpointError, match=r"step-000003 cannot be read: .*; use .*step-000002, which is whole"):
+        resume.find_checkpoint(WORLD, tmp_path, str(last))
+
+
+@pytest.mark.parametrize("content", [b"10\n", b"\n", b"step-\xff"])
+def test_a_garbled_pointer_is_none(tmp_path, content, caplog):
+    _, last = (published(tmp_path, step) for step in (2, 3))
+    (tmp_path / files.LATEST).write_bytes(content)
+    assert resume.find_checkpoint(WORLD, tmp_path, "auto") == last
+    assert "latest names no checkpoint" in caplog.text
+
+
 def test_a_checkpoint_is_put_back_whose_step_was_killed_while_it_was_saved_again(tmp_path, monkeypatch):
     checkpoints = tmp_path / "checkpoints"
     directory, rename = published(checkpoints, 3, keep=1), os.rename
@@ -78,3 +112,21 @@ def test_a_named_checkpoint_that_cannot_be_used_is_a_problem_of_its_field(tmp_pa
     for path, word in words.items():
         (problem,) = resume.checkpoint_problems(str(path))
         assert problem.path == "checkpoint.resume" and word in problem.allowed
+
+
+def test_adapters_go_on_with_their_base_and_not_with_an_export_of_theirs(tmp_path):
+    tree = {"data": {"train": {"tasks": [{"name": "chain_sum"}]}}, "actor": {"lora": {"rank": 2}}}
+    merged = ((name, w + 0.1 if "o_proj" in name else w) for name, w in random_weights(TINY))
+    save_hf(tmp_path / "base", TINY, random_weights(TINY))
+    save_hf(tmp_path / "merged", TINY, merged)
+    base, other = (
+        build_config(tree, [f"model.path={tmp_path / name}", f"train.run_dir={tmp_path}"])
+        for name in ("base", "merged")
+    )
+    directory = published(tmp_path / "checkpoints", 1)
+    record = files.training_record(base.actor, base.optimizer.name, False, base_fingerprint(base.model, TINY))
+    found = replace(files.read_manifest(directory), model=files.model_record(TINY), training=record)
+    (directory / files.MANIFEST).write_text(found.to_json())
+    assert not resume.resume_problems(base, TINY, "cpu")
+    (problem,) = resume.resume_problems(other, TINY, "cpu")
+    assert "the checkpoint of step 1 does not fit this run: base is" in problem.allowed

@@ -41,11 +41,12 @@ def place(tmp_path_factory):
     return folder
 
 
-def as_step(source, target, step):
+def as_step(source, target, step, **training):
     """A converted checkpoint, made to look like one that a run saved after `step`."""
     shutil.copytree(source / "release", target)
     manifest = read_manifest(target)
-    changed: Manifest = replace(manifest, step=step, policy_version=step, extra={})
+    training = manifest.training | training
+    changed: Manifest = replace(manifest, step=step, policy_version=step, extra={}, training=training)
     (target / MANIFEST).write_text(changed.to_json())
     return target
 
@@ -110,6 +111,21 @@ def test_the_same_weights_saved_again_are_found(place, tmp_path, capsys):
     assert inspect_checkpoint.main([str(moved), "--compare", str(first), "--quick"]) == 0
     assert "WARNING" not in capsys.readouterr().out
     assert inspect_checkpoint.main([str(first), "--compare", str(first), "--quick"]) == 0
+
+
+def test_a_checkpoint_of_adapters_is_described_and_verified(place, tmp_path, capsys):
+    step = as_step(place / "mg", tmp_path / "step-000010", 10, lora="rank 4, alpha 8, q_proj", base="ab12-cd34")
+    assert inspect_checkpoint.main([str(step)]) == 0
+    said = capsys.readouterr().out
+    assert all(words in said for words in ("step                10", "rank 4, alpha 8, q_proj", "ab12-cd34"))
+    assert inspect_checkpoint.main([str(step), "--compare", str(place / "mg")]) == 2
+    assert "holds adapters and no weights" in capsys.readouterr().err
+    with (step / "__0_0.distcp").open("r+b") as shard:
+        first = shard.read(1)
+        shard.seek(0)
+        shard.write(bytes([first[0] ^ 1]))
+    assert inspect_checkpoint.main([str(step)]) == 1
+    assert "DAMAGED: " in (found := capsys.readouterr().err) and "__0_0.distcp was altered" in found
 
 
 def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypatch):

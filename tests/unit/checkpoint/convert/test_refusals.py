@@ -84,12 +84,21 @@ def not_read(directory, *words, config=None, error=CheckpointError):
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+def _finds_damage(directory, **share):
+    try:
+        HfConversion.plan(directory, None, **share)
+    except CheckpointError:
+        return True
+    return False
+
+
 def test_missing_torn_and_altered_shards_are_named(mg):
     shard = mg / "release" / "__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     not_read(mg, "__0_0.distcp was altered")
+    assert [_finds_damage(mg, part=part, parts=3) for part in range(3)].count(True) == 1, "ranks share the files"
     shard.write_bytes(content[:-100])
     not_read(mg, "__0_0.distcp is torn")
     shard.unlink()

@@ -180,6 +180,25 @@ def test_checks_of_experts(experts: int, overrides: list[str], path: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("dense", "overrides", "is_taken"),
+    [
+        ((0, 1), [], False),
+        ((0, 1), ["actor.pp=1"], True),
+        ((0, 1), ["optimizer.name=sgd"], True),
+        ((0, 2, 3), [], True),
+        ((0, 1), ["actor.lora.targets=[q_proj]"], True),  # experts are not trained
+        ((2,), [], True),
+        ((2,), ["actor.lora.targets=[up_proj]"], False),  # only experts are, in the first stage
+    ],
+)
+def test_the_first_stage_trains_all_that_adams_step_is_saved_of(dense, overrides, is_taken) -> None:
+    shape = SHAPE.model_copy(update=EXPERTS | {"family": "qwen3_moe", "dense_layers": dense})
+    config = build_config(BASE, ["actor.pp=2", *overrides])
+    problems = [p for p in check_config(config, shape, 4) if p.path == "actor.pp"]
+    assert len(problems) == (not is_taken) and all("Adam's step" in p.allowed for p in problems)
+
+
+@pytest.mark.parametrize(
     ("sizes", "overrides", "allowed"),
     [
         ({"vocab_size": 500}, [], "has 500 rows of embedding, fewer than the policy's 512"),

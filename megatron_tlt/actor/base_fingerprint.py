@@ -1,0 +1,59 @@
+"""Which base a checkpoint of adapters belongs to, as short hashes of its embedding and of some of its layers.
+
+Adapters never change the embedding: a base, and every model that adapters were merged into, have the same one. They
+change matrices in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from megatron_tlt.actor.hf_names import slots
+from megatron_tlt.actor.torch_dist_reader import TorchDistReader
+from megatron_tlt.config.model import ModelSection
+from megatron_tlt.drafters.fingerprint import digest_of, policy_fingerprint, spaced, stored_rows
+from megatron_tlt.errors import CheckpointError
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.files import weight_files
+from megatron_tlt.models.hf.loader import open_tensors
+
+
+def base_fingerprint(model: ModelSection, config: ModelConfig) -> str:
+    """EMBEDDING-LAYERS of `model.path`, or -LAYERS of `model.megatron_path`; empty where these cannot be read.
+
+    EMBEDDING: `policy_fingerprint`. LAYERS: of rows of all tensors in the first, the middle and the last layer, which
+    are read whole from `model.megatron_path`, one tensor at a time.
+    """
+    path = model.megatron_path
+    rows = _hf_rows(model.path, config) if path is None else _megatron_rows(path, config)
+    try:
+        layers = digest_of(rows)
+    except (CheckpointError, KeyError, SafetensorError):
+        return ""
+    return f"{policy_fingerprint(model.path) if path is None else ''}-{layers}"
+
+
+def _layers(config: ModelConfig) -> list[int]:
+    return sorted({0, config.num_layers // 2, config.num_layers - 1})
+
+
+def _hf_rows(path: str, config: ModelConfig) -> Iterator[Tensor]:
+    files, opened = weight_files(Path(path)), cache(open_tensors)
+    for layer in _layers(config):
+        for name in config.layer_shapes(layer):
+            stored = config.names_on_disk(f"model.layers.{layer}.{name}")  # of experts: one each
+            for place in spaced(len(stored)):
+                yield stored_rows(opened(files[stored[place]]), stored[place])
+
+
+def _megatron_rows(path: str, config: ModelConfig) -> Iterator[Tensor]:
+    source, layers = TorchDistReader(path), _layers(config)
+    for slot in slots(config, 1):
+        for tensor in source.read(config, slot) if slot.layer in layers else ():
+            rows = tensor.reshape(-1, *tensor.shape[-1:]) if tensor.ndim > 1 else tensor
+            yield rows[spaced(len(rows))]
