@@ -140,9 +140,11 @@ class SaveHandle:
         return self.done
 
     def wait(self) -> None:
-        """Publishes the checkpoint once all writers are done, however late. Raises CheckpointError as `poll` does."""
+        """Publishes the checkpoint once all writers are done. Raises CheckpointError as `poll` does.
+
+        One rank's may take longer than a collective may. Without signs of life: a writer that hangs must end the job.
+        """
         while not self.poll():
-            self._world.heartbeat()
             self._writer.join(_POLL_S)
 
     def _publish(self) -> None:
