@@ -12,7 +12,9 @@ from megatron_tlt.actor.base_fingerprint import base_fingerprint
 from megatron_tlt.actor.checkpoint_files import model_record, training_record
 from megatron_tlt.config.planning.policy import shards_optimizer
 from megatron_tlt.config.root import TrainingConfig
-from megatron_tlt.errors import CheckpointError, ConfigProblem
+from megatron_tlt.drafters.checkpoint import configured_drafter, drafter_differences
+from megatron_tlt.drafters.state_file import DRAFTER_STATE, load_drafter_state
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 
 if TYPE_CHECKING:
     from megatron_tlt.config.checks.layout import Device
@@ -38,8 +40,8 @@ def checkpoint_problems(resume: str) -> list[ConfigProblem]:
     return [ConfigProblem("checkpoint.resume", resume, problem)] if problem else []
 
 
-def checkpoint_to_resume(config: TrainingConfig) -> files.Manifest | None:
-    """The record of the checkpoint that a start would load, its files unread; None: a start from the initial weights.
+def checkpoint_to_resume(config: TrainingConfig) -> tuple[Path, files.Manifest] | None:
+    """The checkpoint that a start would load, and its record, its files unread; None: a start from the initial weights.
 
     One without a readable record is left to `find_checkpoint`, which passes it over or refuses it.
     """
@@ -48,7 +50,7 @@ def checkpoint_to_resume(config: TrainingConfig) -> files.Manifest | None:
         return None
     for directory in _candidates(config.state_dir / "checkpoints") if resume == "auto" else [Path(resume)]:
         try:
-            return files.read_manifest(directory)
+            return directory, files.read_manifest(directory)
         except (CheckpointError, OSError):
             continue
     return None
@@ -65,8 +67,9 @@ def resume_problems(
     resume, model = config.checkpoint.resume, config.model
     if Path(resume).exists() and (problems := checkpoint_problems(resume)):
         return problems
-    if shape is None or (found := checkpoint_to_resume(config)) is None:
+    if shape is None or (resumed := checkpoint_to_resume(config)) is None:
         return []
+    directory, found = resumed
     optimizer, is_auto = config.optimizer.name, config.actor.distributed_optimizer == "auto"
     shards = shards_optimizer(config, device or "cpu") and not (is_auto and optimizer == "sgd")
     base = base_fingerprint(model, shape) if config.actor.lora is not None else ""
@@ -79,7 +82,8 @@ def resume_problems(
     if is_sft != (config.records is not None):
         origin = "`sft`: its result is what a run starts from" if is_sft else "an RL run, not of `sft`"
         return [ConfigProblem("checkpoint.resume", resume, f"the checkpoint of step {found.step} is of {origin}")]
-    if wrong := files.model_differences({**found.model, **found.training}, wanted):
+    wrong = files.model_differences({**found.model, **found.training}, wanted)
+    if wrong := wrong or _other_drafter(config, shape, directory):
         allowed = (
             f"the checkpoint of step {found.step} does not fit this run: {'; '.join(wrong)} "
             "(restore these settings, or start anew with checkpoint.resume=never or in another directory)"
@@ -89,6 +93,20 @@ def resume_problems(
         allowed = f"must be at least {found.step}, the checkpoint's step"
         problems.append(ConfigProblem("sft.num_steps", config.records.num_steps, allowed))
     return problems
+
+
+def _other_drafter(config: TrainingConfig, shape: ModelConfig, checkpoint: Path) -> list[str]:
+    """How the drafter in `checkpoint` differs from the configured one; nothing where either is not there or unreadable,
+    which others say.
+    """
+    if config.rl is None or not (file := checkpoint / DRAFTER_STATE).is_file():
+        return []
+    try:
+        wanted = configured_drafter(config.rl.rollout.speculation, shape)
+        about = load_drafter_state(file, with_tensors=False)["about"]
+    except (CheckpointError, ConfigError):
+        return []
+    return [] if wanted is None else drafter_differences(about, wanted)
 
 
 def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None:

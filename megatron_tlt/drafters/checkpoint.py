@@ -54,6 +54,38 @@ def read_drafter_config(about: Mapping[str, Any], policy: ModelConfig) -> Drafte
     return KINDS[about["drafter"]].read_entries(about, policy)
 
 
+def drafter_differences(about: Mapping[str, Any], config: DrafterConfig) -> list[str]:
+    """How the drafter of such entries differs from `config`, of the same policy, entry by entry."""
+    if about.get("drafter") != config.kind:
+        return [f"the drafter is {about.get('drafter')!r}, not {config.kind!r}"]
+    try:
+        read = read_drafter_config(about, config.policy)
+    except (CheckpointError, ConfigError) as e:
+        return [f"the drafter's entries do not fit the policy: {e}"]
+    found, wanted = (_flat(drafter_entries(drafter)) for drafter in (read, config))
+    names = [name for name in wanted | found if found.get(name) != wanted.get(name)]
+    return [f"the drafter's {name} is {found.get(name)!r}, not {wanted.get(name)!r}" for name in names]
+
+
+def _flat(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """With the entries of its layer beside the others."""
+    layer = entries.get("layer", {})
+    return {name: v for name, v in entries.items() if name != "layer"} | {f"layer.{n}": v for n, v in layer.items()}
+
+
+def configured_drafter(section: SpeculationSection, policy: ModelConfig) -> DrafterConfig | None:
+    """The trained drafter that `section` names or that training would begin with; None without one. Reads no tensor.
+
+    Raises CheckpointError for a directory that is none or not as wanted, ConfigError as `drafter_shape`.
+    """
+    if section.trained is None:
+        return None
+    if section.drafter_path is None:
+        return drafter_shape(section, policy)
+    root = Path(section.drafter_path)
+    return _config_of(read_about(root), root, policy, section)
+
+
 def drafter_shape(section: SpeculationSection, policy: ModelConfig) -> DrafterConfig:
     """Of a fresh drafter. Raises ConfigError for a section that names no trained drafter, and for layers or a
     vocabulary that the policy does not have.

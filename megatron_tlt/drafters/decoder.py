@@ -179,7 +179,8 @@ class DraftRecorder:
         """
         gap = scores[:, 0] - scores[:, 1] if scores.shape[1] > 1 else np.full(len(rows), np.inf, np.float32)
         depth = min(step, DEPTHS - 1)
-        bucket = np.minimum(gap / BUCKET_WIDTH, BUCKETS - 1).astype(np.int32)
+        # fmin: the gap of scores that are NaN or both inf is NaN, which no bucket is; it goes to the last, as in C.
+        bucket = np.fmin(gap / BUCKET_WIDTH, BUCKETS - 1).astype(np.int32)
         self._acceptance[rows] *= self._rates[depth, bucket]
         acceptance = self._acceptance[rows]
         kept = acceptance >= self._least

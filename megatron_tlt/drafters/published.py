@@ -7,6 +7,7 @@ frozen in training or not: a copy that differs belongs to another policy, or to 
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,11 @@ _MAPS = ("d2t", "t2d")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _RTOL, _ATOL = 2.0**-7, 1e-6  # files round tables to bf16 (8 bits) or fp16 (smallest step 6e-8)
 _ROWS = 8192  # of a table, compared at a time
+# What `torch.load` raises for a file that is empty, cut off or altered: its unpickler checks nothing itself.
+_DAMAGED = (
+    *(OSError, RuntimeError, EOFError, ValueError, TypeError, LookupError, AssertionError),
+    *(struct.error, pickle.UnpicklingError),
+)
 
 # Entries about a file and its training, which change nothing that a drafter computes.
 _ABOUT = {"architectures", "auto_map", "model_type", "speculators_model_type", "speculators_config"}
@@ -76,10 +82,7 @@ def stored_tensors(directory: Path) -> dict[str, Callable[[], Tensor]]:
     """A function that reads it for each tensor, by its name without `model.`. Raises CheckpointError."""
     file = directory / "pytorch_model.bin"
     if file.is_file() and not any(directory.glob("*.safetensors")):
-        try:
-            given = torch.load(file, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError) as e:
-            raise CheckpointError(f"{file} cannot be read: {e}") from e
+        given = _read_pickle(file)
         return {name.removeprefix("model."): partial(given.__getitem__, name) for name in given}
 
     def read(name: str, file: Path) -> Tensor:
@@ -87,6 +90,19 @@ def stored_tensors(directory: Path) -> dict[str, Callable[[], Tensor]]:
             return tensors.get_tensor(name)  # type: ignore[no-any-return]
 
     return {name.removeprefix("model."): partial(read, name, file) for name, file in weight_files(directory).items()}
+
+
+def _read_pickle(file: Path) -> dict[str, Tensor]:
+    """The tensors in a file of `torch.save`, by name. Raises CheckpointError for a damaged file and other contents."""
+    try:
+        given = torch.load(file, map_location="cpu", weights_only=True)
+    except _DAMAGED as e:
+        raise CheckpointError(f"{file} cannot be read: {e or type(e).__name__}") from e
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"{file} holds a {type(given).__name__}, not tensors by name")
+    if other := [str(name) for name, value in given.items() if not isinstance(value, Tensor)]:
+        raise CheckpointError(f"{file} holds more than tensors by name (a training checkpoint?): {shortened(other)}")
+    return dict(given)
 
 
 def layer_entries(

@@ -31,13 +31,17 @@ def drafter_state_writer(state: Mapping[str, Any]) -> Callable[[Path], None]:
     return lambda file: write_tensors(file, tensors, {"about": about})
 
 
-def load_drafter_state(file: str | Path) -> dict[str, Any]:
-    """The state that was saved, on the CPU. Raises CheckpointError that names a torn or other file."""
+def load_drafter_state(file: str | Path, with_tensors: bool = True) -> dict[str, Any]:
+    """The state that was saved, on the CPU; without `with_tensors` its JSON values only.
+
+    Raises CheckpointError that names a torn or other file.
+    """
     path = Path(file)
     try:
         with safe_open(str(path), "pt") as stored:
             metadata = stored.metadata() or {}
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+            names = stored.keys() if with_tensors else ()
+            tensors = {name: stored.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if "about" not in metadata:

@@ -47,8 +47,7 @@ def build_models(
         device_memory.open_communicators(policy.communicating(), tp, world.device)
     cache = device_memory.cache_bytes(config, world)
     backend = open_backend(config, world, tokenizer, tp, drafter_trainer, kv_cache_bytes=cache)
-    served = RunDrafter(config.rollout.speculation.trained is not None, sharing.replica)
-    return policy, drafter_trainer or served, backend
+    return policy, drafter_trainer or _served_drafter(config, sharing), backend
 
 
 def tensor_parallel(world: World, size: int) -> TensorParallel:
@@ -133,6 +132,14 @@ def _drafter(config: Config, trainer: OnlineDrafterTrainer | None) -> SavedDraft
         return None
     model = _starting_drafter(config)
     return SavedDrafter(model.config, model.state_dict())
+
+
+def _served_drafter(config: Config, sharing: HiddenStateSharing) -> RunDrafter:
+    """The drafter of a run that does not train it."""
+    from megatron_tlt.drafters.checkpoint import configured_drafter
+
+    policy = ModelConfig.from_hf(config.model.path)
+    return RunDrafter(configured_drafter(config.rollout.speculation, policy), sharing.replica)
 
 
 def _drafter_trainer(

@@ -275,7 +275,12 @@ def test_the_prefix_of_nemo_s_names_is_named(model: Path, prefix: str) -> None:
 
 @pytest.mark.parametrize(
     ("kernels", "name", "row", "value"),
-    [("native", NORM, 0, math.nan), ("native", EMBED, 130, math.nan), ("torch", NORM, 0, math.inf)],
+    [
+        ("native", NORM, 0, math.nan),
+        ("native", EMBED, 130, math.nan),
+        ("native", "model.layers.0.self_attn.k_proj.weight", 0, math.inf),
+        ("torch", NORM, 0, math.inf),
+    ],
 )
 def test_logits_that_are_not_finite_end_generation(
     model: Path, tmp_path: Path, kernels: Any, name: str, row: int, value: float

@@ -309,11 +309,13 @@ class Late:
         self._on_wait(self.polls)
 
 
-def delay_reads(monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[int], None]) -> None:
-    """From now on a read of `count` positions is done after `count % 4` queries."""
+def delay_reads(
+    monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[int], None], polls: int | None = None
+) -> None:
+    """From now on a read is done after `polls` queries, by default `count % 4` of `count` positions."""
     start = PagedHiddenStates.start_read
 
     def late(pages: PagedHiddenStates, blocks: list[int], count: int) -> HostCopy:
-        return HostCopy(start(pages, blocks, count).wait(), Late(count % 4, on_wait))
+        return HostCopy(start(pages, blocks, count).wait(), Late(count % 4 if polls is None else polls, on_wait))
 
     monkeypatch.setattr(PagedHiddenStates, "start_read", late)

@@ -98,7 +98,7 @@ class OnlineDrafterTrainer(RunDrafter):
         training begins with the merge that has them. `seed`: of the order of the data.
         """
         sharing = sharing or HiddenStateSharing()
-        super().__init__(replica=sharing.replica)
+        super().__init__(model.config, sharing.replica)
         online, self._device = section.online, torch.device(device)
         sizes = section.sizes(self._device.type)
         self.model, self._tp = model, tp or TensorParallel()
@@ -379,9 +379,10 @@ class OnlineDrafterTrainer(RunDrafter):
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Takes what `state_dict` returned. Raises CheckpointError if its tensors do not fit this drafter."""
+        """Takes what `state_dict` returned. Raises CheckpointError for another drafter's."""
         if state is None:
             return
+        self._check(state)
         for kind in STATE_NAMES:
             if kind not in state:
                 raise CheckpointError(f"the drafter's state has no {kind!r}")

@@ -16,9 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.drafters.checkpoint import drafter_differences
+from megatron_tlt.errors import CheckpointError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_tlt.drafters.model import DrafterConfig
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.observe.reduction import RankMetrics
     from megatron_tlt.types import HiddenStateSample
@@ -34,9 +38,9 @@ class RunDrafter:
     disabled_reason: str | None = None  # why training is off on all ranks
     actor_layers: tuple[int, ...] | None = None  # policy layers that the actor reads for `take_step`; None: it need not
 
-    def __init__(self, has_drafter: bool = True, replica: int = 0):
-        """`has_drafter`: the engine of this rank, which is of `replica`, has a trained drafter."""
-        self._has_drafter, self._replica = has_drafter, replica
+    def __init__(self, config: DrafterConfig | None, replica: int = 0):
+        """`config`: of the trained drafter in the engine of this rank, which is of `replica`; None: it has none."""
+        self._config, self._replica = config, replica
         self._checkpointed: Mapping[str, Any] | None = None
         self._published: int | None = 0  # version of the drafter in the engines; None: another one than this rank's
 
@@ -72,7 +76,7 @@ class RunDrafter:
 
     def unpublished(self) -> tuple[Mapping[str, Tensor], int] | None:
         """Tensors and version of the drafter that the engines do not have yet; None: they have it, or use none."""
-        if self._checkpointed is None or not self._has_drafter or self._published is not None:
+        if self._checkpointed is None or self._config is None or self._published is not None:
             return None
         return self._checkpointed["model"], int(self._checkpointed["version"])
 
@@ -98,7 +102,13 @@ class RunDrafter:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Loads what `state_dict` returned; None: the checkpoint has no drafter.
 
-        Raises CheckpointError for the drafter of another policy.
+        Raises CheckpointError for a drafter that is not the engine's.
         """
         if state is not None:
+            self._check(state)
             self._published, self._checkpointed = None, state
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError for another drafter's state: its tensors may fit all the same."""
+        if self._config is not None and (wrong := drafter_differences(state["about"], self._config)):
+            raise CheckpointError(f"the checkpoint's drafter does not fit this run: {'; '.join(wrong)}")

@@ -10,17 +10,21 @@ from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.actor.checkpoint_files import Manifest
 from megatron_tlt.errors import CheckpointError
 
-
-def manifest(step: int) -> Manifest:
-    return Manifest(step, 1, 1, {"tp": 1}, {"family": "qwen3"}, {"dtype": "fp32"}, {"data": step})
+RECORDS = {"family": "qwen3"}, {"dtype": "fp32"}  # of model and training
 
 
-def published(checkpoints: Path, step: int, keep: int | None = None) -> Path:
+def manifest(step: int, records: tuple[dict, dict] = RECORDS) -> Manifest:
+    return Manifest(step, 1, 1, {"tp": 1}, *records, {"data": step})
+
+
+def published(
+    checkpoints: Path, step: int, keep: int | None = None, records: tuple[dict, dict] = RECORDS
+) -> Path:
     directory = files.step_directory(checkpoints, step)
     scratch = files.scratch_of(directory)
     scratch.mkdir(parents=True)
     (scratch / "shard").write_bytes(b"weights of step %d" % step)
-    files.publish(directory, manifest(step), keep)
+    files.publish(directory, manifest(step, records), keep)
     return directory
 
 

@@ -11,10 +11,15 @@ from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.actor.base_fingerprint import base_fingerprint
 from megatron_tlt.checkpoint import resume
 from megatron_tlt.checkpoint.manager import CheckpointManager
-from megatron_tlt.config.load import build_config
+from megatron_tlt.config.load import build_config, load_config
+from megatron_tlt.config.planning.policy import shards_optimizer
 from megatron_tlt.config.run import CheckpointSection
+from megatron_tlt.drafters.checkpoint import drafter_entries
+from megatron_tlt.drafters.eagle.config import Eagle3Config
+from megatron_tlt.drafters.state_file import DRAFTER_STATE, drafter_state_writer
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.writer import save_hf
+from tests.helpers.tiny_drafters import DEEP
 from tests.helpers.tiny_models import TINY, random_weights
 from tests.unit.actor.test_checkpoint_files import published
 
@@ -130,3 +135,18 @@ def test_adapters_go_on_with_their_base_and_not_with_an_export_of_theirs(tmp_pat
     assert not resume.resume_problems(base, TINY, "cpu")
     (problem,) = resume.resume_problems(other, TINY, "cpu")
     assert "the checkpoint of step 1 does not fit this run: base is" in problem.allowed
+
+
+@pytest.mark.parametrize(("layers", "fits"), [("[0,2,6]", True), ("[0,3,6]", False)])
+def test_a_checkpoint_with_another_drafter_is_refused_before_anything_is_loaded(tmp_path, layers, fits):
+    chosen = {"drafter": "eagle3", "drafter_path": "null", "layers": layers}
+    given = [f"rollout.speculation.{name}={value}" for name, value in chosen.items()]
+    config = load_config("configs/quickstart.yaml", [*given, f"train.run_dir={tmp_path}"])
+    shape, shards = DEEP["llama"], shards_optimizer(config, "cpu")
+    records = files.model_record(shape), files.training_record(config.actor, config.optimizer.name, shards, "")
+    directory = published(tmp_path / "checkpoints", 3, records=records)
+    about = drafter_entries(Eagle3Config.of(shape, (0, 2, 6)))
+    drafter_state_writer({"about": about})(directory / DRAFTER_STATE)
+    problems = resume.resume_problems(config, shape, "cpu")
+    assert len(problems) == (not fits)
+    assert fits or "eagle3_layers is [0, 2, 6], not [0, 3, 6]" in problems[0].allowed

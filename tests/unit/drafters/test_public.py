@@ -84,6 +84,26 @@ def test_other_forms_are_refused_by_name(ours: Path, entries: dict, says: str) -
         load_drafter(out, POLICY, WANTED)
 
 
+@pytest.mark.parametrize(
+    ("contents", "says"),
+    [
+        (b"", r"pytorch_model\.bin cannot be read"),
+        (b"\x80\x02", r"pytorch_model\.bin cannot be read"),
+        (b"\x80\x02X", r"pytorch_model\.bin cannot be read"),
+        ({"model": {"fc.weight": torch.zeros(2)}, "step": 3}, "holds more than tensors by name .*: model, step"),
+        ([torch.zeros(2)], "holds a list, not tensors by name"),
+    ],
+)
+def test_a_pickle_of_something_else_is_refused_by_name(ours: Path, contents: object, says: str) -> None:
+    file = rewritten(ours, "eagle") / "pytorch_model.bin"
+    if isinstance(contents, bytes):
+        file.write_bytes(contents)
+    else:
+        torch.save(contents, file)
+    with pytest.raises(CheckpointError, match=says):
+        load_drafter(file.parent, POLICY, WANTED)
+
+
 def test_a_vocabulary_beyond_the_policys_is_refused(ours: Path) -> None:
     out = rewritten(ours, "eagle")
     tensors = torch.load(out / "pytorch_model.bin")

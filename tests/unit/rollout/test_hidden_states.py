@@ -5,6 +5,8 @@ After drafts, preemption and further turns: tests/numerics/test_hidden_states.py
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -129,6 +131,21 @@ def test_graphs_write_their_states_too() -> None:
             attach(engine, OracleDrafter({}, 131, 0.0), RandomSelector("oracle", 4))
         assert check(engine, jobs, collecting(engine)) > 200
         assert engine.runner.pool.graphs.stats.eager > 0
+
+
+def test_all_states_have_arrived_where_every_request_waits_for_its_environment(monkeypatch) -> None:
+    """The drafter may train then, on all ranks of an engine with the same samples, however late their copies are."""
+    delay_reads(monkeypatch, lambda left: None, polls=10**6)
+    engine = make_engine(CONFIG, WEIGHTS)
+    samples = collecting(engine)
+    params = SamplingParams(max_tokens=40, max_turn_tokens=9, ignore_eos=True)
+    engine.add([1, 2, 3], replace(params, max_tokens=3), 0)
+    parked = engine.add([4, 5], params, 1, num_samples=2, takes_turns=True)
+    while engine.has_work:
+        assert not samples
+        engine.step()
+    assert len(samples) == 1 and not engine.is_idle
+    assert engine.end(parked[0], "env") and len(samples) == 2 and not engine.is_idle
 
 
 def test_states_that_arrive_late_are_emitted_in_order_and_before_the_engine_is_idle(monkeypatch) -> None:

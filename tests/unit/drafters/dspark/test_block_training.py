@@ -365,6 +365,10 @@ def test_a_reduced_vocabulary_is_read_and_its_export_drafts_no_other_token(tmp_p
             {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
             "with sliding windows and no is_causal: false is causal",
         ),
+        (
+            {"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+            "layer_types, which says in which layers, is missing",
+        ),
         ({"layer_types": ["linear_attention", "full_attention"]}, "with linear_attention layers is not computed"),
         ({"is_causal": True}, "with is_causal = True is of a form"),
         ({"hidden_size": 96}, r"hidden size is \['96'\], the policy's 64"),

@@ -157,6 +157,18 @@ def test_drafts_end_where_cumulative_acceptance_falls_too_low(kernels: str) -> N
 
 
 @both
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_draft_some_tokens(kernels: str, value: float) -> None:
+    """A bad drafter can only be slow: it costs no rollout."""
+    eagle = loaded("qwen2", kernels)
+    eagle.load_weights((name, torch.full_like(w, value)) for name, w in eagle_weights(CONFIGS["qwen2"]))
+    drafted = rows_of(eagle, [40, 18]).draft(4)
+    assert drafted.counts.tolist() == [4, 4]
+    assert all(0 <= token < CONFIGS["qwen2"].vocab_size for token in drafted.tokens.tolist())
+    assert set(drafted.feature % BUCKETS) == {BUCKETS - 1}
+
+
+@both
 @pytest.mark.parametrize("name", ["qwen2", "odd"])
 def test_bf16_is_close(name: str, kernels: str) -> None:
     eagle = loaded(name, kernels, torch.bfloat16)

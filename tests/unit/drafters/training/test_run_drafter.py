@@ -7,10 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.drafters.eagle.config import Eagle3Config
+from megatron_tlt.drafters.model import DrafterConfig
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.drafters.training.run_drafter import RunDrafter
-from megatron_tlt.errors import DrafterError
-from tests.helpers.tiny_drafters import CONFIG, lookup_tables, online_trainer, random_chunk
+from megatron_tlt.errors import CheckpointError, DrafterError
+from tests.helpers.pairs import block_config
+from tests.helpers.tiny_drafters import CONFIG, DEEP, lookup_tables, online_trainer, random_chunk
+
+EAGLE3, BLOCK = Eagle3Config.of(DEEP["llama"], (0, 2, 6)), block_config(DEEP["llama"])
 
 
 class Backend:
@@ -110,7 +117,7 @@ def test_a_failure_turns_training_off():
 def test_a_resumed_run_publishes_the_drafter_of_its_checkpoint_and_keeps_it(trains, has_drafter, published):
     drafter = make()
     one_step(drafter)
-    resumed = make() if trains else RunDrafter(has_drafter)
+    resumed = make() if trains else RunDrafter(drafter.model.config if has_drafter else None)
     resumed.load_state_dict(drafter.state_dict())
     found = [sync(resumed) for _ in range(2)]
     assert [version for _, version in filter(None, found)] == published
@@ -118,6 +125,30 @@ def test_a_resumed_run_publishes_the_drafter_of_its_checkpoint_and_keeps_it(trai
     assert resumed.state_dict()["version"] == 1
     if not trains:
         assert resumed.merge() == {} and resumed.train_step() is None
+
+
+def trainer_of(config: DrafterConfig) -> OnlineDrafterTrainer:
+    model = KINDS[config.kind].build_model(config)
+    model.initialise(0)
+    return OnlineDrafterTrainer(model, DrafterSection())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (EAGLE3, replace(EAGLE3, aux_layers=(0, 3, 6)), r"eagle3_layers is \[0, 2, 6\], not \[0, 3, 6\]"),
+        (EAGLE3, replace(EAGLE3, layer=replace(EAGLE3.layer, rope_theta=7.0)), r"layer\.rope_theta is 1.*, not 7\.0"),
+        (BLOCK, replace(BLOCK, block_size=4), "block_size is 6, not 4"),
+        (BLOCK, EAGLE3, "drafter is 'dspark', not 'eagle3'"),
+    ],
+)
+def test_a_checkpoint_of_another_drafter_is_refused_though_its_tensors_may_fit(old, new, says):
+    state = trainer_of(old).state_dict()
+    for drafter in (trainer_of(new), RunDrafter(new)):
+        with pytest.raises(CheckpointError, match=says):
+            drafter.load_state_dict(state)
+    for drafter in (trainer_of(old), RunDrafter(old), RunDrafter(None)):
+        drafter.load_state_dict(state)
 
 
 def test_windows_train_on_what_the_actor_handed_out_in_the_step_before():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.helpers.thread_ranks import ThreadRank, on_ranks
 from tests.helpers.tiny_models import Driver, moe_config, random_weights
 
 CONFIG = ModelConfig("qwen2", 101, 64, 2, 4, 2, 16, 96, qkv_bias=True, max_position_embeddings=128)
-EXPERTS = moe_config("qwen2_moe", 101)
+EXPERTS, NORMED = (moe_config(family, 101) for family in ("qwen2_moe", "qwen3_moe"))
 KERNELS = ("native", "torch")
 FORMS = [(kernels, dtype) for kernels in KERNELS for dtype in (torch.float32, torch.bfloat16)]
 
@@ -138,6 +139,29 @@ def test_strongly_closed_gates_are_closed() -> None:
         decoder.load_weights(weights)
         got.append(Driver(decoder).step([(0, list(range(40)))]).logits)
     torch.testing.assert_close(*got, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (CONFIG, "layers.0.self_attn.q_proj"),
+        (CONFIG, "layers.0.self_attn.k_proj"),
+        (NORMED, "layers.0.self_attn.q_norm"),
+        (EXPERTS, "layers.1.mlp.gate"),
+        (NORMED, "layers.1.mlp.gate"),  # renormalised
+    ],
+)
+@pytest.mark.parametrize(("kernels", "dtype"), FORMS)
+def test_a_weight_that_is_not_finite_shows_in_the_logits(
+    kernels: str, dtype: torch.dtype, config: ModelConfig, name: str, value: float
+) -> None:
+    """Through softmax, too, of attention and of the router: the engine looks for it in the logits only."""
+    weights = dict(random_weights(config))
+    weights[f"model.{name}.weight"].view(-1)[0] = value
+    decoder = build_decoder(config, kernels=kernels, dtype=dtype)
+    decoder.load_weights(weights.items())
+    assert not Driver(decoder).step([(0, list(range(20)))]).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])

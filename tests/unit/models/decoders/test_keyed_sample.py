@@ -8,6 +8,7 @@ import torch
 
 from megatron_tlt.models.decoders.keys import request_key, row_keys
 from megatron_tlt.models.decoders.native.decoder import keyed_sample
+from tests.helpers.mpi import run_one
 
 U64 = np.uint64
 
@@ -107,6 +108,22 @@ def test_rows_are_independent_of_batch_and_threads() -> None:
     for i in range(33):
         one = run(logits[i : i + 1], temperature[i : i + 1], keys[i : i + 1])
         assert one[0][0] == token[i] and one[1][0] == logprob[i]
+
+
+MANY_ROWS = """
+import faulthandler, torch
+from megatron_tlt.models.decoders.native.decoder import keyed_sample
+faulthandler.dump_traceback_later(60, exit=True)
+rows = (1 << 20) + 3
+logits = torch.zeros(1, 1).expand(rows, 1)
+token, logprob = keyed_sample(logits, torch.ones(rows), torch.zeros(rows, dtype=torch.int64), threads=2)
+assert not token.any() and not logprob.any()
+"""
+
+
+def test_more_rows_than_the_team_counts_in_a_stage() -> None:
+    """2^20 units and more, in a process of their own, which ends should the team wait for ever."""
+    run_one("-c", MANY_ROWS)
 
 
 def test_masked_tokens_never_win_and_ties_go_to_the_lowest() -> None:

@@ -147,7 +147,8 @@ static const ScoreFn SCORE[MQ] = {score_1, score_2, score_3, score_4, score_5, s
 static const ValueFn VALUE[MQ] = {value_1, value_2, value_3, value_4, value_5, value_6};
 #endif
 
-/* Turns the scores of query m into weights; of the chunk's `count` positions [from, valid) are the row's to see. */
+/* Turns the scores of query m into weights; of the chunk's `count` positions [from, valid) are the row's to see. A score
+ * that is NaN or +inf makes the row's sum NaN, and with it the row. */
 static void soften(Work *w, long m, long dim, long from, long valid, long count, float scale) {
     float *score = w->score[m];
     const long padded = (count + TILE - 1) / TILE * TILE;

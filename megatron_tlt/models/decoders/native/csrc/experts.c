@@ -13,7 +13,7 @@
 
 INLINE long score_stride(const TltModel *m) { return pad64(m->experts + 1); }
 
-/* p = softmax of n scores stored up to `padded`. */
+/* p = softmax of n scores stored up to `padded`; all NaN where a score is NaN or +inf. */
 static void softmax(float *p, long n, long padded) {
     float top = p[0];
     for (long e = 1; e < n; e++) top = p[e] > top ? p[e] : top;
@@ -35,7 +35,8 @@ static void store_route(const Run *r, long row, long place, long expert) {
     else ((int16_t *)r->s->routed_experts)[at / 2 + within] = (int16_t)expert;
 }
 
-/* Unit = one row: its k likeliest experts, ties to the lower number, and their gates; last the shared expert's gate. */
+/* Unit = one row: its k likeliest experts, ties to the lower number, and their gates; last the shared expert's gate. A row
+ * of NaN takes the first expert k times, with a gate of NaN. */
 static void choose_unit(void *arg, long row) {
     const Run *r = arg;
     const TltModel *m = r->m;

@@ -35,12 +35,14 @@
 #define STORE(x, v) __atomic_store_n(&(x), (v), __ATOMIC_RELEASE)
 #define ADD(x, v) __atomic_fetch_add(&(x), (v), __ATOMIC_ACQ_REL)
 
-/* The word: stage in the high 22 bits, count in 20, next unit in 22 (room for one vain try per thread). */
+/* The word: stage in the high 22 bits, count in 20, next unit in 22 (room for one vain try per thread). More units are
+ * several stages. */
 #define UNIT_BITS 22
 #define COUNT_BITS 20
 #define UNIT_OF(w) ((long)((w) & ((1ull << UNIT_BITS) - 1)))
 #define COUNT_OF(w) ((long)(((w) >> UNIT_BITS) & ((1ull << COUNT_BITS) - 1)))
 #define STAGE_OF(w) ((w) >> (UNIT_BITS + COUNT_BITS))
+#define MOST_UNITS ((1l << COUNT_BITS) - 1) /* of a stage */
 
 static pthread_mutex_t one_team = PTHREAD_MUTEX_INITIALIZER;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -54,13 +56,14 @@ static long done __attribute__((aligned(64)));
 static struct {
     TltUnit unit;
     void *arg;
+    long first; /* of the stage's units */
 } stage __attribute__((aligned(64)));
 
 static void take_units(void) {
     for (;;) {
         uint64_t w = ADD(word, 1);
         if (UNIT_OF(w) >= COUNT_OF(w)) return;
-        stage.unit(stage.arg, UNIT_OF(w));
+        stage.unit(stage.arg, stage.first + UNIT_OF(w));
         ADD(done, 1);
     }
 }
@@ -120,13 +123,11 @@ void tlt_team_close(void) {
     pthread_mutex_unlock(&one_team);
 }
 
-void tlt_parallel(long count, TltUnit unit, void *arg) {
-    if (team_size == 1 || count == 1) {
-        for (long i = 0; i < count; i++) unit(arg, i);
-        return;
-    }
+/* One stage: the units first .. first + count - 1. */
+static void run_stage(long first, long count, TltUnit unit, void *arg) {
     stage.unit = unit;
     stage.arg = arg;
+    stage.first = first;
     STORE(done, 0);
     uint64_t next = STAGE_OF(LOAD(word)) + 1;
     STORE(word, next << (UNIT_BITS + COUNT_BITS) | (uint64_t)count << UNIT_BITS);
@@ -135,4 +136,13 @@ void tlt_parallel(long count, TltUnit unit, void *arg) {
         if (spin < SPIN_OPEN) PAUSE(), spin++;
         else sched_yield();
     }
+}
+
+void tlt_parallel(long count, TltUnit unit, void *arg) {
+    if (team_size == 1 || count == 1) {
+        for (long i = 0; i < count; i++) unit(arg, i);
+        return;
+    }
+    for (long first = 0; first < count; first += MOST_UNITS)
+        run_stage(first, count - first < MOST_UNITS ? count - first : MOST_UNITS, unit, arg);
 }

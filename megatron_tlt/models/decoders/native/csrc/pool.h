@@ -8,7 +8,7 @@ typedef void (*TltUnit)(void *arg, long unit);
  * a time; a second caller waits. */
 void tlt_team_open(int threads);
 
-/* Runs unit(arg, 0 .. count-1), in any order, on any thread of the team; returns when all are done. `count` < 2^20. */
+/* Runs unit(arg, 0 .. count-1), in any order, on any thread of the team; returns when all are done. */
 void tlt_parallel(long count, TltUnit unit, void *arg);
 
 void tlt_team_close(void);

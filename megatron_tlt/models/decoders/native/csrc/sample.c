@@ -35,8 +35,8 @@ static void offer(Best *best, int n, float score, int32_t token) {
     best->token[i] = token;
 }
 
-/* The largest of `count` scores, and the sum of their exponentials below it: NaN where a score is NaN, which neither
- * maximum nor vexp passes on. */
+/* The largest of `count` scores, and the sum of their exponentials below it: NaN where a score is NaN, which the maximum
+ * does not pass on. */
 static void measure(const float *x, int64_t count, Best *best) {
     vf top = vset(-INFINITY), sum = vzero();
     vi strange = {0};

@@ -61,6 +61,7 @@ INLINE vf vfma(vf a, vf b, vf c) {
 #endif
 }
 
+/* The larger of each two lanes; b where either is NaN. */
 INLINE vf vmax(vf a, vf b) { return vselect(a > b, a, b); }
 
 /* Sum of the lanes, as a balanced tree: the same order every time. */
@@ -80,11 +81,11 @@ INLINE float vmax_lanes(vf x) {
     return lane[0];
 }
 
-/* 2^x for x < 127.5, relative error below 1e-7; exactly 1 at 0 and exactly 0 below -126 (also for -inf).
+/* 2^x for x < 127.5, relative error below 1e-7; exactly 1 at 0, exactly 0 below -126 (also for -inf), NaN for NaN.
  * x = n + r with |r| <= 1/2; minimax polynomial for (2^r - 1)/r fitted for this file. */
 INLINE vf vexp2(vf x) {
     const vf magic = vset(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer held in the low bits */
-    vf xc = vmax(x, vset(-126.0f));
+    vf xc = vmax(vset(-126.0f), x); /* in this order NaN stays NaN */
     vf t = xc + magic;
     vf r = xc - (t - magic);
     vf q = vset(1.5475896693254058e-4f);
