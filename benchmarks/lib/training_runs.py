@@ -79,6 +79,7 @@ def digests(folder: Path, steps: int) -> dict[str, str]:
     """What a run computed: digests of all responses (tokens), all rewards, and every tensor of its last checkpoint."""
     sys.path.insert(0, str(ROOT))
     import torch
+
     from tests.helpers.runs import checkpoint_tensors
 
     rows = list(map(json.loads, (folder / "rollouts.jsonl").read_text().splitlines()))
