@@ -357,7 +357,8 @@ def check(args: argparse.Namespace) -> None:
     """Creates the work folder; fetches a model that is named. Raises SystemExit for a model that is none, and for the
     work folder of another model.
     """
-    note, model = args.work / "model.txt", f"{args.model or 'SmolLM2-135M-Instruct'}, {args.dtype}"
+    note, model = args.work / "model.txt", str(args.model or "SmolLM2-135M-Instruct")
+    model += "" if args.dtype == "fp32" else f", {args.dtype}"
     if args.model is not None:
         try:
             args.model = fetch_argument("--model", args.model, SingleProcess())

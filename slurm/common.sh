@@ -208,13 +208,14 @@ is_being_ended() {
     [ -z "$limit" ] || awk -v t=$((ended - started)) -v h="$limit" 'BEGIN { exit t < h * 3600 - 1 ? 0 : 1 }'
 }
 
-# Attempts in a row, this one included, that have written no new checkpoint step.
+# Attempts in a row, this one included, that have written no new checkpoint step. Noted as the target of a link, which
+# also a full disk takes.
 count_stalls() {
     local first newest
     first="$(read_number "$attempt/start" 0)" newest="$(read_number "$attempt/checkpoint" 0)"
     stalls=0
-    if [ "$newest" -le "$first" ]; then stalls=$(($(read_number "$job_logs/stalls" 0) + 1)); fi
-    echo "$stalls" >"$job_logs/stalls" || say "cannot note this attempt in $job_logs/stalls; going on"
+    if [ "$newest" -le "$first" ]; then stalls=$(($(readlink "$job_logs/stalls" || echo 0) + 1)); fi
+    ln -sfn "$stalls" "$job_logs/stalls" || say "cannot note this attempt in $job_logs/stalls; going on"
 }
 
 report_failure() {

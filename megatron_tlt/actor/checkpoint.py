@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,6 +57,7 @@ _REFUSED = "checkpoint {} holds more than numbers (weights_only would not open i
 _ARCHIVE = ("basic_ios", "PytorchStreamWriter")  # words of torch's archive writer in a RuntimeError: a write failed
 _SMALL_FILES = 1 << 16  # bytes: common.pt takes less
 _POLL_S = 0.2  # between two looks at the other ranks' writers
+_WAITS = 3  # times of a collective after which a writer hangs; `watchdog.hang_s` has the same
 
 
 def start_save(
@@ -142,10 +144,14 @@ class SaveHandle:
     def wait(self) -> None:
         """Publishes the checkpoint once all writers are done. Raises CheckpointError as `poll` does.
 
-        One rank's may take longer than a collective may. Without signs of life: a writer that hangs must end the job.
+        One rank's may take longer than a collective may; one that takes `_WAITS` times as long raises CheckpointError.
         """
+        end = time.monotonic() + _WAITS * self._world.timeout_s
         while not self.poll():
             self._writer.join(_POLL_S)
+            if time.monotonic() > end and not self._writer.is_done():
+                late = f"its writer has not ended in {_WAITS} times distributed.timeout_s"
+                raise CheckpointError(f"cannot write {self.directory}: {late}")
 
     def _publish(self) -> None:
         report = self._world.all_gather_object((self._writer.failure, self._writer.records))

@@ -21,7 +21,7 @@ from megatron_tlt.cli.train import add_sft, add_train
 from megatron_tlt.cli.watch import add_watch
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.errors import ConfigError, DataError, TltError, printable
-from megatron_tlt.observe.attempt import is_exit_noted, note_exit
+from megatron_tlt.observe.attempt import note_exit, wait_for_exit_note
 
 _COMMANDS = (
     add_train,
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except (ConfigError, DataError) as error:
         # Every rank finds the same problems; one copy is enough.
-        if detect_launch().rank in (0, None) or not is_exit_noted():
+        if detect_launch().rank in (0, None) or not wait_for_exit_note():
             print_problems(error)
             note_exit(BAD_INPUT)
         return BAD_INPUT

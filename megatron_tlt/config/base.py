@@ -29,11 +29,12 @@ class FilePath:
 
 
 def _whole_path(path: str | None) -> str | None:
+    """With the home directory in place of `~`. Raises PydanticCustomError for a variable of a shell."""
     if path is None:
         return None
     if found := _VARIABLE.search(path):
-        told = f"has {found[0]!r}: variables are not replaced in a path; write it out"
-        raise PydanticCustomError(IN_WORDS, "{told}", {"told": told})
+        allowed = f"has {found[0]!r}: variables are not replaced in a path; write it out"
+        raise PydanticCustomError(IN_WORDS, "{allowed}", {"allowed": allowed})
     return os.path.expanduser(path)
 
 

@@ -202,7 +202,8 @@ def _commits(names: Sequence[Named], recorded: dict[str, str]) -> tuple[dict[str
 
 def _commit(named: Named, recorded: dict[str, str]) -> str:
     """The recorded commit of a name without one, else what the hub says, or the cache where the hub is silent."""
-    name, _, commit = recorded.get(named.field, recorded.get(str(named.repository), "")).partition("@")
+    of_others = "" if named.revision else recorded.get(str(named.repository), "")
+    name, _, commit = recorded.get(named.field, of_others).partition("@")
     if name == named.name and not _COMMIT.fullmatch(named.revision or ""):
         _say(f"{named.field} = {named.value}: commit {commit}, as in the run's config.json")
         return commit

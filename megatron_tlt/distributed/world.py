@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.1  # at most between two looks at a counter
-_WAITS = 3  # times of a collective after which a wait without a watchdog ends; `watchdog.hang_s` has the same
 _LEAVE_S = 0.3  # mpiexec takes a rank that exits right after MPI_Finalize for crashed: its last message is on the way
 _REFUSE_S = 5.0  # for the other ranks to find the same problems
 _STORE_S = 10.0  # for rank 0 to answer
@@ -179,7 +178,7 @@ class World:
         """Waits for every rank, for any length of time and with signs of life; a tenth of the wait at most is lost.
 
         Before a collective that some ranks reach much later: its own time is bounded (`timeout_s`). After each such
-        time a line names those that are missing. Raises DistributedError after three of them where no watchdog does.
+        time a line names those that are missing. What ends a job that hangs is the watchdog, where there is one.
         """
         count, began, times = self.new_counter(), time.monotonic(), 0
         number = self._phase.counters
@@ -190,23 +189,20 @@ class World:
             waited = time.monotonic() - began
             if waited > (times + 1) * self.timeout_s:
                 times += 1
-                self._name_missing(number, waited, is_last=times == _WAITS and self._phase.monitor is None)
+                self._name_missing(number, waited)
             time.sleep(min(_POLL_S, 0.1 * waited + 1e-3))
             arrived = count(0)
 
-    def _name_missing(self, number: int, waited: float, is_last: bool) -> None:
-        """Names the ranks that have not come to the wait of this number: in an error, or in a line of one rank."""
+    def _name_missing(self, number: int, waited: float) -> None:
+        """Names the ranks that have not come to the wait of this number, in a line of the first rank that has."""
         keys = {rank: f"waits/{rank}" for rank in range(self.size)}
         come = {rank: self.store.check([key]) and int(self.store.get(key)) >= number for rank, key in keys.items()}
         missing = [rank for rank in come if not come[rank]]
         if not missing:  # the last one has come since
             return
         named = ", ".join(map(str, missing[:8])) + (" .." if len(missing) > 8 else "")
-        text = f"waited {waited:.0f} s for rank {named} in phase {self.phase_name}"
-        if is_last:
-            raise DistributedError(f"{text}: {_WAITS} times distributed.timeout_s")
         if self.rank == min(rank for rank in come if come[rank]):
-            _log.warning(text)
+            _log.warning("waited %.0f s for rank %s in phase %s", waited, named, self.phase_name)
 
     def barrier(self) -> None:
         """Waits for every rank (gloo or NCCL; sleeps, does not spin)."""

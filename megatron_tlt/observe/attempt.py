@@ -23,7 +23,7 @@ def note_exit(code: int) -> None:
     _note("exit", code)
 
 
-def is_exit_noted() -> bool:
+def wait_for_exit_note() -> bool:
     """Whether another rank notes its exit code within `FIRST_RANK_S`. Without the variable True, at once.
 
     srun ends all ranks when the first one exits, also a rank 0 that has not come to say why.

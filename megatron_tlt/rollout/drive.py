@@ -112,6 +112,7 @@ class Drive:
         self._tp = tp
         self._first = engine.stats.generated_tokens
         self._steps, self._reported = 0, 0.0
+        self._is_interrupted = False
 
     def run(self) -> list[Sample]:
         """All samples of the call, by prompt id and sample index, or those there are when `GenerateCall.until` ends it.
@@ -134,7 +135,7 @@ class Drive:
                 self._steps += 1
                 self._report(is_busy, found.has_stepped)
         except BaseException:  # also an interrupt: one refused prompt must not leave other requests in the engine
-            for request in self._engine.abort_all(may_wait=False):
+            for request in self._engine.abort_all(may_wait=not self._is_interrupted):
                 self._discard(request)
             raise
         samples.sort(key=lambda s: (s.prompt_id, s.sample_index))
@@ -220,7 +221,9 @@ class Drive:
         if not is_due:
             return
         if self._call.check_interrupt is not None:
+            self._is_interrupted = True  # if it raises
             self._call.check_interrupt()
+            self._is_interrupted = False
         if not has_stepped:  # the next step is reported at once
             return
         self._reported = now

@@ -113,6 +113,7 @@ class GroupSampler:
         row = self.recovery.end_rollouts() | self.carried.metrics(kept, self.backend.policy_version)
         if section.dynamic_sampling:
             chosen = set(ids[:num_prompts])
+            _forget_experts([group for group in kept if group.prompt.prompt_id not in chosen])
             kept = [group for group in kept if group.prompt.prompt_id in chosen]
             row |= self.empty_steps.look(step, rounds, len(chosen), dropped)
         return kept, scored, row

@@ -76,8 +76,7 @@ def _check_kv_cache(config: Config, shape: ArchitectureConfig) -> Problems:
     rollout = config.rollout
     if rollout.kv_cache_mib is None or shape.num_kv_heads % rollout.tp:
         return
-    forks = max(rollout.samples_per_prompt, config.eval.samples_per_prompt) > 1  # copies of the prompt's last block
-    blocks = -(-config.longest_sequence // KV_BLOCK) + forks
+    blocks = -(-config.longest_sequence // KV_BLOCK) + 1  # samples of a prompt need a copy of its last block
     needed = -(-blocks * KV_BLOCK * kv_bytes_per_token(config, shape) // 2**20)
     if rollout.kv_cache_mib < needed:
         allowed = f"must be >= {needed} MiB, or the longest request does not fit"
