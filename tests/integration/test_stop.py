@@ -53,7 +53,7 @@ def make_jobs(folder, which):
     add("first-evaluation", ["eval", 0], 0, True, *NO_TIME, rank=1)
     add("evaluation", ["eval", 2], 2, True, *NO_TIME)
     add("last-evaluation", ["eval", 4], 4, True, *NO_TIME, rank=1)
-    add("at-start", ["weight_sync", 0], 0, False)  # left behind the first evaluation: how long a step takes is not known
+    add("at-start", ["weight_sync", 0], 0, False)  # how long a step takes is not known
     add("twice", ["rollout", 2], 2, True, rank=1, signals=("SIGUSR1", "SIGTERM"))
     # Dropped after the window, and no checkpoint of step 2 is there yet: what was trained in it must be undone.
     add("drafter", ["exchange", 2], 2, True, "checkpoint.every=3", *DRAFTER, *NO_TIME)
