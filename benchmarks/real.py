@@ -386,8 +386,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval-prompts", type=int, default=1280, help="of part eval")
     parser.add_argument("--ranks", type=int, default=2)
     dtype = "bf16" if has_bf16_products() else "fp32"
-    told = "of updates and rollouts; default: bf16 where this processor multiplies it"
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default=dtype, help=told)
+    about = "of updates and rollouts; default: bf16 where this processor multiplies it"
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default=dtype, help=about)
     parser.add_argument("--options", nargs="*", default=[], help="overrides of lib/real.yaml, for all runs")
     parser.add_argument("--vllm-python", type=Path, help="default: that of make setup-vllm")
     parser.add_argument("--work", type=Path, help="default: runs/real, with --model runs/real-NAME")

@@ -252,8 +252,17 @@ def generate_file(
     ranks = tp.size if tp is not None else 1
     section = (rollout or RolloutSection()).model_copy(update={"tp": ranks})
     model = ModelSection(path=str(model_dir), max_context=_context(prompts, params, model_dir))
-    options = EngineOptions(section, model, device=device, tokenizer=tokenizer, tp=tp, load_weights=True)
-    backend = build_backend(replace(options, local_ranks=ranks, longest_request=model.max_context))
+    options = EngineOptions(
+        section,
+        model,
+        device=device,
+        tokenizer=tokenizer,
+        tp=tp,
+        local_ranks=ranks,
+        longest_request=model.max_context,
+        load_weights=True,
+    )
+    backend = build_backend(options)
     try:
         started = time.perf_counter()
         with closing(build_progress("auto", 0, 0 if tp is None else tp.rank)) as progress:

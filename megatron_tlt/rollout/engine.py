@@ -243,8 +243,7 @@ class Engine(DrivenEngine):
         finished = self.scheduler.commit(batch, result)
         for request in finished:
             self._finish(request)
-        if self._collector is not None:
-            self._emit(self._collector)
+        self._emit()
         self._count(batch, result, len(finished), started, scheduled)
         return finished
 
@@ -257,11 +256,12 @@ class Engine(DrivenEngine):
             assert self.runner.pages is not None
             self._collector.collect(request, self.runner.pages)
 
-    def _emit(self, collector: HiddenStateCollector) -> None:
+    def _emit(self) -> None:
         """Passes on samples that have arrived; without a further step to compute it waits for all of them. The drafter
         may train then, also while requests are parked, and ranks of an engine must have the same samples.
         """
-        collector.emit(wait=not self.scheduler.has_work)
+        if self._collector is not None:
+            self._collector.emit(wait=not self.scheduler.has_work)
 
     def _count(self, batch: Batch, result: StepResult, num_finished: int, started: float, scheduled: float) -> None:
         """Counts a step that was begun and scheduled at these seconds."""
@@ -328,8 +328,7 @@ class Engine(DrivenEngine):
         if not self.scheduler.end(request, reason, recompute=self.runner.keeps_states):
             return False
         self._finish(request)
-        if self._collector is not None:
-            self._emit(self._collector)
+        self._emit()
         self._stats.finished_requests += 1
         return True
 

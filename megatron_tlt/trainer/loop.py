@@ -64,8 +64,7 @@ class RLTrainer(Job):
         self._collect_hidden_states()
         self.shutdown.sync_after_step()  # a signal may have come while everything was loaded
         self._sync_weights()
-        if self._is_evaluation_due():
-            self._maybe_evaluate()
+        if self._maybe_evaluate():
             self.checkpoints.is_behind = self.done > 0  # a signal had dropped this evaluation
             self.shutdown.sync_after_step()
         return True
@@ -124,15 +123,16 @@ class RLTrainer(Job):
             dtype = DTYPES[self.config.rollout.dtype]
             self.policy.collect_hidden_states(self.drafter.take_step, budget, dtype, layers, self.config.train.seed)
 
-    def _maybe_evaluate(self) -> None:
-        """Evaluates before the first step, every `eval.every` steps and after the last, once each."""
+    def _maybe_evaluate(self) -> bool:
+        """Evaluates before the first step, every `eval.every` steps and after the last, once each; whether it has."""
         if self.evaluator is None or not self._is_evaluation_due():
-            return
+            return False
         with self.metrics.phase("eval"):
             result = self.evaluator.run(self.state.step, self.shutdown)
         self.sampler.take_stats()  # tokens of the evaluation are not counted as rollout
         self.state.evaluations.append(result)
         self.metrics.log_eval(result)
+        return True
 
     def _is_evaluation_due(self) -> bool:
         step, every, done = self.state.step, self.config.eval.every, self.state.evaluations

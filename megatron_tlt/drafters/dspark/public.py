@@ -60,7 +60,7 @@ def public_config(about: Mapping[str, Any], policy: ModelConfig, layers: tuple[i
     kinds = {str(kind) for kind in given.get("layer_types") or ()}
     if others := kinds - {"full_attention", "sliding_attention"}:
         raise CheckpointError(f"a block drafter with {', '.join(sorted(others))} layers is not computed here")
-    # `max_window_layers` does not tell: published files with a window in every layer have it at their number of layers.
+    # `max_window_layers` says nothing: published files with a window in every layer have it at their number of layers.
     if not kinds and given.get("use_sliding_window") and given.get("sliding_window") is not None:
         raise CheckpointError("use_sliding_window = True, but layer_types, which says in which layers, is missing")
     # Slots of sliding layers see later ones in speculators' files by default, in others where the file says so.

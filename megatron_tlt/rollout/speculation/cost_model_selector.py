@@ -217,7 +217,7 @@ class CostModelSelector:
     def _decide(self, bucket: _Bucket) -> None:
         """Chooses the best candidate and that of the next interval. Mutates the bucket."""
         bucket.costs = self._fit()
-        if self._try_new_drafter(bucket) or not any(c.length for _, c in self._measured_candidates(bucket)):
+        if self._try_new_drafter(bucket) or not self._has_measured_draft:
             return
         speeds = self._speeds(bucket)
         fastest = speeds.index(max(speeds))
@@ -239,7 +239,7 @@ class CostModelSelector:
         drafts then, and without a trial nothing ever would be.
         """
         plain, trial, running = *bucket.candidates[:2], bucket.running
-        is_known = any(c.length for _, c in self._measured_candidates(bucket))
+        is_known = self._has_measured_draft
         if (is_known and not self._is_new) or not plain.steps or any(other.best for other in self._buckets.values()):
             return False
         steps = min(_TRIAL, max(4, round(_FIRST_TRIAL / running)))
@@ -253,6 +253,11 @@ class CostModelSelector:
         return True
 
     # Predictions
+
+    @property
+    def _has_measured_draft(self) -> bool:
+        """Whether an interval with drafts has ended, in any bucket."""
+        return any(c.length and c.steps for bucket in self._buckets.values() for c in bucket.candidates)
 
     def _measured_candidates(self, bucket: _Bucket) -> list[tuple[int, Candidate]]:
         """Every measured candidate with the distance of its bucket, the nearest first."""

@@ -1,4 +1,4 @@
-"""The base of adapters is told from its descendants, which have its embedding."""
+"""The base of adapters and its descendants, which have its embedding, have different fingerprints."""
 
 from __future__ import annotations
 

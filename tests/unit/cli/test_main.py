@@ -93,7 +93,7 @@ def test_those_who_look_at_runs_name_what_is_wrong(tmp_path, capsys, arguments, 
     assert said in capsys.readouterr().err
 
 
-def test_a_wrong_configuration_of_a_job_is_told_though_rank_0_never_comes(tmp_path, capsys, monkeypatch):
+def test_a_wrong_configuration_of_a_job_is_printed_though_rank_0_never_comes(tmp_path, capsys, monkeypatch):
     """srun ends all ranks when the first one exits; rank 0 may still import then."""
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setenv("PMI_RANK", "1")
@@ -102,4 +102,4 @@ def test_a_wrong_configuration_of_a_job_is_told_though_rank_0_never_comes(tmp_pa
     assert main(["train", "no.yaml"]) == 2
     assert "no.yaml" in capsys.readouterr().err and (tmp_path / "exit").read_text() == "2\n"
     assert main(["train", "no.yaml"]) == 2
-    assert capsys.readouterr().err == "", "another rank has told it"
+    assert capsys.readouterr().err == "", "another rank has printed it"
