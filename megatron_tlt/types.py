@@ -430,11 +430,6 @@ class SpeculationStats:
         """Mean tokens that a row emits in a speculative step (1: nothing was accepted)."""
         return self.emitted_tokens / self.row_steps if self.row_steps else 0.0
 
-    @property
-    def pre_rolled_accept_length(self) -> float:
-        """Mean tokens that a row emits whose draft was of a pre-rollout."""
-        return 1 + self.pre_rolled_accepted / self.pre_rolled_rows if self.pre_rolled_rows else 0.0
-
 
 @dataclass(slots=True)
 class EngineStats:

@@ -62,7 +62,7 @@ def job_row(mode: str, timed: Rows, folder: Path, steps: int) -> dict[str, Any]:
 def phases(timed: Rows) -> dict[str, float]:
     """Mean seconds of a step by phase; the phases add up to the step."""
     names = {name.removeprefix("time/") for row in timed for name in row if name.startswith("time/")}
-    names -= {"step", "eval", "checkpoint"}  # the last two are counted to the step after theirs, and not timed in it
+    names -= {"step", "log", "eval", "checkpoint"}  # the last three are of the step before, and in no `time/step`
     found = {name: statistics.mean(row.get(f"time/{name}", 0.0) for row in timed) for name in sorted(names)}
     rest = statistics.mean(row["time/step"] for row in timed) - sum(found.values())
     return {**found, "other": max(0.0, rest)}

@@ -74,7 +74,6 @@ def _lanes(folder: Path, step: int) -> list[tuple[list[tuple[float, float, str]]
     found = []
     for of_rank in events.values():
         spans = [e for e in of_rank if e["kind"] == "span" and e["name"] in PHASE_COLOURS and e["ts"] >= begin - 0.5]
-        spans = [e for e in spans if e["name"] not in ("log", "checkpoint")]
         used = [e for e in of_rank if e["kind"] == "state" and e["name"] in STATES]
         lane = [_interval(e, begin, _colour(e["name"])) for e in spans]
         lane += [_interval(e, begin, STATES[e["name"]]) for e in used]

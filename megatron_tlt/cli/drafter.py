@@ -15,6 +15,7 @@ from megatron_tlt.config.checks.commands import check_drafter_engine, check_held
 from megatron_tlt.config.checks.files import output_directory_problems, output_file_problems
 from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
+from megatron_tlt.observe.files import write_atomically
 from megatron_tlt.resilience.signals import StopSignals
 
 if TYPE_CHECKING:
@@ -98,8 +99,7 @@ def _eval(config: Config, world: World, args: argparse.Namespace) -> int:
     if world.is_main:
         print(result.table(), flush=True)
         if args.out is not None:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
+            write_atomically(args.out, [json.dumps(result.to_json(), indent=2)])
     return OK
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 
@@ -67,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def open_closed_streams() -> None:
     """Opens /dev/null in place of standard streams that services and cron have closed (`>&-`): the next file that is
-    opened would get the number of one, and all output with it.
+    opened would get the number of one, and all output with it. Characters that standard output cannot encode become
+    "?": they must not end a run.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -76,6 +78,8 @@ def open_closed_streams() -> None:
             os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)  # the lowest free number: this one
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -35,6 +35,7 @@ def add_report(commands: Any) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from megatron_tlt.observe.files import write_atomically
     from megatron_tlt.observe.page import page_begins
     from megatron_tlt.observe.report import run_page
     from megatron_tlt.observe.report_compare import comparison
@@ -53,8 +54,7 @@ def _report(args: argparse.Namespace) -> int:
     if problems := output_file_problems("--out", args.out, page_begins()):
         raise ConfigError(problems)
     page = run_page(read_run(args.runs[0]))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(page.html(), encoding="utf-8")
+    write_atomically(args.out, [page.html()])
     _warn(page.warnings)
     if page.headline:
         print(page.headline)
@@ -69,7 +69,7 @@ def _timeline(args: argparse.Namespace) -> int:
     steps = _range(args.steps)
     if problems := output_file_problems("--out", args.out, TRACE):
         raise ConfigError(problems)
-    run = read_run(args.run_dir)
+    run = read_run(args.run_dir, with_responses=False)
     count = write_timeline(run, args.out, steps)
     _warn(run.warnings)
     hint = "open it in https://ui.perfetto.dev or chrome://tracing"

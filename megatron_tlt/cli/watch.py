@@ -49,12 +49,14 @@ def _watch(args: argparse.Namespace) -> int:
 def view(run_dir: Path) -> tuple[str, bool]:
     """The last evaluation, the last steps, and `megatron-tlt status` of the worst ranks; whether the run has ended."""
     from megatron_tlt.observe.progress import step_line
-    from megatron_tlt.observe.runfiles import read_run
+    from megatron_tlt.observe.runfiles import read_end, require_run
 
-    run = read_run(run_dir, with_responses=False)
     status = read_status(run_dir)
-    lines = [step_line(row["step"], run.num_steps, row) for row in run.steps[-_STEPS:]]
-    for row in run.evals[-1:]:
+    if not status.rows:  # a run that has just started has no other files
+        require_run(run_dir)
+    run = read_end(run_dir, _STEPS)
+    lines = [step_line(row["step"], run.num_steps, row) for row in run.steps]
+    for row in run.evals:
         lines.append(f"held-out accuracy after step {row['step']}: {row.get('eval/pass@1') or 0:.3f}")
     lines.append(status_text(run_dir, status, _RANKS, hint=f"megatron-tlt status --all {run_dir}"))
     is_over = status.condition != "running" if status.rows else run.is_finished

@@ -11,6 +11,7 @@ ranks that are no more. The present state of a rank is in RUN_DIR/status (`resil
 from __future__ import annotations
 
 import atexit
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from megatron_tlt.observe.files import write_atomically
 from megatron_tlt.observe.jsonl import JsonRow, LineFile, cut_back_ranks, rank_file, read_rows, to_line
 
 _BUFFERED_LINES = 512
+_STEP = re.compile(rb'\{"ts":[\d.]+,"rank":\d+,"step":(\d+),')  # how `EventLog` begins a line of a step
 
 
 def events_path(run_dir: str | Path, rank: int) -> Path:
@@ -120,6 +122,13 @@ def _cut(path: Path, steps_done: int) -> None:
     """Removes the lines of later steps, wherever they are: those of every start follow each other."""
     kept = (row for row in read_rows(path) if (row.get("step") or 0) < steps_done)
     write_atomically(path, (to_line(row).rstrip("\n") for row in kept))
+
+
+def step_of(line: bytes) -> int | None:
+    """The step of a line that `EventLog` has written, without parsing it; None: it has none, or is torn."""
+    begin = _STEP.match(line)
+    is_whole = line.endswith(b"}\n") and line.count(b"{") == line.count(b"}")
+    return int(begin[1]) if begin and is_whole else None
 
 
 def read_events(run_dir: str | Path, rank: int) -> list[JsonRow]:

@@ -72,16 +72,22 @@ class StepFile(LineFile):
 
 
 def read_rows(
-    path: Path, skipped: SkippedLines | None = None, is_valid: Callable[[JsonRow], bool] = bool
+    path: Path,
+    skipped: SkippedLines | None = None,
+    is_valid: Callable[[JsonRow], bool] = bool,
+    is_other: Callable[[bytes], bool] | None = None,
 ) -> Iterator[JsonRow]:
     """The rows of a file; nothing if there is no file.
 
-    Lines that hold no JSON object, or one that is not valid, are left out; their numbers are added to `skipped`.
+    Lines that hold no JSON object, or one that is not valid, are left out; their numbers are added to `skipped`. Lines
+    for which `is_other` is true are left out without being parsed.
     """
     if not path.exists():
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
+            if is_other is not None and is_other(line):
+                continue
             row = _row(line)
             if row is not None and is_valid(row):
                 yield row

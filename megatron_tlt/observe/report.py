@@ -24,12 +24,12 @@ def run_page(run: RunData) -> Page:
     require_metrics(run)
     page = Page(f"Run {run.name}", subtitle(run), stats=list(_stats(run)))
     if not run.steps:
-        before = f" Evaluated before the first step: {accuracy(run, 0)}." if run.evals else ""
+        before = "".join(f" Evaluated {when(row)}: {accuracy(row)}." for row in run.evals[:1])
         page.headline = f"No step is done yet: charts appear with the first one.{before}"
     page.sections = [
         PageSection("Charts", charts_of(run)),
         _samples(run),
-        PageSection("Settings", [Table(["field", "value"], list(settings(run).items()), wide=True)]),
+        PageSection("Settings", [Table(["field", "value"], [(f, cut_value(v)) for f, v in settings(run)], wide=True)]),
     ]
     page.warnings = run.warnings
     now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
@@ -53,10 +53,14 @@ def subtitle(run: RunData) -> str:
     return " · ".join(part for part in (model, algorithm, ranks, state_of(run)) if part)
 
 
-def accuracy(run: RunData, at: int) -> str:
+def accuracy(row: JsonRow) -> str:
     """Held-out accuracy of an evaluation, with its standard error."""
-    row = run.evals[at]
     return f"{row.get('eval/pass@1') or 0:.3f} ± {row.get('eval/stderr') or 0:.3f}"
+
+
+def when(row: JsonRow) -> str:
+    """The step after which an evaluation was made."""
+    return f"after step {row['step']}" if row["step"] else "before the first step"
 
 
 def seconds_text(seconds: float) -> str:
@@ -74,8 +78,8 @@ def _stats(run: RunData) -> Iterator[Stat]:
         label = f"{run.last_step}" if run.num_steps is None else f"{run.last_step} / {run.num_steps}"
         yield Stat("steps", label, f"{seconds_text(step_time)} each, {seconds_text(run.total('time/step'))}")
     if run.evals:
-        before = f"from {accuracy(run, 0)}" if len(run.evals) > 1 else "before the first step"
-        yield Stat("held-out accuracy", accuracy(run, -1).partition(" ")[0], before)
+        before = f"from {accuracy(run.evals[0])}" if len(run.evals) > 1 else when(run.evals[0])
+        yield Stat("held-out accuracy", accuracy(run.evals[-1]).partition(" ")[0], before)
     if reward := run.column("reward/mean")[1]:
         yield Stat("reward", f"{reward[-1]:.3f}", f"{reward[0]:.3f} in the first step")
     if speed := run.mean("engine/tokens_per_s"):
@@ -125,58 +129,84 @@ def _tail(run: RunData) -> Iterator[Stat]:
         yield Stat("tail of the rollouts", f"{tail:.0%}", f"{note}; without rollouts steps were {limit:.1f}x as fast")
 
 
-def settings(run: RunData) -> dict[str, str]:
-    """The configuration: the value of each field, by its path."""
-    return dict(_fields(run.config, ""))
+def settings(run: RunData) -> Iterator[tuple[str, str]]:
+    """(path of a field, its whole value) of the configuration; the items of a list are fields 0, 1, ..."""
+    return _fields(run.config, "")
 
 
 def _fields(value: object, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, list) and value:
+        value = dict(enumerate(value))
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _fields(inner, f"{path}.{key}".lstrip("."))
     else:
-        text = "null" if value is None else str(value)
-        yield path, text if len(text) <= _VALUE_CHARACTERS else f"{text[:_VALUE_CHARACTERS]} …"
+        yield path, "null" if value is None else str(value)
 
 
-def _says_wrong(run: RunData) -> bool:
-    """Whether a response below the thresholds is wrong: none is the default one of a user's function."""
-    functions = run.config.get("rewards", {}).get("functions", [])
-    return not any(is_of_unknown_scale(f.get("name"), f.get("threshold")) for f in functions)
+def cut_value(text: str, at: int = 0) -> str:
+    """As much of a setting's value as is shown; the character `at` is in it."""
+    begin = max(0, at - 2 * _VALUE_CHARACTERS // 3)
+    end = begin + _VALUE_CHARACTERS
+    return f"{'… ' if begin else ''}{text[begin:end]}{' …' if end < len(text) else ''}"
 
 
 def _samples(run: RunData) -> PageSection:
-    """Responses of steps at equal distances, those of the last step first."""
+    """Responses of steps at equal distances, those of the last step first; of each step as many, in whole pairs."""
     every = sorted({row["step"] for row in run.samples}, reverse=True)
     steps = every[:: len(every) // _SAMPLE_STEPS + 1]
-    says_wrong = _says_wrong(run)
-    verdict = {True: "correct", False: "wrong" if says_wrong else "below 1"}
-    shown = [row for row in reversed(run.samples) if row["step"] in steps]
-    rows = [row | _shown(row) | {"verdict": verdict[bool(row["correct"])]} for row in shown]
+    most = _SAMPLES // max(1, len(steps)) // 2 * 2
+    functions = run.config.get("rewards", {}).get("functions")
+    rows = []
+    for step in steps:
+        for row in reversed([row for row in run.samples if row["step"] == step][:most]):
+            rows.append(row | _shown(row, functions != []) | {"verdict": _verdict(row, functions)})
     text = "The best and the worst response of the first prompts of a step: the update learns from their contrast."
-    if not says_wrong:
+    if functions == []:
+        text = "Responses to the first prompts of a step. No reward function judges them."
+    elif _is_scale_unknown(functions):
         text += " Below 1: rewards.functions.N.threshold, from which a response is correct, has its default."
     title = "Samples"
     if any("turns" in row for row in rows):
         title, text = "Trajectories", f"{text} By turn: what the model wrote, then the environment's text."
-    return PageSection(title, [Samples(rows[:_SAMPLES])] if rows else [], text)
+    return PageSection(title, [Samples(rows)] if rows else [], text)
 
 
-def _shown(row: JsonRow) -> JsonRow:
+def _verdict(row: JsonRow, functions: Sequence[JsonRow] | None) -> str:
+    """Of the run's reward functions on a response; None: its configuration cannot be read."""
+    if functions == [] or row.get("failure"):
+        return "not judged"
+    if row["correct"]:
+        return "correct"
+    return "below 1" if _is_scale_unknown(functions) else "wrong"
+
+
+def _is_scale_unknown(functions: Sequence[JsonRow] | None) -> bool:
+    """Whether a response below the thresholds may be right: one of them is the default, of a user's function."""
+    return any(is_of_unknown_scale(f.get("name"), f.get("threshold")) for f in functions or ())
+
+
+def _shown(row: JsonRow, has_reward: bool) -> JsonRow:
     """Facts in a line, the prompt, and the response in parts: (facts of a turn, its stretches)."""
-    facts = [f"step {row['step']}", f"reward {row.get('reward') or 0:g}", f"{row.get('tokens', 0)} tokens"]
+    facts = [f"step {row['step']}"]
+    facts += [f"reward {row.get('reward') or 0:g}"] if has_reward else []
+    facts.append(f"{row.get('tokens', 0)} tokens")
     facts += [str(row[name]) for name in ("task", "finish_reason") if row.get(name)]
     if turns := row.get("turn_rewards"):
         facts.append(f"{len(turns)} turns, rewards {', '.join(f'{reward:g}' for reward in turns)}")
     if row.get("env_failure"):
         facts.append(f"aborted: {row['env_failure']}")
+    elif row.get("failure"):
+        facts.append(f"reward failed: {row['failure']}")
     parts = [("", [("", _cut(row["response"]))])]
     if drafts := row.get("drafts"):
         accepted = sum(count for _, count, _ in drafts["runs"])
         since, end = drafts.get("since", 0), len(drafts["pieces"])
         tokens = f"tokens {since + 1} to {end}" if since else f"the first {end} tokens"
         facts.append(f"{accepted} of {tokens} were drafted")
-        parts = [("", list(stretches(drafts["pieces"], drafts["runs"], row.get("given", ()))))]
+        shown = [*stretches(drafts["pieces"], drafts["runs"], row.get("given", ()))]
+        shown += [("", f" … ({row['tokens']} tokens)")] if end < row["tokens"] else []
+        parts = [("", shown)]
     if row.get("turns"):
         parts = list(_turns(row))
     return {"facts": " · ".join(facts), "prompt": _cut(row["prompt"]), "parts": parts}

@@ -23,8 +23,6 @@ PHASE_COLOURS = {
     "update": colours.GREEN,
     "merge": colours.AMBER,
     "weight_sync": colours.BROWN,
-    "log": colours.RED,
-    "checkpoint": colours.RED,
 }
 STATES = {
     "BUSY": colours.BLUE,
@@ -53,9 +51,14 @@ def _learning(run: RunData) -> Iterator[Chart]:
     if run.evals:
         errors = {"error_y": {"type": "data", "array": run.column("eval/stderr", run.evals)[1]}}
         traces.append(line("held out", *run.column("eval/pass@1", run.evals), colours.BLUE, **errors))
+    unit, note, label, axis = "nats a token", "", "teacher KL", {}
     if traces:
-        note = "Reward and accuracy of the rollouts, pass@1 of the same held-out prompts with its standard error."
-        yield Chart("Learning", traces, "step", "mean over responses", note)
+        note = "Reward and accuracy of the rollouts, pass@1 of the same held-out prompts with its standard error. "
+        unit, label, axis = "mean over responses", "teacher KL (right)", {"yaxis": "y2"}
+    if teacher := _lines(run, {"policy/teacher_kl": label}, 3, **axis):
+        note += "Teacher KL: log policy − log teacher, in nats a token."
+    if traces or teacher:
+        yield Chart("Learning", [*traces, *teacher], "step", unit, note.rstrip())
 
 
 def _acceptance(run: RunData) -> Iterator[Chart]:
@@ -73,7 +76,7 @@ def _acceptance(run: RunData) -> Iterator[Chart]:
 def phases_of(run: RunData) -> dict[str, list[float]]:
     """Seconds of each phase in each step (0 where it did not run), means over the ranks, in the order of a step."""
     names = {name.removeprefix("time/") for row in run.steps for name in row if name.startswith("time/")}
-    names -= {"step", "eval", "checkpoint"}  # the last two are counted to the step after theirs
+    names -= {"step", "log", "eval", "checkpoint"}  # the last three are of the step before, and in no `time/step`
     ordered = [name for name in PHASE_COLOURS if name in names] + sorted(names - PHASE_COLOURS.keys())
     return {name: [row.get(f"time/{name}") or 0.0 for row in run.steps] for name in ordered}
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 from megatron_tlt.errors import aligned
-from megatron_tlt.observe.report import accuracy, seconds_text, settings, state_of, subtitle
+from megatron_tlt.observe.report import accuracy, cut_value, seconds_text, settings, state_of, subtitle, when
 from megatron_tlt.observe.report_charts import phases_of
 from megatron_tlt.observe.runfiles import JsonRow, RunData, require_metrics
 
@@ -85,11 +86,11 @@ def _speed(runs: Pair, names: tuple[str, str]) -> str:
 
 def _speed_by_tokens(runs: Pair, names: tuple[str, str]) -> str:
     """How much faster where the responses differ: their steps are other amounts of work."""
-    tokens = [sum(row.get("length/mean", 0.0) * row.get("rollout/samples", 0.0) for row in run.steps) for run in runs]
+    tokens = [run.total("engine/generated_tokens") for run in runs]  # those of groups that are not trained on, too
     if not all(tokens):
         return "Their steps are other work, of which the tokens are not known."
-    a, b = (1000 * sum(run.column("time/step")[1]) / count for run, count in zip(runs, tokens, strict=True))
-    each = f"{seconds_text(a)} against {seconds_text(b)} for 1,000 response tokens"
+    a, b = (1000 * run.total("time/step") / count for run, count in zip(runs, tokens, strict=True))
+    each = f"{seconds_text(a)} against {seconds_text(b)} for 1,000 generated tokens"
     return f"So their steps are other work: {_faster(a, b, names)} by {each}."
 
 
@@ -112,10 +113,14 @@ def _caution(runs: Pair) -> str:
 
 def _differences(a: RunData, b: RunData) -> list[tuple[str, str, str]]:
     """(field, value in A, value in B) of the settings that differ, by name; last, the state of the runs."""
-    first, second = settings(a), settings(b)
-    paths = sorted((first | second).keys() - {"train.run_dir"})
-    rows = [(path, first.get(path, ""), second.get(path, "")) for path in paths]
-    return [*(row for row in rows if row[1] != row[2]), ("state", state_of(a), state_of(b))]
+    first, second = dict(settings(a)), dict(settings(b))
+    rows = []
+    for path in sorted((first | second).keys() - {"train.run_dir"}):
+        x, y = (of.get(path, "") for of in (first, second))
+        if x != y:
+            at = next(i for i, (c, d) in enumerate(zip_longest(x, y)) if c != d)  # behind what is cut, perhaps
+            rows.append((path, cut_value(x, at), cut_value(y, at)))
+    return [*rows, ("state", state_of(a), state_of(b))]
 
 
 def _times(runs: Pair) -> Iterator[tuple[str, ...]]:
@@ -127,9 +132,13 @@ def _times(runs: Pair) -> Iterator[tuple[str, ...]]:
 
 
 def _results(a: RunData, b: RunData, common: Pair) -> Iterator[tuple[str, ...]]:
-    """The last evaluation of each run, and means over the `common` steps."""
-    if a.evals or b.evals:
-        yield "held-out accuracy, last", *(accuracy(run, -1) if run.evals else "" for run in (a, b))
+    """The last evaluation after the same step, else the last of each run, and means over the `common` steps."""
+    evals = [{row["step"]: row for row in run.evals} for run in (a, b)]
+    if both := evals[0].keys() & evals[1].keys() - {0}:  # before the first step nothing is learned
+        yield f"held-out accuracy, step {max(both)}", *(accuracy(of[max(both)]) for of in evals)
+    elif any(evals):
+        last = ("".join(f"{accuracy(row)} {when(row)}" for row in run.evals[-1:]) for run in (a, b))
+        yield "held-out accuracy, last", *last
     for name in ("reward/mean", "length/mean", "spec/accept_length", "drafter/accept/1_mean", "idle/seconds"):
         if any(run.column(name)[1] for run in common):
             yield f"{name}, mean of steps", *(f"{run.mean(name):.3f}" if run.column(name)[1] else "" for run in common)

@@ -7,15 +7,15 @@ rank and step. Lines that cannot be read are skipped, and `RunData.warnings` nam
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import UnionType
 
 from megatron_tlt.errors import ConfigError, shortened
-from megatron_tlt.observe.events import events_path
-from megatron_tlt.observe.jsonl import JsonRow, SkippedLines, read_rows
+from megatron_tlt.observe.events import events_path, step_of
+from megatron_tlt.observe.jsonl import JsonRow, SkippedLines, read_rows, rows_from_end
 from megatron_tlt.observe.metrics import METRICS_FILE
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, SAMPLES_FILE
 from megatron_tlt.observe.summary import SUMMARY_FILE
@@ -96,15 +96,22 @@ class RunData:
         waits = ([v for name, v in row.items() if name.startswith("idle/rank")] for row in self.steps)
         return float(sum(max(seconds, default=0.0) for seconds in waits))
 
-    def events(self, rank: int) -> Iterator[JsonRow]:
-        """All events of one rank, in the order they were written."""
-        return read_rows(events_path(self.run_dir, rank), self.skipped, is_event)
+    def events(self, rank: int, of_step: Callable[[int], bool] = lambda step: True) -> Iterator[JsonRow]:
+        """Events of one rank, in the order they were written: those of no step, and of the steps (0 is the first) for
+        which `of_step` is true. The others, of which long runs have GB, are not parsed.
+        """
+
+        def is_other(line: bytes) -> bool:
+            step = step_of(line)
+            return step is not None and not of_step(step)
+
+        return read_rows(events_path(self.run_dir, rank), self.skipped, is_event, is_other)
 
     def events_of_steps(self, rank: int, steps: Collection[int]) -> dict[int, list[JsonRow]]:
         """A rank's events of `steps` (0 is the first). Of a step done again after a resume, the later ones."""
         found: dict[int, list[JsonRow]] = {}
         of_start: dict[int, list[JsonRow]] = {}
-        for row in self.events(rank):
+        for row in self.events(rank, steps.__contains__):
             if row["name"] == "open":
                 found, of_start = found | of_start, {}
             elif row["step"] in steps:
@@ -127,12 +134,8 @@ def is_event(row: JsonRow) -> bool:
 
 def read_run(run_dir: str | Path, with_responses: bool = True) -> RunData:
     """All but the events; `with_responses`: rollouts and samples, too. Raises ConfigError where there is no run."""
+    require_run(run_dir)
     folder = Path(run_dir)
-    if not folder.is_dir():
-        allowed = f"must be a directory that `megatron-tlt train` has written; a relative path counts from {Path.cwd()}"
-        raise ConfigError.of("RUN_DIR", str(run_dir), allowed)
-    if not (folder / METRICS_FILE).exists() and not (folder / "events").is_dir():
-        raise ConfigError.of("RUN_DIR", str(run_dir), f"holds no run: neither {METRICS_FILE} nor events/")
     skipped: SkippedLines = {}
 
     def rows(name: str) -> list[JsonRow]:
@@ -141,7 +144,7 @@ def read_run(run_dir: str | Path, with_responses: bool = True) -> RunData:
     steps: dict[int, JsonRow] = {}
     evals: dict[int, JsonRow] = {}
     for row in rows(METRICS_FILE):
-        kind = evals if any(name.startswith("eval/") for name in row) else steps
+        kind = evals if _is_evaluation(row) else steps
         kind[row["step"]] = row
     return RunData(
         folder,
@@ -154,6 +157,42 @@ def read_run(run_dir: str | Path, with_responses: bool = True) -> RunData:
         ranks_of(folder),
         skipped,
     )
+
+
+def read_end(run_dir: str | Path, most: int) -> RunData:
+    """The last steps, `most` at most, and the last evaluation: read from the end of metrics.jsonl, for a look every few
+    seconds. Nothing where there is no run.
+    """
+    folder = Path(run_dir)
+    config = _object(folder / CONFIG_FILE, {}) or {}
+    evaluates = config.get("data", {}).get("eval", True) is not None and config.get("eval", {}).get("every", 1) > 0
+    steps: dict[int, JsonRow] = {}
+    evals: list[JsonRow] = []
+    for _, row in rows_from_end(folder / METRICS_FILE) if (folder / METRICS_FILE).exists() else ():
+        if not has_fields(row, _FIELDS[METRICS_FILE]):
+            continue
+        if _is_evaluation(row):
+            evals = evals or [row]
+        elif len(steps) < most:
+            steps.setdefault(row["step"], row)
+        if len(steps) == most and (evals or not evaluates):
+            break
+    summary = _object(folder / SUMMARY_FILE, {})
+    return RunData(folder, config, [steps[s] for s in sorted(steps)], evals, [], [], summary, [])
+
+
+def _is_evaluation(row: JsonRow) -> bool:
+    return any(name.startswith("eval/") for name in row)
+
+
+def require_run(run_dir: str | Path) -> None:
+    """Raises ConfigError where there is no run."""
+    folder = Path(run_dir)
+    if not folder.is_dir():
+        allowed = f"must be a directory that `megatron-tlt train` has written; a relative path counts from {Path.cwd()}"
+        raise ConfigError.of("RUN_DIR", str(run_dir), allowed)
+    if not (folder / METRICS_FILE).exists() and not (folder / "events").is_dir():
+        raise ConfigError.of("RUN_DIR", str(run_dir), f"holds no run: neither {METRICS_FILE} nor events/")
 
 
 def require_metrics(run: RunData) -> None:

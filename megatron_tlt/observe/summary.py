@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_tlt.errors import shortened
+from megatron_tlt.observe.files import write_atomically
 from megatron_tlt.observe.jsonl import to_json
 
 SUMMARY_FILE = "summary.json"
@@ -104,6 +105,5 @@ def write_summary(summary: RunSummary, run_dir: str | Path) -> Path:
     """Writes run_dir/summary.json; numbers that JSON lacks become null. Returns its path."""
     values = to_json(asdict(summary) | {"tokens_per_second": summary.tokens_per_second})
     path = Path(run_dir) / SUMMARY_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_atomically(path, [json.dumps(values, indent=2, ensure_ascii=False)])
     return path

@@ -63,7 +63,7 @@ def _names(pid: int, process: str, threads: dict[int, str]) -> Iterator[Event]:
 def _rank_events(run: RunData, rank: int, origin: float, steps: Collection[int] | None) -> Iterator[Event]:
     """One rank's events, in microseconds since `origin`."""
     slices: dict[int, list[Event]] = {_PHASES: [], _STATES: [], _WAITS: []}
-    for row in run.events(rank):
+    for row in run.events(rank, lambda step: steps is None or step + 1 in steps):
         step = row.get("step")
         name = row["name"]
         attrs = row.get("attrs", {})

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_tlt.observe import colours
+from megatron_tlt.observe.files import write_atomically
 from megatron_tlt.observe.page import Chart, Page, PageSection, Part, Stat, Table, bar, line
 from megatron_tlt.sim.result import SIM_PHASES, Point, SimResult
 from megatron_tlt.sim.tables import HUNDRED_STEPS, headline, largest, nodes_text, point_table
@@ -24,8 +25,7 @@ Bar = tuple[str, list[float], str]  # name, a value for each point, colour
 
 def write_report(result: SimResult, path: Path) -> None:
     """Writes the page, making its directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(build_page(result).html(), encoding="utf-8")
+    write_atomically(path, [build_page(result).html()])
 
 
 def build_page(result: SimResult) -> Page:

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.observe.files import write_atomically
+
 SCHEMA = "megatron-tlt/simulation/2"
 SIM_PHASES = ("rollout", "stop", "score", "logprobs", "update", "weight_sync")
 """In order. rollout: until the slowest replica is done; stop: until training and pre-rollouts have stopped, and every
@@ -89,5 +91,4 @@ class SimResult:
 
     def write(self, path: Path) -> None:
         """Writes `to_json` to `path`, making its directory."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_atomically(path, [json.dumps(self.to_json(), indent=1)])

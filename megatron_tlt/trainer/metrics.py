@@ -247,7 +247,7 @@ class RunMetrics:
             paths={name: str(path) for name, path in paths.items()},
         )
         write_summary(summary, self._run_dir)
-        print_summary(summary, Console(highlight=False))
+        print_summary(summary, Console(highlight=False, markup=False, emoji=False))
 
     def close(self) -> None:
         """Closes all files."""

@@ -142,10 +142,14 @@ def test_outputs_of_before_are_replaced(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     out, page = tmp_path / "o.json", tmp_path / "p.html"
     command = ["simulate", "configs/sim/paper-7b.yaml", "--out", str(out), "--report", str(page)]
-    for _ in range(2):
-        assert main(command) == 0
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1, "reward/mean": 0.5}\n')
-    assert main(["report", str(tmp_path), "-o", str(page)]) == 0
+    assert main(command) == 0
+    for again, files in ((command, (out, page)), (["report", str(tmp_path), "-o", str(page)], (page,))):
+        for file in files:
+            file.with_suffix(".old").unlink(missing_ok=True)
+            file.with_suffix(".old").hardlink_to(file)
+        assert main(again) == 0
+        assert not any(file.samefile(file.with_suffix(".old")) for file in files), "written beside it, and renamed"
     out.write_bytes(gzip.compress(b'{"displayTimeUnit":"ms","traceEvents":[\n]}\n'))
     assert main(["timeline", str(tmp_path), "-o", str(out)]) == 2
     assert "has no event logs" in capsys.readouterr().err, "the file is a timeline's"

@@ -1,5 +1,6 @@
 """What the command line makes of its arguments."""
 
+import io
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 from megatron_tlt.cli.generate import argument_problems
 from megatron_tlt.cli.main import _parse, main
 from megatron_tlt.observe import attempt
+from tests.helpers.synthetic_run import write_run
 
 
 @pytest.mark.parametrize("rest", [["--rank", "4"], ["stray"], ["--raks=4"], ["a.b=1", "--x"]], ids=" ".join)
@@ -67,6 +69,22 @@ def test_two_runs_are_printed_and_have_no_page(tmp_path, capsys):
     assert main(command) == 0 and "They are equally fast: 2.0 s" in capsys.readouterr().out
     assert main([*command, "-o", str(tmp_path / "r.html")]) == 2
     assert "a comparison is printed" in capsys.readouterr().err and not (tmp_path / "r.html").exists()
+
+
+def test_characters_that_the_output_lacks_end_no_command(tmp_path, monkeypatch):
+    runs = [str(write_run(tmp_path / name, pace=pace)) for name, pace in (("slow", 2.0), ("fast", 1.0))]
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert main(["report", *runs]) == 0
+    sys.stdout.seek(0)
+    assert "? as fast (" in sys.stdout.read()
+
+
+def test_a_timeline_reads_no_responses(tmp_path, capsys):
+    run, out = write_run(tmp_path / "r"), tmp_path / "t.json.gz"
+    for name in ("samples.jsonl", "rollouts.jsonl"):
+        (run / name).write_text("[1]\n")
+    assert main(["timeline", str(run), "-o", str(out)]) == 0
+    assert out.exists() and capsys.readouterr().err == ""
 
 
 def test_a_closed_pipe_prints_no_error(tmp_path):

@@ -33,6 +33,13 @@ def test_the_last_steps_and_what_the_ranks_do(tmp_path, capsys):
     assert rows[-1][3:6] == ["running", "rollout", "(BUSY)"] and rows[-1][-4:-1] == ["12", "5", "340"]
 
 
+def test_a_run_that_has_just_started_has_its_ranks_alone(tmp_path, capsys):
+    beat(tmp_path, running=7)
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{tmp_path}: running, ") and " 7 " in shown.splitlines()[-1]
+
+
 def test_watching_ends_with_the_run(tmp_path, capsys, monkeypatch):
     folder = write_run(tmp_path / ("r" * 90))  # longer than the terminal is wide
     beat(folder)

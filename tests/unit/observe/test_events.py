@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.observe.events import EventLog, events_path, read_events
+from megatron_tlt.observe.events import EventLog, events_path, read_events, step_of
 from megatron_tlt.observe.jsonl import cut_back, read_rows, to_line
 
 
@@ -54,6 +54,16 @@ def test_a_torn_line_is_left_out_and_the_next_one_stands_alone(tmp_path):
     with closing(EventLog(tmp_path, 0)) as log:
         log.instant("after", 1)
     assert [e["name"] for e in read_events(tmp_path, 0)] == ["whole", "open", "after"]
+
+
+def test_the_step_of_a_line_is_known_without_parsing_it(tmp_path):
+    with closing(EventLog(tmp_path, 12)) as log:
+        log.state("BUSY", 3, 1.8e9, 0.5)
+        with log.span("rollout", 40, prompts=4):
+            pass
+    lines = events_path(tmp_path, 12).read_bytes().splitlines(keepends=True)
+    assert [step_of(line) for line in lines] == [None, 3, 40]
+    assert [step_of(lines[2][:end] + b"\n") for end in (60, -3, -2)] == [None] * 3, "torn"
 
 
 def test_rows_take_what_json_lacks():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +24,16 @@ def charts(page) -> dict[str, Chart]:
     }
 
 
+def samples(page) -> list:
+    return next(part.rows for s in page.sections for part in s.parts if isinstance(part, Samples))
+
+
+def configure(folder: Path, **sections: object) -> Path:
+    config = json.loads((folder / "config.json").read_text()) | sections
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("options", "missing"),
     [
@@ -35,6 +48,23 @@ def test_charts_have_points_and_those_without_data_are_left_out(tmp_path, option
     assert all(
         any(trace.x is not None and len(trace.x) for trace in chart.figure.data) for chart in part.values()
     )
+
+
+def test_the_teachers_kl_is_in_the_learning_chart(tmp_path):
+    run = read_run(write_run(tmp_path / "r"))
+    for row in run.steps:
+        row["policy/teacher_kl"] = 0.1 / row["step"]
+    chart = charts(run_page(run))["Learning"]
+    assert [(trace["name"], trace.get("yaxis")) for trace in chart.traces][2:] == [
+        ("held out", None),
+        ("teacher KL (right)", "y2"),
+    ]
+    run.evals = []
+    for row in run.steps:
+        del row["reward/mean"], row["reward/accuracy"]
+    chart = charts(run_page(run))["Learning"]
+    assert [(trace["name"], trace.get("yaxis")) for trace in chart.traces] == [("teacher KL", None)]
+    assert chart.y == "nats a token" and chart.figure.data[0].y[-1] == 0.1 / run.last_step
 
 
 def test_the_curve_is_the_sum_of_the_ranks_in_the_longest_rollout(tmp_path):
@@ -90,21 +120,39 @@ def test_trajectories_are_shown_by_turn(tmp_path, speculation, expected):
 
 
 @pytest.mark.parametrize(
-    ("function", "verdict"),
+    ("functions", "verdicts"),
     [
-        ({"name": "python", "threshold": "auto"}, "below 1"),
-        ({"name": "python", "threshold": 0.9}, "wrong"),
-        ({"name": "exact", "threshold": "auto"}, "wrong"),
+        ([{"name": "python", "threshold": "auto"}], {"correct", "below 1"}),
+        ([{"name": "python", "threshold": 0.9}], {"correct", "wrong"}),
+        ([{"name": "exact", "threshold": "auto"}], {"correct", "wrong"}),
+        ([], {"not judged"}),
     ],
 )
-def test_only_where_a_threshold_is_known_a_response_is_called_wrong(tmp_path, function, verdict):
-    folder = write_run(tmp_path / "r")
-    config = json.loads((folder / "config.json").read_text()) | {"rewards": {"functions": [function]}}
-    (folder / "config.json").write_text(json.dumps(config))
-    page = run_page(read_run(folder))
-    (section,) = [s for s in page.sections if s.parts and isinstance(s.parts[0], Samples)]
-    assert {row["verdict"] for row in section.parts[0].rows} == {"correct", verdict}
-    assert f">{verdict}</b>" in page.html()
+def test_only_where_a_threshold_is_known_a_response_is_called_wrong(tmp_path, functions, verdicts):
+    page = run_page(read_run(configure(write_run(tmp_path / "r"), rewards={"functions": functions})))
+    assert {row["verdict"] for row in samples(page)} == verdicts
+    assert all(f">{verdict}</b>" in page.html() for verdict in verdicts)
+    assert all(("reward" in row["facts"]) == bool(functions) for row in samples(page))
+
+
+def test_a_reward_that_failed_and_tokens_that_are_not_shown_are_named(tmp_path):
+    run = read_run(write_run(tmp_path / "r"))
+    run.samples[-1] |= {"failure": "exact: no result within 10 s", "tokens": 1200}
+    page = run_page(run)
+    first, second = samples(page)[:2]
+    assert first["verdict"] == "not judged" and "reward failed: exact: no result within 10 s" in first["facts"]
+    assert "<b class=\"muted\">not judged</b>" in page.html()
+    assert first["parts"][0][1][-1] == ("", " … (1200 tokens)")
+    assert not any("tokens)" in text for _, text in second["parts"][0][1])
+
+
+def test_of_many_samples_a_step_those_of_every_step_are_shown_in_pairs(tmp_path):
+    run = read_run(write_run(tmp_path / "r", steps=12))
+    run.samples = [row | {"prompt_id": i} for row in run.samples for i in range(4)]
+    run.steps, run.samples = run.steps[:11], [row for row in run.samples if row["step"] < 12]
+    run.samples.sort(key=lambda row: (row["step"], row["prompt_id"], row["sample_index"]))
+    shown = Counter((row["step"], row["prompt_id"]) for row in samples(run_page(run)))
+    assert shown == {(step, prompt): 2 for step in range(1, 12) for prompt in range(2)}
 
 
 def test_a_run_before_its_first_step(tmp_path):
@@ -138,6 +186,8 @@ def test_lines_that_cannot_be_read_are_named(tmp_path):
 def test_two_runs_with_the_same_responses_are_compared_in_speed_and_settings(tmp_path):
     slow = write_run(tmp_path / "slow", steps=7, pace=2.0, speculation=False)
     a, b = read_run(slow), read_run(write_run(tmp_path / "fast", steps=7))
+    for row in a.steps:
+        row["time/log"] = 99.0  # of the step before, so not of its time
     ratio = sum(a.column("time/step")[1]) / sum(b.column("time/step")[1])
     text = comparison(a, b)
     assert text.startswith(f"Same responses and rewards in all 7 common steps. fast is {ratio:.2f}× as fast")
@@ -147,21 +197,50 @@ def test_two_runs_with_the_same_responses_are_compared_in_speed_and_settings(tmp
     assert differences[1:3] == [["field", "slow", "fast"], ["rollout.speculation.drafter", "none", "eagle"]]
     assert len(differences) == 4 and differences[3][0] == "state"
     assert seconds[2][0] == "rollout" and seconds[-1][:2] == ["whole", "step"] and seconds[-1][-1] == f"{ratio:.2f}"
-    assert results[2][:3] == ["held-out", "accuracy,", "last"] and results[2].count("±") == 2
+    assert results[2][:4] == ["held-out", "accuracy,", "step", "7"] and results[2].count("±") == 2
+
+
+def test_settings_are_compared_whole_and_shown_where_they_differ(tmp_path):
+    runs = []
+    for threshold, end in ((0.5, "x"), (0.9, "y")):
+        function = {"name": "python", "path": "a" * 100, "threshold": threshold}
+        folder = write_run(tmp_path / f"run {end}")
+        configure(folder, rewards={"functions": [function]}, data={"system_prompt": f"{'b ' * 100}{end}"})
+        runs.append(read_run(folder))
+    lines = [line.split() for line in comparison(*runs).splitlines()]
+    assert ["rewards.functions.0.threshold", "0.5", "0.9"] in lines
+    (prompt,) = [line for line in lines if line[:1] == ["data.system_prompt"]]
+    assert "x" in prompt and "y" in prompt and len(prompt) < 70
+    assert not any(line[:1] == ["rewards.functions.0.path"] for line in lines), "it is the same"
+
+
+def test_evaluations_after_the_same_steps_are_compared(tmp_path):
+    a, b = (read_run(write_run(tmp_path / name)) for name in ("a", "b"))
+    of = {step: {"step": step, "eval/pass@1": step / 10, "eval/stderr": 0.02} for step in (0, 3, 5, 7, 9)}
+    a.evals, b.evals = [of[0], of[5], of[7]], [of[0], of[5], of[9]]
+    assert "\nheld-out accuracy, step 5  0.500 ± 0.020  0.500 ± 0.020\n" in squeezed(comparison(a, b))
+    a.evals, b.evals = [of[0], of[3]], [of[0], of[9]]
+    last = "0.300 ± 0.020 after step 3  0.900 ± 0.020 after step 9"
+    assert f"\nheld-out accuracy, last  {last}\n" in squeezed(comparison(a, b))
+    a.evals, b.evals = [of[3]], [of[0]]
+    notes = [stat.note for run in (a, b) for stat in run_page(run).stats if stat.label == "held-out accuracy"]
+    assert notes == ["after step 3", "before the first step"]
+
+
+def squeezed(table: str) -> str:
+    return re.sub("   +", "  ", table)
 
 
 def test_runs_of_other_responses_are_compared_by_tokens(tmp_path):
     runs = []
-    for name, length, pace in (("short", 100.0, 1.0), ("long", 400.0, 2.0)):
-        folder = write_run(tmp_path / name, pace=pace, responses=name)
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        rows = [{**row, "length/mean": length, "rollout/samples": 10.0} for row in rows]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        runs.append(read_run(folder))
+    for name, tokens, pace in (("short", 1000.0, 1.0), ("long", 4000.0, 2.0)):
+        runs.append(read_run(write_run(tmp_path / name, pace=pace, responses=name)))
+        for row in runs[-1].steps:  # dynamic sampling trains on few of the longer responses
+            row |= {"engine/generated_tokens": tokens, "length/mean": 100.0, "rollout/samples": 10.0}
     a, b = (sum(run.column("time/step")[1]) / (len(run.steps) * n) for run, n in zip(runs, (1, 4), strict=True))
     assert a > b, "a step of the long responses takes longer, and a token of them does not"
     text = comparison(*runs)
-    assert f"long is {a / b:.2f}× as fast by" in text and "1,000 response tokens" in text
+    assert f"long is {a / b:.2f}× as fast by" in text and "1,000 generated tokens" in text
     assert "× as fast (" not in text
 
 

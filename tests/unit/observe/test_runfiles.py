@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
-from megatron_tlt.observe.events import EventLog
-from megatron_tlt.observe.runfiles import ranks_of, read_run
+import pytest
+
+from megatron_tlt.observe import jsonl, runfiles
+from megatron_tlt.observe.events import EventLog, events_path
+from megatron_tlt.observe.jsonl import JsonRow
+from megatron_tlt.observe.runfiles import ranks_of, read_end, read_run
+from tests.helpers.synthetic_run import write_run
 
 
 def test_of_a_step_done_twice_the_second_time_counts(tmp_path):
@@ -18,3 +26,34 @@ def test_of_a_step_done_twice_the_second_time_counts(tmp_path):
     names = {step: [row["name"] for row in rows] for step, rows in found.items()}
     assert names == {0: ["first a", "first b"], 2: ["second a", "second b"], 3: ["second a", "second b"]}
     assert ranks_of(tmp_path) == [0]
+
+
+def test_events_of_other_steps_are_not_parsed_and_torn_lines_are_counted(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "r", steps=50)
+    with events_path(folder, 0).open("ab") as file:
+        file.write(b'{"ts":1.5,"rank":0,"step":7,"kind":"instant","name":"curve","attrs":{"running":[[0,\n')
+    parsed, row_of = [], jsonl._row
+    monkeypatch.setattr(jsonl, "_row", lambda line: parsed.append(line) or row_of(line))
+    run = read_run(folder, with_responses=False)
+    parsed.clear()
+    events = run.events_of_steps(0, [20])[20]
+    assert {row["step"] for row in events} == {20} and len(events) > 5
+    assert len(parsed) == len(events) + 2, "those of the step, the first one of a start, and the torn one"
+    assert [len(lines) for lines in run.skipped.values()] == [1]
+
+
+@pytest.mark.parametrize(("data", "read"), [({"eval": None}, 8), ({}, 31)])
+def test_the_end_of_a_run_is_read_as_far_as_it_is_shown(tmp_path, monkeypatch, data, read):
+    """An evaluation is looked for where the run makes some."""
+    folder = write_run(tmp_path / "r", steps=30, num_steps=40, evals="eval" not in data)
+    (folder / "config.json").write_text(json.dumps({"data": data, "train": {"num_steps": 40}}))
+    rows: list[JsonRow] = []
+
+    def counted(path: Path) -> Iterator[tuple[int, JsonRow]]:
+        for end, row in jsonl.rows_from_end(path):
+            rows.append(row)
+            yield end, row
+
+    monkeypatch.setattr(runfiles, "rows_from_end", counted)
+    end, whole = read_end(folder, 8), read_run(folder)
+    assert (end.steps, end.evals) == (whole.steps[-8:], whole.evals[-1:]) and len(rows) == read
