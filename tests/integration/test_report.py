@@ -67,4 +67,4 @@ def test_a_simulation_can_be_read_at_both_widths(tmp_path, width):
     small = ["workload.steps=1", "workload.prompts_per_step=64", "workload.lengths.median=200"]
     quick = "rollout.speculation.selector=beg_mab"
     assert main(["simulate", "configs/sim/paper-7b.yaml", *small, quick, "--report", str(page)]) == 0
-    look(page, width, 5)
+    look(page, width, 4)
