@@ -5,9 +5,9 @@
 TRL's GRPOTrainer runs in an environment of its own (`make bench-trl`), on as many processes of one thread as this
 project has ranks, over gloo. Both start from the same policy and get the same prompts in the same order, this project's
 reward functions, group size, temperature, response length, loss (GRPO: mean over tokens, then over responses; no KL),
-AdamW, warm-up and gradient clipping, in fp32. TRL generates with `transformers`; it has no drafter. The sides take
-turns (A B A B), each turn a job of its own from the starting policy. Start-up, evaluation and checkpoints are not in a
-step's seconds, on either side.
+AdamW, warm-up and gradient clipping, in fp32, or in bf16 with fp32 weights in the optimizer. TRL generates with
+`transformers`; it has no drafter. The sides take turns (A B A B), each turn a job of its own from the starting policy.
+Start-up, evaluation and checkpoints are not in a step's seconds, on either side.
 
 Rows: {"part": "speed", "side", "turn", "step", "seconds", "reward", "mean_length"}. Summary: `vs_trl`, the median over
 turns and steps of TRL's seconds over ours for the same step; `trl_step_s`, `our_step_s`.
@@ -68,8 +68,7 @@ def check_same(config: Config) -> None:
         "algorithm.mask_truncated": (algorithm.mask_truncated, False),
         "rollout (top_k, top_p, min_p)": ((rollout.top_k, rollout.top_p, rollout.min_p), (0, 1.0, 0.0)),
         "rollout.stop": (rollout.stop, ()),
-        "rollout.dtype": (rollout.dtype, "fp32"),
-        "actor.dtype": (config.actor.dtype, "fp32"),
+        "rollout.dtype": (rollout.dtype, config.actor.dtype),
         "optimizer.name": (optimizer.name, "adam"),
         "optimizer.schedule": (optimizer.schedule, "constant"),
         "optimizer.weight_decay": (optimizer.weight_decay, 0.0),  # parameter groups differ
@@ -96,6 +95,7 @@ def write_job(work: Work, folder: Path, steps: int) -> Path:
         "out": str(folder / "result.json"),
         "scratch": str(folder / "trainer"),
         "model": config.model.path,
+        "bf16": config.actor.dtype == "bf16",
         "steps": steps,
         "prompts_per_step": config.train.prompts_per_step,
         "samples_per_prompt": config.rollout.samples_per_prompt,

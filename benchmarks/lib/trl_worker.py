@@ -63,13 +63,15 @@ def check_tokens(rows: list[Row], tokenizer: Any) -> None:
 
 
 def settings(job: dict[str, Any]) -> GRPOConfig:
-    """The run's settings under TRL's names; precision fp32, no gradient checkpointing, no reference policy."""
+    """The run's settings under TRL's names: weights in fp32, products in bf16 by autocast where the run's are, no
+    gradient checkpointing, no reference policy.
+    """
     per_step = job["prompts_per_step"] * job["samples_per_prompt"]
     micro = job["micro_batch"]
     return GRPOConfig(
         output_dir=job["scratch"],
         use_cpu=True,
-        bf16=False,
+        bf16=job["bf16"],
         activation_checkpointing=False,
         ddp_find_unused_parameters=False,
         ddp_backend="gloo",
