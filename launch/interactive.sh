@@ -35,15 +35,16 @@ in_a_job
 set_environment
 set_network
 case "$1" in -*) ;; *) find_config "$1" && set -- "$config" "${@:2}" ;; esac
-set_srun_words
 # For the ranks' exit code, because srun returns 137 when it killed the others. All nodes must see it: not in /tmp.
 where="${LOGS:-${SLURM_SUBMIT_DIR:-$PWD}}"
 if notes="$(mktemp -d "$where/.megatron-tlt-exit-XXXXXX")"; then
     trap 'rm -rf "$notes"' EXIT
-    export MEGATRON_TLT_ATTEMPT="$notes"
+    attempt="$(cd "$notes" && pwd)" # which a container gets
+    export MEGATRON_TLT_ATTEMPT="$attempt"
 else
     say "cannot write to $where: the exit code will be srun's, 137 where the ranks' is 1 or 2"
 fi
+set_srun_words
 srun "${srun_words[@]}" ${ranks[@]+"${ranks[@]}"} --label \
     "$python" -m mpi4py -m megatron_tlt "$subcommand" "$@" </dev/null &
 step=$!

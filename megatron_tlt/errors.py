@@ -127,6 +127,10 @@ class DataError(TltError):
     """Prompts or training records that cannot be read; names file and line."""
 
 
+class UndrawnRowError(DataError):
+    """One row that a generator cannot draw; others of its source may be drawn."""
+
+
 class DistributedError(TltError):
     """A collective that did not complete, or a world of the wrong size; names phase and missing ranks."""
 

@@ -222,8 +222,11 @@ def main() -> None:
     """Measures, fits, writes."""
     from megatron_tlt.config.checks.files import output_file_problems
     from megatron_tlt.config.load import load_config
+    from megatron_tlt.data.hub import on_this_machine
     from megatron_tlt.data.prompts import build_prompts
-    from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.distributed.together import SingleProcess
+    from megatron_tlt.trainer.chat_settings import with_date
+    from megatron_tlt.trainer.token_checks import open_tokenizer
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, help="YAML file of an RL run")
@@ -238,9 +241,9 @@ def main() -> None:
         *output_file_problems("--raw", args.raw, rb'\{"\w+": \[', [args.config]),
     ]:
         parser.error(str(problems[0]))
-    config = load_config(args.config, args.overrides)
-    tokenizer = HFTokenizer(config.model.tokenizer or config.model.path)
-    stream = build_prompts(config.data, "train", tokenizer, config.train.seed)
+    alone = SingleProcess()
+    config = with_date(on_this_machine(load_config(args.config, args.overrides), alone), alone)
+    stream = build_prompts(config.data, "train", open_tokenizer(config), config.train.seed)
     prompts = stream.next_batch(config.train.prompts_per_step)[: max(1, config.train.prompts_per_step // 2)]
     recorders, lengths = [], []
     for kind in args.drafters:

@@ -64,7 +64,7 @@ def main() -> None:
         for kind in ("waiting", "training") if turn % 2 == 0 else ("training", "waiting"):
             with closing(IdleCoordinator(world.comm, world.new_counter())) as coordinator:
                 policy = IdlePolicy(train_drafter=kind == "training", min_tail_seconds=0.0)
-                window = IdleWindow(coordinator, policy)
+                window = IdleWindow(coordinator, policy, num_samples=trainer.num_samples)
                 window.begin()
                 started = time.perf_counter()
                 if world.is_main:

@@ -16,16 +16,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_tlt.algorithms.advantages import Floats, Ints, standardised
-from megatron_tlt.algorithms.base import Algorithm, LossInputs, RewardTable
+from megatron_tlt.algorithms.advantages import Ints
+from megatron_tlt.algorithms.base import LossInputs
+from megatron_tlt.algorithms.grpo import Grpo
 
 
-class Distill(Algorithm):
+class Distill(Grpo):
     """Per-token advantages A - kl_coef * (log policy - log teacher); A is GRPO's, 0 where all rewards are equal."""
-
-    def row_advantages(self, table: RewardTable, rewards: Floats) -> Floats:
-        """(r - mean) / (std + eps) of the group (GRPO, 2402.03300, section 4.1.2)."""
-        return standardised(table.prompt_id, rewards, self.config.advantage_eps)
 
     def token_weight(self, length: int) -> float:
         """Every token weighs the same."""

@@ -164,4 +164,5 @@ def _problem(world: World, directory: Path) -> str | None:
         if error.errno not in _UNREADABLE:
             raise
         own = f"checkpoint {directory} cannot be read: {error}"
+    world.wait_for_all()  # a rank's share of the files may take longer than a collective may
     return next((problem for problem in world.all_gather_object(own) if problem), None)

@@ -69,7 +69,7 @@ def _run(body: Body, args: argparse.Namespace) -> int:
     unfinished = args.out / UNFINISHED if args.action == "train" else None
 
     def start(world: World) -> int:
-        here = on_this_machine(config, world, state_dir=unfinished)
+        here = on_this_machine(config, world, state_dir=unfinished, as_named=args.action == "eval")
         return body(with_date(here, world, unfinished), world, args)
 
     return run_on_every_rank(config.distributed, cpu_threads(), start)

@@ -46,7 +46,7 @@ def _eval(args: argparse.Namespace) -> int:
         raise ConfigError(problems)
 
     def body(world: World) -> None:
-        _eval_on(on_this_machine(config, world), world, args.out)
+        _eval_on(on_this_machine(config, world, as_named=True), world, args.out)
 
     return run_on_every_rank(config.distributed, cpu_threads(), body)
 

@@ -36,7 +36,8 @@ class PromptSourceConfig(Section):
     """hf: subset of the data set (`configs` of its card, else a folder); default: the card's default, or the only
     one."""
     split: str | None = None
-    """hf: split of the data set; default: train."""
+    """hf: split of the data set; default: train. Without `configs` in its card, shards name it
+    (data/SPLIT-00000-of-00001.parquet), else a word in names of files (train, test, validation)."""
     prompt_field: str = "prompt"
     """Column of the prompt: a string, or chat messages (a list of {role, content}), of which a last one of the
     assistant is left out. A.B: field B of column A."""
@@ -47,7 +48,7 @@ class PromptSourceConfig(Section):
     """Regular expression that finds the reference answer in its column, for example after "####": the group that took
     part in the last match. A row without a match is an error."""
     tasks: tuple[TaskConfig, ...] = ()
-    """Procedural tasks to mix."""
+    """Procedural tasks to mix. An item that its generator cannot draw is dropped, as a prompt that is too long is."""
     seed: NonNegativeInt = 0
     """Seed of the tasks or of the environment, or of the shuffling of a finite source."""
     shuffle: bool = True

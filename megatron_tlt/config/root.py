@@ -67,6 +67,15 @@ class TrainingConfig(Section):
         """The directory from which an interrupted run goes on."""
 
     @property
+    def recorded_in(self) -> list[Path]:
+        """Directories whose config.json may record the run that goes on, the run's own first; none for a new run."""
+        resume = self.checkpoint.resume
+        if resume == "never":
+            return []
+        branched = [] if resume == "auto" else [Path(resume).absolute().parent.parent]  # RUN/checkpoints/STEP
+        return [self.state_dir, *branched]
+
+    @property
     @abstractmethod
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run."""

@@ -10,7 +10,7 @@ are context. A tool's message becomes the same tokens as an environment's observ
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from megatron_tlt.config.root import SftSection
 from megatron_tlt.data.chat import THOUGHTS, Messages, text_of
-from megatron_tlt.data.fields import check_text, checked_messages, checked_prompt, field_of
+from megatron_tlt.data.fields import check_text, checked_messages, checked_prompt, field_of, without_absent
 from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.prompts import encode_prompt
 from megatron_tlt.data.sources import errors_at, read_dataset
@@ -46,14 +46,17 @@ def read_completions(sft: SftSection, path: Path, split: str) -> tuple[list[Comp
 
     Raises DataError naming file and record, also where there is no record.
     """
+    records: Iterable[Mapping[str, Any]]
     if path.is_dir():
-        records, where = read_dataset(path, sft.subset, split, (sft.prompt_field, sft.completion_field))
-        numbers = [*range(len(records))]
+        rows, where = read_dataset(path, sft.subset, split, (sft.prompt_field, sft.completion_field))
+        types = getattr(rows, "features", {})
+        records = ({name: without_absent(value, types.get(name)) for name, value in row.items()} for row in rows)
+        numbers = [*range(len(rows))]
         places = [where(row) for row in numbers]
     else:
         records, numbers = read_json(path)
         places = [f"{path}:{number}" for number in numbers]
-    if not len(records):
+    if not numbers:
         raise DataError(f"{path}: no records")
     return [_completion(sft, record, place) for record, place in zip(records, places, strict=True)], numbers
 

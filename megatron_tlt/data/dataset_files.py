@@ -1,7 +1,7 @@
 """The files of a data set in its published form: which belong to a subset and split, and their rows.
 
 The front matter of README.md lists them (`configs`), in a repository of the hub and in a clone of one; without such a
-list, names of files tell splits apart: `data/train-00000-of-00001.parquet`.
+list, names of files tell splits apart, as in `datasets`: `data/SPLIT-00000-of-00001.parquet`, else by a word for one.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _OTHER_FORMATS = (
 _ABOUT = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json")  # of `datasets`: no rows
 DEFAULT_SPLIT = "train"
 _SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})")
+_SHARD_OF_SPLIT = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*")
 
 _FRONT_MATTER = re.compile(r"---[^\n]*\n(.*?)\n---", re.DOTALL)
 # Words of file names that stand for a split.
@@ -207,13 +208,21 @@ def _subset_of(configs: Mapping[str, Mapping[str, Any]], subset: str | None, whe
 
 
 def _splits(config: Mapping[str, Any], names: Sequence[str], where: str) -> dict[str, list[str]]:
-    """The files of every split of a subset: by the patterns of its description, else by words in the names of files.
+    """The files of every split of a subset: by the patterns of its description, else by the names of shards, else by
+    words in the names of files.
 
     Raises DataError that begins with `where` for a pattern that is none.
     """
     patterns, folder = config.get("data_files"), str(config.get("data_dir") or "").strip("/")
     if patterns is None:
-        inside = [name for name in names if not folder or name.startswith(f"{folder}/")]
+        base = folder and f"{folder}/"
+        inside = [name for name in names if name.startswith(base)]
+        by_shard = defaultdict(list)
+        for name in inside:
+            if shard := _SHARD_OF_SPLIT.fullmatch(name, len(base)):
+                by_shard[shard[1]].append(name)
+        if by_shard:
+            return by_shard
         by_word = {split: [n for n in inside if _has_word(n, words)] for split, words in _SPLIT_WORDS.items()}
         if any(by_word.values()):
             return by_word

@@ -29,6 +29,20 @@ def field_of(record: Mapping[str, Any], name: str) -> Any:
     return field_of(inner, rest) if rest and isinstance(inner, Mapping) else None
 
 
+def without_absent(value: Any, feature: Any) -> Any:
+    """A value of a table's column without keys that its row did not have: a struct of Arrow has those of all rows, as
+    null.
+
+    `feature`: the column's type in `datasets`; None for JSON, whose own nulls stay, as those of its type `Json` do.
+    """
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        return {key: without_absent(item, feature.get(key)) for key, item in value.items() if item is not None}
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if inner is not None and isinstance(value, list):
+        return [without_absent(item, inner) for item in value]
+    return value
+
+
 def columns_hint(record: Mapping[str, Any], wanted: str) -> str:
     """The columns that there are, and the one whose name is nearest to `wanted`, for an error."""
     if wanted in record:

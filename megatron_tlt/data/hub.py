@@ -3,7 +3,7 @@
 `Qwen/Qwen2.5-7B`, or `Qwen/Qwen2.5-7B@REVISION` (branch, tag or commit), stands where a configuration or a command
 takes a path; a path that exists is never read as a name. Everything behind this module sees directories.
 
-    rank 0             name -> commit (or the commit that run_dir/config.json records)    broadcast
+    rank 0             name -> commit (or the commit that a run's config.json records)    broadcast
     first rank a node  commit -> files in the cache of huggingface_hub                    others wait, without a timeout
     every rank         the configuration with directories in place of names
 
@@ -102,14 +102,17 @@ def names_of(config: TrainingConfig, weights: bool = True) -> list[Named]:
     return found
 
 
-def on_this_machine(config: RootT, ranks: Ranks, weights: bool = True, state_dir: Path | None = None) -> RootT:
+def on_this_machine(
+    config: RootT, ranks: Ranks, weights: bool = True, state_dir: Path | None = None, as_named: bool = False
+) -> RootT:
     """The configuration with a directory in place of every name; fetches what the cache lacks. Collective.
 
-    A run that goes on uses the commits that the config.json in its `state_dir` records (default: the run's). Without
-    `weights` only descriptions and tokenizers of models are fetched. Raises ConfigError, on every rank, with a line for
-    each name that cannot be had.
+    A run that goes on uses the commits that the config.json in its `state_dir` records (default: the run's, or that of
+    the run whose checkpoint it begins from). `as_named`: only those of rows, because the models that are named are to
+    be measured. Without `weights` only descriptions and tokenizers of models are fetched. Raises ConfigError, on every
+    rank, with a line for each name that cannot be had.
     """
-    directories = fetch(names_of(config, weights), ranks, _recorded(config, state_dir))
+    directories = fetch(names_of(config, weights), ranks, _recorded(config, state_dir, as_named))
     return _with_values(config, {field: str(directory) for field, directory in directories.items()})
 
 
@@ -175,19 +178,23 @@ def with_names(config: RootT) -> RootT:
     return _with_values(config, {field: f"{m[1]}/{m[2]}@{m[3]}" for field, m in found.items() if m})
 
 
-def _recorded(config: TrainingConfig, state_dir: Path | None) -> dict[str, str]:
-    """OWNER/NAME@COMMIT by field, as the run's config.json has them; none where no run goes on."""
-    kind = type(config)
-    if config.checkpoint.resume == "never":
-        return {}
-    try:
-        record = json.loads(((state_dir or config.state_dir) / "config.json").read_text(encoding="utf-8"))
-        before = kind.model_validate({name: record[name] for name in record.keys() & kind.model_fields.keys()})
-    except (OSError, ValueError, AttributeError):  # no run yet, one of another version, or no object
-        return {}
-    found = [named for named in names_of(before) if _COMMIT.fullmatch(named.revision or "")]
-    # Also by the repository, for a field that the run did not have: its rows belong to those of the others.
-    return {str(named.repository): named.value for named in found} | {named.field: named.value for named in found}
+def _recorded(config: TrainingConfig, state_dir: Path | None, as_named: bool = False) -> dict[str, str]:
+    """OWNER/NAME@COMMIT by field, as the run's config.json has them; none where no run goes on.
+
+    `as_named`: see `on_this_machine`.
+    """
+    kind, recorded_in = type(config), config.recorded_in
+    for directory in [state_dir] if recorded_in and state_dir else recorded_in:
+        try:
+            record = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            before = kind.model_validate({name: record[name] for name in record.keys() & kind.model_fields.keys()})
+        except (OSError, ValueError, AttributeError):  # no run yet, one of another version, or no object
+            continue
+        commits = [named for named in names_of(before) if _COMMIT.fullmatch(named.revision or "")]
+        found = [named for named in commits if named.content == "rows" or not as_named]
+        # Also by the repository, for a field that the run did not have: its rows belong to those of the others.
+        return {str(named.repository): named.value for named in found} | {named.field: named.value for named in found}
+    return {}
 
 
 def _commits(names: Sequence[Named], recorded: dict[str, str]) -> tuple[dict[str, str], list[ConfigProblem]]:

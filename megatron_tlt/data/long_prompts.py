@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, TypeAlias
 
 from megatron_tlt.config.data import DataSection
 from megatron_tlt.data.prompts import encode_prompt, open_source
@@ -13,6 +15,7 @@ from megatron_tlt.data.sources import FileSource, Row, errors_at
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import CheckpointError, ConfigProblem, DataError
 
+_Tools: TypeAlias = Sequence[dict[str, Any]]
 _MOST_COUNTED = 4096  # rows of a file: one or two seconds of the tokenizer
 
 
@@ -35,13 +38,13 @@ class _Count:
         return f"{self.long} of {part} rows"
 
 
-def long_prompt_problems(data: DataSection, tokenizer: HFTokenizer | None) -> list[ConfigProblem]:
+def long_prompt_problems(data: DataSection, tokenizer: HFTokenizer | None, tools: _Tools = ()) -> list[ConfigProblem]:
     """Rows that cannot be tokenized, files in which no row fits, and any long row with `data.long_prompts: error`.
 
-    Reads the files that are on this machine, if the tokenizer is.
+    Reads the files that are on this machine, if the tokenizer is. `tools`: JSON schemas in the chat template.
     """
     problems = []
-    for count in _counts(data, tokenizer):
+    for count in _counts(data, tokenizer, tools):
         if count.refused is not None:
             problems.append(ConfigProblem(f"{count.field}.path", count.path, count.refused))
         elif data.long_prompts == "error" and count.long:
@@ -54,18 +57,18 @@ def long_prompt_problems(data: DataSection, tokenizer: HFTokenizer | None) -> li
     return problems
 
 
-def long_prompt_warnings(data: DataSection, tokenizer: HFTokenizer | None) -> list[str]:
+def long_prompt_warnings(data: DataSection, tokenizer: HFTokenizer | None, tools: _Tools = ()) -> list[str]:
     """A line for each file of which rows are dropped or cut. Reads as `long_prompt_problems` does."""
     fate = "cut at their beginning" if data.long_prompts == "cut_left" else "dropped"
     return [
         f"{count.field}.path = {count.path}: {count.text} have more than data.max_prompt_tokens = "
         f"{data.max_prompt_tokens} tokens (the longest has {count.longest}) and are {fate} (data.long_prompts)"
-        for count in _counts(data, tokenizer)
+        for count in _counts(data, tokenizer, tools)
         if count.long
     ]
 
 
-def _counts(data: DataSection, tokenizer: HFTokenizer | None) -> Iterator[_Count]:
+def _counts(data: DataSection, tokenizer: HFTokenizer | None, tools: _Tools) -> Iterator[_Count]:
     for field, config in data.sources:
         if tokenizer is None or not config.is_here:
             continue
@@ -73,7 +76,8 @@ def _counts(data: DataSection, tokenizer: HFTokenizer | None) -> Iterator[_Count
         try:
             source = open_source(config, field, seed=0)
             assert isinstance(source, FileSource)
-            count = _count(field, str(config.path), source, tokenizer, chat, data.system_prompt, data.max_prompt_tokens)
+            rendered = chat, data.system_prompt, json.dumps(tools)
+            count = _count(field, str(config.path), source, tokenizer, *rendered, data.max_prompt_tokens)
         except (CheckpointError, DataError, re.error):  # named where templates, files and patterns are checked
             continue
         yield count
@@ -81,14 +85,21 @@ def _counts(data: DataSection, tokenizer: HFTokenizer | None) -> Iterator[_Count
 
 @lru_cache(maxsize=2)  # problems and warnings come from one count
 def _count(
-    field: str, path: str, source: FileSource, tokenizer: HFTokenizer, chat: bool, system: str | None, most: int
+    field: str,
+    path: str,
+    source: FileSource,
+    tokenizer: HFTokenizer,
+    chat: bool,
+    system: str | None,
+    tools_json: str,
+    most: int,
 ) -> _Count:
     lengths: list[int] = []
-    refused = None
+    refused, tools = None, json.loads(tools_json)
     for row in _rows_to_encode(source, tokenizer.tokens_beyond):
         try:
             with errors_at(row.place):
-                lengths.append(len(encode_prompt(tokenizer, row.messages or row.prompt, chat, system)))
+                lengths.append(len(encode_prompt(tokenizer, row.messages or row.prompt, chat, system, tools)))
         except DataError as error:
             refused = refused or str(error)
     long = sum(length > most for length in lengths)

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from megatron_tlt.data.hashing import digest, hashed
 from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.sources import EnvSource, FileSource, Row, Source, errors_at, open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
+from megatron_tlt.errors import ConfigError, ConfigProblem, DataError, UndrawnRowError
 from megatron_tlt.types import Prompt
 
 Which = Literal["train", "eval"]
@@ -28,7 +29,7 @@ LongPrompts = Literal["drop", "error", "cut_left"]
 
 _log = logging.getLogger(__name__)
 
-# Rows of an infinite source in a row that are too long, after which none is expected to fit.
+# Rows of an infinite source in a row that are dropped, after which none is expected to be taken.
 _MOST_DROPS_IN_A_ROW = 1000
 _SEED_SHIFT = 33  # of 64 bits: some environments take 31
 
@@ -121,19 +122,31 @@ def open_source(config: PromptSourceConfig, path: str, seed: int) -> Source:
     return open_file(config, Path(config.path))
 
 
+def first_row(source: Source) -> Row:
+    """The first row that can be drawn. Raises DataError, also where none of the first rows can."""
+    last = _MOST_DROPS_IN_A_ROW - 1
+    for index in range(last):
+        with suppress(UndrawnRowError):
+            return source.row(index)
+    return source.row(last)
+
+
 def source_problems(
-    config: PromptSourceConfig, field: str, render: Callable[[str | Messages, Sequence[Any]], object] | None = None
+    config: PromptSourceConfig,
+    field: str,
+    render: Callable[[str | Messages, Sequence[dict[str, Any]]], object] | None = None,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[ConfigProblem]:
     """Why the source of section `field` cannot be read, with file and line; empty if it can.
 
-    `render` puts a prompt into the chat template: it gets one of each form.
+    `render` puts a prompt into the chat template: it gets one of each form, and the environment's `tools`.
     """
     try:
         source = open_source(config, field, seed=0)
         if render is not None and isinstance(source, FileSource):
             for where, prompt in source.examples:
                 with errors_at(where):
-                    render(prompt, ())
+                    render(prompt, tools)
     except ConfigError as error:
         return error.problems
     except DataError as error:
@@ -145,6 +158,7 @@ def source_problems(
 
 class PromptStream:
     """Rows of a source, shuffled anew each epoch if finite, tokenized; those that are too long as `long_prompts` says.
+    An item that its generator cannot draw is dropped.
 
     Every rank computes them alike.
     """
@@ -175,6 +189,7 @@ class PromptStream:
         self._draws = 0  # rows taken from the source, also dropped ones
         self._next_id = 0  # prompts returned
         self._dropped = 0  # rows in this epoch; of an infinite source: since the last line of the log
+        self._undrawn = ""  # the last one that could not be drawn, and why
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, permutation)
         self._texts: dict[int, str | None] = {}  # of the environment, by prompt id: those that only `peek` has used
         self._is_peek = False  # a copy that looks ahead: without lines in the log
@@ -273,11 +288,10 @@ class PromptStream:
         for _ in range(self._source.size or _MOST_DROPS_IN_A_ROW):
             if self._once and self.epoch:
                 break
-            row = self._source.row(self._row_number(self._draws))
-            self._draws += 1
-            tokens = self._encode(row)
+            row = self._drawn_row()
+            tokens = None if row is None else self._encode(row)
             self._log_dropped()
-            if tokens is None:
+            if row is None or tokens is None:
                 continue
             prompt_id, self._next_id = self._next_id, self._next_id + 1
             return row, Prompt(
@@ -294,9 +308,20 @@ class PromptStream:
             return None
         raise self._none_fits("prompt")
 
+    def _drawn_row(self) -> Row | None:
+        """The next row; None where it is dropped, because it cannot be drawn."""
+        number, self._draws = self._row_number(self._draws), self._draws + 1
+        try:
+            return self._source.row(number)
+        except UndrawnRowError as error:
+            self._dropped += 1
+            self._undrawn = str(error)
+            return None
+
     def _none_fits(self, what: str) -> DataError:
         limit = f"data.max_prompt_tokens = {self._max_prompt_tokens}"
-        return DataError(f"{self._source.description}: no {what} fits into {limit}")
+        undrawn = self._undrawn and f" and can be drawn (last: {self._undrawn})"
+        return DataError(f"{self._source.description}: no {what} fits into {limit}{undrawn}")
 
     def _row_number(self, draw: int) -> int:
         size = self._source.size
@@ -327,12 +352,13 @@ class PromptStream:
         return tuple(tokens[-limit:])
 
     def _log_dropped(self) -> None:
-        """Says once an epoch, or every so many rows of an infinite source, how many of them were too long."""
+        """Says once an epoch, or every so many rows of an infinite source, how many of them were dropped."""
         every = self._source.size or _MOST_DROPS_IN_A_ROW
         if self._dropped and self._draws % every == 0 and not self._is_peek:
-            limit = f"data.max_prompt_tokens = {self._max_prompt_tokens}"
+            why = f"data.max_prompt_tokens = {self._max_prompt_tokens}"
+            why += self._undrawn and f" or could not be drawn (last: {self._undrawn})"
             _log.info("%s: of the last %d rows, %d exceed %s: dropped", self._source.description, every, self._dropped,
-                      limit)  # fmt: skip
+                      why)  # fmt: skip
             self._dropped = 0
 
 

@@ -24,7 +24,7 @@ from megatron_tlt.data.dataset_files import (
     read_parquet,
     unread_files,
 )
-from megatron_tlt.data.fields import checked_answer, checked_prompt, columns_hint, field_of
+from megatron_tlt.data.fields import checked_answer, checked_prompt, columns_hint, field_of, without_absent
 from megatron_tlt.data.hashing import digest, stamp
 from megatron_tlt.data.json_files import read_json, without_spelling
 from megatron_tlt.errors import DataError, shortened
@@ -81,7 +81,7 @@ class Source(Protocol):
         """For error messages."""
 
     def row(self, index: int) -> Row:
-        """Row `index`. Mutates nothing that shows. Raises DataError."""
+        """Row `index`. Mutates nothing that shows. Raises DataError; UndrawnRowError where others may be drawn."""
 
 
 class EnvSource:
@@ -115,7 +115,9 @@ class FileSource:
         self._pattern = None if config.answer_pattern is None else re.compile(config.answer_pattern, re.DOTALL)
         if not len(records):
             raise DataError(f"{path}: no records")
-        feature = field_of(getattr(records, "features", {}), config.answer_field)
+        features = getattr(records, "features", {})
+        self._prompt_feature = field_of(features, config.prompt_field)
+        feature = field_of(features, config.answer_field)
         self._narrow = _NARROW.get(str(getattr(getattr(feature, "feature", feature), "dtype", None)))
         self._examples: dict[Hashable, tuple[str, str | Messages]] = {}
         try:
@@ -193,6 +195,7 @@ class FileSource:
     def _fields(self, index: int, record: Mapping[str, Any]) -> tuple[str | Messages, Answer | None]:
         where = self._where(index)
         prompt = without_spelling(field_of(record, self._config.prompt_field))
+        prompt = without_absent(prompt, self._prompt_feature)
         if (tokens := self._tokens(record)) is not None:
             _check_tokens(tokens, prompt, where)
         elif prompt is None:
@@ -280,7 +283,7 @@ def unread_warning(config: PromptSourceConfig, field: str) -> str | None:
         return f"{field}.path = {path}: not there, by the names of others: {shortened(missing)}"
     if not (names := unread_files(path, config.subset)):
         return None
-    why = "no word for a split (train, test, validation) is in their names, as in others'"
+    why = "their names tell no split, as others' do (data/SPLIT-00000-of-00001, or the word train, test, validation)"
     return f"{field}.path = {path}: not read: {shortened(names)}; {why}"
 
 

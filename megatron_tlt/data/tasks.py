@@ -17,7 +17,7 @@ from reasoning_gym.factory import DATASETS
 from megatron_tlt.config.data import TaskConfig
 from megatron_tlt.data.hashing import digest, hashed
 from megatron_tlt.data.sources import Row
-from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
+from megatron_tlt.errors import ConfigError, ConfigProblem, UndrawnRowError
 
 # Items that share a dataset of reasoning-gym. It draws item i of a dataset from seed + i, so two datasets with near
 # seeds share items; chunks with hashed seeds do not, and tasks that prepare all `size` items at once stay cheap.
@@ -76,7 +76,7 @@ class TaskSource:
     def row(self, index: int) -> Row:
         """Row `index` >= 0. Its metadata is for the task's verifier: task_name, task_params, task_entry.
 
-        Raises DataError naming task and item when the generator fails.
+        Raises UndrawnRowError naming task and item when the generator fails.
         """
         draw = hashed(self._seed, "task", index) / 2**64 * self._bounds[-1]
         which = min(bisect_right(self._bounds, draw), len(self._tasks) - 1)
@@ -85,7 +85,7 @@ class TaskSource:
         try:
             entry = self._dataset(which, chunk)[offset]
         except _GENERATOR_ERRORS as error:
-            raise DataError(f"task {task.name!r}, item {index}: the generator failed: {error!r}") from error
+            raise UndrawnRowError(f"task {task.name!r}, item {index}: the generator failed: {error!r}") from error
         answer = None if entry["answer"] is None else str(entry["answer"])
         metadata = {"task_name": task.name, "task_params": task.params, "task_entry": entry}
         return Row(f"{task.name}:{self._seed:x}:{index}", entry["question"], answer, task.name, metadata)

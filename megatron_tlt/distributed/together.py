@@ -39,8 +39,9 @@ Ranks: TypeAlias = "World | SingleProcess"
 def together(ranks: Ranks, intent: str = "") -> Iterator[None]:
     """Raises on every rank if the block raised a TltError or an OSError on one. Collective.
 
-    A rank raises its own TltError. An OSError becomes a CheckpointError, "cannot INTENT: ..."; a rank that has not
-    failed raises a CheckpointError that names those that have.
+    It waits for the slowest rank without a timeout. A rank raises its own TltError. An OSError becomes a
+    CheckpointError, "cannot INTENT: ..."; a rank that has not failed raises a CheckpointError that names those that
+    have.
     """
     own: TltError | None = None
     try:
@@ -50,6 +51,7 @@ def together(ranks: Ranks, intent: str = "") -> Iterator[None]:
     except OSError as error:
         own = CheckpointError(f"cannot {intent}: {error}" if intent else str(error))
         own.__cause__ = error
+    ranks.wait_for_all()  # a rank's share of files may take longer than a collective may
     texts = ranks.all_gather_object(None if own is None else str(own))
     if own is not None:
         raise own

@@ -38,12 +38,12 @@ class IdleView:
 
     seconds_idle: float
     """Since the replica had its last request."""
+    samples_available: int
+    """Sequences to train on."""
     is_over: bool = False
     """Every rank is done."""
     is_disabled: bool = False
     """Training has failed in this run."""
-    samples_available: int | None = None
-    """Sequences to train on; None: not known."""
     steps: int = 0
     """Micro-steps of this window."""
     step_seconds: float = 0.0
@@ -81,7 +81,7 @@ class IdlePolicy:
         Where prompts are left to pre-roll: TRAIN until that has had its share of the idle time, if the usual wait is
         long enough; then PRE_ROLL, which ends within a decoding step of the wait.
         """
-        trains = self._can_train(view)
+        trains = self.train_drafter and not view.is_disabled and view.samples_available > 0
         if view.steps < self.min_steps_per_window and trains:
             return Action.TRAIN
         if view.is_over:
@@ -92,12 +92,6 @@ class IdlePolicy:
             is_due = view.training_share < TRAINING_SHARE and view.step_seconds <= view.usual_seconds
             return Action.TRAIN if trains and is_due else Action.PRE_ROLL
         return Action.TRAIN if trains and view.seconds_idle >= view.step_seconds else Action.WAIT
-
-    def _can_train(self, view: IdleView) -> bool:
-        """Whether this rank can train at all, however long the wait."""
-        if not self.train_drafter or view.is_disabled:
-            return False
-        return view.samples_available is None or view.samples_available > 0
 
 
 def tokens_left(running: np.ndarray, waiting: int, lengths: np.ndarray) -> float:

@@ -82,7 +82,7 @@ class IdleWindow:
         *,
         is_group_leader: bool = True,
         agree: Callable[[int], int] = lambda value: value,
-        num_samples: Callable[[], int] | None = None,
+        num_samples: Callable[[], int],
         on_span: Callable[[str, float, float], None] | None = None,
         on_poll: Callable[[str], None] | None = None,
         poll_seconds: float = POLL_S,
@@ -198,7 +198,6 @@ class IdleWindow:
             self._on_poll(self._tracker.state.name)
 
     def _view(self, sums: _Sums) -> IdleView:
-        available = None if self._num_samples is None else self._num_samples()
         seconds_idle = self._clock() - sums.idle_since
         idle_in_run = self._idle_before + seconds_idle
         return IdleView(
@@ -206,7 +205,7 @@ class IdleWindow:
             is_over=self.coordinator.is_over,
             is_disabled=self.disabled_reason is not None,
             # An idle replica gets no new samples: without any, none come before the window ends.
-            samples_available=0 if sums.has_no_samples else available,
+            samples_available=0 if sums.has_no_samples else self._num_samples(),
             steps=sums.steps - sums.parked_steps,
             step_seconds=median(self._step_seconds) if self._step_seconds else 0.0,
             can_pre_roll=sums.can_pre_roll,

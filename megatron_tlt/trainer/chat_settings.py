@@ -38,11 +38,8 @@ def with_date(config: RootT, ranks: Ranks, unfinished: Path | None = None) -> Ro
 
 def _recorded(config: TrainingConfig, section: str, unfinished: Path | None) -> date | None:
     """The date in config.json of the run that goes on; None where none does."""
-    resume = config.checkpoint.resume
-    if resume == "never":
-        return None
-    named = None if resume == "auto" else Path(resume).absolute().parent.parent  # RUN/checkpoints/STEP
-    for directory in filter(None, (unfinished, config.state_dir, named)):
+    recorded_in = config.recorded_in
+    for directory in filter(None, (unfinished if recorded_in else None, *recorded_in)):
         try:
             about: Any = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
             return date.fromisoformat(about[section]["chat_template_date"])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.together import Ranks
+    from megatron_tlt.envs.base import ToolSchema
     from megatron_tlt.interfaces import TurnSource
     from megatron_tlt.observe.jsonl import JsonRow
     from megatron_tlt.types import Prompt, Sample
@@ -59,6 +60,17 @@ def before_a_run(section: EnvSection | None) -> Iterator[None]:
 def prompts_of(environments: Environments | None) -> EnvPrompts:
     """What the environments add to prompts."""
     return NO_ENV if environments is None else environments.prompts
+
+
+def prompt_tools(config: Config) -> list[ToolSchema]:
+    """The tools that the chat template shows with a prompt. Imports the environment; none where that fails, which
+    `environment_problems` says.
+    """
+    section = config.env
+    try:
+        return [] if section is None or not (section.kind or section.path) else environment_tools(section)
+    except EnvError:
+        return []
 
 
 def turn_tokens(

@@ -20,7 +20,7 @@ from megatron_tlt.data.chat import form_of
 from megatron_tlt.data.completions import Completion, read_completions
 from megatron_tlt.data.hub import cached, names_of
 from megatron_tlt.data.long_prompts import long_prompt_problems
-from megatron_tlt.data.prompts import open_source, source_problems
+from megatron_tlt.data.prompts import first_row, open_source, source_problems
 from megatron_tlt.data.sources import errors_at
 from megatron_tlt.distributed.processors import mixed_processors, processor
 from megatron_tlt.envs.build import environment_problems
@@ -33,6 +33,7 @@ from megatron_tlt.observe.metrics import wandb_problems
 from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.rewards.pool import trial_line
 from megatron_tlt.trainer.chat_checks import Renderer, chat_problems, prompt_renderer
+from megatron_tlt.trainer.environments import prompt_tools
 from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.teacher import teacher_problems, teacher_shape, with_teacher_shape
 from megatron_tlt.trainer.token_checks import (
@@ -143,7 +144,7 @@ def _first_prompt(config: Config) -> Prompt | None:
     source = config.data.train
     if source.path is not None and not Path(source.path).exists():
         return None
-    row = open_source(source, "data.train", seed=0).row(0)
+    row = first_row(open_source(source, "data.train", seed=0))
     return Prompt(0, row.dataset_id, (), row.prompt, row.answer, row.task, row.metadata, seed=1)
 
 
@@ -169,7 +170,7 @@ def _problems_of_large_files(config: TrainingConfig, device: Device | None) -> l
     found += resume_problems(config, shape, device)
     if (rl := config.rl) is None:
         return found + record_problems(config)
-    found += long_prompt_problems(rl.data, tokenizer_here(config))
+    found += long_prompt_problems(rl.data, tokenizer_here(config), prompt_tools(rl))
     if rl.algorithm.teacher is not None and (teacher := teacher_shape(rl)) is not None:
         found += _hf_weight_problems("algorithm.teacher", rl.algorithm.teacher, teacher)
     path = rl.rollout.speculation.drafter_path
@@ -281,7 +282,7 @@ def input_problems(config: TrainingConfig) -> list[ConfigProblem]:
     if (rl := config.rl) is not None:
         for name, source in rl.data.sources:
             if source.is_here or (source.kind == "tasks" and source.tasks):
-                problems += source_problems(source, name, render)
+                problems += source_problems(source, name, render, prompt_tools(rl))
         if rl.env is not None and (rl.env.kind or rl.env.path):
             problems += environment_problems(rl.env)
         problems += function_problems(rl.rewards) + _machine_problems(rl)

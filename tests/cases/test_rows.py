@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -21,19 +22,23 @@ import pytest
 from megatron_tlt.config.data import DataSection, PromptSourceConfig, RewardConfig, RewardSection
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config, SftConfig, SftSection
+from megatron_tlt.data.chat import as_messages
 from megatron_tlt.data.completions import read_completions
 from megatron_tlt.data.prompts import PromptStream, build_prompts, file_prompts
 from megatron_tlt.data.responses import read_responses
 from megatron_tlt.data.sources import Row, open_file, unread_warning
 from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.envs.build import environment_tools
 from megatron_tlt.envs.retry import Retry
 from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.observe.jsonl import to_line
 from megatron_tlt.observe.rollouts import sample_rows
 from megatron_tlt.rewards.build import build_scorers
 from megatron_tlt.rewards.pool import RewardPool
+from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.preflight import check_report, input_problems
 from megatron_tlt.types import Prompt, Sample, SampleGroup
+from tests.helpers.chat_models import chat_model
 
 POLICY = Path(__file__).parents[2] / "assets/demo-policy"
 
@@ -330,6 +335,46 @@ def test_users_and_logs_get_a_list_of_acceptable_answers(tmp_path: Path) -> None
     assert json.loads(to_line(sample_rows([group], 1)[0]))["answer"] == ["a", "b"]
 
 
+def called(name: str, **arguments: Any) -> dict[str, Any]:
+    """A row of a conversation in which a tool was called, with the tool's schema."""
+    parameters = {"type": "object", "properties": {key: {"enum": [value]} for key, value in arguments.items()}}
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "1"},
+        {"role": "user", "content": "more"},
+        {"role": "assistant", "content": "2"},
+    ]
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}}]
+    return {"messages": messages, "tools": tools, "x": {"chat": messages}}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "saved", "clone", "json columns"])
+def test_calls_and_schemas_have_the_keys_of_their_own_row(tmp_path: Path, form: str) -> None:
+    """Structs of Arrow have the keys of all rows, those of others as null. JSON has nulls of its own."""
+    own = {"note": None} if form in ("jsonl", "json columns") else {}
+    given = [called("f", a=1, **own), called("g", b="two", c=["three", None])]
+    path, kind = tmp_path / "r.jsonl" if form == "jsonl" else tmp_path / "rows", "hf"
+    if form == "jsonl":
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in given))
+        kind = "jsonl"
+    elif form in ("saved", "json columns"):
+        mixed: Any = "use_json" if form == "json columns" else None
+        datasets.Dataset.from_list(given, on_mixed_types=mixed).save_to_disk(path)
+    else:
+        path.mkdir()
+        pyarrow.parquet.write_table(pa.Table.from_pylist(given), path / "train.parquet")
+        kind = "parquet" if form == "parquet" else "hf"
+    expected = [as_messages(row["messages"][:4]) for row in given]
+    assert [row.messages for row in rows(path, kind, prompt_field="messages")] == expected
+    assert [row.messages for row in rows(path, kind, prompt_field="x.chat")] == expected
+    if form != "parquet":  # fine-tuning has a clone in its place
+        read, _ = read_completions(SftSection(train_path=str(path), out=""), path, "train")
+        assert [row.prompt for row in read] == expected
+        assert [[*row.tools] for row in read] == [row["tools"] for row in given]
+
+
 @pytest.fixture
 def sixteen(tmp_path: Path) -> Path:
     """Rows of which every fourth one fits into 64 tokens."""
@@ -354,6 +399,26 @@ def test_long_prompts_are_counted_before_a_run(sixteen: Path) -> None:
         check_report(config_of(sixteen, long_prompts="error"), 1)
     with pytest.raises(ConfigError, match=r"max_prompt_tokens = 4: must be >= .*: all 16 rows"):
         check_report(config_of(sixteen, max_prompt_tokens=4), 1)
+
+
+def test_schemas_of_tools_count_as_in_the_run(sixteen: Path, tmp_path: Path) -> None:
+    """`check` renders prompts with the environment's tools, also to see whether the template takes them."""
+    template = (POLICY / "chat_template.jinja").read_text()
+    model = chat_model(tmp_path / "m", "{{ tools | tojson if tools }}" + template)
+    tokenizer = HFTokenizer(model)
+    tree = config_of(sixteen).model_dump(exclude_unset=True)
+    tree["env"] = {"kind": "calculator", "max_observation_tokens": 32}
+    tree["model"]["path"] = str(model)
+    tools = environment_tools(build_config(tree).env)  # type: ignore[arg-type]
+    shortest, longest = (len(tokenizer.encode_chat("Calculate 1 + 1. " * n, None, tools)) for n in (1, 40))
+    with pytest.raises(ConfigError, match=rf"max_prompt_tokens = 64: must be >= {shortest}: all 16 rows"):
+        check_report(build_config(tree), 1)
+    tree["data"]["max_prompt_tokens"] = shortest
+    (warning,) = [text for text in input_warnings(build_config(tree), "cpu") if "12 of 16 rows have more than" in text]
+    assert f"data.max_prompt_tokens = {shortest} tokens (the longest has {longest})" in warning
+    (model / "chat_template.jinja").write_text("{{ raise_exception('no tools') if tools }}" + template)
+    (problem,) = input_problems(build_config(tree))
+    assert "lengths.jsonl:1: " in problem.allowed and problem.allowed.endswith("no tools")
 
 
 def stream_of(path: Path, **data: Any) -> PromptStream:

@@ -65,19 +65,29 @@ sys.exit(2)
 
 LATE = """
 import time
+from pathlib import Path
+from megatron_tlt.checkpoint import resume
 from megatron_tlt.config.run import DistributedSection
+from megatron_tlt.distributed.together import together
 from megatron_tlt.distributed.world import World
 world = World.start(DistributedSection(timeout_s=1.0), 1)
 world.enter("score", 1)
-time.sleep(2.4 * world.rank)
-world.wait_for_all()
-print(f"all {sum(world.all_gather_object(1))};", end="", flush=True)
+def late(*_):
+    time.sleep(2.4 * world.rank)
+{wait}
+print(f"all {{sum(world.all_gather_object(1))}};", end="", flush=True)
 world.close()
 """
+WAITS = {
+    "alone": "late(); world.wait_for_all()",
+    "together": "with together(world): late()",
+    "checksums": "resume.files.damage_of = late; resume._problem(world, Path())",
+}
 
 
-def test_ranks_wait_for_a_late_one_longer_than_a_collective_may_take_and_name_it():
-    done = run_ranks(2, ["-c", LATE])
+@pytest.mark.parametrize("wait", WAITS)
+def test_ranks_wait_for_a_late_one_longer_than_a_collective_may_take_and_name_it(wait):
+    done = run_ranks(2, ["-c", LATE.format(wait=WAITS[wait])])
     assert done.stdout.count("all 2;") == 2 and done.stdout.count("s for rank 1 in phase score") == 2
 
 

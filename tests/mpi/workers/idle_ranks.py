@@ -66,7 +66,7 @@ def orders() -> None:
         some.append(tuple(rng.sample(range(SIZE), SIZE)))
     trained = late = 0
     with closing(coordinate()) as coordinator:
-        window = IdleWindow(coordinator, EAGER)
+        window = IdleWindow(coordinator, EAGER, num_samples=lambda: 1)
         for order in some:
             window.begin()
             time.sleep(0.03 * (1 + order[RANK]))
@@ -87,7 +87,7 @@ def slow_step() -> None:
     """
     stops = []
     with closing(coordinate()) as coordinator:
-        window = IdleWindow(coordinator, EAGER)
+        window = IdleWindow(coordinator, EAGER, num_samples=lambda: 1)
         for last in range(min(SIZE, 4)):
             WORLD.Barrier()
             window.begin()

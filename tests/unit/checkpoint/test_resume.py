@@ -29,6 +29,7 @@ WORLD = SimpleNamespace(
     is_main=True,
     broadcast_object=lambda value: value,
     all_gather_object=lambda value: [value],
+    wait_for_all=lambda: None,
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from datasets.data_files import DataFilesDict, get_data_patterns
 
 from megatron_tlt.data.dataset_files import choose_files
 from megatron_tlt.errors import DataError
@@ -48,6 +49,31 @@ def test_card_or_names_tell_splits(
 ) -> None:
     (tmp_path / "README.md").write_text(text)
     assert choose_files(names.split(), tmp_path / "README.md", subset, split, "x") == expected.split()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "data/train_sft-00000-of-00001.csv data/train_gen-00000-of-00001.csv data/test_sft-00000-of-00001.csv",
+        "data/train-00000-of-00002.parquet data/train-00001-of-00002-0a1b.parquet data/x-00000-of-00001.parquet",
+        "data/test-00000-of-00001.jsonl data/train.jsonl en/train.jsonl",
+        "train_sft-00000-of-00001.parquet data/more/train_gen-00000-of-00001.parquet test_sft-00000-of-00001.parquet",
+    ],
+)
+@pytest.mark.parametrize("folder", ["", "c/"])
+def test_shards_name_their_splits_as_in_datasets(tmp_path: Path, names: str, folder: str) -> None:
+    files = [f"{folder}{name}" for name in names.split()]
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    base = str(tmp_path / folder)
+    theirs = DataFilesDict.from_patterns(get_data_patterns(base), base)
+    with pytest.raises(DataError) as caught:
+        choose_files(files, tmp_path / "README.md", folder.strip("/") or None, "no", "x")
+    assert str(caught.value) == f"x: no split 'no'; there are: {', '.join(sorted(map(str, theirs)))}"
+    for split, paths in theirs.items():
+        ours = choose_files(files, tmp_path / "README.md", folder.strip("/") or None, split, "x")
+        assert {str(tmp_path / file) for file in ours} == {*paths}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from huggingface_hub import constants
 
+from megatron_tlt.cli import drafter, evaluate
 from megatron_tlt.cli.main import main
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.root import Config, SftConfig
@@ -201,10 +202,35 @@ def test_a_run_that_goes_on_uses_the_commits_of_its_first_start(
     record.write_text(json.dumps(first_start))
     again = on_this_machine(configured(settings), ALONE)
     assert again.data == local.data, "a field that is new has the commit of its repository"
+    branch = [f"train.run_dir={tmp_path / 'branch'}", f"checkpoint.resume={tmp_path / 'run/checkpoints/step-000001'}"]
+    branched = on_this_machine(configured([*settings, *branch]), ALONE)
+    assert (branched.model.path, branched.data) == (local.model.path, local.data)
     (tmp_path / "run").rename(tmp_path / "unfinished")  # as a drafter's training has it
     assert on_this_machine(configured(settings), ALONE, state_dir=tmp_path / "unfinished").model == local.model
     anew = on_this_machine(configured([*settings, "checkpoint.resume=never"]), ALONE)
     assert anew.model.path.endswith(hub.repositories["models/a/policy"].commit)
+
+
+@pytest.mark.parametrize("command", ["eval", "drafter eval"])
+def test_evaluations_measure_the_models_that_are_named_on_the_rows_of_the_run(
+    hub: Hub, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    hub.repositories["models/a/drafter"] = Repository({"config.json": b"{ }"})
+    settings.append("rollout.speculation={drafter: eagle, drafter_path: a/drafter}")
+    local = on_this_machine(configured(settings), ALONE)
+    write_config(local, tmp_path / "run")
+    for key in hub.repositories:
+        hub.repositories[key] = Repository({**hub.repositories[key].files, "config.json": b"{}"})
+    measured: list[Config] = []
+    for module, body in ((evaluate, "_eval_on"), (drafter, "_eval")):
+        monkeypatch.setattr(module, "run_on_every_rank", lambda section, threads, start: start(ALONE) or 0)
+        monkeypatch.setattr(module, body, lambda config, *_: measured.append(config))
+    options = ["--drafter", str(tmp_path)] if command == "drafter eval" else []
+    assert main([*command.split(), str(ROOT / "configs/quickstart.yaml"), *options, *settings]) == 0
+    (config,) = measured
+    for name, path in (("policy", config.model.path), ("drafter", config.rollout.speculation.drafter_path)):
+        assert Path(str(path)).name == hub.repositories[f"models/a/{name}"].commit
+    assert (config.data.train, config.data.eval) == (local.data.train, local.data.eval)
 
 
 def test_fine_tuning_that_goes_on_uses_the_commits_of_its_first_start(hub: Hub, tmp_path: Path) -> None:

@@ -15,13 +15,15 @@ import pytest
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig, TaskConfig
 from megatron_tlt.data.chat import with_system
-from megatron_tlt.data.prompts import EnvPrompts, build_prompts
+from megatron_tlt.data.prompts import EnvPrompts, build_prompts, first_row, open_source
 from megatron_tlt.data.sources import Row
 from megatron_tlt.errors import DataError
 from megatron_tlt.models.decoders.keys import request_key
 from megatron_tlt.types import Prompt
 
 TASKS = PromptSourceConfig(tasks=(TaskConfig(name="chain_sum"),))
+# Its generator gives up on a few items, the first of this seed at 9.
+MAZES = PromptSourceConfig(tasks=(TaskConfig(name="maze", params={"min_dist": 12, "max_dist": 20}),), seed=1)
 
 
 class Letters:
@@ -144,7 +146,7 @@ def test_splits_of_one_data_set_share_no_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 10, 23])
 def test_resuming_continues_exactly(ten: PromptSourceConfig, cut: int) -> None:
-    for source in (ten, TASKS):
+    for source in (ten, TASKS, MAZES):
         whole = stream(source).next_batch(40)
         first = stream(source)
         first.next_batch(cut)
@@ -160,7 +162,7 @@ def test_a_peek_sees_the_next_batch_and_moves_nothing(
     """Over the ends of epochs, with dropped rows, ids included; the log says the same as without it."""
     caplog.set_level(logging.INFO)
     drops = write_jsonl(tmp_path / "drops.jsonl", [{"prompt": f"q{i}" * (1 + i % 2)} for i in range(10)])
-    for source in (ten, TASKS, drops):
+    for source in (ten, TASKS, MAZES, drops):
         logs = []
         for peeks in (False, True):
             caplog.clear()
@@ -172,6 +174,25 @@ def test_a_peek_sees_the_next_batch_and_moves_nothing(
                 assert ahead in (None, batches[-1])
             logs.append((batches, [record.message for record in caplog.records]))
         assert logs[0] == logs[1]
+
+
+def test_an_item_that_cannot_be_drawn_is_dropped(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    """As a prompt that is too long is: counted, and an error where none of many in a row is left."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("megatron_tlt.data.prompts._MOST_DROPS_IN_A_ROW", 20)
+    train = stream(MAZES).next_batch(19)
+    held_out = build_prompts(DataSection(train=TASKS, eval=MAZES), "eval", Letters(), 0)  # type: ignore[arg-type]
+    assert [p.dataset_id.rpartition(":")[2] for p in train] == [str(i) for i in range(20) if i != 9]
+    assert [p.prompt_id for p in train] == [*range(19)]
+    assert len(held_out.next_batch(40)) == 40
+    assert "of the last 20 rows, 1 exceed data.max_prompt_tokens = 1024 or could not be drawn (last: " in caplog.text
+    assert "task 'maze', item 9: the generator failed: RuntimeError" in caplog.text
+    small = {"min_dist": 18, "max_dist": 18, "min_grid_size": 5, "max_grid_size": 6}
+    never = PromptSourceConfig(tasks=(TaskConfig(name="maze", params=small),))
+    for read in (stream, lambda source: first_row(open_source(source, "data.train", 0))):
+        with pytest.raises(DataError, match=r"item .*: the generator failed: RuntimeError"):
+            read(never)
+    assert first_row(open_source(MAZES, "data.train", 75)).dataset_id.endswith(":1")
 
 
 def test_resuming_on_other_data_is_refused(ten: PromptSourceConfig, tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ WAIT, TRAIN, PRE_ROLL, STOP = Action.WAIT, Action.TRAIN, Action.PRE_ROLL, Action
         ({"is_disabled": True}, WAIT),
         ({"samples_available": 1}, TRAIN),
         ({"samples_available": 0}, WAIT),
-        ({"samples_available": None}, TRAIN),
         ({"seconds_idle": 0.1}, TRAIN),
         ({"seconds_idle": 0.099}, WAIT),
         ({"seconds_idle": 0.5, "step_seconds": 0.5}, TRAIN),

@@ -56,6 +56,7 @@ def clock():
 def make(coordinator, clock, policy=None, **more):
     policy = policy or IdlePolicy(min_tail_seconds=0.0)
     options = {"clock": clock.now, "sleep": clock.sleep, "wall": clock.now, "poll_seconds": POLL_S}
+    options["num_samples"] = lambda: 1
     return IdleWindow(coordinator, policy, **{**options, **more})
 
 

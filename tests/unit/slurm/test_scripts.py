@@ -136,6 +136,30 @@ def test_a_job_number_alone_is_no_job(script):
     assert done.returncode == 2 and "this is not a job of Slurm: unset SLURM_JOB_ID" in done.stderr
 
 
+SRUN = """#!/bin/bash
+notes="$MEGATRON_TLT_ATTEMPT"
+case "$*" in *--container-mounts=*,"$notes:$notes",*) echo 2 >"$notes/exit" ;; esac
+exit 137
+"""
+
+
+@pytest.mark.parametrize("logs", ["logs", "../logs"])
+def test_ranks_in_a_container_can_note_their_exit_code(tmp_path, logs):
+    """The stand-in for srun writes only to what is mounted; outside the working directory and the repository."""
+    here = tmp_path / "here"
+    for folder in (here / "logs", tmp_path / "logs", tmp_path / "bin"):
+        folder.mkdir(parents=True)
+    (tmp_path / "bin/srun").write_text(SRUN)
+    (tmp_path / "bin/srun").chmod(0o755)
+    names = ("HF_HOME", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "a", "SLURM_NTASKS_PER_NODE": "2"}
+    job |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_CPUS_ON_NODE": "2"}
+    job |= {name: f"{tmp_path}/{name}" for name in names}
+    done = run("launch/interactive.sh", "configs/quickstart.yaml", cwd=here, CONTAINER="image", LOGS=logs, **job)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert not [*tmp_path.rglob(".megatron-tlt-exit-*")]
+
+
 def in_common(script, job="", node_responses=True):
     """The output of shell code that uses slurm/common.sh, with `job` as the output of `scontrol show job`."""
     told = f"printf '%s\\n' '{job}'" if node_responses else "return 1"

@@ -1,0 +1,44 @@
+"""Step costs are measured on the run's own prompts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import fit_cost_model
+import pytest
+from huggingface_hub import constants
+
+from megatron_tlt.data.tokenizer import HFTokenizer
+from tests.helpers.chat_models import DEMO_POLICY, chat_model
+from tests.helpers.mpi import ROOT
+
+
+def test_names_on_the_hub_and_the_template_s_settings_are_those_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, commit = tmp_path / "models--a--policy", "1" * 40
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs/main").write_text(commit)
+    template = (DEMO_POLICY / "chat_template.jinja").read_text()
+    here = chat_model(cache / "snapshots" / commit, "{{ greeting }}{{ strftime_now('%Y') }}" + template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    found: list[Any] = []
+
+    def measure(config: Any, kind: str, stream: Any, *_: Any) -> None:
+        found.extend([config, stream])
+        raise SystemExit
+
+    monkeypatch.setattr(fit_cost_model, "measure", measure)
+    settings = ["data.chat_template_kwargs={greeting: 7}", "data.chat_template_date=2031-02-03"]
+    settings += ["model.path=a/policy", "rollout.speculation.drafter=suffix"]
+    command = ["fit", str(ROOT / "configs/quickstart.yaml"), *settings, "--out", str(tmp_path / "costs.json")]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        fit_cost_model.main()
+    config, stream = found
+    assert config.model.path == str(here)
+    (prompt,) = stream.next_batch(1)
+    assert HFTokenizer(here).decode(prompt.token_ids).startswith("72031")
