@@ -98,7 +98,8 @@ class RewardConfig(Section):
     weight: float = 1.0
     """Factor in the sum of rewards."""
     pattern: str | None = None
-    """Regular expression: group 1 is the answer (task, math, exact); the whole text must match (format)."""
+    """Regular expression: group 1 is the answer (task, math, exact), which begins behind the last `<name>` where it
+    stands between `<name>` and `</name>`; the whole text must match (format)."""
     path: Annotated[str | None, FilePath()] = None
     """python: `package.module:function` or `path/to/file.py:function`, called as f(prompt, answer, response,
     metadata); answer is a list where a row has several acceptable ones, None where it has none."""
