@@ -10,7 +10,7 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from megatron_tlt.errors import TltError, error_line
 from megatron_tlt.workers.child_signals import sigterm_ends_forks
@@ -30,11 +30,7 @@ class Open:
 
     prompt: Prompt
     longest: int | None = None  # characters of the text that travel
-
-    @property
-    def num_calls(self) -> int:
-        """Calls of the environment, each with the timeout."""
-        return 1
+    num_calls: ClassVar[int] = 1  # of the environment, each with the timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +53,7 @@ class Discard:
     """Ends a trajectory's environment, if the worker has one."""
 
     key: Key
-
-    @property
-    def num_calls(self) -> int:
-        """Calls of the environment, each with the timeout."""
-        return 1
+    num_calls: ClassVar[int] = 1
 
 
 Request: TypeAlias = Open | Play | Discard
