@@ -2,7 +2,7 @@
 
 import re
 
-FORM = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+FORM = re.compile(r"<answer>([^<]*)</answer>")  # not from an <answer> that the response only mentions
 LONG = 400  # characters from which a right response gets no bonus
 
 

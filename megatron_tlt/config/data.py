@@ -99,7 +99,8 @@ class RewardConfig(Section):
     weight: float = 1.0
     """Factor in the sum of rewards."""
     pattern: str | None = None
-    """Regular expression: group 1 is the answer (task, math, exact); the whole text must match (format)."""
+    """Regular expression: group 1 is the answer (task, math, exact), which begins behind the last `<name>` where it
+    stands between `<name>` and `</name>`; the whole text must match (format)."""
     path: Annotated[str | None, FilePath()] = None
     """python: `package.module:function` or `path/to/file.py:function`, called as f(prompt, answer, response,
     metadata); answer is a list where a row has several acceptable ones, None where it has none."""
@@ -136,6 +137,7 @@ class RewardSection(Section):
     failure_value: float = 0.0
     """Value recorded for a failed reward. Where all rewards of a rollout fail, the run ends."""
     worker_memory_mib: PositiveInt = 8192
-    """Memory of one worker process; a function that needs more fails on that sample, which is recorded."""
+    """Memory of one worker process; a function that needs more fails on that sample, which is recorded. A worker of
+    which half stays taken then is replaced."""
     workers: NonNegativeInt = 1
     """Worker processes per rank; 0 runs built-in rewards in the rank itself, without a timeout."""

@@ -39,7 +39,7 @@ class EnvSection(Section):
     workers: PositiveInt = 1
     """Worker processes per rank; each runs one step at a time and holds many trajectories' environments."""
     worker_memory_mib: PositiveInt = 8192
-    """Memory of one worker process."""
+    """Memory of one worker process; one of which half stays taken after a MemoryError is replaced."""
 
     @property
     def named_by(self) -> tuple[str, str | None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.config.env import EnvSection
-from megatron_tlt.envs.base import MakeEnvironment, ToolSchema
+from megatron_tlt.envs.base import Environment, MakeEnvironment, ToolSchema
 from megatron_tlt.envs.gymnasium import GymnasiumEnvironment
 from megatron_tlt.envs.schemas import check_plain, tool_schemas
 from megatron_tlt.envs.tools import ToolEnvironment
@@ -47,8 +47,6 @@ def environment_tools(section: EnvSection) -> list[ToolSchema]:
 
 def has_opening(section: EnvSection) -> bool:
     """Whether `reset` may add a text to the prompt. Raises EnvError."""
-    from megatron_tlt.envs.base import Environment
-
     return getattr(_load_class(section), "reset", Environment.reset) is not Environment.reset
 
 

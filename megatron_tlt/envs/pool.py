@@ -55,7 +55,7 @@ class EnvironmentPool:
         for number, prompt in enumerate(prompts):
             worker = self.workers[number % len(self.workers)]
             request = Open(_texts(prompt), self._longest_opening)
-            futures.append(worker.do(lambda worker=worker, request=request: worker.ask(request)))  # type: ignore[misc]
+            futures.append(worker.do(lambda worker=worker, request=request: _opening(worker, request)))  # type: ignore[misc]
         openings = []
         for prompt, future in zip(prompts, futures, strict=True):
             try:
@@ -191,6 +191,16 @@ class Trajectories:
     def _failed(self, key: Key, seconds: float, why: str) -> TurnResult:
         self.discard(*key)
         return TurnResult(*key, given=(), seconds=seconds, failure=why)
+
+
+def _opening(worker: EnvWorker, request: Open) -> str | None:
+    """In the worker's thread."""
+    text: str | None
+    try:
+        text = worker.ask(request)
+    except WorkerLostError:  # perhaps not of this prompt: once more, in another process
+        text = worker.ask(request)
+    return text
 
 
 def _discard(worker: EnvWorker, key: Key) -> None:

@@ -4,12 +4,14 @@ The limits protect from accidents (a loop without end, a large file), not from m
 this user may read, and nothing keeps it from the kernel's interfaces. Against malice a container around the whole run
 is needed. Where Linux refuses user namespaces (containers often do), the code reaches the network.
 
-`random` and numpy's global generator are seeded; `os.urandom`, `secrets` and `numpy.random.default_rng()` are not.
+`random`, torch's generator and numpy's global one, from which pandas, scipy and scikit-learn draw, are seeded;
+`os.urandom`, `secrets` and `numpy.random.default_rng()` are not. Addresses of objects in printed texts become 0x0.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,12 +20,15 @@ import time
 from contextlib import suppress
 
 from megatron_tlt.types import Prompt
+from megatron_tlt.workers.process import ONE_THREAD
 
 # CLONE_NEWUSER | CLONE_NEWNET: no network but a dead loopback. Refused on some machines.
 _UNSHARE = "unshare(0x10000000 | 0x40000000)"
+# Of an object in its repr, another one in every process. A shorter number is the program's own.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}\b")
 # Runs first in the process: limits and seeds, then the code from stdin.
 _START = f"""
-import os, random, resource, sys
+import os, random, re, resource, sys
 cpu, memory, files, seed = map(int, sys.argv[1:5])
 for kind, limit in ((resource.RLIMIT_CPU, cpu), (resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, files),
                     (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0)):
@@ -38,10 +43,16 @@ except Exception:
 sys.argv = ["code"]
 code = sys.stdin.read()
 random.seed(seed)
-if "numpy" in code:
+if any(name in code for name in ("numpy", "pandas", "scipy", "sklearn")):
     try:
         import numpy
         numpy.random.seed(seed)
+    except Exception:
+        pass
+if re.search(r"\\b(import|from)\\s.*\\btorch\\b", code):  # its import takes seconds
+    try:
+        import torch
+        torch.manual_seed(seed)
     except Exception:
         pass
 exec(compile(code, "code", "exec"), {{"__name__": "__main__"}})
@@ -94,7 +105,7 @@ class Python:
             why = self._run(code, folder, printed.fileno())
             printed.seek(0)
             text = printed.read(self._output).decode(errors="replace")
-        lines = text.replace(folder, ".").splitlines()
+        lines = _ADDRESS.sub(" at 0x0", text.replace(folder, ".")).splitlines()
         if why is None and "Traceback (most recent call last):" in lines:
             start = len(lines) - 1 - lines[::-1].index("Traceback (most recent call last):")
             lines[start:] = [f"error: {lines[-1]}"]
@@ -116,8 +127,9 @@ class Python:
             stdout=printed,
             stderr=printed,
             cwd=folder,
-            # The same order of sets every time; nothing of the rank's environment, in which there may be secrets.
-            env={"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8", "PATH": os.defpath, "HOME": folder},
+            # The same order of sets every time; nothing of the rank's environment, in which there may be secrets. One
+            # thread, since numpy reserves memory for each, which on a large machine is more than the limit.
+            env={"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8", "PATH": os.defpath, "HOME": folder, **ONE_THREAD},
             start_new_session=True,
         )
         try:

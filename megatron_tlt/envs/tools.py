@@ -19,6 +19,7 @@ from megatron_tlt.envs.base import Environment, NoTextError, Role, Step, kind_wi
 from megatron_tlt.envs.calls import ToolCall, parse_calls
 from megatron_tlt.envs.schemas import tool_names
 from megatron_tlt.types import Prompt
+from megatron_tlt.workers.process import end_if_full
 
 
 class ToolEnvironment(Environment):
@@ -58,13 +59,17 @@ class ToolEnvironment(Environment):
         if tool is None:
             return f"error: no tool {call.name!r}; there are: {', '.join(self._tools)}"
         arguments = call.arguments or {}
+        failure = None
         try:
             value = tool(**(_typed(tool, arguments) if call.is_text else arguments))
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
             return f"error: {call.name}: {'; '.join(problems)}"
         except Exception as error:  # noqa: BLE001  a user's tool may raise anything
-            return f"error: {type(error).__name__}: {error}"
+            failure = f"error: {type(error).__name__}: {error}"
+        if failure is not None:
+            end_if_full(failure)
+            return failure
         try:
             return value if isinstance(value, str) else json.dumps(_plain(value), ensure_ascii=False, default=_plain)
         except (NoTextError, TypeError, ValueError, RecursionError) as error:  # also keys that are no texts, and cycles

@@ -5,16 +5,17 @@ It reads one request at a time from its pipe and answers it with (True, value) o
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from megatron_tlt.errors import TltError, error_line
+from megatron_tlt.workers.child_signals import sigterm_ends_forks
 from megatron_tlt.workers.descendants import Started, keep
-from megatron_tlt.workers.process import limit_memory, set_up
+from megatron_tlt.workers.process import end_if_full, forks_ended, limit_memory, set_up
 
 if TYPE_CHECKING:
     from megatron_tlt.envs.base import Environment, MakeEnvironment, Step
@@ -29,11 +30,7 @@ class Open:
 
     prompt: Prompt
     longest: int | None = None  # characters of the text that travel
-
-    @property
-    def num_calls(self) -> int:
-        """Calls of the environment, each with the timeout."""
-        return 1
+    num_calls: ClassVar[int] = 1  # of the environment, each with the timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +53,7 @@ class Discard:
     """Ends a trajectory's environment, if the worker has one."""
 
     key: Key
-
-    @property
-    def num_calls(self) -> int:
-        """Calls of the environment, each with the timeout."""
-        return 1
+    num_calls: ClassVar[int] = 1
 
 
 Request: TypeAlias = Open | Play | Discard
@@ -74,7 +67,8 @@ def serve(pipe: Connection, section_json: str, in_thought: bool, rank: int) -> N
     """
     set_up(rank)
     keep(rank)
-    worker = os.getpid()
+    sigterm_ends_forks()
+    multiprocessing.current_process().daemon = False  # a daemon, as which the rank has started it, may start no process
     from megatron_tlt.config.env import EnvSection
     from megatron_tlt.envs.build import load_environment
 
@@ -88,10 +82,10 @@ def serve(pipe: Connection, section_json: str, in_thought: bool, rank: int) -> N
     pipe.send(None)
     try:
         while True:
-            answer = host.answer(pipe.recv())
-            if os.getpid() != worker:  # a fork that the environment made and did not end: the pipe is the worker's
-                os._exit(0)
-            pipe.send(answer)
+            is_good, value = host.answer(pipe.recv())
+            if not is_good:
+                end_if_full(value)
+            pipe.send((is_good, value))
     except (EOFError, OSError):  # the rank has closed its end
         return
 
@@ -107,11 +101,12 @@ class EnvironmentHost:
     def answer(self, request: Request) -> tuple[bool, Any]:
         """(True, value), or (False, why) after an error of the environment, which stays until it is discarded."""
         try:
-            if isinstance(request, Open):
-                return True, self._open(request)
-            if isinstance(request, Play):
-                return True, self._play(request)
-            self._discard(request.key)
+            with forks_ended():
+                if isinstance(request, Open):
+                    return True, self._open(request)
+                if isinstance(request, Play):
+                    return True, self._play(request)
+                self._discard(request.key)
         # A user's code may raise anything, even KeyboardInterrupt, which no terminal sends here: the trajectory gets a
         # recorded failure.
         except BaseException as error:  # noqa: BLE001

@@ -65,6 +65,8 @@ def disagree(first: str, second: str) -> bool:
 
 def contradicts_itself(text: str) -> bool:
     """Whether the text ends by saying which number the answer is not, or equates two different numbers."""
+    if len(text) > _LONGEST:
+        return False
     equation = _EQUATION.fullmatch(text)
     is_false = equation is not None and _decimal(equation[1]) != _decimal(equation[2])
     return is_false or any(found.end() == len(text) for found in _DENIED.finditer(text))

@@ -66,8 +66,7 @@ def _equal(reference: str, text: str, is_extracted: bool) -> bool:
         return False
     gold, found = plain_answer(reference), plain(text)
     number = quantity(gold)
-    amounts = _parsed_number(quantity(found if number is None else last_clause(found)))
-    return _verified(_golds(gold, number), _parsed(found) + amounts, decimals(number))
+    return _verified(_golds(gold, number), _parsed(found) + _amounts(found, number), decimals(number))
 
 
 def _is_same(reference: str, answer: str) -> bool:
@@ -78,7 +77,7 @@ def _is_same(reference: str, answer: str) -> bool:
     if contradicts_itself(found) or disagree(reference, answer):
         return False
     number = quantity(gold)
-    amounts, places = _parsed_number(quantity(found if number is None else last_clause(found))), decimals(number)
+    amounts, places = _amounts(found, number), decimals(number)
     if _verified(_parsed_number(number), amounts, places):
         return True
     return _verified(_golds(gold, number), _parsed(_marked(found)) + amounts, places)
@@ -86,6 +85,11 @@ def _is_same(reference: str, answer: str) -> bool:
 
 def _golds(gold: str, number: str | None) -> tuple[Any, ...]:
     return _parsed(_marked(gold)) + (_parsed_number(number) if number != gold else ())
+
+
+def _amounts(found: str, number: str | None) -> tuple[Any, ...]:
+    """The one number of an answer; of its last clause where the reference is the number `number`."""
+    return _parsed_number(quantity(found if number is None else last_clause(found)))
 
 
 def _verified(golds: tuple[Any, ...], found: tuple[Any, ...], places: int) -> bool:

@@ -48,7 +48,12 @@ _SIGN = re.compile(r"(?<![\w)}])([-+])\s+(?=[\d.])")
 _MINUS = re.compile(r"(?:negative|minus)\s+(?=[\d.])", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:fbox|boxed)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_ANSWER = re.compile(r"(?:\banswer(?:\s+is|\s*:)|####|<answer>)[\s:]*([^\n]+)", re.IGNORECASE)
+_ANSWER = re.compile(
+    r"(?:\banswer(?:\s+is|\s*:)|####|<answer>)"
+    r"(?![^\n]*<answer>[^\n<\w]*\w[^\n<]*</answer>)"  # a mention of what follows: The answer is in <answer>5</answer>
+    r"[\s:]*([^\n]+)",
+    re.IGNORECASE,
+)
 _ANSWER_END = re.compile(r"</answer>.*|\.\s.*", re.IGNORECASE)
 _SHORT = re.compile(r"[-+\d.$\\](?:(?! - )[^\n,;=]){0,40}\s*")  # a number, with words that are no explanation
 _HTML = re.compile(r"(?is)<(b|strong|i|em|u|mark|code|span|p|div|font|center)(?:\s[^<>]*)?>(.*?)</\1>")
@@ -123,15 +128,14 @@ def plain_answer(text: str) -> str:
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
     """(begin, end, content) of every `\\boxed{..}` that is closed, in order of their begins."""
-    found = []
-    for box in _BOX.finditer(text):
-        depth = 1
-        for brace in _BRACE.finditer(text, box.end()):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if not depth:
-                found.append((box.start(), brace.end(), text[box.end() : brace.start()]))
-                break
-    return found
+    begins = {box.end(): box.start() for box in _BOX.finditer(text)}
+    found, opened = [], []
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.end())
+        elif brace[0] == "}" and opened and (inner := opened.pop()) in begins:
+            found.append((begins[inner], brace.end(), text[inner : brace.start()]))
+    return sorted(found)
 
 
 def conclusion(response: str) -> tuple[str, bool]:

@@ -16,9 +16,9 @@ def task_reward(config: RewardConfig) -> Scorer:
     pattern = compile_pattern(config.pattern)
 
     def score(prompt: Prompt, sample: Sample) -> float:
-        if prompt.metadata.get("task_entry") is None:
+        value = task_score(prompt, extract_answer(pattern, sample.text))
+        if value is None:
             raise ValueError(f"prompt {prompt.dataset_id!r} comes from no procedural task")
-        answer = extract_answer(pattern, sample.text)
-        return (task_score(prompt, answer) or 0.0) if answer else 0.0
+        return value
 
     return score

@@ -5,33 +5,35 @@ This module imports no numpy: `start` does, after it has limited numpy's threads
 
 from __future__ import annotations
 
-import math
-import os
-import signal
-import time
+from dataclasses import replace
 from multiprocessing import context
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import TltError
 from megatron_tlt.rewards.lock import FileLock
-from megatron_tlt.workers.process import WorkerProcess, limit_memory, set_up
+from megatron_tlt.workers.child_signals import sigterm_ends_forks
+from megatron_tlt.workers.process import WorkerProcess, end_if_full, forks_ended, limit_memory, set_up
 
 if TYPE_CHECKING:
     from megatron_tlt.config.data import RewardSection
-    from megatron_tlt.rewards.base import NamedScorer
+    from megatron_tlt.rewards.base import NamedScorer, Scorer
     from megatron_tlt.types import Prompt, RewardResult, Sample
-
-_NEARLY = 0.9  # of the timeout: the worker's clock starts after the pool's
 
 _section: RewardSection
 _scorers: list[NamedScorer]
 _problem: str | None = None
-_overdue_at = math.inf
 
 
 class RewardProcess(WorkerProcess):
     """A worker of a reward pool, told from other workers of the rank when the pool ends."""
+
+    def terminate(self) -> None:
+        """Ends a worker whose function is overdue, and what the function has started.
+
+        Not by SIGTERM, which workers ignore: Slurm sends it to all processes of a step, and the rank decides when to
+        stop.
+        """
+        self.kill_group()
 
 
 class WorkerContext(context.SpawnContext):
@@ -48,14 +50,14 @@ def start(section_json: str, rank: int) -> None:
     """Initialises a new worker process for the `RewardSection`. `rank`: process id of its parent."""
     global _section, _scorers, _problem  # noqa: PLW0603  the pool calls plain functions
     set_up(rank)
-    signal.signal(signal.SIGTERM, _on_terminate)
+    sigterm_ends_forks()
     from megatron_tlt.config.data import RewardSection
     from megatron_tlt.rewards.build import build_scorers
 
     _section = RewardSection.model_validate_json(section_json)
     limit_memory(_section.worker_memory_mib)
     try:
-        _scorers = build_scorers(_section)
+        _scorers = [replace(named, scorer=_guarded(named.scorer)) for named in build_scorers(_section)]
     except TltError as error:
         _problem = str(error)
 
@@ -66,21 +68,17 @@ def problem() -> str | None:
 
 
 def judge_sample(prompt: Prompt, sample: Sample) -> RewardResult:
-    """The result of one sample; see `base.judge`."""
-    global _overdue_at  # noqa: PLW0603
+    """The result of one sample; see `base.judge`. Ends this process where a function has left it without memory."""
     from megatron_tlt.rewards.base import judge
 
-    _overdue_at = time.monotonic() + _NEARLY * _section.timeout_s
-    try:
-        return judge(_scorers, _section.failure_value, prompt, sample)
-    finally:
-        _overdue_at = math.inf
+    result = judge(_scorers, _section.failure_value, prompt, sample)
+    end_if_full(result.failure or "")
+    return result
 
 
-def _on_terminate(number: int, frame: FrameType | None) -> None:
-    """Ends this process and those that a reward function has started, if the function is overdue.
+def _guarded(scorer: Scorer) -> Scorer:
+    def score(prompt: Prompt, sample: Sample) -> object:
+        with forks_ended():
+            return scorer(prompt, sample)
 
-    Otherwise the signal is Slurm's, sent to all processes of the rank's step: the rank decides when to stop.
-    """
-    if time.monotonic() >= _overdue_at:
-        os.killpg(0, signal.SIGKILL)
+    return score

@@ -5,13 +5,26 @@ from __future__ import annotations
 import math
 import re
 
+_OPENING = re.compile(r"<([^<>/\s]+)>\s*$")
+
 
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """Group 1 of the last match, stripped: of several answers the last one counts. None without a match or group."""
-    found: str | None = None
+    """Group 1 of the last match, stripped: of several answers the last one counts. None without a match or group.
+
+    A group between `<name>` and `</name>` begins behind the last `<name>`: a match of `<answer>(.*?)</answer>` begins
+    with the first one, which a response may only mention.
+    """
+    last: re.Match[str] | None = None
     for match in pattern.finditer(text):
-        found = match[1]
-    return None if found is None else found.strip()
+        last = match
+    if last is None or last[1] is None:
+        return None
+    found = last[1]
+    if opening := _OPENING.search(text, 0, last.start(1)):
+        closing = f"</{opening[1]}>"
+        if text[last.end(1) :].lstrip().startswith(closing) and closing not in found:
+            found = found.rpartition(f"<{opening[1]}>")[2]
+    return found.strip()
 
 
 def as_number(value: object, where: str) -> float:

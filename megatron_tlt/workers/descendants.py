@@ -28,7 +28,6 @@ class Process(NamedTuple):
     """A line of the process table."""
 
     pid: int
-    parent: int
     session: int
 
 
@@ -40,7 +39,7 @@ def descendants(ancestor: int) -> list[Process]:
             with suppress(OSError):  # it has ended meanwhile
                 state, parent, _, session = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[:4]
                 if state not in "ZX":
-                    children.setdefault(int(parent), []).append(Process(int(name), int(parent), int(session)))
+                    children.setdefault(int(parent), []).append(Process(int(name), int(session)))
     found = children.get(ancestor, [])[:]
     for process in found:  # grows meanwhile
         found += children.get(process.pid, [])

@@ -5,12 +5,16 @@ This module imports no numpy: a worker limits numpy's threads first (`set_up`).
 
 from __future__ import annotations
 
+import errno
+import gc
+import multiprocessing
 import os
 import resource
 import signal
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import context
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +24,8 @@ from megatron_tlt.workers.descendants import die_with, end_descendants
 
 # Variables by which MPI finds its ranks: removed, so that a user's function may import mpi4py.
 _LAUNCHER = ("PMI_", "PMIX_", "PMI2_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")  # of a library
+_OUT_OF_MEMORY = errno.ENOMEM  # exit code of `end_if_full`
 _main_module = threading.Lock()
 
 
@@ -50,15 +55,17 @@ class WorkerProcess(context.SpawnProcess):
 
 def set_up(rank: int) -> None:
     """Makes this process a worker of the rank with process id `rank`: it dies with the rank, is a process group of its
-    own, has one thread a library, no trace of MPI, and prints to stderr.
+    own, has one thread a library, no trace of MPI, and prints to stderr. Its multiprocessing forks.
     """
     die_with(rank)
     os.setsid()
     os.dup2(2, 1)  # prints of a user's function must not mix with the rank's own output
     for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:
         del os.environ[name]
-    os.environ.update(dict.fromkeys(_THREADS, "1"))
+    os.environ.update(ONE_THREAD)
     unblock_signals()
+    # A spawned process spawns its own, which could not import the module of a user's file (`user_code`); a fork has it.
+    multiprocessing.set_start_method("fork", force=True)  # this process has one thread
 
 
 def limit_memory(mib: int) -> None:
@@ -74,7 +81,44 @@ def limit_memory(mib: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
+@contextmanager
+def forks_ended() -> Iterator[None]:
+    """Around a call of a user's code: a fork that it made and did not end ends here, for only the worker may answer.
+
+    The fork's exit code is that of a program that ends by the same `sys.exit` or error.
+    """
+    worker, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        given = error.code if isinstance(error, SystemExit) else 1
+        code = given & 0xFF if isinstance(given, int) else int(given is not None)
+        raise
+    finally:
+        if os.getpid() != worker:
+            os._exit(code)
+
+
+def end_if_full(failure: str) -> None:
+    """Ends this process and those below it if `failure` is of memory and half of the process's limit is still taken.
+
+    Another process takes its place: in this one every later call could fail, too. Call it when the error itself, which
+    holds the variables of its functions, is gone.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if "memory" not in failure.lower() or limit == resource.RLIM_INFINITY:  # MemoryError; the texts of torch and Linux
+        return
+    gc.collect()
+    try:
+        bytes(limit // 2)  # no page of it is written
+    except MemoryError:
+        end_descendants(os.getpid())
+        os._exit(_OUT_OF_MEMORY)
+
+
 def ended(exitcode: int | None) -> str:
     """How a worker ended, for messages."""
     code = exitcode or 0
+    if code == _OUT_OF_MEMORY:
+        return "worker had no memory left (worker_memory_mib) and was replaced"
     return f"worker was ended by signal {-code}" if code < 0 else f"worker ended with exit code {code}"

@@ -114,11 +114,19 @@ def test_a_currency_in_the_reference_is_found_in_a_whole_response() -> None:
         ("C", "Answer: B", 0), ("(1, 2)", "The answer is (1,2).", 1), ("x^2+1", "#### 1 + x^2", 1),
         ("x+1", "<think>a</think><answer>x+1</answer>", 1), ("18", "The answer is 18 or 19.", 0), ("18", "18x", 0),
         ("18", "18, because 9 + 9 = 18.", 1), ("2", "Answer: 5x + 2 = 12, so x = 2", 1),
-        ("10", "The answer is 10:30.", 0),
+        ("10", "The answer is 10:30.", 0), ("5", "I write it in <answer> tags. <answer>5</answer>", 1),
+        ("5", "The answer is in <answer>5</answer>, not in <answer>.", 1),
     ],
 )  # fmt: skip
 def test_math_compares_the_conclusion_of_a_whole_response(gold: str, response: str, value: float) -> None:
     assert judged(gold, response, name="math").value == value
+
+
+@pytest.mark.parametrize(("text", "pattern"), [(f"<answer>{'7' * 60_000}</answer>", TAG), ("\\boxed{" * 10_000, None)])
+def test_a_model_that_repeats_itself_costs_no_minute(text: str, pattern: str | None) -> None:
+    start = time.monotonic()
+    assert judged("5", text, name="math", pattern=pattern).value == 0.0
+    assert time.monotonic() - start < 25, "math-verify ends itself after 3 s a call; quadratic time is a minute or more"
 
 
 def test_the_best_of_the_acceptable_answers_counts() -> None:

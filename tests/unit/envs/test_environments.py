@@ -165,6 +165,7 @@ def test_python_code_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(tool.python("print('x' * 9999)")) <= 1024
     assert "File too large" in tool.python("open('f', 'wb').write(b'x' * 9999)")
     assert tool.python("import os; print(os.environ.get('A_SECRET'))") == "None"
+    assert tool.python("import os; print(os.environ['OPENBLAS_NUM_THREADS'])") == "1"
     assert tool.python("while True: pass") == "error: more than 1 s of CPU time"
     late = "error: no end within 0.5 s, which the calls of a turn share"
     assert Python(wall_s=0.5).python("import time; time.sleep(60)") == late
@@ -192,6 +193,24 @@ def test_python_draws_the_same_numbers_in_a_replay_and_others_in_the_next_call()
     first, second = draws(3)
     assert draws(3) == [first, second]
     assert len({*first.split(), *second.split(), *draws(2**31 - 1)[0].split()}) == 6
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from pandas import Series; print(Series(range(10**6)).sample(2).tolist())",
+        pytest.param("import math, torch; print(torch.rand(2).tolist())", marks=pytest.mark.slow),
+    ],
+)
+def test_python_seeds_the_generators_of_libraries(code: str) -> None:
+    first, again = (Python(cpu_s=60, wall_s=300.0, memory_mib=4096).python(code) for _ in range(2))
+    assert first == again
+    assert first.startswith("[")
+
+
+def test_python_prints_no_address() -> None:
+    tool = Python(wall_s=300.0)
+    assert tool.python("print(object(), 'the byte at 0x10')") == "<object object at 0x0> the byte at 0x10"
 
 
 def test_python_without_a_network_of_its_own_is_named() -> None:

@@ -125,6 +125,24 @@ def test_a_worker_that_dies_between_turns_costs_nothing_unless_its_environment_a
         assert "is not a function of prompt, seed and turns" in str(results[0].failure)
 
 
+@pytest.mark.parametrize(
+    ("name", "turn"), [("Keeps", "once"), ("KeepingTools", '<tool_call>{"name": "keep"}</tool_call>')]
+)
+def test_a_worker_whose_memory_stays_taken_is_replaced_at_no_cost(name: str, turn: str) -> None:
+    with trajectories(name, worker_memory_mib=2048) as (pool, turns):
+        assert len({*pool.openings(PROMPTS)}) == 1
+        results = play(turns, dict.fromkeys(range(3), turn), 0)
+        assert [text_of(result) for result in results.values()] == ["kept"] * 3
+        assert pool.workers[0].starts > 1
+
+
+def test_a_trajectory_without_end_of_memory_costs_two_workers_and_fails() -> None:
+    with trajectories("Keeps", worker_memory_mib=2048) as (pool, turns):
+        failure = "worker had no memory left (worker_memory_mib) and was replaced"
+        assert play(turns, {0: "all"}, 0)[0].failure == failure
+        assert pool.workers[0].starts == 2
+
+
 def test_an_environment_that_cannot_be_loaded_fails_every_turn() -> None:
     with trajectories("Missing") as (pool, turns):
         assert "has no 'Missing'" in str(play(turns, {0: "a"}, 0)[0].failure)
@@ -188,6 +206,13 @@ def test_a_fork_of_an_environment_does_not_answer_for_it() -> None:
         worker = started(turns, 1, "pid")
         assert text_of(play(turns, {0: "fork"}, 0)[0]) == "parent"
         assert [started(turns, 1, "pid", turn) for turn in (1, 2)] == [worker] * 2
+
+
+def test_an_environment_may_start_processes_in_every_way_of_python() -> None:
+    with trajectories("Processes") as (_, turns):
+        texts = ["pool", "terminate", "exit of a fork"]
+        results = play(turns, dict(enumerate(texts)), 0)
+    assert [results[i].failure or text_of(results[i]) for i in range(3)] == ["36", str(-signal.SIGTERM), "3"]
 
 
 def test_a_process_in_a_session_of_its_own_ends_with_its_trajectory() -> None:

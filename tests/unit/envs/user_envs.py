@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 from megatron_tlt.envs.base import Environment, Step
 from megatron_tlt.types import Prompt
@@ -32,6 +34,10 @@ class Act(Environment):
         return Step(" ".join(self.told), reward=float(len(self.told)), done=response == "end")
 
 
+def _square(number: int) -> int:
+    return number * number
+
+
 class Processes:
     """Starts processes and raises what ends programs. No `close`."""
 
@@ -47,6 +53,20 @@ class Processes:
             sys.exit("a\x1b[31m\rb\nc")
         if response == "fork":
             return Step("parent" if os.fork() else "child")
+        if response == "exit of a fork":
+            fork = os.fork()
+            if fork == 0:
+                sys.exit(3)
+            return Step(str(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])))
+        if response == "pool":
+            with ProcessPoolExecutor(1) as pool:
+                return Step(str(pool.submit(_square, 6).result()))
+        if response == "terminate":
+            process = multiprocessing.Process(target=time.sleep, args=(300,))
+            process.start()
+            process.terminate()
+            process.join()
+            return Step(str(process.exitcode))
         if response == "session":
             return Step(str(subprocess.Popen(["sleep", "300"], start_new_session=True).pid))
         if response == "orphan":
@@ -55,6 +75,30 @@ class Processes:
         if response == "same session":
             return Step(str(subprocess.Popen(["sleep", "300"]).pid))
         return Step(str(os.getpid()))
+
+
+_KEPT: list[bytes] = []
+
+
+class Keeps(Environment):
+    """Keeps memory for good: 700 MiB each time, or all that there is."""
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        _KEPT.append(bytes(700 << 20))
+        return "kept"
+
+    def step(self, response: str) -> Step:
+        while True:
+            _KEPT.append(bytes(700 << 20))
+            if response != "all":
+                return Step("kept")
+
+
+class KeepingTools:
+    def keep(self) -> str:
+        """Keeps memory for good."""
+        _KEPT.append(bytes(700 << 20))
+        return "kept"
 
 
 class Slow(Environment):

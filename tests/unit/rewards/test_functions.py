@@ -11,7 +11,7 @@ import reasoning_gym
 
 from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.errors import RewardError
-from megatron_tlt.rewards.base import extract_answer, judge
+from megatron_tlt.rewards.base import compile_pattern, extract_answer, judge
 from megatron_tlt.rewards.build import build_scorers, function_problems
 from megatron_tlt.types import Prompt, RewardResult, Sample
 from tests.helpers.user_errors import without_place
@@ -39,6 +39,26 @@ def judged(text: str, *functions: RewardConfig, answer: str | None = None, **met
 def test_extraction_takes_group_1_of_the_last_match(text: str, found: str | None) -> None:
     assert extract_answer(re.compile(TAG, re.DOTALL), text) == found
     assert extract_answer(None, f" {text}\n") == text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "found"),
+    [
+        (TAG, "I write it in <answer>, like this: <answer>7</answer>", "7"),
+        (TAG, "Between <answer> and </answer> stands <answer>7</answer>", "7"),
+        (r"(?<=<answer>)\s*(.*?)(?=</answer>)", "in <answer> tags: <answer> 7</answer>", "7"),
+        (r"</think>\s*<answer>(.*?)</answer>", "</think><answer> is here: <answer>7</answer>", "7"),
+        # What only looks like that is the pattern's own.
+        (r"<answer>(.*)</answer>", "<answer>1</answer> or <answer>7</answer>", "1</answer> or <answer>7"),
+        (r"> (.*?) </b", "1> 2> 7 </b", "2> 7"),
+        (r"(-?\d+)", "it is -12", "-12"),
+        (r"answer is (.*?)\.", "The answer is 7, as the answer is odd.", "7, as the answer is odd"),
+        (r"####\s*(.*)", "#### 7 #### 8", "7 #### 8"),
+        (r"\\boxed\{(.*)\}", r"\boxed{\boxed{7}}", r"\boxed{7}"),
+    ],
+)
+def test_a_tag_that_is_only_mentioned_is_no_part_of_the_answer(pattern: str, text: str, found: str) -> None:
+    assert extract_answer(compile_pattern(pattern), text) == found
 
 
 def test_exact() -> None:

@@ -93,6 +93,23 @@ def test_ten_gigabytes_cost_one_sample_and_no_memory() -> None:
     assert [r.value for r in found] == [1000.0, -1.0, 1000.0]
 
 
+def test_a_worker_whose_memory_stays_taken_is_replaced() -> None:
+    function = RewardConfig(name="python", path=f"{USER}:keeps")
+    section = RewardSection(functions=(function,), worker_memory_mib=2048, failure_value=-1.0)
+    with closing(RewardPool(section)) as pool:
+        found = results(pool, ["700", "9999", "700", "700", "700"])
+    assert [r.value for r in found] == [1.0, -1.0, 2.0, -1.0, 1.0], "the one that has room for others lives on"
+    assert without_place(found[1].failure) == "keeps: MemoryError"
+    assert found[3].failure == "worker had no memory left (worker_memory_mib) and was replaced"
+
+
+def test_a_function_may_start_processes_in_every_way_of_python() -> None:
+    with pool_of(timeout_s=60.0) as pool:
+        found = results(pool, ["pid", "pool", "terminate", "fork", "pid"])
+    assert [r.failure for r in found] == [None] * 5
+    assert [r.value for r in found] == [found[0].value, 36.0, -signal.SIGTERM, 3.0, found[0].value]
+
+
 def test_workers_live_on_between_calls_and_a_dead_idle_one_is_replaced_at_no_cost() -> None:
     with pool_of() as pool:
         first, again = results(pool, ["pid"])[0].value, results(pool, ["pid"])[0].value
@@ -114,15 +131,15 @@ def test_workers_know_nothing_of_mpi_or_torch_and_have_one_thread(monkeypatch: p
 
 
 def test_what_a_hung_function_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CHILD_PID", str(tmp_path / "pid"))
+    monkeypatch.setenv("CHILD_PIDS", str(tmp_path / "pids"))
     with pool_of() as pool:
-        (hung,) = results(pool, ["child"])
+        (hung,) = results(pool, ["children"])
         assert hung.failure == "no result within 1 s"
-        child = Path(f"/proc/{(tmp_path / 'pid').read_text()}/exe")
-        end = time.monotonic() + 10  # its end is asked for by a signal to its process group
-        while child.exists() and time.monotonic() < end:
+        children = [Path(f"/proc/{pid}/exe") for pid in (tmp_path / "pids").read_text().split()]
+        end = time.monotonic() + 10  # a killed process is in /proc until it is reaped
+        while any(child.exists() for child in children) and time.monotonic() < end:
             time.sleep(0.01)
-        assert not child.exists()
+        assert [child.exists() for child in children] == [False, False]
 
 
 def test_a_pool_that_is_closed_while_its_workers_start_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,36 @@ def _spin() -> None:
         pass
 
 
-def _start_child() -> None:
-    with subprocess.Popen(["sleep", "3600"]) as child:
-        Path(os.environ["CHILD_PID"]).write_text(str(child.pid))
+def _start_children() -> None:
+    children = [subprocess.Popen(["sleep", "3600"], start_new_session=own) for own in (False, True)]
+    Path(os.environ["CHILD_PIDS"]).write_text(" ".join(str(child.pid) for child in children))
+    children[0].wait()
+
+
+def _square(number: int) -> int:
+    return number * number
+
+
+def _in_a_pool() -> int:
+    with ProcessPoolExecutor(1) as pool:
+        return pool.submit(_square, 6).result()
+
+
+def _terminated() -> int | None:
+    """The exit code of a process that does not end by itself."""
+    process = multiprocessing.Process(target=_spin)
+    process.start()
+    process.terminate()
+    process.join()
+    return process.exitcode
+
+
+def _forked() -> int:
+    """The exit code of a fork that ends as a program does."""
+    fork = os.fork()
+    if fork == 0:
+        sys.exit(3)
+    return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
 
 
 BEHAVIOURS: dict[str, Callable[[], Any]] = {
@@ -40,7 +69,10 @@ BEHAVIOURS: dict[str, Callable[[], Any]] = {
     "exit": lambda: sys.exit(3),
     "hang": lambda: time.sleep(3600),
     "spin": _spin,
-    "child": _start_child,
+    "children": _start_children,
+    "pool": _in_a_pool,
+    "terminate": _terminated,
+    "fork": _forked,
     "die": lambda: os.kill(os.getpid(), 9),
     "quit": lambda: os._exit(7),
     "crash": lambda: ctypes.string_at(0),
@@ -67,6 +99,15 @@ def hungry(prompt: str, answer: str | None, response: str, metadata: dict[str, A
     assert len(bytes(int(response) << 30)) == int(response) << 30
     with open("/proc/self/oom_score_adj") as file:
         return float(file.read())
+
+
+_KEPT: list[bytes] = []
+
+
+def keeps(prompt: str, answer: str | None, response: str, metadata: dict[str, Any]) -> float:
+    """Keeps as many MiB as the response says for good."""
+    _KEPT.append(bytes(int(response) << 20))
+    return float(len(_KEPT))
 
 
 def too_few(prompt: str) -> float:
