@@ -38,7 +38,8 @@ def without_absent(value: Any, feature: Any) -> Any:
     if isinstance(feature, Mapping) and isinstance(value, Mapping):
         return {key: without_absent(item, feature.get(key)) for key, item in value.items() if item is not None}
     inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
-    if inner is not None and isinstance(value, list):
+    is_nested = isinstance(inner, (Mapping, list)) or hasattr(inner, "feature")
+    if is_nested and isinstance(value, list):
         return [without_absent(item, inner) for item in value]
     return value
 

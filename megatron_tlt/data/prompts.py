@@ -315,6 +315,8 @@ class PromptStream:
             return self._source.row(number)
         except UndrawnRowError as error:
             self._dropped += 1
+            if not self._undrawn and not self._is_peek:
+                _log.warning("%s; items that cannot be drawn are dropped", error)
             self._undrawn = str(error)
             return None
 

@@ -6,6 +6,7 @@ import difflib
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from itertools import accumulate
@@ -27,6 +28,7 @@ CHUNK = 500
 _FIRST_SEED, _SEEDS = 2**31, 2**31 - CHUNK
 _CACHED_CHUNKS = 2  # datasets kept per task, a chunk each; some hold a dictionary of words
 _RESERVED = ("seed", "size")
+_TRIED_ITEMS = 20  # of a task, at the start: some generators give up on every second item
 # Errors of generators that cannot draw an item or refuse a parameter; they validate by assertions.
 _GENERATOR_ERRORS = (
     ArithmeticError,
@@ -56,10 +58,19 @@ class TaskSource:
         self._dataset = lru_cache(_CACHED_CHUNKS * len(self._tasks))(self._make_dataset)
         for k, task in enumerate(self._tasks):  # some generators check parameters only now
             try:
-                self._dataset(k, 0)
+                self._try(k)
             except _GENERATOR_ERRORS as error:
                 allowed = f"{task.name} refuses: {error!r}"
                 raise ConfigError.of(f"{path}.{k}.params", task.params, allowed) from error
+
+    def _try(self, which: int) -> None:
+        """Draws an item of a task. Raises the generator's error where none of the first can be drawn."""
+        dataset, last = self._dataset(which, 0), _TRIED_ITEMS - 1
+        for index in range(last):
+            with suppress(*_GENERATOR_ERRORS):
+                dataset[index]
+                return
+        dataset[last]
 
     @property
     def fingerprint(self) -> str:

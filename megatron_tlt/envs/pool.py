@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.envs.base import GivenTokens, Step
-from megatron_tlt.envs.process import EnvWorker, WorkerLostError
+from megatron_tlt.envs.process import EnvWorker, T, WorkerLostError
 from megatron_tlt.envs.worker import Discard, Key, Open, Play
 from megatron_tlt.errors import EnvError, TltError
 from megatron_tlt.types import Prompt, TurnResult
@@ -55,7 +55,7 @@ class EnvironmentPool:
         for number, prompt in enumerate(prompts):
             worker = self.workers[number % len(self.workers)]
             request = Open(_texts(prompt), self._longest_opening)
-            futures.append(worker.do(lambda worker=worker, request=request: _opening(worker, request)))  # type: ignore[misc]
+            futures.append(worker.do(lambda worker=worker, request=request: _twice(lambda: worker.ask(request))))  # type: ignore[misc]
         openings = []
         for prompt, future in zip(prompts, futures, strict=True):
             try:
@@ -165,10 +165,7 @@ class Trajectories:
         answer: Step | EnvError
         longest = self._tokens.max_characters + 1  # one more, by which `given` finds that it is cut
         try:
-            try:
-                answer = trajectory.play(key, longest)
-            except WorkerLostError:  # perhaps not of this turn: once more, in another process
-                answer = trajectory.play(key, longest)
+            answer = _twice(lambda: trajectory.play(key, longest))
         except EnvError as error:
             answer = error
         except Exception as error:  # noqa: BLE001  a turn without any result would hang the rollout
@@ -193,14 +190,14 @@ class Trajectories:
         return TurnResult(*key, given=(), seconds=seconds, failure=why)
 
 
-def _opening(worker: EnvWorker, request: Open) -> str | None:
-    """In the worker's thread."""
-    text: str | None
+def _twice(ask: Callable[[], T]) -> T:
+    """What a worker answers, in the worker's thread. One that is lost is asked once more, in another process: perhaps
+    the request was not the reason.
+    """
     try:
-        text = worker.ask(request)
-    except WorkerLostError:  # perhaps not of this prompt: once more, in another process
-        text = worker.ask(request)
-    return text
+        return ask()
+    except WorkerLostError:
+        return ask()
 
 
 def _discard(worker: EnvWorker, key: Key) -> None:

@@ -49,7 +49,7 @@ if any(name in code for name in ("numpy", "pandas", "scipy", "sklearn")):
         numpy.random.seed(seed)
     except Exception:
         pass
-if re.search(r"\\b(import|from)\\s.*\\btorch\\b", code):  # its import takes seconds
+if re.search(r"(?m)^\\s*(from\\s+torch\\b|import\\s[^#]*\\btorch\\b)", code):  # its import takes seconds
     try:
         import torch
         torch.manual_seed(seed)

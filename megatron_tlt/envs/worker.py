@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from megatron_tlt.errors import TltError, error_line
 from megatron_tlt.workers.child_signals import sigterm_ends_forks
 from megatron_tlt.workers.descendants import Started, keep
-from megatron_tlt.workers.process import end_if_full, forks_ended, limit_memory, set_up
+from megatron_tlt.workers.process import end_if_full, forks_ended, limit_memory, note_loaded, set_up
 
 if TYPE_CHECKING:
     from megatron_tlt.envs.base import Environment, MakeEnvironment, Step
@@ -79,6 +79,7 @@ def serve(pipe: Connection, section_json: str, in_thought: bool, rank: int) -> N
     except BaseException as error:  # noqa: BLE001  a user's module may raise anything
         pipe.send(str(error) if isinstance(error, TltError) else error_line(error))
         return
+    note_loaded()
     pipe.send(None)
     try:
         while True:

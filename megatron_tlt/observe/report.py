@@ -205,7 +205,7 @@ def _shown(row: JsonRow, has_reward: bool) -> JsonRow:
         tokens = f"tokens {since + 1} to {end}" if since else f"the first {end} tokens"
         facts.append(f"{accepted} of {tokens} were drafted")
         shown = [*stretches(drafts["pieces"], drafts["runs"], row.get("given", ()))]
-        shown += [("", f" … ({row["tokens"]} tokens)")] if end < row.get("tokens", 0) else []
+        shown += [("", f" … ({row['tokens']} tokens)")] if end < row.get("tokens", 0) else []
         parts = [("", shown)]
     if row.get("turns"):
         parts = list(_turns(row))

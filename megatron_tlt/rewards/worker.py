@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 from megatron_tlt.errors import TltError
 from megatron_tlt.rewards.lock import FileLock
 from megatron_tlt.workers.child_signals import sigterm_ends_forks
-from megatron_tlt.workers.process import WorkerProcess, end_if_full, forks_ended, limit_memory, set_up
+from megatron_tlt.workers.process import (
+    WorkerProcess,
+    end_if_full,
+    forks_ended,
+    limit_memory,
+    note_loaded,
+    set_up,
+)
 
 if TYPE_CHECKING:
     from megatron_tlt.config.data import RewardSection
@@ -60,6 +67,7 @@ def start(section_json: str, rank: int) -> None:
         _scorers = [replace(named, scorer=_guarded(named.scorer)) for named in build_scorers(_section)]
     except TltError as error:
         _problem = str(error)
+    note_loaded()
 
 
 def problem() -> str | None:

@@ -9,6 +9,7 @@ import errno
 import gc
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import sys
@@ -26,6 +27,8 @@ from megatron_tlt.workers.descendants import die_with, end_descendants
 _LAUNCHER = ("PMI_", "PMIX_", "PMI2_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")  # of a library
 _OUT_OF_MEMORY = errno.ENOMEM  # exit code of `end_if_full`
+_NO_MEMORY = re.compile("MemoryError|out of memory|cannot allocate memory", re.IGNORECASE)  # Python, torch, Linux
+_loaded = 0  # bytes at `note_loaded`
 _main_module = threading.Lock()
 
 
@@ -99,21 +102,32 @@ def forks_ended() -> Iterator[None]:
             os._exit(code)
 
 
+def note_loaded() -> None:
+    """What this process has taken now, with the user's code loaded, is no reason for `end_if_full`."""
+    global _loaded  # noqa: PLW0603  of the process
+    _loaded = _data_bytes()
+
+
 def end_if_full(failure: str) -> None:
-    """Ends this process and those below it if `failure` is of memory and half of the process's limit is still taken.
+    """Ends this process and those below it if `failure` is of memory and half of what was left after `note_loaded` is
+    still taken.
 
     Another process takes its place: in this one every later call could fail, too. Call it when the error itself, which
     holds the variables of its functions, is gone.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    if "memory" not in failure.lower() or limit == resource.RLIM_INFINITY:  # MemoryError; the texts of torch and Linux
+    if not _NO_MEMORY.search(failure) or limit == resource.RLIM_INFINITY:
         return
     gc.collect()
-    try:
-        bytes(limit // 2)  # no page of it is written
-    except MemoryError:
+    if 2 * _data_bytes() > _loaded + limit:
         end_descendants(os.getpid())
         os._exit(_OUT_OF_MEMORY)
+
+
+def _data_bytes() -> int:
+    """What counts against RLIMIT_DATA."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(status.partition("VmData:")[2].split()[0])
 
 
 def ended(exitcode: int | None) -> str:

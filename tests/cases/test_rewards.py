@@ -122,7 +122,7 @@ def test_math_compares_the_conclusion_of_a_whole_response(gold: str, response: s
     assert judged(gold, response, name="math").value == value
 
 
-@pytest.mark.parametrize(("text", "pattern"), [(f"<answer>{'7' * 60_000}</answer>", TAG), ("\\boxed{" * 10_000, None)])
+@pytest.mark.parametrize(("text", "pattern"), [(f"<answer>{'7' * 60_000}</answer>", TAG), ("\\boxed{" * 30_000, None)])
 def test_a_model_that_repeats_itself_costs_no_minute(text: str, pattern: str | None) -> None:
     start = time.monotonic()
     assert judged("5", text, name="math", pattern=pattern).value == 0.0

@@ -130,24 +130,23 @@ class RowCosts:
 
 @dataclass(slots=True)
 class ChainCounts:
-    """Fading counts by draft position: request-steps with all tokens before it, and those that have it as well.
+    """Fading counts by draft position of what became of drafted tokens: whether they were verified, or accepted.
 
-    Of the tokens that were emitted, or of those that were verified. Both fade alike, so what is expected of a draft and
-    what it costs are of the same steps.
+    tried: request-steps in which it became so of all positions before this one. kept: of these, here as well.
     """
 
     unmeasured: float  # rate of the first position before anything was measured
     tried: list[float]
     kept: list[float]
 
-    def add(self, draft_len: int, num_running: int, kept: list[int]) -> None:
-        """Counts one step of draft length `draft_len`. Mutates the counts."""
-        keep = max(0.5, 1.0 - num_running / _COUNT_STEPS)
+    def add(self, draft_len: int, num_running: int, counts: list[int]) -> None:
+        """Counts one step of draft length `draft_len` by its tokens at each position. Mutates the counts."""
+        fade = max(0.5, 1.0 - num_running / _COUNT_STEPS)
         before = num_running
         for at in range(draft_len):
-            now = kept[at] if kept else 0  # nothing drafted
-            self.tried[at] = self.tried[at] * keep + before
-            self.kept[at] = self.kept[at] * keep + now
+            now = counts[at] if counts else 0  # nothing drafted
+            self.tried[at] = self.tried[at] * fade + before
+            self.kept[at] = self.kept[at] * fade + now
             before = now
 
     def fade(self) -> None:
@@ -168,7 +167,7 @@ class ChainCounts:
 
 @dataclass(slots=True)
 class DraftCounts:
-    """What became of drafted tokens, by position."""
+    """What became of drafted tokens. Both counts fade alike, so rows and tokens of a draft are of the same steps."""
 
     verified: ChainCounts
     accepted: ChainCounts

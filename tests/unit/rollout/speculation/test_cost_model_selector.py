@@ -136,7 +136,7 @@ def test_adapts_to_a_change_of_acceptance_and_of_speeds():
     world.quality = 0.8  # ... and good again
     world.run(selector, 8000)
     assert world.run(selector, 500) > 2 * world.plain_speed()
-    world.draft_call = 0.02  # a drafter that became slow: found out at the next trial of plain decoding
+    world.draft_call = 0.02  # became slow: found out at a trial of plain decoding, after 3,000 to 5,000 steps
     world.run(selector, 6000)
     assert world.run(selector, 2000) > 0.94 * world.plain_speed()
 

@@ -1,0 +1,24 @@
+"""What workers take."""
+
+import subprocess
+import sys
+
+LOADED = """
+from megatron_tlt.workers.process import end_if_full, limit_memory, note_loaded
+
+limit_memory(2048)
+index = bytes(1300 << 20)  # of a tool: loaded once, and no page of it is written
+note_loaded()
+for failure in ("MemoryError", "RuntimeError: out of memory"):
+    end_if_full(failure)
+print("lives", flush=True)
+kept = bytes(500 << 20)
+end_if_full("KeyError: 'memory'")
+print("lives", flush=True)
+end_if_full("DefaultCPUAllocator: can't allocate memory. Error code 12 (Cannot allocate memory)")
+"""
+
+
+def test_what_was_loaded_ends_no_worker_and_what_stayed_taken_does() -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("lives\nlives\n", 12)
