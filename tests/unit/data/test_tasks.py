@@ -79,5 +79,5 @@ def test_a_value_the_generator_refuses_is_a_config_error() -> None:
         TaskSource([TaskConfig(name="chain_sum", params={"min_terms": 9, "max_terms": 2})], 0)
     with pytest.raises(ConfigError, match="at least one task"):
         TaskSource([], 0)
-    with pytest.raises(ConfigError, match="maze refuses: .*Could not generate"):  # not one item
+    with pytest.raises(ConfigError, match=r"maze refuses: .*Could not generate"):  # not one item
         TaskSource([TaskConfig(name="maze", params={"min_dist": 90, "max_dist": 95})], seed=0)
