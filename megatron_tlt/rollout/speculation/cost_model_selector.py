@@ -91,8 +91,8 @@ class CostModelSelector:
     ):
         """For a drafter of `kind` that drafts `draft_len` tokens in a row at most.
 
-        `hysteresis`: gain in tokens per second from which on another candidate replaces the best one. `exploration`:
-        share of the time that trials may lose. `passes`: forward passes of a draft by its length.
+        `hysteresis`: gain in tokens per second from which on another candidate replaces the best one; plain decoding
+        does at once. `exploration`: share of the time that trials may lose. `passes`: forward passes of a draft by its length.
         """
         lengths = sorted({1 << i for i in range(draft_len.bit_length())} | {draft_len})
         self._kind, self._lengths = kind, [0, *lengths]  # of the candidates
@@ -222,6 +222,8 @@ class CostModelSelector:
         fastest = speeds.index(max(speeds))
         if speeds[fastest] > (1 + self._hysteresis) * speeds[bucket.best]:
             bucket.best = fastest
+        elif speeds[bucket.best] < speeds[0]:  # switches have costs that no measured step shows
+            bucket.best = 0
         best = speeds[bucket.best]
         for candidate, speed in zip(bucket.candidates, speeds, strict=True):
             if not candidate.next_trial:  # the loss of its first trial is predicted
