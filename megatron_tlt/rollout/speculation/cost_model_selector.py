@@ -92,7 +92,8 @@ class CostModelSelector:
         """For a drafter of `kind` that drafts `draft_len` tokens in a row at most.
 
         `hysteresis`: gain in tokens per second from which on another candidate replaces the best one; plain decoding
-        does at once. `exploration`: share of the time that trials may lose. `passes`: forward passes of a draft by its length.
+        does at once. `exploration`: share of the time that trials may lose. `passes`: forward passes of a draft by its
+        length.
         """
         lengths = sorted({1 << i for i in range(draft_len.bit_length())} | {draft_len})
         self._kind, self._lengths = kind, [0, *lengths]  # of the candidates
