@@ -75,6 +75,8 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     evaluator = build_evaluator(config, prompts, backend, rewards, prompt_queues(config, world, tp), environments)
     assert evaluator is not None, "data.eval is there"
     world.enter("eval")
+    if world.is_main:
+        print(_what(config, len(prompts)), file=sys.stderr, flush=True)
     # stdout holds the result, as JSON
     with closing(build_progress("auto", 0, world.rank, sys.stderr)) as progress:
         result = evaluator.run(0, progress=progress)
@@ -87,3 +89,17 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
         print(text, flush=True)
         if out is not None:
             write_atomically(out, [text])
+
+
+def _what(config: Config, num_prompts: int) -> str:
+    """What is evaluated, for a reader of a configuration whose parts are elsewhere."""
+    source = config.data.eval
+    assert source is not None
+    rows = source.path or ", ".join(dict.fromkeys(task.name for task in source.tasks)) or source.kind
+    functions = ", ".join(function.path or function.name for function in config.rewards.functions) or "none"
+    prompts = f"{num_prompts} prompts of data.eval ({rows})"
+    text = f"evaluates model.path = {config.model.path} on {prompts}, rewards: {functions}"
+    if (config.state_dir / "checkpoints" / "latest").exists():
+        run = config.train.run_dir
+        text += f"\nnot the checkpoints of {run}: `megatron-tlt export` writes one as a model"
+    return text

@@ -117,7 +117,7 @@ def _numbered(file: IO[bytes], path: Path, decoder: json.JSONDecoder) -> Iterato
             if is_list := is_first and text.lstrip().startswith("["):
                 yield from _elements(text + file.read().decode(), number, decoder)
                 return
-            yield decoder.decode(text), number
+            yield decoder.decode(text.rstrip()), number  # an error at its end is on this line
         except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
             place, reason = number, str(error)
             if isinstance(error, json.JSONDecodeError):  # its own line counts from `number` on

@@ -82,6 +82,8 @@ def _stats(run: RunData) -> Iterator[Stat]:
         yield Stat("held-out accuracy", accuracy(run.evals[-1]).partition(" ")[0], before)
     if reward := run.column("reward/mean")[1]:
         yield Stat("reward", f"{reward[-1]:.3f}", f"{reward[0]:.3f} in the first step")
+    if failed := run.total("reward/failures"):
+        yield Stat("rewards failed", f"{failed:,.0f}", "of all steps: recorded as rewards.failure_value")
     if speed := run.mean("engine/tokens_per_s"):
         yield Stat("rollout", f"{speed:,.0f}", "tokens/s, all ranks")
     if rows := run.total("engine/spec_row_steps"):

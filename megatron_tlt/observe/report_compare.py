@@ -139,6 +139,7 @@ def _results(a: RunData, b: RunData, common: Pair) -> Iterator[tuple[str, ...]]:
     elif any(evals):
         last = ("".join(f"{accuracy(row)} {when(row)}" for row in run.evals[-1:]) for run in (a, b))
         yield "held-out accuracy, last", *last
-    for name in ("reward/mean", "length/mean", "spec/accept_length", "drafter/accept/1_mean", "idle/seconds"):
+    names = ("reward/mean", "reward/accuracy", "reward/failures", "length/mean", "spec/accept_length")
+    for name in (*names, "drafter/accept/1_mean", "idle/seconds"):
         if any(run.column(name)[1] for run in common):
             yield f"{name}, mean of steps", *(f"{run.mean(name):.3f}" if run.column(name)[1] else "" for run in common)

@@ -14,6 +14,7 @@ unfinished step at once; a third one ends the process.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 STORE_KEY = "shutdown"  # a line for each signal: its count, and the seconds until the deadline
 _LOOK_EVERY_S = 0.25  # between looks at the store in a rollout: a look is a round trip to rank 0
 _NEW_SHARE = 0.5  # of the newest step in the running mean of how long the rest of a step takes
+_log = logging.getLogger(__name__)
 
 
 class RolloutInterrupted(TltError):  # noqa: N818  an orderly end, not a fault
@@ -65,7 +67,7 @@ class GracefulShutdown:
         self._looked_at = -math.inf
         self._rest_s: dict[str, float] = {}  # from each place of `sync` to the end of the step, as measured
         self._reached_at: dict[str, float] = {}
-        self.has_dropped_step = False
+        self.has_dropped_step = self._has_warned = False
         if world.size > 1:
             self._signals.on_signal(self._publish)
 
@@ -121,10 +123,22 @@ class GracefulShutdown:
         for place, since in self._reached_at.items():
             old = self._rest_s.get(place, now - since)
             self._rest_s[place] = old + _NEW_SHARE * (now - since - old)
+        self._warn_of_long_update()
         self._reached_at.clear()
         self._receive(now=True)
         if self._any_rank(self.is_requested):
             raise GracefulExit("the step is done")
+
+    def _warn_of_long_update(self) -> None:
+        """An update is never dropped: a signal at its begin must leave it the time to end, and a checkpoint."""
+        needed = self._rest_s.get("update", 0.0) + self._section.save_s
+        if needed > self._section.warning_s and not self._has_warned and self._world.is_main:
+            _log.warning(
+                "an update and a checkpoint take %.0f s, more than stop.warning_s = %g: where a signal comes as an "
+                "update begins, the job is killed before it can save; set it and the lead of `sbatch --signal` higher",
+                needed, self._section.warning_s,
+            )  # fmt: skip
+            self._has_warned = True
 
     def close(self) -> None:
         """Before the store goes: later signals are not published. Their handlers stay."""

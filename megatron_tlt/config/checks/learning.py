@@ -188,7 +188,7 @@ def check_lora(
 
 def learning_rate_warning(optimizer: OptimizerSection, lora: LoraSection | None) -> str | None:
     """The warning where the learning rate looks like one of full training; None where it does not."""
-    if lora is None or optimizer.name != "adam" or optimizer.lr > FULL_TRAINING_LR:
+    if lora is None or optimizer.name != "adam" or optimizer.lr >= FULL_TRAINING_LR:
         return None
     return (
         f"warning: optimizer.lr = {optimizer.lr:g} is usual for full training; adapters learn with about ten times as "

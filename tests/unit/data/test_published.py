@@ -144,7 +144,8 @@ def test_published_rows_have_prompts_answers_and_rewards(data: str, tmp_path: Pa
         for text in responses:
             sample = Sample(0, 0, [1], [], text, "stop", 0)
             result = judge(scorers, -1.0, prompts[0], sample)
-            assert (result.value, result.correct) == (reward, reward == 1.0), text
+            weights = sum(function.weight for function in config.rewards.functions)
+            assert (result.value, result.correct) == (reward * weights, reward == 1.0), text
 
 
 def test_every_file_of_configs_data_is_tried() -> None:

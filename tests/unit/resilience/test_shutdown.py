@@ -36,7 +36,7 @@ def clock():
 def make(clock, store=None, **options):
     """A GracefulShutdown with its signals. With a store it is one of two ranks, else the only one."""
     signals = StopSignals(clock, exit_now=lambda code: None)
-    world = SimpleNamespace(size=1 if store is None else 2, store=store)
+    world = SimpleNamespace(size=1 if store is None else 2, store=store, is_main=True)
     section = ShutdownSection(warning_s=100, term_s=20, save_s=10)
     return GracefulShutdown(world, section, signals, clock=clock, **options), signals
 
@@ -80,6 +80,15 @@ def test_an_update_is_begun_only_if_it_fits(clock, scoring_s):
     with pytest.raises(GracefulExit, match="done" if fits else "dropped"):
         finish()
     assert stop.has_dropped_step != fits
+
+
+def test_an_update_that_the_warning_is_too_short_for_is_named_once(clock, caplog):
+    stop, _ = make(clock)
+    finish_step(stop, clock, rest=95, update=90)
+    assert not caplog.text, "100 s are enough for it and for a checkpoint"
+    for _ in range(2):
+        finish_step(stop, clock, rest=200, update=190)
+    assert caplog.text.count("take 150 s, more than stop.warning_s = 100") == 1
 
 
 def test_a_second_signal_drops_at_once_and_sigterm_leaves_less_time(clock):

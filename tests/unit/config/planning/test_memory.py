@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tlt.backends.vllm.args import engine_args
 from megatron_tlt.backends.vllm.plugin import keyed
 from megatron_tlt.config.checks.memory import check_memory
 from megatron_tlt.config.checks.run import find_problems
@@ -346,3 +347,11 @@ def test_invariant_numerics_plan_the_sums_of_their_splits():
         shape = shape_of(name)
         rows = [engine.row_bytes(config_of(*cuda, *more), shape) for more in ([], ["rollout.numerics=invariant"])]
         assert rows[1] - rows[0] == 4 * values
+
+
+def test_vllm_plans_the_rows_that_it_is_started_with():
+    shape = shape_of("qwen2.5-7b")
+    settings = ["distributed.device=cuda", "rollout.dtype=bf16", "rollout.max_batched_tokens=8192"]
+    config = config_of(*settings, "model.max_context=65536", "rollout.backend=vllm")
+    rows = engine_args(config.rollout, config.model, 1 << 30, None, "cuda")["max_num_batched_tokens"]
+    assert engine.rollout_step_bytes(config, shape, "cuda") == rows * engine.row_bytes(config, shape)
