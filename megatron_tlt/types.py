@@ -391,16 +391,12 @@ class StepMeasurement:
 
     strategy: DraftStrategy
     num_running: int  # B, requests in the step
+    num_rows: int  # rows fed to the policy: B and the drafted tokens that were verified
     draft_seconds: float  # of proposing; 0 for plain decoding
     step_seconds: float  # of the policy's forward, sampling and verification; scheduling and commit are in neither
     num_emitted: int  # tokens emitted by all B requests
-    verified: np.ndarray  # int64 [L], drafted tokens fed to the policy, at each position (from 0); plain: [0]
-    accepted: np.ndarray  # int64 [L], of them, those that were emitted; plain: [0]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows fed to the policy: B and the verified tokens."""
-        return self.num_running + int(self.verified.sum())
+    reached: np.ndarray  # int64 [L], drafted tokens at each position (from 0) behind an emitted one; plain: [0]
+    accepted: np.ndarray  # int64 [L], drafted tokens at each position that were emitted; plain: [0]
 
 
 @dataclass(slots=True)

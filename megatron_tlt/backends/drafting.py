@@ -89,7 +89,8 @@ class StepDrafting:
             self._counters.add_pre_rolled(part, part.positions < accepted[was_earlier][part.row_of])
         self._rows, drafted, accepted = len(drafted), drafted[is_drawn], accepted[is_drawn]
         at = np.arange(max(strategy.draft_len, int(drafted.max(initial=0))))
-        verified, hits = ((at < counts[:, None]).sum(0) for counts in (drafted, accepted))
+        reached = (at < drafted[:, None]) & (at <= accepted[:, None])
+        hits = (at < accepted[:, None]).sum(0)
         rows, fed, emitted = len(drafted), int((drafted + 1).sum()), int((accepted + 1).sum())
         marks = self._drafted, self._proposed, now
         is_measured = is_decode and self._is_measured
@@ -97,7 +98,7 @@ class StepDrafting:
 
         def read() -> None:
             seconds = _seconds(*marks[:2]), _seconds(*marks[1:])
-            step = StepMeasurement(strategy, rows, *seconds, emitted, verified, hits)
+            step = StepMeasurement(strategy, rows, fed, *seconds, emitted, reached.sum(0), hits)
             if is_measured and own is None:
                 self._selector.record(step)
             if is_measured and self.tokens is not None:

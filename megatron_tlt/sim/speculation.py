@@ -78,10 +78,10 @@ class Speculation:
         emitted, rows = draft.emitted, running + int(draft.counts.sum())
         verifying = self._costs.step(running, rows, cached, rows > running)
         if selector is not None and measures:
-            verified, accepted = draft.verified(strategy.draft_len), draft.accepted(strategy.draft_len)
+            reached, accepted = draft.reached(strategy.draft_len), draft.accepted(strategy.draft_len)
             tokens = int(emitted.sum())
             selector.record(
-                StepMeasurement(strategy, running, drafting, verifying, tokens, verified, accepted)
+                StepMeasurement(strategy, running, rows, drafting, verifying, tokens, reached, accepted)
             )
         if matching:
             self._earlier.record(running, rows, verifying, None if measures else 0.0)

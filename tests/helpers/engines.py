@@ -255,7 +255,7 @@ class RandomSelector:
 
     def record(self, measurement: StepMeasurement) -> None:
         assert measurement.num_emitted >= measurement.num_running
-        assert (measurement.accepted <= measurement.verified).all()
+        assert (measurement.accepted <= measurement.reached).all()
         self.emitted += measurement.num_emitted
         self.rows += measurement.num_running
 

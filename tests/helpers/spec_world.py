@@ -13,14 +13,10 @@ from megatron_tlt.rollout.speculation.selector import FixedSelector
 from megatron_tlt.types import DraftStrategy, StepMeasurement
 
 
-def measured(strategy, emitted, drafted, drafting, seconds):
-    """A `StepMeasurement` of a step whose requests emitted `emitted` [B] tokens and verified `drafted` [B] ones."""
-    verified, accepted = (
-        (np.array(counts)[:, None] > np.arange(strategy.draft_len)).sum(0)
-        for counts in (drafted, np.array(emitted) - 1)
-    )
-    total = int(np.sum(emitted))
-    return StepMeasurement(strategy, len(emitted), drafting, seconds, total, verified, accepted)
+def measured(strategy, B, rows, counts, drafting, seconds):
+    """A `StepMeasurement` of a step whose requests emitted `counts` [B] tokens."""
+    accepted = (np.array(counts)[:, None] - 1 > np.arange(strategy.draft_len)).sum(0)
+    return StepMeasurement(strategy, B, rows, drafting, seconds, int(np.sum(counts)), accepted, accepted)
 
 
 def cpu_seconds(B, T):
@@ -82,22 +78,22 @@ class SpecWorld:
     def step(self, selector):
         """One decoding step under `selector`."""
         B, strategy = len(self.lengths), selector.select(len(self.lengths))
-        counts, drafted, drafting, factor = np.ones(B, np.int64), np.zeros(B, np.int64), 0.0, self.speed
+        counts, rows, drafting, factor = np.ones(B, np.int64), B, 0.0, self.speed
         if strategy.kind == "none":
             factor *= self.cold[self.plain_steps] if self.plain_steps < len(self.cold) else 1.0
             self.plain_steps += 1
         else:
-            counts, drafted, drafting = self.draft(strategy)
+            counts, rows, drafting = self.draft(strategy)
             self.plain_steps, self.drafting_steps = 0, self.drafting_steps + 1
-        seconds, drafting = float(self.step_seconds(B, B + drafted.sum())) * factor, drafting * factor
+        seconds, drafting = float(self.step_seconds(B, rows)) * factor, drafting * factor
         self.clock += seconds + drafting
         self.tokens += int(counts.sum())
         self.lengths = self.lengths - counts
         self.level, self.lengths = self.level[self.lengths > 0], self.lengths[self.lengths > 0]
-        selector.record(measured(strategy, counts, drafted, self.timed(drafting), self.timed(seconds)))
+        selector.record(measured(strategy, B, rows, counts, self.timed(drafting), self.timed(seconds)))
 
     def draft(self, strategy: DraftStrategy):
-        """Emitted and verified tokens, each [B], and drafting seconds of a step with drafts."""
+        """Emitted tokens [B], rows fed and drafting seconds of a step with drafts."""
         B, L = len(self.lengths), strategy.draft_len
         self.level = 0.8 * self.level + 0.6 * self.rng.normal(size=B)
         chance = self.quality ** np.exp(0.6 * self.level)[:, None] * np.ones(L)
@@ -105,7 +101,7 @@ class SpecWorld:
         drafted = (likely >= strategy.min_cumulative_acceptance) & (np.arange(L) < self.lengths[:, None] - 1)
         accepted = np.logical_and.accumulate(drafted & (self.rng.random(drafted.shape) < chance), axis=1)
         seconds = self.draft_call + self.draft_node * (B + int(drafted.sum()))
-        return accepted.sum(1) + 1, drafted.sum(1), seconds
+        return accepted.sum(1) + 1, B + int(drafted.sum()), seconds
 
     def run(self, selector, steps, running=None):
         """`steps` steps with `running` requests that never end (None: those that run). Returns tokens per second."""

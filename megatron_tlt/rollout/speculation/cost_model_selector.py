@@ -1,7 +1,6 @@
 """Chooses the draft length with the most expected tokens per second, from costs and acceptance measured online.
 
     tokens(L)  = 1 + sum over k <= L of a_1 a_2 .. a_k               a_k: acceptance rate of draft position k
-    T(L)       = B (1 + sum over k <= L of v_1 v_2 .. v_k)           v_k: rate at which it is verified
     seconds(L) = c_0 + c_B B + c_T T(L)                              a step of T rows, and, if L > 0,
                  + c_V  +  d_0 + d_P P + d_N B P                     verification, and drafting in P passes
     best       = argmax of B tokens(L) / seconds(L)                  L = 0: plain decoding
@@ -37,10 +36,9 @@ import numpy as np
 
 from megatron_tlt.rollout.speculation.step_costs import (
     FULL_WEIGHT,
+    AcceptanceCounts,
     Candidate,
-    ChainCounts,
     Costs,
-    DraftCounts,
     Expected,
     fit_steps,
     least_squares,
@@ -65,7 +63,7 @@ class _Bucket:
     key: int
     running: float  # mean of B
     candidates: list[Candidate]
-    counts: DraftCounts
+    acceptance: AcceptanceCounts
     costs: Costs = field(default_factory=Costs)
     best: int = 0
     seconds: float = 0.0  # of all steps, at the machine's usual speed
@@ -91,9 +89,8 @@ class CostModelSelector:
     ):
         """For a drafter of `kind` that drafts `draft_len` tokens in a row at most.
 
-        `hysteresis`: gain in tokens per second from which on another candidate replaces the best one; plain decoding
-        does at once. `exploration`: share of the time that trials may lose. `passes`: forward passes of a draft by its
-        length.
+        `hysteresis`: gain in tokens per second from which on another candidate replaces the best one. `exploration`:
+        share of the time that trials may lose. `passes`: forward passes of a draft by its length.
         """
         lengths = sorted({1 << i for i in range(draft_len.bit_length())} | {draft_len})
         self._kind, self._lengths = kind, [0, *lengths]  # of the candidates
@@ -102,7 +99,7 @@ class CostModelSelector:
         self._exploration = exploration
         self._passes = passes
         self._buckets: dict[int, _Bucket] = {}
-        self._counts = DraftCounts.empty(draft_len)  # of all buckets
+        self._acceptance = self._no_counts()  # of all buckets
         self._is_new = True  # no draft by the present drafter was measured
         self._last_trial = 0.0  # seconds of all buckets before the last new drafter's first draft
         self._slowdown = 1.0  # seconds of a step now, over its seconds at the machine's usual speed
@@ -121,9 +118,9 @@ class CostModelSelector:
         best = bucket.candidates[bucket.best]
         if not best.length or not best.steps:
             return Expected()
-        rows, tokens = bucket.counts.expected(self._counts)
-        seconds = best.draft_seconds * self._slowdown
-        return Expected(float(tokens[best.length]), float(rows[best.length]), seconds)
+        rates = bucket.acceptance.rates(self._acceptance.rates())
+        tokens = 1.0 + float(np.cumprod(rates[: best.length]).sum())
+        return Expected(tokens, best.rows / best.running, best.draft_seconds * self._slowdown)
 
     def record(self, measurement: StepMeasurement) -> None:
         bucket = self._bucket(measurement.num_running)
@@ -133,8 +130,8 @@ class CostModelSelector:
             self._start_interval(bucket, candidate, strategy.min_cumulative_acceptance)
         if strategy.draft_len:
             self._forget_former_drafter()
-            bucket.counts.add(measurement)
-            self._counts.add(measurement)
+            for counts in (bucket.acceptance, self._acceptance):
+                counts.add(strategy.draft_len, measurement.num_running, measurement.accepted.tolist())
         bucket.measured.append(measurement)
         if len(bucket.measured) >= bucket.steps:
             self._end_interval(bucket)
@@ -146,9 +143,9 @@ class CostModelSelector:
         """At a new drafter's first draft: what was counted of the one before it becomes a prior, the same for all."""
         if self._is_new:
             self._is_new, self._last_trial = False, self._seconds()
-            self._counts.fade()
+            self._acceptance.fade()
             for bucket in self._buckets.values():
-                bucket.counts = DraftCounts.empty(self._draft_len)
+                bucket.acceptance = self._no_counts()
 
     def _seconds(self) -> float:
         return sum(bucket.seconds for bucket in self._buckets.values())
@@ -160,9 +157,12 @@ class CostModelSelector:
         key = num_running.bit_length()
         if key not in self._buckets:
             candidates = [Candidate(n, self._passes(n) if n else 0) for n in self._lengths]
-            self._buckets[key] = _Bucket(key, num_running, candidates, DraftCounts.empty(self._draft_len))
+            self._buckets[key] = _Bucket(key, num_running, candidates, self._no_counts())
             self._decide(self._buckets[key])
         return self._buckets[key]
+
+    def _no_counts(self) -> AcceptanceCounts:
+        return AcceptanceCounts([0.0] * self._draft_len, [0.0] * self._draft_len)
 
     def _start_interval(self, bucket: _Bucket, candidate: int, min_acceptance: float = 0.0) -> None:
         length = self._lengths[candidate]
@@ -223,8 +223,6 @@ class CostModelSelector:
         fastest = speeds.index(max(speeds))
         if speeds[fastest] > (1 + self._hysteresis) * speeds[bucket.best]:
             bucket.best = fastest
-        elif speeds[bucket.best] < speeds[0]:  # switches have costs that no measured step shows
-            bucket.best = 0
         best = speeds[bucket.best]
         for candidate, speed in zip(bucket.candidates, speeds, strict=True):
             if not candidate.next_trial:  # the loss of its first trial is predicted
@@ -261,18 +259,26 @@ class CostModelSelector:
         """Whether an interval with drafts has ended, in any bucket."""
         return any(c.length and c.steps for bucket in self._buckets.values() for c in bucket.candidates)
 
+    def _measured_candidates(self, bucket: _Bucket) -> list[tuple[int, Candidate]]:
+        """Every measured candidate with the distance of its bucket, the nearest first."""
+        near = sorted(self._buckets.values(), key=lambda other: abs(other.key - bucket.key))
+        return [(abs(b.key - bucket.key), c) for b in near for c in b.candidates if c.steps]
+
     def _speeds(self, bucket: _Bucket) -> list[float]:
         """Expected tokens per second of every candidate, at the machine's usual speed."""
         running = bucket.running
-        rows, tokens = bucket.counts.expected(self._counts)
-        farthest_first = sorted(self._buckets.values(), key=lambda other: -abs(other.key - bucket.key))
-        nearest = {c.length: c for other in farthest_first for c in other.candidates if c.steps}
+        measured = self._measured_candidates(bucket)
         speeds = []
+        nearest = {c.length: c for _, c in reversed(measured)}
+        distance = min((d for d, c in measured if c.length), default=0)
+        drafted = [c for d, c in measured if c.length and d == distance]
+        expected = np.cumsum(np.cumprod(bucket.acceptance.rates(self._acceptance.rates())))
         for candidate in bucket.candidates:
             length = candidate.length
+            tokens = 1.0 + float(expected[length - 1]) if length else 1.0
+            rows = running * (1.0 + length * candidate.verified_share(drafted))
             measured_as = nearest.get(length, candidate)
-            seconds = bucket.costs.seconds(measured_as, running, running * rows[length])
-            speeds.append(float(running * tokens[length] / seconds))
+            speeds.append(running * tokens / bucket.costs.seconds(measured_as, running, rows))
         return speeds
 
     def _fit(self) -> Costs:
@@ -295,7 +301,7 @@ class CostModelSelector:
             "slowdown": self._slowdown,
             "is_new": self._is_new,
             "last_trial": self._last_trial,
-            "counts": asdict(self._counts),
+            "acceptance": asdict(self._acceptance),
             "buckets": [asdict(bucket) | {"measured": []} for bucket in self._buckets.values()],
         }
 
@@ -307,15 +313,12 @@ class CostModelSelector:
             return
         self._slowdown, self._last_trial = float(state["slowdown"]), float(state["last_trial"])
         self._is_new = bool(state["is_new"])
-        self._counts = _counts(state["counts"])
+        self._acceptance = AcceptanceCounts(**state["acceptance"])
         for saved in state["buckets"]:
             bucket = self._buckets[saved["key"]] = _Bucket(**saved)
             bucket.candidates = [Candidate(**candidate) for candidate in saved["candidates"]]
-            bucket.counts = _counts(saved["counts"])
+            bucket.acceptance = AcceptanceCounts(**saved["acceptance"])
             bucket.costs = Costs(**saved["costs"])
             bucket.strategy = DraftStrategy(**saved["strategy"])
             bucket.measured = []
 
-
-def _counts(saved: Mapping[str, Any]) -> DraftCounts:
-    return DraftCounts(ChainCounts(**saved["verified"]), ChainCounts(**saved["accepted"]))

@@ -36,9 +36,9 @@ class SpeculationCounters:
         batch = stats.by_batch.setdefault(step.num_running, [0, 0])
         batch[0] += step.num_running
         batch[1] += step.num_emitted
-        longest = int(np.count_nonzero(step.verified))
-        _accumulate(stats.drafted_at, step.verified[:longest])
-        _accumulate(stats.accepted_at, step.accepted[:longest])
+        drafted = np.bincount(draft.positions)
+        _accumulate(stats.drafted_at, drafted)
+        _accumulate(stats.accepted_at, step.accepted[: len(drafted)])
 
     def add_pre_rolled(self, draft: Draft, accepted: np.ndarray) -> None:
         """The part of a verified draft that is of pre-rollouts; `accepted` bool [N]. Mutates the counters."""

@@ -180,11 +180,12 @@ class Speculator:
             return
         step_seconds, step = self._clock() - self._proposed, self._step
         strategy = step.strategy if step.pre_rolled is None else PRE_ROLLED
-        fed = accepted = _NO_POSITIONS
+        drafted, reached, accepted = 0, _NO_POSITIONS, _NO_POSITIONS
         if draft is not None:
             assert result.accepted is not None
-            verified, longest, at = result.accepted, strategy.draft_len, draft.positions
-            fed = np.bincount(at, minlength=longest)
+            verified, longest = result.accepted, strategy.draft_len
+            drafted, at = draft.num_tokens, draft.positions
+            reached = np.bincount(at[verified.reached], minlength=longest)
             accepted = np.bincount(at[verified.accepted], minlength=longest)
             self._observe(draft, verified)
             if self.trace is not None:
@@ -192,10 +193,11 @@ class Speculator:
         measurement = StepMeasurement(
             strategy,
             num_running=batch.num_decode,
+            num_rows=batch.num_decode + drafted,
             draft_seconds=self._draft_seconds,
             step_seconds=step_seconds,
             num_emitted=len(result.tokens),
-            verified=fed,
+            reached=reached,
             accepted=accepted,
         )
         if step.pre_rolled is None:

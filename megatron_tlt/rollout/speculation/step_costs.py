@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from megatron_tlt.types import StepMeasurement
 
 _MEAN_STEPS = 128  # steps that a candidate's means fade over: some ten trials
 _COUNT_STEPS = 2048  # request-steps that acceptance counts fade over: the policy changes between rollouts
@@ -45,6 +42,16 @@ class Candidate:
         self.rows += share * (rows - self.rows)
         self.step_seconds += share * (step_seconds - self.step_seconds)
         self.draft_seconds += share * (draft_seconds - self.draft_seconds)
+
+    def verified_share(self, drafted: Sequence[Candidate]) -> float:
+        """Share of the drafted tokens that are verified, as in the most similar of `drafted`, which were measured.
+
+        1 if there is none.
+        """
+        if not drafted or not self.length:
+            return 1.0
+        similar = min(drafted, key=lambda c: abs(c.length - self.length))
+        return (similar.rows / similar.running - 1) / similar.length
 
 
 class Expected(NamedTuple):
@@ -129,75 +136,36 @@ class RowCosts:
 
 
 @dataclass(slots=True)
-class ChainCounts:
-    """Fading counts by draft position of what became of drafted tokens: whether they were verified, or accepted.
+class AcceptanceCounts:
+    """Fading counts by draft position: request-steps that emitted all tokens before it, and those that emitted it."""
 
-    tried: request-steps in which it became so of all positions before this one. kept: of these, here as well.
-    """
-
-    unmeasured: float  # rate of the first position before anything was measured
     tried: list[float]
-    kept: list[float]
+    accepted: list[float]
 
-    def add(self, draft_len: int, num_running: int, counts: list[int]) -> None:
-        """Counts one step of draft length `draft_len` by its tokens at each position. Mutates the counts."""
-        fade = max(0.5, 1.0 - num_running / _COUNT_STEPS)
+    def add(self, draft_len: int, num_running: int, accepted: list[int]) -> None:
+        """Counts one step of draft length `draft_len`. Mutates the counts."""
+        keep = max(0.5, 1.0 - num_running / _COUNT_STEPS)
         before = num_running
         for at in range(draft_len):
-            now = counts[at] if counts else 0  # nothing drafted
-            self.tried[at] = self.tried[at] * fade + before
-            self.kept[at] = self.kept[at] * fade + now
+            now = accepted[at] if accepted else 0  # nothing drafted: none was accepted
+            self.tried[at] = self.tried[at] * keep + before
+            self.accepted[at] = self.accepted[at] * keep + now
             before = now
 
     def fade(self) -> None:
         """All counts weigh no more than a prior from now on. Mutates the counts."""
         keep = min(1.0, _PRIOR_STEPS / max(self.tried[0], 1.0))
         self.tried = [keep * count for count in self.tried]
-        self.kept = [keep * count for count in self.kept]
+        self.accepted = [keep * count for count in self.accepted]
 
     def rates(self, prior: list[float] | None = None) -> list[float]:
-        """Rate of each position; where little was counted `prior`, or the rate of the position before."""
-        rates, rate = [], self.unmeasured
-        for at, (kept, tried) in enumerate(zip(self.kept, self.tried, strict=True)):
+        """Acceptance rate of each position; where little was counted `prior`, or the rate of the position before."""
+        rates, rate = [], _PRIOR_RATE
+        for at, (accepted, tried) in enumerate(zip(self.accepted, self.tried, strict=True)):
             rate = prior[at] if prior is not None else rate
-            rate = (kept + _PRIOR_STEPS * rate) / (tried + _PRIOR_STEPS)
+            rate = (accepted + _PRIOR_STEPS * rate) / (tried + _PRIOR_STEPS)
             rates.append(rate)
         return rates
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """What became of drafted tokens. Both counts fade alike, so rows and tokens of a draft are of the same steps."""
-
-    verified: ChainCounts
-    accepted: ChainCounts
-
-    @classmethod
-    def empty(cls, longest: int) -> DraftCounts:
-        """Of drafts of `longest` tokens at most."""
-        none = [0.0] * longest
-        return cls(ChainCounts(1.0, none[:], none[:]), ChainCounts(_PRIOR_RATE, none[:], none[:]))
-
-    def add(self, measurement: StepMeasurement) -> None:
-        """Counts one step that drafted. Mutates the counts."""
-        length, running = measurement.strategy.draft_len, measurement.num_running
-        self.verified.add(length, running, measurement.verified.tolist())
-        self.accepted.add(length, running, measurement.accepted.tolist())
-
-    def fade(self) -> None:
-        """All counts weigh no more than a prior from now on. Mutates the counts."""
-        self.verified.fade()
-        self.accepted.fade()
-
-    def expected(self, prior: DraftCounts) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and tokens of a request in a step, each float64 [1 + longest], by draft length; 1 without a draft.
-
-        `prior`: of all buckets.
-        """
-        verified = self.verified.rates(prior.verified.rates())
-        accepted = self.accepted.rates(prior.accepted.rates())
-        rows, tokens = (np.cumsum(np.cumprod([1.0, *rates])) for rates in (verified, accepted))
-        return rows, tokens
 
 
 def fit_steps(measured: Iterable[Candidate], terms: int = 4) -> list[float]:

@@ -22,7 +22,9 @@ def play(selector, running, seconds, rng=None, times=1):
     for _ in range(times):
         arm = selector.select(running)
         took = seconds[arm.name] * (rng.lognormal(0, 0.3) if rng is not None else 1.0)
-        selector.record(measured(arm, np.full(running, 2), np.ones(running), 0.3 * took, 0.7 * took))
+        selector.record(
+            measured(arm, running, 2 * running, np.full(running, 2, np.int32), 0.3 * took, 0.7 * took)
+        )
         names.append(arm.name)
     return names
 
@@ -68,9 +70,9 @@ def test_follows_a_change_within_the_window():
 def test_one_outlier_changes_no_median():
     selector = bandit(epsilon=0.0)
     play(selector, 4, {**EQUAL, NAMES[2]: 0.8}, times=40)
-    selector.record(measured(ARMS[0], np.full(4, 2), np.zeros(4), 0.0, 1e-9))
-    selector.record(measured(ARMS[0], np.full(4, 2), np.zeros(4), 0.0, 1.0))
-    selector.record(measured(ARMS[0], np.full(4, 2), np.zeros(4), 0.0, 1.0))
+    selector.record(measured(ARMS[0], 4, 4, np.full(4, 2, np.int32), 0.0, 1e-9))
+    selector.record(measured(ARMS[0], 4, 4, np.full(4, 2, np.int32), 0.0, 1.0))
+    selector.record(measured(ARMS[0], 4, 4, np.full(4, 2, np.int32), 0.0, 1.0))
     assert selector.select(4) == ARMS[2]
 
 
@@ -78,7 +80,7 @@ def test_reward_is_the_steps_own_tokens():
     """An arm that emits more in the same time wins, however fast its bare steps are."""
     selector = bandit(epsilon=0.0)
     for arm, tokens in zip(ARMS, (1, 2, 5, 4), strict=True):
-        selector.record(measured(arm, np.array([tokens, 1, 1, 1]), np.full(4, 4), 0.1, 0.9))
+        selector.record(measured(arm, 4, 8, np.array([tokens, 1, 1, 1], np.int32), 0.1, 0.9))
     assert selector.select(4) == ARMS[2]
 
 

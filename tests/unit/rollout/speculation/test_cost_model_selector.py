@@ -8,13 +8,14 @@ import pytest
 
 from megatron_tlt.rollout.speculation.cost_model_selector import CostModelSelector
 from megatron_tlt.rollout.speculation.step_costs import Expected
-from megatron_tlt.types import NO_DRAFT, StepMeasurement
+from megatron_tlt.types import NO_DRAFT
 from tests.helpers.spec_world import (
     SpecWorld,
     expert_seconds,
     fixed_speeds,
     gpu_seconds,
     linear_seconds,
+    measured,
 )
 
 LENGTHS = (1, 2, 4, 8)
@@ -57,17 +58,6 @@ def test_what_a_usual_step_brings_is_what_it_has_brought(name):
     speed, usual = world.run(selector, 400), selector.expected(4)
     seconds = float(world.step_seconds(4, 4 * usual.rows)) + usual.draft_seconds
     assert 4 * usual.tokens / seconds == pytest.approx(speed, rel=0.05)
-
-
-def test_expected_tokens_are_of_rows_that_are_paid_for():
-    """Also where responses have become much easier to draft, so that more of each draft is verified than before."""
-    selector, world = CostModelSelector("trained", 8), SpecWorld(seed=3)
-    world.run(selector, 600, 8)
-    world.quality = 0.995
-    for _ in range(60):
-        world.run(selector, 5)
-        usual = selector.expected(8)
-        assert usual.tokens <= usual.rows
 
 
 @pytest.mark.parametrize("name", LOSING)
@@ -136,8 +126,8 @@ def test_adapts_to_a_change_of_acceptance_and_of_speeds():
     world.quality = 0.8  # ... and good again
     world.run(selector, 8000)
     assert world.run(selector, 500) > 2 * world.plain_speed()
-    world.draft_call = 0.02  # became slow: found out at a trial of plain decoding, after 3,000 to 5,000 steps
-    world.run(selector, 6000)
+    world.draft_call = 0.02  # a drafter that became slow: found out at the next trial of plain decoding
+    world.run(selector, 3000)
     assert world.run(selector, 2000) > 0.94 * world.plain_speed()
 
 
@@ -149,7 +139,8 @@ def test_drafts_without_a_token_count_as_not_accepted():
         strategy = selector.select(2)
         drafted += strategy != NO_DRAFT
         seconds = 1e-3 if strategy.kind == "none" else 1.2e-3
-        selector.record(StepMeasurement(strategy, 2, 0.0, seconds, 2, empty, empty))
+        m = measured(strategy, 2, 2, np.ones(2, np.int64), 0.0, seconds)
+        selector.record(type(m)(strategy, 2, 2, 0.0, seconds, 2, empty, empty))
     assert drafted < 150
 
 

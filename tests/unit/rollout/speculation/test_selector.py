@@ -31,8 +31,8 @@ def test_states_are_restored_by_a_selector_of_the_same_configuration(name):
     selector, other = build_selector(section), build_selector(section)
     for _ in range(60):
         strategy = selector.select(2)
-        drafted = [strategy.draft_len, 0]
-        selector.record(measured(strategy, np.array([2, 1]), drafted, 5e-5, 3e-4 + 1e-5 * drafted[0]))
+        rows = 2 + strategy.draft_len
+        selector.record(measured(strategy, 2, rows, np.array([2, 1]), 5e-5, 3e-4 + 1e-5 * rows))
     saved = json.loads(json.dumps(selector.state_dict()))
     other.load_state_dict(saved)
     assert other.state_dict() == selector.state_dict()

@@ -92,6 +92,6 @@ def test_every_decoding_step_is_measured() -> None:
         (CHAIN, 3.0, 10.0),
     ]
     plain, drafted = world.recorded[:2]
-    assert (plain.num_running, plain.num_rows, plain.num_emitted, len(plain.verified)) == (1, 1, 1, 0)
+    assert (plain.num_running, plain.num_rows, plain.num_emitted, len(plain.reached)) == (1, 1, 1, 0)
     assert (drafted.num_running, drafted.num_rows, drafted.num_emitted) == (1, 3, 2)
-    assert drafted.verified.tolist() == [1, 1, 0] and drafted.accepted.tolist() == [1, 0, 0]
+    assert drafted.reached.tolist() == [1, 1, 0] and drafted.accepted.tolist() == [1, 0, 0]
