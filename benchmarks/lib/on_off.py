@@ -14,6 +14,8 @@ from typing import Any
 from lib.bench_record import ROOT
 from lib.training_runs import Rows, digests
 
+from megatron_tlt.observe.report_charts import NOT_IN_STEP
+
 SPEC = "rollout.speculation"
 DRAFTER = ROOT / "assets/demo-drafter"
 OFF = [str(ROOT / "configs/tlt-off.yaml")]
@@ -62,7 +64,7 @@ def job_row(mode: str, timed: Rows, folder: Path, steps: int) -> dict[str, Any]:
 def phases(timed: Rows) -> dict[str, float]:
     """Mean seconds of a step by phase; the phases add up to the step."""
     names = {name.removeprefix("time/") for row in timed for name in row if name.startswith("time/")}
-    names -= {"step", "log", "eval", "checkpoint"}  # the last three are of the step before, and in no `time/step`
+    names -= NOT_IN_STEP
     found = {name: statistics.mean(row.get(f"time/{name}", 0.0) for row in timed) for name in sorted(names)}
     rest = statistics.mean(row["time/step"] for row in timed) - sum(found.values())
     return {**found, "other": max(0.0, rest)}

@@ -93,13 +93,15 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
 
 def _what(config: Config, num_prompts: int) -> str:
     """What is evaluated, for a reader of a configuration whose parts are elsewhere."""
+    from megatron_tlt.actor.checkpoint_files import complete_steps
+
     source = config.data.eval
     assert source is not None
     rows = source.path or ", ".join(dict.fromkeys(task.name for task in source.tasks)) or source.kind
     functions = ", ".join(function.path or function.name for function in config.rewards.functions) or "none"
     prompts = f"{num_prompts} prompts of data.eval ({rows})"
     text = f"evaluates model.path = {config.model.path} on {prompts}, rewards: {functions}"
-    if (config.state_dir / "checkpoints" / "latest").exists():
-        run = config.train.run_dir
+    run = config.train.run_dir
+    if complete_steps(Path(run) / "checkpoints"):
         text += f"\nnot the checkpoints of {run}: `megatron-tlt export` writes one as a model"
     return text

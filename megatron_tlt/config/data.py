@@ -137,7 +137,7 @@ class RewardSection(Section):
     failure_value: float = 0.0
     """Value recorded for a failed reward. Where all rewards of a rollout fail, the run ends."""
     worker_memory_mib: PositiveInt = 8192
-    """Memory of one worker process; a function that needs more fails on that sample, which is recorded. A worker of
-    which half stays taken then is replaced."""
+    """Memory of one worker process; a function that needs more fails on that sample, which is recorded. A worker is
+    replaced where half of what the loaded code has left of it stays taken then."""
     workers: NonNegativeInt = 1
     """Worker processes per rank; 0 runs built-in rewards in the rank itself, without a timeout."""

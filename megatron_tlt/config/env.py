@@ -39,7 +39,13 @@ class EnvSection(Section):
     workers: PositiveInt = 1
     """Worker processes per rank; each runs one step at a time and holds many trajectories' environments."""
     worker_memory_mib: PositiveInt = 8192
-    """Memory of one worker process; one of which half stays taken after a MemoryError is replaced."""
+    """Memory of one worker process. One is replaced where half of what the loaded code has left of it stays taken after
+    a MemoryError."""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether there is one; the other settings may come from `defaults` without it."""
+        return bool(self.kind or self.path)
 
     @property
     def named_by(self) -> tuple[str, str | None]:

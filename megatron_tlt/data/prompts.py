@@ -6,7 +6,6 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from megatron_tlt.data.chat import Messages, last_user_text
 from megatron_tlt.data.fields import check_text
 from megatron_tlt.data.hashing import digest, hashed
 from megatron_tlt.data.json_files import read_json
-from megatron_tlt.data.sources import EnvSource, FileSource, Row, Source, errors_at, open_file
+from megatron_tlt.data.sources import EnvSource, FileSource, Row, Source, errors_at, first_drawn, open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError, UndrawnRowError
 from megatron_tlt.types import Prompt
@@ -124,11 +123,7 @@ def open_source(config: PromptSourceConfig, path: str, seed: int) -> Source:
 
 def first_row(source: Source) -> Row:
     """The first row that can be drawn. Raises DataError, also where none of the first rows can."""
-    last = _MOST_DROPS_IN_A_ROW - 1
-    for index in range(last):
-        with suppress(UndrawnRowError):
-            return source.row(index)
-    return source.row(last)
+    return first_drawn(source.row, _MOST_DROPS_IN_A_ROW, UndrawnRowError)
 
 
 def source_problems(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,7 @@ _DEFAULT_ANSWER_FIELD = "answer"
 _SAVED = ("state.json", "dataset_dict.json")  # of Dataset.save_to_disk and DatasetDict.save_to_disk
 _NARROW = {"float16": np.float16, "float32": np.float32}  # whose decimals are shorter than those of a double
 _CHECKED_AT_ONCE = 1000  # rows
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,14 @@ class Source(Protocol):
 
     def row(self, index: int) -> Row:
         """Row `index`. Mutates nothing that shows. Raises DataError; UndrawnRowError where others may be drawn."""
+
+
+def first_drawn(draw: Callable[[int], T], most: int, *errors: type[Exception]) -> T:
+    """The first of `draw(0)`, `draw(1)`, .. that raises none of `errors`; the last of `most` may raise."""
+    for index in range(most - 1):
+        with suppress(*errors):
+            return draw(index)
+    return draw(most - 1)
 
 
 class EnvSource:

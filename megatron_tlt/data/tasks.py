@@ -6,7 +6,6 @@ import difflib
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from itertools import accumulate
@@ -17,7 +16,7 @@ from reasoning_gym.factory import DATASETS
 
 from megatron_tlt.config.data import TaskConfig
 from megatron_tlt.data.hashing import digest, hashed
-from megatron_tlt.data.sources import Row
+from megatron_tlt.data.sources import Row, first_drawn
 from megatron_tlt.errors import ConfigError, ConfigProblem, UndrawnRowError
 
 # Items that share a dataset of reasoning-gym. It draws item i of a dataset from seed + i, so two datasets with near
@@ -56,21 +55,12 @@ class TaskSource:
         self._tasks, self._seed = tuple(tasks), seed
         self._bounds = list(accumulate(task.weight for task in tasks))
         self._dataset = lru_cache(_CACHED_CHUNKS * len(self._tasks))(self._make_dataset)
-        for k, task in enumerate(self._tasks):  # some generators check parameters only now
+        for k, task in enumerate(self._tasks):  # some generators check parameters only now, or draw none
             try:
-                self._try(k)
+                first_drawn(self._dataset(k, 0).__getitem__, _TRIED_ITEMS, *_GENERATOR_ERRORS)
             except _GENERATOR_ERRORS as error:
                 allowed = f"{task.name} refuses: {error!r}"
                 raise ConfigError.of(f"{path}.{k}.params", task.params, allowed) from error
-
-    def _try(self, which: int) -> None:
-        """Draws an item of a task. Raises the generator's error where none of the first can be drawn."""
-        dataset, last = self._dataset(which, 0), _TRIED_ITEMS - 1
-        for index in range(last):
-            with suppress(*_GENERATOR_ERRORS):
-                dataset[index]
-                return
-        dataset[last]
 
     @property
     def fingerprint(self) -> str:

@@ -68,7 +68,7 @@ def prompt_tools(config: Config) -> list[ToolSchema]:
     """
     section = config.env
     try:
-        return [] if section is None or not (section.kind or section.path) else environment_tools(section)
+        return environment_tools(section) if section is not None and section.is_named else []
     except EnvError:
         return []
 

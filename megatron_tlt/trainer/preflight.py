@@ -280,10 +280,11 @@ def input_problems(config: TrainingConfig) -> list[ConfigProblem]:
     problems: list[ConfigProblem] = []
     render, _ = prompt_renderer(config)
     if (rl := config.rl) is not None:
+        tools = prompt_tools(rl)
         for name, source in rl.data.sources:
             if source.is_here or (source.kind == "tasks" and source.tasks):
-                problems += source_problems(source, name, render, prompt_tools(rl))
-        if rl.env is not None and (rl.env.kind or rl.env.path):
+                problems += source_problems(source, name, render, tools)
+        if rl.env is not None and rl.env.is_named:
             problems += environment_problems(rl.env)
         problems += function_problems(rl.rewards) + _machine_problems(rl)
     if config.records is not None:

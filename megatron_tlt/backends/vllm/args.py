@@ -80,7 +80,7 @@ def engine_args(
         "skip_tokenizer_init": True,
         "max_model_len": model.max_context,
         "max_num_seqs": rollout.max_running_requests,
-        "max_num_batched_tokens": max(rollout.max_batched_tokens, model.max_context),
+        "max_num_batched_tokens": rollout.most_step_tokens(model.max_context),
         "kv_cache_memory_bytes": cache_bytes,
         **(_tensor_parallel(rollout.tp) if rollout.tp > 1 else {}),
         **({"gpu_memory_utilization": _FREE_SHARE} if device == "cuda" else {}),

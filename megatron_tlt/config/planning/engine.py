@@ -108,19 +108,15 @@ def suffix_bytes(config: Config) -> int:
 def rollout_step_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
     """Temporaries of the largest forward, or of drawing tokens, whichever is more.
 
-    Of each of T = max_batched_tokens rows (in vLLM max_context, if that is more) the residual stream, its norm and
-    their sum, and the MLP's four products, and those of each expert that a row takes, with input and output; the
-    experts' numbers; the outputs of layers that a drafter reads. On CPU, of each request its logits, noise and ranks,
-    eight times V in fp32. On CUDA, of each of R rows its logits in the engine's type and in fp32; on several ranks
-    those of all ranks, too, and joined; and what the sampler takes; or a block drafter's step. vLLM's ranks have all
-    logits, which are drawn from in chunks.
+    Of each of T = `most_step_tokens` rows the residual stream, its norm and their sum, and the MLP's four products, and
+    those of each expert that a row takes, with input and output; the experts' numbers; the outputs of layers that a
+    drafter reads. On CPU, of each request its logits, noise and ranks, eight times V in fp32. On CUDA, of each of R
+    rows its logits in the engine's type and in fp32; on several ranks those of all ranks, too, and joined; and what
+    the sampler takes; or a block drafter's step. vLLM's ranks have all logits, which are drawn from in chunks.
     """
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
     process = rollout.engine_process
-    most_rows = rollout.max_batched_tokens
-    if process is not None and process.batches_contexts:
-        most_rows = max(most_rows, config.model.max_context)
-    forward = most_rows * row_bytes(config, shape)
+    forward = rollout.most_step_tokens(config.model.max_context) * row_bytes(config, shape)
     if device == "cpu":
         return max(forward, rollout.max_running_requests * shape.vocab_size * 8 * 4)
     logits = verified_rows(config) * shape.vocab_size
