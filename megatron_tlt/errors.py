@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -49,6 +50,20 @@ def place_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     places = [f for f in frames if not f.filename.startswith(_NOT_USERS)]
     return f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
+
+
+def no_such_file(path: str | os.PathLike[str]) -> str:
+    """Says that nothing is at `path`: with the nearest name beside it, and with what a relative path counts from."""
+    folder, name = os.path.split(os.fspath(path).rstrip(os.sep))
+    relative = "" if os.path.isabs(path) else f" (a relative path counts from {os.getcwd()})"
+    beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    return f"no such file or directory{relative}{did_you_mean(name, beside)}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """"; did you mean ...?" with the known word that is nearest to a wrong one; "" where none is near."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:

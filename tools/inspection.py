@@ -19,7 +19,7 @@ from megatron_tlt.actor.torch_dist_reader import TorchDistReader, not_megatron
 from megatron_tlt.checkpoint.atomic import gib
 from megatron_tlt.checkpoint.convert.hf_dir import HfDir, dtype_name
 from megatron_tlt.checkpoint.convert.to_hf import config_beside
-from megatron_tlt.errors import CheckpointError, ConfigError, shortened
+from megatron_tlt.errors import CheckpointError, ConfigError, no_such_file, shortened
 from megatron_tlt.models.hf.config import ARCHITECTURES, ModelConfig
 from megatron_tlt.models.hf.files import INDEX, SINGLE
 
@@ -56,7 +56,7 @@ def open_checkpoint(path: str | Path, config: str | Path | None = None) -> Opene
     """
     root = Path(path)
     if not root.is_dir():
-        raise CheckpointError(f"checkpoint {root} does not exist, or is no directory")
+        raise CheckpointError(f"checkpoint {root}: {no_such_file(root)}")
     if (root / SINGLE).is_file() or (root / INDEX).is_file():
         return _open_hf(root)
     if problem := not_megatron(root):

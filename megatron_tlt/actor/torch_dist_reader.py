@@ -44,7 +44,7 @@ from megatron_tlt.actor.checkpoint_files import (
     read_manifest,
 )
 from megatron_tlt.actor.hf_names import Slot, slots, unshard
-from megatron_tlt.errors import CheckpointError, shortened
+from megatron_tlt.errors import CheckpointError, no_such_file, shortened
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.files import prefix_hint
 
@@ -69,7 +69,7 @@ def locate(path: str | Path) -> Path:
     """The directory with the shards: `path` itself, or the one that its pointer file names. Raises CheckpointError."""
     root = Path(path)
     if not root.is_dir():
-        raise CheckpointError(f"Megatron checkpoint {root} does not exist")
+        raise CheckpointError(f"Megatron checkpoint {root}: {no_such_file(root)}")
     if problem := not_megatron(root):
         raise CheckpointError(problem)
     directory = _pointed_at(root)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, OK
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.errors import ConfigError, no_such_file
 from megatron_tlt.resilience.status import read_status, status_text
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def add_status(commands: Any) -> None:
 
 def _status(args: argparse.Namespace) -> int:
     if not args.run_dir.is_dir():
-        raise ConfigError.of("RUN_DIR", str(args.run_dir), "must be the directory of a run")
+        allowed = f"must be the directory of a run: {no_such_file(args.run_dir)}"
+        raise ConfigError.of("RUN_DIR", str(args.run_dir), allowed)
     status = read_status(args.run_dir)
     if args.json:
         print(json.dumps(status.as_json(), indent=2))

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from megatron_tlt.config.paths import mark_paths
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.errors import ConfigError, no_such_file
 
 DEFAULTS_KEY = "defaults"
 _MOST_VALUES = 100_000  # of a file: a few nested aliases would be billions
@@ -84,6 +84,8 @@ def _read_mapping(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
     origin = f" (named in {DEFAULTS_KEY} of {chain[-1].name})" if chain else ""
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError.of("config file", str(path), f"{no_such_file(path)}{origin}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError.of("config file", str(path), f"cannot be read{origin}: {error}") from error
     value = parse_yaml(text, str(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from datetime import date, datetime
@@ -14,7 +13,7 @@ import numpy as np
 from megatron_tlt.config.checks.texts import check_texts
 from megatron_tlt.data.chat import Messages, as_messages, as_prompt
 from megatron_tlt.data.json_files import JsonNumber
-from megatron_tlt.errors import DataError
+from megatron_tlt.errors import DataError, did_you_mean
 from megatron_tlt.types import Answer
 
 _LARGEST_EXPONENT = 400  # beyond it a number keeps its exponent; that of a double is less
@@ -48,8 +47,7 @@ def columns_hint(record: Mapping[str, Any], wanted: str) -> str:
     """The columns that there are, and the one whose name is nearest to `wanted`, for an error."""
     if wanted in record:
         return ": it is null"
-    close = difflib.get_close_matches(wanted, record, n=1) if len(record) > 1 else []
-    hint = f", did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(wanted, record) if len(record) > 1 else ""
     return f"; there are {', '.join(map(repr, sorted(record))) or 'none'}{hint}"
 
 

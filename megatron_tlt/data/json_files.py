@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from megatron_tlt.errors import DataError
+from megatron_tlt.errors import DataError, no_such_file
 
 UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 """Errors of a file that is not there, or is damaged within its compression."""
@@ -62,7 +62,7 @@ def read_json(
         with open_text(path) as file:
             found = deque(_records(file, path, decoder), last)
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file") from error
+        raise DataError(f"{path}: {no_such_file(path)}") from error
     except UNREADABLE as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     return [record for record, _ in found], [number for _, number in found]

@@ -27,7 +27,7 @@ from megatron_tlt.data.dataset_files import (
 from megatron_tlt.data.fields import checked_answer, checked_prompt, columns_hint, field_of, without_absent
 from megatron_tlt.data.hashing import digest, stamp
 from megatron_tlt.data.json_files import read_json, without_spelling
-from megatron_tlt.errors import DataError, shortened
+from megatron_tlt.errors import DataError, no_such_file, shortened
 from megatron_tlt.types import Answer
 
 _DEFAULT_ANSWER_FIELD = "answer"
@@ -279,7 +279,7 @@ def _read_parquet(path: Path) -> Any:
     import datasets
 
     if not path.exists():
-        raise DataError(f"{path}: no such file")
+        raise DataError(f"{path}: {no_such_file(path)}")
     return datasets.Dataset(read_parquet(path))
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import UnionType
 
-from megatron_tlt.errors import ConfigError, shortened
+from megatron_tlt.errors import ConfigError, no_such_file, shortened
 from megatron_tlt.observe.events import events_path, step_of
 from megatron_tlt.observe.jsonl import JsonRow, SkippedLines, read_rows, rows_from_end
 from megatron_tlt.observe.metrics import METRICS_FILE
@@ -189,7 +189,7 @@ def require_run(run_dir: str | Path) -> None:
     """Raises ConfigError where there is no run."""
     folder = Path(run_dir)
     if not folder.is_dir():
-        allowed = f"must be a directory that `megatron-tlt train` has written; a relative path counts from {Path.cwd()}"
+        allowed = f"must be a directory that `megatron-tlt train` has written: {no_such_file(folder)}"
         raise ConfigError.of("RUN_DIR", str(run_dir), allowed)
     if not (folder / METRICS_FILE).exists() and not (folder / "events").is_dir():
         raise ConfigError.of("RUN_DIR", str(run_dir), f"holds no run: neither {METRICS_FILE} nor events/")

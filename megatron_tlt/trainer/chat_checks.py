@@ -14,7 +14,7 @@ from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.chat import Messages, with_system
 from megatron_tlt.data.chat_template import ChatTemplate, TemplateSettings
 from megatron_tlt.data.special_tokens import pattern_problem, special_tokens_of, stop_problems
-from megatron_tlt.errors import CheckpointError, ConfigProblem, DataError
+from megatron_tlt.errors import CheckpointError, ConfigProblem, DataError, shortened
 from megatron_tlt.trainer.chat_settings import template_settings
 
 # Renders a prompt with tools. Raises DataError.
@@ -90,6 +90,16 @@ def chat_warnings(config: TrainingConfig) -> list[str]:
         return [(f"{of_processor} is read for processors of images only, so prompts have no chat template; "
                 "its text in chat_template.jinja would be used")]  # fmt: skip
     return unread_warnings(directory, f"{name}.chat_template_kwargs", section.chat_template_kwargs)
+
+
+def unread_tools(config: Config, tools: Sequence[dict[str, Any]]) -> str | None:
+    """A warning of an environment's tools that the chat template does not show to the model."""
+    directory = _directory(config)
+    template = ChatTemplate.read(directory) if tools and directory is not None and config.data.chat_template else None
+    if template is None or "tools" in template.variables():
+        return None
+    names = shortened([tool["function"]["name"] for tool in tools])
+    return f"env: the chat template in {directory} does not read 'tools', so no prompt says that there are {names}"
 
 
 def unread_warnings(directory: Path, field: str, kwargs: dict[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ from megatron_tlt.data.responses import read_responses
 from megatron_tlt.drafters.fingerprint import policy_fingerprint
 from megatron_tlt.drafters.state_file import drafter_state_writer, load_drafter_state
 from megatron_tlt.drafters.training.pretrain import DrafterPretraining, ReadingBackend, held_out_params
-from megatron_tlt.errors import CheckpointError, ConfigError, DataError
+from megatron_tlt.errors import CheckpointError, ConfigError, DataError, no_such_file
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.observe.files import sync
 from megatron_tlt.observe.progress import build_progress
@@ -241,7 +241,7 @@ def given_responses(config: Config) -> list[Trajectory] | None:
         return None
     path = Path(section.responses_path)
     if not path.exists():
-        raise ConfigError.of("drafter.responses_path", str(path), "no such file or directory")
+        raise ConfigError.of("drafter.responses_path", str(path), no_such_file(path))
     vocab_size = ModelConfig.from_hf(config.model.path).vocab_size
     most = section.num_prompts * section.samples_per_prompt
     try:

@@ -20,7 +20,7 @@ from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.files import model_warnings
 from megatron_tlt.models.hf.peft import adapter_warning
 from megatron_tlt.rewards.build import answer_warning
-from megatron_tlt.trainer.chat_checks import chat_warnings
+from megatron_tlt.trainer.chat_checks import chat_warnings, unread_tools
 from megatron_tlt.trainer.environments import prompt_tools
 from megatron_tlt.trainer.token_checks import tokenizer_here, tokenizer_warnings
 
@@ -47,7 +47,9 @@ def _of_rl(config: Config) -> list[str]:
     """Of what fine-tuning does not have."""
     own = [kl_estimator_warning(config.algorithm), None if config.env is None else environment_warning(config.env)]
     teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
-    long = long_prompt_warnings(config.data, tokenizer_here(config), prompt_tools(config))
+    tools = prompt_tools(config)
+    own.append(unread_tools(config, tools))
+    long = long_prompt_warnings(config.data, tokenizer_here(config), tools)
     return [*teacher, *filter(None, own), *_of_rows(config), *long, *_of_drafter(config)]
 
 

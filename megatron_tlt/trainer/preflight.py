@@ -25,7 +25,15 @@ from megatron_tlt.data.sources import errors_at
 from megatron_tlt.distributed.processors import mixed_processors, processor
 from megatron_tlt.envs.build import environment_problems
 from megatron_tlt.envs.check import episode_problems
-from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError, printable, shortened
+from megatron_tlt.errors import (
+    CheckpointError,
+    ConfigError,
+    ConfigProblem,
+    DataError,
+    no_such_file,
+    printable,
+    shortened,
+)
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.files import model_problems
 from megatron_tlt.models.hf.peft import peft_problems
@@ -185,7 +193,7 @@ def generation_problems(model: Path, prompts: Path, speculation: SpeculationSect
     if shape is not None:
         problems += _hf_weight_problems("--model", model, shape) + _drafter_problems(speculation, shape, model)
     if not prompts.exists() or prompts.is_dir():  # a pipe will do
-        problems.append(ConfigProblem("--prompts", str(prompts), "no such file"))
+        problems.append(ConfigProblem("--prompts", str(prompts), no_such_file(prompts)))
     return problems
 
 
@@ -223,7 +231,7 @@ def missing_files(config: TrainingConfig, device: Device | None = None) -> list[
         launch = import_module(f"megatron_tlt.backends.{rollout.backend}.launch")
         problems += launch.launch_problems(engine, resolve_device(config, device))
     absent = [(field, path) for field, path in named.items() if not Path(path).exists()]
-    return problems + [ConfigProblem(field, path, "no such file or directory") for field, path in absent]
+    return problems + [ConfigProblem(field, path, no_such_file(path)) for field, path in absent]
 
 
 def _hf_weight_problems(

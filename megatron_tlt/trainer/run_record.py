@@ -32,7 +32,7 @@ def write_config(config: TrainingConfig, directory: Path) -> list[str]:
     except (OSError, ValueError, TypeError):  # the first start, or no record of this program
         changed = []
     write_atomically(directory / CONFIG_FILE, [json.dumps(named, indent=2)])
-    return changed
+    return [f"{f} (or a .py file beside it)" if f.startswith("code.") else f for f in changed]
 
 
 def _changed(before: Any, now: Any, field: str) -> list[str]:

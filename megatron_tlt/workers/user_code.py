@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_tlt.errors import UserCodeError, place_of
+from megatron_tlt.errors import UserCodeError, did_you_mean, no_such_file, place_of
 
 
 def load_object(path: str) -> Any:
@@ -28,7 +28,7 @@ def load_object(path: str) -> Any:
         raise UserCodeError(f"{where} cannot be imported: {type(error).__name__}: {error}{place_of(error)}") from error
     found = getattr(module, name, None)
     if found is None:
-        raise UserCodeError(f"{where} has no {name!r}")
+        raise UserCodeError(f"{where} has no {name!r}{did_you_mean(name, vars(module))}")
     return found
 
 
@@ -65,7 +65,7 @@ def _module(where: str) -> ModuleType:
         return importlib.import_module(where)
     path = Path(where)
     if not path.is_file():
-        raise UserCodeError(f"{path}: no such file")
+        raise UserCodeError(f"{path}: {no_such_file(path)}")
     # A name of its own for every file, so that two files called reward.py do not shadow each other.
     name = f"_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:

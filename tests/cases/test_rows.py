@@ -435,3 +435,24 @@ def test_long_prompts_are_dropped_with_a_line_cut_or_an_error(sixteen: Path, cap
     assert all(p.token_ids == whole[p.dataset_id][-64:] for p in cut)
     with pytest.raises(DataError, match=r"lengths.jsonl:\d+: the prompt has \d+ tokens, .*_tokens allows 64"):
         stream_of(sixteen, long_prompts="error").next_batch(16)
+
+
+def test_a_reward_of_verl_judges_verl_s_rows(tmp_path: Path) -> None:
+    """The guide's function around `compute_score`, and what the guide says of prepared rows."""
+    guide = (POLICY.parents[1] / "docs/guides/gpu_cluster.md").read_text()
+    block = guide.partition("```python\n")[2].partition("```")[0]
+    code = tmp_path / "own.py"
+    score = "{'score': float(solution_str == ground_truth), 'of': data_source, 'split': extra_info['split']}"
+    head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):"
+    code.write_text(f"{head} return {score}\n{block}")
+    row = {
+        "data_source": "own",
+        "prompt": [{"role": "user", "content": "1 + 2"}],
+        "reward_model": {"style": "rule", "ground_truth": "3"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    pa.parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+    (found,) = rows(tmp_path / "train.parquet", "parquet", answer_field="reward_model.ground_truth")
+    (named,) = build_scorers(RewardSection(functions=(RewardConfig(name="python", path=f"{code}:reward"),)))
+    prompt = Prompt(0, "d", (), "1 + 2", found.answer, metadata=found.metadata)
+    assert [named.scorer(prompt, sample(text)) for text in ("3", "4")] == [1.0, 0.0]

@@ -62,6 +62,20 @@ def test_a_variable_that_is_not_read_is_a_warning_and_one_of_ours_is_refused(
     assert "--chat-template-kwargs = 'messages': cannot be set" in capsys.readouterr().err
 
 
+def test_tools_that_the_template_does_not_show_are_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    plain = turns + "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    env = "env={kind: python, tool_role: user, max_observation_tokens: 16}"
+    options = env, "rollout.max_tokens=64", "data.max_prompt_tokens=400"
+    for template, is_shown in ((plain, False), ("{{ tools }}" + plain, True)):
+        model = chat_model(tmp_path / f"m{is_shown}", template)
+        assert main(arguments("check", model, {"prompt": "1 + 2", "answer": "3"}, *options)) == 0
+        printed = capsys.readouterr().out
+        assert ("does not read 'tools', so no prompt says that there are python" in printed) is not is_shown
+
+
 def test_a_template_that_only_processors_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = chat_model(tmp_path / "m", None)
     (model / "chat_template.json").write_text(json.dumps({"chat_template": QWEN3}))

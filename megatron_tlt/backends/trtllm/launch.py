@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.backends.process import EngineLaunch
-from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.errors import ConfigProblem, no_such_file
 
 if TYPE_CHECKING:
     from megatron_tlt.config.engine_process import TrtllmSection
@@ -42,4 +42,4 @@ def launch_problems(section: TrtllmSection, device: str | None) -> list[ConfigPr
     """An environment that is not on this machine."""
     if section.python is None or Path(section.python).exists():
         return []
-    return [ConfigProblem("rollout.trtllm.python", section.python, "no such file or directory")]
+    return [ConfigProblem("rollout.trtllm.python", section.python, no_such_file(section.python))]

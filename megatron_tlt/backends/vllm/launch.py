@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tlt.backends.process import EngineLaunch
 from megatron_tlt.distributed.launch import cpu_threads
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError, ConfigProblem, no_such_file
 
 if TYPE_CHECKING:
     from megatron_tlt.config.engine_process import VllmSection
@@ -68,7 +68,7 @@ def launch_problems(section: VllmSection, device: str | None) -> list[ConfigProb
     if python is None:
         allowed = f"needs vLLM's environment: {setup_hint(device)} ({', '.join(ENVIRONMENTS)} do not exist)"
     elif not Path(python).exists():
-        allowed = "no such file or directory"
+        allowed = no_such_file(python)
     elif subprocess.run([python, "-c", look], capture_output=True, check=False).returncode:
         allowed = f"has no vLLM: {setup_hint(device)} makes an environment with it"
     else:

@@ -91,9 +91,8 @@ def _check_source(path: str, source: PromptSourceConfig, has_env: bool) -> Probl
     if source.kind == "tasks":
         yield from _check_tasks(f"{path}.tasks", source)
     elif source.tasks:
-        yield ConfigProblem(
-            f"{path}.tasks", [t.name for t in source.tasks], f"has no meaning with kind: {source.kind}"
-        )
+        allowed = f"has no meaning with kind: {source.kind}; if a file of `defaults` sets it, add tasks: [] to {path}"
+        yield ConfigProblem(f"{path}.tasks", [t.name for t in source.tasks], allowed)
 
 
 def _check_tasks(path: str, source: PromptSourceConfig) -> Problems:

@@ -141,7 +141,7 @@ def test_python_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
         ("no_such_file.py:f", r"no_such_file\.py: no such file"),
-        (f"{USER}:goood", "has no 'goood'"),
+        (f"{USER}:goood", "has no 'goood'; did you mean good?"),
         (f"{USER}:NOT_A_FUNCTION", "is a int, not a function"),
         (f"{USER}:too_few", r"called as f\(prompt, answer, response, metadata\), but it takes \(prompt"),
     ],

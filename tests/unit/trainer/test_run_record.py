@@ -35,7 +35,7 @@ def test_code_of_a_user_that_changed_is_named(tmp_path: Path, monkeypatch: pytes
     assert start(tmp_path, *options) == []
     assert start(tmp_path, *options) == []
     (code / "beside.py").write_text("def score(*four): return 0.5")
-    assert start(tmp_path, *options) == [f"code.{reward}:reward"]
+    assert start(tmp_path, *options) == [f"code.{reward}:reward (or a .py file beside it)"]
 
     def refuse(_: Path) -> bytes:
         raise PermissionError("of someone else")
