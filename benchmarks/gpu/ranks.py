@@ -18,8 +18,8 @@ from torch import multiprocessing
 
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.result import Result
+from megatron_tlt.distributed.devices import set_nccl_environment
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel
-from megatron_tlt.distributed.world import set_nccl_environment
 from megatron_tlt.rollout.graph_capture import CudaCapturer, EagerCapturer, GraphCache
 from megatron_tlt.trainer.device_memory import let_segments_grow
 

@@ -103,7 +103,8 @@ class DistributedSection(Section):
     """The world."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda when there is a GPU."""
+    """auto: cuda where there is a GPU that CUDA_VISIBLE_DEVICES does not hide; each rank needs one of its own. cpu:
+    GPUs are hidden from the run."""
     timeout_s: PositiveFloat = 600.0
     """A collective that takes longer ends the job, naming the phase and the ranks that did not arrive."""
 

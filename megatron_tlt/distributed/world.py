@@ -28,6 +28,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron_tlt.distributed.devices import (
+    choose_device,
+    gpu_uuid,
+    hide_gpus,
+    refuse_shared_gpus,
+    set_nccl_environment,
+)
 from megatron_tlt.distributed.heap import keep_freed_pages, on_clean_heap
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.errors import DistributedError
@@ -46,11 +53,6 @@ _REFUSE_S = 5.0  # for the other ranks to find the same problems
 _STORE_S = 10.0  # for rank 0 to answer
 _SRUN_REMEDY = "try --mpi=pmi2 for the mpich wheel, --mpi=pmix for a site's MPI"
 _MPIEXEC_REMEDY = "use the mpiexec of the MPI that mpi4py has, beside python for the mpich wheel; `doctor` names it"
-_DEVICE_FILES = Path("/dev")
-_UNSEEN_GPU = (
-    "distributed.device = 'auto': this machine has a GPU that torch does not see. Its driver may be too old (CUDA 13.0 "
-    "needs 580), or this torch is a CPU build: `megatron-tlt doctor` tells. With 'cpu' the run is on CPUs"
-)
 _OPEN_FILES, _FEWEST_FILES = 65536, 256  # of a rank; two ranks with a drafter have some 150
 _ABORT_S = 20.0  # for the launcher to end a rank after another one's MPI_Abort
 
@@ -99,12 +101,14 @@ class World:
 
     @classmethod
     def start(cls, section: DistributedSection, threads: int | None = None) -> World:
-        """Initialises MPI and torch.distributed once. Collective.
+        """Initialises MPI and torch.distributed once. Collective. With `device` cpu hides GPUs from this process.
 
-        Raises DistributedError if the ranks cannot connect, or if the world does not have the size that the launcher
-        announced: a wrong pair of launcher and MPI library silently gives N worlds of one rank.
+        Raises DistributedError if the ranks cannot connect, if two have the same GPU, or if the world does not have the
+        size that the launcher announced: a wrong pair of launcher and MPI library silently gives N worlds of one rank.
         """
         allow_open_files()
+        if section.device == "cpu":
+            hide_gpus()
         comm = _start_mpi()
         launch = detect_launch()
         if launch.size is not None and comm.size != launch.size:
@@ -118,7 +122,8 @@ class World:
         local_rank = launch.local_rank if launch.local_rank is not None else local.index(comm.rank)
         if threads is not None:
             torch.set_num_threads(threads)
-        device = _choose_device(section.device, local_rank)
+        device = choose_device(section.device, local_rank)
+        refuse_shared_gpus(hosts, comm.allgather(gpu_uuid(device)))
         if device.type == "cpu":
             keep_freed_pages()
         try:
@@ -376,22 +381,6 @@ def _unlink_shared_memory() -> None:
             Path(path).unlink(missing_ok=True)
 
 
-def _choose_device(wanted: str, local_rank: int) -> torch.device:
-    # Megatron overlaps communication with computation by the order of launches: one hardware queue keeps it. CUDA reads
-    # the variable when it makes the device's context, which `set_device` does.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    use_cuda = torch.cuda.is_available() if wanted == "auto" else wanted == "cuda"
-    if not use_cuda:
-        if wanted == "auto" and any(_DEVICE_FILES.glob("nvidia[0-9]*")):
-            raise DistributedError(_UNSEEN_GPU)
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise DistributedError("distributed.device = 'cuda', but torch sees no CUDA device")
-    index = local_rank % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
 def _join(comm: MPI.Comm, hosts: list[str], device: torch.device, timeout_s: float) -> dist.Store:
     timeout = timedelta(seconds=timeout_s)
     one_host = len(set(hosts)) == 1
@@ -411,15 +400,6 @@ def _join(comm: MPI.Comm, hosts: list[str], device: torch.device, timeout_s: flo
     group_store = dist.PrefixStore("world", store)
     dist.init_process_group(backend, store=group_store, rank=comm.rank, world_size=comm.size, timeout=timeout)
     return dist.PrefixStore("board", store)
-
-
-def set_nccl_environment() -> None:
-    """This program's settings of NCCL, where the user has not set them. Before the first group."""
-    # Buffers of captured collectives are registered as one allocation each, which growing segments are not
-    # (pytorch#158029): replays would hang.
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    # All algorithms connect with the communicator, not at their first use: their memory can be measured.
-    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
 
 
 def _reachable_address(hosts: list[str]) -> str:

@@ -91,6 +91,20 @@ def test_ranks_wait_for_a_late_one_longer_than_a_collective_may_take_and_name_it
     assert done.stdout.count("all 2;") == 2 and done.stdout.count("s for rank 1 in phase score") == 2
 
 
+HIDDEN = """
+import os
+from megatron_tlt.config.run import DistributedSection
+from megatron_tlt.distributed.world import World
+world = World.start(DistributedSection(device="cpu"), 1)
+print(f"sees {os.environ['CUDA_VISIBLE_DEVICES']!r};", end="", flush=True)
+world.close()
+"""
+
+
+def test_a_run_on_cpus_hides_gpus_from_megatron():
+    assert run_one("-c", HIDDEN, CUDA_VISIBLE_DEVICES="0,1")[1].count("sees '';") == 1
+
+
 def test_a_refused_command_leaves_no_file_in_shared_memory():
     """With an exit code other than 0 MPI is aborted, after which MPICH removes nothing."""
     done = run_ranks(2, ["-c", SHARED], check=False)
