@@ -59,12 +59,26 @@ if TYPE_CHECKING:
 
 
 def uses_transformer_engine(actor: ActorSection) -> bool:
-    """Whether `layer_spec` resolves to Transformer Engine here. Raises ConfigError if it is configured and missing."""
+    """Whether `layer_spec` resolves to Transformer Engine here: auto does where its attention takes packed rows. Raises
+    ConfigError if it is configured and missing.
+    """
     is_installed = HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
     if actor.layer_spec == "transformer_engine" and not is_installed:
         allowed = "needs CUDA and the package transformer_engine; local or auto"
         raise ConfigError.of("actor.layer_spec", actor.layer_spec, allowed)
-    return is_installed and actor.layer_spec != "local"
+    if actor.layer_spec != "auto":
+        return actor.layer_spec == "transformer_engine"
+    return is_installed and actor.dtype == "bf16" and _has_packed_attention()
+
+
+def _has_packed_attention() -> bool:
+    """Whether Transformer Engine 2.9 to 2.11 has an attention kernel for packed rows (thd) in bf16 on this GPU.
+
+    That is cuDNN's, from compute capability 9.0 on and not on 12.x; its backward is not deterministic on 10.x
+    (`get_attention_backend`). The package flash_attn would add others: with it, `layer_spec: transformer_engine`.
+    """
+    major, _ = torch.cuda.get_device_capability()
+    return major == 9 or (major == 10 and not torch.are_deterministic_algorithms_enabled())
 
 
 def packed_format(actor: ActorSection) -> str:

@@ -87,7 +87,8 @@ class ActorSection(Section):
     """Train low-rank adapters in place of the weights; null: train the weights. Adapted layers are megatron's own with
     any `layer_spec`."""
     layer_spec: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layers to build: megatron's local ones or Transformer Engine's. auto: TE where there is CUDA and TE."""
+    """Layers to build: megatron's local ones or Transformer Engine's. auto: TE where it is installed and has attention
+    over packed rows: in bf16 on GPUs of compute capability 9.x (H100), and 10.x unless train.deterministic."""
 
     @property
     def has_router_losses(self) -> bool:

@@ -48,17 +48,19 @@ def check_world(config: TrainingConfig, num_ranks: int, device: Device | None) -
 _ENGINE_OF_CP = "1.10"  # Transformer Engine from which on its p2p attention takes packed sequences
 
 
-def check_cp(config: TrainingConfig, device: Device | None, engine: str | None = None) -> Problems:
-    """A type, or an installed Transformer Engine, that has no context parallelism of packed sequences.
+def check_attention(config: TrainingConfig, device: Device | None, engine: str | None = None) -> Problems:
+    """A type that no attention of packed sequences takes, or an installed Transformer Engine without their context
+    parallelism.
 
     `engine`: version of the latter; default: the installed one, if any.
     """
     actor = config.actor
+    is_fused = actor.cp > 1 or actor.layer_spec == "transformer_engine"  # local layers would make masks with cp
+    if device == "cuda" and actor.dtype == "fp32" and is_fused:
+        allowed = "must be bf16 on CUDA with Transformer Engine's layers or actor.cp above 1: its attention has no fp32"
+        yield ConfigProblem("actor.dtype", "fp32", allowed)
     if actor.cp == 1:
         return
-    if device == "cuda" and actor.dtype == "fp32":
-        allowed = "must be bf16 with actor.cp above 1 on CUDA: fused attention takes no fp32, without it masks are made"
-        yield ConfigProblem("actor.dtype", "fp32", allowed)
     local = device == "cpu" or actor.layer_spec == "local"
     engine = engine if engine is not None or local else _installed_engine()
     if engine is not None and _major_minor(engine) < _major_minor(_ENGINE_OF_CP):

@@ -12,8 +12,8 @@ from megatron_tlt.config.checks.env import check_env
 from megatron_tlt.config.checks.layout import (
     Device,
     check_architecture,
+    check_attention,
     check_batch,
-    check_cp,
     check_experts,
     check_first_stage,
     check_grid,
@@ -72,7 +72,7 @@ def check_config(
         *check_world(config, num_ranks, device),
         *tp_problems(shape, "actor.tp", config.actor.tp),
         *pp_problems(shape, "actor.pp", config.actor.pp),
-        *check_cp(config, device),
+        *check_attention(config, device),
         *check_experts(config, shape),
         *check_first_stage(config, shape),
         *check_lora(config, shape, device),

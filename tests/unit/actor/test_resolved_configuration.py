@@ -16,6 +16,7 @@ import torch
 
 from megatron_tlt.actor import build, experts, optimizer
 from megatron_tlt.actor.compat import keep_one_table
+from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.load import load_config
 from megatron_tlt.models.hf.config import ModelConfig
 
@@ -73,6 +74,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with CUDA and Transformer Engine."""
     found = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: object()))
     monkeypatch.setattr(build, "HAS_CUDA", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(build, "importlib", found)
     monkeypatch.setattr(optimizer, "HAS_CUDA", True)
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
@@ -162,6 +164,27 @@ def test_layers_with_experts_have_their_norm_apart(gpu: None) -> None:
     assert layer.module is experts.RoutedLayer and layer.submodules.mlp.module is experts.ExpertLayer
     assert layer.submodules.pre_mlp_layernorm is not build.IdentityOp
     assert layer.submodules.mlp.params == {"place": 0, "recompute": True}
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "is_deterministic", "is_engine"),
+    [
+        ((9, 0), "bf16", True, True),
+        ((10, 3), "bf16", False, True),
+        ((10, 0), "bf16", True, False),
+        ((8, 9), "bf16", False, False),
+        ((12, 0), "bf16", False, False),
+        ((9, 0), "fp32", False, False),
+    ],
+)
+def test_auto_takes_transformer_engine_where_its_attention_takes_packed_rows(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, capability: Any, dtype: Any, is_deterministic: bool, is_engine: bool
+) -> None:
+    """Elsewhere it has no backend for them, and says so at the first forward. A choice of the user stays."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
+    assert build.uses_transformer_engine(ActorSection(dtype=dtype)) == is_engine
+    assert build.uses_transformer_engine(ActorSection(dtype="bf16", layer_spec="transformer_engine"))
 
 
 def test_a_cpu_gets_what_it_got() -> None:

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_tlt.config.checks.layout import check_architecture, check_cp
+from megatron_tlt.config.checks.layout import check_architecture, check_attention
 from megatron_tlt.config.checks.learning import check_lora
 from megatron_tlt.config.checks.run import check_config
 from megatron_tlt.config.drafter_kinds import DRAFTERS
@@ -40,8 +40,15 @@ def paths(*overrides: str, ranks: int = 4, **kwargs) -> set[str]:
 @pytest.mark.parametrize(("version", "is_taken"), [("1.9.0", False), ("1.10", True), ("2.4.0+b1", True)])
 def test_context_parallelism_by_transformer_engines_version(version, is_taken):
     config = build_config(BASE, ["actor.cp=2", "actor.dtype=bf16"])
-    assert [p.path for p in check_cp(config, "cuda", version)] == ([] if is_taken else ["actor.cp"])
-    assert not list(check_cp(config, "cpu", None))
+    assert [p.path for p in check_attention(config, "cuda", version)] == ([] if is_taken else ["actor.cp"])
+    assert not list(check_attention(config, "cpu", None))
+
+
+def test_transformer_engines_attention_of_packed_rows_takes_no_fp32():
+    engine = ["actor.layer_spec=transformer_engine", "actor.dtype=fp32"]
+    assert [p.path for p in check_attention(build_config(BASE, engine), "cuda", "2.11")] == ["actor.dtype"]
+    assert not list(check_attention(build_config(BASE, [*engine[:1], "actor.dtype=bf16"]), "cuda", "2.11"))
+    assert not list(check_attention(build_config(BASE, engine[1:]), "cuda", "2.11")), "auto: local layers"
 
 
 def test_grouped_products_on_a_gpu_take_ranks_of_eight():
