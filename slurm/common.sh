@@ -46,8 +46,6 @@ set_network() {
     # NCCL finds InfiniBand by itself. Where a node has more adapters than belong to this network: NCCL_IB_HCA=mlx5_0,...
     # A version line and errors, once: without it errors read "unhandled system error" only.
     export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-    # A rank whose peer died fails within distributed.timeout_s; otherwise it would stay in a kernel that never ends.
-    export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
     # MPI sends kilobytes from host memory: UCX need not track every CUDA allocation for it.
     export UCX_MEMTYPE_CACHE="${UCX_MEMTYPE_CACHE:-n}"
     # UCX's own handlers for crashes would hide the stacks that Python's faulthandler writes.

@@ -35,8 +35,11 @@ def _train(args: argparse.Namespace) -> int:
 
     config = read_config(args, Config)  # mistakes are reported before those seconds
     from megatron_tlt.data.hub import on_this_machine
+    from megatron_tlt.distributed.devices import leave_hangs_to_the_watchdog
     from megatron_tlt.trainer.setup import build_trainer
 
+    if config.hang_s:  # the other commands have no watchdog
+        leave_hangs_to_the_watchdog()
     return run_on_every_rank(
         config.distributed, cpu_threads(), lambda w: run_job(build_trainer(on_this_machine(config, w), w, signals))
     )

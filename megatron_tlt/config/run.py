@@ -106,7 +106,8 @@ class DistributedSection(Section):
     """auto: cuda where there is a GPU that CUDA_VISIBLE_DEVICES does not hide; each rank needs one of its own. cpu:
     GPUs are hidden from the run."""
     timeout_s: PositiveFloat = 600.0
-    """A collective that takes longer ends the job, naming the phase and the ranks that did not arrive."""
+    """A collective that takes longer ends the job, naming the phase and the ranks that did not arrive. On CUDA NCCL's
+    only log that: `train` leaves such a hang to `watchdog.hang_s`, other commands end by PyTorch's SIGABRT."""
 
 
 class ObserveSection(Section):
